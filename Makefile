@@ -1,0 +1,54 @@
+# One target per need; `make help` lists them. Nothing but python3, a C/C++ compiler and make is needed to begin:
+# the environment is made in $(VENV). `make test PYTHON=python3 VENV=` uses the environment that is there, offline.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+ENV :=
+else
+PY := $(VENV)/bin/python
+ENV := $(VENV)/.installed
+endif
+
+.PHONY: help demo test build bench sanitize lint wheel clean
+
+help: ## what each target does
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+# torch first and by itself: the rest must not choose another one.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade "pip>=25.1" "setuptools>=77"
+	$(PY) -m pip install --quiet "$(TORCH)"
+	$(PY) -m pip install --quiet "tqdm>=4.60" "rich>=13" --group test --group demo --group lint
+	touch $@
+
+build: $(ENV) ## compile the native libraries into macko/
+	$(PY) setup.py --quiet build_ext --inplace
+
+demo: build ## prune, convert and time a real model on this machine
+	$(PY) -m examples.embed
+
+test: build ## the whole suite; GPU tests skip where there is no GPU
+	$(PY) -m pytest
+
+bench: build ## decode times against dense, written to benchmarks/results/
+	$(PY) -m benchmarks.spmv
+
+sanitize: build ## the GPU suite under compute-sanitizer (memcheck, then racecheck)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
+
+lint: $(ENV) ## ruff, mypy and clang-format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m clang_format --dry-run --Werror $$(git ls-files 'csrc/*')
+
+wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
+	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+clean: ## all that was built
+	rm -rf build dist macko/*.so *.egg-info

@@ -1,0 +1,30 @@
+/* What every format shares: element types and the layout-free notion of a fault in packed data. */
+#ifndef MACKO_CORE_TYPES_H
+#define MACKO_CORE_TYPES_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Element type of the stored values, of x and of y. Sums are always kept in fp32. */
+typedef enum macko_dtype {
+    MACKO_F16 = 0,
+    MACKO_BF16 = 1,
+    MACKO_F32 = 2, /* CPU only */
+} macko_dtype;
+
+/* Where packed data breaks its format's rules. `kind` is the format's own enum, 0 for "no fault". */
+typedef struct macko_fault {
+    int64_t kind;
+    int64_t row;   /* row of the matrix, or of row_ptr */
+    int64_t entry; /* index into the stored entries, -1 where none is meant */
+    int64_t found; /* the offending number */
+} macko_fault;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

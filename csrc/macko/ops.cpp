@@ -1,0 +1,271 @@
+// The macko format's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
+#include "ops.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <vector>
+
+#include "macko.h"
+
+namespace macko {
+namespace {
+
+constexpr int64_t INT32_LIMIT = INT32_MAX;
+
+#ifdef USE_CUDA
+using DeviceGuard = torch::stable::accelerator::DeviceGuard;
+#else
+// Rows [begin, end) on torch's threads, about `entries_per_row` of work each.
+template <typename Body>
+void for_rows(int64_t rows, int64_t entries_per_row, const Body &body) {
+    constexpr int64_t GRAIN_ENTRIES = 1 << 15;  // some 10 us of work: below, a thread costs more than it brings
+    torch::stable::parallel_for(0, rows, std::max<int64_t>(1, GRAIN_ENTRIES / std::max<int64_t>(1, entries_per_row)),
+                                body);
+}
+
+// As for_rows, for a body that returns a fault: the one of the lowest row.
+template <typename Body>
+macko_fault first_fault(const macko_matrix &m, const Body &body) {
+    std::mutex mutex;
+    macko_fault first{};
+    for_rows(m.rows, m.rows ? m.capacity / m.rows : 0, [&](int64_t begin, int64_t end) {
+        const macko_fault fault = body(begin, end);
+        if (fault.kind) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (!first.kind || fault.row < first.row) first = fault;
+        }
+    });
+    return first;
+}
+#endif
+
+[[noreturn]] void fail_for(const char *op, const macko_fault &fault, const macko_matrix &m) {
+    switch (fault.kind) {
+    case MACKO_ROW_PTR_START: fail(op, "row_ptr[0] is ", fault.found, ", expected 0");
+    case MACKO_ROW_PTR_FALLS: fail(op, "row_ptr falls to ", fault.found, " at index ", fault.row);
+    case MACKO_ROW_PTR_END:
+        fail(op, "row_ptr[", fault.row, "] is ", fault.found, ", values has ", m.capacity, " entries");
+    default:
+        fail(op, "deltas put entry ", fault.entry, " of row ", fault.row, " at column ", fault.found,
+             ", the matrix has ", m.cols, " columns");
+    }
+}
+
+// The struct over the three tensors, once they have passed every check that needs no look at their content.
+macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols) {
+    check_backend(op, "values", values);
+    check_device(op, "deltas", deltas, "values", values);
+    check_device(op, "row_ptr", row_ptr, "values", values);
+    const macko_dtype dtype = check_value_dtype(op, "values", values);
+    check_dtype(op, "deltas", deltas, ScalarType::Byte);
+    check_dtype(op, "row_ptr", row_ptr, ScalarType::Int);
+    check_dim(op, "values", values, 1);
+    check_dim(op, "deltas", deltas, 1);
+    check_dim(op, "row_ptr", row_ptr, 1);
+    const int64_t capacity = values.numel();
+    if (capacity % MACKO_CHUNK) fail(op, "values has ", capacity, " entries, expected a multiple of ", MACKO_CHUNK);
+    if (deltas.numel() * 2 != capacity)
+        fail(op, "deltas has ", deltas.numel(), " bytes, expected ", capacity / 2, " for ", capacity, " values");
+    if (row_ptr.numel() < 1) fail(op, "row_ptr is empty, expected rows + 1 entries");
+    if (cols < 0 || cols > INT32_LIMIT) fail(op, "cols is ", cols, ", expected 0 to ", INT32_LIMIT);
+    check_contiguous(op, "values", values);
+    check_contiguous(op, "deltas", deltas);
+    check_contiguous(op, "row_ptr", row_ptr);
+    return {values.const_data_ptr(),
+            static_cast<const uint8_t *>(deltas.const_data_ptr()),
+            static_cast<const int32_t *>(row_ptr.const_data_ptr()),
+            row_ptr.numel() - 1,
+            cols,
+            capacity,
+            dtype};
+}
+
+int64_t round_up_to_chunk(const char *op, int64_t stored) {
+    const int64_t capacity = (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
+    if (capacity > INT32_LIMIT)
+        fail(op, "w needs ", stored, " stored entries, row_ptr is int32 and holds at most ", INT32_LIMIT);
+    return capacity;
+}
+
+// Dense [rows, cols] without a look for faults: those become NaN on CUDA.
+Tensor unpack_unchecked(const macko_matrix &m, const Tensor &values) {
+    Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
+#ifdef USE_CUDA
+    STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
+#else
+    for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
+        macko_unpack_cpu(&m, begin, end, w.mutable_data_ptr());
+    });
+#endif
+    return w;
+}
+
+// y [rows] = W x + bias, all checked but the content.
+void spmv_into(const char *op, const macko_matrix &m, const Tensor &x, const void *bias, const Tensor &y) {
+#ifdef USE_CUDA
+    (void)op;
+    STD_CUDA_CHECK(macko_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), current_stream(x)));
+#else
+    const macko_fault fault = first_fault(m, [&](int64_t begin, int64_t end) {
+        return macko_spmv_cpu(&m, x.const_data_ptr(), bias, begin, end, y.mutable_data_ptr());
+    });
+    if (fault.kind) fail_for(op, fault, m);
+#endif
+}
+
+void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
+#ifdef USE_CUDA
+    // A captured stream may not be waited for: there a corrupted row becomes NaN, as in spmv.
+    cudaStreamCaptureStatus capturing;
+    STD_CUDA_CHECK(cudaStreamIsCapturing(current_stream(values), &capturing));
+    if (capturing != cudaStreamCaptureStatusNone) return;
+    Tensor found = torch::stable::new_empty(values, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
+    auto *device_fault = static_cast<macko_fault *>(found.mutable_data_ptr());
+    macko_fault fault;
+    STD_CUDA_CHECK(macko_check_cuda(&m, 1, device_fault, current_stream(values)));
+    STD_CUDA_CHECK(
+        cudaMemcpyAsync(&fault, device_fault, sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
+    STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(values)));
+#else
+    (void)values;
+    const macko_fault fault =
+        first_fault(m, [&](int64_t begin, int64_t end) { return macko_check_bounds_cpu(&m, begin, end); });
+#endif
+    if (fault.kind) fail_for(op, fault, m);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any) {
+    check_backend("pack", "w", w_any);
+    const macko_dtype dtype = check_value_dtype("pack", "w", w_any);
+    check_dim("pack", "w", w_any, 2);
+    const int64_t rows = w_any.size(0), cols = w_any.size(1);
+    if (rows >= INT32_LIMIT || cols > INT32_LIMIT)
+        fail("pack", "w has shape ", shape_name(w_any), ", expected at most 2^31 - 1 rows and columns");
+    const Tensor w = torch::stable::contiguous(w_any);
+    Tensor row_ptr = torch::stable::new_empty(w, {rows + 1}, ScalarType::Int);
+#ifdef USE_CUDA
+    const DeviceGuard guard(w.get_device_index());
+    (void)dtype;
+    const cudaStream_t stream = current_stream(w);
+    Tensor row_ptr64 = torch::stable::new_empty(w, {rows + 1}, ScalarType::Long);
+    auto *counts = static_cast<int64_t *>(row_ptr64.mutable_data_ptr());
+    int64_t stored = 0;
+    STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), rows, cols, counts, stream));
+    STD_CUDA_CHECK(cudaMemcpyAsync(&stored, counts + rows, sizeof stored, cudaMemcpyDeviceToHost, stream));
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream));  // the size of what is allocated next
+    const int64_t capacity = round_up_to_chunk("pack", stored);
+    Tensor values = torch::stable::new_empty(w, {capacity});
+    Tensor deltas = torch::stable::new_empty(w, {capacity / 2}, ScalarType::Byte);
+    STD_CUDA_CHECK(macko_pack_write_cuda(w.const_data_ptr(), rows, cols, counts, capacity,
+                                         static_cast<int32_t *>(row_ptr.mutable_data_ptr()), values.mutable_data_ptr(),
+                                         static_cast<uint8_t *>(deltas.mutable_data_ptr()), stream));
+#else
+    std::vector<int64_t> counts(rows);
+    for_rows(rows, cols, [&](int64_t begin, int64_t end) {
+        macko_pack_count_cpu(w.const_data_ptr(), dtype, cols, begin, end, counts.data());
+    });
+    int64_t stored = 0;
+    for (const int64_t count : counts) stored += count;
+    const int64_t capacity = round_up_to_chunk("pack", stored);
+    auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
+    pointers[0] = 0;
+    for (int64_t row = 0; row < rows; row++) pointers[row + 1] = pointers[row] + int32_t(counts[row]);
+    Tensor values = torch::stable::new_empty(w, {capacity});
+    Tensor deltas = torch::stable::new_zeros(w, {capacity / 2}, ScalarType::Byte);
+    const int64_t value_bytes = dtype == MACKO_F32 ? 4 : 2;
+    auto *value_data = static_cast<char *>(values.mutable_data_ptr());
+    std::fill(value_data + stored * value_bytes, value_data + capacity * value_bytes, 0);
+    for_rows(rows, cols, [&](int64_t begin, int64_t end) {
+        macko_pack_write_cpu(w.const_data_ptr(), dtype, cols, begin, end, pointers, value_data,
+                             static_cast<uint8_t *>(deltas.mutable_data_ptr()));
+    });
+#endif
+    return {values, deltas, row_ptr};
+}
+
+Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols) {
+    const macko_matrix m = matrix_of("unpack", values, deltas, row_ptr, cols);
+#ifdef USE_CUDA
+    const DeviceGuard guard(values.get_device_index());
+#endif
+    check_bounds("unpack", m, values);
+    return unpack_unchecked(m, values);
+}
+
+Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols) {
+    const macko_matrix m = matrix_of("check", values, deltas, row_ptr, cols);
+    Tensor found = torch::stable::new_empty(values, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
+    auto *fault = static_cast<macko_fault *>(found.mutable_data_ptr());
+#ifdef USE_CUDA
+    const DeviceGuard guard(values.get_device_index());
+    STD_CUDA_CHECK(macko_check_cuda(&m, 0, fault, current_stream(values)));
+#else
+    *fault = first_fault(m, [&](int64_t begin, int64_t end) { return macko_check_cpu(&m, begin, end); });
+    if (!fault->kind) *fault = macko_check_cpu(&m, m.rows, m.rows);
+#endif
+    return found;
+}
+
+Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any) {
+    const macko_matrix m = matrix_of("spmv", values, deltas, row_ptr, cols);
+    check_device("spmv", "x", x_any, "values", values);
+    check_dtype("spmv", "x", x_any, values.scalar_type());
+    check_dim("spmv", "x", x_any, 1);
+    if (x_any.numel() != cols)
+        fail("spmv", "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
+#ifdef USE_CUDA
+    const DeviceGuard guard(values.get_device_index());
+#endif
+    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    Tensor y = torch::stable::new_empty(values, {m.rows});
+    spmv_into("spmv", m, x, nullptr, y);
+    return y;
+}
+
+Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols,
+              const std::optional<Tensor> &bias_any) {
+    const macko_matrix m = matrix_of("linear", values, deltas, row_ptr, cols);
+    check_device("linear", "x", x_any, "values", values);
+    check_dtype("linear", "x", x_any, values.scalar_type());
+    if (x_any.dim() < 1 || x_any.size(-1) != cols)
+        fail("linear", "x has shape ", shape_name(x_any), ", expected [..., ", cols, "]");
+    std::optional<Tensor> bias;
+    if (bias_any) {
+        check_device("linear", "bias", *bias_any, "values", values);
+        check_dtype("linear", "bias", *bias_any, values.scalar_type());
+        check_dim("linear", "bias", *bias_any, 1);
+        if (bias_any->numel() != m.rows)
+            fail("linear", "bias has ", bias_any->numel(), " elements, the matrix has ", m.rows, " rows");
+        bias = bias_any->is_contiguous() ? *bias_any : torch::stable::contiguous(*bias_any);
+    }
+#ifdef USE_CUDA
+    const DeviceGuard guard(values.get_device_index());
+#endif
+    int64_t tokens = 1;
+    std::vector<int64_t> shape;
+    for (int64_t i = 0; i + 1 < x_any.dim(); i++) {
+        shape.push_back(x_any.size(i));
+        tokens *= x_any.size(i);
+    }
+    if (tokens == 1) {
+        shape.push_back(m.rows);
+        const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+        Tensor y = torch::stable::new_empty(values, shape);
+        spmv_into("linear", m, x, bias ? bias->const_data_ptr() : nullptr, y);
+        return y;
+    }
+    // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
+#ifndef USE_CUDA
+    check_bounds("linear", m, values);
+#endif
+    const Tensor w = unpack_unchecked(m, values);
+    std::array<StableIValue, 3> stack{torch::stable::detail::from(x_any), torch::stable::detail::from(w),
+                                      torch::stable::detail::from(bias)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+}  // namespace macko

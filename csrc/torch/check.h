@@ -1,0 +1,111 @@
+// Checks at the border, in the order device, dtype, shape, layout; each names the argument, what was wanted and what came.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "../core/types.h"
+#ifdef USE_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace macko {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename... Parts>
+[[noreturn]] void fail(const char *op, const Parts &...parts) {
+    std::ostringstream message;
+    message << "macko::" << op << ": ";
+    (message << ... << parts);
+    throw std::runtime_error(message.str());
+}
+
+inline const char *dtype_name(ScalarType dtype) {
+    switch (dtype) {
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Bool: return "bool";
+    default: return "an unsupported dtype";
+    }
+}
+
+inline std::string device_name(const Tensor &t) {
+    if (t.is_cpu()) return "cpu";
+    if (t.is_cuda()) return "cuda:" + std::to_string(t.get_device_index());
+    return "another device";
+}
+
+inline std::string shape_name(const Tensor &t) {
+    std::ostringstream out;
+    out << '[';
+    for (int64_t i = 0; i < t.dim(); i++) out << (i ? ", " : "") << t.size(i);
+    out << ']';
+    return out.str();
+}
+
+inline void check_device(const char *op, const char *name, const Tensor &t, const char *like_name, const Tensor &like) {
+    const bool same = t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() &&
+                      (!t.is_cuda() || t.get_device_index() == like.get_device_index());
+    if (!same) fail(op, name, " is on ", device_name(t), ", ", like_name, " is on ", device_name(like));
+}
+
+// This library's device: a Tensor of another one can reach a kernel only beside one of ours.
+inline void check_backend(const char *op, const char *name, const Tensor &t) {
+#ifdef USE_CUDA
+    if (!t.is_cuda()) fail(op, name, " is on ", device_name(t), ", expected a CUDA device");
+#else
+    if (!t.is_cpu()) fail(op, name, " is on ", device_name(t), ", expected the CPU");
+#endif
+}
+
+inline void check_dtype(const char *op, const char *name, const Tensor &t, ScalarType wanted) {
+    if (t.scalar_type() != wanted)
+        fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", expected ", dtype_name(wanted));
+}
+
+inline void check_dim(const char *op, const char *name, const Tensor &t, int64_t wanted) {
+    if (t.dim() != wanted) fail(op, name, " has shape ", shape_name(t), ", expected ", wanted, " dimension(s)");
+}
+
+inline void check_contiguous(const char *op, const char *name, const Tensor &t) {
+    if (!t.is_contiguous()) fail(op, name, " of shape ", shape_name(t), " is not contiguous");
+}
+
+// The element type of values, or an error: fp16 and bf16 everywhere, fp32 on the CPU.
+inline macko_dtype check_value_dtype(const char *op, const char *name, const Tensor &t) {
+    switch (t.scalar_type()) {
+    case ScalarType::Half: return MACKO_F16;
+    case ScalarType::BFloat16: return MACKO_BF16;
+#ifndef USE_CUDA
+    case ScalarType::Float: return MACKO_F32;
+    default: fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", expected float16, bfloat16 or float32");
+#else
+    default: fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", expected float16 or bfloat16 on CUDA");
+#endif
+    }
+}
+
+#ifdef USE_CUDA
+inline cudaStream_t current_stream(const Tensor &t) {
+    void *stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    return static_cast<cudaStream_t>(stream);
+}
+#endif
+
+}  // namespace macko

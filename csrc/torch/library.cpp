@@ -1,0 +1,20 @@
+// The map: every op, its schema and who implements it. Compiled once for the CPU and once for CUDA (USE_CUDA).
+#include "../macko/ops.h"
+
+#define MACKO_OPS(OP)                                                                                                  \
+    /* csrc/macko */                                                                                                   \
+    OP(pack, "(Tensor w) -> (Tensor, Tensor, Tensor)")                                                                 \
+    OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols) -> Tensor")                                   \
+    OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols) -> Tensor")                                    \
+    OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x) -> Tensor")                           \
+    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None) -> Tensor")
+
+#define DEFINE(name, schema) m.def(#name schema);
+#define IMPLEMENT(name, schema) m.impl(#name, TORCH_BOX(&macko::name));
+
+#ifdef USE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) }
+#else
+STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) }
+#endif

@@ -1,0 +1,140 @@
+"""Typed functions over the ops `torch.ops.macko.*`, with their shape functions and gradients.
+
+A packed matrix is three tensors, `values, deltas, row_ptr`; csrc/macko/macko.h says what they hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library  # noqa: F401  the ops exist from here on
+
+
+def pack(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Packs a dense matrix into the macko format of the MACKO-SpMV paper.
+
+    Args:
+        w: [rows, cols], float16 or bfloat16 (float32 too on the CPU); any strides.
+
+    Returns:
+        values [capacity] of w's dtype, deltas [capacity / 2] uint8, row_ptr [rows + 1] int32, on w's device.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or more than 2^31 - 1 stored entries.
+    """
+    return torch.ops.macko.pack(w)
+
+
+def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+    """The dense [rows, cols] matrix: `unpack(*pack(w), w.shape[1])` is w bit for bit, but for the sign of zeros.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
+    """
+    return torch.ops.macko.unpack(values, deltas, row_ptr, cols)
+
+
+def check(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+    """The first place where the packed data breaks the format: int64 [4] of kind (0: none), row, entry, found."""
+    return torch.ops.macko.check(values, deltas, row_ptr, cols)
+
+
+def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
+    """y = W x for one vector; differentiable in x.
+
+    Args:
+        values, deltas, row_ptr, cols: the packed matrix [rows, cols].
+        x: [cols], of values' dtype and device.
+
+    Returns:
+        y [rows] of the same dtype, summed in float32; the same bits at every run.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix. On CUDA,
+            where the content cannot be looked at without a wait, such rows of y are NaN.
+    """
+    return torch.ops.macko.spmv(values, deltas, row_ptr, cols, x)
+
+
+def linear(
+    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None
+) -> Tensor:
+    """x W^T + bias, as torch.nn.functional.linear with the packed W; differentiable in x and bias.
+
+    Args:
+        x: [..., cols], of values' dtype and device. One token runs as spmv, more through a temporary dense copy.
+        values, deltas, row_ptr, cols: the packed matrix [rows, cols].
+        bias: [rows] or None.
+
+    Returns:
+        [..., rows] of the same dtype.
+    """
+    return torch.ops.macko.linear(x, values, deltas, row_ptr, cols, bias)
+
+
+@torch.library.register_fake("macko::pack")
+def _(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
+    chunks = torch.library.get_ctx().new_dynamic_size()
+    return (
+        w.new_empty(chunks * 8),
+        w.new_empty(chunks * 4, dtype=torch.uint8),
+        w.new_empty(w.shape[0] + 1, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("macko::unpack")
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+    return values.new_empty(row_ptr.shape[0] - 1, cols)
+
+
+@torch.library.register_fake("macko::check")
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+    return values.new_empty(4, dtype=torch.int64)
+
+
+@torch.library.register_fake("macko::spmv")
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
+    torch._check(x.dim() == 1, lambda: f"macko::spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
+    torch._check(
+        x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
+    )
+    return values.new_empty(row_ptr.shape[0] - 1)
+
+
+@torch.library.register_fake("macko::linear")
+def _(
+    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None
+) -> Tensor:
+    torch._check(
+        x.dim() >= 1 and x.shape[-1] == cols,
+        lambda: f"macko::linear: x has shape {list(x.shape)}, expected [..., {cols}]",
+    )
+    return values.new_empty(*x.shape[:-1], row_ptr.shape[0] - 1)
+
+
+def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.cols = inputs[3]
+
+
+def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return None, None, None, None, torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols).t() @ grad
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:4])
+    ctx.cols = inputs[4]
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[5] else None
+    return grad_x, None, None, None, None, grad_bias
+
+
+torch.library.register_autograd("macko::spmv", _spmv_backward, setup_context=_save_spmv)
+torch.library.register_autograd("macko::linear", _linear_backward, setup_context=_save_linear)

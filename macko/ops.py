@@ -13,36 +13,37 @@ from torch import Tensor
 from . import _library  # noqa: F401  the ops exist from here on
 
 
-def pack(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """Packs a dense matrix into the macko format of the MACKO-SpMV paper.
 
     Args:
         w: [rows, cols], float16 or bfloat16 (float32 too on the CPU); any strides.
+        delta_bits: 2, 4 or 8, the width of a delta.
 
     Returns:
-        values [capacity] of w's dtype, deltas [capacity / 2] uint8, row_ptr [rows + 1] int32, on w's device.
+        values [capacity] of w's dtype, deltas [capacity * delta_bits / 8] uint8, row_ptr [rows + 1] int32, on w's device.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or more than 2^31 - 1 stored entries.
     """
-    return torch.ops.macko.pack(w)
+    return torch.ops.macko.pack(w, delta_bits)
 
 
-def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
     """The dense [rows, cols] matrix: `unpack(*pack(w), w.shape[1])` is w bit for bit, but for the sign of zeros.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
     """
-    return torch.ops.macko.unpack(values, deltas, row_ptr, cols)
+    return torch.ops.macko.unpack(values, deltas, row_ptr, cols, delta_bits)
 
 
-def check(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+def check(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
     """The first place where the packed data breaks the format: int64 [4] of kind (0: none), row, entry, found."""
-    return torch.ops.macko.check(values, deltas, row_ptr, cols)
+    return torch.ops.macko.check(values, deltas, row_ptr, cols, delta_bits)
 
 
-def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
+def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
     """y = W x for one vector; differentiable in x.
 
     Args:
@@ -56,11 +57,11 @@ def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor) 
         RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix. On CUDA,
             where the content cannot be looked at without a wait, such rows of y are NaN.
     """
-    return torch.ops.macko.spmv(values, deltas, row_ptr, cols, x)
+    return torch.ops.macko.spmv(values, deltas, row_ptr, cols, x, delta_bits)
 
 
 def linear(
-    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None
+    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None, delta_bits: int = 4
 ) -> Tensor:
     """x W^T + bias, as torch.nn.functional.linear with the packed W; differentiable in x and bias.
 
@@ -72,7 +73,7 @@ def linear(
     Returns:
         [..., rows] of the same dtype.
     """
-    return torch.ops.macko.linear(x, values, deltas, row_ptr, cols, bias)
+    return torch.ops.macko.linear(x, values, deltas, row_ptr, cols, bias, delta_bits)
 
 
 @torch.library.register_fake("macko::pack")
@@ -81,23 +82,23 @@ def _(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     chunks = torch.library.get_ctx().new_dynamic_size()
     return (
         w.new_empty(chunks * 8),
-        w.new_empty(chunks * 4, dtype=torch.uint8),
+        w.new_empty(chunks * delta_bits, dtype=torch.uint8),
         w.new_empty(w.shape[0] + 1, dtype=torch.int32),
     )
 
 
 @torch.library.register_fake("macko::unpack")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
     return values.new_empty(row_ptr.shape[0] - 1, cols)
 
 
 @torch.library.register_fake("macko::check")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
     return values.new_empty(4, dtype=torch.int64)
 
 
 @torch.library.register_fake("macko::spmv")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
     torch._check(x.dim() == 1, lambda: f"macko::spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
     torch._check(
         x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
@@ -107,7 +108,7 @@ def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> 
 
 @torch.library.register_fake("macko::linear")
 def _(
-    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None
+    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None, delta_bits: int = 4
 ) -> Tensor:
     torch._check(
         x.dim() >= 1 and x.shape[-1] == cols,
@@ -118,22 +119,22 @@ def _(
 
 def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
-    ctx.cols = inputs[3]
+    ctx.cols, ctx.delta_bits = inputs[3], inputs[5]
 
 
 def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return None, None, None, None, torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols).t() @ grad
+    return None, None, None, None, torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits).t() @ grad, None
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:4])
-    ctx.cols = inputs[4]
+    ctx.cols, ctx.delta_bits = inputs[4], inputs[6]
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols) if ctx.needs_input_grad[0] else None
+    grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[5] else None
-    return grad_x, None, None, None, None, grad_bias
+    return grad_x, None, None, None, None, grad_bias, None
 
 
 torch.library.register_autograd("macko::spmv", _spmv_backward, setup_context=_save_spmv)

@@ -3,11 +3,13 @@
  *
  * A matrix [rows, cols] is stored row after row, with no alignment between rows. An entry is a value and a delta.
  *   delta = columns skipped since the previous entry of the row (since the row's start for its first entry).
- * A run of more than MACKO_DELTA_MAX zeros stores an explicit zero value (+0.0, delta MACKO_DELTA_MAX) at every
- * 16th column of the run. Nothing is stored behind a row's last non-zero. Zeros of either sign are dropped;
- * NaN and Inf are values and keep their bits.
+ * A delta has delta_bits = 2, 4 or 8 bits and is at most delta_max = 2^delta_bits - 1. A longer run of zeros stores an
+ * explicit zero value (+0.0, delta delta_max) at every 2^delta_bits-th column of the run. Nothing is stored behind a
+ * row's last non-zero. Zeros of either sign are dropped; NaN and Inf are values and keep their bits.
  *
- * Size at density d, 16-bit values: 1.25 d (1 + z / (1 - z)) of dense, z = (1 - d)^16. Source: the MACKO-SpMV paper.
+ * Size of a 16-bit matrix of density d over its dense size, z = (1 - d)^(2^delta_bits):
+ * (1 + delta_bits / 16) d (1 + z / (1 - z)). 4 bits are the smallest from about density 0.07 to 0.35, and near it
+ * everywhere; they are the default. Source: the MACKO-SpMV paper and its appendix.
  */
 #ifndef MACKO_MACKO_H
 #define MACKO_MACKO_H
@@ -19,18 +21,17 @@ extern "C" {
 #endif
 
 enum {
-    MACKO_DELTA_BITS = 4,                             /* two deltas a byte, the low nibble first */
-    MACKO_DELTA_MAX = (1 << MACKO_DELTA_BITS) - 1,    /* a longer run stores an explicit zero */
-    MACKO_CHUNK = 8,                                  /* entries fetched together: 16 B of fp16, 4 B of deltas */
+    MACKO_CHUNK = 8, /* entries fetched together: 16 B of fp16, delta_bits bytes of deltas */
 };
 
 /* A packed matrix. `capacity` is the stored count, row_ptr[rows], rounded up to MACKO_CHUNK. */
 typedef struct macko_matrix {
     const void *values;     /* [capacity] of dtype; +0.0 behind the last entry */
-    const uint8_t *deltas;  /* [capacity / 2]; 0 behind the last entry */
+    const uint8_t *deltas;  /* [capacity * delta_bits / 8], low bits first; 0 behind the last entry */
     const int32_t *row_ptr; /* [rows + 1] first entry of each row; row_ptr[0] = 0 */
     int64_t rows, cols, capacity;
     macko_dtype dtype;
+    int delta_bits;
 } macko_matrix;
 
 /* macko_fault.kind, in the order in which they are looked for. */
@@ -40,7 +41,7 @@ enum {
     MACKO_ROW_PTR_FALLS,  /* row_ptr[row + 1] < row_ptr[row] */
     MACKO_ROW_PTR_END,    /* row_ptr[row + 1] > capacity, or capacity is not row_ptr[rows] rounded up */
     MACKO_COLUMN_END,     /* an entry lies at a column >= cols */
-    MACKO_STRAY_ZERO,     /* a zero value whose delta is not MACKO_DELTA_MAX, or that ends its row, or that is -0.0 */
+    MACKO_STRAY_ZERO,     /* a zero value whose delta is not delta_max, or that ends its row, or that is -0.0 */
     MACKO_PADDING,        /* a value or delta behind the last entry is not 0 */
 };
 
@@ -50,10 +51,11 @@ enum {
  */
 
 /* Stored entries of each row of w [rows, cols], contiguous, to counts[begin..end). */
-void macko_pack_count_cpu(const void *w, macko_dtype dtype, int64_t cols, int64_t begin, int64_t end, int64_t *counts);
+void macko_pack_count_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
+                          int64_t *counts);
 
 /* Writes values and deltas of the rows. deltas must be zero before the first call: rows share bytes. */
-void macko_pack_write_cpu(const void *w, macko_dtype dtype, int64_t cols, int64_t begin, int64_t end,
+void macko_pack_write_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
                           const int32_t *row_ptr, void *values, uint8_t *deltas);
 
 /* The first fault that makes reading unsafe: row_ptr, columns. What spmv and unpack look for. */
@@ -82,11 +84,13 @@ macko_fault macko_spmv_cpu(const macko_matrix *m, const void *x, const void *bia
  */
 
 /* counts -> row_ptr [rows + 1] int64, by an inclusive scan in the same call; the last one is the stored count. */
-cudaError_t macko_pack_count_cuda(const void *w, int64_t rows, int64_t cols, int64_t *row_ptr, cudaStream_t stream);
+cudaError_t macko_pack_count_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, int64_t *row_ptr,
+                                  cudaStream_t stream);
 
 /* Writes row_ptr as int32, and all of values and deltas, padding included. */
-cudaError_t macko_pack_write_cuda(const void *w, int64_t rows, int64_t cols, const int64_t *row_ptr64, int64_t capacity,
-                                  int32_t *row_ptr, void *values, uint8_t *deltas, cudaStream_t stream);
+cudaError_t macko_pack_write_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, const int64_t *row_ptr64,
+                                  int64_t capacity, int32_t *row_ptr, void *values, uint8_t *deltas,
+                                  cudaStream_t stream);
 
 /* Writes the fault of the lowest row to *fault (device memory); `bounds_only` as macko_check_bounds_cpu. */
 cudaError_t macko_check_cuda(const macko_matrix *m, int bounds_only, macko_fault *fault, cudaStream_t stream);

@@ -52,8 +52,15 @@ macko_fault first_fault(const macko_matrix &m, const Body &body) {
     }
 }
 
+void check_delta_bits(const char *op, int64_t delta_bits) {
+    if (delta_bits != 2 && delta_bits != 4 && delta_bits != 8)
+        fail(op, "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
+}
+
 // The struct over the three tensors, once they have passed every check that needs no look at their content.
-macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols) {
+macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols,
+                       int64_t delta_bits) {
+    check_delta_bits(op, delta_bits);
     check_backend(op, "values", values);
     check_device(op, "deltas", deltas, "values", values);
     check_device(op, "row_ptr", row_ptr, "values", values);
@@ -65,8 +72,9 @@ macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &delta
     check_dim(op, "row_ptr", row_ptr, 1);
     const int64_t capacity = values.numel();
     if (capacity % MACKO_CHUNK) fail(op, "values has ", capacity, " entries, expected a multiple of ", MACKO_CHUNK);
-    if (deltas.numel() * 2 != capacity)
-        fail(op, "deltas has ", deltas.numel(), " bytes, expected ", capacity / 2, " for ", capacity, " values");
+    if (deltas.numel() * 8 != capacity * delta_bits)
+        fail(op, "deltas has ", deltas.numel(), " bytes, expected ", capacity * delta_bits / 8, " for ", capacity,
+             " values");
     if (row_ptr.numel() < 1) fail(op, "row_ptr is empty, expected rows + 1 entries");
     if (cols < 0 || cols > INT32_LIMIT) fail(op, "cols is ", cols, ", expected 0 to ", INT32_LIMIT);
     check_contiguous(op, "values", values);
@@ -78,7 +86,8 @@ macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &delta
             row_ptr.numel() - 1,
             cols,
             capacity,
-            dtype};
+            dtype,
+            int(delta_bits)};
 }
 
 int64_t round_up_to_chunk(const char *op, int64_t stored) {
@@ -137,7 +146,8 @@ void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any) {
+std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits) {
+    check_delta_bits("pack", delta_bits);
     check_backend("pack", "w", w_any);
     const macko_dtype dtype = check_value_dtype("pack", "w", w_any);
     check_dim("pack", "w", w_any, 2);
@@ -153,19 +163,19 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any) {
     Tensor row_ptr64 = torch::stable::new_empty(w, {rows + 1}, ScalarType::Long);
     auto *counts = static_cast<int64_t *>(row_ptr64.mutable_data_ptr());
     int64_t stored = 0;
-    STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), rows, cols, counts, stream));
+    STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, counts, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&stored, counts + rows, sizeof stored, cudaMemcpyDeviceToHost, stream));
     STD_CUDA_CHECK(cudaStreamSynchronize(stream));  // the size of what is allocated next
     const int64_t capacity = round_up_to_chunk("pack", stored);
     Tensor values = torch::stable::new_empty(w, {capacity});
-    Tensor deltas = torch::stable::new_empty(w, {capacity / 2}, ScalarType::Byte);
-    STD_CUDA_CHECK(macko_pack_write_cuda(w.const_data_ptr(), rows, cols, counts, capacity,
+    Tensor deltas = torch::stable::new_empty(w, {capacity * delta_bits / 8}, ScalarType::Byte);
+    STD_CUDA_CHECK(macko_pack_write_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, counts, capacity,
                                          static_cast<int32_t *>(row_ptr.mutable_data_ptr()), values.mutable_data_ptr(),
                                          static_cast<uint8_t *>(deltas.mutable_data_ptr()), stream));
 #else
     std::vector<int64_t> counts(rows);
     for_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        macko_pack_count_cpu(w.const_data_ptr(), dtype, cols, begin, end, counts.data());
+        macko_pack_count_cpu(w.const_data_ptr(), dtype, int(delta_bits), cols, begin, end, counts.data());
     });
     int64_t stored = 0;
     for (const int64_t count : counts) stored += count;
@@ -174,20 +184,20 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any) {
     pointers[0] = 0;
     for (int64_t row = 0; row < rows; row++) pointers[row + 1] = pointers[row] + int32_t(counts[row]);
     Tensor values = torch::stable::new_empty(w, {capacity});
-    Tensor deltas = torch::stable::new_zeros(w, {capacity / 2}, ScalarType::Byte);
+    Tensor deltas = torch::stable::new_zeros(w, {capacity * delta_bits / 8}, ScalarType::Byte);
     const int64_t value_bytes = dtype == MACKO_F32 ? 4 : 2;
     auto *value_data = static_cast<char *>(values.mutable_data_ptr());
     std::fill(value_data + stored * value_bytes, value_data + capacity * value_bytes, 0);
     for_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        macko_pack_write_cpu(w.const_data_ptr(), dtype, cols, begin, end, pointers, value_data,
+        macko_pack_write_cpu(w.const_data_ptr(), dtype, int(delta_bits), cols, begin, end, pointers, value_data,
                              static_cast<uint8_t *>(deltas.mutable_data_ptr()));
     });
 #endif
     return {values, deltas, row_ptr};
 }
 
-Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols) {
-    const macko_matrix m = matrix_of("unpack", values, deltas, row_ptr, cols);
+Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
+    const macko_matrix m = matrix_of("unpack", values, deltas, row_ptr, cols, delta_bits);
 #ifdef USE_CUDA
     const DeviceGuard guard(values.get_device_index());
 #endif
@@ -195,8 +205,8 @@ Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
     return unpack_unchecked(m, values);
 }
 
-Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols) {
-    const macko_matrix m = matrix_of("check", values, deltas, row_ptr, cols);
+Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
+    const macko_matrix m = matrix_of("check", values, deltas, row_ptr, cols, delta_bits);
     Tensor found = torch::stable::new_empty(values, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
     auto *fault = static_cast<macko_fault *>(found.mutable_data_ptr());
 #ifdef USE_CUDA
@@ -209,8 +219,9 @@ Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, 
     return found;
 }
 
-Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any) {
-    const macko_matrix m = matrix_of("spmv", values, deltas, row_ptr, cols);
+Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
+            int64_t delta_bits) {
+    const macko_matrix m = matrix_of("spmv", values, deltas, row_ptr, cols, delta_bits);
     check_device("spmv", "x", x_any, "values", values);
     check_dtype("spmv", "x", x_any, values.scalar_type());
     check_dim("spmv", "x", x_any, 1);
@@ -226,8 +237,8 @@ Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, i
 }
 
 Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols,
-              const std::optional<Tensor> &bias_any) {
-    const macko_matrix m = matrix_of("linear", values, deltas, row_ptr, cols);
+              const std::optional<Tensor> &bias_any, int64_t delta_bits) {
+    const macko_matrix m = matrix_of("linear", values, deltas, row_ptr, cols, delta_bits);
     check_device("linear", "x", x_any, "values", values);
     check_dtype("linear", "x", x_any, values.scalar_type());
     if (x_any.dim() < 1 || x_any.size(-1) != cols)

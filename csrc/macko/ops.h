@@ -8,11 +8,12 @@
 
 namespace macko {
 
-std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w);
-Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols);
-Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols);
-Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x);
+std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w, int64_t delta_bits);
+Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits);
+Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits);
+Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x,
+            int64_t delta_bits);
 Tensor linear(const Tensor &x, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols,
-              const std::optional<Tensor> &bias);
+              const std::optional<Tensor> &bias, int64_t delta_bits);
 
 }  // namespace macko

@@ -9,12 +9,13 @@ static inline int is_zero(const void *w, macko_dtype dtype, int64_t i) {
     return (((const uint16_t *)w)[i] & 0x7fff) == 0;
 }
 
-void macko_pack_count_cpu(const void *w, macko_dtype dtype, int64_t cols, int64_t begin, int64_t end, int64_t *counts) {
+void macko_pack_count_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
+                          int64_t *counts) {
     for (int64_t row = begin; row < end; row++) {
         int64_t count = 0, next = 0; /* next: the column behind the previous entry */
         for (int64_t col = 0; col < cols; col++) {
             if (is_zero(w, dtype, row * cols + col)) continue;
-            count += 1 + (col - next) / (MACKO_DELTA_MAX + 1);
+            count += 1 + ((col - next) >> delta_bits);
             next = col + 1;
         }
         counts[row] = count;
@@ -29,22 +30,24 @@ static inline void put_value(void *values, macko_dtype dtype, int64_t entry, con
 }
 
 /* Two rows, so two threads, can share a byte: each sets its own bits of the zeroed array. */
-static inline void put_delta(uint8_t *deltas, int64_t entry, int64_t delta) {
-    if (delta) __atomic_fetch_or(&deltas[entry >> 1], (uint8_t)(delta << (entry & 1) * 4), __ATOMIC_RELAXED);
+static inline void put_delta(uint8_t *deltas, int delta_bits, int64_t entry, int64_t delta) {
+    const int64_t bit = entry * delta_bits;
+    if (delta) __atomic_fetch_or(&deltas[bit >> 3], (uint8_t)(delta << (bit & 7)), __ATOMIC_RELAXED);
 }
 
-void macko_pack_write_cpu(const void *w, macko_dtype dtype, int64_t cols, int64_t begin, int64_t end,
+void macko_pack_write_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
                           const int32_t *row_ptr, void *values, uint8_t *deltas) {
+    const int64_t delta_max = (1 << delta_bits) - 1;
     for (int64_t row = begin; row < end; row++) {
         int64_t entry = row_ptr[row], next = 0;
         for (int64_t col = 0; col < cols; col++) {
             if (is_zero(w, dtype, row * cols + col)) continue;
-            for (; col - next > MACKO_DELTA_MAX; next += MACKO_DELTA_MAX + 1, entry++) {
+            for (; col - next > delta_max; next += delta_max + 1, entry++) {
                 put_value(values, dtype, entry, NULL, 0);
-                put_delta(deltas, entry, MACKO_DELTA_MAX);
+                put_delta(deltas, delta_bits, entry, delta_max);
             }
             put_value(values, dtype, entry, w, row * cols + col);
-            put_delta(deltas, entry, col - next);
+            put_delta(deltas, delta_bits, entry, col - next);
             next = col + 1;
             entry++;
         }
@@ -52,7 +55,8 @@ void macko_pack_write_cpu(const void *w, macko_dtype dtype, int64_t cols, int64_
 }
 
 static inline int delta_at(const macko_matrix *m, int64_t entry) {
-    return m->deltas[entry >> 1] >> (entry & 1) * 4 & MACKO_DELTA_MAX;
+    const int64_t bit = entry * m->delta_bits;
+    return m->deltas[bit >> 3] >> (bit & 7) & ((1 << m->delta_bits) - 1);
 }
 
 static macko_fault check_row_ptr(const macko_matrix *m, int64_t row) {
@@ -85,7 +89,7 @@ macko_fault macko_check_cpu(const macko_matrix *m, int64_t begin, int64_t end) {
             const int last = entry + 1 == m->row_ptr[row + 1];
             const int negative = m->dtype == MACKO_F32 ? ((const uint32_t *)m->values)[entry] != 0
                                                        : ((const uint16_t *)m->values)[entry] != 0;
-            if (delta_at(m, entry) != MACKO_DELTA_MAX || last || negative)
+            if (delta_at(m, entry) != (1 << m->delta_bits) - 1 || last || negative)
                 return (macko_fault){MACKO_STRAY_ZERO, row, entry, delta_at(m, entry)};
         }
     }

@@ -22,7 +22,8 @@ macko_fault macko_spmv_cpu(const macko_matrix *m, const void *x, const void *bia
         float sum = 0;
         int64_t col = -1;
         for (int64_t entry = m->row_ptr[row]; entry < m->row_ptr[row + 1]; entry++) {
-            col += (m->deltas[entry >> 1] >> (entry & 1) * 4 & MACKO_DELTA_MAX) + 1;
+            const int64_t bit = entry * m->delta_bits;
+            col += (m->deltas[bit >> 3] >> (bit & 7) & ((1 << m->delta_bits) - 1)) + 1;
             sum += load(m->values, m->dtype, entry) * load(x, m->dtype, col);
         }
         store(y, m->dtype, row, bias ? sum + load(bias, m->dtype, row) : sum);

@@ -18,7 +18,8 @@ __global__ void spmv(macko_matrix m, const T *x, const T *bias, T *y) {
     if (start < 0 || stop < start || stop > m.capacity) sum = NAN;
     int64_t col = -1;
     for (int64_t entry = start; sum == sum && entry < stop; entry++) {
-        col += (m.deltas[entry >> 1] >> (entry & 1) * 4 & MACKO_DELTA_MAX) + 1;
+        const int64_t bit = entry * m.delta_bits;
+        col += (m.deltas[bit >> 3] >> (bit & 7) & ((1 << m.delta_bits) - 1)) + 1;
         sum = col < m.cols ? fmaf(to_float(((const T *)m.values)[entry]), to_float(x[col]), sum) : NAN;
     }
     y[row] = from_float<T>(bias ? sum + to_float(bias[row]) : sum);

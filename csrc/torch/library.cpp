@@ -3,11 +3,12 @@
 
 #define MACKO_OPS(OP)                                                                                                  \
     /* csrc/macko */                                                                                                   \
-    OP(pack, "(Tensor w) -> (Tensor, Tensor, Tensor)")                                                                 \
-    OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols) -> Tensor")                                   \
-    OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols) -> Tensor")                                    \
-    OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x) -> Tensor")                           \
-    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None) -> Tensor")
+    OP(pack, "(Tensor w, int delta_bits=4) -> (Tensor, Tensor, Tensor)")                                                         \
+    OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor")                                   \
+    OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor")                                    \
+    OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor")                           \
+    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, "
+       "int delta_bits=4) -> Tensor")
 
 #define DEFINE(name, schema) m.def(#name schema);
 #define IMPLEMENT(name, schema) m.impl(#name, TORCH_BOX(&macko::name));

@@ -77,7 +77,7 @@ def linear(
 
 
 @torch.library.register_fake("macko::pack")
-def _(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
     chunks = torch.library.get_ctx().new_dynamic_size()
     return (

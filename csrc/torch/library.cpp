@@ -1,14 +1,15 @@
 // The map: every op, its schema and who implements it. Compiled once for the CPU and once for CUDA (USE_CUDA).
 #include "../macko/ops.h"
 
-#define MACKO_OPS(OP)                                                                                                  \
-    /* csrc/macko */                                                                                                   \
-    OP(pack, "(Tensor w, int delta_bits=4) -> (Tensor, Tensor, Tensor)")                                                         \
-    OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor")                                   \
-    OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor")                                    \
-    OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor")                           \
-    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, "
-       "int delta_bits=4) -> Tensor")
+// clang-format off
+#define MACKO_OPS(OP) \
+    /* csrc/macko: the canonical format */ \
+    OP(pack, "(Tensor w, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+    OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
+    OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
+    OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
+    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor")
+// clang-format on
 
 #define DEFINE(name, schema) m.def(#name schema);
 #define IMPLEMENT(name, schema) m.impl(#name, TORCH_BOX(&macko::name));

@@ -48,8 +48,8 @@ def find_torch() -> Path:
         f"macko is compiled against the torch that is installed, and there is none for {sys.executable}.\n"
         "Install one first, for example\n"
         "    pip install torch\n"
-        "and run this again. (A tool that builds in an environment of its own, as uv does, hides the torch that is there:\n"
-        "give it --no-build-isolation.)"
+        "and run this again. (A tool that builds in an environment of its own, as uv does, hides the torch\n"
+        "that is there: give it --no-build-isolation.)"
     )
 
 

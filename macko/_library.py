@@ -1,4 +1,4 @@
-"""Loads the two native libraries. Import never fails for lack of a GPU; a CUDA op that is not there says why on call."""
+"""Loads the two native libraries. Import never fails for lack of a GPU; a CUDA op that is missing says why on call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ except ImportError as error:
             "It needs torch >= 2.10; after a change of torch or machine install macko again."
         ) from error
     raise ImportError(
-        "macko's library is not built. In the source folder run `make build` (or `python setup.py build_ext --inplace`); "
-        "to install it, `pip install .` there."
+        "macko's library is not built. In the source folder run `make build`, or install it with `pip install .`"
     ) from None
 
 #: Architectures that the CUDA library was compiled for; empty where macko was built without it.

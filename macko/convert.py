@@ -22,7 +22,7 @@ MIN_SPARSITY = 0.3
 # Modules that hand a child's weight to a fused kernel in place of calling the child: it would be unpacked at each step.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
-# What nn.Module keeps of hooks on calls. The dicts themselves go with the layer, so that their handles still remove them.
+# What nn.Module keeps of hooks on calls. The dicts themselves go with the layer: a hook's handle still removes it.
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -48,8 +48,8 @@ def sparsify_(
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
     Layer by layer: the peak of memory is the model and one dense layer more. All or nothing: when one layer fails, or
-    the user interrupts, the model is as it was. A second call changes nothing. Converted weights are frozen; biases stay
-    the Parameters they were, and hooks on a layer go with it.
+    the user interrupts, the model is as it was. A second call changes nothing. Converted weights are frozen; biases
+    stay the Parameters they were, and hooks on a layer go with it.
 
     Args:
         model: any module that holds nn.Linear.

@@ -29,9 +29,9 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
 class SparseLinear(nn.Linear):
     """y = x W^T + bias with a packed W: an nn.Linear for every caller, frozen, never dense.
 
-    The packed tensors are its buffers, under the names of the format's fields, so it moves, copies, pickles and saves as
-    any module. Its state_dict holds them, the bias, and the format's name and sizes as JSON bytes (`_extra_state`); what
-    is loaded into it is validated first, and may have another number of entries, or another format, than it had.
+    The packed tensors are its buffers, under the names of the format's fields, so it moves, copies, pickles and saves
+    as any module. Its state_dict holds them, the bias, and the format's name and sizes as JSON bytes (`_extra_state`);
+    what is loaded is validated first, and may have another number of entries, or another format, than it had.
 
     Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`. Types which macko
     has no kernels for are refused with a TypeError.
@@ -96,7 +96,7 @@ class SparseLinear(nn.Linear):
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """The dense layer: the very weight that was packed (zeros come back as +0.0), not trainable until asked to be."""
+        """The dense layer with the very weight that was packed (its zeros +0.0); not trainable until asked to be."""
         dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta", dtype=self.dtype)
         dense.weight = nn.Parameter(self.weight, requires_grad=False)
         dense.bias = self.bias
@@ -187,7 +187,7 @@ class SparseLinear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Validates what comes, then makes buffers of its sizes for nn.Module to copy it (or, with assign, put it) into."""
+        """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
         dtype, extra = self.dtype, f"{prefix}_extra_state"
         try:
             packed = self._read(state_dict, prefix)

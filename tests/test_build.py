@@ -15,7 +15,7 @@ from macko import _library
 
 PACKAGE = Path(macko.__file__).parent
 LIBRARIES = sorted(PACKAGE.glob("_C*.so"))
-#: Of CPython's limited API of 3.10, what csrc/torch/module.c uses. An addition has to be looked up in its documentation.
+#: Of CPython's limited API of 3.10, what csrc/torch/module.c uses. Look up in its documentation what you add.
 PYTHON_SYMBOLS = {"PyModule_Create2", "PyModule_AddStringConstant"}
 
 

@@ -217,32 +217,40 @@ __global__ void __launch_bounds__(THREADS)
     });
 }
 
-// What a lane decodes of a packed row: its chunk's deltas, zero where they are another row's, and the column of the
-// first free place before its first entry of the row.
+// What a lane has of a packed row: its chunk, the deltas of other rows zeroed, and where it stands.
 template <int BITS>
 struct PackedChunk {
     DeltaWord<BITS> deltas;
+    uint4 values;
     int64_t chunk;  // index into the chunks of the matrix
     int begin, end; // entries of the chunk that are the row's
-    int64_t next;   // column, counted from the chunk's first entry as if it were the row's
+    int64_t next;   // first free column, counted from the chunk's first entry as if it were the row's
 };
 
+enum class Load { DELTAS, ALL };
+
 // Calls body(PackedChunk, next) for every 32 chunks of a row while it returns true; `next` is the first free column
-// behind them. row_ptr is good.
+// behind them. row_ptr is good. The next 32 chunks are on their way meanwhile.
 template <int BITS, typename Body>
-__device__ __forceinline__ void walk_packed_row(const macko_matrix &m, int64_t start, int64_t stop, const Body &body) {
-    const int lane = threadIdx.x % WARP;
+__device__ __forceinline__ void walk_packed_row(const macko_matrix &m, int64_t start, int64_t stop, Load load,
+                                                const Body &body) {
+    const auto load_chunk = [&](int64_t chunk) {
+        PackedChunk<BITS> at = {0, make_uint4(0, 0, 0, 0), chunk, 0, 0, 0};
+        if (chunk * MACKO_CHUNK >= stop) return at;
+        at.begin = int(max(start - chunk * MACKO_CHUNK, int64_t(0)));
+        at.end = int(min(stop - chunk * MACKO_CHUNK, int64_t(MACKO_CHUNK)));
+        at.deltas = load_stream((const DeltaWord<BITS> *)m.deltas + chunk);
+        if (load == Load::ALL) at.values = load_stream((const uint4 *)m.values + chunk);
+        return at;
+    };
     int64_t next = -(start % MACKO_CHUNK);
-    bool more = true;
-    for (int64_t first = start / MACKO_CHUNK; more && first * MACKO_CHUNK < stop; first += WARP) {
-        PackedChunk<BITS> at;
-        at.chunk = first + lane;
-        at.begin = int(min(max(start - at.chunk * MACKO_CHUNK, int64_t(0)), int64_t(MACKO_CHUNK)));
-        at.end = int(min(max(stop - at.chunk * MACKO_CHUNK, int64_t(0)), int64_t(MACKO_CHUNK)));
-        at.deltas = 0;
-        if (at.begin < at.end)
-            at.deltas = keep_deltas<BITS>(load_stream((const DeltaWord<BITS> *)m.deltas + at.chunk), at.begin, at.end);
-        const uint32_t own = Offsets<BITS>(at.deltas).sum() + (at.begin < at.end ? at.end : 0);
+    PackedChunk<BITS> ahead = load_chunk(start / MACKO_CHUNK + threadIdx.x % WARP);
+    bool more = start < stop;
+    for (int64_t entry = start / MACKO_CHUNK * MACKO_CHUNK; more && entry < stop; entry += WARP * MACKO_CHUNK) {
+        PackedChunk<BITS> at = ahead;
+        ahead = load_chunk(at.chunk + WARP);
+        at.deltas = keep_deltas<BITS>(at.deltas, at.begin, at.end);
+        const uint32_t own = Offsets<BITS>(at.deltas).sum() + at.end;
         const uint32_t through = warp_inclusive_sum(own);
         at.next = next + through - own;
         next += __shfl_sync(FULL_WARP, through, WARP - 1);
@@ -259,11 +267,10 @@ __device__ macko_fault fault_of_row(const macko_matrix &m, int64_t row, bool bou
     if (stop > m.capacity) return {MACKO_ROW_PTR_END, row + 1, -1, stop};
     if (start < 0) return {MACKO_ROW_PTR_FALLS, row, -1, start}; // an earlier row says so too
     macko_fault bounds = {MACKO_OK, 0, -1, 0}, stray = bounds;
-    walk_packed_row<BITS>(m, start, stop, [&](const PackedChunk<BITS> &at, int64_t) {
+    const Load load = bounds_only ? Load::DELTAS : Load::ALL;
+    walk_packed_row<BITS>(m, start, stop, load, [&](const PackedChunk<BITS> &at, int64_t) {
         macko_fault own_bounds = {MACKO_OK, 0, -1, 0}, own_stray = own_bounds;
-        uint4 values = make_uint4(~0u, ~0u, ~0u, ~0u);
-        if (!bounds_only && at.begin < at.end) values = load_stream((const uint4 *)m.values + at.chunk);
-        const uint32_t zeros = ~nonzero_mask(values);
+        const uint32_t zeros = bounds_only ? 0 : ~nonzero_mask(at.values);
         int64_t col = at.next - 1;
 #pragma unroll
         for (int k = 0; k < MACKO_CHUNK; k++) {
@@ -273,7 +280,7 @@ __device__ macko_fault fault_of_row(const macko_matrix &m, int64_t row, bool bou
             if (k < at.begin || k >= at.end) continue;
             if (col >= m.cols && !own_bounds.kind) own_bounds = {MACKO_COLUMN_END, row, entry, col};
             if ((zeros >> k & 1) && !own_stray.kind &&
-                (delta != (1 << BITS) - 1 || entry + 1 == stop || value_at(values, k)))
+                (delta != (1 << BITS) - 1 || entry + 1 == stop || value_at(at.values, k)))
                 own_stray = {MACKO_STRAY_ZERO, row, entry, delta};
         }
         const auto first_of_lanes = [](macko_fault &found, const macko_fault &own) {
@@ -362,18 +369,16 @@ __global__ void __launch_bounds__(THREADS) unpack_rows(macko_matrix m, uint16_t 
     bool good = start >= 0 && start <= stop && stop <= m.capacity;
     clear_window(0);
     if (good)
-        walk_packed_row<BITS>(m, start, stop, [&](const PackedChunk<BITS> &at, int64_t next) {
+        walk_packed_row<BITS>(m, start, stop, Load::ALL, [&](const PackedChunk<BITS> &at, int64_t next) {
             good = next <= m.cols;
             if (!good) return false;
-            uint4 values = make_uint4(0, 0, 0, 0);
-            if (at.begin < at.end) values = load_stream((const uint4 *)m.values + at.chunk);
             const Offsets<BITS> offsets(at.deltas);
             while (true) {
                 const uint32_t base = uint32_t(at.next - window_col);
 #pragma unroll
                 for (int k = 0; k < MACKO_CHUNK; k++) {
                     const uint32_t place = offsets.at(k, base, 1);
-                    if (place < WINDOW && at.begin <= k && k < at.end) ((uint16_t *)window)[place] = value_at(values, k);
+                    if (place < WINDOW && at.begin <= k && k < at.end) ((uint16_t *)window)[place] = value_at(at.values, k);
                 }
                 if (next < window_col + WINDOW) return true;
                 store_window();

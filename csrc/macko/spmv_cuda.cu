@@ -173,16 +173,6 @@ __global__ void __launch_bounds__(THREADS, SPMV_BLOCKS) spmv(macko_matrix m, con
                 next_step = load_step<BITS>(m, chunk, row.stop);
             else
                 next_step = load_first_step(next_row);
-#ifdef SPMV_PREFETCH
-            {
-                uint32_t far = chunk + SPMV_PREFETCH * STEP_CHUNKS;
-                if (far * MACKO_CHUNK >= row.stop) far = next_row.start / MACKO_CHUNK + STEP_CHUNKS;
-                const char *p = lane < 8 ? (const char *)m.values + size_t(far) * 16 + lane * 128
-                                         : (const char *)m.deltas + size_t(far) * BITS + (lane - 8) * 128;
-                if (lane < 8 + (STEP_CHUNKS * BITS + 127) / 128 && far * MACKO_CHUNK < (far * MACKO_CHUNK >= row.stop ? next_row.stop : row.stop))
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-            }
-#endif
             if (this_chunk * MACKO_CHUNK >= row.start && chunk * MACKO_CHUNK <= row.stop)
                 add_step<T, BITS, PLACE, Part::WHOLE>(step, row, this_chunk, limit, x, position, sum);
             else

@@ -81,6 +81,10 @@ macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &delta
     check_contiguous(op, "values", values);
     check_contiguous(op, "deltas", deltas);
     check_contiguous(op, "row_ptr", row_ptr);
+#ifdef USE_CUDA
+    check_aligned(op, "values", values, 16); // what a thread loads at once: a chunk's values, and its deltas
+    check_aligned(op, "deltas", deltas, delta_bits);
+#endif
     return {values.const_data_ptr(),
             static_cast<const uint8_t *>(deltas.const_data_ptr()),
             static_cast<const int32_t *>(row_ptr.const_data_ptr()),

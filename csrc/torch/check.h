@@ -86,6 +86,11 @@ inline void check_contiguous(const char *op, const char *name, const Tensor &t) 
     if (!t.is_contiguous()) fail(op, name, " of shape ", shape_name(t), " is not contiguous");
 }
 
+inline void check_aligned(const char *op, const char *name, const Tensor &t, int64_t bytes) {
+    const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+    if (address % bytes) fail(op, name, " begins ", address % bytes, " bytes past a multiple of ", bytes);
+}
+
 // The element type of values, or an error: fp16 and bf16 everywhere, fp32 on the CPU.
 inline macko_dtype check_value_dtype(const char *op, const char *name, const Tensor &t) {
     switch (t.scalar_type()) {

@@ -462,7 +462,8 @@ def test_gradients_are_those_of_the_dense_layer(device: str) -> None:
             found = torch.autograd.grad(y, inputs, grad)
             assert_close_spmv(found[0], w.t(), grad)
             if given_bias is not None:
-                assert_close_spmv(found[1], torch.ones(1, grad.numel() // 24, dtype=dtype), grad.reshape(-1, 24).t())
+                columns = grad.reshape(-1, 24).t()
+                assert_close_spmv(found[1], columns, torch.ones(columns.shape[1], dtype=dtype))
     x = random_vector(40, dtype=dtype).to(device).requires_grad_()
     grad = random_vector(24, dtype=dtype, seed=2).to(device)
     (found_x,) = torch.autograd.grad(ops.spmv(*packed, 40, x), x, grad)

@@ -61,13 +61,7 @@ def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, 
 
 
 def linear(
-    x: Tensor,
-    values: Tensor,
-    deltas: Tensor,
-    row_ptr: Tensor,
-    cols: int,
-    bias: Tensor | None = None,
-    delta_bits: int = 4,
+    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None, delta_bits: int = 4
 ) -> Tensor:
     """x W^T + bias, as torch.nn.functional.linear with the packed W; differentiable in x and bias.
 
@@ -106,19 +100,15 @@ def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: in
 @torch.library.register_fake("macko::spmv")
 def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
     torch._check(x.dim() == 1, lambda: f"macko::spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
-    torch._check(x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns")
+    torch._check(
+        x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
+    )
     return values.new_empty(row_ptr.shape[0] - 1)
 
 
 @torch.library.register_fake("macko::linear")
 def _(
-    x: Tensor,
-    values: Tensor,
-    deltas: Tensor,
-    row_ptr: Tensor,
-    cols: int,
-    bias: Tensor | None = None,
-    delta_bits: int = 4,
+    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None, delta_bits: int = 4
 ) -> Tensor:
     torch._check(
         x.dim() >= 1 and x.shape[-1] == cols,
@@ -127,9 +117,10 @@ def _(
     return values.new_empty(*x.shape[:-1], row_ptr.shape[0] - 1)
 
 
+# torch leaves out trailing arguments that have their default value, hence the slices.
 def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
-    ctx.cols, ctx.delta_bits = inputs[3], inputs[5]
+    ctx.cols, ctx.delta_bits = inputs[3], *(inputs[5:] or (4,))
 
 
 def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -138,14 +129,12 @@ def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:4])
-    ctx.cols, ctx.delta_bits = inputs[4], inputs[6]
+    ctx.cols, ctx.delta_bits = inputs[4], *(inputs[6:] or (4,))
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = (
-        grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
-    )
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[5] else None
+    grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
     return grad_x, None, None, None, None, grad_bias, None
 
 

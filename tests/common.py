@@ -130,6 +130,7 @@ def assert_close_spmv(
     wanted, size = wide_x @ wide_w.t(), wide_x.abs() @ wide_w.abs().t()
     if bias is not None:
         wanted, size = wanted + bias.cpu().double(), size + bias.cpu().double().abs()
+    assert y.shape == wanted.shape
     roundings = (w.shape[1] + 2 if chain is None else chain) * 2.0**-24
     # A product or sum below float32's normal range is off by half its smallest number, 2^-149, at most.
     error = size * roundings / (1 - roundings) + w.shape[1] * 2.0**-149

@@ -24,7 +24,7 @@ void for_rows(int64_t rows, int64_t entries_per_row, const Body &body) {
                                 body);
 }
 
-// As for_rows, for a body that returns a fault: the one of the lowest row.
+// As for_rows, for a body that returns a fault: the one of the lowest row, for one row the kind that is looked for first.
 template <typename Body>
 macko_fault first_fault(const macko_matrix &m, const Body &body) {
     std::mutex mutex;
@@ -33,7 +33,8 @@ macko_fault first_fault(const macko_matrix &m, const Body &body) {
         const macko_fault fault = body(begin, end);
         if (fault.kind) {
             const std::lock_guard<std::mutex> lock(mutex);
-            if (!first.kind || fault.row < first.row) first = fault;
+            if (!first.kind || fault.row < first.row || (fault.row == first.row && fault.kind < first.kind))
+                first = fault;
         }
     });
     return first;

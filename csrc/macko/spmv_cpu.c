@@ -250,7 +250,8 @@ static row_dot *const dots[][3][3] = {
 #endif
 };
 
-macko_fault macko_spmv_cpu(const macko_matrix *m, const void *x, const void *bias, int64_t begin, int64_t end, void *y) {
+macko_fault macko_spmv_cpu(const macko_matrix *m, const void *x, const void *bias, int64_t begin, int64_t end,
+                           void *y) {
     const macko_cpu_path path = macko_best_cpu_path();
     row_dot *const dot = dots[path][m->dtype][m->delta_bits / 4];
     context c;

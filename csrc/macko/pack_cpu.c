@@ -314,6 +314,7 @@ macko_fault macko_check_cpu(const macko_matrix *m, int64_t begin, int64_t end) {
     }
     if (begin == m->rows) {
         const int64_t stored = m->row_ptr[m->rows];
+        if (m->rows == 0 && stored) return (macko_fault){MACKO_ROW_PTR_START, 0, -1, stored}; /* no row has looked */
         if (m->capacity != (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK)
             return (macko_fault){MACKO_ROW_PTR_END, m->rows, -1, stored};
         for (int64_t entry = stored; entry < m->capacity; entry++) {

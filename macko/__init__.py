@@ -2,6 +2,7 @@
 
 from . import ops
 from .convert import sparsify_
+from .files import load_model, save_model
 from .formats import FORMATS, MackoWeight
 from .layers import LayerReport, Report
 from .linear import SparseLinear

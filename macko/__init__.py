@@ -1,6 +1,8 @@
 """macko: pruned neural networks, smaller and faster, on CPU and CUDA."""
 
-from . import ops
+from typing import TYPE_CHECKING, Any
+
+from . import integrations, ops
 from .convert import sparsify_
 from .files import load_model, save_model
 from .formats import FORMATS, MackoWeight
@@ -9,5 +11,8 @@ from .linear import SparseLinear
 from .prune import prune_
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .integrations.transformers import MackoConfig
 
 __all__ = ["FORMATS", "LayerReport", "MackoWeight", "Report", "SparseLinear", "ops", "prune_", "sparsify_"]

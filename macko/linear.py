@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -216,7 +217,7 @@ class SparseLinear(nn.Linear):
                 raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
             if bad := {name: size for name, size in sizes.items() if type(size) is not int}:
                 raise ValueError(f"_extra_state: expected integers, got {bad}")
-        names = [name for name in format.__dataclass_fields__ if name not in sizes]
+        names = [f.name for f in dataclasses.fields(format) if f.name not in sizes]  # type: ignore[arg-type]
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         if len(tensors) < len(names):
             return None

@@ -179,7 +179,7 @@ class Build(build_ext):
 
     def link_command(self, objects: list[str], target: Path, folder: Path, torch: Path, cuda: bool) -> list[str]:
         command = [*shlex.split(os.environ.get("CXX", "c++")), "-shared", *objects, "-o", str(target)]
-        command += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-Wl,--as-needed"]
+        command += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-Wl,--as-needed"]
         if cuda:
             home = cuda_home()
             if not (torch / "lib/libtorch_cuda.so").exists():

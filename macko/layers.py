@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 #: filter_fn(module, full name) -> whether to take the layer.
 Filter = Callable[[nn.Module, str], bool]
@@ -61,10 +62,13 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
 def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     """For each parameter that several modules hold, or that shares its memory: names of all, by id(parameter)."""
     holders: dict[tuple[object, ...], dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        there = parameter.device.type != "meta" and parameter.numel() > 0
-        key = (parameter.device, parameter.data_ptr()) if there else (id(parameter),)
-        holders.setdefault(key, {})[name] = parameter
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or is_lazy(parameter):
+                continue
+            there = parameter.device.type != "meta" and parameter.numel() > 0
+            key = (parameter.device, parameter.data_ptr()) if there else (id(parameter),)
+            holders.setdefault(key, {})[f"{prefix}.{name}".removeprefix(".")] = parameter
     return {id(p): list(group) for group in holders.values() if len(group) > 1 for p in group.values()}
 
 

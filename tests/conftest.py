@@ -2,16 +2,20 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from macko import _library
 from tests.common import cpu_paths
 
-# One example may pack on a busy machine: a deadline would fail for the machine's reasons. Same examples every run.
-settings.register_profile(
-    "macko", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-settings.load_profile("macko")
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # its tests skip, with the reason
+    pass
+else:
+    # One example may pack on a busy machine: a deadline would fail for the machine's reasons. Same examples every run.
+    settings.register_profile(
+        "macko", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
+    settings.load_profile("macko")
 
 
 @pytest.fixture(params=cpu_paths())

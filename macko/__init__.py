@@ -15,4 +15,26 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .integrations.transformers import MackoConfig
 
-__all__ = ["FORMATS", "LayerReport", "MackoWeight", "Report", "SparseLinear", "ops", "prune_", "sparsify_"]
+__all__ = [
+    "FORMATS",
+    "LayerReport",
+    "MackoConfig",
+    "MackoWeight",
+    "Report",
+    "SparseLinear",
+    "load_model",
+    "ops",
+    "prune_",
+    "save_model",
+    "sparsify_",
+]
+
+integrations.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MackoConfig":  # needs transformers, which takes seconds to import
+        from .integrations.transformers import MackoConfig
+
+        return MackoConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

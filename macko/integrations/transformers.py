@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,7 +73,8 @@ class MackoHfQuantizer(HfQuantizer):
         self.report = Report([])
         self._found: dict[str, FoundLinear] = {}
         self._packed_names: set[str] = set()
-        self._dtype: torch.dtype | None = None
+        #: What the caller of from_pretrained wants, of each packed layer.
+        self._dtypes: dict[str, torch.dtype] = {}
         #: Bytes of a packed weight over those of the dense one, as far as known before it is read.
         self._share = 1.0
 
@@ -91,9 +93,8 @@ class MackoHfQuantizer(HfQuantizer):
     # ---- Before loading ----
 
     def _process_model_before_weight_loading(  # type: ignore[override]
-        self, model: Any, dtype: torch.dtype | None = None, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        self._dtype = dtype
         if self.pre_quantized:
             self._place_packed(model, checkpoint_files or [])
             return
@@ -126,12 +127,10 @@ class MackoHfQuantizer(HfQuantizer):
             try:
                 kind = format_class(str(about.get("format")))
                 tensors = {}
-                for field in kind.__dataclass_fields__.values():
-                    if field.type == "Tensor":
-                        shape, stored = shapes.get(join(saved, field.name), ((0,), None))
-                        tensors[field.name] = torch.empty(
-                            shape, dtype=stored or _default_dtype(field.name, dtype=linear.weight.dtype), device="meta"
-                        )
+                for key in (field.name for field in dataclasses.fields(kind) if field.name not in sizes):
+                    # What is not found here is called otherwise in the file; transformers puts what it loads in its place.
+                    shape, stored = shapes.get(join(saved, key), ((0,), None))
+                    tensors[key] = torch.empty(shape, dtype=stored or linear.weight.dtype, device="meta")
                 packed = kind(**tensors, **sizes)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{saved}: {error}") from None
@@ -142,6 +141,7 @@ class MackoHfQuantizer(HfQuantizer):
             sparse = _Loading.from_packed(packed, linear.bias)
             sparse._is_hf_initialized = True  # or transformers would give it random weights
             model.set_submodule(name, sparse)
+            self._dtypes[name] = linear.weight.dtype
             self._packed_names |= {join(name, key) for key in tensors}
 
     # ---- While loading ----
@@ -182,7 +182,7 @@ class MackoHfQuantizer(HfQuantizer):
         return Pack()
 
     def _pack(self, model: Any, name: str, weight: Tensor) -> bool:
-        layer = self._found[name]
+        layer = self._found.pop(name)  # or it would keep the dense weight
         bias = layer.module.bias  # may still be to come
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
         layer.module.bias = None
@@ -211,9 +211,8 @@ class MackoHfQuantizer(HfQuantizer):
                     module.packed.validate()
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-                if self._dtype is not None and module.dtype != self._dtype:
-                    module.to(self._dtype)
-        mark(model, self)
+                if module.dtype != self._dtypes[name]:
+                    module.to(self._dtypes[name])
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -235,13 +234,13 @@ class _Loading(SparseLinear):
     set_extra_state = nn.Module.set_extra_state
 
 
-def mark(model: nn.Module, quantizer: MackoHfQuantizer | None = None) -> None:
+def mark(model: nn.Module) -> None:
     """Makes save_pretrained of a transformers model write its sparse layers packed."""
     from transformers.modeling_utils import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel) or isinstance(getattr(model, "hf_quantizer", None), MackoHfQuantizer):
         return
-    quantizer = quantizer or MackoHfQuantizer(MackoConfig(), pre_quantized=True)
+    quantizer = MackoHfQuantizer(MackoConfig())
     any_model: Any = model
     any_model.hf_quantizer = quantizer
     any_model.config.quantization_config = quantizer.quantization_config
@@ -253,11 +252,6 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _default_dtype(field: str, dtype: torch.dtype) -> torch.dtype:
-    """Without files to look at: transformers replaces the tensor by the one that it loads."""
-    return dtype if field == "values" else torch.uint8
 
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8, "I8": torch.int8}
@@ -285,7 +279,7 @@ def _expected_share(files: list[str]) -> float:
     nonzero = total = 0
     for name in files:
         if name.endswith(".safetensors"):
-            with safe_open(name, framework="pt") as file:
+            with torch.device("cpu"), safe_open(name, framework="pt") as file:  # not the meta device of the caller
                 matrices = [k for k in file.keys() if k.endswith("proj.weight") or k.endswith("dense.weight")]  # noqa: SIM118
                 for key in matrices[:: max(1, len(matrices) // 8)]:
                     rows = file.get_slice(key)[:16]

@@ -19,12 +19,12 @@ using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 // Rows [begin, end) on torch's threads, about `entries_per_row` of work each.
 template <typename Body>
 void for_rows(int64_t rows, int64_t entries_per_row, const Body &body) {
-    constexpr int64_t GRAIN_ENTRIES = 1 << 15;  // some 10 us of work: below, a thread costs more than it brings
+    constexpr int64_t GRAIN_ENTRIES = 1 << 15; // some 10 us of work: below, a thread costs more than it brings
     torch::stable::parallel_for(0, rows, std::max<int64_t>(1, GRAIN_ENTRIES / std::max<int64_t>(1, entries_per_row)),
                                 body);
 }
 
-// As for_rows, for a body that returns a fault: the one of the lowest row.
+// As for_rows, for a body that returns a fault: the one of the lowest row, for one row the kind that is looked for first.
 template <typename Body>
 macko_fault first_fault(const macko_matrix &m, const Body &body) {
     std::mutex mutex;
@@ -33,7 +33,8 @@ macko_fault first_fault(const macko_matrix &m, const Body &body) {
         const macko_fault fault = body(begin, end);
         if (fault.kind) {
             const std::lock_guard<std::mutex> lock(mutex);
-            if (!first.kind || fault.row < first.row) first = fault;
+            if (!first.kind || fault.row < first.row || (fault.row == first.row && fault.kind < first.kind))
+                first = fault;
         }
     });
     return first;
@@ -80,6 +81,10 @@ macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &delta
     check_contiguous(op, "values", values);
     check_contiguous(op, "deltas", deltas);
     check_contiguous(op, "row_ptr", row_ptr);
+#ifdef USE_CUDA
+    check_aligned(op, "values", values, 16); // what a thread loads at once: a chunk's values, and its deltas
+    check_aligned(op, "deltas", deltas, delta_bits);
+#endif
     return {values.const_data_ptr(),
             static_cast<const uint8_t *>(deltas.const_data_ptr()),
             static_cast<const int32_t *>(row_ptr.const_data_ptr()),
@@ -103,9 +108,8 @@ Tensor unpack_unchecked(const macko_matrix &m, const Tensor &values) {
 #ifdef USE_CUDA
     STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
 #else
-    for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
-        macko_unpack_cpu(&m, begin, end, w.mutable_data_ptr());
-    });
+    for_rows(m.rows, m.cols,
+             [&](int64_t begin, int64_t end) { macko_unpack_cpu(&m, begin, end, w.mutable_data_ptr()); });
 #endif
     return w;
 }
@@ -133,8 +137,7 @@ void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
     auto *device_fault = static_cast<macko_fault *>(found.mutable_data_ptr());
     macko_fault fault;
     STD_CUDA_CHECK(macko_check_cuda(&m, 1, device_fault, current_stream(values)));
-    STD_CUDA_CHECK(
-        cudaMemcpyAsync(&fault, device_fault, sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
+    STD_CUDA_CHECK(cudaMemcpyAsync(&fault, device_fault, sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
     STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(values)));
 #else
     (void)values;
@@ -144,7 +147,7 @@ void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
     if (fault.kind) fail_for(op, fault, m);
 }
 
-}  // namespace
+} // namespace
 
 std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits) {
     check_delta_bits("pack", delta_bits);
@@ -165,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
     int64_t stored = 0;
     STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, counts, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&stored, counts + rows, sizeof stored, cudaMemcpyDeviceToHost, stream));
-    STD_CUDA_CHECK(cudaStreamSynchronize(stream));  // the size of what is allocated next
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // the size of what is allocated next
     const int64_t capacity = round_up_to_chunk("pack", stored);
     Tensor values = torch::stable::new_empty(w, {capacity});
     Tensor deltas = torch::stable::new_empty(w, {capacity * delta_bits / 8}, ScalarType::Byte);
@@ -225,8 +228,7 @@ Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, i
     check_device("spmv", "x", x_any, "values", values);
     check_dtype("spmv", "x", x_any, values.scalar_type());
     check_dim("spmv", "x", x_any, 1);
-    if (x_any.numel() != cols)
-        fail("spmv", "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
+    if (x_any.numel() != cols) fail("spmv", "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
 #ifdef USE_CUDA
     const DeviceGuard guard(values.get_device_index());
 #endif
@@ -279,4 +281,4 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-}  // namespace macko
+} // namespace macko

@@ -13,12 +13,11 @@ from .prune import prune_
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .integrations.transformers import MackoConfig
+    from .integrations.transformers import MackoConfig as MackoConfig
 
 __all__ = [
     "FORMATS",
     "LayerReport",
-    "MackoConfig",
     "MackoWeight",
     "Report",
     "SparseLinear",
@@ -33,7 +32,7 @@ integrations.register()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MackoConfig":  # needs transformers, which takes seconds to import
+    if name == "MackoConfig":  # not in __all__ either: it needs transformers, which takes seconds to import
         from .integrations.transformers import MackoConfig
 
         return MackoConfig

@@ -146,6 +146,8 @@ def unpackable(model: nn.Module) -> list[LayerReport]:
     for name, module in model.named_modules():
         for key, weight in module.named_parameters(recurse=False):
             reason = ""
+            if type(weight) is not nn.Parameter:
+                continue
             if type(module).__name__ == "Conv1D" and weight.dim() == 2:
                 reason = "Conv1D is no nn.Linear: it holds its weight transposed"
             elif weight.dim() == 3 and "expert" in f"{name} {type(module).__name__}".lower():

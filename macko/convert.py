@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from .formats import PackedWeight
-from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters
+from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, format_class, unsupported
 
 #: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
@@ -84,7 +85,7 @@ def sparsify_(
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:
                 bar.set_description(layer.name, refresh=False)
-                row, sparse = _convert(layer, packed_as, min_sparsity, target, tied)
+                row, sparse = convert_layer(layer, packed_as, min_sparsity, target, tied)
                 rows.append(row)
                 rows += [
                     LayerReport(n, row.shape, row.density, row.format, 0, 0, f"is {row.name}") for n in layer.aliases
@@ -97,10 +98,14 @@ def sparsify_(
         for step in reversed(undo):
             step()
         raise
-    return Report(rows)
+    if "transformers" in sys.modules:
+        from .integrations.transformers import mark
+
+        mark(model)
+    return Report(rows + unpackable(model))
 
 
-def _convert(
+def convert_layer(
     layer: FoundLinear,
     packed_as: type[PackedWeight],
     min_sparsity: float,

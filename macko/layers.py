@@ -140,6 +140,25 @@ class Report:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
+def unpackable(model: nn.Module) -> list[LayerReport]:
+    """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts."""
+    rows = []
+    for name, module in model.named_modules():
+        for key, weight in module.named_parameters(recurse=False):
+            reason = ""
+            if type(weight) is not nn.Parameter:
+                continue
+            if type(module).__name__ == "Conv1D" and weight.dim() == 2:
+                reason = "Conv1D is no nn.Linear: it holds its weight transposed"
+            elif weight.dim() == 3 and "expert" in f"{name} {type(module).__name__}".lower():
+                reason = f"{type(module).__name__} holds all experts in one tensor, macko packs nn.Linear"
+            if reason:
+                size = weight.numel() * weight.element_size()
+                full = name if key == "weight" else f"{name}.{key}"
+                rows.append(LayerReport(full, tuple(weight.shape), density_of(weight), "dense", size, size, reason))
+    return rows
+
+
 def format_bytes(count: int) -> str:
     """A size for people: 1.5 MB is 1,500,000 bytes."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):

@@ -27,6 +27,42 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
+class UnpackedWeight(Tensor):
+    """A dense copy of a packed weight. Who changes it means to change the layer (an adapter's merge), so that is refused."""
+
+    _HARMLESS = ("requires_grad_", "detach_", "__get__")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        in_place = name.endswith("_") and not name.endswith("__") and name not in cls._HARMLESS
+        dunder = name in ("__set__", "__setitem__") or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
+        if (in_place or dunder) and args and isinstance(args[0], cls):
+            raise RuntimeError(
+                "the weight of a SparseLinear is packed: what you change is a dense copy of it, and the change would be "
+                "lost. To merge an adapter or to edit weights, change the layer that to_linear() gives, prune it again, "
+                "and pack it with SparseLinear.from_linear"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if name in ("__get__", "detach") and type(result) is Tensor and result.data_ptr() == args[0].data_ptr():
+                return result.as_subclass(cls)  # .data and .detach() are the same memory
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+
+
 class SparseLinear(nn.Linear):
     """y = x W^T + bias with a packed W: an nn.Linear for every caller, frozen, never dense.
 
@@ -99,7 +135,7 @@ class SparseLinear(nn.Linear):
     def to_linear(self) -> nn.Linear:
         """The dense layer with the very weight that was packed (its zeros +0.0); not trainable until asked to be."""
         dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta", dtype=self.dtype)
-        dense.weight = nn.Parameter(self.weight, requires_grad=False)
+        dense.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
         dense.bias = self.bias
         return dense.train(self.training)
 
@@ -126,7 +162,8 @@ class SparseLinear(nn.Linear):
         if self.device.type == "meta":
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         with torch.no_grad():
-            return self.packed.to_dense()
+            dense = self.packed.to_dense()
+        return dense if torch.compiler.is_compiling() else dense.as_subclass(UnpackedWeight)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""

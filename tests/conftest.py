@@ -5,6 +5,7 @@ import torch
 
 from macko import _library
 from tests.common import cpu_paths
+from tests.tiny_llama import TinyLlama, train
 
 try:
     from hypothesis import HealthCheck, settings
@@ -23,6 +24,12 @@ def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Runs a test once on each vector path of the CPU."""
     monkeypatch.setenv("MACKO_CPU", request.param)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> TinyLlama:
+    """Do not change it: copy.deepcopy(tiny_llama.model)."""
+    return train()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

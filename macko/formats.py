@@ -27,11 +27,18 @@ class PackedWeight:
     """What every format's dataclass has and, behind `shape`, shares."""
 
     format: ClassVar[str]
+    #: Types of device that run it.
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     rows: int
     cols: int
 
     @classmethod
     def from_dense(cls, w: Tensor) -> Self:
+        raise NotImplementedError
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """For an execution layout: made from the canonical format, held in its place, never saved."""
         raise NotImplementedError
 
     def to_dense(self) -> Tensor:
@@ -77,22 +84,31 @@ class PackedWeight:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+    @classmethod
+    def is_layout(cls) -> bool:
+        """Whether it is an execution layout."""
+        return cls.from_macko.__func__ is not PackedWeight.from_macko.__func__  # type: ignore[attr-defined]
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
         """The same weight elsewhere, or the dense weight's conversion to dtype packed anew.
 
         A value may round to zero, and a zero is not stored: so another dtype means another packing, made on `device`.
+        A layout that does not run there becomes the canonical weight.
         """
         device = self.device if device is None else torch.device(device)
-        if dtype not in (None, self.dtype):
-            options = {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
-            return self.from_dense(self.to_dense().to(device, dtype), **options)
-        return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
-
+        runs = device.type in (*self.device_types, "meta")
+        if runs and dtype in (None, self.dtype):
+            return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
+        if self.is_layout():
+            moved = self.to_macko().to(device, dtype)
+            assert isinstance(moved, MackoWeight)
+            return self.from_macko(moved) if runs else moved
+        options = {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
+        return self.from_dense(self.to_dense().to(device, dtype), **options)
 
     def to_macko(self) -> MackoWeight:
         """The same weight in the canonical format, which is what files hold."""
-        own: Any = self
-        return MackoWeight.from_dense(own.to_dense())
+        return MackoWeight.from_dense(self.to_dense())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

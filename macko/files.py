@@ -64,7 +64,7 @@ def load_model(
 
     Args:
         model: the module that the file is of, dense or sparse. One on the meta device takes the file's dtypes; any other
-            keeps its own.
+            keeps its own. Buffers that are not saved stay on the meta device, for the caller to fill.
         path: a file, or a folder of files.
         device: where a model from the meta device goes, and the whole model in the end; default: the CPU, and where it is.
 
@@ -95,7 +95,7 @@ def load_model(
         for other in others:
             parent, _, last = other.rpartition(".")
             model.get_submodule(parent)._parameters[last] = model.get_parameter(first)
-    return model if device is None else model.to(device)
+    return model if device is None or on_meta else model.to(device)
 
 
 def packed_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:

@@ -206,4 +206,6 @@ def extensions() -> list[Extension]:
 
 if sys.platform != "linux":
     raise SystemExit(f"macko builds on Linux, this is {sys.platform}.")
+if "dist_info" in sys.argv:
+    find_torch()  # pip asks for metadata first: without torch it stops here, before it downloads one as a dependency
 setup(ext_modules=extensions(), cmdclass={"build_ext": Build}, options={"bdist_wheel": {"py_limited_api": "cp310"}})

@@ -140,6 +140,12 @@ class Report:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
+def packed_share(density: float) -> float:
+    """Bytes of a packed 16-bit weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md)."""
+    gap = (1 - density) ** 16  # chance of a run too long for one delta
+    return 1.25 * density * (1 + gap / (1 - gap)) if density > 0 else 0.0
+
+
 def unpackable(model: nn.Module) -> list[LayerReport]:
     """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts."""
     rows = []

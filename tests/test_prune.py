@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import macko
-from macko.prune import lowest
-from macko.prune import SPARSEGPT_BLOCK, sparsegpt, wanda
+from macko.prune import SPARSEGPT_BLOCK, lowest, sparsegpt, wanda
 from tests.common import CPU_DTYPES, assert_same_bits, devices, random_vector
 from tests.tiny_llama import TinyLlama, needs_transformers
 

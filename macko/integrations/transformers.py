@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,9 +14,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..convert import MIN_SPARSITY, convert_layer
-from ..files import VERSION, check_version, join, packed_state
-from ..layers import FoundLinear, LayerReport, Report, find_linears
+from ..files import VERSION, Checkpoint, check_version, join, packed_state
+from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
 from ..linear import SparseLinear, format_class
+from .compressed_tensors import lazy_state, sparsity_format
 
 
 @register_quantization_config("macko")
@@ -213,6 +215,8 @@ class MackoHfQuantizer(HfQuantizer):
                     raise ValueError(f"{name}: {error}") from None
                 if module.dtype != self._dtypes[name]:
                     module.to(self._dtypes[name])
+        if not self.pre_quantized:
+            self.report.layers += unpackable(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -245,6 +249,30 @@ def mark(model: nn.Module) -> None:
     any_model.hf_quantizer = quantizer
     any_model.config.quantization_config = quantizer.quantization_config
     any_model.is_quantized, any_model.quantization_method = True, "macko"
+
+
+def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: Any) -> Any:
+    """The model of a dense or compressed-tensors folder, packed as it is read; its class is the one that was saved."""
+    import transformers
+
+    folder = os.fspath(folder)
+    about = transformers.AutoConfig.from_pretrained(folder)
+    if not about.architectures:
+        raise ValueError(f"{folder}/config.json does not name an architecture")
+    kind = getattr(transformers, about.architectures[0], None)
+    if kind is None:
+        raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
+    with Checkpoint(folder) as file:
+        if sparsity_format(file.config) is None:
+            return kind.from_pretrained(folder, quantization_config=config, **{"dtype": "auto", **options})
+        for name in ("quantization_config", "compression_config", "sparsity_config"):
+            if hasattr(about, name):
+                delattr(about, name)
+        dtype = options.pop("dtype", about.dtype)
+        state = lazy_state(file)
+        return kind.from_pretrained(
+            None, config=about, state_dict=state, quantization_config=config, dtype=dtype, **options
+        )
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -285,4 +313,4 @@ def _expected_share(files: list[str]) -> float:
                     rows = file.get_slice(key)[:16]
                     nonzero += int(rows.count_nonzero())
                     total += rows.numel()
-    return min(1.0, 1.25 * nonzero / total) if total else 1.0
+    return min(1.0, packed_share(nonzero / total)) if total else 1.0

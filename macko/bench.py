@@ -103,7 +103,8 @@ def _load(source: str, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if not source.startswith("random:"):
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+        dense: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return dense.to(device).eval()
     tiny = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
     sizes: dict[str, Any] = {"7b": {"max_position_embeddings": 4096}, "tiny": {**tiny, "num_attention_heads": 4}}
     size = source.removeprefix("random:")

@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     command.add_argument("--prompt-tokens", type=int, default=128)
     command.add_argument("--new-tokens", type=int, default=32)
-    command.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="default: float16, on a CPU bfloat16")
+    command.add_argument(
+        "--dtype", choices=("float16", "bfloat16", "float32"), help="default: float16, on a CPU bfloat16"
+    )
     command.add_argument("--compile", action="store_true", help="a static cache and torch.compile, on both sides")
     command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
 
@@ -134,6 +136,7 @@ def inspect(options: argparse.Namespace) -> None:
     for title in ("matrix", "shape", "density (sparse)", "n:m", "format", "bytes", "as macko", "decode, at best"):
         table.add_column(title, justify="left" if title in ("matrix", "n:m", "format") else "right", no_wrap=True)
     total = [0, 0]
+    form: str | None
     with Checkpoint(options.source) as file:
         masked = sparsity_format(file.config)
         names: dict[str, Any] = dict.fromkeys(file.layers)
@@ -156,7 +159,13 @@ def inspect(options: argparse.Namespace) -> None:
             total = [total[0] + size, total[1] + after]
             gain = f"{dense.nbytes / after:.2f}x" if after < dense.nbytes else "-"
             shape = "x".join(map(str, dense.shape))
-            row = (shape, f"{density:.3f} ({1 - density:5.1%})", " ".join(patterns(dense)), str(form), format_bytes(size))
+            row = (
+                shape,
+                f"{density:.3f} ({1 - density:5.1%})",
+                " ".join(patterns(dense)),
+                str(form),
+                format_bytes(size),
+            )
             table.add_row(name, *row, format_bytes(after), gain)
     table.add_section()
     table.add_row("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "")

@@ -138,7 +138,8 @@ def as_bitmask(w: Tensor, two_four: bool) -> dict[str, Tensor]:
     """A weight in the words of the format, bit by bit."""
     rows, cols = w.shape
     bitmask = torch.zeros(rows, (cols + 7) // 8, dtype=torch.uint8)
-    values, offsets = [], []
+    values: list[Tensor] = []
+    offsets: list[int] = []
     for row in range(rows):
         offsets.append(len(values))
         for col in range(cols):
@@ -179,7 +180,7 @@ def test_decode_random_weights(two_four: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
         (lambda p: p.update(shape=torch.tensor([9])), "two whole numbers"),
         (lambda p: p.update(shape=torch.tensor([9.0, 44])), "two whole numbers"),
@@ -233,7 +234,11 @@ def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, 
     old.mkdir()
     save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((pruned / "config.json").read_text())
-    about = {"format": "sparse-24-bitmask" if two_four else "sparse-bitmask", "targets": ["Linear"], "ignore": ["lm_head"]}
+    about = {
+        "format": "sparse-24-bitmask" if two_four else "sparse-bitmask",
+        "targets": ["Linear"],
+        "ignore": ["lm_head"],
+    }
     config["quantization_config"] = {
         "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "sparsity_config": about,
     }  # fmt: skip
@@ -250,4 +255,6 @@ def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, 
     tokens = torch.arange(8)[None]
     assert_same_bits(loaded(tokens).logits, wanted(tokens).logits)
     with Checkpoint(sparse) as file:
-        assert_same_bits(file.packed("model.layers.0.mlp.up_proj").to_dense(), wanted.model.layers[0].mlp.up_proj.weight)
+        assert_same_bits(
+            file.packed("model.layers.0.mlp.up_proj").to_dense(), wanted.model.layers[0].mlp.up_proj.weight
+        )

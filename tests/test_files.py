@@ -19,7 +19,7 @@ from tests.common import CPU_DTYPES, assert_same_bits, device_dtypes, random_wei
 
 
 class Model(nn.Module):
-    """Everything that a file can get wrong: a bias and none, tied and shared layers, buffers, an empty and a full row."""
+    """What a file can get wrong: a bias and none, tied and shared layers, buffers, an empty and a full row."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_round_trip(tmp_path: Path, start: Callable[[], nn.Module]) -> None:
         assert_same_bits(loaded(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("device, dtype", device_dtypes())
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
 def test_every_dtype_on_every_device(tmp_path: Path, device: str, dtype: torch.dtype) -> None:
     model = sparse_model(dtype).to(device)
     macko.save_model(model, tmp_path / "model.safetensors")
@@ -196,8 +196,12 @@ DAMAGE: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]] = {
     "values cut": lambda tensors, about: tensors.update({"up.values": tensors["up.values"][:-8]}),
     "deltas cut": lambda tensors, about: tensors.update({"up.deltas": tensors["up.deltas"][:4]}),
     "no rows": lambda tensors, about: tensors.update({"up.row_ptr": tensors["up.row_ptr"][:0]}),
-    "values of another type": lambda tensors, about: tensors.update({"up.values": tensors["up.values"].view(torch.int16)}),
-    "deltas of another type": lambda tensors, about: tensors.update({"up.deltas": tensors["up.deltas"].view(torch.int8)}),
+    "values of another type": lambda tensors, about: tensors.update(
+        {"up.values": tensors["up.values"].view(torch.int16)}
+    ),
+    "deltas of another type": lambda tensors, about: tensors.update(
+        {"up.deltas": tensors["up.deltas"].view(torch.int8)}
+    ),
     "row_ptr of another type": lambda tensors, about: tensors.update({"up.row_ptr": tensors["up.row_ptr"].float()}),
     "two dimensions": lambda tensors, about: tensors.update({"up.values": tensors["up.values"].view(2, -1)}),
     "no values": lambda tensors, about: tensors.pop("up.values"),
@@ -273,7 +277,7 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
         macko.load_model(other, path)
     other = Model()
     other.extra = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="extra.weight"):
+    with pytest.raises(ValueError, match=r"extra\.weight"):
         macko.load_model(other, path)
 
 

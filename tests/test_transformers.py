@@ -32,8 +32,10 @@ def one_thread() -> Iterator[None]:
 
 def llama(**options: Any) -> Any:
     torch.manual_seed(0)
-    sizes = dict(vocab_size=90, hidden_size=48, intermediate_size=104, num_hidden_layers=2, num_attention_heads=4)
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=128, **options)
+    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, **options
+    )
     return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -72,7 +74,8 @@ def test_importing_macko_does_not_import_transformers() -> None:
 import sys
 import macko
 assert "transformers" not in sys.modules
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs, AUTO_QUANTIZER_MAPPING as quantizers
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
 assert "macko" in quantizers and configs["macko"] is macko.MackoConfig
 macko.integrations.register()  # twice does no harm
 del configs["macko"], quantizers["macko"], sys.modules["macko.integrations.transformers"]
@@ -103,7 +106,9 @@ def test_dense_weights_are_gone_one_by_one(pruned: tuple[Any, Path], monkeypatch
     def watched(cls: Any, w: torch.Tensor, *args: Any) -> Any:
         import gc
 
-        alive.append(sum(t.data_ptr() in weights for t in gc.get_objects() if type(t) is nn.Parameter and not t.is_meta))
+        alive.append(
+            sum(t.data_ptr() in weights for t in gc.get_objects() if type(t) is nn.Parameter and not t.is_meta)
+        )
         weights.append(w.data_ptr())
         return pack(cls, w, *args)
 
@@ -223,9 +228,9 @@ def test_tied_embeddings(tmp_path: Path) -> None:
 
 
 def test_experts_in_one_tensor_and_conv1d_are_named(tmp_path: Path) -> None:
-    sizes = dict(vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    sizes = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     mixture = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**sizes, intermediate_size=48, num_local_experts=4)
+        transformers.MixtralConfig(**sizes, num_key_value_heads=2, intermediate_size=48, num_local_experts=4)
     )
     gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=90, n_embd=32, n_layer=1, n_head=2))
     for model, name, reason in (
@@ -289,7 +294,7 @@ def test_a_damaged_tensor_is_refused_by_name(pruned: tuple[Any, Path], tmp_path:
 
 
 @pytest.mark.parametrize(
-    "about, wanted",
+    ("about", "wanted"),
     [
         ({"format": "macko", "rows": 104, "cols": 47, "delta_bits": 4}, "has shape \\[104, 47\\]"),
         ({"format": "macko", "rows": 104, "cols": 48, "delta_bits": 3}, "not a macko weight"),

@@ -3,7 +3,7 @@
 Formats `sparse-bitmask` and `sparse-24-bitmask`: of a weight NAME.weight the file has
     NAME.shape       int64, rows and cols
     NAME.bitmask     uint8 [rows, ceil(cols / 8)], bit c % 8 of byte c / 8 for column c
-    NAME.compressed  the values under set bits, row after row; flat, or [rows, cols / 2] for 2:4, where a value may be zero
+    NAME.compressed  the values under set bits, row after row; [rows, cols / 2] for 2:4, where a value may be zero
     NAME.row_offsets int64 [rows], where each row begins in it (not for 2:4; not needed)
 """
 
@@ -34,7 +34,9 @@ def sparsity_format(config: Mapping[str, Any]) -> str | None:
         if name not in FORMATS:
             raise ValueError(f"sparsity_config has format {name!r}, macko reads {' and '.join(FORMATS)}")
         if groups := (about or {}).get("config_groups"):
-            raise ValueError(f"the weights are quantised too ({', '.join(groups)}), macko holds 16- and 32-bit floats only")
+            raise ValueError(
+                f"the weights are quantised too ({', '.join(groups)}), macko holds 16- and 32-bit floats only"
+            )
         return str(name)
     return None
 

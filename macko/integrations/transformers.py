@@ -86,10 +86,10 @@ class MackoHfQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         places = set(device_map.values()) if isinstance(device_map, dict) else set()
         offloaded = {str(place) for place in places if str(place) in ("cpu", "disk")}
-        if offloaded and len(places) > 1 or "disk" in offloaded:
+        if "disk" in offloaded or (offloaded and len(places) > 1):
             raise ValueError(
-                f"device_map puts layers on {' and '.join(sorted(offloaded))} to fetch them when they are needed, which "
-                "macko's kernels do not: use a device_map of GPUs alone, or of the CPU alone"
+                f"device_map puts layers on {' and '.join(sorted(offloaded))} to fetch them when they are needed, "
+                "which macko's kernels do not: use a device_map of GPUs alone, or of the CPU alone"
             )
 
     # ---- Before loading ----
@@ -129,8 +129,9 @@ class MackoHfQuantizer(HfQuantizer):
             try:
                 kind = format_class(str(about.get("format")))
                 tensors = {}
-                for key in (field.name for field in dataclasses.fields(kind) if field.name not in sizes):
-                    # What is not found here is called otherwise in the file; transformers puts what it loads in its place.
+                fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+                for key in (field.name for field in fields if field.name not in sizes):
+                    # What is not found here has another name in the file; transformers puts what it loads in its place.
                     shape, stored = shapes.get(join(saved, key), ((0,), None))
                     tensors[key] = torch.empty(shape, dtype=stored or linear.weight.dtype, device="meta")
                 packed = kind(**tensors, **sizes)
@@ -154,7 +155,9 @@ class MackoHfQuantizer(HfQuantizer):
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         size = param.element_size()
-        return size * self._share if not self.pre_quantized and self.param_needs_quantization(model, param_name) else size
+        return (
+            size * self._share if not self.pre_quantized and self.param_needs_quantization(model, param_name) else size
+        )
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         # A value may round to zero in another type, and a zero is not stored: so packed tensors come as they are.
@@ -168,10 +171,15 @@ class MackoHfQuantizer(HfQuantizer):
         quantizer = self
 
         class Pack(ConversionOps):
-            """The dense weight of one layer into a SparseLinear in its place, or back as it is where it would not pay."""
+            """The dense weight of a layer into a SparseLinear in its place, or back as it is where it would not pay."""
 
-            def convert(
-                self, input_dict: Any, model: Any = None, full_layer_name: str = "", missing_keys: Any = None, **kwargs: Any
+            def convert(  # type: ignore[override]
+                self,
+                input_dict: Any,
+                model: Any = None,
+                full_layer_name: str = "",
+                missing_keys: Any = None,
+                **kwargs: Any,
             ) -> dict[str, Tensor]:
                 value = next(iter(input_dict.values()))
                 value = value[0] if isinstance(value, list) else value
@@ -187,7 +195,7 @@ class MackoHfQuantizer(HfQuantizer):
         layer = self._found.pop(name)  # or it would keep the dense weight
         bias = layer.module.bias  # may still be to come
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
-        layer.module.bias = None
+        layer.module.bias = None  # type: ignore[assignment]
         config = self.quantization_config
         row, sparse = convert_layer(layer, format_class(config.format), config.min_sparsity, None, {})
         self.report.layers.append(row)
@@ -205,7 +213,7 @@ class MackoHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         for name, module in model.named_modules():
             if type(module) is _Loading:
-                module.__class__ = SparseLinear
+                module.__class__ = SparseLinear  # type: ignore[assignment]
                 for key, tensor in (*module.named_buffers(), *module.named_parameters()):
                     if not getattr(tensor, "_is_hf_initialized", False):
                         raise ValueError(f"{name}: the checkpoint has no {key}")

@@ -1,4 +1,5 @@
 // The map: every op, its schema and who implements it. Compiled once for the CPU and once for CUDA (USE_CUDA).
+#include "../bitmap/ops.h"
 #include "../macko/ops.h"
 
 // clang-format off
@@ -9,6 +10,14 @@
     OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
     OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
     OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor")
+
+#define MACKO_CPU_OPS(OP) \
+    /* csrc/bitmap: the CPU's execution layout */ \
+    OP(bitmap_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+    OP(bitmap_unpack, "(Tensor values, Tensor bits, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+    OP(bitmap_check, "(Tensor values, Tensor bits, Tensor row_ptr, int cols) -> Tensor") \
+    OP(bitmap_spmv, "(Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor x) -> Tensor") \
+    OP(bitmap_linear, "(Tensor x, Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor? bias=None) -> Tensor")
 // clang-format on
 
 #define DEFINE(name, schema) m.def(#name schema);
@@ -17,6 +26,6 @@
 #ifdef USE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) }
 #else
-STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) }
-STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) }
+STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) MACKO_CPU_OPS(DEFINE) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) MACKO_CPU_OPS(IMPLEMENT) }
 #endif

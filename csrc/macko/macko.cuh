@@ -60,7 +60,8 @@ template <>
 struct Offsets<8> {
     uint32_t low4, high4; // deltas of entries 0..3 and 4..7
 
-    __device__ __forceinline__ explicit Offsets(uint64_t word) : low4(uint32_t(word)), high4(uint32_t(word >> 32)) {}
+    __device__ __forceinline__ explicit Offsets(uint64_t word) : low4(uint32_t(word)), high4(uint32_t(word >> 32)) {
+    }
 
     __device__ __forceinline__ uint32_t sum() const {
         return __dp4a(low4, 0x01010101u, __dp4a(high4, 0x01010101u, 0u));

@@ -9,7 +9,7 @@ namespace {
 // 8192x8192; two steps on their way 27.8, 768 threads 27.3, 512 threads twice 25.4).
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / WARP;
-constexpr int LANE_CHUNKS = 2;                   // a step: what a warp decodes together, 512 entries
+constexpr int LANE_CHUNKS = 2; // a step: what a warp decodes together, 512 entries
 constexpr int STEP_CHUNKS = LANE_CHUNKS * WARP;
 
 // Positions: column + MARGIN, so that the entries of the row before, which share a row's first chunk, have one too.
@@ -84,9 +84,9 @@ __device__ __forceinline__ void add_step(Step<BITS> step, const Row &row, uint32
     const uint32_t own = offsets[0].sum() | offsets[1].sum() << 16;
     const uint32_t through = warp_inclusive_sum(own), total = __shfl_sync(FULL_WARP, through, WARP - 1);
     const uint32_t before = through - own;
-    const uint32_t positions[LANE_CHUNKS] = {
-        position + lane * MACKO_CHUNK + (before & 0xffff),
-        position + (WARP + lane) * MACKO_CHUNK + (total & 0xffff) + (before >> 16)};
+    const uint32_t positions[LANE_CHUNKS] = {position + lane * MACKO_CHUNK + (before & 0xffff),
+                                             position + (WARP + lane) * MACKO_CHUNK + (total & 0xffff) +
+                                                 (before >> 16)};
     position += STEP_CHUNKS * MACKO_CHUNK + (total & 0xffff) + (total >> 16);
 
 #pragma unroll
@@ -106,8 +106,7 @@ __device__ __forceinline__ void add_step(Step<BITS> step, const Row &row, uint32
                 x = to_float(x_global[min(offsets[i].at(k, base, 1) - MARGIN, limit - MARGIN - 1)]);
             const float2 pair = to_float2<T>(words[k / 2]);
             float &part = k & 1 ? sum.odd : sum.even;
-            if (PART == Part::WHOLE || (kept[i] & 1u << k))
-                part = fmaf(k & 1 ? pair.y : pair.x, x, part);
+            if (PART == Part::WHOLE || (kept[i] & 1u << k)) part = fmaf(k & 1 ? pair.y : pair.x, x, part);
         }
     }
 }
@@ -189,8 +188,7 @@ cudaError_t launch(const macko_matrix &m, const Device &device, size_t shared_by
                    void *y, cudaStream_t stream) {
     if (const cudaError_t error = allow_all_shared_memory<spmv<T, BITS, PLACE>>(device)) return error;
     const unsigned blocks = unsigned(std::min<int64_t>(device.num_sms, m.rows));
-    spmv<T, BITS, PLACE>
-        <<<blocks, THREADS, shared_bytes, stream>>>(m, (const T *)x, (const T *)bias, (T *)y);
+    spmv<T, BITS, PLACE><<<blocks, THREADS, shared_bytes, stream>>>(m, (const T *)x, (const T *)bias, (T *)y);
     return cudaGetLastError();
 }
 

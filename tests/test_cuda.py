@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -11,20 +10,18 @@ from torch import Tensor
 
 import macko.ops as ops
 from tests.common import (
+    CAN_CAPTURE,
     HALVES,
     assert_close_spmv,
     assert_same_bits,
     cuda_chain,
     integer_problem,
+    needs_capture,
     random_vector,
     random_weight,
 )
 
 pytestmark = pytest.mark.gpu
-
-# Under compute-sanitizer each tensor is an allocation of its own, so that it sees every step over an end; a capture
-# cannot allocate then.
-CAN_CAPTURE = not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
 
 BITS = (2, 4, 8)
 # Rows shorter and longer than a step of 512 entries and a window of 1024 columns; more rows than warps in flight.
@@ -158,7 +155,7 @@ def test_same_bits_at_every_run() -> None:
         assert_same_bits(ops.spmv(*packed, 2_000, x), first)
 
 
-@pytest.mark.skipif(not CAN_CAPTURE, reason="no caching allocator to capture with")
+@needs_capture
 def test_graph_equals_eager_and_reads_x_anew() -> None:
     w, x = random_weight(500, 700, 0.5, torch.bfloat16), random_vector(700, dtype=torch.bfloat16).cuda()
     bias = random_vector(500, dtype=torch.bfloat16, seed=3).cuda()

@@ -84,7 +84,8 @@ macko_fault macko_spmv_cpu(const macko_matrix *m, const void *x, const void *bia
 
 /*
  * CUDA. Everything is enqueued on `stream` of the current device; nothing synchronises or allocates.
- * Every pointer is a device pointer; fp16 and bf16 only.
+ * Every pointer is a device pointer; fp16 and bf16 only. values lies at a multiple of 16 bytes, deltas at one of
+ * delta_bits bytes; w, x, bias and y lie anywhere.
  */
 
 /* counts -> row_ptr [rows + 1] int64, by an inclusive scan in the same call; the last one is the stored count. */

@@ -37,12 +37,12 @@ typedef struct macko_matrix {
 /* macko_fault.kind, in the order in which they are looked for. */
 enum {
     MACKO_OK = 0,
-    MACKO_ROW_PTR_START,  /* row_ptr[0] is not 0 */
-    MACKO_ROW_PTR_FALLS,  /* row_ptr[row + 1] < row_ptr[row] */
-    MACKO_ROW_PTR_END,    /* row_ptr[row + 1] > capacity, or capacity is not row_ptr[rows] rounded up */
-    MACKO_COLUMN_END,     /* an entry lies at a column >= cols */
-    MACKO_STRAY_ZERO,     /* a zero value whose delta is not delta_max, or that ends its row, or that is -0.0 */
-    MACKO_PADDING,        /* a value or delta behind the last entry is not 0 */
+    MACKO_ROW_PTR_START, /* row_ptr[0] is not 0 */
+    MACKO_ROW_PTR_FALLS, /* row_ptr[row + 1] < row_ptr[row] */
+    MACKO_ROW_PTR_END,   /* row_ptr[row + 1] > capacity, or capacity is not row_ptr[rows] rounded up */
+    MACKO_COLUMN_END,    /* an entry lies at a column >= cols */
+    MACKO_STRAY_ZERO,    /* a zero value whose delta is not delta_max, or that ends its row, or that is -0.0 */
+    MACKO_PADDING,       /* a value or delta behind the last entry is not 0 */
 };
 
 /*

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(THREADS) count_rows(const uint16_t *w, int64_t
     if (threadIdx.x % WARP == 0) row_ptr[row + 1] = entries;
 }
 
-// One block: counts in row_ptr[1..rows] become their sums. 8 counts a thread and round, some 100 ns a thousand rows.
+// One block: counts in row_ptr[1..rows] become their sums. 8 counts a thread and round; 48 us for 36864 rows (H200).
 constexpr int SCAN_THREADS = 1024;
 __global__ void __launch_bounds__(SCAN_THREADS) scan_rows(int64_t rows, int64_t *row_ptr) {
     constexpr int COUNTS = 8;

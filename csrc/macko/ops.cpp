@@ -283,4 +283,9 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+macko_matrix checked_matrix(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
+                            int64_t cols, int64_t delta_bits) {
+    return matrix_of(op, values, deltas, row_ptr, cols, delta_bits);
+}
+
 }  // namespace macko

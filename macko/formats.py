@@ -272,11 +272,12 @@ class SellWeight(PackedWeight):
 
     def _misplaced(self) -> str:
         """Why reading it would be unsafe, or nothing."""
-        slot, group, row, rows, chunks, long_chunks, steps, _ = self.blocks.cpu().long().unbind(1)
+        slot, group, row, rows, chunks, long_chunks, steps, stages = self.blocks.cpu().long().unbind(1)
         groups, long_groups = -(-rows * chunks // 32), -(-rows * long_chunks // 32)
         warp = torch.arange(self.warps)
         count = lambda of: (of[:, None] + self.warps - 1 - warp) // self.warps  # noqa: E731  groups of each warp
         lengths = count(groups) * (steps - 1)[:, None] + count(long_groups)
+        lengths[:, 1::2] = lengths[:, ::2]  # warps go in pairs
         behind = (lengths - lengths.clamp(max=self.head)).sum(1)
         others = (groups - self.warps).clamp(min=0)
         before = lambda sizes: sizes.cumsum(0) - sizes  # noqa: E731
@@ -286,6 +287,7 @@ class SellWeight(PackedWeight):
         checks = {
             "blocks has negative sizes": bool((self.blocks < 0).any()),
             "rows of blocks do not add up": int(rows.sum()) != self.rows or not torch.equal(row, before(rows)),
+            "a block's stages are not those of its first warp": not torch.equal(stages, lengths[:, 0]),
             "a block's chunks do not add up": bool(bad_steps.any() or (chunks * (rows | 1) > 2176).any()),
             "blocks do not follow each other in data": not torch.equal(slot, before(behind)),
             "blocks do not follow each other in bases": not torch.equal(group, before(others)),

@@ -35,7 +35,8 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
     check_dtype(op, "perm", perm, ScalarType::Int);
     if (gap_bits < SELL_MIN_GAP_BITS || gap_bits > SELL_MAX_GAP_BITS)
         fail(op, "gap_bits is ", gap_bits, ", expected ", int(SELL_MIN_GAP_BITS), " to ", int(SELL_MAX_GAP_BITS));
-    if (warps < 1 || warps > SELL_MAX_WARPS) fail(op, "warps is ", warps, ", expected 1 to ", int(SELL_MAX_WARPS));
+    if (warps < 2 || warps % 2 || warps > SELL_MAX_WARPS)
+        fail(op, "warps is ", warps, ", expected an even number up to ", int(SELL_MAX_WARPS));
     if (head < 0 || head > SELL_MAX_HEAD) fail(op, "head is ", head, ", expected 0 to ", int(SELL_MAX_HEAD));
     if (cols < 0 || cols > SELL_MAX_COLS) fail(op, "cols is ", cols, ", expected 0 to ", int(SELL_MAX_COLS));
     check_dim(op, "blocks", blocks, 2);

@@ -172,18 +172,21 @@ __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t row
         sell_block b = {};
         b.row = (int32_t)begin;
         b.rows = (int32_t)(stop - begin);
-        b.stored = b.rows ? cut.count(begin) : 0;
+        b.stages = b.rows ? cut.count(begin) : 0;  // for choose_chunks, which puts the stages there
         b.steps = 1;
         blocks[block] = b;
     }
 }
 
 // A warp owns a block and tries every number of chunks, one a lane. The cost is in steps: those stored, those that the
-// slowest warp does, and 0.3 for the start and end of a group (H200).
+// slowest warp does, 0.3 for the start and end of a group, and holes in the first two stages, which the head would hold.
 __global__ void choose_chunks(int warps, sell_block *blocks) {
     sell_block best = blocks[blockIdx.x];
-    const int lane = threadIdx.x, steps = steps_of(best.stored);
-    if (!best.rows || !steps) return;
+    const int lane = threadIdx.x, steps = steps_of(best.stages);
+    if (!best.rows || !steps) {  // no chunk, no stage
+        if (lane == 0) blocks[blockIdx.x].stages = 0;
+        return;
+    }
     const int least = (int)ceil_div(steps, SELL_MAX_CHUNK), most = SELL_MAX_SUMS / (best.rows | 1);
     float best_cost = INFINITY;
     for (int chunks = least + lane; chunks <= max(least, min(steps, most)); chunks += WARP) {
@@ -192,7 +195,8 @@ __global__ void choose_chunks(int warps, sell_block *blocks) {
         b.steps = (int)ceil_div(steps, chunks);
         b.long_chunks = chunks - (b.steps * chunks - steps);
         const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
-        const float stored = groups * (b.steps - 1 + 0.3f) + long_groups;
+        const int holes = 2 * warps - sell_slots_before(&b, warps, 2);
+        const float stored = groups * (b.steps - 1 + 0.3f) + long_groups + 0.5f * holes;
         const float slowest = sell_steps_of_warp(&b, warps, 0) + 0.3f * sell_groups_of_warp(groups, warps, 0);
         const float cost = 0.7f * stored + 0.3f * warps * slowest;
         if (cost < best_cost) {
@@ -212,20 +216,19 @@ __global__ void choose_chunks(int warps, sell_block *blocks) {
             best.steps = length;
         }
     }
+    best.stages = sell_steps_of_warp(&best, warps, 0);
     if (lane == 0) blocks[blockIdx.x] = best;
 }
 
-// One thread block. The head is as many stages as cost at most 1/64 of the slots in blocks that do not fill them.
+// One thread block. The head is as many stages as cost at most 1/32 of the slots in blocks that do not fill them.
 __global__ void place_blocks(int warps, int num_blocks, sell_block *blocks, sell_totals *totals) {
     int64_t held[SELL_MAX_HEAD + 1] = {}, slots = 0;  // slots of the first 0..4 stages
     int sums = 0;
     for (int block = threadIdx.x; block < num_blocks; block += SCAN_THREADS) {
         sums = max(sums, blocks[block].chunks * (blocks[block].rows | 1));
-        for (int warp = 0; warp < warps; warp++) {
-            const int steps = sell_steps_of_warp(&blocks[block], warps, warp);
-            slots += steps;
-            for (int stages = 1; stages <= SELL_MAX_HEAD; stages++) held[stages] += min(steps, stages);
-        }
+        slots += sell_slots_before(&blocks[block], warps, INT32_MAX);
+        for (int stages = 1; stages <= SELL_MAX_HEAD; stages++)
+            held[stages] += sell_slots_before(&blocks[block], warps, stages);
     }
     block_exclusive_sum(slots, &slots);
     if (threadIdx.x == 0) totals->sums = 0;
@@ -234,7 +237,7 @@ __global__ void place_blocks(int warps, int num_blocks, sell_block *blocks, sell
     int head = 0;
     for (int stages = 1; stages <= SELL_MAX_HEAD; stages++) {
         block_exclusive_sum(held[stages], &held[stages]);
-        if ((int64_t)num_blocks * stages * warps - held[stages] <= slots / 64) head = stages;
+        if ((int64_t)num_blocks * stages * warps - held[stages] <= slots / 32) head = stages;
     }
     int64_t slot = 0, group = 0, total;
     for (int tile = 0; tile < num_blocks; tile += SCAN_THREADS) {
@@ -339,8 +342,8 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
         // The stages of this group: behind those of the warp's earlier groups.
         const int stage = turn * (b.steps - 1) + sell_min(turn, sell_groups_of_warp(long_groups, s.warps, warp));
         int steps = group < sell_groups(&b) ? b.steps - (group >= long_groups) : 0;
-        // The last group of a warp fills the rest of the head.
-        if (group + s.warps >= groups) steps = max(steps, s.head - stage);
+        // The last group of a warp also fills the rest of the head, and of its slots beside the other warp of the pair.
+        if (group + s.warps >= groups) steps = max(max(s.head, sell_steps_of_warp(&b, s.warps, warp & ~1)) - stage, steps);
         for (int step = 0; step < steps; step++) {
             uint16_t kept[SELL_STEP];
             int gaps[SELL_STEP];

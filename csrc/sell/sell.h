@@ -21,6 +21,8 @@
  *            entries 8..15, then the gaps, see below.
  *   stage    what a block reads at once: stage i holds, warp after warp, the slots of step i of each warp that has one
  *            (a warp's steps are those of its groups, one group after the other; no warp has fewer than a later one).
+ *            Warps go in pairs: the second has a slot wherever the first has one, so that every stage begins at a
+ *            multiple of 128 B (at 64 B, each line of a bulk copy takes two requests).
  *
  * Where things are. A block can start to fetch before it has read its own header: the first `head` stages of all
  * blocks lie first in `data`, at a fixed distance, and hold a slot for every warp; so do the bases of each warp's first
@@ -54,7 +56,7 @@ enum {
     SELL_MIN_GAP_BITS = 2,
     SELL_MAX_GAP_BITS = 6,
     SELL_GAP_WIDTHS = SELL_MAX_GAP_BITS - SELL_MIN_GAP_BITS + 1,
-    SELL_MAX_WARPS = 12,
+    SELL_MAX_WARPS = 12, /* and an even number */
     SELL_MIN_STAGES = 4,           /* of the ring */
     SELL_MAX_STAGES = 8,
     SELL_MAX_HEAD = 4,             /* stages at a fixed distance: what is fetched before the header has come */
@@ -72,7 +74,7 @@ typedef struct sell_block {
     int32_t chunks;      /* 0 if its rows are empty */
     int32_t long_chunks; /* 1..chunks */
     int32_t steps;       /* of a long chunk */
-    int32_t stored;      /* entries of its longest row */
+    int32_t stages;      /* steps of warp 0 */
 } sell_block;
 
 typedef struct sell_matrix {
@@ -116,7 +118,7 @@ SELL_FN int sell_steps_of_warp(const sell_block *b, int warps, int warp) {
 /* Slots of the first `stages` stages of a block. */
 SELL_FN int sell_slots_before(const sell_block *b, int warps, int stages) {
     int slots = 0;
-    for (int warp = 0; warp < warps; warp++) slots += sell_min(sell_steps_of_warp(b, warps, warp), stages);
+    for (int warp = 0; warp < warps; warp += 2) slots += 2 * sell_min(sell_steps_of_warp(b, warps, warp), stages);
     return slots;
 }
 

@@ -143,6 +143,19 @@ __device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32
                      "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
+__device__ __forceinline__ sell_block load_block(const sell_block *from) {
+    const int4 first = ((const int4 *)from)[0], second = ((const int4 *)from)[1];
+    return {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+}
+
+// Slots of a stage, where lane w knows the steps of warp w; see "pairs" in sell.h.
+__device__ __forceinline__ int stage_slots(int steps_of_lane, int stage) {
+    return 2 * __popc(__ballot_sync(FULL_WARP, steps_of_lane > stage) & 0x55555555u);
+}
+
+// a / b for 0 <= a < 2^12 and 0 < b < 2^12: a twentieth of the latency of an integer division.
+__device__ __forceinline__ int small_quotient(int a, int b) { return (int)((a + 0.5f) * __frcp_rn((float)b)); }
+
 struct Launch {
     int stages;    // of the ring, at most SELL_MAX_STAGES
     int early;     // stages to fetch before the previous kernel's end is waited for
@@ -175,18 +188,19 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 
 #if __CUDA_ARCH__ >= 900
         if (COPY == BULK && warp == warps) {
-            const sell_block b = m.blocks[blockIdx.x];
+            const sell_block b = load_block(m.blocks + blockIdx.x);
             const int blind = min(m.head, launch.stages);
+            uint64_t once, keep;
+            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+            asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+            if (lane < launch.stages) {
+                barrier_init(filled + 8 * lane, 1);
+                barrier_init(emptied + 8 * lane, warps);
+            }
+            if (lane == 0) barrier_init(x_there, 1);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            __syncwarp();
             if (lane == 0) {
-                uint64_t once, keep;
-                asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-                asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
-                barrier_init(x_there, 1);
-                for (int stage = 0; stage < launch.stages; stage++) {
-                    barrier_init(filled + 8 * stage, 1);
-                    barrier_init(emptied + 8 * stage, warps);
-                }
-                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
                 asm volatile("griddepcontrol.launch_dependents;");
                 for (int stage = 0; stage < blind; stage++) {
                     if (stage == launch.early) break;
@@ -198,17 +212,15 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 for (int stage = launch.early; stage < blind; stage++)
                     fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes, filled + 8 * stage, once);
             }
+            __syncwarp();
             __syncthreads();
             const int own_steps = lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
-            const int stages = __shfl_sync(FULL_WARP, own_steps, 0);
             const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
-            uint64_t once;
-            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
             int place = blind % launch.stages;
-            uint32_t parity = 1;
-            for (int stage = blind; stage < stages; stage++) {
+            uint32_t parity = blind < launch.stages;  // of the round before: 0 from the second round on
+            for (int stage = blind; stage < b.stages; stage++) {
                 const bool in_head = stage < m.head;
-                const int bytes = in_head ? stage_bytes : __popc(__ballot_sync(FULL_WARP, own_steps > stage)) * SLOT;
+                const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
                 if (lane == 0) {
                     if (stage >= launch.stages) barrier_wait(emptied + 8 * place, parity);
                     fetch_bulk(ring + place * stage_bytes, in_head ? head_data + stage * stage_bytes : next, bytes,
@@ -218,35 +230,38 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 if (++place == launch.stages) place = 0, parity ^= 1;
             }
             // A block may not end while a copy is under way: the stages of the head that nobody needed.
-            for (int stage = stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
+            for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
             __syncthreads();
             return;
         }
 #endif
 
         uint32_t base = m.bases[((int64_t)blockIdx.x * warps + warp) * SELL_LANES + lane];
-        const sell_block b = m.blocks[blockIdx.x];
-        const int groups = sell_groups_of_warp(sell_groups(&b), warps, warp);
-        const int long_groups = sell_groups_of_warp(sell_long_groups(&b), warps, warp);
+        const sell_block b = load_block(m.blocks + blockIdx.x);
+        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
+        const int threads = warps * WARP;
 
         // Zeros behind x, and what of x does not come by a bulk copy.
-        for (int i = cols + threadIdx.x; i < cols + SELL_PAD; i += warps * WARP) ((uint16_t *)shared)[i] = 0;
+        const int zeros_at = (cols + 7) / 8;
+        if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)shared)[cols + threadIdx.x] = 0;
+        for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
+            ((uint4 *)shared)[i] = make_uint4(0, 0, 0, 0);
         if (launch.x_bulk < cols) {
 #if __CUDA_ARCH__ >= 900
             asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
             const int whole = COPY == CP_ASYNC && (uintptr_t)x % 16 == 0 ? cols / 8 : 0;
-            for (int i = threadIdx.x; i < whole; i += warps * WARP) ((uint4 *)shared)[i] = ((const uint4 *)x)[i];
-            for (int i = max(launch.x_bulk, whole * 8) + threadIdx.x; i < cols; i += warps * WARP) ((T *)shared)[i] = x[i];
+            for (int i = threadIdx.x; i < whole; i += threads) ((uint4 *)shared)[i] = ((const uint4 *)x)[i];
+            for (int i = max(launch.x_bulk, whole * 8) + threadIdx.x; i < cols; i += threads) ((T *)shared)[i] = x[i];
         }
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
-        const int own_steps = groups * (b.steps - 1) + long_groups;
         const int lane_steps = COPY == CP_ASYNC && lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
+        const int own_steps = COPY == CP_ASYNC ? __shfl_sync(FULL_WARP, lane_steps, warp) : 0;
         const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
         int fetched = 0;
         auto fetch_own = [&](uint32_t offset) {
-            const int width = __popc(__ballot_sync(FULL_WARP, lane_steps > fetched));
+            const int slots = stage_slots(lane_steps, fetched);
             if (fetched < own_steps) {
                 const uint8_t *from = (fetched < m.head ? head_data + fetched * stage_bytes : next) + warp * SLOT;
                 const uint32_t to = ring + offset + warp * SLOT;
@@ -254,7 +269,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + piece), "l"(from + piece) : "memory");
             }
             asm volatile("cp.async.commit_group;" ::: "memory");  // an empty one too, to keep count
-            if (fetched >= m.head) next += width * SLOT;
+            if (fetched >= m.head) next += slots * SLOT;
             fetched++;
         };
         if (COPY == CP_ASYNC)
@@ -263,16 +278,15 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         if (COPY == BULK) barrier_wait(x_there, 0);
 
         // Lanes that will write y: 2^log_lanes of them a row.
-        const int threads = warps * WARP;
-        int log_lanes = 0;
-        while (log_lanes < 5 && b.rows << (log_lanes + 1) <= threads) log_lanes++;
+        const int rows = max(b.rows, 1), group_chunks = small_quotient(threads, rows);
+        const int log_lanes = group_chunks ? min(31 - __clz(group_chunks), 5) : 0;
         const int first_row = threadIdx.x >> log_lanes, part = threadIdx.x & ((1 << log_lanes) - 1);
         int out = first_row < b.rows ? m.perm[b.row + first_row] : 0;
 
         // Partial sums lie chunk by chunk, an odd number of them a chunk, so that those of a row are in different banks.
-        const int stride = b.rows | 1, rows = max(b.rows, 1);
-        const int group_chunks = threads / rows, group_rows = threads % rows;  // from a group of this warp to the next
-        int chunk = (int)threadIdx.x / rows, row = (int)threadIdx.x % rows;
+        const int stride = b.rows | 1;
+        const int group_rows = threads - group_chunks * rows;  // from a group of this warp to the next
+        int chunk = small_quotient(threadIdx.x, rows), row = (int)threadIdx.x - chunk * rows;
         const LaneSlot slot = lane_slot<GAP_BITS>(ring + warp * SLOT, lane);
         const uint32_t ring_bytes = held((COPY == BULK ? launch.stages : CP_ASYNC_STAGES) * stage_bytes);
         const uint32_t first_barrier = held(filled);
@@ -282,12 +296,14 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             barrier += 8;
             if (offset == ring_bytes) offset = 0, barrier = first_barrier, parity ^= 1;
         };
-        for (int turn = 0; turn < groups; turn++) {
+        int stages_left = b.stages;
+        for (int group = warp; group < groups; group += warps) {
             uint32_t address = x_at + 2 * base;
-            if (turn + 1 < groups)
-                base = m.bases[((int64_t)m.num_blocks * warps + b.group + turn * warps + warp) * SELL_LANES + lane];
+            if (group + warps < groups)
+                base = m.bases[((int64_t)m.num_blocks * warps + b.group + group) * SELL_LANES + lane];
             float sum[2] = {};
-            int steps = b.steps - (turn >= long_groups);
+            int steps = b.steps - (group >= long_groups);
+            stages_left -= steps;
 #pragma unroll 1
             do {
                 if (COPY == BULK) {
@@ -308,7 +324,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             if (row >= rows) row -= rows, chunk++;
         }
         if (COPY == BULK)  // the ring waits for all warps, so those with less to do go along
-            for (int stage = own_steps; stage < sell_steps_of_warp(&b, warps, 0); stage++) {
+            for (; stages_left > 0; stages_left--) {
                 barrier_wait(barrier, parity);
                 if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
                 advance();
@@ -343,6 +359,7 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *
     Launch launch = {shape.stages, 0, 0};
     if (COPY == BULK && (uintptr_t)x % 16 == 0) launch.x_bulk = (int)m.cols / 8 * 8;
     if (chained) launch.early = shape.stages / 2;  // all of them: 1-2 % slower
+    if (chained && getenv("TUNE_EARLY")) launch.early = atoi(getenv("TUNE_EARLY"));
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -34,7 +34,13 @@ def _library() -> ctypes.CDLL:
     arch = f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}"
     subprocess.run(["nvcc", "-O3", arch, "-shared", "-Xcompiler", "-fPIC", source, "-o", target], check=True)
     library = ctypes.CDLL(str(target))
-    library.read_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_int] * 4, ctypes.c_void_p, ctypes.c_void_p]
+    library.read_bytes.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        *[ctypes.c_int] * 4,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
     return library
 
 

@@ -4,9 +4,9 @@
     python -m benchmarks.spmv --gpu --shapes paper        # the 31 shapes of the MACKO paper's appendix
     python -m benchmarks.spmv --gpu --densities 0.1,0.3,0.5,0.7,1.0 --masks uniform,magnitude --kernels dense,sell,macko
 
-Every kernel is checked before it is timed: signed random data, output memory poisoned with NaN, the bound of float64. Times are
-medians over replays of CUDA graphs that rotate over cold copies (benchmarks/timing.py). Both sides read and write the
-same types. The floor is the best of nine kernels that only read as many bytes as the format and the vectors have.
+Every kernel is checked before it is timed: signed random data, output memory poisoned with NaN, the bound of float64.
+Times are medians over replays of CUDA graphs that rotate over cold copies (benchmarks/timing.py). Both sides read and
+write the same types. The floor is the best of nine kernels that only read as many bytes as the format and the vectors have.
 Lines go to benchmarks/results/<gpu>/spmv.jsonl; `make report` turns them into the tables and plots of docs and README.
 """
 
@@ -108,7 +108,9 @@ class Problem:
         # cuBLAS may keep partial sums in 16 bits, so the others only have to be near.
         limit = self.bound if exact_sum else self.bound + self.wanted.abs().mean() * 0.05
         if not bool((off <= limit).all()):
-            raise SystemExit(f"{name}: {int((~(off <= limit)).sum())} of {off.numel()} rows are wrong, worst {off.max()}")
+            raise SystemExit(
+                f"{name}: {int((~(off <= limit)).sum())} of {off.numel()} rows are wrong, worst {off.max()}"
+            )
         if exact_sum and not torch.equal(results[0].view(torch.int16), results[1].view(torch.int16)):
             raise SystemExit(f"{name}: two runs gave different bits")
 
@@ -227,8 +229,8 @@ def main() -> None:
                         timing: Timing,
                         nbytes: int,
                         *,
-                        shown: str = f"{shape:12} {density:.2f} {mask} {dtype}",  # noqa: B008
-                        about: dict[str, Any] = dict(  # noqa: B006, B008, C408
+                        shown: str = f"{shape:12} {density:.2f} {mask} {dtype}",
+                        about: dict[str, Any] = dict(  # noqa: B006, C408
                             rows=rows, cols=cols, density=density, mask=mask, dtype=dtype, nnz=problem.nnz
                         ),
                         best: list[float] = best,
@@ -237,7 +239,9 @@ def main() -> None:
                         if kernel.startswith("dense"):
                             best[0] = min(best[0], timing.median_us)
                         share = f"{facts['floor_us'] / timing.median_us:.2f} of floor" if "floor_us" in facts else ""
-                        print(f"{shown} {kernel:18} {timing.median_us:8.2f} us {best[0] / timing.median_us:5.2f}x {share}")
+                        print(
+                            f"{shown} {kernel:18} {timing.median_us:8.2f} us {best[0] / timing.median_us:5.2f}x {share}"
+                        )
                         times = {name: round(value, 3) for name, value in dataclasses.asdict(timing).items()}
                         append_jsonl(out, kernel=kernel, **about, bytes=nbytes, **times, **facts, **what)
 

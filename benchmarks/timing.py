@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,6 +67,19 @@ def time_graph(calls: Sequence[Callable[[], Any]], replays: int = 15, warmup: in
         if replay >= warmup:
             times.append(start.elapsed_time(end) * 1000 / launches)
     return Timing(statistics.median(times), min(times), max(times), launches, replays)
+
+
+def time_host(call: Callable[[], Any], calls: int = 200, rounds: int = 20) -> float:
+    """Microseconds of the host's time that one call takes: the best round, the GPU's queue empty at its start."""
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return best
 
 
 def _output_of(*command: str) -> str:

@@ -89,6 +89,12 @@ class PackedWeight:
         return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
 
 
+    def to_macko(self) -> MackoWeight:
+        """The same weight in the canonical format, which is what files hold."""
+        own: Any = self
+        return MackoWeight.from_dense(own.to_dense())
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class MackoWeight(PackedWeight):
     """The canonical format of the MACKO-SpMV paper; csrc/macko/macko.h specifies the bytes.
@@ -134,12 +140,17 @@ class MackoWeight(PackedWeight):
         """x W^T + bias for x [..., cols]."""
         return ops.linear(x, self.values, self.deltas, self.row_ptr, self.cols, bias, self.delta_bits)
 
+    def to_macko(self) -> MackoWeight:
+        return self
+
     def validate(self) -> None:
         """Checks every rule of the format, once, on the device.
 
         Raises:
             ValueError: a rule is broken; names the row, the entry and what is wrong with it.
         """
+        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
+            raise ValueError(f"not a macko weight: its tensors are on {' and '.join(sorted(devices))}")
         try:
             fault = ops.check(self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits)
         except RuntimeError as error:

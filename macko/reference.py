@@ -58,7 +58,7 @@ def sell_unpack(
     w = torch.zeros(perm.shape[0], cols, dtype=torch.int16)
     for block, (slot, group_at, row, rows, chunks, long_chunks, steps, _) in enumerate(blocks.tolist()):
         groups, long_groups = -(-rows * chunks // 32), -(-rows * long_chunks // 32)
-        order = [[g for g in range(warp, groups, warps)] for warp in range(warps)]
+        order = [list(range(warp, groups, warps)) for warp in range(warps)]
         lengths = [sum(steps - (g >= long_groups) for g in mine) for mine in order]
         lengths[1::2] = lengths[::2]  # a pair of warps has the slots of its first one
         tail = len(blocks) * head * warps + slot
@@ -79,7 +79,8 @@ def sell_unpack(
                     at += gaps[:, entry] + 1
                     value = values[entry // 8, :, entry % 8]
                     kept = (value & 0x7FFF) != 0
-                    assert bool((kept <= (chunk < chunks)).all()) and bool((at[kept] < cols).all())
+                    assert (kept <= (chunk < chunks)).all()
+                    assert (at[kept] < cols).all()
                     w[perm.cpu().long()[sorted_row[kept]], at[kept]] = value[kept]
     return w.view(data.dtype)
 

@@ -21,4 +21,7 @@ Tensor linear(const Tensor &x, const Tensor &values, const Tensor &deltas, const
 macko_matrix checked_matrix(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
                             int64_t cols, int64_t delta_bits);
 
-}  // namespace macko
+// An error for content that cannot be read; waits for the device.
+void check_content(const char *op, const macko_matrix &m, const Tensor &values);
+
+} // namespace macko

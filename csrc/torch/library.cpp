@@ -1,4 +1,5 @@
 // The map: every op, its schema and who implements it. Compiled once for the CPU and once for CUDA (USE_CUDA).
+#include "../bitmap/ops.h"
 #include "../macko/ops.h"
 #include "../sell/ops.h"
 
@@ -10,11 +11,19 @@
     OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
     OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
     OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor") \
-    /* csrc/sell: how a GPU runs it; CUDA only */ \
+    /* csrc/sell: how a GPU runs it; on the CPU they only say so */ \
     OP(sell_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4, int gap_bits=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int, int)") \
     OP(sell_unpack, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head) -> Tensor") \
     OP(sell_spmv, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor x, Tensor? bias=None) -> Tensor") \
     OP(sell_linear, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor")
+
+#define MACKO_CPU_OPS(OP) \
+    /* csrc/bitmap: the CPU's execution layout */ \
+    OP(bitmap_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+    OP(bitmap_unpack, "(Tensor values, Tensor bits, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+    OP(bitmap_check, "(Tensor values, Tensor bits, Tensor row_ptr, int cols) -> Tensor") \
+    OP(bitmap_spmv, "(Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor x) -> Tensor") \
+    OP(bitmap_linear, "(Tensor x, Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor? bias=None) -> Tensor")
 // clang-format on
 
 #define DEFINE(name, schema) m.def(#name schema);
@@ -23,6 +32,6 @@
 #ifdef USE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) }
 #else
-STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) }
-STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) }
+STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) MACKO_CPU_OPS(DEFINE) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) MACKO_CPU_OPS(IMPLEMENT) }
 #endif

@@ -6,7 +6,7 @@
 
 Every kernel is checked before it is timed: signed random data, output memory poisoned with NaN, the bound of float64.
 Times are medians over replays of CUDA graphs that rotate over cold copies (benchmarks/timing.py). Both sides read and
-write the same types. The floor is the best of nine kernels that only read as many bytes as the format and the vectors have.
+write the same types. The floor is the best of nine kernels that only read as many bytes as format and vectors have.
 Lines go to benchmarks/results/<gpu>/spmv.jsonl; `make report` turns them into the tables and plots of docs and README.
 """
 

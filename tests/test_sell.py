@@ -20,7 +20,7 @@ from tests.common import (
 
 GAPS = (2, 3, 4, 5, 6)
 #: How a block fetches, and whether launches may overlap: MACKO_COPY, MACKO_PDL.
-PATHS = ({}, {"MACKO_PDL": "0"}, {"MACKO_COPY": "cp_async"})
+PATHS: tuple[dict[str, str], ...] = ({}, {"MACKO_PDL": "0"}, {"MACKO_COPY": "cp_async"})
 #: Lane groups that are not full, one row, one column, no row, cols that no bulk copy can end at, more blocks than rows.
 SHAPES = ((64, 256), (33, 203), (1, 1), (1, 4096), (500, 1), (7, 30), (600, 64), (0, 16), (5, 0), (40, 1001))
 
@@ -233,7 +233,7 @@ def test_side_stream() -> None:
 def test_validate() -> None:
     sell = packed(random_weight(300, 500, 0.5, torch.float16))
     sell.validate()
-    for name, index in (("data", 100), ("bases", 3), ("perm", 5), ("blocks", 3), ("blocks", 8 * 20 + 4)):
+    for name, index in (("data", 515), ("bases", 3), ("perm", 5), ("blocks", 3), ("blocks", 8 * 20 + 4)):
         tensors = {key: value.clone() for key, value in sell.tensors().items()}
         tensors[name].view(-1).view(torch.int16)[index] += 1
         with pytest.raises(ValueError, match="not a sell weight"):

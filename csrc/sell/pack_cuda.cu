@@ -321,12 +321,32 @@ __device__ __forceinline__ void read_gaps(const uint8_t *at, int gap_bits, int l
     }
 }
 
+// sell_slot for many steps of one block: the steps of its pairs of warps are counted once.
+struct Places {
+    int64_t head_slot, tail_slot;
+    int warps, head, steps[SELL_MAX_WARPS / 2];
+
+    __device__ Places(const sell_matrix &s, const sell_block &b, int block) : warps(s.warps), head(s.head) {
+        head_slot = (int64_t)block * head * warps;
+        tail_slot = (int64_t)s.num_blocks * head * warps + b.slot - sell_slots_before(&b, warps, head);
+        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++)
+            steps[pair] = 2 * pair < warps ? sell_steps_of_warp(&b, warps, 2 * pair) : 0;
+    }
+    __device__ int64_t slot(int stage, int warp) const {
+        if (stage < head) return head_slot + stage * warps + warp;
+        int before = 0;
+        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(steps[pair], stage);
+        return tail_slot + before + warp;
+    }
+};
+
 // blockIdx.x is the block of the layout, whose groups are shared by the warps of gridDim.y thread blocks.
 __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t *values, const uint16_t *columns,
                             uint8_t *data, uint16_t *bases) {
     const sell_block b = s.blocks[blockIdx.x];
     const int lane = threadIdx.x % WARP, slot_bytes = sell_slot_bytes(s.gap_bits);
     const int groups = max(sell_groups(&b), s.warps), long_groups = sell_long_groups(&b);
+    const Places places(s, b, blockIdx.x);
     for (int group = blockIdx.y * WARPS + threadIdx.x / WARP; group < groups; group += gridDim.y * WARPS) {
         const int task = group * SELL_LANES + lane, warp = group % s.warps, turn = group / s.warps;
         const bool owned = task < b.rows * b.chunks;
@@ -354,7 +374,7 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
                 gaps[i] = inside ? columns[at] - next : 0;
                 next += gaps[i] + 1;
             }
-            uint8_t *slot = data + slot_bytes * sell_slot(&b, blockIdx.x, s.num_blocks, s.warps, s.head, stage + step, warp);
+            uint8_t *slot = data + slot_bytes * places.slot(stage + step, warp);
             for (int half = 0; half < 2; half++) {
                 uint4 packed;
                 uint32_t *words = &packed.x;
@@ -366,54 +386,60 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
     }
 }
 
-// A warp owns a row, its lanes the chunks: they scatter into a row of shared memory, which is written once, coalesced.
+// A warp owns a row, and each lane a step of it at a time: where a step begins is the sum of all gaps before. The lanes
+// scatter into a row of shared memory, which is written once, coalesced. (With a lane a chunk most lanes had no work.)
 __global__ void unpack_rows(sell_matrix s, uint16_t *w) {
     extern __shared__ uint4 shared_rows[];
-    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-    const int row_words = (int)ceil_div(s.cols, 8);
+    const int lane = threadIdx.x % WARP, row_words = (int)ceil_div(s.cols, 8), slot_bytes = sell_slot_bytes(s.gap_bits);
+    const int64_t sorted = blockIdx.x * (int64_t)(blockDim.x / WARP) + threadIdx.x / WARP;
+    if (sorted >= s.rows) return;
     uint4 *dense = shared_rows + threadIdx.x / WARP * row_words;
-    const int slot_bytes = sell_slot_bytes(s.gap_bits);
-    for (int64_t sorted = blockIdx.x * (int64_t)warps + threadIdx.x / WARP; sorted < s.rows;
-         sorted += (int64_t)gridDim.x * warps) {
-        for (int i = lane; i < row_words; i += WARP) dense[i] = make_uint4(0, 0, 0, 0);
-        __syncwarp();
-        int low = 0, high = s.num_blocks - 1;  // the last block whose first row is not behind this one
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (s.blocks[middle].row <= sorted) low = middle;
-            else high = middle - 1;
-        }
-        const sell_block b = s.blocks[low];
-        const int long_groups = sell_long_groups(&b);
-        for (int chunk = lane; chunk < b.chunks; chunk += WARP) {
-            const int task = chunk * b.rows + (int)(sorted - b.row), group = task / SELL_LANES;
-            const int warp = group % s.warps, turn = group / s.warps, owner = task % SELL_LANES;
-            const int stage = turn * (b.steps - 1) + sell_min(turn, sell_groups_of_warp(long_groups, s.warps, warp));
-            int64_t col = s.bases[sell_base(&b, low, s.num_blocks, s.warps, group) + owner] - 1;
-            for (int step = 0; step < b.steps - (chunk >= b.long_chunks); step++) {
-                const uint8_t *slot =
-                    s.data + slot_bytes * sell_slot(&b, low, s.num_blocks, s.warps, s.head, stage + step, warp);
-                int gaps[SELL_STEP];
-                read_gaps(slot + SELL_LANES * SELL_STEP * 2, s.gap_bits, owner, gaps);
-                for (int half = 0; half < 2; half++) {
-                    const uint4 packed = ((const uint4 *)slot)[half * SELL_LANES + owner];
-                    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-                    for (int i = 0; i < 8; i++) {
-                        const uint16_t value = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
-                        col += gaps[half * 8 + i] + 1;
-                        if (value && col < s.cols) ((uint16_t *)dense)[col] = value;
-                    }
-                }
+    for (int i = lane; i < row_words; i += WARP) dense[i] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+
+    int block = 0, high = s.num_blocks - 1;  // the last block whose first row is not behind this one
+    while (block < high) {
+        const int middle = (block + high + 1) / 2;
+        if (s.blocks[middle].row <= sorted) block = middle;
+        else high = middle - 1;
+    }
+    const sell_block b = s.blocks[block];
+    const Places places(s, b, block);
+    const int long_groups = sell_long_groups(&b), long_steps = b.long_chunks * b.steps;
+    const int steps = sell_chunk_start(&b, b.chunks);
+    int reached = 0;
+    for (int tile = 0; tile < steps; tile += WARP) {
+        const int at = min(tile + lane, steps - 1);
+        const bool inside = tile + lane < steps;
+        const int chunk = at < long_steps ? at / b.steps : b.long_chunks + (at - long_steps) / (b.steps - 1);
+        const int task = chunk * b.rows + (int)(sorted - b.row), group = task / SELL_LANES, owner = task % SELL_LANES;
+        const int warp = group % s.warps, turn = group / s.warps;
+        const int stage = turn * (b.steps - 1) + sell_min(turn, sell_groups_of_warp(long_groups, s.warps, warp)) + at -
+                          sell_chunk_start(&b, chunk);
+        const uint8_t *slot = s.data + slot_bytes * places.slot(stage, warp);
+        int gaps[SELL_STEP];
+        read_gaps(slot + SELL_LANES * SELL_STEP * 2, s.gap_bits, owner, gaps);
+        int passed = 0;
+        for (int i = 0; i < SELL_STEP; i++) passed += inside ? gaps[i] + 1 : 0;
+        const int behind = reached + warp_inclusive_sum(passed, lane);
+        reached = __shfl_sync(FULL_WARP, behind, WARP - 1);
+        int col = behind - passed - 1;
+        for (int half = 0; half < 2; half++) {
+            const uint4 packed = ((const uint4 *)slot)[half * SELL_LANES + owner];
+            const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+            for (int i = 0; i < 8; i++) {
+                const uint16_t value = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
+                col += gaps[half * 8 + i] + 1;
+                if (inside && value && col < s.cols) ((uint16_t *)dense)[col] = value;
             }
         }
-        __syncwarp();
-        uint16_t *out = w + s.perm[sorted] * s.cols;
-        if ((uintptr_t)out % 16 == 0 && s.cols % 8 == 0)
-            for (int i = lane; i < row_words; i += WARP) ((uint4 *)out)[i] = dense[i];
-        else
-            for (int i = lane; i < s.cols; i += WARP) out[i] = ((const uint16_t *)dense)[i];
-        __syncwarp();
     }
+    __syncwarp();
+    uint16_t *out = w + s.perm[sorted] * s.cols;
+    if ((uintptr_t)out % 16 == 0 && s.cols % 8 == 0)
+        for (int i = lane; i < row_words; i += WARP) ((uint4 *)out)[i] = dense[i];
+    else
+        for (int i = lane; i < s.cols; i += WARP) out[i] = ((const uint16_t *)dense)[i];
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ __global__ void read_all(const uint4 *from, int64_t count, uint32_t *sink) {
 #pragma unroll
         for (int j = 0; j < UNROLL; j++) sum ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
     }
-    if (sum == 0x9e3779b9u) *sink = sum;  // never, but the compiler cannot know
+    if (sum == 0x9e3779b9u) *sink = sum; // never, but the compiler cannot know
 }
 
 // blocks_per_sm 0: one pass, as many blocks as that takes.
@@ -30,8 +30,11 @@ extern "C" int read_bytes(const void *from, int64_t bytes, int unroll, int threa
     const unsigned blocks = blocks_per_sm ? blocks_per_sm * num_sms : (unsigned)(once > 0 ? once : 1);
     const uint4 *p = (const uint4 *)from;
     uint32_t *out = (uint32_t *)sink;
-    if (unroll == 2) read_all<2><<<blocks, threads, 0, stream>>>(p, count, out);
-    else if (unroll == 4) read_all<4><<<blocks, threads, 0, stream>>>(p, count, out);
-    else read_all<8><<<blocks, threads, 0, stream>>>(p, count, out);
+    if (unroll == 2)
+        read_all<2><<<blocks, threads, 0, stream>>>(p, count, out);
+    else if (unroll == 4)
+        read_all<4><<<blocks, threads, 0, stream>>>(p, count, out);
+    else
+        read_all<8><<<blocks, threads, 0, stream>>>(p, count, out);
     return cudaGetLastError();
 }

@@ -94,7 +94,7 @@ Tensor unpack_matrix(const sell_matrix &m, const Tensor &data) {
 }
 #endif
 
-}  // namespace
+} // namespace
 
 #ifdef USE_CUDA
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
@@ -117,7 +117,7 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     sell_totals totals;
     const auto read_totals = [&] {
         STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
-        STD_CUDA_CHECK(cudaStreamSynchronize(stream));  // sizes of what is allocated next
+        STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     };
     Tensor counts = torch::stable::new_empty(values, {SELL_GAP_WIDTHS, rows}, ScalarType::Int);
     auto *counts_data = static_cast<int32_t *>(counts.mutable_data_ptr());
@@ -179,7 +179,8 @@ Tensor sell_unpack(const Tensor &data, const Tensor &bases, const Tensor &blocks
 }
 
 Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
-                 int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
+                 int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x_any,
+                 const std::optional<Tensor> &bias_any) {
     const char *op = "sell_spmv";
     const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_device(op, "x", x_any, "data", data);
@@ -245,4 +246,4 @@ Tensor sell_linear(const Tensor &, const Tensor &data, const Tensor &, const Ten
 }
 #endif
 
-}  // namespace macko
+} // namespace macko

@@ -17,4 +17,4 @@ Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
 Tensor sell_linear(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm,
                    int64_t cols, int64_t gap_bits, int64_t warps, int64_t head, const std::optional<Tensor> &bias);
 
-}  // namespace macko
+} // namespace macko

@@ -6,7 +6,7 @@ using namespace macko;
 
 namespace {
 
-constexpr int WARPS = 8;  // of the blocks whose warps own a row each
+constexpr int WARPS = 8; // of the blocks whose warps own a row each
 constexpr int SCAN_THREADS = 1024;
 
 __device__ __forceinline__ int delta_at(const macko_matrix &m, int64_t entry) {
@@ -14,7 +14,8 @@ __device__ __forceinline__ int delta_at(const macko_matrix &m, int64_t entry) {
     return m.deltas[bit >> 3] >> (bit & 7) & ((1 << m.delta_bits) - 1);
 }
 
-template <typename N> __device__ __forceinline__ N warp_inclusive_sum(N value, int lane) {
+template <typename N>
+__device__ __forceinline__ N warp_inclusive_sum(N value, int lane) {
     for (int distance = 1; distance < WARP; distance *= 2) {
         const N below = __shfl_up_sync(FULL_WARP, value, distance);
         if (lane >= distance) value += below;
@@ -24,17 +25,17 @@ template <typename N> __device__ __forceinline__ N warp_inclusive_sum(N value, i
 
 // A non-zero of the canonical format, as a lane of walk_row sees it.
 struct Entry {
-    bool stored;        // false: an explicit zero, or behind the row's end
+    bool stored; // false: an explicit zero, or behind the row's end
     uint16_t value;
-    int col, gap;       // columns skipped since the last non-zero of the row, explicit zeros among them
+    int col, gap; // columns skipped since the last non-zero of the row, explicit zeros among them
 };
 
 // Calls visit(Entry) with 32 consecutive entries at a time, one a lane. Returns the columns that the row reaches.
 template <typename Visit>
 __device__ __forceinline__ int64_t walk_row(const macko_matrix &m, int64_t start, int64_t stop, int lane, Visit visit) {
     const uint16_t *values = (const uint16_t *)m.values;
-    int64_t reached = 0;  // columns passed by the entries before this tile
-    int next = 0;         // column behind the last non-zero before this tile
+    int64_t reached = 0; // columns passed by the entries before this tile
+    int next = 0;        // column behind the last non-zero before this tile
     for (int64_t tile = start; tile < stop; tile += WARP) {
         const bool inside = tile + lane < stop;
         const uint16_t value = inside ? values[tile + lane] : 0;
@@ -92,7 +93,7 @@ __device__ int64_t block_exclusive_sum(int64_t value, int64_t *total) {
     __shared__ int64_t sums[SCAN_THREADS / WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64_t inclusive = warp_inclusive_sum(value, lane);
-    __syncthreads();  // the last call's reads are done
+    __syncthreads(); // the last call's reads are done
     if (lane == WARP - 1) sums[warp] = inclusive;
     __syncthreads();
     const int64_t below = warp_inclusive_sum(sums[lane], lane);
@@ -113,11 +114,13 @@ __device__ __forceinline__ int steps_of(int count) {
  */
 struct Cut {
     const int32_t *counts, *perm;
-    int64_t *line;  // [rows] where each row begins
+    int64_t *line; // [rows] where each row begins
     int64_t rows, extra, target;
-    static constexpr int SCALE = 64;  // parts of a step, so that small gaps count
+    static constexpr int SCALE = 64; // parts of a step, so that small gaps count
 
-    __device__ int count(int64_t row) const { return counts[perm[row]]; }
+    __device__ int count(int64_t row) const {
+        return counts[perm[row]];
+    }
     __device__ int64_t length(int64_t row) const {
         const int64_t whole = (steps_of(count(row)) + extra) * SCALE;
         return whole < target ? whole : target;
@@ -130,14 +133,16 @@ struct Cut {
     }
     // The first row of the block that begins at a point of the line.
     __device__ int64_t row_at(int64_t point, int64_t end) const {
-        int64_t low = 0, high = rows;  // the first row that begins at the point or behind it
+        int64_t low = 0, high = rows; // the first row that begins at the point or behind it
         while (low < high) {
             const int64_t middle = (low + high) / 2;
-            if (line[middle] < point) low = middle + 1;
-            else high = middle;
+            if (line[middle] < point)
+                low = middle + 1;
+            else
+                high = middle;
         }
         if (low == 0) return 0;
-        const int64_t stop = low == rows ? end : line[low] - gap_before(low);  // where row low - 1 ends
+        const int64_t stop = low == rows ? end : line[low] - gap_before(low); // where row low - 1 ends
         if (point >= stop) return low;
         return point - line[low - 1] < stop - point ? low - 1 : low;
     }
@@ -150,7 +155,7 @@ __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t row
     for (int64_t row = threadIdx.x; row < rows; row += SCAN_THREADS) steps += steps_of(counts[row]);
     block_exclusive_sum(steps, &steps);
     Cut cut{counts, perm, line, rows, 0, 0};
-    cut.extra = 1 + steps / ((int64_t)num_blocks * 1024);  // so that no block has more than some 2048 rows
+    cut.extra = 1 + steps / ((int64_t)num_blocks * 1024); // so that no block has more than some 2048 rows
     cut.target = (steps + rows * cut.extra) * Cut::SCALE / num_blocks;
     int64_t entries = 0, end = 0;
     for (int64_t tile = 0; tile < rows; tile += SCAN_THREADS) {
@@ -172,7 +177,7 @@ __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t row
         sell_block b = {};
         b.row = (int32_t)begin;
         b.rows = (int32_t)(stop - begin);
-        b.stages = b.rows ? cut.count(begin) : 0;  // for choose_chunks, which puts the stages there
+        b.stages = b.rows ? cut.count(begin) : 0; // for choose_chunks, which puts the stages there
         b.steps = 1;
         blocks[block] = b;
     }
@@ -183,7 +188,7 @@ __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t row
 __global__ void choose_chunks(int warps, sell_block *blocks) {
     sell_block best = blocks[blockIdx.x];
     const int lane = threadIdx.x, steps = steps_of(best.stages);
-    if (!best.rows || !steps) {  // no chunk, no stage
+    if (!best.rows || !steps) { // no chunk, no stage
         if (lane == 0) blocks[blockIdx.x].stages = 0;
         return;
     }
@@ -222,7 +227,7 @@ __global__ void choose_chunks(int warps, sell_block *blocks) {
 
 // One thread block. The head is as many stages as cost at most 1/32 of the slots in blocks that do not fill them.
 __global__ void place_blocks(int warps, int num_blocks, sell_block *blocks, sell_totals *totals) {
-    int64_t held[SELL_MAX_HEAD + 1] = {}, slots = 0;  // slots of the first 0..4 stages
+    int64_t held[SELL_MAX_HEAD + 1] = {}, slots = 0; // slots of the first 0..4 stages
     int sums = 0;
     for (int block = threadIdx.x; block < num_blocks; block += SCAN_THREADS) {
         sums = max(sums, blocks[block].chunks * (blocks[block].rows | 1));
@@ -363,7 +368,8 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
         const int stage = turn * (b.steps - 1) + sell_min(turn, sell_groups_of_warp(long_groups, s.warps, warp));
         int steps = group < sell_groups(&b) ? b.steps - (group >= long_groups) : 0;
         // The last group of a warp also fills the rest of the head, and of its slots beside the other warp of the pair.
-        if (group + s.warps >= groups) steps = max(max(s.head, sell_steps_of_warp(&b, s.warps, warp & ~1)) - stage, steps);
+        if (group + s.warps >= groups)
+            steps = max(max(s.head, sell_steps_of_warp(&b, s.warps, warp & ~1)) - stage, steps);
         for (int step = 0; step < steps; step++) {
             uint16_t kept[SELL_STEP];
             int gaps[SELL_STEP];
@@ -378,7 +384,8 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
             for (int half = 0; half < 2; half++) {
                 uint4 packed;
                 uint32_t *words = &packed.x;
-                for (int i = 0; i < 4; i++) words[i] = kept[half * 8 + 2 * i] | (uint32_t)kept[half * 8 + 2 * i + 1] << 16;
+                for (int i = 0; i < 4; i++)
+                    words[i] = kept[half * 8 + 2 * i] | (uint32_t)kept[half * 8 + 2 * i + 1] << 16;
                 ((uint4 *)slot)[half * SELL_LANES + lane] = packed;
             }
             write_gaps(gaps, s.gap_bits, lane, slot + SELL_LANES * SELL_STEP * 2);
@@ -397,11 +404,13 @@ __global__ void unpack_rows(sell_matrix s, uint16_t *w) {
     for (int i = lane; i < row_words; i += WARP) dense[i] = make_uint4(0, 0, 0, 0);
     __syncwarp();
 
-    int block = 0, high = s.num_blocks - 1;  // the last block whose first row is not behind this one
+    int block = 0, high = s.num_blocks - 1; // the last block whose first row is not behind this one
     while (block < high) {
         const int middle = (block + high + 1) / 2;
-        if (s.blocks[middle].row <= sorted) block = middle;
-        else high = middle - 1;
+        if (s.blocks[middle].row <= sorted)
+            block = middle;
+        else
+            high = middle - 1;
     }
     const sell_block b = s.blocks[block];
     const Places places(s, b, block);
@@ -442,7 +451,7 @@ __global__ void unpack_rows(sell_matrix s, uint16_t *w) {
         for (int i = lane; i < s.cols; i += WARP) out[i] = ((const uint16_t *)dense)[i];
 }
 
-}  // namespace
+} // namespace
 
 cudaError_t sell_device_cuda(sell_device *device) {
     int index;
@@ -473,8 +482,7 @@ cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int warps, int n
 
 cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const int64_t *starts, uint16_t *values,
                             uint16_t *columns, uint8_t *data, uint16_t *bases, cudaStream_t stream) {
-    if (s->rows)
-        expand_rows<<<ceil_div(s->rows, WARPS), WARPS * WARP, 0, stream>>>(*m, *s, starts, values, columns);
+    if (s->rows) expand_rows<<<ceil_div(s->rows, WARPS), WARPS * WARP, 0, stream>>>(*m, *s, starts, values, columns);
     write_slots<<<dim3(s->num_blocks, 8), WARPS * WARP, 0, stream>>>(*s, starts, values, columns, data, bases);
     return cudaGetLastError();
 }

@@ -57,12 +57,12 @@ enum {
     SELL_MAX_GAP_BITS = 6,
     SELL_GAP_WIDTHS = SELL_MAX_GAP_BITS - SELL_MIN_GAP_BITS + 1,
     SELL_MAX_WARPS = 12, /* and an even number */
-    SELL_MIN_STAGES = 4,           /* of the ring */
+    SELL_MIN_STAGES = 4, /* of the ring */
     SELL_MAX_STAGES = 8,
-    SELL_MAX_HEAD = 4,             /* stages at a fixed distance: what is fetched before the header has come */
-    SELL_MAX_COLS = 65535,         /* base columns have 16 bits; cols itself is the base of a lane without a task */
-    SELL_MAX_CHUNK = 128,          /* steps of a chunk, so that padding runs at most this many steps past the columns */
-    SELL_MAX_SUMS = 2176,          /* partial sums of a block: chunks * (rows | 1) */
+    SELL_MAX_HEAD = 4,     /* stages at a fixed distance: what is fetched before the header has come */
+    SELL_MAX_COLS = 65535, /* base columns have 16 bits; cols itself is the base of a lane without a task */
+    SELL_MAX_CHUNK = 128,  /* steps of a chunk, so that padding runs at most this many steps past the columns */
+    SELL_MAX_SUMS = 2176,  /* partial sums of a block: chunks * (rows | 1) */
     SELL_PAD = SELL_STEP * SELL_MAX_CHUNK, /* zeros behind x in shared memory: where padding points */
 };
 
@@ -131,8 +131,8 @@ SELL_FN int64_t sell_slot(const sell_block *b, int block, int num_blocks, int wa
 
 /* First task of a group in bases. */
 SELL_FN int64_t sell_base(const sell_block *b, int block, int num_blocks, int warps, int group) {
-    const int64_t index = group < warps ? (int64_t)block * warps + group
-                                        : (int64_t)num_blocks * warps + b->group + group - warps;
+    const int64_t index =
+        group < warps ? (int64_t)block * warps + group : (int64_t)num_blocks * warps + b->group + group - warps;
     return index * SELL_LANES;
 }
 
@@ -181,7 +181,8 @@ SELL_FN sell_shape sell_launch_shape(int64_t cols, int gap_bits, int warps, sell
     if (room < fixed + SELL_MIN_STAGES * stage) return shape;
     const int wanted = (80 * 1024 / shape.blocks_per_sm + stage / 2) / stage;
     const int alone = device.shared_per_sm / (shape.blocks_per_sm + 1); /* with this much, no further block fits */
-    shape.stages = sell_min((room - fixed) / stage, wanted < SELL_MIN_STAGES ? SELL_MIN_STAGES : sell_min(wanted, SELL_MAX_STAGES));
+    shape.stages = sell_min((room - fixed) / stage,
+                            wanted < SELL_MIN_STAGES ? SELL_MIN_STAGES : sell_min(wanted, SELL_MAX_STAGES));
     shape.shared_bytes = fixed + shape.stages * stage;
     if (shape.shared_bytes < alone) shape.shared_bytes = sell_min(alone, room);
     return shape;
@@ -207,8 +208,8 @@ SELL_FN sell_shape sell_pack_shape(int64_t rows, int64_t cols, int gap_bits, sel
 /* Totals of a packing, found on the device and read by the host where it has to allocate. */
 typedef struct sell_totals {
     int64_t stored[SELL_GAP_WIDTHS]; /* entries at each gap width, from SELL_MIN_GAP_BITS */
-    int64_t faults;                        /* rows of the canonical matrix that point outside of it */
-    int64_t slots, groups;                 /* of data and bases, heads included */
+    int64_t faults;                  /* rows of the canonical matrix that point outside of it */
+    int64_t slots, groups;           /* of data and bases, heads included */
     int64_t head;
     int64_t sums; /* the most partial sums of a block; over SELL_MAX_SUMS the cut is not usable */
 } sell_totals;

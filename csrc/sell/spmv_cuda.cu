@@ -9,16 +9,18 @@ using namespace macko;
 
 namespace {
 
-constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES;  // an immediate of the instruction that waits
-constexpr int VALUE_BYTES = SELL_LANES * SELL_STEP * 2;  // of a slot; its gaps follow
+constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES;        // an immediate of the instruction that waits
+constexpr int VALUE_BYTES = SELL_LANES * SELL_STEP * 2; // of a slot; its gaps follow
 
 // How a block brings its slots into shared memory.
 enum Copy {
-    BULK,      // sm_90 and up: one warp fetches whole stages for all, cp.async.bulk and mbarriers
-    CP_ASYNC,  // sm_80 and up: each warp fetches its own slots, 16 bytes a lane
+    BULK,     // sm_90 and up: one warp fetches whole stages for all, cp.async.bulk and mbarriers
+    CP_ASYNC, // sm_80 and up: each warp fetches its own slots, 16 bytes a lane
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
     uint4 v;
@@ -46,27 +48,34 @@ __device__ __forceinline__ uint32_t held(uint32_t value) {
 }
 
 // One value or two of them as bits -> float.
-template <typename T> __device__ __forceinline__ float widen(uint16_t bits);
-template <> __device__ __forceinline__ float widen<__half>(uint16_t bits) {
+template <typename T>
+__device__ __forceinline__ float widen(uint16_t bits);
+template <>
+__device__ __forceinline__ float widen<__half>(uint16_t bits) {
     return __half2float(__ushort_as_half(bits));
 }
-template <> __device__ __forceinline__ float widen<__nv_bfloat16>(uint16_t bits) {
+template <>
+__device__ __forceinline__ float widen<__nv_bfloat16>(uint16_t bits) {
     return __uint_as_float((uint32_t)bits << 16);
 }
-template <typename T> __device__ __forceinline__ float2 widen2(uint32_t bits);
-template <> __device__ __forceinline__ float2 widen2<__half>(uint32_t bits) {
+template <typename T>
+__device__ __forceinline__ float2 widen2(uint32_t bits);
+template <>
+__device__ __forceinline__ float2 widen2<__half>(uint32_t bits) {
     return __half22float2(*(const __half2 *)&bits);
 }
-template <> __device__ __forceinline__ float2 widen2<__nv_bfloat16>(uint32_t bits) {
+template <>
+__device__ __forceinline__ float2 widen2<__nv_bfloat16>(uint32_t bits) {
     return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
 }
 
 // The four gaps of field 0..3, one in each byte, from the planes of sell.h.
-template <int GAP_BITS> __device__ __forceinline__ uint32_t gap_field(const uint32_t (&planes)[4], int field) {
+template <int GAP_BITS>
+__device__ __forceinline__ uint32_t gap_field(const uint32_t (&planes)[4], int field) {
     constexpr uint32_t ONES = 0x01010101u;
     const int plane = field * GAP_BITS / 8, shift = field * GAP_BITS % 8, here = 8 - shift;
     uint32_t gaps = planes[plane] >> shift;
-    if (here < GAP_BITS) {  // the rest is in the next plane
+    if (here < GAP_BITS) { // the rest is in the next plane
         const uint32_t low = ONES * ((1u << here) - 1);
         gaps = (gaps & low) | (planes[plane + 1] << here & ~low);
     }
@@ -78,7 +87,8 @@ struct LaneSlot {
     uint32_t values, planes, nibbles;
 };
 
-template <int GAP_BITS> __device__ __forceinline__ LaneSlot lane_slot(uint32_t slot, int lane) {
+template <int GAP_BITS>
+__device__ __forceinline__ LaneSlot lane_slot(uint32_t slot, int lane) {
     const uint32_t gaps = slot + VALUE_BYTES;
     return {held(slot + lane * 16), held(gaps + lane * 4), held(gaps + GAP_BITS / 2 * SELL_LANES * 4 + lane * 2)};
 }
@@ -89,11 +99,13 @@ template <int GAP_BITS> __device__ __forceinline__ LaneSlot lane_slot(uint32_t s
  * picks a byte, scales it and adds the address, so that an x costs one instruction and its load.
  */
 template <typename T, int GAP_BITS>
-__device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t odd, uint32_t &address, float (&sum)[2]) {
+__device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t odd, uint32_t &address,
+                                           float (&sum)[2]) {
     const uint32_t words[4] = {values.x, values.y, values.z, values.w};
     const uint32_t pairs = even + odd;
     // 6-bit gaps: sums of four entries fit a byte, those of eight do not, so the upper pairs start anew behind entry 3.
-    const uint32_t to_odd = GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
+    const uint32_t to_odd =
+        GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
     const uint32_t to_even = to_odd - odd - 0x01010101u;
     for (int pair = 0; pair < 4; pair++) {
         const uint32_t pick = 2u << (8 * pair);
@@ -115,7 +127,7 @@ __device__ __forceinline__ void multiply_step(LaneSlot at, uint32_t offset, uint
         planes[plane] = load_shared_4(at.planes + offset + plane * SELL_LANES * 4);
     if (GAP_BITS % 2) {
         const uint32_t nibbles = load_shared_2(at.nibbles + offset);
-        planes[GAP_BITS / 2] = nibbles | nibbles << 12;  // nibbles 0, 2, 1, 3 are the low halves of bytes 0 to 3
+        planes[GAP_BITS / 2] = nibbles | nibbles << 12; // nibbles 0, 2, 1, 3 are the low halves of bytes 0 to 3
     }
     uint4 values[2];
     for (int half = 0; half < 2; half++) values[half] = load_shared_16(at.values + offset + half * SELL_LANES * 16);
@@ -134,13 +146,19 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile("{ .reg .pred done;\n"
                  "again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again_%=; }" ::"r"(barrier), "r"(parity) : "memory");
+                 "@!done bra again_%=; }" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
 }
 // Announces `bytes` to the barrier and fetches them; all multiples of 16.
-__device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
+                                           uint64_t policy) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-                     "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
 }
 
 __device__ __forceinline__ sell_block load_block(const sell_block *from) {
@@ -154,12 +172,14 @@ __device__ __forceinline__ int stage_slots(int steps_of_lane, int stage) {
 }
 
 // a / b for 0 <= a < 2^12 and 0 < b < 2^12: a twentieth of the latency of an integer division.
-__device__ __forceinline__ int small_quotient(int a, int b) { return (int)((a + 0.5f) * __frcp_rn((float)b)); }
+__device__ __forceinline__ int small_quotient(int a, int b) {
+    return (int)((a + 0.5f) * __frcp_rn((float)b));
+}
 
 struct Launch {
-    int stages;    // of the ring, at most SELL_MAX_STAGES
-    int early;     // stages to fetch before the previous kernel's end is waited for
-    int x_bulk;    // elements of x that a bulk copy can bring: all but the last few, or none where x is not aligned
+    int stages; // of the ring, at most SELL_MAX_STAGES
+    int early;  // stages to fetch before the previous kernel's end is waited for
+    int x_bulk; // elements of x that a bulk copy can bring: all but the last few, or none where x is not aligned
 };
 
 /*
@@ -204,20 +224,24 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 asm volatile("griddepcontrol.launch_dependents;");
                 for (int stage = 0; stage < blind; stage++) {
                     if (stage == launch.early) break;
-                    fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes, filled + 8 * stage, once);
+                    fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes,
+                               filled + 8 * stage, once);
                 }
                 asm volatile("griddepcontrol.wait;" ::: "memory");
-                if (launch.x_bulk) fetch_bulk(x_at, x, launch.x_bulk * 2, x_there, keep);
-                else barrier_arrive(x_there);
+                if (launch.x_bulk)
+                    fetch_bulk(x_at, x, launch.x_bulk * 2, x_there, keep);
+                else
+                    barrier_arrive(x_there);
                 for (int stage = launch.early; stage < blind; stage++)
-                    fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes, filled + 8 * stage, once);
+                    fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes,
+                               filled + 8 * stage, once);
             }
             __syncwarp();
             __syncthreads();
             const int own_steps = lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
             const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
             int place = blind % launch.stages;
-            uint32_t parity = blind < launch.stages;  // of the round before: 0 from the second round on
+            uint32_t parity = blind < launch.stages; // of the round before: 0 from the second round on
             for (int stage = blind; stage < b.stages; stage++) {
                 const bool in_head = stage < m.head;
                 const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
@@ -266,9 +290,10 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 const uint8_t *from = (fetched < m.head ? head_data + fetched * stage_bytes : next) + warp * SLOT;
                 const uint32_t to = ring + offset + warp * SLOT;
                 for (int piece = lane * 16; piece < SLOT; piece += WARP * 16)
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + piece), "l"(from + piece) : "memory");
+                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + piece), "l"(from + piece)
+                                 : "memory");
             }
-            asm volatile("cp.async.commit_group;" ::: "memory");  // an empty one too, to keep count
+            asm volatile("cp.async.commit_group;" ::: "memory"); // an empty one too, to keep count
             if (fetched >= m.head) next += slots * SLOT;
             fetched++;
         };
@@ -285,7 +310,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 
         // Partial sums lie chunk by chunk, an odd number of them a chunk, so that those of a row are in different banks.
         const int stride = b.rows | 1;
-        const int group_rows = threads - group_chunks * rows;  // from a group of this warp to the next
+        const int group_rows = threads - group_chunks * rows; // from a group of this warp to the next
         int chunk = small_quotient(threadIdx.x, rows), row = (int)threadIdx.x - chunk * rows;
         const LaneSlot slot = lane_slot<GAP_BITS>(ring + warp * SLOT, lane);
         const uint32_t ring_bytes = held((COPY == BULK ? launch.stages : CP_ASYNC_STAGES) * stage_bytes);
@@ -314,8 +339,10 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 }
                 multiply_step<T, GAP_BITS>(slot, offset, address, sum);
                 __syncwarp();
-                if (COPY == CP_ASYNC) fetch_own(offset);
-                else if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
+                if (COPY == CP_ASYNC)
+                    fetch_own(offset);
+                else if (lane == 0)
+                    barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
                 advance();
             } while (--steps);
             if (chunk < b.chunks) sums[chunk * stride + row] = sum[0] + sum[1];
@@ -323,7 +350,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             row += group_rows;
             if (row >= rows) row -= rows, chunk++;
         }
-        if (COPY == BULK)  // the ring waits for all warps, so those with less to do go along
+        if (COPY == BULK) // the ring waits for all warps, so those with less to do go along
             for (; stages_left > 0; stages_left--) {
                 barrier_wait(barrier, parity);
                 if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
@@ -353,12 +380,12 @@ bool is(const char *knob, const char *value) {
 template <typename T, int GAP_BITS, Copy COPY>
 cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *x, const T *bias, T *y, bool chained,
                         cudaStream_t stream) {
-    cudaError_t error = cudaFuncSetAttribute(spmv<T, GAP_BITS, COPY>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             shape.shared_bytes);
+    cudaError_t error =
+        cudaFuncSetAttribute(spmv<T, GAP_BITS, COPY>, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
     if (error) return error;
     Launch launch = {shape.stages, 0, 0};
     if (COPY == BULK && (uintptr_t)x % 16 == 0) launch.x_bulk = (int)m.cols / 8 * 8;
-    if (chained) launch.early = shape.stages / 2;  // all of them: 1-2 % slower
+    if (chained) launch.early = shape.stages / 2; // all of them: 1-2 % slower
     if (chained && getenv("TUNE_EARLY")) launch.early = atoi(getenv("TUNE_EARLY"));
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -398,7 +425,7 @@ cudaError_t launch_width(const sell_matrix &m, const sell_shape &shape, const vo
     }
 }
 
-}  // namespace
+} // namespace
 
 cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias, void *y, cudaStream_t stream) {
     if (!s->rows) return cudaSuccess;

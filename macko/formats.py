@@ -227,6 +227,7 @@ class SellWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "sell"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
 
     data: Tensor
     bases: Tensor
@@ -243,10 +244,11 @@ class SellWeight(PackedWeight):
     @classmethod
     def from_macko(cls, weight: MackoWeight, gap_bits: int = 0) -> Self:
         """Lays out a macko weight that is on a GPU. gap_bits 2 to 6, or 0 for the smallest."""
-        *tensors, gap_bits, warps, head, entries = ops.sell_pack(
+        data, bases, blocks, perm, gap_bits, warps, head, entries = ops.sell_pack(
             weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits, gap_bits
         )
-        return cls(*tensors, weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits)
+        sizes = weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits
+        return cls(data, bases, blocks, perm, *sizes)
 
     def to_macko(self) -> MackoWeight:
         """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""
@@ -272,12 +274,6 @@ class SellWeight(PackedWeight):
     @property
     def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
         return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """As PackedWeight.to; a conversion to another dtype has to be on a GPU."""
-        if dtype in (None, self.dtype):
-            return super().to(device)
-        return self.from_dense(self.to_dense().to(device, dtype), self.delta_bits)
 
     def validate(self) -> None:
         """Checks that this is what packing its own matrix gives on this GPU.

@@ -3,9 +3,9 @@
 Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hugging Face folder: under
 "quantization_config" of config.json), the version of the files and for each packed layer its format and sizes:
 
-    {"version": 1, "layers": {"mlp.up": {"format": "macko", "rows": 11008, "cols": 4096, "delta_bits": 4}}, "shared": {}}
+    {"version": 1, "layers": {"up": {"format": "macko", "rows": 11008, "cols": 4096, "delta_bits": 4}}, "shared": {}}
 
-The layer's tensors lie under its name and the format's field names: mlp.up.values, mlp.up.deltas, mlp.up.row_ptr.
+The layer's tensors lie under its name and the format's field names: up.values, up.deltas, up.row_ptr.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load_model(
     model: nn.Module, path: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> nn.Module:
-    """Reads a file of save_model, or a folder that a sparse transformers model was saved to, into a model of that kind.
+    """Reads a file of save_model, or the folder of a sparse transformers model, into a model of that kind.
 
     Linear layers whose weight is packed in the file become SparseLinear, in place, with no dense weight on the way.
     Every packed weight is validated before it is used.
 
     Args:
-        model: the module that the file is of, dense or sparse. One on the meta device takes the file's dtypes; any other
-            keeps its own.
+        model: the module that the file is of, dense or sparse. One on the meta device takes the file's dtypes; any
+            other keeps its own. Buffers that are not saved stay on the meta device, for the caller to fill.
         path: a file, or a folder of files.
-        device: where a model from the meta device goes, and the whole model in the end; default: the CPU, and where it is.
+        device: where the model goes; default: where it is, the CPU for one on the meta device.
 
     Returns:
         The model; a new layer where the model is itself one nn.Linear.
@@ -95,7 +95,7 @@ def load_model(
         for other in others:
             parent, _, last = other.rpartition(".")
             model.get_submodule(parent)._parameters[last] = model.get_parameter(first)
-    return model if device is None else model.to(device)
+    return model if device is None or on_meta else model.to(device)
 
 
 def packed_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
@@ -130,7 +130,8 @@ def check_version(about: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: version is {version!r}, expected a whole number from 1 to {VERSION}")
     if version > VERSION:
         raise ValueError(
-            f"{where} is of version {version} of macko's files; this macko reads up to version {VERSION}: install a newer one"
+            f"{where} is of version {version} of macko's files; this macko reads up to version {VERSION}: "
+            "install a newer one"
         )
 
 
@@ -205,7 +206,7 @@ class Checkpoint:
         sizes = dict(self.layers[layer])
         try:
             kind = format_class(str(sizes.pop("format", "")))
-            names = [field.name for field in dataclasses.fields(kind) if field.name not in sizes]
+            names = [f.name for f in dataclasses.fields(kind) if f.name not in sizes]  # type: ignore[arg-type]
             weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)
             weight.validate()
         except (AttributeError, KeyError, TypeError, ValueError) as error:

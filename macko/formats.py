@@ -88,11 +88,9 @@ class PackedWeight:
             return self.from_dense(self.to_dense().to(device, dtype), **options)
         return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
 
-
     def to_macko(self) -> MackoWeight:
         """The same weight in the canonical format, which is what files hold."""
-        own: Any = self
-        return MackoWeight.from_dense(own.to_dense())
+        return MackoWeight.from_dense(self.to_dense())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -28,22 +28,25 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 class UnpackedWeight(Tensor):
-    """A dense copy of a packed weight. Who changes it means to change the layer (an adapter's merge), so that is refused."""
+    """A dense copy of a packed weight. Who changes it means to change the layer (as an adapter's merge): refused."""
 
-    _HARMLESS = ("requires_grad_", "detach_", "__get__")
+    # __set__ is that of .data and .grad; the others stand behind operators where there is no method of that name.
+    _IN_PLACE = (
+        "__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
+        "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+    )  # fmt: skip
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.__name__
-        in_place = name.endswith("_") and not name.endswith("__") and name not in cls._HARMLESS
-        dunder = name in ("__set__", "__setitem__") or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
-        if (in_place or dunder) and args and isinstance(args[0], cls):
+        method = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
+        if (method or name in cls._IN_PLACE) and args and isinstance(args[0], cls):
             raise RuntimeError(
-                "the weight of a SparseLinear is packed: what you change is a dense copy of it, and the change would be "
-                "lost. To merge an adapter or to edit weights, change the layer that to_linear() gives, prune it again, "
-                "and pack it with SparseLinear.from_linear"
+                "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge an "
+                "adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it with "
+                "SparseLinear.from_linear"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -58,9 +61,6 @@ class UnpackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
 
 
 class SparseLinear(nn.Linear):

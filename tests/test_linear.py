@@ -18,6 +18,7 @@ from tests.common import (
     assert_same_bits,
     device_dtypes,
     devices,
+    needs_capture,
     random_vector,
     random_weight,
 )
@@ -387,6 +388,7 @@ def test_compile_trains_an_adapter() -> None:
 
 
 @pytest.mark.gpu
+@needs_capture
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_cuda_graph_replays_eager(dtype: torch.dtype, tokens: int) -> None:

@@ -88,6 +88,11 @@ class PackedWeight:
             return self.from_dense(self.to_dense().to(device, dtype), **options)
         return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
 
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """A canonical weight in this format."""
+        return cls.from_dense(weight.to_dense())
+
     def to_macko(self) -> MackoWeight:
         """The same weight in the canonical format, which is what files hold."""
         return MackoWeight.from_dense(self.to_dense())
@@ -137,6 +142,10 @@ class MackoWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.linear(x, self.values, self.deltas, self.row_ptr, self.cols, bias, self.delta_bits)
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        return cls(weight.values, weight.deltas, weight.row_ptr, weight.rows, weight.cols, weight.delta_bits)
 
     def to_macko(self) -> MackoWeight:
         return self

@@ -44,9 +44,9 @@ class UnpackedWeight(Tensor):
         method = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
         if (method or name in cls._IN_PLACE) and args and isinstance(args[0], cls):
             raise RuntimeError(
-                "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge an "
-                "adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it with "
-                "SparseLinear.from_linear"
+                "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge "
+                "an adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it "
+                "with SparseLinear.from_linear"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -138,6 +138,13 @@ class SparseLinear(nn.Linear):
         dense.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
         dense.bias = self.bias
         return dense.train(self.training)
+
+    def reformat_(self, format: str = "auto") -> SparseLinear:
+        """Holds the same weight in another format, in place; nothing where it is held so already."""
+        wanted = format_class(format)
+        if not isinstance(self.packed, wanted):
+            self._hold(wanted.from_macko(self.packed.to_macko()))
+        return self
 
     @property
     def packed(self) -> PackedWeight:

@@ -139,6 +139,13 @@ class SparseLinear(nn.Linear):
         dense.bias = self.bias
         return dense.train(self.training)
 
+    def reformat_(self, format: str = "auto") -> SparseLinear:
+        """Holds the same weight in another format, in place; nothing where it is held so already."""
+        wanted = format_class(format)
+        if not isinstance(self.packed, wanted):
+            self._hold(wanted.from_macko(self.packed.to_macko()))
+        return self
+
     @property
     def packed(self) -> PackedWeight:
         """The packed weight: a view of the buffers."""

@@ -29,16 +29,13 @@ class PackedWeight:
     format: ClassVar[str]
     #: Types of device that run it.
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    #: An execution layout: made from the canonical format, held in its place, never saved.
+    is_layout: ClassVar[bool] = False
     rows: int
     cols: int
 
     @classmethod
     def from_dense(cls, w: Tensor) -> Self:
-        raise NotImplementedError
-
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """For an execution layout: made from the canonical format, held in its place, never saved."""
         raise NotImplementedError
 
     def to_dense(self) -> Tensor:
@@ -84,11 +81,6 @@ class PackedWeight:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
-    @classmethod
-    def is_layout(cls) -> bool:
-        """Whether it is an execution layout."""
-        return cls.from_macko.__func__ is not PackedWeight.from_macko.__func__  # type: ignore[attr-defined]
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
         """The same weight elsewhere, or the dense weight's conversion to dtype packed anew.
 
@@ -99,7 +91,7 @@ class PackedWeight:
         runs = device.type in (*self.device_types, "meta")
         if runs and dtype in (None, self.dtype):
             return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
-        if self.is_layout():
+        if self.is_layout:
             moved = self.to_macko().to(device, dtype)
             assert isinstance(moved, MackoWeight)
             return self.from_macko(moved) if runs else moved
@@ -237,6 +229,7 @@ class SellWeight(PackedWeight):
 
     format: ClassVar[str] = "sell"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    is_layout: ClassVar[bool] = True
 
     data: Tensor
     bases: Tensor

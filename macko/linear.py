@@ -218,7 +218,7 @@ class SparseLinear(nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """As any module; an execution layout goes as the canonical format, on the CPU to spare the device."""
         held = self.packed
-        if held.is_layout() and held.device.type != "meta":
+        if held.is_layout and held.device.type != "meta":
             self._hold(held.to_macko().to("cpu"))
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -264,7 +264,7 @@ class SparseLinear(nn.Linear):
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
-        if held.is_layout() and isinstance(self.packed, MackoWeight) and self.device.type in held.device_types:
+        if held.is_layout and isinstance(self.packed, MackoWeight) and self.device.type in held.device_types:
             self._hold(held.from_macko(self.packed))
 
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:

@@ -374,6 +374,7 @@ class Layout(MackoWeight):
 
     format: ClassVar[str] = "layout"
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    is_layout: ClassVar[bool] = True
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> "Layout":

@@ -2,6 +2,7 @@
 
 What a format's class has, and all that SparseLinear, conversion and files know of it:
     format               its name in `sparsify_(format=...)`
+    devices              types of device that it has kernels for
     from_dense(w, ...)   packs a dense [rows, cols] tensor on its device; to_dense() gives it back exactly
     linear(x, bias)      x W^T + bias for any leading shape, one op
     validate()           ValueError for content that breaks the format; called once on what comes from a file
@@ -27,6 +28,7 @@ class PackedWeight:
     """What every format's dataclass has and, behind `shape`, shares."""
 
     format: ClassVar[str]
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     rows: int
     cols: int
 
@@ -209,6 +211,7 @@ class SellWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "sell"
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
 
     data: Tensor
     bases: Tensor

@@ -29,7 +29,7 @@ class PackedWeight:
     format: ClassVar[str]
     #: Types of device that run it.
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    #: An execution layout: made from the canonical format, held in its place, never saved.
+    #: An execution layout is made from the canonical format, held in its place, and never saved.
     is_layout: ClassVar[bool] = False
     rows: int
     cols: int
@@ -133,6 +133,11 @@ class MackoWeight(PackedWeight):
     def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
         """Packs w [rows, cols]."""
         return cls(*ops.pack(w, delta_bits), rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
+
+    @classmethod
+    def smallest(cls, w: Tensor) -> Self:
+        """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
+        return min((cls.from_dense(w, delta_bits) for delta_bits in (4, 2, 8)), key=lambda weight: weight.nbytes)
 
     @classmethod
     def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
@@ -346,3 +351,10 @@ class SellWeight(PackedWeight):
 
 #: Every format by name.
 FORMATS: dict[str, type[PackedWeight]] = {kind.format: kind for kind in (MackoWeight, SellWeight)}
+
+
+def format_named(name: str) -> type[PackedWeight]:
+    """The dataclass of a format; ValueError where there is none of that name."""
+    if name not in FORMATS:
+        raise ValueError(f"format is {name!r}, expected one of {', '.join(FORMATS)}")
+    return FORMATS[name]

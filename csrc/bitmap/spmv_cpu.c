@@ -75,7 +75,7 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_64(const macko_bitmap *m, macko_dty
     if (dtype == MACKO_F32) {
         for (int i = 0; i < 4; i++) {
             const __mmask16 kept = (__mmask16)(mask >> (16 * i));
-            const __m512 v = _mm512_maskz_expand_ps(kept, _mm512_loadu_ps((const float *)m->values + at));
+            const __m512 v = _mm512_maskz_expand_ps(kept, _mm512_castsi512_ps(macko_load_512((const float *)m->values + at)));
             at += __builtin_popcount(kept);
             for (int t = 0; t < tokens; t++) {
                 const float *from = (const float *)x + t * m->cols + col + 16 * i;
@@ -87,7 +87,7 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_64(const macko_bitmap *m, macko_dty
     } else {
         for (int i = 0; i < 2; i++) {
             const __mmask32 kept = (__mmask32)(mask >> (32 * i));
-            const __m512i v = _mm512_maskz_expand_epi16(kept, _mm512_loadu_si512((const uint16_t *)m->values + at));
+            const __m512i v = _mm512_maskz_expand_epi16(kept, macko_load_512((const uint16_t *)m->values + at));
             at += __builtin_popcount(kept);
             for (int t = 0; t < tokens; t++) {
                 const uint16_t *from = (const uint16_t *)x + t * m->cols + col + 32 * i;

@@ -11,6 +11,7 @@ import copy
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -84,15 +85,15 @@ def sentence_model(device: torch.device) -> None:
 
     print(f"\nThe {len(SENTENCES)} sentences at once, and one alone, {str(dtype).removeprefix('torch.')} on {device}:")
     for label, batch in (("all", inputs), ("one", {name: t[:1] for name, t in inputs.items()})):
-        dense_ms, sparse_ms = (1e3 * best_time(lambda m=m, b=batch: embed(m, b), device) for m in (pruned, sparse))
+        dense_ms, sparse_ms = (1e3 * best_time(partial(embed, m, batch), device) for m in (pruned, sparse))
         print(f"  {label}: dense {dense_ms:.2f} ms, sparse {sparse_ms:.2f} ms: {verdict(dense_ms / sparse_ms)}")
     print("  (Many tokens at once run through a temporary dense weight; one token, as below, through the packed one.)")
 
 
 def decode_layers(device: torch.device) -> None:
     print(f"\nOne token through the layers of a Llama-2-7B block, bfloat16, half of the weights zero, on {device}:")
-    block = [0.0, 0.0, 0.0, 0.0]
-    lines = []
+    block = (0.0, 0.0, 0.0, 0.0)
+    lines: list[tuple[str, tuple[float, ...]]] = []
     with tqdm(LLAMA_BLOCK.items(), leave=False, delay=1) as bar:
         for name, (count, rows, cols) in bar:
             bar.set_description(name)
@@ -102,9 +103,9 @@ def decode_layers(device: torch.device) -> None:
             sparse = macko.SparseLinear.from_linear(dense)
             x = torch.randn(1, cols, device=device, dtype=torch.bfloat16)
             figures = dense.weight.nbytes, sparse.packed.nbytes, layer_time(dense, x), layer_time(sparse, x)
-            lines.append((f"{name} {rows}x{cols}", *figures))
-            block = [total + count * figure for total, figure in zip(block, figures, strict=True)]
-    for label, before, after, dense_us, sparse_us in [*lines, ("the block's seven", *block)]:
+            lines.append((f"{name} {rows}x{cols}", figures))
+            block = tuple(total + count * figure for total, figure in zip(block, figures, strict=True))
+    for label, (before, after, dense_us, sparse_us) in [*lines, ("the block's seven", block)]:
         sizes = f"{format_bytes(int(before)):>9} -> {format_bytes(int(after)):>9}"
         times = f"dense {dense_us:8.1f} us, sparse {sparse_us:8.1f} us: {verdict(dense_us / sparse_us)}"
         print(f"  {label:22} {sizes}   {times}")
@@ -114,14 +115,14 @@ def layer_time(layer: nn.Linear, x: Tensor) -> float:
     """Microseconds of one call. On a GPU in a graph that rotates over copies, so that the weights come from memory."""
     if x.device.type == "cpu":
         with torch.inference_mode():
-            return 1e6 * best_time(lambda: layer(x), x.device, seconds=2)
+            return 1e6 * best_time(partial(layer, x), x.device, seconds=2)
     if isinstance(layer, macko.SparseLinear):
         packed = layer.packed
         names = list(packed.tensors())
         many = copies(list(packed.tensors().values()))
         weights = [type(packed)(**dict(zip(names, ts, strict=True)), **packed.sizes()) for ts in many]
-        return time_graph([lambda w=w: w.linear(x) for w in weights]).median_us
-    return time_graph([lambda w=w: nn.functional.linear(x, w) for (w,) in copies([layer.weight])]).median_us
+        return time_graph([partial(w.linear, x) for w in weights]).median_us
+    return time_graph([partial(nn.functional.linear, x, w) for (w,) in copies([layer.weight])]).median_us
 
 
 def verdict(ratio: float) -> str:

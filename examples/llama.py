@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -43,17 +44,16 @@ class Run:
     peak_bytes: int | None  #: of GPU memory, None on the CPU
 
 
-def generate(model: nn.Module, prompt: Tensor, new_tokens: int) -> Run:
+def generate(model: Any, prompt: Tensor, new_tokens: int) -> Run:
     """Greedy tokens after prompt [1, length], timed behind a short warm-up."""
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
-    generate_ = model.generate  # type: ignore[operator]
-    generate_(prompt, max_new_tokens=4, min_new_tokens=4, **options)
+    model.generate(prompt, max_new_tokens=4, min_new_tokens=4, **options)
     on_gpu = prompt.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     start = time.perf_counter()
-    out = generate_(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
+    out = model.generate(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
     tokens = out.sequences[0, prompt.shape[1] :].cpu()  # waits for the GPU
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
@@ -91,7 +91,7 @@ def explain_divergence(model: nn.Module, prompt: Tensor, dense: Run, sparse: Run
     return tie
 
 
-def load(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor, object]:
+def load(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Any]:
     """The dense model, a prompt [1, length], and the tokenizer if there is one."""
     if args.random:
         torch.manual_seed(args.seed)
@@ -149,7 +149,7 @@ def main() -> int:
     ratio = dense.seconds / sparse.seconds
     print(f"sparse over dense: {ratio:.2f}x" + (" (slower)" if ratio < 1 else ""))
     if tokenizer is not None:
-        print(tokenizer.decode(sparse.tokens))  # type: ignore[attr-defined]
+        print(tokenizer.decode(sparse.tokens))
     if torch.equal(dense.tokens, sparse.tokens):
         print(f"All {args.new_tokens} greedy tokens are the same.")
         return 0

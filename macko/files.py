@@ -11,6 +11,7 @@ The layer's tensors lie under its name and the format's field names: mlp.up.valu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -204,7 +205,7 @@ class Checkpoint:
         sizes = dict(self.layers[layer])
         try:
             kind = format_class(str(sizes.pop("format", "")))
-            names = [name for name in kind.__dataclass_fields__ if name not in sizes]
+            names = [field.name for field in dataclasses.fields(kind) if field.name not in sizes]
             weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)
             weight.validate()
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -149,6 +149,8 @@ class MackoWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the row, the entry and what is wrong with it.
         """
+        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
+            raise ValueError(f"not a macko weight: its tensors are on {' and '.join(sorted(devices))}")
         try:
             fault = ops.check(self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits)
         except RuntimeError as error:

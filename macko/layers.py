@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 #: filter_fn(module, full name) -> whether to take the layer.
 Filter = Callable[[nn.Module, str], bool]
@@ -61,10 +62,13 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
 def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     """For each parameter that several modules hold, or that shares its memory: names of all, by id(parameter)."""
     holders: dict[tuple[object, ...], dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        there = parameter.device.type != "meta" and parameter.numel() > 0
-        key = (parameter.device, parameter.data_ptr()) if there else (id(parameter),)
-        holders.setdefault(key, {})[name] = parameter
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or is_lazy(parameter):
+                continue
+            there = parameter.device.type != "meta" and parameter.numel() > 0
+            key = (parameter.device, parameter.data_ptr()) if there else (id(parameter),)
+            holders.setdefault(key, {})[f"{prefix}.{name}".removeprefix(".")] = parameter
     return {id(p): list(group) for group in holders.values() if len(group) > 1 for p in group.values()}
 
 
@@ -134,6 +138,25 @@ class Report:
         console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False)
         console.print(table)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+def unpackable(model: nn.Module) -> list[LayerReport]:
+    """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts."""
+    rows = []
+    for name, module in model.named_modules():
+        for key, weight in module.named_parameters(recurse=False):
+            reason = ""
+            if type(weight) is not nn.Parameter:
+                continue
+            if type(module).__name__ == "Conv1D" and weight.dim() == 2:
+                reason = "Conv1D is no nn.Linear: it holds its weight transposed"
+            elif weight.dim() == 3 and "expert" in f"{name} {type(module).__name__}".lower():
+                reason = f"{type(module).__name__} holds all experts in one tensor, macko packs nn.Linear"
+            if reason:
+                size = weight.numel() * weight.element_size()
+                full = name if key == "weight" else f"{name}.{key}"
+                rows.append(LayerReport(full, tuple(weight.shape), density_of(weight), "dense", size, size, reason))
+    return rows
 
 
 def format_bytes(count: int) -> str:

@@ -48,7 +48,7 @@ def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tenso
 
     seen: [cols, cols], the inputs' sums of products.
     """
-    w = weight.float()
+    w = weight.to(torch.float32, copy=True)
     rows, cols = w.shape
     factor, unused = _inverse_factor(seen), seen.diagonal() == 0
     width = SPARSEGPT_BLOCK if pattern is None else max(1, SPARSEGPT_BLOCK // pattern[1]) * pattern[1]

@@ -5,6 +5,8 @@ using namespace macko;
 
 namespace {
 
+using macko::to_float;
+
 #ifndef SPMV_THREADS
 #define SPMV_THREADS 1024
 #define SPMV_BLOCKS 1
@@ -25,6 +27,13 @@ __host__ __device__ constexpr uint32_t reach(int bits) {
 
 // Where x is gathered from. Shared memory unless it is too large for it.
 enum class Place { SHARED, GLOBAL };
+
+#ifdef SPMV_F32
+template <typename T> using Staged = float;
+#else
+template <typename T> using Staged = T;
+#endif
+__device__ __forceinline__ float to_float(float v) { return v; }
 
 // Whether a step lies inside the row, or its first or last chunk holds entries of other rows.
 enum class Part { WHOLE, EDGE };
@@ -70,14 +79,17 @@ __device__ __forceinline__ void add_step(Step<BITS> step, const Row<T> &row, uin
                                          const T *x_global, uint32_t &position, Sum &sum) {
     extern __shared__ uint4 x_shared[];
     const int lane = threadIdx.x % WARP;
-    int begin[LANE_CHUNKS], end[LANE_CHUNKS]; // the chunk's entries that are the row's
+    uint32_t kept[LANE_CHUNKS] = {0, 0}, behind[LANE_CHUNKS] = {0, 0}; // the chunk's entries that are the row's: as bits;
+                                                                       // how many lie behind them
     if (PART == Part::EDGE) {
 #pragma unroll
         for (int i = 0; i < LANE_CHUNKS; i++) {
             const uint32_t entry = (first_chunk + i * WARP + lane) * MACKO_CHUNK;
-            begin[i] = min(max(int(row.start - entry), 0), MACKO_CHUNK);
-            end[i] = min(max(int(row.stop - entry), 0), MACKO_CHUNK);
-            step.deltas[i] = keep_deltas<BITS>(step.deltas[i], begin[i], end[i]);
+            const int begin = min(max(int(row.start - entry), 0), MACKO_CHUNK);
+            const int end = min(max(int(row.stop - entry), 0), MACKO_CHUNK);
+            step.deltas[i] = keep_deltas<BITS>(step.deltas[i], begin, end);
+            kept[i] = (1u << end) - (1u << min(begin, end));
+            behind[i] = MACKO_CHUNK - end;
         }
     }
     const Offsets<BITS> offsets[LANE_CHUNKS] = {Offsets<BITS>(step.deltas[0]), Offsets<BITS>(step.deltas[1])};
@@ -93,25 +105,23 @@ __device__ __forceinline__ void add_step(Step<BITS> step, const Row<T> &row, uin
 #pragma unroll
     for (int i = 0; i < LANE_CHUNKS; i++) {
         if (PART == Part::EDGE && (first_chunk + i * WARP) * MACKO_CHUNK >= row.stop) break;
-        if (PART == Part::WHOLE) {
-            sum.highest = max(sum.highest, offsets[i].at(7, positions[i], 1));
-        } else if (begin[i] < end[i]) {
-            sum.highest = max(sum.highest, offsets[i].at(7, positions[i], 1) - (MACKO_CHUNK - end[i]));
-        }
+        if (PART == Part::WHOLE || kept[i])
+            sum.highest = max(sum.highest, offsets[i].at(MACKO_CHUNK - 1, positions[i], 1) - behind[i]);
         // The only check of bounds that the gathers need: `reach` zeros lie behind x.
         const uint32_t base = min(positions[i], limit);
         const uint32_t words[4] = {step.values[i].x, step.values[i].y, step.values[i].z, step.values[i].w};
 #pragma unroll
         for (int k = 0; k < MACKO_CHUNK; k++) {
-            T x;
+            float x;
             if (PLACE == Place::SHARED)
-                x = *(const T *)((const char *)x_shared + offsets[i].at(k, base * sizeof(T), sizeof(T)));
+                x = to_float(*(const Staged<T> *)((const char *)x_shared +
+                                                  offsets[i].at(k, base * sizeof(Staged<T>), sizeof(Staged<T>))));
             else
-                x = x_global[min(offsets[i].at(k, base, 1) - MARGIN, limit - MARGIN - 1)];
+                x = macko::to_float(x_global[min(offsets[i].at(k, base, 1) - MARGIN, limit - MARGIN - 1)]);
             const float2 pair = to_float2<T>(words[k / 2]);
             float &part = k & 1 ? sum.odd : sum.even;
-            if (PART == Part::WHOLE || (begin[i] <= k && k < end[i]))
-                part = fmaf(k & 1 ? pair.y : pair.x, to_float(x), part);
+            if (PART == Part::WHOLE || (kept[i] & 1u << k))
+                part = fmaf(k & 1 ? pair.y : pair.x, x, part);
         }
     }
 }
@@ -120,15 +130,21 @@ __device__ __forceinline__ void add_step(Step<BITS> step, const Row<T> &row, uin
 template <typename T>
 __device__ void stage_x(const T *x, uint32_t cols, uint32_t zeros) {
     extern __shared__ uint4 x_shared[];
-    T *staged = (T *)x_shared;
-    uint32_t vectors = 0;
+    Staged<T> *staged = (Staged<T> *)x_shared + MARGIN;
+    uint32_t done = 0;
     if ((uintptr_t)x % sizeof(uint4) == 0) {
-        vectors = cols / 8;
-        for (uint32_t i = threadIdx.x; i < vectors; i += THREADS) x_shared[1 + i] = ((const uint4 *)x)[i];
+        done = cols / 8 * 8;
+        for (uint32_t i = threadIdx.x; i < cols / 8; i += THREADS) {
+            const uint4 v = ((const uint4 *)x)[i];
+            if (sizeof(Staged<T>) == sizeof(T)) { ((uint4 *)staged)[i] = v; continue; }
+            const float2 a = to_float2<T>(v.x), b = to_float2<T>(v.y), c = to_float2<T>(v.z), d = to_float2<T>(v.w);
+            ((float4 *)staged)[2 * i] = make_float4(a.x, a.y, b.x, b.y);
+            ((float4 *)staged)[2 * i + 1] = make_float4(c.x, c.y, d.x, d.y);
+        }
     }
-    for (uint32_t i = vectors * 8 + threadIdx.x; i < cols; i += THREADS) staged[MARGIN + i] = x[i];
-    for (uint32_t i = threadIdx.x; i < MARGIN; i += THREADS) staged[i] = from_float<T>(0);
-    for (uint32_t i = threadIdx.x; i < zeros; i += THREADS) staged[MARGIN + cols + i] = from_float<T>(0);
+    for (uint32_t i = done + threadIdx.x; i < cols; i += THREADS) staged[i] = x[i];
+    for (uint32_t i = threadIdx.x; i < MARGIN; i += THREADS) staged[int(i) - int(MARGIN)] = 0;
+    for (uint32_t i = threadIdx.x; i < zeros; i += THREADS) staged[cols + i] = 0;
 }
 
 // A block holds x and owns every gridDim-th row. Its warps take a row each, and the next when they are done, so that
@@ -202,7 +218,7 @@ template <typename T, int BITS>
 cudaError_t place_x(const macko_matrix &m, const void *x, const void *bias, void *y, cudaStream_t stream) {
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const int64_t shared_bytes = (m.cols + MARGIN + reach(BITS)) * int64_t(sizeof(T));
+    const int64_t shared_bytes = (m.cols + MARGIN + reach(BITS)) * int64_t(sizeof(Staged<T>));
     constexpr int64_t OWN_BYTES = 1024; // static shared memory and what the system keeps of a block's
     if (shared_bytes * SPMV_BLOCKS + OWN_BYTES <= device.shared_bytes)
         return launch<T, BITS, Place::SHARED>(m, device, shared_bytes, x, bias, y, stream);

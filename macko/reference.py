@@ -46,3 +46,14 @@ def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bit
 def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
     """y = W x in float64."""
     return unpack(values, deltas, row_ptr, cols, delta_bits).double() @ x.cpu().double()
+
+
+def bitmap_pack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The bitmap layout (csrc/bitmap/bitmap.h) of a macko matrix."""
+    w = unpack(values, deltas, row_ptr, cols, delta_bits)
+    kept = torch.nn.functional.pad(w != 0, (0, -cols % 64)).view(w.shape[0], -(-cols // 64) * 8, 8)
+    bits = (kept * 2 ** torch.arange(8)).sum(2).to(torch.uint8)
+    pointers = torch.nn.functional.pad((w != 0).sum(1).cumsum(0), (1, 0)).int()
+    return torch.cat([w[w != 0], w.new_zeros(32)]), bits, pointers

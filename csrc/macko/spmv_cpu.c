@@ -145,9 +145,13 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_32(const context *c, macko_dtype dt
                                pick_unit(window_at(c, next + near.span), far), 1);
     }
     const uint16_t *values = (const uint16_t *)m->values + entry;
-    const __m512i v = count == 32 ? _mm512_loadu_si512(values) : _mm512_maskz_loadu_epi16(kept, values);
+    const __m512i v = count == 32 ? macko_load_512(values) : _mm512_maskz_loadu_epi16(kept, values);
     if (count < 32) x = _mm512_maskz_mov_epi16(kept, x); /* 0 times an Inf that is not the row's would be NaN */
-    macko_fma_32(sums, dtype, v, x);
+    __m512 wide_v[2], wide_x[2];
+    macko_widen_32(wide_v, dtype, v);
+    macko_widen_32(wide_x, dtype, x);
+    sums[0] = _mm512_fmadd_ps(wide_v[0], wide_x[0], sums[0]);
+    sums[1] = _mm512_fmadd_ps(wide_v[1], wide_x[1], sums[1]);
     return behind;
 }
 

@@ -13,13 +13,13 @@ enum { TOKENS_MAX = 4 };
 /* The sums of one row for the kernel's number of tokens, x [tokens, cols]; values from `at` on. Returns the next `at`. */
 typedef int64_t row_sums(const macko_bitmap *m, const uint8_t *bits, int64_t at, const void *x, float *sums);
 
-/* Adds the columns [col, cols), col a multiple of 8. A bit behind the last column takes its value and adds nothing. */
+/* Adds the columns [col, cols). A row that has come here has no bit behind the last column. */
 MACKO_INLINE int64_t add_scalar(const macko_bitmap *m, macko_dtype dtype, int tokens, const uint8_t *bits, int64_t col,
                                 int64_t at, const void *x, float *sums) {
-    for (; col < m->cols; col += 8) {
-        for (unsigned mask = bits[col / 8]; mask; mask &= mask - 1, at++) {
-            const int64_t where = col + __builtin_ctz(mask);
-            if (where >= m->cols) continue;
+    for (; col < m->cols; col = (col / MACKO_BITMAP_WORD + 1) * MACKO_BITMAP_WORD) {
+        uint64_t mask = macko_bitmap_word(bits, col / MACKO_BITMAP_WORD) >> (col % MACKO_BITMAP_WORD);
+        for (; mask; mask &= mask - 1, at++) {
+            const int64_t where = col + __builtin_ctzll(mask);
             const float value = macko_load(m->values, dtype, at);
             for (int t = 0; t < tokens; t++) sums[t] += value * macko_load(x, dtype, t * m->cols + where);
         }

@@ -337,9 +337,8 @@ def test_slots_and_bases_are_used_once_without_holes(geometry: ctypes.CDLL, seed
             b.long_chunks = b.chunks - (b.steps * b.chunks - steps)
             assert geometry.chunk_start(ctypes.byref(b), b.chunks) == steps
         blocks.append(b)
-        slot += geometry.slots_before(ctypes.byref(b), warps, 2**30) - geometry.slots_before(
-            ctypes.byref(b), warps, head
-        )
+        at = ctypes.byref(b)
+        slot += geometry.slots_before(at, warps, 2**30) - geometry.slots_before(at, warps, head)
         group += max(0, geometry.groups(at) - warps)
     slots, bases = [], []
     for i, b in enumerate(blocks):

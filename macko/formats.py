@@ -106,11 +106,6 @@ class PackedWeight:
         options = {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
         return self.from_dense(self.to_dense().to(device, dtype), **options)
 
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """A canonical weight in this format."""
-        return cls.from_dense(weight.to_dense())
-
     def to_macko(self) -> MackoWeight:
         """The same weight in the canonical format, which is what files hold."""
         return MackoWeight.from_dense(self.to_dense())
@@ -160,10 +155,6 @@ class MackoWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.linear(x, self.values, self.deltas, self.row_ptr, self.cols, bias, self.delta_bits)
-
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        return cls(weight.values, weight.deltas, weight.row_ptr, weight.rows, weight.cols, weight.delta_bits)
 
     def to_macko(self) -> MackoWeight:
         return self

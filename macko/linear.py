@@ -143,7 +143,11 @@ class SparseLinear(nn.Linear):
         """Holds the same weight in another format, in place; nothing where it is held so already."""
         wanted = format_class(format)
         if not isinstance(self.packed, wanted):
-            self._hold(wanted.from_macko(self.packed.to_macko()))
+            weight = self.packed.to_macko()
+            if wanted.is_layout():
+                self._hold(wanted.from_macko(weight))
+            else:
+                self._hold(weight if wanted is MackoWeight else wanted.from_dense(weight.to_dense()))
         return self
 
     @property

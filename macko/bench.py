@@ -33,9 +33,10 @@ def run(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" else "bfloat16"))
     model = _load(options.source, device, dtype)
-    sparsity = 0.5 if options.sparsity is None and options.source.startswith("random:") else options.sparsity
-    if sparsity is not None:
-        prune_(model, sparsity)
+    if options.sparsity is None and options.source.startswith("random:"):
+        options.sparsity = 0.5
+    if options.sparsity is not None:
+        prune_(model, options.sparsity)
     torch.manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, (max(options.batch), options.prompt_tokens), device=device)
 

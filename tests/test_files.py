@@ -178,7 +178,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("format", "device"), LAYOUTS)
 def test_execution_layouts_are_not_saved(tmp_path: Path, format: str, device: str) -> None:
-    model, canonical = sparse_model().to(device), sparse_model().to(device)
+    model = sparse_model().to(device)
+    canonical = copy.deepcopy(model)
     for layer in (model.up, model.down):
         layer.reformat_(format)  # type: ignore[operator]
     assert {model.up.format, model.again.format} == {format}

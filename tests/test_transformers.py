@@ -266,7 +266,9 @@ def test_execution_layouts_are_not_saved(pruned: tuple[Any, Path], tmp_path: Pat
     assert model.model.layers[0].mlp.up_proj.format == "sell"
     model.save_pretrained(tmp_path / "sparse")
     assert "model.layers.0.mlp.up_proj.values" in load_file(tmp_path / "sparse" / "model.safetensors")
-    assert_same_model(load(tmp_path / "sparse", device_map="cuda"), model)  # config.json remembers the format
+    loaded = load(tmp_path / "sparse", device_map="cuda")
+    assert loaded.model.layers[0].mlp.up_proj.format == "sell"  # config.json remembers it
+    assert_same_model(loaded, model)
 
 
 # ---- Untrusted folders -----------------------------------------------------------------------------------------------

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .formats import MackoWeight, PackedWeight
+from .choose import format_class
+from .formats import MackoWeight, PackedWeight, format_named
 from .layers import tied_parameters
-from .linear import SparseLinear, format_class
+from .linear import SparseLinear
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1
@@ -71,8 +72,8 @@ def load_model(
             other keeps its own. Buffers that are not saved stay on the meta device, for the caller to fill.
         path: a file, or a folder of files.
         device: where the model goes; default: where it is, the CPU for one on the meta device.
-        format: what to hold the weights in, as in macko.sparsify_; default: what the model's sparse layers hold theirs
-            in, and the file's format where they are dense.
+        format: what to hold the weights in, as in macko.sparsify_; default: as the model's sparse layers do, and "auto"
+            where they are dense.
 
     Returns:
         The model; a new layer where the model is itself one nn.Linear.
@@ -222,7 +223,7 @@ class Checkpoint:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
         sizes = dict(self.layers[layer])
         try:
-            kind = format_class(str(sizes.pop("format", "")))
+            kind = format_named(str(sizes.pop("format", "")))
             names = [f.name for f in dataclasses.fields(kind) if f.name not in sizes]  # type: ignore[arg-type]
             weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)
             weight.validate()
@@ -252,7 +253,7 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
     blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = SparseLinear.from_packed(blank, layer.bias).train(layer.training)
+    sparse = SparseLinear.from_packed(blank, layer.bias, auto=True).train(layer.training)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

@@ -172,7 +172,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
 LAYOUTS = [
     pytest.param(name, kind.device_types[0], marks=[pytest.mark.gpu] if kind.device_types == ("cuda",) else [])
     for name, kind in formats.FORMATS.items()
-    if kind.is_layout()
+    if kind.is_layout
 ]
 
 

@@ -72,8 +72,8 @@ def load_model(
             other keeps its own. Buffers that are not saved stay on the meta device, for the caller to fill.
         path: a file, or a folder of files.
         device: where the model goes; default: where it is, the CPU for one on the meta device.
-        format: what to hold the weights in, as in macko.sparsify_; default: what the model's sparse layers hold theirs
-            in, and the file's format where they are dense.
+        format: what to hold the weights in, as in macko.sparsify_; default: as the model's sparse layers do, and "auto"
+            where they are dense.
 
     Returns:
         The model; a new layer where the model is itself one nn.Linear.
@@ -253,7 +253,7 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
     blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = SparseLinear.from_packed(blank, layer.bias).train(layer.training)
+    sparse = SparseLinear.from_packed(blank, layer.bias, auto=True).train(layer.training)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

@@ -160,7 +160,7 @@ class MackoWeight(PackedWeight):
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> Self:
-        return weight  # type: ignore[return-value]
+        return cls(weight.values, weight.deltas, weight.row_ptr, weight.rows, weight.cols, weight.delta_bits)
 
     def to_macko(self) -> MackoWeight:
         return self

@@ -88,14 +88,11 @@ static void arrange_heights(const ec_plan *p, int64_t tile, sized *sorted) {
 /* The paper's single rows: a long part and a short one. */
 static void arrange_parts(const ec_plan *p, int64_t tile, int num_rows, sized *sorted) {
     const int32_t delta_max = (1 << p->options.delta_bits) - 1;
-    int32_t widths[2][EC_TILE], skips[EC_TILE], places[EC_TILE];
+    ec_parts parts[EC_TILE];
+    int32_t places[EC_TILE];
     for (int row = 0; row < num_rows; row++) {
         const uint64_t *bits = p->bits + (tile * EC_TILE + row) * p->words;
-        const ec_walk walk = ec_walk_from(bits, NULL, 0, p->words);
-        int32_t nonzeros = 0;
-        for (int64_t word = 0; word < p->words; word++) nonzeros += __builtin_popcountll(bits[word]);
-        widths[0][row] = ec_long_part(walk, ec_entries(walk, delta_max), delta_max, &skips[row]);
-        widths[1][row] = ec_short_part(walk, skips[row], nonzeros, delta_max);
+        parts[row] = ec_split_row(ec_walk_from(bits, NULL, 0, p->words), delta_max);
     }
     for (int part = 0; part < 2; part++) {
         const int set = EC_HEIGHT_SETS + part;
@@ -103,16 +100,16 @@ static void arrange_parts(const ec_plan *p, int64_t tile, int num_rows, sized *s
         int32_t n = 0;
         int64_t columns = 0;
         for (int row = 0; row < num_rows; row++)
-            if (widths[part][row]) {
-                sorted[n++] = (sized){widths[part][row], row};
-                columns += (int64_t)widths[part][row] * EC_WARP;
+            if (parts[row].width[part]) {
+                sorted[n++] = (sized){parts[row].width[part], row};
+                columns += (int64_t)parts[row].width[part] * EC_WARP;
             }
         qsort(sorted, (size_t)n, sizeof *sorted, larger_first);
         spread(sorted, n, places);
         for (int32_t i = 0; i < n; i++) {
             p->single_row[at + i] = places[i];
-            p->single_width[at + i] = widths[part][places[i]];
-            p->single_skip[at + i] = part ? skips[places[i]] : 0;
+            p->single_width[at + i] = parts[places[i]].width[part];
+            p->single_skip[at + i] = part ? parts[places[i]].skip : 0;
         }
         set_count(p, set, tile, n, columns);
     }

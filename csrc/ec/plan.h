@@ -201,23 +201,35 @@ EC_FN int32_t ec_entries(ec_walk walk, int32_t delta_max) {
     return entries;
 }
 
-/* The paper's long part of a row: the most columns a lane, a multiple of 4, that the row fills to the last entry. */
-EC_FN int32_t ec_long_part(ec_walk walk, int32_t entries, int32_t delta_max, int32_t *nonzeros) {
-    for (int32_t t = entries / EC_CHUNK * EC_VECTOR; t > 0; t -= EC_VECTOR) {
-        const ec_filled filled = ec_fill(walk, 0, EC_WARP, t, delta_max, 0);
-        if (filled.entries == EC_WARP * t) {
-            *nonzeros = filled.nonzeros;
-            return t;
-        }
-    }
-    return *nonzeros = 0;
-}
+/* The paper's two parts of a single row. */
+typedef struct ec_parts {
+    int32_t width[2]; /* columns a lane of the long part, a multiple of 4, and of the short one */
+    int32_t skip;     /* non-zeros in the long part */
+} ec_parts;
 
-/* The paper's short part: the least columns a lane for what is left. */
-EC_FN int32_t ec_short_part(ec_walk walk, int32_t skip, int32_t nonzeros, int32_t delta_max) {
-    if (skip == nonzeros) return 0;
-    for (int32_t t = (nonzeros - skip + EC_WARP - 1) / EC_WARP;; t++)
-        if (!ec_fill(walk, skip, EC_WARP, t, delta_max, 0).more) return t;
+/*
+ * The long part is the largest that the row fills to the last entry, the short one the smallest for what is left. A rest
+ * that would need 4 columns a lane goes to the long part, padded: as many bytes, but for a second set of bases.
+ */
+EC_FN ec_parts ec_split_row(ec_walk walk, int32_t delta_max) {
+    ec_parts parts = {{0, 0}, 0};
+    ec_filled filled = {0, 0, 1};
+    int32_t t = ec_entries(walk, delta_max) / EC_CHUNK * EC_VECTOR;
+    for (; t > 0; t -= EC_VECTOR) {
+        filled = ec_fill(walk, 0, EC_WARP, t, delta_max, 0);
+        if (filled.entries == EC_WARP * t) break;
+    }
+    parts.width[0] = t;
+    parts.skip = t > 0 ? filled.nonzeros : 0;
+    if (t > 0 && !filled.more) return parts;
+    ec_filled rest = {0, 0, 1};
+    while (rest.more) rest = ec_fill(walk, parts.skip, EC_WARP, ++parts.width[1], delta_max, 0);
+    if (!rest.nonzeros) parts.width[1] = 0;
+    if (parts.width[1] == EC_VECTOR && !ec_fill(walk, 0, EC_WARP, t + EC_VECTOR, delta_max, 0).more) {
+        parts.width[0] += EC_VECTOR;
+        parts.width[1] = 0;
+    }
+    return parts;
 }
 
 /*

@@ -41,6 +41,15 @@ enum {
     EC_MAX_SLABS = EC_MAX_SETS - EC_HEIGHT_SETS,
 };
 
+/* Column number i of an array of base_indices' type, or i itself where there is no array. */
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+static inline int64_t ec_column(const void *array, int64_t cols, int64_t i) {
+    if (!array) return i;
+    return cols <= 65536 ? ((const uint16_t *)array)[i] : ((const uint32_t *)array)[i];
+}
+
 /* A block set; the array `sets` ends with one more entry, whose first_* are the totals. */
 typedef struct ec_set {
     int64_t height;      /* rows of a piece: 1, 2, 4, 8, 16 */
@@ -61,7 +70,7 @@ typedef struct ec_matrix {
     const int32_t *row_indices;   /* [blocks * 32 / lanes * height] row of each piece's row k; -1: no row, all zero */
     const int32_t *tile_ptr;      /* [sets, tiles + 1] first block of each tile in its set */
     const ec_set *sets;           /* [num_sets + 1] */
-    const int32_t *col_order;     /* [cols] column c of the blocks is column col_order[c] of the matrix; NULL: c itself */
+    const void *col_order;        /* [cols] as base_indices; the blocks' column c is the matrix's col_order[c]; NULL: c */
     int64_t rows, cols, tiles, tile_rows, num_sets;
     int64_t num_blocks, num_values; /* of all sets */
     macko_dtype dtype;
@@ -114,7 +123,7 @@ typedef struct ec_plan {
     macko_dtype dtype;
     int64_t rows, cols, words, tiles, tile_rows; /* words: of 64 columns a row */
     ec_options options;
-    const int32_t *col_order; /* or NULL */
+    const void *col_order; /* or NULL */
     uint64_t *bits;           /* [rows, words] non-zeros, in the order of col_order; after extraction those that are left */
     int32_t *row_counts;      /* [rows] non-zeros */
     int64_t *columns_at;      /* [tiles + 1] */

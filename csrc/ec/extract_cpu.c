@@ -110,7 +110,8 @@ static void pair_rounds(tile_state *s, const ec_block *const *ids, uint64_t *con
             for (int j = i + 1; j < num_members; j++) {
                 const int other = sorted[j];
                 if (matched[other]) continue;
-                const int32_t common = s->shared[row < other ? row * EC_TILE + other : other * EC_TILE + row];
+                const int32_t exact = s->shared[row < other ? row * EC_TILE + other : other * EC_TILE + row];
+                const int32_t common = exact < 0xffff ? exact : 0xffff; /* as CUDA, which keeps 16 bits */
                 if (common > most) most = common, best = other;
             }
             if (best < 0) continue;

@@ -81,7 +81,7 @@ ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &de
                   {"row_indices", row_indices, ScalarType::Int, 1},
                   {"tile_ptr", tile_ptr, ScalarType::Int, 2},
                   {"sets", sets, ScalarType::Long, 2},
-                  {"col_order", col_order, ScalarType::Int, 1}};
+                  {"col_order", col_order, base, 1}};
     for (const auto &array : arrays) {
         check_device(op, array.name, array.t, "block_values", block_values);
         check_dtype(op, array.name, array.t, array.dtype);
@@ -107,7 +107,7 @@ ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &de
             data<const int32_t>(row_indices),
             data<const int32_t>(tile_ptr),
             data<const ec_set>(sets),
-            data<const int32_t>(col_order),
+            data<void>(col_order),
             rows,
             cols,
             tiles,
@@ -140,8 +140,13 @@ struct Packing {
         plan.tiles = num_tiles(plan.rows, tile_rows);
         plan.tile_rows = ec_tile_rows(plan.rows, plan.tiles);
         plan.options = options;
-        col_order = to_device(w, columns_in_order, {int64_t(columns_in_order.size())}, ScalarType::Int);
-        plan.col_order = data<int32_t>(col_order);
+        const int64_t ordered = int64_t(columns_in_order.size());
+        if (plan.cols <= 65536)
+            col_order = to_device(w, std::vector<uint16_t>(columns_in_order.begin(), columns_in_order.end()), {ordered},
+                                  ScalarType::UInt16);
+        else
+            col_order = to_device(w, columns_in_order, {ordered}, ScalarType::Int);
+        plan.col_order = data<void>(col_order);
         bits = empty({plan.rows, plan.words}, ScalarType::Long);
         plan.bits = data<uint64_t>(bits);
         row_counts = empty({plan.rows}, ScalarType::Int);
@@ -238,7 +243,7 @@ struct Packing {
         l.bytes = next.first_value * int64_t(w.element_size()) + next.first_delta +
                   next.first_block * (EC_WARP * (plan.cols <= 65536 ? 2 : 4) + 4) + next.first_row * 4 +
                   int64_t(l.plan_sets.size()) * 4 + int64_t(l.tile_ptr.size()) * 4 +
-                  int64_t(l.sets.size() * sizeof(ec_set)) + (plan.col_order ? plan.cols * 4 : 0);
+                  int64_t(l.sets.size() * sizeof(ec_set)) + (plan.col_order ? plan.cols * (plan.cols <= 65536 ? 2 : 4) : 0);
         return l;
     }
 

@@ -27,7 +27,7 @@ void ec_bits_cpu(const ec_plan *p, int64_t begin, int64_t end) {
             const int64_t col = word * 64, bits = least(64, p->cols - col);
             uint64_t mask = 0;
             for (int64_t bit = 0; bit < bits; bit++) {
-                const int64_t from = p->col_order ? p->col_order[col + bit] : col + bit;
+                const int64_t from = ec_column(p->col_order, p->cols, col + bit);
                 mask |= (uint64_t)!is_zero(p->w, p->dtype, row * p->cols + from) << bit;
             }
             p->bits[row * p->words + word] = mask;
@@ -176,13 +176,13 @@ static ec_sink sink_of(const ec_plan *p, const ec_matrix *m, const ec_set *set, 
     const int64_t value = set->first_value + column * set->height;
     return (ec_sink){
         .col_order = p->col_order,
+        .cols = p->cols,
         .values = (char *)m->block_values + value * value_bytes(p->dtype),
         .bases = (char *)m->base_indices + (set->first_block + block) * EC_WARP * base_bytes(p->cols),
         .deltas = (uint32_t *)(m->delta_indices + set->first_delta + column * set->delta_bits / 8),
         .vector = (int32_t)set->vector,
         .delta_bits = (int32_t)set->delta_bits,
         .value_bytes = (int32_t)value_bytes(p->dtype),
-        .base_bytes = base_bytes(p->cols),
     };
 }
 
@@ -260,8 +260,7 @@ void ec_write_cpu(const ec_plan *p, const ec_matrix *m, const int32_t *plan_sets
 static inline int64_t column_at(const ec_matrix *m, const ec_set *set, int64_t block, int64_t first_column, int lane,
                                 int64_t c, int64_t previous) {
     const int64_t at = (set->first_block + block) * EC_WARP + lane;
-    if (c == 0)
-        previous = m->cols <= 65536 ? ((const uint16_t *)m->base_indices)[at] : ((const uint32_t *)m->base_indices)[at];
+    if (c == 0) previous = ec_column(m->base_indices, m->cols, at);
     const int64_t n = first_column + (c / set->vector * EC_WARP + lane) * set->vector + c % set->vector;
     const int64_t bit = n * set->delta_bits;
     const uint8_t *bytes = m->delta_indices + set->first_delta + (bit >> 3);
@@ -304,7 +303,7 @@ static int each_value(const ec_matrix *m, const ec_set *set, int64_t s, int64_t 
 
 static int write_dense(const ec_matrix *m, const ec_entry *entry, void *w) {
     if (entry->row < 0 || is_zero(m->block_values, m->dtype, entry->index)) return 1;
-    const int64_t col = m->col_order ? m->col_order[entry->col] : entry->col;
+    const int64_t col = ec_column(m->col_order, m->cols, entry->col);
     const size_t bytes = (size_t)value_bytes(m->dtype);
     memcpy((char *)w + (entry->row * m->cols + col) * (int64_t)bytes,
            (const char *)m->block_values + entry->index * (int64_t)bytes, bytes);
@@ -429,8 +428,8 @@ macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_rows_stored, int64_t nu
     if (fault.kind) return fault;
     checking check = {.seen = calloc((size_t)(m->rows * m->cols + 7) / 8 + 1, 1)};
     for (int64_t c = 0; m->col_order && c < m->cols; c++) { /* the bits serve twice */
-        const int64_t col = m->col_order[c];
-        if (col < 0 || col >= m->cols || check.seen[col >> 3] >> (col & 7) & 1) {
+        const int64_t col = ec_column(m->col_order, m->cols, c);
+        if (col >= m->cols || check.seen[col >> 3] >> (col & 7) & 1) {
             fault = fault_of(EC_COL_ORDER, 0, c, col);
             break;
         }

@@ -92,15 +92,16 @@ EC_FN void ec_clear(uint64_t *bits, const int32_t *columns, int32_t width) {
 /* Where the entries of one single row go: lanes [lane, lane + lanes) of a block, t columns each. */
 typedef struct ec_sink {
     const void *w; /* the row of the dense matrix */
-    const int32_t *col_order;
+    const void *col_order;
+    int64_t cols;
     void *values, *bases; /* of the block */
     uint32_t *deltas;     /* of the block, which begins at a 4-byte boundary */
     int32_t lane, vector, delta_bits;
-    int32_t value_bytes, base_bytes;
+    int32_t value_bytes;
 } ec_sink;
 
 EC_FN void ec_put_value(const ec_sink *s, int64_t index, int32_t col) {
-    const int64_t from = s->col_order ? s->col_order[col] : col;
+    const int64_t from = ec_column(s->col_order, s->cols, col);
     if (s->value_bytes == 2)
         ((uint16_t *)s->values)[index] = ((const uint16_t *)s->w)[from];
     else
@@ -115,7 +116,7 @@ EC_FN void ec_put_zero(const ec_sink *s, int64_t index) {
 }
 
 EC_FN void ec_put_base(const ec_sink *s, int32_t lane, int32_t col) {
-    if (s->base_bytes == 2)
+    if (s->cols <= 65536)
         ((uint16_t *)s->bases)[lane] = (uint16_t)col;
     else
         ((uint32_t *)s->bases)[lane] = (uint32_t)col;

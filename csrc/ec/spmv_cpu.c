@@ -19,7 +19,7 @@ static inline void store(void *p, macko_dtype dtype, int64_t i, float value) {
 }
 
 void ec_order_x_cpu(const ec_matrix *m, const void *x, float *ordered) {
-    for (int64_t c = 0; c < m->cols; c++) ordered[c] = load(x, m->dtype, m->col_order ? m->col_order[c] : c);
+    for (int64_t c = 0; c < m->cols; c++) ordered[c] = load(x, m->dtype, ec_column(m->col_order, m->cols, c));
 }
 
 /* sums[i] += values[i] * gathered[i / height] for a chunk of `columns` columns, with the best instructions there are. */
@@ -89,8 +89,7 @@ void ec_spmv_cpu(const ec_matrix *m, const float *x, const void *bias, int64_t b
                 memset(sums, 0, (size_t)(chunk * height) * sizeof *sums);
                 for (int lane = 0; lane < EC_WARP; lane++) {
                     const int64_t at = (set->first_block + block) * EC_WARP + lane;
-                    col[lane] = m->cols <= 65536 ? ((const uint16_t *)m->base_indices)[at]
-                                                 : ((const uint32_t *)m->base_indices)[at];
+                    col[lane] = ec_column(m->base_indices, m->cols, at);
                 }
                 for (int64_t n = indptr[block]; n < indptr[block + 1]; n += chunk) {
                     gather(m->delta_indices + set->first_delta + n * set->delta_bits / 8, (int)set->delta_bits, vector,

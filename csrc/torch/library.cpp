@@ -11,7 +11,7 @@
     OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
     OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor") \
     /* csrc/ec: EC-CSR */ \
-    OP(ec_pack, "(Tensor w, int delta_bits=4, int lanes=32, int max_height=16, int min_width=128, int max_width=1024, int tile_rows=128, int max_slabs=1) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)") \
+    OP(ec_pack, "(Tensor w, int delta_bits=4, int lanes=32, int max_height=16, int min_width=128, int max_width=8192, int tile_rows=128, int max_slabs=1) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)") \
     OP(ec_unpack, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols) -> Tensor") \
     OP(ec_check, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols) -> Tensor") \
     OP(ec_spmv, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols, Tensor x) -> Tensor") \

@@ -87,6 +87,7 @@ ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &de
         check_dtype(op, array.name, array.t, array.dtype);
         check_dim(op, array.name, array.t, array.dim);
         check_contiguous(op, array.name, array.t);
+        if (array.t.numel()) check_aligned(op, array.name, array.t, 16);
     }
     const int64_t num_sets = tile_ptr.size(0), tiles = tile_ptr.size(1) - 1, blocks = base_indices.numel() / EC_WARP;
     if (sets.size(0) != num_sets + 1 || sets.size(1) != int64_t(sizeof(ec_set) / 8) || num_sets > EC_MAX_SETS)

@@ -1,4 +1,5 @@
 // The map: every op, its schema and who implements it. Compiled once for the CPU and once for CUDA (USE_CUDA).
+#include "../bitmap/ops.h"
 #include "../ec/ops.h"
 #include "../macko/ops.h"
 
@@ -16,6 +17,14 @@
     OP(ec_check, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols) -> Tensor") \
     OP(ec_spmv, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols, Tensor x) -> Tensor") \
     OP(ec_linear, "(Tensor x, Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols, Tensor? bias=None) -> Tensor")
+
+#define MACKO_CPU_OPS(OP) \
+    /* csrc/bitmap: the CPU's execution layout */ \
+    OP(bitmap_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+    OP(bitmap_unpack, "(Tensor values, Tensor bits, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+    OP(bitmap_check, "(Tensor values, Tensor bits, Tensor row_ptr, int cols) -> Tensor") \
+    OP(bitmap_spmv, "(Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor x) -> Tensor") \
+    OP(bitmap_linear, "(Tensor x, Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor? bias=None) -> Tensor")
 // clang-format on
 
 #define DEFINE(name, schema) m.def(#name schema);
@@ -24,6 +33,6 @@
 #ifdef USE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) }
 #else
-STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) }
-STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) }
+STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) MACKO_CPU_OPS(DEFINE) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) MACKO_CPU_OPS(IMPLEMENT) }
 #endif

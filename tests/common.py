@@ -1,0 +1,154 @@
+"""What the tests share: devices, masks, data, and comparisons whose bounds are derived, never typed in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+#: 16-bit types, everywhere; float32 too on the CPU.
+HALVES = (torch.float16, torch.bfloat16)
+CPU_DTYPES = (*HALVES, torch.float32)
+
+
+def devices() -> list:
+    """Values for `@pytest.mark.parametrize("device", devices())`: the CPU, and the GPU marked `gpu`."""
+    return ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def device_dtypes() -> list:
+    """Values for `@pytest.mark.parametrize("device, dtype", device_dtypes())`."""
+    gpu = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in HALVES]
+    return [("cpu", dtype) for dtype in CPU_DTYPES] + gpu
+
+
+def cpu_paths() -> list[str]:
+    """The vector paths that this CPU has, as values of MACKO_CPU."""
+    known = {"DEFAULT": 1, "AVX2": 2, "AVX512": 3}
+    return ["scalar", "avx2", "avx512"][: known.get(torch.backends.cpu.get_cpu_capability(), 1)]
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Within it, torch and macko use that many CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+#: Kinds of mask, see `mask`.
+MASKS = ("uniform", "equal_rows", "uneven_rows", "uneven_both")
+
+
+def mask(kind: str, rows: int, cols: int, density: float, seed: int = 0) -> Tensor:
+    """A bool [rows, cols] with about density * rows * cols entries set; the same on every machine.
+
+    uniform: each entry by itself. equal_rows: hot columns, the same count in each row (Wanda's way). uneven_rows: hot
+    columns and rows, one threshold per 128 columns (SparseGPT's way). uneven_both: heavy-tailed columns and rows, one
+    threshold for all (pruning by magnitude).
+    """
+    rng = np.random.default_rng(seed)
+    score = np.abs(rng.standard_normal((rows, cols), dtype=np.float32))
+    if kind == "uniform":
+        kept = rng.random((rows, cols), dtype=np.float32) < density
+    elif kind == "equal_rows":
+        score *= np.exp(0.5 * rng.standard_normal(cols, dtype=np.float32))
+        kept = score.argsort(1).argsort(1) >= cols - round(density * cols)
+    elif kind == "uneven_rows":
+        score *= np.exp(0.2 * rng.standard_normal(cols, dtype=np.float32))
+        score *= np.exp(0.2 * rng.standard_normal((rows, 1), dtype=np.float32))
+        kept = np.concatenate([b > np.quantile(b, 1 - density) for b in np.split(score, range(128, cols, 128), 1)], 1)
+    elif kind == "uneven_both":
+        score *= 0.5 + 0.5 * np.abs(rng.standard_t(4, cols).astype(np.float32))
+        score *= np.exp(0.3 * rng.standard_normal((rows, 1), dtype=np.float32))
+        kept = score > np.quantile(score, 1 - density)
+    else:
+        raise ValueError(f"kind must be one of {MASKS}, got {kind!r}")
+    return torch.from_numpy(kept)
+
+
+def random_weight(
+    rows: int, cols: int, density: float, dtype: torch.dtype, *, kind: str = "uniform", seed: int = 0
+) -> Tensor:
+    """Signed normal values under a mask, none of them zero by chance."""
+    w = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    w = torch.where(w == 0, torch.ones((), dtype=dtype), w)
+    return torch.where(mask(kind, rows, cols, density, seed), w, torch.zeros((), dtype=dtype))
+
+
+def random_vector(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    """Signed normal values."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def integer_problem(
+    rows: int, cols: int, density: float, dtype: torch.dtype, *, kind: str = "uniform", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """w, x and y = W x in small signed integers, all exact in dtype and in every order of summation.
+
+    Weights are +-1 to +-4, and at most as many x are non-zero as keep |y| within what dtype counts exactly (256 in
+    bfloat16, 2048 in float16). A kernel that takes one wrong column cannot give y.
+    """
+    rng = np.random.default_rng(seed)
+    exact = {torch.float16: 2048, torch.bfloat16: 256, torch.float32: 2**24}[dtype]
+    w = rng.integers(1, 5, (rows, cols)) * rng.choice((-1, 1), (rows, cols))
+    w = torch.from_numpy(w) * mask(kind, rows, cols, density, seed)
+    x = torch.from_numpy(rng.integers(1, 4, cols) * rng.choice((-1, 1), cols))
+    x[torch.from_numpy(rng.permutation(cols)[exact // 12 :])] = 0
+    return w.to(dtype), x.to(dtype), (w @ x).to(dtype)
+
+
+def assert_same_bits(got: Tensor, wanted: Tensor) -> None:
+    """Same dtype, shape and bytes: NaN equals NaN of the same bits, 0.0 does not equal -0.0."""
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    as_bytes = [t.cpu().contiguous().view(-1).view(torch.uint8) for t in (got, wanted)]
+    assert torch.equal(*as_bytes), f"{(as_bytes[0] != as_bytes[1]).sum()} bytes differ"
+
+
+def assert_close_spmv(
+    y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None, *, chain: int | None = None, flush: float = 0.0
+) -> None:
+    """y [..., rows] against x W^T + bias in float64, within the bound that follows from the way it is computed.
+
+    Sums are kept in float32, unit u = 2^-24, and rounded once to y's dtype. A product that goes through `chain`
+    roundings is off by at most chain u / (1 - chain u) of itself (Higham, Accuracy and Stability, lemma 3.1).
+
+    Args:
+        w: dense [rows, cols]; x: [..., cols]; bias: [rows] or None.
+        chain: additions behind a product plus one for the product; default: for any order of summation, cols + 2.
+        flush: values below it may be taken as zero (an instruction that knows no subnormals).
+    """
+    wide_w, wide_x = w.cpu().double(), x.cpu().double()
+    wanted, size = wide_x @ wide_w.t(), wide_x.abs() @ wide_w.abs().t()
+    if bias is not None:
+        wanted, size = wanted + bias.cpu().double(), size + bias.cpu().double().abs()
+    assert y.shape == wanted.shape
+    roundings = (w.shape[1] + 2 if chain is None else chain) * 2.0**-24
+    # A product or sum below float32's normal range is off by half its smallest number, 2^-149, at most.
+    error = size * roundings / (1 - roundings) + w.shape[1] * 2.0**-149
+    error += flush * (wide_x.abs().sum(-1, keepdim=True) + wide_w.abs().sum(-1) + 1)
+    kind = torch.finfo(y.dtype)
+    error += (wanted.abs() + error) * (kind.eps / 2) + kind.smallest_normal * kind.eps / 2
+    off = (y.cpu().double() - wanted).abs()
+    bad = ~(off <= error) & (wanted.abs() < kind.max)
+    assert not bad.any(), f"{bad.sum()} of {bad.numel()} off, the worst by {(off / error)[bad].max():.3g} of the bound"
+    same = (wanted.isnan() & y.cpu().isnan()) | (y.cpu().double() == wanted) | ~(wanted.isnan() | wanted.isinf())
+    assert same.all(), "NaN or Inf are in other places than in float64"
+
+
+def cuda_chain(row_ptr: Tensor) -> int:
+    """Roundings that a product goes through in the CUDA spmv of the macko format, for assert_close_spmv.
+
+    A lane adds up to 8 entries of each step of 512 to each of its two sums, in order; then come the product itself,
+    the two sums, 5 levels of the warp and the bias.
+    """
+    longest = int(row_ptr.diff().max()) if len(row_ptr) > 1 else 0
+    return 8 * -(-(longest + 7) // 512) + 8

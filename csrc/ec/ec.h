@@ -4,7 +4,8 @@
  * A matrix [rows, cols] is cut into tiles of `tile_rows` neighbouring rows. Its non-zeros lie in block sets; a set holds
  * the tiles' blocks one after another, tile_ptr says where each tile's begin. A block belongs to the 32 lanes of a warp.
  * Its lanes fall into 32 / lanes pieces; a piece is `height` rows with one list of columns, cut evenly among its lanes.
- * So with lanes = 32, as in the paper, a block is one piece: `height` rows that share columns.
+ * So with lanes = 32, as in the paper, a block is one piece: `height` rows that share columns. In a set with fewer lanes
+ * every row of the matrix stands exactly once, so that a kernel may write what it has summed.
  *   A lane owns t columns, t a multiple of `vector`; the block then has width 32 t. Numbering, for column c of lane l:
  *     n = (c / vector * 32 + l) * vector + c % vector        counted from the block's first column, block_indptr
  *     delta n       delta_bits bits at bit n * delta_bits of the set's deltas, low bits first: the distance to the
@@ -72,7 +73,7 @@ typedef struct ec_matrix {
     const ec_set *sets;           /* [num_sets + 1] */
     const void *col_order;        /* [cols] as base_indices; the blocks' column c is the matrix's col_order[c]; NULL: c */
     int64_t rows, cols, tiles, tile_rows, num_sets;
-    int64_t num_blocks, num_values; /* of all sets */
+    int64_t num_blocks, num_values, num_rows; /* of all sets: base_indices / 32, block_values, row_indices */
     macko_dtype dtype;
 } ec_matrix;
 
@@ -87,7 +88,7 @@ enum {
     EC_SET,       /* an entry of sets is not possible, or disagrees with the length of an array */
     EC_TILE_PTR,  /* tile_ptr falls or does not span the set's blocks */
     EC_INDPTR,    /* block_indptr falls, is not a multiple of 32 * vector, or does not span the set's columns */
-    EC_ROW,       /* a row outside its tile, twice in a block, or missing with a value */
+    EC_ROW,       /* a row outside its tile, twice in a block, or missing with a value or in a set that must have it */
     EC_COLUMN,    /* a column outside the matrix */
     EC_DELTA,     /* a lane's first delta is not 0 */
     EC_ZERO,      /* -0.0 */
@@ -148,8 +149,8 @@ void ec_arrange_cpu(const ec_plan *p, int64_t begin, int64_t end);
 /* plan_sets[s] is the plan's set behind set s of m. delta_indices is zero before the first call. */
 void ec_write_cpu(const ec_plan *p, const ec_matrix *m, const int32_t *plan_sets, int64_t begin, int64_t end);
 
-/* Everything that can be wrong, looked at once; the lengths of row_indices and delta_indices are given. */
-macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_rows_stored, int64_t num_delta_bytes);
+/* Everything that can be wrong, looked at once; the length of delta_indices is given. */
+macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_delta_bytes);
 
 /* Writes rows of the tiles of w [rows, cols]. */
 void ec_unpack_cpu(const ec_matrix *m, int64_t begin, int64_t end, void *w);

@@ -87,7 +87,9 @@ ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &de
         check_dtype(op, array.name, array.t, array.dtype);
         check_dim(op, array.name, array.t, array.dim);
         check_contiguous(op, array.name, array.t);
+#ifdef USE_CUDA
         if (array.t.numel()) check_aligned(op, array.name, array.t, 16);
+#endif
     }
     const int64_t num_sets = tile_ptr.size(0), tiles = tile_ptr.size(1) - 1, blocks = base_indices.numel() / EC_WARP;
     if (sets.size(0) != num_sets + 1 || sets.size(1) != int64_t(sizeof(ec_set) / 8) || num_sets > EC_MAX_SETS)
@@ -116,6 +118,7 @@ ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &de
             num_sets,
             blocks,
             block_values.numel(),
+            row_indices.numel(),
             dtype};
 }
 
@@ -464,7 +467,7 @@ Tensor ec_check(EC_TENSORS) {
     const Tensor found = torch::stable::detail::to<Tensor>(stack[0]);
     std::memcpy(fault.data(), found.const_data_ptr(), sizeof(macko_fault));
 #else
-    const macko_fault found = ec_check_cpu(&m, row_indices.numel(), delta_indices.numel());
+    const macko_fault found = ec_check_cpu(&m, delta_indices.numel());
     std::memcpy(fault.data(), &found, sizeof found);
 #endif
     return to_device(block_values, fault, {int64_t(fault.size())}, ScalarType::Long);

@@ -127,10 +127,11 @@ static void arrange_slab(const ec_plan *p, int slab, int64_t tile, int num_rows,
     }
     qsort(sorted, (size_t)num_rows, sizeof *sorted, larger_first);
     int64_t blocks = 0, columns = 0;
-    for (int first = 0; first < num_rows && sorted[first].key; first += pieces) {
+    for (int first = 0; first < num_rows; first += pieces) {
         const int last = (int)least(first + pieces, num_rows);
         /* One endless lane bounds the largest row; lane starts save zeros, so fewer columns may do for all. */
         int32_t t = (sorted[first].key + lanes * EC_VECTOR - 1) / (lanes * EC_VECTOR) * EC_VECTOR;
+        if (!t) t = EC_VECTOR; /* empty rows stand in the set too */
         for (int fit = 1; fit && t > EC_VECTOR;) {
             for (int i = first; fit && i < last; i++) {
                 const uint64_t *bits = p->bits + (tile * p->tile_rows + sorted[i].index) * p->words;
@@ -358,7 +359,7 @@ static macko_fault fault_of(int64_t kind, int64_t set, int64_t entry, int64_t fo
 }
 
 /* Sets and index arrays: all that must hold before a block may be looked at. */
-static macko_fault check_structure(const ec_matrix *m, int64_t num_rows_stored, int64_t num_delta_bytes) {
+static macko_fault check_structure(const ec_matrix *m, int64_t num_delta_bytes) {
     int64_t blocks = 0, rows = 0, values = 0, deltas = 0;
     for (int64_t s = 0; s <= m->num_sets; s++) {
         const ec_set *set = &m->sets[s];
@@ -384,30 +385,43 @@ static macko_fault check_structure(const ec_matrix *m, int64_t num_rows_stored, 
         rows += num * (EC_WARP / l) * h;
         values += indptr[num] * h;
         deltas += indptr[num] * set->delta_bits / 8;
-        if (rows > num_rows_stored || values > m->num_values || deltas > num_delta_bytes)
+        if (rows > m->num_rows || values > m->num_values || deltas > num_delta_bytes)
             return fault_of(EC_INDPTR, s, num, indptr[num]);
     }
-    if (blocks != m->num_blocks || rows != num_rows_stored || values != m->num_values || deltas != num_delta_bytes)
+    if (blocks != m->num_blocks || rows != m->num_rows || values != m->num_values || deltas != num_delta_bytes)
         return fault_of(EC_SET, m->num_sets, -1, blocks);
     return fault_of(EC_OK, 0, -1, 0);
 }
 
-static macko_fault check_rows(const ec_matrix *m, int64_t s) {
+/* seen: a zero bit for each row; left so. */
+static macko_fault check_rows(const ec_matrix *m, int64_t s, uint8_t *seen) {
     const ec_set *set = &m->sets[s];
     const int64_t rows_a_block = EC_WARP / set->lanes * set->height;
-    for (int64_t tile = 0; tile < m->tiles; tile++) {
+    macko_fault fault = fault_of(EC_OK, 0, -1, 0);
+    int64_t distinct = 0;
+    for (int64_t tile = 0; !fault.kind && tile < m->tiles; tile++) {
         const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1) + tile;
-        for (int64_t block = tile_ptr[0]; block < tile_ptr[1]; block++)
-            for (int64_t k = 0; k < rows_a_block; k++) {
-                const int64_t at = set->first_row + block * rows_a_block + k;
-                const int64_t row = m->row_indices[at];
+        for (int64_t block = tile_ptr[0]; !fault.kind && block < tile_ptr[1]; block++) {
+            const int32_t *rows = m->row_indices + set->first_row + block * rows_a_block;
+            for (int64_t k = 0; !fault.kind && k < rows_a_block; k++) {
+                const int64_t row = rows[k];
                 int good = row == -1 ? set->lanes < EC_WARP
                                      : row >= tile * m->tile_rows && row < least((tile + 1) * m->tile_rows, m->rows);
-                for (int64_t i = at - k; good && row >= 0 && i < at; i++) good = m->row_indices[i] != row;
-                if (!good) return fault_of(EC_ROW, s, at, row);
+                if (good && row >= 0) {
+                    good = !(seen[row >> 3] >> (row & 7) & 1);
+                    seen[row >> 3] |= (uint8_t)(1 << (row & 7));
+                    distinct++;
+                }
+                if (!good) fault = fault_of(EC_ROW, s, rows + k - m->row_indices, row);
             }
+            /* With all lanes on one piece a row may come again in another block. */
+            for (int64_t k = 0; set->lanes == EC_WARP && k < rows_a_block; k++)
+                if (rows[k] >= 0 && rows[k] < m->rows) seen[rows[k] >> 3] &= (uint8_t)~(1 << (rows[k] & 7));
+        }
     }
-    return fault_of(EC_OK, 0, -1, 0);
+    if (!fault.kind && set->lanes < EC_WARP && distinct != m->rows) fault = fault_of(EC_ROW, s, set[1].first_row, -1);
+    memset(seen, 0, (size_t)(m->rows + 7) / 8);
+    return fault;
 }
 
 static macko_fault check_first_deltas(const ec_matrix *m, int64_t s) {
@@ -423,10 +437,10 @@ static macko_fault check_first_deltas(const ec_matrix *m, int64_t s) {
     return fault_of(EC_OK, 0, -1, 0);
 }
 
-macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_rows_stored, int64_t num_delta_bytes) {
-    macko_fault fault = check_structure(m, num_rows_stored, num_delta_bytes);
+macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_delta_bytes) {
+    macko_fault fault = check_structure(m, num_delta_bytes);
     if (fault.kind) return fault;
-    checking check = {.seen = calloc((size_t)(m->rows * m->cols + 7) / 8 + 1, 1)};
+    checking check = {.seen = calloc((size_t)(m->rows * m->cols + m->rows + m->cols) / 8 + 1, 1)};
     for (int64_t c = 0; m->col_order && c < m->cols; c++) { /* the bits serve twice */
         const int64_t col = ec_column(m->col_order, m->cols, c);
         if (col >= m->cols || check.seen[col >> 3] >> (col & 7) & 1) {
@@ -436,8 +450,9 @@ macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_rows_stored, int64_t nu
         check.seen[col >> 3] |= (uint8_t)(1 << (col & 7));
     }
     if (m->col_order) memset(check.seen, 0, (size_t)(m->cols + 7) / 8);
+    for (int64_t s = 0; !fault.kind && s < m->num_sets; s++) fault = check_rows(m, s, check.seen);
     for (int64_t s = 0; !fault.kind && s < m->num_sets; s++) {
-        if ((fault = check_rows(m, s)).kind || (fault = check_first_deltas(m, s)).kind) break;
+        if ((fault = check_first_deltas(m, s)).kind) break;
         check.set = s;
         for (int64_t block = 0; block < m->sets[s + 1].first_block - m->sets[s].first_block; block++)
             if (!each_value(m, &m->sets[s], s, block, look, &check)) {

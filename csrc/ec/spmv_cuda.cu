@@ -2,6 +2,8 @@
 #include <cooperative_groups.h>
 #include <stdlib.h>
 
+#include <algorithm>
+
 #include "../core/cuda.cuh"
 #include "ec.h"
 
@@ -9,7 +11,8 @@ using namespace macko;
 
 namespace {
 
-constexpr int MAX_WARPS = 12;
+constexpr int MAX_WARPS = 12;  // of a thread block of a tile, two a multiprocessor
+constexpr int ROW_WARPS = 24;  // of the one thread block a multiprocessor, where rows need no sums
 constexpr int MAX_PARTS = 8;  // thread blocks a tile: the largest portable cluster
 
 enum x_place { X_SHARED, X_GLOBAL };  // X_GLOBAL only where x does not fit
@@ -29,13 +32,14 @@ __device__ __forceinline__ int load_base(const void *bases, int base_bytes, int6
     return base_bytes == 2 ? __ldg((const uint16_t *)bases + at) : __ldg((const int32_t *)bases + at);
 }
 
-// Asynchronous copies to shared memory, which take no registers on their way; `__pipeline_*` of the toolkit by hand,
-// as the number of groups to leave pending must be a constant.
-__device__ __forceinline__ void copy16(void *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
-}
-__device__ __forceinline__ void copy4(void *to, const void *from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
+// Asynchronous copies to shared memory: what is on its way takes no registers.
+template <int BYTES>
+__device__ __forceinline__ void copy(void *to, const void *from) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from));
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(BYTES));
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -84,56 +88,50 @@ __device__ __forceinline__ int row_of_lane(int lane) {
     return row;
 }
 
-// A warp's ring: the chunks on their way. DEPTH chunks of values (up to 8 rows) and deltas (at most 8 bits) fit.
-constexpr int RING_BYTES = 3456;
+// A warp's ring: steps of some chunks on their way, about 4 KB. Chunks of values come first in a slot, then their deltas.
+constexpr int RING_BYTES = 4608;
 template <int G, int V>
 struct Ring {
     static constexpr int CHUNK = WARP * V;
+    static constexpr int STEP = G == 1 ? 4 : G == 2 ? 2 : 1;
     static constexpr bool HOLDS_VALUES = G <= 8;  // of 16 rows, which are rare, values are loaded where they are used
-    static constexpr int VALUE_BYTES = HOLDS_VALUES ? CHUNK * G * 2 : 0;
-    static constexpr int SLOT_BYTES = VALUE_BYTES + CHUNK;
-    static constexpr int DEPTH = RING_BYTES / SLOT_BYTES < 9 ? RING_BYTES / SLOT_BYTES : 9;
+    static constexpr int VALUE_BYTES = HOLDS_VALUES ? CHUNK * G * 2 : 0;  // of a chunk
+    static constexpr int SLOT_BYTES = STEP * (VALUE_BYTES + CHUNK);       // deltas have at most 8 bits
+    static constexpr int DEPTH = RING_BYTES / SLOT_BYTES < 8 ? RING_BYTES / SLOT_BYTES : 8;
 };
 
-// One warp over its stretch of one set. The chunks of all its blocks are one run in memory, so DEPTH of them are always
-// on their way, across the blocks' borders too; bases, ends and rows are fetched a block ahead.
-template <typename T, x_place X, int G, int V>
-__device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigned char *ring, float *sums, int first_row,
-                                       int lane) {
+// One warp over its stretch of one set. The chunks of all its blocks are one run in memory, so DEPTH steps are always on
+// their way, across the blocks' borders too; bases, ends and rows are fetched a block ahead. add(row, sum) is called by
+// one lane a row, in the order of the blocks.
+template <typename T, x_place X, int G, int V, typename Add>
+__device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigned char *ring, int lane, const Add &add) {
     using R = Ring<G, V>;
     const int chunks = (s.column_end - s.column) / R::CHUNK;
     if (chunks == 0) return;
     const int words = V * s.delta_bits, bit = lane * words;  // of a chunk's deltas; of a lane's first
     const bool straddles = (bit & 31) + words > 32;
     const uint32_t mask = (1u << s.delta_bits) - 1;
-    const T *values = s.values + (int64_t)s.column * G;
-    const uint32_t *deltas = s.deltas + (int64_t)(s.column / 32) * s.delta_bits;
+    const unsigned char *values = (const unsigned char *)(s.values + (int64_t)s.column * G);
+    const unsigned char *deltas = (const unsigned char *)(s.deltas + (int64_t)(s.column / 32) * s.delta_bits);
 
-    int fetched = 0, fill = 0;  // chunks asked for; the slot of the next
+    int fetched = 0;                 // chunks asked for
+    unsigned char *fill = ring;      // the slot of the next
+    unsigned char *const ring_end = ring + R::DEPTH * R::SLOT_BYTES;
     auto fetch = [&] {
-        if (fetched < chunks) {
-            unsigned char *slot = ring + fill * R::SLOT_BYTES;
-            if (V == 1) {
-                if (lane < 16)
-                    copy4(slot + lane * 4, (const uint32_t *)values + lane);
-                else if (lane - 16 < words)
-                    copy4(slot + R::VALUE_BYTES + (lane - 16) * 4, deltas + lane - 16);
-            } else {
-                constexpr int PIECES = R::VALUE_BYTES / 16;
+        const int n = min(R::STEP, chunks - fetched);
+        if (n > 0) {
+            constexpr int PIECE = V == 1 ? 4 : 16;  // bytes a copy
+            constexpr int VALUE_PIECES = R::STEP * R::VALUE_BYTES / PIECE;
 #pragma unroll
-                for (int i = 0; i < PIECES / WARP; i++)
-                    copy16(slot + (i * WARP + lane) * 16, (const uint4 *)values + i * WARP + lane);
-                // One row: half a warp is enough for the values, the rest copies the deltas in the same instruction.
-                const int piece = PIECES % WARP ? lane - PIECES % WARP : lane;
-                if (piece < 0)
-                    copy16(slot + lane * 16, (const uint4 *)values + lane);
-                else if (piece * 4 < words)
-                    copy16(slot + R::VALUE_BYTES + piece * 16, (const uint4 *)deltas + piece);
-            }
-            values += R::CHUNK * G;
-            deltas += words;
-            fetched++;
-            fill = fill + 1 == R::DEPTH ? 0 : fill + 1;
+            for (int i = 0; i < VALUE_PIECES; i += WARP)
+                if ((i + lane) * PIECE < n * R::VALUE_BYTES) copy<PIECE>(fill + (i + lane) * PIECE, values + (i + lane) * PIECE);
+            static_assert(R::STEP * R::CHUNK <= WARP * PIECE, "a warp copies a step's deltas at once");
+            if (lane * PIECE < n * words * 4)
+                copy<PIECE>(fill + R::STEP * R::VALUE_BYTES + lane * PIECE, deltas + lane * PIECE);
+            values += R::STEP * R::CHUNK * G * 2;
+            deltas += R::STEP * words * 4;
+            fetched += R::STEP;
+            fill = fill + R::SLOT_BYTES == ring_end ? ring : fill + R::SLOT_BYTES;
         }
         commit_copies();
     };
@@ -141,64 +139,124 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
 #pragma unroll 1
     for (int d = 0; d < R::DEPTH; d++) fetch();
 
-    const int pieces = G == 1 ? WARP / s.lanes : 1;
-    const bool writes = G == 1 ? lane % s.lanes == 0 : lane < G;
-    const int32_t *row_at = s.row_indices + (int64_t)s.block * pieces * G + (G == 1 ? lane / s.lanes : row_of_lane<G>(lane));
+    const int lanes_log2 = __ffs(s.lanes) - 1, pieces = G == 1 ? WARP >> lanes_log2 : 1;
+    const bool writes = G == 1 ? (lane & (s.lanes - 1)) == 0 : lane < G;
+    const int32_t *row_at = s.row_indices + (int64_t)s.block * pieces * G + (G == 1 ? lane >> lanes_log2 : row_of_lane<G>(lane));
     int block = s.block, end = s.indptr[block + 1], left = (end - s.column) / R::CHUNK;
-    int col = load_base(s.bases, s.base_bytes, (int64_t)block * WARP + lane);
+    unsigned x_at = 2 * load_base(s.bases, s.base_bytes, (int64_t)block * WARP + lane);  // bytes into x
     int row = writes ? *row_at : -1;
-    int next_end = end, next_col = 0, next_row = -1;
+    int next_end = end, next_base = 0, next_row = -1;
     auto fetch_block = [&] {  // what block + 1 begins with
         row_at += pieces * G;
         if (block + 1 >= s.block_end) return;
         next_end = s.indptr[block + 2];
-        next_col = load_base(s.bases, s.base_bytes, (int64_t)(block + 1) * WARP + lane);
+        next_base = load_base(s.bases, s.base_bytes, (int64_t)(block + 1) * WARP + lane);
         if (writes) next_row = *row_at;
     };
     fetch_block();
 
     float sum[G] = {};
-    int use = 0;
-    for (int i = 0; i < chunks; i++) {
-        wait_copies<R::DEPTH - 1>();
-        __syncwarp();
-        const unsigned char *slot = ring + use * R::SLOT_BYTES;
-        use = use + 1 == R::DEPTH ? 0 : use + 1;
-        const uint32_t *word = (const uint32_t *)(slot + R::VALUE_BYTES) + (bit >> 5);
+    auto end_block = [&] {
+        const float total = reduce<G>(sum, s.lanes, lane);
+        if (row >= 0) add(row, total);
+        __syncwarp();  // the next block's rows may be these, in other lanes
+#pragma unroll
+        for (int k = 0; k < G; k++) sum[k] = 0;
+        block++;
+        left = (next_end - end) / R::CHUNK;
+        end = next_end;
+        x_at = 2 * next_base;
+        row = next_row;
+        fetch_block();
+    };
+    const unsigned char *slot = ring;
+    auto add_chunk = [&](int chunk, int q) {  // chunk q of the slot
+        const uint32_t *word = (const uint32_t *)(slot + R::STEP * R::VALUE_BYTES) + q * words + (bit >> 5);
         uint32_t delta = __funnelshift_r(word[0], straddles ? word[1] : 0, bit);
-        const T *value = R::HOLDS_VALUES ? (const T *)slot + lane * V * G
-                                         : s.values + ((int64_t)s.column + (int64_t)i * R::CHUNK + lane * V) * G;
-        constexpr int TOGETHER = V * G <= 16 ? V : 1;  // columns whose values are loaded at once, as one vector
+        const T *value = R::HOLDS_VALUES ? (const T *)(slot + q * R::VALUE_BYTES) + lane * V * G
+                                         : s.values + ((int64_t)s.column + (int64_t)chunk * R::CHUNK + lane * V) * G;
+        constexpr int TOGETHER = V * G <= 16 ? V : 1;  // columns whose values are loaded at once
 #pragma unroll
         for (int j = 0; j < V; j += TOGETHER) {
             Values<T, TOGETHER * G> own;
             own.load(value + j * G);
 #pragma unroll
             for (int c = 0; c < TOGETHER; c++) {
-                col += delta & mask;
+                x_at += 2 * (delta & mask);
                 delta >>= s.delta_bits;
-                const float xv = to_float(X == X_SHARED ? xs[col] : __ldg(xs + col));
+                const T *at = (const T *)((const char *)xs + x_at);
+                const float xv = to_float(X == X_SHARED ? *at : __ldg(at));
 #pragma unroll
                 for (int k = 0; k < G; k++) sum[k] = fmaf(to_float(own.v[c * G + k]), xv, sum[k]);
             }
         }
+    };
+    for (int i = 0; i < chunks; i += R::STEP) {
+        wait_copies<R::DEPTH - 1>();
+        __syncwarp();
+        if (R::STEP > 1 && left >= R::STEP) {  // no block ends inside: loads of all its chunks at once
+#pragma unroll
+            for (int q = 0; q < R::STEP; q++) add_chunk(i + q, q);
+            left -= R::STEP;
+            if (left == 0) end_block();
+        } else {
+            const int n = min(R::STEP, chunks - i);
+#pragma unroll 1
+            for (int q = 0; q < n; q++) {
+                add_chunk(i + q, q);
+                if (--left == 0) end_block();
+            }
+        }
+        slot = slot + R::SLOT_BYTES == ring_end ? ring : slot + R::SLOT_BYTES;
         __syncwarp();
         fetch();
-        if (--left == 0) {
-            const float total = reduce<G>(sum, s.lanes, lane);
-            if (writes && row >= 0) sums[row - first_row] += total;
-            __syncwarp();  // the next block's rows may be these, in other lanes
-#pragma unroll
-            for (int k = 0; k < G; k++) sum[k] = 0;
-            block++;
-            left = (next_end - end) / R::CHUNK;
-            end = next_end;
-            col = next_col;
-            row = next_row;
-            fetch_block();
-        }
     }
     wait_copies<0>();
+}
+
+// x to shared memory, in the order of the blocks' columns.
+template <typename T>
+__device__ __forceinline__ void load_x(const ec_matrix &m, const T *x, T *xs) {
+    if (m.col_order) {
+        for (int c = threadIdx.x; c < m.cols; c += blockDim.x) xs[c] = x[ec_column(m.col_order, m.cols, c)];
+        return;
+    }
+    const int wide = (uintptr_t)x % 16 ? 0 : (int)(m.cols / 8);
+    for (int i = threadIdx.x; i < wide; i += blockDim.x) ((uint4 *)xs)[i] = __ldg((const uint4 *)x + i);
+    for (int c = wide * 8 + threadIdx.x; c < m.cols; c += blockDim.x) xs[c] = x[c];
+}
+
+template <typename T>
+__device__ __forceinline__ Stretch<T> stretch_of(const ec_matrix &m, const ec_set &set, int s, int4 share) {
+    const int base_bytes = m.cols <= 65536 ? 2 : 4;
+    return {(const T *)m.block_values + set.first_value,
+            (const uint32_t *)(m.delta_indices + set.first_delta),
+            (const char *)m.base_indices + set.first_block * WARP * base_bytes,
+            m.block_indptr + set.first_block + s,
+            m.row_indices + set.first_row,
+            share.x,
+            share.y,
+            share.z,
+            share.w,
+            (int)set.delta_bits,
+            (int)set.lanes,
+            base_bytes};
+}
+
+// One set of single rows in which every row is once: a warp owns an equal stretch of all blocks and writes its rows.
+template <typename T, x_place X>
+__global__ void __launch_bounds__(ROW_WARPS *WARP, 1) spmv_rows(ec_matrix m, const T *x, const T *bias, T *y) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    T *xs = (T *)(shared + warps * RING_BYTES);
+    const ec_set set = m.sets[0];
+    const int64_t workers = (int64_t)gridDim.x * warps, worker = (int64_t)blockIdx.x * warps + warp;
+    const int block = (int)(m.num_blocks * worker / workers), block_end = (int)(m.num_blocks * (worker + 1) / workers);
+    const int4 share = {block, block_end, m.block_indptr[block], m.block_indptr[block_end]};
+    if (X == X_SHARED) load_x(m, x, xs);
+    __syncthreads();
+    stream<T, X, 1, EC_VECTOR>(stretch_of<T>(m, set, 0, share), X == X_SHARED ? xs : x, shared + warp * RING_BYTES, lane,
+                               [&](int row, float sum) { y[row] = from_float<T>(bias ? sum + to_float(bias[row]) : sum); });
 }
 
 // A cluster of `parts` thread blocks owns a tile (without clusters: leaves `partials` for `finish`). A warp owns an
@@ -214,7 +272,6 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP, 2)
     float *sums = (float *)shared;  // [warps, tile_rows]
     unsigned char *rings = (unsigned char *)(sums + warps * tile_rows);  // [warps, RING_BYTES]
     T *xs = (T *)(rings + warps * RING_BYTES);
-    const int base_bytes = m.cols <= 65536 ? 2 : 4;
     __shared__ ec_set sets[EC_MAX_SETS];
     __shared__ int4 shares[MAX_WARPS][EC_MAX_SETS];  // of each warp in each set: first and last block, their columns
 
@@ -232,42 +289,23 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP, 2)
         shares[warp][lane] = {block, block_end, indptr[block], indptr[block_end]};
     }
     for (int i = threadIdx.x; i < warps * tile_rows; i += blockDim.x) sums[i] = 0;
-    if (X == X_SHARED) {
-        if (m.col_order) {
-            for (int c = threadIdx.x; c < m.cols; c += blockDim.x) xs[c] = x[load_base(m.col_order, base_bytes, c)];
-        } else {
-            const int wide = (uintptr_t)x % 16 ? 0 : (int)(m.cols / 8);
-            for (int i = threadIdx.x; i < wide; i += blockDim.x) ((uint4 *)xs)[i] = __ldg((const uint4 *)x + i);
-            for (int c = wide * 8 + threadIdx.x; c < m.cols; c += blockDim.x) xs[c] = x[c];
-        }
-    }
+    if (X == X_SHARED) load_x(m, x, xs);
     __syncthreads();
 
     const T *source = X == X_SHARED ? xs : x;
     for (int s = 0; s < m.num_sets; s++) {
         const ec_set set = sets[s];
-        const int4 share = shares[warp][s];
-        const Stretch<T> todo = {(const T *)m.block_values + set.first_value,
-                                 (const uint32_t *)(m.delta_indices + set.first_delta),
-                                 (const char *)m.base_indices + set.first_block * WARP * base_bytes,
-                                 m.block_indptr + set.first_block + s,
-                                 m.row_indices + set.first_row,
-                                 share.x,
-                                 share.y,
-                                 share.z,
-                                 share.w,
-                                 (int)set.delta_bits,
-                                 (int)set.lanes,
-                                 base_bytes};
+        const Stretch<T> todo = stretch_of<T>(m, set, s, shares[warp][s]);
         float *own = sums + warp * tile_rows;
         unsigned char *ring = rings + warp * RING_BYTES;
+        const auto add = [=](int row, float sum) { own[row - first_row] += sum; };
         switch (set.vector == 1 ? 0 : set.height) {
-        case 0: stream<T, X, 1, 1>(todo, source, ring, own, first_row, lane); break;
-        case 1: stream<T, X, 1, EC_VECTOR>(todo, source, ring, own, first_row, lane); break;
-        case 2: stream<T, X, 2, EC_VECTOR>(todo, source, ring, own, first_row, lane); break;
-        case 4: stream<T, X, 4, EC_VECTOR>(todo, source, ring, own, first_row, lane); break;
-        case 8: stream<T, X, 8, EC_VECTOR>(todo, source, ring, own, first_row, lane); break;
-        case 16: stream<T, X, 16, EC_VECTOR>(todo, source, ring, own, first_row, lane); break;
+        case 0: stream<T, X, 1, 1>(todo, source, ring, lane, add); break;
+        case 1: stream<T, X, 1, EC_VECTOR>(todo, source, ring, lane, add); break;
+        case 2: stream<T, X, 2, EC_VECTOR>(todo, source, ring, lane, add); break;
+        case 4: stream<T, X, 4, EC_VECTOR>(todo, source, ring, lane, add); break;
+        case 8: stream<T, X, 8, EC_VECTOR>(todo, source, ring, lane, add); break;
+        case 16: stream<T, X, 16, EC_VECTOR>(todo, source, ring, lane, add); break;
         }
     }
 
@@ -310,7 +348,8 @@ __global__ void finish(int64_t rows, int parts, const float *partials, const T *
 }
 
 struct Shape {
-    int parts, warps, shared_bytes;
+    int parts;  // of a tile; 0: spmv_rows
+    int blocks, warps, shared_bytes;
     bool clusters;
     x_place place;
 };
@@ -324,29 +363,37 @@ int attribute(cudaDeviceAttr which) {
 
 Shape shape_of(const ec_matrix &m) {
     const int sms = attribute(cudaDevAttrMultiProcessorCount), most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    Shape shape;
-    const char *forced = getenv("MACKO_EC_CLUSTER");
-    shape.clusters = attribute(cudaDevAttrComputeCapabilityMajor) >= 9 && !(forced && forced[0] == '0');
-    const int64_t blocks = m.num_blocks / (m.tiles ? m.tiles : 1);
-    const double tile_bytes = 2.6 * m.num_values / (m.tiles ? m.tiles : 1) + 1;
-    double least = 1e300;
-    for (int parts = 1; parts <= MAX_PARTS; parts++) {
-        const double cost = ceil_div(m.tiles * parts, sms) * (1.0 / parts + 0.3 * m.cols * 2 / tile_bytes);
-        if (cost <= least * 1.001) least = cost, shape.parts = parts;
+    Shape shape = {};
+    if (m.num_sets == 1 && m.num_rows >= m.rows && m.num_rows > m.num_blocks) {
+        // As many warps as give each the same number of blocks, for any number of blocks a warp.
+        const int64_t blocks = ceil_div(m.num_blocks, sms);
+        const char *e = getenv("MACKO_EC_WARPS");
+        shape.warps = e ? atoi(e) : (int)ceil_div(blocks, ceil_div(blocks, ROW_WARPS));
+        shape.blocks = (int)std::min(ceil_div(m.num_blocks, shape.warps), (int64_t)sms);
+        shape.shared_bytes = shape.warps * RING_BYTES;
+    } else {
+        const char *forced = getenv("MACKO_EC_CLUSTER");
+        shape.clusters = attribute(cudaDevAttrComputeCapabilityMajor) >= 9 && !(forced && forced[0] == '0');
+        const double tile_bytes = 2.6 * m.num_values / m.tiles + 1;
+        double least = 1e300;
+        for (int parts = 1; parts <= MAX_PARTS; parts++) {
+            const double cost = ceil_div(m.tiles * parts, sms) * (1.0 / parts + 0.3 * m.cols * 2 / tile_bytes);
+            if (cost <= least * 1.001) least = cost, shape.parts = parts;
+        }
+        const int64_t wanted = m.num_blocks / m.tiles / shape.parts;
+        shape.warps = wanted < 4 ? 4 : wanted > MAX_WARPS ? MAX_WARPS : (int)wanted;
+        if (const char *e = getenv("MACKO_EC_PARTS")) shape.parts = atoi(e);
+        if (const char *e = getenv("MACKO_EC_WARPS")) shape.warps = atoi(e);
+        shape.shared_bytes = shape.warps * ((int)m.tile_rows * 4 + RING_BYTES);
     }
-    const int64_t wanted = blocks / shape.parts;
-    shape.warps = wanted < 4 ? 4 : wanted > MAX_WARPS ? MAX_WARPS : (int)wanted;
-    if (const char *e = getenv("MACKO_EC_PARTS")) shape.parts = atoi(e);
-    if (const char *e = getenv("MACKO_EC_WARPS")) shape.warps = atoi(e);
-    shape.shared_bytes = shape.warps * ((int)m.tile_rows * 4 + RING_BYTES);
-    shape.place = shape.shared_bytes + (m.cols + 8) * 2 <= most_shared ? X_SHARED : X_GLOBAL;
+    shape.place = shape.shared_bytes + (m.cols + 8) * 2 <= most_shared - 4096 ? X_SHARED : X_GLOBAL;
     if (shape.place == X_SHARED) shape.shared_bytes += (int)(m.cols + 8) * 2;
     return shape;
 }
 
 template <typename T, x_place X>
-cudaError_t launch_placed(const ec_matrix &m, const Shape &shape, const T *x, const T *bias, T *y, float *partials,
-                          cudaStream_t stream) {
+cudaError_t launch_tiles(const ec_matrix &m, const Shape &shape, const T *x, const T *bias, T *y, float *partials,
+                         cudaStream_t stream) {
     cudaError_t error = cudaFuncSetAttribute(spmv<T, X>, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
     if (error) return error;
     cudaLaunchAttribute cluster;
@@ -366,10 +413,23 @@ cudaError_t launch_placed(const ec_matrix &m, const Shape &shape, const T *x, co
     return cudaGetLastError();
 }
 
+template <typename T, x_place X>
+cudaError_t launch_rows(const ec_matrix &m, const Shape &shape, const T *x, const T *bias, T *y, cudaStream_t stream) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(spmv_rows<T, X>, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+    if (error) return error;
+    spmv_rows<T, X><<<shape.blocks, shape.warps * WARP, shape.shared_bytes, stream>>>(m, x, bias, y);
+    return cudaGetLastError();
+}
+
 template <typename T>
 cudaError_t launch(const ec_matrix &m, const void *x, const void *bias, void *y, float *partials, cudaStream_t stream) {
     const Shape shape = shape_of(m);
-    const auto run = shape.place == X_SHARED ? launch_placed<T, X_SHARED> : launch_placed<T, X_GLOBAL>;
+    if (shape.parts == 0) {
+        const auto run = shape.place == X_SHARED ? launch_rows<T, X_SHARED> : launch_rows<T, X_GLOBAL>;
+        return run(m, shape, (const T *)x, (const T *)bias, (T *)y, stream);
+    }
+    const auto run = shape.place == X_SHARED ? launch_tiles<T, X_SHARED> : launch_tiles<T, X_GLOBAL>;
     return run(m, shape, (const T *)x, (const T *)bias, (T *)y, partials, stream);
 }
 
@@ -377,7 +437,7 @@ cudaError_t launch(const ec_matrix &m, const void *x, const void *bias, void *y,
 
 int64_t ec_spmv_partials(const ec_matrix *m) {
     const Shape shape = shape_of(*m);
-    return shape.clusters || shape.parts == 1 ? 0 : shape.parts * m->rows;
+    return shape.clusters || shape.parts <= 1 ? 0 : shape.parts * m->rows;
 }
 
 cudaError_t ec_spmv_cuda(const ec_matrix *m, const void *x, const void *bias, void *y, float *partials,

@@ -127,7 +127,7 @@ static void arrange_slab(const ec_plan *p, int slab, int64_t tile, int num_rows,
     }
     qsort(sorted, (size_t)num_rows, sizeof *sorted, larger_first);
     int64_t blocks = 0, columns = 0;
-    for (int first = 0; first < num_rows; first += pieces) {
+    for (int first = 0; p->cols && first < num_rows; first += pieces) {
         const int last = (int)least(first + pieces, num_rows);
         /* One endless lane bounds the largest row; lane starts save zeros, so fewer columns may do for all. */
         int32_t t = (sorted[first].key + lanes * EC_VECTOR - 1) / (lanes * EC_VECTOR) * EC_VECTOR;

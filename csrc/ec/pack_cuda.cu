@@ -357,7 +357,7 @@ __device__ void arrange_slab(const ec_plan &p, int slab, int64_t tile, int num_r
         sorted[rank] = row;
     }
     __syncthreads();
-    for (int first = threadIdx.x / WARP * pieces; first < num_rows; first += THREADS / WARP * pieces) {
+    for (int first = threadIdx.x / WARP * pieces; p.cols && first < num_rows; first += THREADS / WARP * pieces) {
         const int mine = lane < pieces && first + lane < num_rows ? sorted[first + lane] : -1;
         int t = max(EC_VECTOR, (keys[sorted[first]] + lanes * EC_VECTOR - 1) / (lanes * EC_VECTOR) * EC_VECTOR);
         while (t > EC_VECTOR) {

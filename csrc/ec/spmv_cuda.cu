@@ -176,7 +176,7 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
         const T *value = R::HOLDS_VALUES ? (const T *)(slot + q * R::VALUE_BYTES) + lane * V * G
                                          : s.values + ((int64_t)s.column + (int64_t)chunk * R::CHUNK + lane * V) * G;
         constexpr int TOGETHER = V * G <= 16 ? V : 1;  // columns whose values are loaded at once
-#pragma unroll
+#pragma unroll 1
         for (int j = 0; j < V; j += TOGETHER) {
             Values<T, TOGETHER * G> own;
             own.load(value + j * G);

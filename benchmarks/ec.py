@@ -1,4 +1,4 @@
-"""EC-SpMV on a GPU: y = W x of its variants against dense, cuSPARSE's CSR and the macko format; packing.
+"""EC-SpMV on a GPU: y = W x of its variants against dense, cuSPARSE's CSR and sell; packing.
 
     python -m benchmarks.ec [results.jsonl]
 
@@ -7,6 +7,7 @@ Prints a table and adds a line per measurement to the file. Every output is chec
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 import warnings
@@ -20,6 +21,7 @@ from torch import Tensor
 import macko.ops as ops
 from benchmarks.canonical import SHAPES, pruned
 from benchmarks.timing import Timing, append_jsonl, copies, provenance, time_graph
+from macko.formats import SellWeight
 from tests.common import assert_close_spmv
 
 #: The paper's layout with both widths; the same without blocks; fewer lanes a row.
@@ -39,10 +41,8 @@ def time_csr(w: Tensor, x: Tensor) -> Timing:
         warnings.simplefilter("ignore")  # CSR support is in beta
         csr = w.to_sparse_csr()
         parts = [csr.crow_indices().int(), csr.col_indices().int(), csr.values()]
-        calls = [
-            lambda m=torch.sparse_csr_tensor(*p, size=w.shape, check_invariants=False): torch.mv(m, x)
-            for p in copies(parts)
-        ]
+        held = [torch.sparse_csr_tensor(*p, size=w.shape, check_invariants=False) for p in copies(parts)]
+        calls = [lambda m=m: torch.mv(m, x) for m in held]
         return time_graph(calls)
 
 
@@ -52,7 +52,13 @@ def spmv(rows: int, cols: int, density: float, dtype: torch.dtype) -> Iterator[d
     x = torch.randn(cols, dtype=dtype, device="cuda")
     some = torch.randperm(rows, device="cuda")[:512]
     nnz = int(w.count_nonzero())
-    common = {"what": "spmv", "rows": rows, "cols": cols, "density": density, "dtype": str(dtype).removeprefix("torch.")}
+    common = {
+        "what": "spmv",
+        "rows": rows,
+        "cols": cols,
+        "density": density,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     csr = time_csr(w, x)
     dense = [c[0] for c in copies([w])]
     linear = time_graph([lambda w=w: F.linear(x, w) for w in dense])
@@ -60,10 +66,14 @@ def spmv(rows: int, cols: int, density: float, dtype: torch.dtype) -> Iterator[d
     del dense
     yield {**common, "variant": "dense", "bytes": w.nbytes, "time": min(linear, mv, key=lambda t: t.median_us)}
     yield {**common, "variant": "CSR", "bytes": nnz * 6 + rows * 4 + 4, "time": csr}
-    packed = ops.pack(w)
-    calls = [lambda p=p: torch.ops.macko.spmv(*p, cols, x) for p in copies(packed)]
-    yield {**common, "variant": "macko", "bytes": sum(t.nbytes for t in packed), "time": time_graph(calls)}
-    del packed, calls
+    sell = SellWeight.from_dense(w)
+    held = [
+        dataclasses.replace(sell, **dict(zip(sell.tensors(), c, strict=True)))
+        for c in copies([*sell.tensors().values()])
+    ]
+    calls = [lambda p=p: p.linear(x) for p in held]
+    yield {**common, "variant": "sell", "bytes": sell.nbytes, "time": time_graph(calls)}
+    del sell, held, calls
     for name, options in VARIANTS.items():
         packed = ops.ec_pack(w, **options)
         y = ops.ec_spmv(*packed, rows, cols, x)
@@ -88,11 +98,29 @@ def packing(rows: int, cols: int, density: float, **options: int) -> dict[str, A
     return {"what": "pack", "rows": rows, "cols": cols, "density": density, **options, "ms": sorted(times)[2] * 1e3}
 
 
+def packing_llama(density: float, **options: int) -> dict[str, Any]:
+    """Seconds of ec_pack for all 224 matrices of Llama-2-7B; every layer is packed, its weights are the same."""
+    layer = [
+        pruned(*shape, density, torch.float16) for shape in [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
+    ]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(32):
+        for w in layer:
+            ops.ec_pack(w, **options)
+    torch.cuda.synchronize()
+    return {"what": "pack 224 matrices", "density": density, **options, "s": time.perf_counter() - start}
+
+
 def main() -> None:
     results = sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/ec.jsonl"
     ran_on = provenance()
     for options in VARIANTS.values():
         line = packing(4096, 4096, 0.3, **options)
+        append_jsonl(results, **ran_on, **line)
+        print(line, flush=True)
+    for options in VARIANTS.values():
+        line = packing_llama(0.3, **options)
         append_jsonl(results, **ran_on, **line)
         print(line, flush=True)
     for rows, cols in SHAPES:

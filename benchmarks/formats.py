@@ -34,9 +34,9 @@ PACKED: dict[str, Callable[[Tensor], PackedWeight]] = {
     "EC smallest": EcWeight.smallest,
 }
 COUNTED = ("floor", "bitmap", "CSR-16", "CSR-32")
-COLOURS = {"floor": "#999", "bitmap": "#c90", "CSR-16": "#a55", "CSR-32": "#733", "macko": "#06c"} | {
-    name: colour for name, colour in zip(list(PACKED)[1:], ("#3a3", "#7c7", "#808", "#c4c"), strict=True)
-}
+COLOURS = dict(
+    zip((*COUNTED, *PACKED), ("#999", "#c90", "#a55", "#733", "#06c", "#3a3", "#7c7", "#808", "#c4c"), strict=True)
+)
 
 
 def entropy_floor(w: Tensor) -> float:
@@ -168,8 +168,8 @@ def write_docs(results: Path) -> None:
     (docs / "formats.svg").write_text(plot(found))
     (docs / "formats.md").write_text(
         "# Bytes a non-zero\n\n"
-        f"Written by `python -m benchmarks.formats` from `benchmarks/results/{results.name}`: all bytes of a format over "
-        "the true non-zeros, 16-bit values.\n"
+        f"Written by `python -m benchmarks.formats` from `benchmarks/results/{results.name}`: all bytes of a format "
+        "over the true non-zeros, 16-bit values.\n"
         "*floor*: a value and the entropy of its place, places independent with the density of their row and column.\n"
         "*EC*: [ec.md](ec.md). *macko*: [macko.md](macko.md). Masks: uniform; equal_rows (Wanda-like); uneven_rows "
         "(SparseGPT-like); uneven_both (magnitude);\nlayers of all-MiniLM-L6-v2 pruned by magnitude.\n\n"

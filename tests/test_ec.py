@@ -358,7 +358,8 @@ def test_validate_wants_a_permutation_of_the_columns() -> None:
     packed = EcWeight.from_dense(w, **OPTIONS["slabs"])
     packed.validate()
     assert packed.col_order.numel() == 1024
-    twice = changed(packed.col_order.view(torch.int16), 5, int(packed.col_order.view(torch.int16)[6])).view(torch.uint16)
+    order = packed.col_order.view(torch.int16)
+    twice = changed(order, 5, int(order[6])).view(torch.uint16)
     with pytest.raises(ValueError, match=r"col_order\[6\]"):
         dataclasses.replace(packed, col_order=twice).validate()
 
@@ -385,7 +386,7 @@ def test_pack_names_a_bad_option(options: dict[str, int], message: str) -> None:
 
 @pytest.mark.parametrize("device", devices())
 def test_ops_name_a_bad_argument(device: str) -> None:
-    packed = [*ops.ec_pack(random_weight(40, 300, 0.3, torch.float16).to(device)), 40, 300]
+    packed: list[Any] = [*ops.ec_pack(random_weight(40, 300, 0.3, torch.float16).to(device)), 40, 300]
     x = torch.zeros(300, dtype=torch.float16, device=device)
     for place, bad, message in (
         (0, packed[0].float().double(), "block_values has dtype float64"),

@@ -32,13 +32,13 @@ extern "C" {
 
 enum {
     EC_WARP = 32,
-    EC_VECTOR = 4,                     /* columns of a lane read together; 1 in the paper's short parts */
-    EC_CHUNK = EC_WARP * EC_VECTOR,    /* 128: what a warp reads together, and the least width of a shared block */
-    EC_TILE = 128,                     /* tile_rows is a multiple; blocks are extracted in tiles of just this many */
-    EC_MAX_TILE = 1024,                /* a kernel keeps one sum a row and warp */
+    EC_VECTOR = 4,                  /* columns of a lane read together; 1 in the paper's short parts */
+    EC_CHUNK = EC_WARP * EC_VECTOR, /* 128: what a warp reads together, and the least width of a shared block */
+    EC_TILE = 128,                  /* tile_rows is a multiple; blocks are extracted in tiles of just this many */
+    EC_MAX_TILE = 1024,             /* a kernel keeps one sum a row and warp */
     EC_MAX_HEIGHT = 16,
     EC_MAX_SETS = 8,
-    EC_HEIGHT_SETS = 4,                /* heights 16, 8, 4, 2; the sets of single rows follow */
+    EC_HEIGHT_SETS = 4, /* heights 16, 8, 4, 2; the sets of single rows follow */
     EC_MAX_SLABS = EC_MAX_SETS - EC_HEIGHT_SETS,
 };
 
@@ -46,7 +46,7 @@ enum {
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-static inline int64_t ec_column(const void *array, int64_t cols, int64_t i) {
+    static inline int64_t ec_column(const void *array, int64_t cols, int64_t i) {
     if (!array) return i;
     return cols <= 65536 ? ((const uint16_t *)array)[i] : ((const uint32_t *)array)[i];
 }
@@ -71,7 +71,7 @@ typedef struct ec_matrix {
     const int32_t *row_indices;   /* [blocks * 32 / lanes * height] row of each piece's row k; -1: no row, all zero */
     const int32_t *tile_ptr;      /* [sets, tiles + 1] first block of each tile in its set */
     const ec_set *sets;           /* [num_sets + 1] */
-    const void *col_order;        /* [cols] as base_indices; the blocks' column c is the matrix's col_order[c]; NULL: c */
+    const void *col_order; /* [cols] as base_indices; the blocks' column c is the matrix's col_order[c]; NULL: c */
     int64_t rows, cols, tiles, tile_rows, num_sets;
     int64_t num_blocks, num_values, num_rows; /* of all sets: base_indices / 32, block_values, row_indices */
     macko_dtype dtype;
@@ -125,17 +125,17 @@ typedef struct ec_plan {
     int64_t rows, cols, words, tiles, tile_rows; /* words: of 64 columns a row */
     ec_options options;
     const void *col_order; /* or NULL */
-    uint64_t *bits;           /* [rows, words] non-zeros, in the order of col_order; after extraction those that are left */
-    int32_t *row_counts;      /* [rows] non-zeros */
-    int64_t *columns_at;      /* [tiles + 1] */
+    uint64_t *bits;      /* [rows, words] non-zeros, in the order of col_order; after extraction those that are left */
+    int32_t *row_counts; /* [rows] non-zeros */
+    int64_t *columns_at; /* [tiles + 1] */
     ec_block *blocks;
     int32_t *columns, *order; /* order: the tile's blocks by set, as they will be stored */
     int32_t *num_blocks;      /* [tiles] of `blocks` */
-    int32_t *single_row;      /* [EC_MAX_SETS, tiles, tile_rows] single rows of a set as they will be stored; -1: none */
-    int32_t *single_width;    /* same, columns a lane */
-    int32_t *single_skip;     /* same, non-zeros of the row that the long part holds */
-    int64_t *counts;          /* [EC_MAX_SETS, tiles, 2] blocks and columns */
-    uint8_t *scratch;         /* CUDA: what extraction of a tile works on */
+    int32_t *single_row;   /* [EC_MAX_SETS, tiles, tile_rows] single rows of a set as they will be stored; -1: none */
+    int32_t *single_width; /* same, columns a lane */
+    int32_t *single_skip;  /* same, non-zeros of the row that the long part holds */
+    int64_t *counts;       /* [EC_MAX_SETS, tiles, 2] blocks and columns */
+    uint8_t *scratch;      /* CUDA: what extraction of a tile works on */
 } ec_plan;
 
 /*

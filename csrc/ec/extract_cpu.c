@@ -42,8 +42,7 @@ count_shared_avx512(uint64_t *const *members, int num_members, int64_t words, in
                 const __m512i left = _mm512_maskz_loadu_epi64(live, a + k);
                 for (int q = 0; q < 4; q++)
                     sum[q] = _mm512_add_epi64(
-                        sum[q],
-                        _mm512_popcnt_epi64(_mm512_and_si512(left, _mm512_maskz_loadu_epi64(live, b[q] + k))));
+                        sum[q], _mm512_popcnt_epi64(_mm512_and_si512(left, _mm512_maskz_loadu_epi64(live, b[q] + k))));
             }
             for (int q = 0; q < 4 && j + q < num_members; q++)
                 shared[i * EC_TILE + j + q] = (int32_t)_mm512_reduce_add_epi64(sum[q]);
@@ -135,7 +134,8 @@ static void pair_rounds(tile_state *s, const ec_block *const *ids, uint64_t *con
 static void split_rest(tile_state *s, ec_block id, uint64_t *rest) {
     const ec_walk walk = ec_walk_from(rest, NULL, 0, s->words);
     for (;;) {
-        const int32_t width = ec_shared_width(walk, s->delta_max, s->options->min_width, s->options->max_width, s->fits);
+        const int32_t width =
+            ec_shared_width(walk, s->delta_max, s->options->min_width, s->options->max_width, s->fits);
         if (!width) break;
         append(s, id.height, width, &id, NULL, walk);
         ec_clear(rest, s->columns + s->num_columns - width, width);

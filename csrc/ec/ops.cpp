@@ -20,7 +20,7 @@ using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 #else
 template <typename Body>
 void for_tiles(int64_t tiles, const Body &body) {
-    torch::stable::parallel_for(0, tiles, 1, body);  // a tile is at least some 10 us of work
+    torch::stable::parallel_for(0, tiles, 1, body); // a tile is at least some 10 us of work
 }
 #endif
 
@@ -35,7 +35,8 @@ std::vector<T> to_host(const Tensor &t) {
     std::vector<T> host(t.numel() * t.element_size() / sizeof(T));
     if (host.empty()) return host;
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(cudaMemcpyAsync(host.data(), data<T>(t), host.size() * sizeof(T), cudaMemcpyDeviceToHost, current_stream(t)));
+    STD_CUDA_CHECK(
+        cudaMemcpyAsync(host.data(), data<T>(t), host.size() * sizeof(T), cudaMemcpyDeviceToHost, current_stream(t)));
     STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(t)));
 #else
     std::memcpy(host.data(), data<T>(t), host.size() * sizeof(T));
@@ -49,7 +50,8 @@ Tensor to_device(const Tensor &like, const std::vector<T> &host, std::vector<int
     if (host.empty()) return t;
 #ifdef USE_CUDA
     // From pageable memory: the copy has read the vector when the call returns.
-    STD_CUDA_CHECK(cudaMemcpyAsync(data<T>(t), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice, current_stream(like)));
+    STD_CUDA_CHECK(cudaMemcpyAsync(data<T>(t), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice,
+                                   current_stream(like)));
 #else
     std::memcpy(data<T>(t), host.data(), host.size() * sizeof(T));
 #endif
@@ -127,7 +129,7 @@ struct Packing {
     Tensor w;
     ec_plan plan{};
     Tensor bits, row_counts, columns_at, blocks, columns, order, num_blocks, singles, counts, col_order, scratch;
-    std::vector<int64_t> host_counts;  // [EC_MAX_SETS, tiles, 2]
+    std::vector<int64_t> host_counts; // [EC_MAX_SETS, tiles, 2]
 
     Packing(const Tensor &w, macko_dtype dtype, const ec_options &options, int64_t tile_rows,
             const std::vector<int32_t> &columns_in_order)
@@ -203,11 +205,11 @@ struct Packing {
     }
 
     struct Layout {
-        std::vector<int32_t> plan_sets;  // of the sets that are not empty
-        std::vector<ec_set> sets;        // and the end
+        std::vector<int32_t> plan_sets; // of the sets that are not empty
+        std::vector<ec_set> sets;       // and the end
         std::vector<int32_t> tile_ptr;
-        std::vector<int64_t> starts;  // as counts: first block, first column
-        int64_t bytes = 0;            // of all eight tensors
+        std::vector<int64_t> starts; // as counts: first block, first column
+        int64_t bytes = 0;           // of all eight tensors
     };
 
     Layout layout() const {
@@ -229,7 +231,8 @@ struct Packing {
             tile_ptr.push_back(int32_t(blocks));
             if (!blocks) continue;
             if (width > INT32_LIMIT)
-                fail("ec_pack", "w needs ", width, " columns in one set, block_indptr is int32 and holds at most ", INT32_LIMIT);
+                fail("ec_pack", "w needs ", width, " columns in one set, block_indptr is int32 and holds at most ",
+                     INT32_LIMIT);
             next.height = set < EC_HEIGHT_SETS ? EC_MAX_HEIGHT >> set : 1;
             next.lanes = is_slab ? plan.options.lanes : EC_WARP;
             next.vector = set == EC_HEIGHT_SETS + 1 && !is_slab ? 1 : EC_VECTOR;
@@ -247,7 +250,8 @@ struct Packing {
         l.bytes = next.first_value * int64_t(w.element_size()) + next.first_delta +
                   next.first_block * (EC_WARP * (plan.cols <= 65536 ? 2 : 4) + 4) + next.first_row * 4 +
                   int64_t(l.plan_sets.size()) * 4 + int64_t(l.tile_ptr.size()) * 4 +
-                  int64_t(l.sets.size() * sizeof(ec_set)) + (plan.col_order ? plan.cols * (plan.cols <= 65536 ? 2 : 4) : 0);
+                  int64_t(l.sets.size() * sizeof(ec_set)) +
+                  (plan.col_order ? plan.cols * (plan.cols <= 65536 ? 2 : 4) : 0);
         return l;
     }
 
@@ -265,15 +269,14 @@ struct Packing {
         const Tensor sets = to_device(w, l.sets, {num_sets + 1, int64_t(sizeof(ec_set) / 8)}, ScalarType::Long);
         counts = to_device(w, l.starts, {EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
         plan.counts = data<int64_t>(counts);
-        const ec_matrix m = matrix_of("ec_pack", values, deltas, bases, indptr, rows, tile_ptr, sets, col_order,
-                                      plan.rows, plan.cols);
+        const ec_matrix m =
+            matrix_of("ec_pack", values, deltas, bases, indptr, rows, tile_ptr, sets, col_order, plan.rows, plan.cols);
 #ifdef USE_CUDA
         const Tensor plan_sets = to_device(w, l.plan_sets, {num_sets}, ScalarType::Int);
         STD_CUDA_CHECK(ec_write_cuda(&plan, &m, data<int32_t>(plan_sets), current_stream(w)));
 #else
-        for_tiles(plan.tiles, [&](int64_t begin, int64_t stop) {
-            ec_write_cpu(&plan, &m, l.plan_sets.data(), begin, stop);
-        });
+        for_tiles(plan.tiles,
+                  [&](int64_t begin, int64_t stop) { ec_write_cpu(&plan, &m, l.plan_sets.data(), begin, stop); });
 #endif
         return {values, deltas, bases, indptr, rows, tile_ptr, sets, col_order};
     }
@@ -288,7 +291,8 @@ double bytes_a_nonzero(double p, int bits) {
 
 // Cuts columns, densest first, into at most max_slabs slabs of the fewest bytes, each with its best width of deltas.
 // Dynamic programming over at most 64 places to cut. A slab costs each row its bases, its row index and half a chunk.
-std::vector<int32_t> choose_slabs(const std::vector<int32_t> &counts, int64_t rows, int64_t max_slabs, ec_options *options) {
+std::vector<int32_t> choose_slabs(const std::vector<int32_t> &counts, int64_t rows, int64_t max_slabs,
+                                  ec_options *options) {
     const int64_t cols = int64_t(counts.size());
     std::vector<int32_t> order(cols);
     std::iota(order.begin(), order.end(), 0);
@@ -336,7 +340,8 @@ std::vector<int32_t> choose_slabs(const std::vector<int32_t> &counts, int64_t ro
 Packing choose_packing(const Tensor &w, macko_dtype dtype, ec_options options, int64_t tile_rows, int64_t max_slabs) {
     Tensor counts_tensor = torch::stable::new_empty(w, {w.size(1)}, ScalarType::Int);
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(ec_column_counts_cuda(w.const_data_ptr(), w.size(0), w.size(1), data<int32_t>(counts_tensor), current_stream(w)));
+    STD_CUDA_CHECK(ec_column_counts_cuda(w.const_data_ptr(), w.size(0), w.size(1), data<int32_t>(counts_tensor),
+                                         current_stream(w)));
 #else
     ec_column_counts_cpu(w.const_data_ptr(), dtype, w.size(0), w.size(1), data<int32_t>(counts_tensor));
 #endif
@@ -345,7 +350,8 @@ Packing choose_packing(const Tensor &w, macko_dtype dtype, ec_options options, i
     const double density = std::max(nonzeros, 1.0) / double(w.numel());
     // Of even columns the formula is within 0.1 %, of uneven ones it errs; so the two best widths are packed and counted.
     std::vector<int> widths{3, 4, 5, 6, 7, 8};
-    std::stable_sort(widths.begin(), widths.end(), [&](int a, int b) { return bytes_a_nonzero(density, a) < bytes_a_nonzero(density, b); });
+    std::stable_sort(widths.begin(), widths.end(),
+                     [&](int a, int b) { return bytes_a_nonzero(density, a) < bytes_a_nonzero(density, b); });
     options.num_slabs = 1;
     options.slab_begin[1] = w.size(1);
     options.slab_bits[0] = widths[0];
@@ -374,13 +380,15 @@ Tensor unpack(const ec_matrix &m, const Tensor &values) {
 }
 
 // y [shape] = W x + bias for one vector.
-Tensor spmv(const ec_matrix &m, const Tensor &values, const Tensor &x_any, const void *bias, std::vector<int64_t> shape) {
+Tensor spmv(const ec_matrix &m, const Tensor &values, const Tensor &x_any, const void *bias,
+            std::vector<int64_t> shape) {
     const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
     Tensor y = torch::stable::new_empty(values, shape);
     if (!m.rows) return y;
 #ifdef USE_CUDA
     Tensor partials = torch::stable::new_empty(values, {ec_spmv_partials(&m)}, ScalarType::Float);
-    STD_CUDA_CHECK(ec_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), data<float>(partials), current_stream(values)));
+    STD_CUDA_CHECK(ec_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), data<float>(partials),
+                                current_stream(values)));
 #else
     Tensor ordered = torch::stable::new_empty(values, {m.cols}, ScalarType::Float);
     ec_order_x_cpu(&m, x.const_data_ptr(), data<float>(ordered));
@@ -391,7 +399,7 @@ Tensor spmv(const ec_matrix &m, const Tensor &values, const Tensor &x_any, const
     return y;
 }
 
-}  // namespace
+} // namespace
 
 #define EC_TENSORS                                                                                                     \
     const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices, const Tensor &block_indptr,   \
@@ -400,11 +408,9 @@ Tensor spmv(const ec_matrix &m, const Tensor &values, const Tensor &x_any, const
 #define EC_ARGUMENTS                                                                                                   \
     block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ec_pack(const Tensor &w_any, int64_t delta_bits,
-                                                                                   int64_t lanes, int64_t max_height,
-                                                                                   int64_t min_width, int64_t max_width,
-                                                                                   int64_t tile_rows,
-                                                                                   int64_t max_slabs) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+ec_pack(const Tensor &w_any, int64_t delta_bits, int64_t lanes, int64_t max_height, int64_t min_width,
+        int64_t max_width, int64_t tile_rows, int64_t max_slabs) {
     check_backend("ec_pack", "w", w_any);
     const macko_dtype dtype = check_value_dtype("ec_pack", "w", w_any);
     check_dim("ec_pack", "w", w_any, 2);
@@ -412,15 +418,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ec_pa
         fail("ec_pack", "w has shape ", shape_name(w_any), ", expected at most 2^31 - 2 rows and columns");
     const auto power_of_two = [](int64_t v, int64_t most) { return v >= 1 && v <= most && !(v & (v - 1)); };
     if (!power_of_two(lanes, EC_WARP)) fail("ec_pack", "lanes is ", lanes, ", expected 1, 2, 4, 8, 16 or 32");
-    if (delta_bits && (delta_bits < 3 || delta_bits > 8)) fail("ec_pack", "delta_bits is ", delta_bits, ", expected 3 to 8, or 0");
+    if (delta_bits && (delta_bits < 3 || delta_bits > 8))
+        fail("ec_pack", "delta_bits is ", delta_bits, ", expected 3 to 8, or 0");
     if (!delta_bits && (lanes == EC_WARP || max_height > 1))
-        fail("ec_pack", "delta_bits is 0, which lets pack choose: expected lanes under 32 and max_height 1, got ", lanes, " and ", max_height);
-    if (!power_of_two(max_height, EC_MAX_HEIGHT)) fail("ec_pack", "max_height is ", max_height, ", expected 1, 2, 4, 8 or 16");
+        fail("ec_pack", "delta_bits is 0, which lets pack choose: expected lanes under 32 and max_height 1, got ",
+             lanes, " and ", max_height);
+    if (!power_of_two(max_height, EC_MAX_HEIGHT))
+        fail("ec_pack", "max_height is ", max_height, ", expected 1, 2, 4, 8 or 16");
     if (min_width < EC_CHUNK || min_width % EC_CHUNK || max_width < min_width || max_width % EC_CHUNK)
-        fail("ec_pack", "min_width is ", min_width, " and max_width ", max_width, ", expected rising multiples of ", EC_CHUNK);
-    if (tile_rows < EC_TILE || tile_rows > EC_MAX_TILE || tile_rows % EC_TILE || (tile_rows != EC_TILE && (max_height > 1 || lanes == EC_WARP)))
-        fail("ec_pack", "tile_rows is ", tile_rows, ", expected ", EC_TILE, ", or a multiple up to ", int(EC_MAX_TILE), " where lanes < 32 and max_height is 1");
-    if (max_slabs < 1 || max_slabs > EC_MAX_SLABS) fail("ec_pack", "max_slabs is ", max_slabs, ", expected 1 to ", int(EC_MAX_SLABS));
+        fail("ec_pack", "min_width is ", min_width, " and max_width ", max_width, ", expected rising multiples of ",
+             EC_CHUNK);
+    if (tile_rows < EC_TILE || tile_rows > EC_MAX_TILE || tile_rows % EC_TILE ||
+        (tile_rows != EC_TILE && (max_height > 1 || lanes == EC_WARP)))
+        fail("ec_pack", "tile_rows is ", tile_rows, ", expected ", EC_TILE, ", or a multiple up to ", int(EC_MAX_TILE),
+             " where lanes < 32 and max_height is 1");
+    if (max_slabs < 1 || max_slabs > EC_MAX_SLABS)
+        fail("ec_pack", "max_slabs is ", max_slabs, ", expected 1 to ", int(EC_MAX_SLABS));
 #ifdef USE_CUDA
     const DeviceGuard guard(w_any.get_device_index());
 #endif
@@ -459,9 +472,15 @@ Tensor ec_check(EC_TENSORS) {
         return torch::stable::to(t, torch::stable::Device(torch::headeronly::DeviceType::CPU));
     };
     using torch::stable::detail::from;
-    std::array<StableIValue, 10> stack{from(cpu(block_values)), from(cpu(delta_indices)), from(cpu(base_indices)),
-                                       from(cpu(block_indptr)), from(cpu(row_indices)),   from(cpu(tile_ptr)),
-                                       from(cpu(sets)),         from(cpu(col_order)),     from(rows),
+    std::array<StableIValue, 10> stack{from(cpu(block_values)),
+                                       from(cpu(delta_indices)),
+                                       from(cpu(base_indices)),
+                                       from(cpu(block_indptr)),
+                                       from(cpu(row_indices)),
+                                       from(cpu(tile_ptr)),
+                                       from(cpu(sets)),
+                                       from(cpu(col_order)),
+                                       from(rows),
                                        from(cols)};
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::ec_check", "", stack.data(), TORCH_ABI_VERSION));
     const Tensor found = torch::stable::detail::to<Tensor>(stack[0]);
@@ -489,13 +508,15 @@ Tensor ec_linear(const Tensor &x, EC_TENSORS, const std::optional<Tensor> &bias_
     const ec_matrix m = matrix_of("ec_linear", EC_ARGUMENTS);
     check_device("ec_linear", "x", x, "block_values", block_values);
     check_dtype("ec_linear", "x", x, block_values.scalar_type());
-    if (x.dim() < 1 || x.size(-1) != cols) fail("ec_linear", "x has shape ", shape_name(x), ", expected [..., ", cols, "]");
+    if (x.dim() < 1 || x.size(-1) != cols)
+        fail("ec_linear", "x has shape ", shape_name(x), ", expected [..., ", cols, "]");
     std::optional<Tensor> bias;
     if (bias_any) {
         check_device("ec_linear", "bias", *bias_any, "block_values", block_values);
         check_dtype("ec_linear", "bias", *bias_any, block_values.scalar_type());
         check_dim("ec_linear", "bias", *bias_any, 1);
-        if (bias_any->numel() != rows) fail("ec_linear", "bias has ", bias_any->numel(), " elements, the matrix has ", rows, " rows");
+        if (bias_any->numel() != rows)
+            fail("ec_linear", "bias has ", bias_any->numel(), " elements, the matrix has ", rows, " rows");
         bias = bias_any->is_contiguous() ? *bias_any : torch::stable::contiguous(*bias_any);
     }
 #ifdef USE_CUDA
@@ -517,4 +538,4 @@ Tensor ec_linear(const Tensor &x, EC_TENSORS, const std::optional<Tensor> &bias_
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-}  // namespace macko
+} // namespace macko

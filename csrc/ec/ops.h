@@ -8,11 +8,9 @@
 
 namespace macko {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ec_pack(const Tensor &w, int64_t delta_bits,
-                                                                                   int64_t lanes, int64_t max_height,
-                                                                                   int64_t min_width, int64_t max_width,
-                                                                                   int64_t tile_rows,
-                                                                                   int64_t max_slabs);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+ec_pack(const Tensor &w, int64_t delta_bits, int64_t lanes, int64_t max_height, int64_t min_width, int64_t max_width,
+        int64_t tile_rows, int64_t max_slabs);
 Tensor ec_unpack(const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices,
                  const Tensor &block_indptr, const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets,
                  const Tensor &col_order, int64_t rows, int64_t cols);
@@ -26,4 +24,4 @@ Tensor ec_linear(const Tensor &x, const Tensor &block_values, const Tensor &delt
                  const Tensor &block_indptr, const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets,
                  const Tensor &col_order, int64_t rows, int64_t cols, const std::optional<Tensor> &bias);
 
-}  // namespace macko
+} // namespace macko

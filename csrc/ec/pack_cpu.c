@@ -221,7 +221,8 @@ static void write_single(const ec_plan *p, const ec_set *set, int plan_set, int6
         row_indices[piece] = local < 0 ? -1 : (int32_t)row;
         sink->lane = piece * (int32_t)set->lanes;
         sink->w = local < 0 ? NULL : row_of(p, row);
-        const ec_walk walk = ec_walk_from(local < 0 ? NULL : p->bits + row * p->words, NULL, word, local < 0 ? word : end);
+        const ec_walk walk =
+            ec_walk_from(local < 0 ? NULL : p->bits + row * p->words, NULL, word, local < 0 ? word : end);
         ec_fill(walk, skip, (int32_t)set->lanes, t, (1 << set->delta_bits) - 1, sink);
     }
 }
@@ -246,8 +247,7 @@ void ec_write_cpu(const ec_plan *p, const ec_matrix *m, const int32_t *plan_sets
                                  row_indices);
                     column += shared->width;
                 } else {
-                    const int64_t at =
-                        single_at(p, plan_set, tile) + (block - tile_ptr[tile]) * (EC_WARP / set->lanes);
+                    const int64_t at = single_at(p, plan_set, tile) + (block - tile_ptr[tile]) * (EC_WARP / set->lanes);
                     write_single(p, set, plan_set, tile, at, &sink, row_indices);
                     column += (int64_t)p->single_width[at] * EC_WARP;
                 }
@@ -313,7 +313,8 @@ static int write_dense(const ec_matrix *m, const ec_entry *entry, void *w) {
 
 void ec_unpack_cpu(const ec_matrix *m, int64_t begin, int64_t end, void *w) {
     const int64_t row = least(begin * m->tile_rows, m->rows), stop = least(end * m->tile_rows, m->rows);
-    memset((char *)w + row * m->cols * value_bytes(m->dtype), 0, (size_t)((stop - row) * m->cols * value_bytes(m->dtype)));
+    memset((char *)w + row * m->cols * value_bytes(m->dtype), 0,
+           (size_t)((stop - row) * m->cols * value_bytes(m->dtype)));
     for (int64_t s = 0; s < m->num_sets; s++) {
         const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1);
         for (int64_t block = tile_ptr[begin]; block < tile_ptr[end]; block++)

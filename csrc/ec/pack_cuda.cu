@@ -14,7 +14,8 @@ __global__ void count_columns(const uint16_t *w, int64_t rows, int64_t cols, int
     const int64_t col = blockIdx.x * (int64_t)THREADS + threadIdx.x, first = blockIdx.y * (int64_t)rows_a_block;
     if (col >= cols) return;
     int count = 0;
-    for (int64_t row = first; row < min(rows, first + rows_a_block); row++) count += (w[row * cols + col] & 0x7fff) != 0;
+    for (int64_t row = first; row < min(rows, first + rows_a_block); row++)
+        count += (w[row * cols + col] & 0x7fff) != 0;
     atomicAdd(&counts[col], count);
 }
 
@@ -38,11 +39,12 @@ __global__ void find_bits(ec_plan p) {
 
 // What extraction of a tile works on, in p.scratch.
 struct Scratch {
-    uint64_t *level_bits;  // [EC_TILE, words]
-    int32_t *fits;         // [MAX_PAIRS, histogram slots]
-    ec_block *copies;      // [EC_TILE]
+    uint64_t *level_bits; // [EC_TILE, words]
+    int32_t *fits;        // [MAX_PAIRS, histogram slots]
+    ec_block *copies;     // [EC_TILE]
     __host__ __device__ static int64_t bytes(int64_t words) {
-        return EC_TILE * words * 8 + (MAX_PAIRS * ec_histogram_slots(words) * 4 + 15) / 16 * 16 + EC_TILE * sizeof(ec_block);
+        return EC_TILE * words * 8 + (MAX_PAIRS * ec_histogram_slots(words) * 4 + 15) / 16 * 16 +
+               EC_TILE * sizeof(ec_block);
     }
     __device__ Scratch(const ec_plan &p, int64_t tile) {
         uint8_t *at = p.scratch + tile * bytes(p.words);
@@ -63,13 +65,13 @@ struct Tile {
     int64_t num_columns, gained, nonzeros;
     int source[EC_TILE];
     uint8_t matched[EC_TILE], changed[EC_TILE];
-    uint32_t slab[EC_TILE][17];  // a stretch of 16 half words of every member; 17: rows start in different banks
+    uint32_t slab[EC_TILE][17]; // a stretch of 16 half words of every member; 17: rows start in different banks
     uint16_t shared_columns[EC_TILE][EC_TILE];
 };
 
 // shared_columns of all members, 16 half words at a time through shared memory; a thread counts 8 x 8 pairs.
 __device__ void count_shared(Tile &t, const uint64_t *members, int64_t words) {
-    constexpr int SIDE = 16, EACH = EC_TILE / SIDE;  // threads a side, pairs a side of a thread
+    constexpr int SIDE = 16, EACH = EC_TILE / SIDE; // threads a side, pairs a side of a thread
     const int i0 = threadIdx.x / SIDE, j0 = threadIdx.x % SIDE;
     const uint32_t *halves = (const uint32_t *)members;
     int counts[EACH][EACH] = {};
@@ -97,7 +99,8 @@ __device__ void count_shared(Tile &t, const uint64_t *members, int64_t words) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
 #pragma unroll
-        for (int j = 0; j < EACH; j++) t.shared_columns[i0 + i * SIDE][j0 + j * SIDE] = (uint16_t)min(counts[i][j], 0xffff);
+        for (int j = 0; j < EACH; j++)
+            t.shared_columns[i0 + i * SIDE][j0 + j * SIDE] = (uint16_t)min(counts[i][j], 0xffff);
     __syncthreads();
 }
 
@@ -124,7 +127,7 @@ __device__ void match(Tile &t, const uint64_t *members, const ec_plan &p) {
         for (int i = 0; i < t.num_members; i++) {
             const int row = sorted[i];
             if (t.matched[row]) continue;
-            int best = 0;  // columns shared, then the earlier place
+            int best = 0; // columns shared, then the earlier place
             for (int j = i + 1 + lane; j < t.num_members; j += WARP)
                 if (!t.matched[sorted[j]]) best = max(best, t.shared_columns[row][sorted[j]] << 8 | (255 - j));
             best = __reduce_max_sync(FULL_WARP, best);
@@ -154,7 +157,8 @@ __device__ void append(Tile &t, const ec_plan &p, int64_t tile, const ec_block &
     ec_take(walk, delta_max, width, p.columns + p.columns_at[tile] + first);
 }
 
-__device__ void pair_rounds(Tile &t, const ec_plan &p, int64_t tile, const Scratch &scratch, uint64_t *members, int height) {
+__device__ void pair_rounds(Tile &t, const ec_plan &p, int64_t tile, const Scratch &scratch, uint64_t *members,
+                            int height) {
     const int delta_max = (1 << p.options.delta_bits) - 1;
     for (;;) {
         count_shared(t, members, p.words);
@@ -284,7 +288,9 @@ __device__ int place_of(int rank, int n) {
     return place;
 }
 
-__device__ int64_t *counts_of(const ec_plan &p, int set, int64_t tile) { return p.counts + (set * p.tiles + tile) * 2; }
+__device__ int64_t *counts_of(const ec_plan &p, int set, int64_t tile) {
+    return p.counts + (set * p.tiles + tile) * 2;
+}
 
 __device__ void arrange_heights(const ec_plan &p, int64_t tile) {
     __shared__ int num[EC_HEIGHT_SETS];
@@ -311,7 +317,9 @@ __device__ void arrange_heights(const ec_plan &p, int64_t tile) {
     }
 }
 
-__device__ int64_t single_at(const ec_plan &p, int set, int64_t tile) { return (set * p.tiles + tile) * p.tile_rows; }
+__device__ int64_t single_at(const ec_plan &p, int set, int64_t tile) {
+    return (set * p.tiles + tile) * p.tile_rows;
+}
 
 __device__ void arrange_parts(const ec_plan &p, int64_t tile, int num_rows) {
     __shared__ ec_parts parts[EC_TILE];
@@ -363,7 +371,9 @@ __device__ void arrange_slab(const ec_plan &p, int slab, int64_t tile, int num_r
         while (t > EC_VECTOR) {
             bool fits = true;
             if (mine >= 0)
-                fits = !ec_fill(ec_walk_from(bits + mine * p.words, nullptr, word, end), 0, lanes, t - EC_VECTOR, delta_max, 0).more;
+                fits = !ec_fill(ec_walk_from(bits + mine * p.words, nullptr, word, end), 0, lanes, t - EC_VECTOR,
+                                delta_max, 0)
+                            .more;
             if (!__all_sync(FULL_WARP, fits)) break;
             t -= EC_VECTOR;
         }
@@ -423,7 +433,9 @@ __global__ void __launch_bounds__(THREADS) write_blocks(ec_plan p, ec_matrix m, 
         int column = (int)counts_of(p, plan_set, tile)[1];
         for (int first = 0; first < num; first += WARP) {
             const int i = first + lane;
-            int width = i >= num ? 0 : is_shared ? blocks[order[i]].width : p.single_width[singles + (int64_t)i * pieces] * EC_WARP;
+            int width = i >= num    ? 0
+                        : is_shared ? blocks[order[i]].width
+                                    : p.single_width[singles + (int64_t)i * pieces] * EC_WARP;
             int sum = width;
             for (int off = 1; off < WARP; off *= 2) {
                 const int other = __shfl_up_sync(FULL_WARP, sum, off);
@@ -442,7 +454,8 @@ __global__ void __launch_bounds__(THREADS) write_blocks(ec_plan p, ec_matrix m, 
             const int32_t *columns = p.columns + p.columns_at[tile] + block.first;
             const int t = block.width / EC_WARP;
             ec_sink sink = sink_of(p, m, set, first_block + i, indptr[i]);
-            if (lane < block.height) row_indices[i * block.height + lane] = (int32_t)(tile * EC_TILE + block.rows[lane]);
+            if (lane < block.height)
+                row_indices[i * block.height + lane] = (int32_t)(tile * EC_TILE + block.rows[lane]);
             for (int c = lane; c < block.width; c += WARP) {
                 const int64_t n = ec_number(c / t, c % t, EC_VECTOR);
                 for (int k = 0; k < block.height; k++) {
@@ -468,8 +481,10 @@ __global__ void __launch_bounds__(THREADS) write_blocks(ec_plan p, ec_matrix m, 
         row_indices[i] = local < 0 ? -1 : (int32_t)row;
         sink.lane = i % pieces * (int)set.lanes;
         sink.w = local < 0 ? nullptr : (const uint16_t *)p.w + row * p.cols;
-        const ec_walk walk = ec_walk_from(local < 0 ? nullptr : p.bits + row * p.words, nullptr, word, local < 0 ? word : end);
-        ec_fill(walk, slab < 0 ? p.single_skip[at] : 0, (int)set.lanes, p.single_width[at], (1 << set.delta_bits) - 1, &sink);
+        const ec_walk walk =
+            ec_walk_from(local < 0 ? nullptr : p.bits + row * p.words, nullptr, word, local < 0 ? word : end);
+        ec_fill(walk, slab < 0 ? p.single_skip[at] : 0, (int)set.lanes, p.single_width[at], (1 << set.delta_bits) - 1,
+                &sink);
     }
 }
 
@@ -499,13 +514,14 @@ __global__ void __launch_bounds__(THREADS) unpack_blocks(ec_matrix m, uint16_t *
     }
 }
 
-}  // namespace
+} // namespace
 
 cudaError_t ec_column_counts_cuda(const void *w, int64_t rows, int64_t cols, int32_t *counts, cudaStream_t stream) {
     constexpr int ROWS_A_BLOCK = 128;
     cudaMemsetAsync(counts, 0, cols * sizeof *counts, stream);
     const dim3 grid((unsigned)ceil_div(cols, THREADS), (unsigned)ceil_div(rows, ROWS_A_BLOCK));
-    if (rows && cols) count_columns<<<grid, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, ROWS_A_BLOCK, counts);
+    if (rows && cols)
+        count_columns<<<grid, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, ROWS_A_BLOCK, counts);
     return cudaGetLastError();
 }
 
@@ -515,7 +531,9 @@ cudaError_t ec_bits_cuda(const ec_plan *p, cudaStream_t stream) {
     return cudaGetLastError();
 }
 
-int64_t ec_extract_scratch_bytes(int64_t tiles, int64_t cols) { return tiles * Scratch::bytes((cols + 63) / 64); }
+int64_t ec_extract_scratch_bytes(int64_t tiles, int64_t cols) {
+    return tiles * Scratch::bytes((cols + 63) / 64);
+}
 
 cudaError_t ec_extract_cuda(const ec_plan *p, cudaStream_t stream) {
     if (p->tiles) extract<<<(unsigned)p->tiles, THREADS, 0, stream>>>(*p);

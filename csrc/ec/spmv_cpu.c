@@ -23,7 +23,8 @@ void ec_order_x_cpu(const ec_matrix *m, const void *x, float *ordered) {
 }
 
 /* sums[i] += values[i] * gathered[i / height] for a chunk of `columns` columns, with the best instructions there are. */
-typedef void chunk_add(const void *values, macko_dtype dtype, const float *gathered, int columns, int height, float *sums);
+typedef void chunk_add(const void *values, macko_dtype dtype, const float *gathered, int columns, int height,
+                       float *sums);
 
 static void add_scalar(const void *values, macko_dtype dtype, const float *gathered, int columns, int height,
                        float *sums) {
@@ -82,7 +83,8 @@ void ec_spmv_cpu(const ec_matrix *m, const float *x, const void *bias, int64_t b
             const ec_set *set = &m->sets[s];
             const int height = (int)set->height, vector = (int)set->vector, chunk = EC_WARP * vector;
             const int64_t pieces = EC_WARP / set->lanes;
-            const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1), *indptr = m->block_indptr + set->first_block + s;
+            const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1),
+                          *indptr = m->block_indptr + set->first_block + s;
             for (int64_t block = tile_ptr[tile]; block < tile_ptr[tile + 1]; block++) {
                 float sums[EC_CHUNK * EC_MAX_HEIGHT], gathered[EC_CHUNK + 8];
                 int64_t col[EC_WARP];

@@ -11,18 +11,18 @@ using namespace macko;
 
 namespace {
 
-constexpr int MAX_WARPS = 12;  // of a thread block of a tile, two a multiprocessor
-constexpr int ROW_WARPS = 24;  // of the one thread block a multiprocessor, where rows need no sums
+constexpr int MAX_WARPS = 12; // of a thread block of a tile, two a multiprocessor
+constexpr int ROW_WARPS = 24; // of the one thread block a multiprocessor, where rows need no sums
 constexpr int MAX_PARTS = 8;  // thread blocks a tile: the largest portable cluster
 
-enum x_place { X_SHARED, X_GLOBAL };  // X_GLOBAL only where x does not fit
+enum x_place { X_SHARED, X_GLOBAL }; // X_GLOBAL only where x does not fit
 
 // What one warp reads of one set: blocks [block, block_end), which lie one after another in every array.
 template <typename T>
 struct Stretch {
-    const T *values;          // the set's
-    const uint32_t *deltas;   // the set's
-    const void *bases;        // the set's
+    const T *values;        // the set's
+    const uint32_t *deltas; // the set's
+    const void *bases;      // the set's
     const int32_t *indptr, *row_indices;
     int block, block_end, column, column_end;
     int delta_bits, lanes, base_bytes;
@@ -41,7 +41,9 @@ __device__ __forceinline__ void copy(void *to, const void *from) {
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(BYTES));
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -94,9 +96,9 @@ template <int G, int V>
 struct Ring {
     static constexpr int CHUNK = WARP * V;
     static constexpr int STEP = G == 1 ? 4 : G == 2 ? 2 : 1;
-    static constexpr bool HOLDS_VALUES = G <= 8;  // of 16 rows, which are rare, values are loaded where they are used
-    static constexpr int VALUE_BYTES = HOLDS_VALUES ? CHUNK * G * 2 : 0;  // of a chunk
-    static constexpr int SLOT_BYTES = STEP * (VALUE_BYTES + CHUNK);       // deltas have at most 8 bits
+    static constexpr bool HOLDS_VALUES = G <= 8; // of 16 rows, which are rare, values are loaded where they are used
+    static constexpr int VALUE_BYTES = HOLDS_VALUES ? CHUNK * G * 2 : 0; // of a chunk
+    static constexpr int SLOT_BYTES = STEP * (VALUE_BYTES + CHUNK);      // deltas have at most 8 bits
     static constexpr int DEPTH = RING_BYTES / SLOT_BYTES < 8 ? RING_BYTES / SLOT_BYTES : 8;
 };
 
@@ -104,27 +106,29 @@ struct Ring {
 // their way, across the blocks' borders too; bases, ends and rows are fetched a block ahead. add(row, sum) is called by
 // one lane a row, in the order of the blocks.
 template <typename T, x_place X, int G, int V, typename Add>
-__device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigned char *ring, int lane, const Add &add) {
+__device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigned char *ring, int lane,
+                                       const Add &add) {
     using R = Ring<G, V>;
     const int chunks = (s.column_end - s.column) / R::CHUNK;
     if (chunks == 0) return;
-    const int words = V * s.delta_bits, bit = lane * words;  // of a chunk's deltas; of a lane's first
+    const int words = V * s.delta_bits, bit = lane * words; // of a chunk's deltas; of a lane's first
     const bool straddles = (bit & 31) + words > 32;
     const uint32_t mask = (1u << s.delta_bits) - 1;
     const unsigned char *values = (const unsigned char *)(s.values + (int64_t)s.column * G);
     const unsigned char *deltas = (const unsigned char *)(s.deltas + (int64_t)(s.column / 32) * s.delta_bits);
 
-    int fetched = 0;                 // chunks asked for
-    unsigned char *fill = ring;      // the slot of the next
+    int fetched = 0;            // chunks asked for
+    unsigned char *fill = ring; // the slot of the next
     unsigned char *const ring_end = ring + R::DEPTH * R::SLOT_BYTES;
     auto fetch = [&] {
         const int n = min(R::STEP, chunks - fetched);
         if (n > 0) {
-            constexpr int PIECE = V == 1 ? 4 : 16;  // bytes a copy
+            constexpr int PIECE = V == 1 ? 4 : 16; // bytes a copy
             constexpr int VALUE_PIECES = R::STEP * R::VALUE_BYTES / PIECE;
 #pragma unroll
             for (int i = 0; i < VALUE_PIECES; i += WARP)
-                if ((i + lane) * PIECE < n * R::VALUE_BYTES) copy<PIECE>(fill + (i + lane) * PIECE, values + (i + lane) * PIECE);
+                if ((i + lane) * PIECE < n * R::VALUE_BYTES)
+                    copy<PIECE>(fill + (i + lane) * PIECE, values + (i + lane) * PIECE);
             static_assert(R::STEP * R::CHUNK <= WARP * PIECE, "a warp copies a step's deltas at once");
             if (lane * PIECE < n * words * 4)
                 copy<PIECE>(fill + R::STEP * R::VALUE_BYTES + lane * PIECE, deltas + lane * PIECE);
@@ -135,18 +139,19 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
         }
         commit_copies();
     };
-    __syncwarp();  // the ring may still be read for the set before
+    __syncwarp(); // the ring may still be read for the set before
 #pragma unroll 1
     for (int d = 0; d < R::DEPTH; d++) fetch();
 
     const int lanes_log2 = __ffs(s.lanes) - 1, pieces = G == 1 ? WARP >> lanes_log2 : 1;
     const bool writes = G == 1 ? (lane & (s.lanes - 1)) == 0 : lane < G;
-    const int32_t *row_at = s.row_indices + (int64_t)s.block * pieces * G + (G == 1 ? lane >> lanes_log2 : row_of_lane<G>(lane));
+    const int32_t *row_at =
+        s.row_indices + (int64_t)s.block * pieces * G + (G == 1 ? lane >> lanes_log2 : row_of_lane<G>(lane));
     int block = s.block, end = s.indptr[block + 1], left = (end - s.column) / R::CHUNK;
-    unsigned x_at = 2 * load_base(s.bases, s.base_bytes, (int64_t)block * WARP + lane);  // bytes into x
+    unsigned x_at = 2 * load_base(s.bases, s.base_bytes, (int64_t)block * WARP + lane); // bytes into x
     int row = writes ? *row_at : -1;
     int next_end = end, next_base = 0, next_row = -1;
-    auto fetch_block = [&] {  // what block + 1 begins with
+    auto fetch_block = [&] { // what block + 1 begins with
         row_at += pieces * G;
         if (block + 1 >= s.block_end) return;
         next_end = s.indptr[block + 2];
@@ -159,7 +164,7 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
     auto end_block = [&] {
         const float total = reduce<G>(sum, s.lanes, lane);
         if (row >= 0) add(row, total);
-        __syncwarp();  // the next block's rows may be these, in other lanes
+        __syncwarp(); // the next block's rows may be these, in other lanes
 #pragma unroll
         for (int k = 0; k < G; k++) sum[k] = 0;
         block++;
@@ -170,12 +175,12 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
         fetch_block();
     };
     const unsigned char *slot = ring;
-    auto add_chunk = [&](int chunk, int q) {  // chunk q of the slot
+    auto add_chunk = [&](int chunk, int q) { // chunk q of the slot
         const uint32_t *word = (const uint32_t *)(slot + R::STEP * R::VALUE_BYTES) + q * words + (bit >> 5);
         uint32_t delta = __funnelshift_r(word[0], straddles ? word[1] : 0, bit);
         const T *value = R::HOLDS_VALUES ? (const T *)(slot + q * R::VALUE_BYTES) + lane * V * G
                                          : s.values + ((int64_t)s.column + (int64_t)chunk * R::CHUNK + lane * V) * G;
-        constexpr int TOGETHER = V * G <= 16 ? V : 1;  // columns whose values are loaded at once
+        constexpr int TOGETHER = V * G <= 16 ? V : 1; // columns whose values are loaded at once
 #pragma unroll 1
         for (int j = 0; j < V; j += TOGETHER) {
             Values<T, TOGETHER * G> own;
@@ -194,7 +199,7 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
     for (int i = 0; i < chunks; i += R::STEP) {
         wait_copies<R::DEPTH - 1>();
         __syncwarp();
-        if (R::STEP > 1 && left >= R::STEP) {  // no block ends inside: loads of all its chunks at once
+        if (R::STEP > 1 && left >= R::STEP) { // no block ends inside: loads of all its chunks at once
 #pragma unroll
             for (int q = 0; q < R::STEP; q++) add_chunk(i + q, q);
             left -= R::STEP;
@@ -255,8 +260,9 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP, 1) spmv_rows(ec_matrix m, con
     const int4 share = {block, block_end, m.block_indptr[block], m.block_indptr[block_end]};
     if (X == X_SHARED) load_x(m, x, xs);
     __syncthreads();
-    stream<T, X, 1, EC_VECTOR>(stretch_of<T>(m, set, 0, share), X == X_SHARED ? xs : x, shared + warp * RING_BYTES, lane,
-                               [&](int row, float sum) { y[row] = from_float<T>(bias ? sum + to_float(bias[row]) : sum); });
+    stream<T, X, 1, EC_VECTOR>(
+        stretch_of<T>(m, set, 0, share), X == X_SHARED ? xs : x, shared + warp * RING_BYTES, lane,
+        [&](int row, float sum) { y[row] = from_float<T>(bias ? sum + to_float(bias[row]) : sum); });
 }
 
 // A cluster of `parts` thread blocks owns a tile (without clusters: leaves `partials` for `finish`). A warp owns an
@@ -269,11 +275,11 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP, 2)
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int tile = blockIdx.x / parts, part = blockIdx.x % parts;
     const int tile_rows = (int)m.tile_rows, first_row = tile * tile_rows;
-    float *sums = (float *)shared;  // [warps, tile_rows]
-    unsigned char *rings = (unsigned char *)(sums + warps * tile_rows);  // [warps, RING_BYTES]
+    float *sums = (float *)shared;                                      // [warps, tile_rows]
+    unsigned char *rings = (unsigned char *)(sums + warps * tile_rows); // [warps, RING_BYTES]
     T *xs = (T *)(rings + warps * RING_BYTES);
     __shared__ ec_set sets[EC_MAX_SETS];
-    __shared__ int4 shares[MAX_WARPS][EC_MAX_SETS];  // of each warp in each set: first and last block, their columns
+    __shared__ int4 shares[MAX_WARPS][EC_MAX_SETS]; // of each warp in each set: first and last block, their columns
 
     // Lane s finds out what this warp has to do in set s. Stretches start elsewhere in each set, so that sets of fewer
     // blocks than warps do not burden the same warps.
@@ -333,7 +339,7 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP, 2)
         for (int p = 0; p < parts; p++) total += cluster.map_shared_rank(sums, p)[row];
         put(row, total);
     }
-    cluster.sync();  // nobody leaves while its sums are read
+    cluster.sync(); // nobody leaves while its sums are read
 #endif
 }
 
@@ -348,7 +354,7 @@ __global__ void finish(int64_t rows, int parts, const float *partials, const T *
 }
 
 struct Shape {
-    int parts;  // of a tile; 0: spmv_rows
+    int parts; // of a tile; 0: spmv_rows
     int blocks, warps, shared_bytes;
     bool clusters;
     x_place place;
@@ -362,7 +368,8 @@ int attribute(cudaDeviceAttr which) {
 }
 
 Shape shape_of(const ec_matrix &m) {
-    const int sms = attribute(cudaDevAttrMultiProcessorCount), most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    const int sms = attribute(cudaDevAttrMultiProcessorCount),
+              most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     Shape shape = {};
     if (m.num_sets == 1 && m.num_rows >= m.rows && m.num_rows > m.num_blocks) {
         // One thread block a multiprocessor, so that x is copied once. As many warps as get equal numbers of blocks.
@@ -400,7 +407,8 @@ Shape shape_of(const ec_matrix &m) {
 template <typename T, x_place X>
 cudaError_t launch_tiles(const ec_matrix &m, const Shape &shape, const T *x, const T *bias, T *y, float *partials,
                          cudaStream_t stream) {
-    cudaError_t error = cudaFuncSetAttribute(spmv<T, X>, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+    cudaError_t error =
+        cudaFuncSetAttribute(spmv<T, X>, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
     if (error) return error;
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -412,7 +420,8 @@ cudaError_t launch_tiles(const ec_matrix &m, const Shape &shape, const T *x, con
     config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = shape.clusters && shape.parts > 1;
-    if ((error = cudaLaunchKernelEx(&config, spmv<T, X>, m, shape.parts, x, bias, y, shape.clusters ? nullptr : partials)))
+    if ((error =
+             cudaLaunchKernelEx(&config, spmv<T, X>, m, shape.parts, x, bias, y, shape.clusters ? nullptr : partials)))
         return error;
     if (!shape.clusters && shape.parts > 1)
         finish<T><<<ceil_div(m.rows, 128), 128, 0, stream>>>(m.rows, shape.parts, partials, bias, y);
@@ -439,7 +448,7 @@ cudaError_t launch(const ec_matrix &m, const void *x, const void *bias, void *y,
     return run(m, shape, (const T *)x, (const T *)bias, (T *)y, partials, stream);
 }
 
-}  // namespace
+} // namespace
 
 int64_t ec_spmv_partials(const ec_matrix *m) {
     const Shape shape = shape_of(*m);

@@ -385,8 +385,9 @@ class EcWeight(PackedWeight):
         That is 8 lanes a row, no shared blocks, and the width of deltas of fewest bytes.
         """
         options = {"delta_bits": cls.delta_bits, "lanes": cls.lanes, "max_height": cls.max_height, **options}
-        tensors: Any = ops.ec_pack(w, **options)
-        return cls(*tensors, w.shape[0], w.shape[1], **options)
+        names = [field.name for field in dataclasses.fields(cls)]
+        fields: dict[str, Any] = {**dict(zip(names, ops.ec_pack(w, **options), strict=False)), **options}
+        return cls(rows=w.shape[0], cols=w.shape[1], **fields)
 
     @classmethod
     def paper(cls, w: Tensor, delta_bits: int = 4) -> Self:
@@ -411,7 +412,7 @@ class EcWeight(PackedWeight):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
-        return ops.ec_linear(x, *self._packed(), bias=bias)
+        return ops.ec_linear(x, *self._packed(), bias)
 
     def validate(self) -> None:
         """Checks every rule of the format, once, on the CPU.

@@ -388,7 +388,7 @@ __device__ void arrange_slab(const ec_plan &p, int slab, int64_t tile, int num_r
     }
 }
 
-__global__ void __launch_bounds__(THREADS) arrange(ec_plan p) {
+__global__ void __launch_bounds__(THREADS, 4) arrange(ec_plan p) {
     const int64_t tile = blockIdx.x;
     const int num_rows = (int)min(p.tile_rows, p.rows - tile * p.tile_rows);
     if (p.options.max_height > 1) arrange_heights(p, tile);

@@ -401,8 +401,19 @@ class EcWeight(PackedWeight):
         options = ({"lanes": 8}, *({"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)))
         return min((cls.from_dense(w, **tried) for tried in options), key=lambda packed: packed.nbytes)
 
-    def _packed(self) -> Any:
-        return (*self.tensors().values(), self.rows, self.cols)
+    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+        return (
+            self.block_values,
+            self.delta_indices,
+            self.base_indices,
+            self.block_indptr,
+            self.row_indices,
+            self.tile_ptr,
+            self.sets,
+            self.col_order,
+            self.rows,
+            self.cols,
+        )
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
@@ -410,8 +421,7 @@ class EcWeight(PackedWeight):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
-        arguments: Any = (x, *self._packed(), bias)
-        return ops.ec_linear(*arguments)
+        return ops.ec_linear(x, *self._packed(), bias)
 
     def validate(self) -> None:
         """Checks every rule of the format, once, on the CPU.

@@ -55,7 +55,7 @@ struct Scratch {
 };
 
 struct Pair {
-    int a, b, width;
+    int a, b, width, block;
     int64_t first;
 };
 
@@ -136,7 +136,7 @@ __device__ void match(Tile &t, const uint64_t *members, const ec_plan &p) {
             __syncwarp();
             if (lane == 0) {
                 t.matched[row] = t.matched[other] = 1;
-                t.pairs[num_pairs] = {row, other, 0, 0};
+                t.pairs[num_pairs] = {row, other, 0, 0, 0};
             }
             __syncwarp();
             num_pairs++;
@@ -163,7 +163,8 @@ __device__ void pair_rounds(Tile &t, const ec_plan &p, int64_t tile, const Scrat
     for (;;) {
         count_shared(t, members, p.words);
         match(t, members, p);
-        Pair *pair = threadIdx.x < t.num_pairs ? &t.pairs[threadIdx.x] : nullptr;
+        const int num_pairs = t.num_pairs;
+        Pair *pair = threadIdx.x < num_pairs ? &t.pairs[threadIdx.x] : nullptr;
         ec_walk walk = {};
         if (pair) {
             walk = ec_walk_from(members + pair->a * p.words, members + pair->b * p.words, 0, p.words);
@@ -173,26 +174,24 @@ __device__ void pair_rounds(Tile &t, const ec_plan &p, int64_t tile, const Scrat
         __syncthreads();
         if (threadIdx.x == 0) {
             t.gained = 0;
-            for (int i = 0; i < t.num_pairs; i++) {
-                t.pairs[i].first = t.num_columns;
-                t.num_columns += t.pairs[i].width;
-                t.gained += (int64_t)t.pairs[i].width * 2 * height;
+            for (int i = 0; i < num_pairs; i++) {
+                Pair &placed = t.pairs[i];
+                placed.first = t.num_columns;
+                placed.block = t.num_blocks;
+                t.num_columns += placed.width;
+                t.num_blocks += placed.width > 0;
+                t.gained += (int64_t)placed.width * 2 * height;
             }
         }
         __syncthreads();
         if (pair && pair->width) {
-            int block = t.num_blocks;
-            for (int i = 0; i < (int)threadIdx.x; i++) block += t.pairs[i].width > 0;
-            append(t, p, tile, scratch.copies[pair->a], &scratch.copies[pair->b], 2 * height, pair->width, block,
+            append(t, p, tile, scratch.copies[pair->a], &scratch.copies[pair->b], 2 * height, pair->width, pair->block,
                    pair->first, walk, delta_max);
             const int32_t *taken = p.columns + p.columns_at[tile] + pair->first;
             ec_clear(members + pair->a * p.words, taken, pair->width);
             ec_clear(members + pair->b * p.words, taken, pair->width);
             t.changed[pair->a] = t.changed[pair->b] = 1;
         }
-        __syncthreads();
-        if (threadIdx.x == 0)
-            for (int i = 0; i < t.num_pairs; i++) t.num_blocks += t.pairs[i].width > 0;
         __syncthreads();
         if (t.gained * 200 < t.nonzeros || !t.gained) return;
     }

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from . import integrations, ops
 from .convert import sparsify_
 from .files import load_model, save_model
-from .formats import FORMATS, MackoWeight
+from .formats import FORMATS, EcWeight, MackoWeight
 from .layers import LayerReport, Report
 from .linear import SparseLinear
 from .prune import prune_
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMATS",
+    "EcWeight",
     "LayerReport",
     "MackoWeight",
     "Report",

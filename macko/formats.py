@@ -14,7 +14,7 @@ Its fields are tensors and plain ints. The ints besides rows and cols are the op
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -458,8 +458,133 @@ class BitmapWeight(PackedWeight):
         return self.stored / max(1, self.rows * self.cols)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class EcWeight(PackedWeight):
+    """EC-CSR, the format of the EC-SpMV paper, and its widening; csrc/ec/ec.h specifies the bytes.
+
+    The tensors are as ops.ec_pack returns them; the ints besides rows and cols are its options.
+    """
+
+    format: ClassVar[str] = "ec"
+
+    block_values: Tensor
+    delta_indices: Tensor
+    base_indices: Tensor
+    block_indptr: Tensor
+    row_indices: Tensor
+    tile_ptr: Tensor
+    sets: Tensor
+    col_order: Tensor
+    rows: int
+    cols: int
+    delta_bits: int = 0
+    lanes: int = 8
+    max_height: int = 1
+    min_width: int = 128
+    max_width: int = 8192
+    tile_rows: int = 128
+    max_slabs: int = 1
+
+    @classmethod
+    def from_dense(cls, w: Tensor, **options: int) -> Self:
+        """Packs w [rows, cols]. The options are those of ops.ec_pack; by default what was fastest on an H200.
+
+        That is 8 lanes a row, no shared blocks, and the width of deltas of fewest bytes.
+        """
+        options = {"delta_bits": cls.delta_bits, "lanes": cls.lanes, "max_height": cls.max_height, **options}
+        names = [field.name for field in dataclasses.fields(cls)]
+        fields: dict[str, Any] = {**dict(zip(names, ops.ec_pack(w, **options), strict=False)), **options}
+        return cls(rows=w.shape[0], cols=w.shape[1], **fields)
+
+    @classmethod
+    def paper(cls, w: Tensor, delta_bits: int = 4) -> Self:
+        """Packs w as the paper does: blocks of up to 16 rows, then single rows on 32 lanes; deltas of 4 or 8 bits."""
+        return cls.from_dense(w, delta_bits=delta_bits, lanes=32, max_height=16)
+
+    @classmethod
+    def smallest(cls, w: Tensor) -> Self:
+        """Packs w in the fewest bytes: few lanes a row, columns by density, widths by exact size.
+
+        More lanes find less padding where rows are uneven, more where they are short. Slower than the default.
+        """
+        options = ({"lanes": 8}, *({"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)))
+        return min((cls.from_dense(w, **tried) for tried in options), key=lambda packed: packed.nbytes)
+
+    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+        return (
+            self.block_values,
+            self.delta_indices,
+            self.base_indices,
+            self.block_indptr,
+            self.row_indices,
+            self.tile_ptr,
+            self.sets,
+            self.col_order,
+            self.rows,
+            self.cols,
+        )
+
+    def to_dense(self) -> Tensor:
+        """The dense [rows, cols] weight."""
+        return ops.ec_unpack(*self._packed())
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [..., cols]."""
+        return ops.ec_linear(x, *self._packed(), bias)
+
+    def validate(self) -> None:
+        """Checks every rule of the format, once, on the CPU.
+
+        Raises:
+            ValueError: a rule is broken; names the set, the entry and what is wrong with it.
+        """
+        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
+            raise ValueError(f"not an ec weight: its tensors are on {' and '.join(sorted(devices))}")
+        try:
+            fault = ops.ec_check(*self._packed())
+        except RuntimeError as error:
+            if "macko::" not in str(error):
+                raise
+            raise ValueError(f"not an ec weight: {error}") from None
+        kind, set_index, entry, found = fault.tolist()
+        wrong = {
+            0: "",
+            1: f"sets[{set_index}] is no possible set, or not as long as its arrays",
+            2: f"tile_ptr[{set_index}, {entry}] is {found}",
+            3: f"block_indptr of set {set_index} is {found} at block {entry}",
+            4: f"row_indices[{entry}] is {found}: outside its tile, twice in its block, or none for a value",
+            5: f"value {entry} of set {set_index} is at column {found}, the matrix has {self.cols} columns",
+            6: f"column {entry} of set {set_index} begins a lane, and its delta is not 0",
+            7: f"value {entry} of set {set_index} is -0.0",
+            8: f"value {entry} of set {set_index}, at column {found}, is there twice",
+            9: f"col_order[{entry}] is {found}, which is no column or there twice",
+        }.get(kind, f"set {set_index}, entry {entry}: fault {kind}, found {found}")
+        if wrong:
+            raise ValueError(f"not an ec weight: {wrong}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.block_values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.block_values.device
+
+    @property
+    def stored(self) -> int:
+        """Entries held, non-zeros and explicit zeros."""
+        return self.block_values.numel()
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all; waits for the device."""
+        return int(self.block_values.count_nonzero()) / max(1, self.rows * self.cols)
+
+
 #: Every format by name.
-FORMATS: dict[str, type[PackedWeight]] = {kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight)}
+FORMATS: dict[str, type[PackedWeight]] = {
+    kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, EcWeight)
+}
 
 
 def format_named(name: str) -> type[PackedWeight]:

@@ -203,6 +203,134 @@ def bitmap_linear(
     return torch.ops.macko.bitmap_linear(x, values, bits, row_ptr, cols, bias)
 
 
+#: block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order of an EC-CSR matrix.
+EcTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def ec_pack(
+    w: Tensor,
+    delta_bits: int = 4,
+    lanes: int = 32,
+    max_height: int = 16,
+    min_width: int = 128,
+    max_width: int = 8192,
+    tile_rows: int = 128,
+    max_slabs: int = 1,
+) -> EcTensors:
+    """Packs a dense matrix into EC-CSR, the format of the EC-SpMV paper. The defaults are the paper's layout.
+
+    Args:
+        w: [rows, cols], float16 or bfloat16 (float32 too on the CPU); any strides.
+        delta_bits: 3 to 8, the width of a delta; 4 and 8 in the paper. 0 (with lanes < 32 and max_height 1) takes the
+            width of fewest bytes, for each slab its own.
+        lanes: 1 to 32, a power of two: lanes that share a single row. 32 is the paper's long and short part.
+        max_height: 1 to 16, a power of two: most rows of a block; 1 extracts no blocks.
+        min_width, max_width: columns of a block of several rows, multiples of 128.
+        tile_rows: rows among which rows of like size are grouped, a multiple of 128 up to 1024; 128 for the paper's.
+        max_slabs: up to 4; with delta_bits 0, into how many sets the columns, sorted by density, may be cut.
+
+    Returns:
+        The eight tensors that csrc/ec/ec.h describes, on w's device; the CPU's and CUDA's are the same bytes.
+
+    Raises:
+        RuntimeError: wrong device, dtype, shape or option, or more than 2^31 - 1 columns stored in one set.
+    """
+    return torch.ops.macko.ec_pack(w, delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs)
+
+
+def ec_unpack(
+    block_values: Tensor,
+    delta_indices: Tensor,
+    base_indices: Tensor,
+    block_indptr: Tensor,
+    row_indices: Tensor,
+    tile_ptr: Tensor,
+    sets: Tensor,
+    col_order: Tensor,
+    rows: int,
+    cols: int,
+) -> Tensor:
+    """The dense [rows, cols] matrix, bit for bit but for the sign of zeros. The content is trusted: see ec_check."""
+    return torch.ops.macko.ec_unpack(
+        block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols
+    )
+
+
+def ec_check(
+    block_values: Tensor,
+    delta_indices: Tensor,
+    base_indices: Tensor,
+    block_indptr: Tensor,
+    row_indices: Tensor,
+    tile_ptr: Tensor,
+    sets: Tensor,
+    col_order: Tensor,
+    rows: int,
+    cols: int,
+) -> Tensor:
+    """The first place where the packed data breaks the format: int64 [4] of kind (0: none), set, entry, found.
+
+    A matrix that comes from outside is checked once; the other ops trust its content. Runs on the CPU.
+    """
+    return torch.ops.macko.ec_check(
+        block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols
+    )
+
+
+def ec_spmv(
+    block_values: Tensor,
+    delta_indices: Tensor,
+    base_indices: Tensor,
+    block_indptr: Tensor,
+    row_indices: Tensor,
+    tile_ptr: Tensor,
+    sets: Tensor,
+    col_order: Tensor,
+    rows: int,
+    cols: int,
+    x: Tensor,
+) -> Tensor:
+    """y = W x for one vector x [cols]; differentiable in x. The same bits at every run. See ec_check for the content.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape.
+    """
+    return torch.ops.macko.ec_spmv(
+        block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols, x
+    )
+
+
+def ec_linear(
+    x: Tensor,
+    block_values: Tensor,
+    delta_indices: Tensor,
+    base_indices: Tensor,
+    block_indptr: Tensor,
+    row_indices: Tensor,
+    tile_ptr: Tensor,
+    sets: Tensor,
+    col_order: Tensor,
+    rows: int,
+    cols: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias for x [..., cols]; differentiable in x and bias. More than one token: by a temporary dense copy."""
+    return torch.ops.macko.ec_linear(
+        x,
+        block_values,
+        delta_indices,
+        base_indices,
+        block_indptr,
+        row_indices,
+        tile_ptr,
+        sets,
+        col_order,
+        rows,
+        cols,
+        bias,
+    )
+
+
 @torch.library.register_fake("macko::pack")
 def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
@@ -429,3 +557,130 @@ def _bitmap_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 torch.library.register_autograd("macko::bitmap_spmv", _bitmap_spmv_backward, setup_context=_save_bitmap_spmv)
 torch.library.register_autograd("macko::bitmap_linear", _bitmap_linear_backward, setup_context=_save_bitmap_linear)
+
+
+@torch.library.register_fake("macko::ec_pack")
+def _(
+    w: Tensor,
+    delta_bits: int = 4,
+    lanes: int = 32,
+    max_height: int = 16,
+    min_width: int = 128,
+    max_width: int = 8192,
+    tile_rows: int = 128,
+    max_slabs: int = 1,
+) -> EcTensors:
+    torch._check(w.dim() == 2, lambda: f"macko::ec_pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
+    context = torch.library.get_ctx()
+    values, deltas, bases, indptr, rows, sets, order = (context.new_dynamic_size() for _ in range(7))
+    index = torch.uint16 if w.shape[1] <= 65536 else torch.int32
+    tiles = (w.shape[0] + tile_rows - 1) // tile_rows
+    return (
+        w.new_empty(values),
+        w.new_empty(deltas, dtype=torch.uint8),
+        w.new_empty(bases, dtype=index),
+        w.new_empty(indptr, dtype=torch.int32),
+        w.new_empty(rows, dtype=torch.int32),
+        w.new_empty(sets, tiles + 1, dtype=torch.int32),
+        w.new_empty(sets + 1, 8, dtype=torch.int64),
+        w.new_empty(order, dtype=index),
+    )
+
+
+@torch.library.register_fake("macko::ec_unpack")
+def _(
+    block_values: Tensor,
+    delta_indices: Tensor,
+    base_indices: Tensor,
+    block_indptr: Tensor,
+    row_indices: Tensor,
+    tile_ptr: Tensor,
+    sets: Tensor,
+    col_order: Tensor,
+    rows: int,
+    cols: int,
+) -> Tensor:
+    return block_values.new_empty(rows, cols)
+
+
+@torch.library.register_fake("macko::ec_check")
+def _(
+    block_values: Tensor,
+    delta_indices: Tensor,
+    base_indices: Tensor,
+    block_indptr: Tensor,
+    row_indices: Tensor,
+    tile_ptr: Tensor,
+    sets: Tensor,
+    col_order: Tensor,
+    rows: int,
+    cols: int,
+) -> Tensor:
+    return block_values.new_empty(4, dtype=torch.int64)
+
+
+@torch.library.register_fake("macko::ec_spmv")
+def _(
+    block_values: Tensor,
+    delta_indices: Tensor,
+    base_indices: Tensor,
+    block_indptr: Tensor,
+    row_indices: Tensor,
+    tile_ptr: Tensor,
+    sets: Tensor,
+    col_order: Tensor,
+    rows: int,
+    cols: int,
+    x: Tensor,
+) -> Tensor:
+    torch._check(x.dim() == 1, lambda: f"macko::ec_spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
+    torch._check(
+        x.shape[0] == cols, lambda: f"macko::ec_spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
+    )
+    return block_values.new_empty(rows)
+
+
+@torch.library.register_fake("macko::ec_linear")
+def _(
+    x: Tensor,
+    block_values: Tensor,
+    delta_indices: Tensor,
+    base_indices: Tensor,
+    block_indptr: Tensor,
+    row_indices: Tensor,
+    tile_ptr: Tensor,
+    sets: Tensor,
+    col_order: Tensor,
+    rows: int,
+    cols: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    torch._check(
+        x.dim() >= 1 and x.shape[-1] == cols,
+        lambda: f"macko::ec_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
+    )
+    return block_values.new_empty(*x.shape[:-1], rows)
+
+
+def _save_ec_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.shape = inputs[8:10]
+
+
+def _ec_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *[None] * 10, torch.ops.macko.ec_unpack(*ctx.saved_tensors, *ctx.shape).t() @ grad
+
+
+def _save_ec_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:9])
+    ctx.shape = inputs[9:11]
+
+
+def _ec_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad @ torch.ops.macko.ec_unpack(*ctx.saved_tensors, *ctx.shape) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[11:]) else None
+    return grad_x, *[None] * 10, grad_bias
+
+
+torch.library.register_autograd("macko::ec_spmv", _ec_spmv_backward, setup_context=_save_ec_spmv)
+torch.library.register_autograd("macko::ec_linear", _ec_linear_backward, setup_context=_save_ec_linear)

@@ -1,5 +1,6 @@
 // The map: every op, its schema and who implements it. Compiled once for the CPU and once for CUDA (USE_CUDA).
 #include "../bitmap/ops.h"
+#include "../ec/ops.h"
 #include "../macko/ops.h"
 #include "../sell/ops.h"
 
@@ -15,7 +16,13 @@
     OP(sell_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4, int gap_bits=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int, int)") \
     OP(sell_unpack, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head) -> Tensor") \
     OP(sell_spmv, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor x, Tensor? bias=None) -> Tensor") \
-    OP(sell_linear, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor")
+    OP(sell_linear, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor") \
+    /* csrc/ec: EC-CSR */ \
+    OP(ec_pack, "(Tensor w, int delta_bits=4, int lanes=32, int max_height=16, int min_width=128, int max_width=8192, int tile_rows=128, int max_slabs=1) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)") \
+    OP(ec_unpack, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols) -> Tensor") \
+    OP(ec_check, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols) -> Tensor") \
+    OP(ec_spmv, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols, Tensor x) -> Tensor") \
+    OP(ec_linear, "(Tensor x, Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols, Tensor? bias=None) -> Tensor")
 
 #define MACKO_CPU_OPS(OP) \
     /* csrc/bitmap: the CPU's execution layout */ \

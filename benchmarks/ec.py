@@ -1,0 +1,141 @@
+"""EC-SpMV on a GPU: y = W x of its variants against dense, cuSPARSE's CSR and sell; packing.
+
+    python -m benchmarks.ec [results.jsonl]
+
+Prints a table and adds a line per measurement to the file. Every output is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import macko.ops as ops
+from benchmarks.canonical import SHAPES, pruned
+from benchmarks.timing import Timing, append_jsonl, copies, provenance, time_graph
+from macko.formats import SellWeight
+from tests.common import assert_close_spmv
+
+#: The paper's layout with both widths; the same without blocks; fewer lanes a row.
+VARIANTS: dict[str, dict[str, int]] = {
+    "paper, 4 bits": {"delta_bits": 4},
+    "paper, 8 bits": {"delta_bits": 8},
+    "no blocks, 4 bits": {"delta_bits": 4, "max_height": 1},
+    "16 lanes": {"delta_bits": 0, "max_height": 1, "lanes": 16},
+    "8 lanes": {"delta_bits": 0, "max_height": 1, "lanes": 8},
+    "4 lanes": {"delta_bits": 0, "max_height": 1, "lanes": 4},
+}
+
+
+def time_csr(w: Tensor, x: Tensor) -> Timing:
+    """torch.mv on a CSR tensor with 32-bit indices, which is cuSPARSE's SpMV."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CSR support is in beta
+        csr = w.to_sparse_csr()
+        parts = [csr.crow_indices().int(), csr.col_indices().int(), csr.values()]
+        held = [torch.sparse_csr_tensor(*p, size=w.shape, check_invariants=False) for p in copies(parts)]
+        calls = [lambda m=m: torch.mv(m, x) for m in held]
+        return time_graph(calls)
+
+
+def spmv(rows: int, cols: int, density: float, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """A line for each baseline and variant; outputs are checked on 512 rows."""
+    w = pruned(rows, cols, density, dtype)
+    x = torch.randn(cols, dtype=dtype, device="cuda")
+    some = torch.randperm(rows, device="cuda")[:512]
+    nnz = int(w.count_nonzero())
+    common = {
+        "what": "spmv",
+        "rows": rows,
+        "cols": cols,
+        "density": density,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    csr = time_csr(w, x)
+    dense = [c[0] for c in copies([w])]
+    linear = time_graph([lambda w=w: F.linear(x, w) for w in dense])
+    mv = time_graph([lambda w=w: torch.mv(w, x) for w in dense])
+    del dense
+    yield {**common, "variant": "dense", "bytes": w.nbytes, "time": min(linear, mv, key=lambda t: t.median_us)}
+    yield {**common, "variant": "CSR", "bytes": nnz * 6 + rows * 4 + 4, "time": csr}
+    sell = SellWeight.from_dense(w)
+    held = [
+        dataclasses.replace(sell, **dict(zip(sell.tensors(), c, strict=True)))
+        for c in copies([*sell.tensors().values()])
+    ]
+    calls = [lambda p=p: p.linear(x) for p in held]
+    yield {**common, "variant": "sell", "bytes": sell.nbytes, "time": time_graph(calls)}
+    del sell, held, calls
+    for name, options in VARIANTS.items():
+        packed = ops.ec_pack(w, **options)
+        y = ops.ec_spmv(*packed, rows, cols, x)
+        assert_close_spmv(y[some], w[some], x)
+        calls = [lambda p=p: torch.ops.macko.ec_spmv(*p, rows, cols, x) for p in copies(packed)]
+        nbytes = sum(t.nbytes for t in packed)
+        yield {**common, "variant": name, "bytes": nbytes, "bytes_a_nonzero": nbytes / nnz, "time": time_graph(calls)}
+        del packed, calls
+
+
+def packing(rows: int, cols: int, density: float, **options: int) -> dict[str, Any]:
+    """Milliseconds of ec_pack, its waits included: the median of five."""
+    w = pruned(rows, cols, density, torch.float16)
+    ops.ec_pack(w, **options)
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        ops.ec_pack(w, **options)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return {"what": "pack", "rows": rows, "cols": cols, "density": density, **options, "ms": sorted(times)[2] * 1e3}
+
+
+def packing_llama(density: float, **options: int) -> dict[str, Any]:
+    """Seconds of ec_pack for all 224 matrices of Llama-2-7B; every layer is packed, its weights are the same."""
+    layer = [
+        pruned(*shape, density, torch.float16) for shape in [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
+    ]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(32):
+        for w in layer:
+            ops.ec_pack(w, **options)
+    torch.cuda.synchronize()
+    return {"what": "pack 224 matrices", "density": density, **options, "s": time.perf_counter() - start}
+
+
+def main() -> None:
+    results = sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/ec.jsonl"
+    ran_on = provenance()
+    for options in VARIANTS.values():
+        line = packing(4096, 4096, 0.3, **options)
+        append_jsonl(results, **ran_on, **line)
+        print(line, flush=True)
+    for options in VARIANTS.values():
+        line = packing_llama(0.3, **options)
+        append_jsonl(results, **ran_on, **line)
+        print(line, flush=True)
+    for rows, cols in SHAPES:
+        for density in (0.3, 0.2):
+            best: dict[str, float] = {}
+            for line in spmv(rows, cols, density, torch.float16):
+                append_jsonl(results, **ran_on, **line)
+                us = best[line["variant"]] = line["time"].median_us
+                gbps = line["bytes"] / us / 1e3
+                print(
+                    f"{rows}x{cols} density {density} {line['variant']:18} {us:7.2f} us {gbps:6.0f} GB/s "
+                    f"{best['dense'] / us:5.2f}x dense {best.get('CSR', us) / us:5.2f}x CSR",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

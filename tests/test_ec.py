@@ -1,0 +1,424 @@
+"""EC-CSR: what extraction, packing, the checks and the kernels can get wrong. Same tests on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import macko.ops as ops
+from macko import EcWeight
+from tests.common import (
+    CPU_DTYPES,
+    HALVES,
+    MASKS,
+    assert_close_spmv,
+    assert_same_bits,
+    device_dtypes,
+    devices,
+    integer_problem,
+    mask,
+    random_vector,
+    random_weight,
+    torch_threads,
+)
+
+#: The paper's layout with both widths and in odd ones, and every way in which ours differs.
+OPTIONS: dict[str, dict[str, int]] = {
+    "paper4": {"delta_bits": 4},
+    "paper8": {"delta_bits": 8},
+    "low": {"delta_bits": 5, "max_height": 4, "max_width": 256},
+    "wide_blocks": {"delta_bits": 6, "min_width": 256},
+    "no_blocks": {"delta_bits": 3, "max_height": 1},
+    "blocks_and_few_lanes": {"delta_bits": 7, "lanes": 8},
+    "lanes4": {"delta_bits": 0, "lanes": 4, "max_height": 1},
+    "lanes16": {"delta_bits": 3, "lanes": 16, "max_height": 1, "tile_rows": 256},
+    "slabs": {"delta_bits": 0, "lanes": 1, "max_height": 1, "tile_rows": 1024, "max_slabs": 4},
+}
+SHAPES = ((0, 0), (0, 5), (5, 0), (1, 1), (3, 7), (127, 129), (130, 513), (300, 64), (2, 5003), (257, 1024))
+
+
+def alike_rows(rows: int, cols: int, density: float, dtype: torch.dtype) -> Tensor:
+    """Groups of 16 rows that share most of their columns: blocks of every height come out of it."""
+    groups = mask("uniform", -(-rows // 16), cols, density).repeat_interleave(16, 0)[:rows]
+    few = mask("uniform", rows, cols, 0.97, seed=5)
+    return random_weight(rows, cols, 1.0, dtype) * (groups & few)
+
+
+def heights(packed: tuple[Tensor, ...]) -> list[int]:
+    return packed[6][:-1, 0].tolist()
+
+
+def assert_packs(w: Tensor, options: dict[str, int]) -> tuple[Tensor, ...]:
+    """Nothing lost, nothing twice, every rule kept."""
+    packed = ops.ec_pack(w, **options)
+    assert_same_bits(ops.ec_unpack(*packed, *w.shape), torch.where(w == 0, 0, w))
+    assert ops.ec_check(*packed, *w.shape).tolist() == [0, 0, -1, 0]
+    assert int(packed[0].count_nonzero()) == int(w.count_nonzero())
+    return packed
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+def test_every_shape(shape: tuple[int, int], name: str, device: str, dtype: torch.dtype) -> None:
+    rows, cols = shape
+    for density in (0.0, 0.02, 0.3, 1.0):
+        w, x, y = integer_problem(rows, cols, density, dtype)
+        packed = assert_packs(w.to(device), OPTIONS[name])
+        assert_same_bits(ops.ec_spmv(*packed, rows, cols, x.to(device)).cpu() + 0, y + 0)
+        w = random_weight(rows, cols, density, dtype)
+        x, bias = random_vector(cols, dtype=dtype), random_vector(rows, dtype=dtype, seed=2)
+        packed = ops.ec_pack(w.to(device), **OPTIONS[name])
+        assert_close_spmv(ops.ec_linear(x.to(device), *packed, rows, cols, bias.to(device)), w, x, bias)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("device", devices())
+def test_every_mask(kind: str, name: str, device: str) -> None:
+    w = random_weight(400, 1500, 0.25, torch.float16, kind=kind)
+    packed = assert_packs(w.to(device), OPTIONS[name])
+    x = random_vector(1500, dtype=torch.float16)
+    assert_close_spmv(ops.ec_spmv(*packed, 400, 1500, x.to(device)), w, x)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5, 8])
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+def test_blocks_of_every_height(bits: int, device: str, dtype: torch.dtype) -> None:
+    w = alike_rows(140, 2300, 0.8, dtype)
+    packed = assert_packs(w.to(device), {"delta_bits": bits})
+    assert heights(packed)[:4] == [16, 8, 4, 2]
+    x = random_vector(2300, dtype=dtype)
+    assert_close_spmv(ops.ec_spmv(*packed, 140, 2300, x.to(device)), w, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bytes_equal_the_cpus(name: str) -> None:
+    weights = [random_weight(300, 1111, 0.3, torch.float16, kind=kind) for kind in MASKS]
+    weights += [alike_rows(270, 2300, 0.8, torch.bfloat16), random_weight(20, 70_000, 0.05, torch.float16)]
+    weights += [random_weight(*shape, density, torch.float16) for shape in SHAPES for density in (0.0, 0.1, 1.0)]
+    for w in weights:
+        for got, wanted in zip(ops.ec_pack(w.cuda(), **OPTIONS[name]), ops.ec_pack(w, **OPTIONS[name]), strict=True):
+            assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_distances_around_the_largest_delta(device: str) -> None:
+    for bits, lanes in itertools.product((3, 4, 8), (1, 32)):
+        largest = 2**bits - 1
+        for gap in (largest - 1, largest, largest + 1, 2 * largest, 2 * largest + 1, 5 * largest + 3):
+            w = torch.zeros(5, 40 * gap + 10, dtype=torch.float16)
+            w[0, ::gap], w[2, 3::gap], w[4, 9] = 1.5, -2.5, 4
+            assert_packs(w.to(device), {"delta_bits": bits, "lanes": lanes, "max_height": 1})
+
+
+def test_a_zero_of_padding_stands_where_another_block_has_a_value() -> None:
+    # Rows 0 and 1 share 256 columns 0, 1, 2...; what is left of row 0 needs explicit zeros among them.
+    w = torch.zeros(2, 600, dtype=torch.float16)
+    w[:, :256] = 1
+    w[0, 300::70] = 2
+    w[0, 0] = 3
+    packed = assert_packs(w, {"delta_bits": 4})
+    assert heights(packed)[0] == 2
+
+
+@pytest.mark.parametrize("count", [*range(118, 138), 383, 384, 385])
+def test_rows_around_a_whole_chunk(count: int) -> None:
+    for stride, bits in itertools.product((1, 2, 9), (3, 4, 8)):
+        w = torch.zeros(3, count * stride, dtype=torch.float16)
+        w[1, ::stride] = 1
+        for lanes in (1, 8, 32):
+            assert_packs(w, {"delta_bits": bits, "lanes": lanes, "max_height": 1})
+
+
+@pytest.mark.parametrize("device", devices())
+def test_empty_rows_and_columns(device: str) -> None:
+    for name in OPTIONS:
+        w, x, _ = integer_problem(300, 700, 0.2, torch.float16)
+        w[:130] = 0
+        w[290:] = 0
+        w[:, 100:300] = 0
+        packed = assert_packs(w.to(device), OPTIONS[name])
+        y = (w.float() @ x.float()).half()
+        assert_same_bits(ops.ec_spmv(*packed, 300, 700, x.to(device)).cpu() + 0, y + 0)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_nan_inf_and_negative_zero(device: str) -> None:
+    for dtype, name in itertools.product(HALVES, OPTIONS):
+        w = random_weight(140, 300, 0.5, dtype)
+        w[3, 5:9] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=dtype)
+        w.view(torch.int16)[5, 7] = -1  # a NaN of other bits
+        packed = ops.ec_pack(w.to(device), **OPTIONS[name])
+        assert_same_bits(ops.ec_unpack(*packed, 140, 300), torch.where(w == 0, 0, w))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_more_columns_than_16_bits_and_than_shared_memory(device: str) -> None:
+    for name in ("paper4", "slabs"):
+        w, x, y = integer_problem(20, 140_001, 0.05, torch.float16)
+        packed = assert_packs(w.to(device), OPTIONS[name])
+        assert packed[2].dtype == torch.int32
+        assert_same_bits(ops.ec_spmv(*packed, 20, 140_001, x.to(device)).cpu() + 0, y + 0)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_strides_and_odd_addresses(device: str) -> None:
+    w = random_weight(60, 509, 0.5, torch.float16).to(device)
+    for same in (w.t().contiguous().t(), torch.cat([w, w], 1)[:, :509]):
+        for got, wanted in zip(ops.ec_pack(same), ops.ec_pack(w), strict=True):
+            assert_same_bits(got, wanted)
+    x = random_vector(510, dtype=torch.float16).to(device)
+    packed = ops.ec_pack(w)
+    assert_same_bits(ops.ec_spmv(*packed, 60, 509, x[1:]), ops.ec_spmv(*packed, 60, 509, x[1:].clone()))
+
+
+def test_any_number_of_threads_gives_the_same_bytes() -> None:
+    w = random_weight(1000, 900, 0.4, torch.float16, kind="uneven_rows")
+    for name in OPTIONS:
+        with torch_threads(1):
+            one = ops.ec_pack(w, **OPTIONS[name])
+        for got, wanted in zip(ops.ec_pack(w, **OPTIONS[name]), one, strict=True):
+            assert_same_bits(got, wanted)
+
+
+def test_every_cpu_path_packs_and_multiplies_alike(cpu_path: str) -> None:
+    for dtype, name in itertools.product(CPU_DTYPES, OPTIONS):
+        w, x, y = integer_problem(200, 777, 0.4, dtype)
+        packed = assert_packs(w, OPTIONS[name])
+        assert_same_bits(ops.ec_spmv(*packed, 200, 777, x) + 0, y + 0)
+
+
+def test_bytes_under_the_papers() -> None:
+    """The bytes a non-zero that a study of the paper found for its layout on such a mask, 0.5 % besides for another."""
+    w = random_weight(512, 4096, 0.3, torch.float16)
+    for bits, most in ((4, 2.72), (8, 2.99)):
+        assert EcWeight.paper(w, bits).nbytes / int(w.count_nonzero()) <= most * 1.005
+    assert EcWeight.smallest(w).nbytes / int(w.count_nonzero()) <= 2.56 * 1.005
+
+
+def test_auto_takes_the_width_of_fewest_bytes() -> None:
+    for density in (0.5, 0.3, 0.1, 0.03):
+        w = random_weight(256, 2048, density, torch.float16)
+        auto = EcWeight.from_dense(w, delta_bits=0, lanes=4)
+        fixed = [EcWeight.from_dense(w, delta_bits=bits, lanes=4).nbytes for bits in range(3, 9)]
+        assert auto.nbytes == min(fixed)
+
+
+@pytest.mark.gpu
+def test_same_bits_at_every_run() -> None:
+    w, x = random_weight(900, 3000, 0.4, torch.float16), random_vector(3000, dtype=torch.float16).cuda()
+    for name in OPTIONS:
+        packed = ops.ec_pack(w.cuda(), **OPTIONS[name])
+        first = ops.ec_spmv(*packed, 900, 3000, x)
+        for _ in range(20):
+            assert_same_bits(ops.ec_spmv(*packed, 900, 3000, x), first)
+
+
+@pytest.mark.gpu
+def test_without_thread_block_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("paper4", "paper8", "slabs"):
+        w, x, y = integer_problem(700, 3000, 0.4, torch.float16)
+        packed = ops.ec_pack(w.cuda(), **OPTIONS[name])
+        monkeypatch.setenv("MACKO_EC_CLUSTER", "0")
+        assert_same_bits(ops.ec_spmv(*packed, 700, 3000, x.cuda()).cpu() + 0, y + 0)
+        monkeypatch.delenv("MACKO_EC_CLUSTER")
+
+
+@pytest.mark.gpu
+def test_graph_and_another_stream() -> None:
+    w, x, y = integer_problem(300, 1000, 0.3, torch.float16)
+    packed = ops.ec_pack(w.cuda())
+    at = torch.zeros(1000, dtype=torch.float16, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ops.ec_spmv(*packed, 300, 1000, at)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_stream().synchronize()
+    with torch.cuda.graph(graph):
+        out = ops.ec_linear(at, *packed, 300, 1000)
+    at.copy_(x)
+    graph.replay()
+    assert_same_bits(out.cpu() + 0, y + 0)
+
+
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+def test_linear_of_several_tokens(device: str, dtype: torch.dtype) -> None:
+    w, bias = random_weight(40, 130, 0.4, dtype), random_vector(40, dtype=dtype, seed=2)
+    packed = EcWeight.paper(w.to(device))
+    for shape in ((130,), (1, 130), (3, 130), (2, 3, 130), (0, 130)):
+        x = random_vector(*shape, dtype=dtype).to(device)
+        y = packed.linear(x, bias.to(device))
+        assert y.shape == (*shape[:-1], 40)
+        wanted = torch.nn.functional.linear(x.double(), w.to(device).double(), bias.to(device).double())
+        torch.testing.assert_close(y.double(), wanted, rtol=0.02, atol=0.02) if y.numel() and len(shape) > 1 else None
+
+
+@pytest.mark.parametrize("device", devices())
+def test_opcheck(device: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    w = random_weight(40, 300, 0.3, dtype).to(device)
+    packed = [*ops.ec_pack(w), 40, 300]
+    x = torch.randn(300, dtype=dtype, device=device, requires_grad=True)
+    bias = torch.randn(40, dtype=dtype, device=device, requires_grad=True)
+    for op, arguments in (
+        ("ec_pack", (w,)),
+        ("ec_unpack", packed),
+        ("ec_check", packed),
+        ("ec_spmv", (*packed, x)),
+        ("ec_linear", (x, *packed, bias)),
+        ("ec_linear", (torch.randn(3, 300, dtype=dtype, device=device, requires_grad=True), *packed)),
+    ):
+        torch.library.opcheck(getattr(torch.ops.macko, op).default, tuple(arguments))
+
+
+def test_gradients() -> None:
+    w = random_weight(40, 300, 0.3, torch.float32)
+    packed = (*ops.ec_pack(w), 40, 300)
+    x, bias, grad = torch.randn(5, 300, requires_grad=True), torch.randn(40, requires_grad=True), torch.randn(5, 40)
+    ops.ec_linear(x, *packed, bias).backward(grad)
+    assert_same_bits(x.grad, grad @ w)
+    assert_same_bits(bias.grad, grad.sum(0))
+    vector = torch.randn(300, requires_grad=True)
+    ops.ec_spmv(*packed, vector).backward(grad[0])
+    torch.testing.assert_close(vector.grad, grad[0] @ w)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_compiled_without_a_break(device: str) -> None:
+    packed = EcWeight.paper(random_weight(64, 256, 0.3, torch.float16).to(device))
+    x = random_vector(2, 256, dtype=torch.float16).to(device)
+    compiled = torch.compile(lambda x: packed.linear(x) * 2, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(x), packed.linear(x) * 2)
+
+
+def corrupted(**changes: Any) -> EcWeight:
+    """Blocks of two rows and a few single values, and what is to be changed."""
+    w = torch.zeros(3, 600, dtype=torch.float16)
+    w[:2, :256] = 1
+    w[2, [5, 9, 400]] = 2
+    return dataclasses.replace(EcWeight.paper(w), **changes)
+
+
+def changed(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("sets", (0, 0), 3, r"sets\[0\]"),
+        ("sets", (0, 3), 9, r"sets\[0\]"),
+        ("sets", (0, 1), 16, r"sets\[0\]"),
+        ("sets", (1, 4), 7, r"sets\["),
+        ("sets", (2, 6), 0, r"sets\[2\]"),
+        ("tile_ptr", (0, 0), 1, r"tile_ptr\[0, 0\] is 1"),
+        ("tile_ptr", (0, 1), 9, r"tile_ptr\[0, 1\] is 9"),
+        ("block_indptr", 0, 128, "block_indptr of set 0 is 128 at block 0"),
+        ("block_indptr", 1, 200, "block_indptr of set 0 is 200 at block 1"),
+        ("block_indptr", 1, 512, "is 512 at block 1"),
+        ("row_indices", 0, 1, r"row_indices\[1\] is 1"),
+        ("row_indices", 0, 3, r"row_indices\[0\] is 3"),
+        ("row_indices", 0, -1, r"row_indices\[0\] is -1"),
+        ("base_indices", 31, 600, "is at column 600, the matrix has 600 columns"),
+        ("base_indices", 1, 0, "is there twice"),
+        ("delta_indices", 0, 1, "begins a lane, and its delta is not 0"),
+        ("block_values", 0, -0.0, "value 0 of set 0 is -0.0"),
+    ],
+)
+def test_validate_names_what_is_wrong(name: str, index: Any, value: Any, message: str) -> None:
+    good = corrupted()
+    good.validate()
+    tensor = getattr(good, name)
+    as_signed = tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
+    bad = changed(as_signed, index, value).view(tensor.dtype)
+    with pytest.raises(ValueError, match=f"not an ec weight: .*{message}"):
+        dataclasses.replace(good, **{name: bad}).validate()
+
+
+def test_validate_wants_each_row_once_where_lanes_are_few() -> None:
+    packed = EcWeight.from_dense(random_weight(40, 300, 0.3, torch.float16), lanes=4)
+    rows = packed.row_indices.tolist()
+    packed.validate()
+    for value in (rows[9], -1):
+        with pytest.raises(ValueError, match="row_indices"):
+            dataclasses.replace(packed, row_indices=changed(packed.row_indices, 3, value)).validate()
+
+
+def test_validate_wants_a_permutation_of_the_columns() -> None:
+    w = random_weight(1024, 1024, 0.05, torch.float16)
+    w[:, ::4] = random_weight(1024, 256, 0.9, torch.float16)
+    packed = EcWeight.from_dense(w, **OPTIONS["slabs"])
+    packed.validate()
+    assert packed.col_order.numel() == 1024
+    order = packed.col_order.view(torch.int16)
+    twice = changed(order, 5, int(order[6])).view(torch.uint16)
+    with pytest.raises(ValueError, match=r"col_order\[6\]"):
+        dataclasses.replace(packed, col_order=twice).validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"delta_bits": 2}, "delta_bits is 2, expected 3 to 8"),
+        ({"delta_bits": 9}, "delta_bits is 9"),
+        ({"delta_bits": 0}, "delta_bits is 0"),
+        ({"lanes": 3}, "lanes is 3"),
+        ({"lanes": 64}, "lanes is 64"),
+        ({"max_height": 32}, "max_height is 32"),
+        ({"min_width": 100}, "min_width is 100"),
+        ({"min_width": 512, "max_width": 256}, "max_width 256"),
+        ({"tile_rows": 256}, "tile_rows is 256"),
+        ({"max_slabs": 9}, "max_slabs is 9"),
+    ],
+)
+def test_pack_names_a_bad_option(options: dict[str, int], message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"macko::ec_pack: .*{message}"):
+        ops.ec_pack(torch.ones(4, 4), **options)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_ops_name_a_bad_argument(device: str) -> None:
+    packed: list[Any] = [*ops.ec_pack(random_weight(40, 300, 0.3, torch.float16).to(device)), 40, 300]
+    x = torch.zeros(300, dtype=torch.float16, device=device)
+    for place, bad, message in (
+        (0, packed[0].float().double(), "block_values has dtype float64"),
+        (1, packed[1].short(), "delta_indices has dtype int16, expected uint8"),
+        (2, packed[2][:-1], "block_indptr has"),
+        (5, packed[5][0], "tile_ptr has shape"),
+        (8, 2000, "tile_ptr has shape"),
+        (9, 70_000, "base_indices has dtype"),
+    ):
+        with pytest.raises(RuntimeError, match=f"macko::ec_spmv: {message}"):
+            torch.ops.macko.ec_spmv(*packed[:place], bad, *packed[place + 1 :], x)
+    with pytest.raises(RuntimeError, match="x has 299 elements, the matrix has 300 columns"):
+        ops.ec_spmv(*packed, x[1:])
+    with pytest.raises(RuntimeError, match="bias has 39 elements, the matrix has 40 rows"):
+        ops.ec_linear(x, *packed, x[:39])
+
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_any_matrix_comes_back(data: st.DataObject) -> None:
+    rows, cols = data.draw(st.integers(0, 200)), data.draw(st.integers(0, 700))
+    seed, density = data.draw(st.integers(0, 2**31)), data.draw(st.floats(0, 1))
+    options = OPTIONS[data.draw(st.sampled_from(sorted(OPTIONS)))]
+    dtype = data.draw(st.sampled_from(CPU_DTYPES))
+    kind = data.draw(st.sampled_from(("alike", *MASKS))) if rows and cols else "uniform"
+    if kind == "alike":
+        w = alike_rows(rows, cols, density, dtype)
+    else:
+        w = random_weight(rows, cols, density, dtype, kind=kind, seed=seed)
+    assert_packs(w, options)

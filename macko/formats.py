@@ -29,6 +29,8 @@ class PackedWeight:
     format: ClassVar[str]
     #: Types of device that run it.
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    #: An execution layout is made from the canonical format, held in its place, and never saved.
+    is_layout: ClassVar[bool] = False
     rows: int
     cols: int
 
@@ -79,21 +81,31 @@ class PackedWeight:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
         """The same weight elsewhere, or the dense weight's conversion to dtype packed anew.
 
         A value may round to zero, and a zero is not stored: so another dtype means another packing, made on `device`.
+        A layout that does not run there becomes the canonical weight.
         """
         device = self.device if device is None else torch.device(device)
-        if dtype not in (None, self.dtype):
-            options = {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
-            return self.from_dense(self.to_dense().to(device, dtype), **options)
-        return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
+        runs = device.type in (*self.device_types, "meta")
+        if runs and dtype in (None, self.dtype):
+            return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
+        if self.is_layout:
+            moved = self.to_macko().to(device, dtype)
+            assert isinstance(moved, MackoWeight)
+            return self.from_macko(moved) if runs else moved
+        options = {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
+        return self.from_dense(self.to_dense().to(device, dtype), **options)
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """A canonical weight in this format."""
+        return cls.from_dense(weight.to_dense())
 
     def to_macko(self) -> MackoWeight:
         """The same weight in the canonical format, which is what files hold."""
-        own: Any = self
-        return MackoWeight.from_dense(own.to_dense())
+        return MackoWeight.from_dense(self.to_dense())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,6 +135,11 @@ class MackoWeight(PackedWeight):
         return cls(*ops.pack(w, delta_bits), rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
 
     @classmethod
+    def smallest(cls, w: Tensor) -> Self:
+        """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
+        return min((cls.from_dense(w, delta_bits) for delta_bits in (4, 2, 8)), key=lambda weight: weight.nbytes)
+
+    @classmethod
     def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
         """A weight without a non-zero; on the meta device too."""
         return cls(
@@ -140,6 +157,10 @@ class MackoWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.linear(x, self.values, self.deltas, self.row_ptr, self.cols, bias, self.delta_bits)
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        return cls(weight.values, weight.deltas, weight.row_ptr, weight.rows, weight.cols, weight.delta_bits)
 
     def to_macko(self) -> MackoWeight:
         return self
@@ -197,6 +218,138 @@ class MackoWeight(PackedWeight):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class SellWeight(PackedWeight):
+    """How a GPU with much bandwidth per SM runs a macko weight; csrc/sell/sell.h specifies the bytes. CUDA only.
+
+    Made on the device for its number of SMs, held instead of the canonical tensors, never saved: `to_macko` gives what
+    is. Runs on another GPU too, but best on one like that which it was made on.
+
+    Attributes:
+        data: [slots * slot size], float16 or bfloat16: values, and gaps among them.
+        bases: [groups * 32], int16. blocks: [blocks, 8], int32. perm: [rows], int32.
+        rows, cols: shape of the dense weight, at most 65535 columns.
+        gap_bits: 2 to 6. warps, head: of a block. entries: non-zeros and explicit zeros held.
+        delta_bits: of the canonical weight that it was made from.
+    """
+
+    format: ClassVar[str] = "sell"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    is_layout: ClassVar[bool] = True
+
+    data: Tensor
+    bases: Tensor
+    blocks: Tensor
+    perm: Tensor
+    rows: int
+    cols: int
+    gap_bits: int
+    warps: int
+    head: int
+    entries: int
+    delta_bits: int = 4
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight, gap_bits: int = 0) -> Self:
+        """Lays out a macko weight that is on a GPU. gap_bits 2 to 6, or 0 for the smallest."""
+        data, bases, blocks, perm, gap_bits, warps, head, entries = ops.sell_pack(
+            weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits, gap_bits
+        )
+        sizes = weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits
+        return cls(data, bases, blocks, perm, *sizes)
+
+    def to_macko(self) -> MackoWeight:
+        """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""
+        return MackoWeight.from_dense(self.to_dense(), self.delta_bits)
+
+    @classmethod
+    def from_dense(cls, w: Tensor, delta_bits: int = 4, gap_bits: int = 0) -> Self:
+        """Packs w [rows, cols], which is on a GPU."""
+        return cls.from_macko(MackoWeight.from_dense(w, delta_bits), gap_bits)
+
+    def to_dense(self) -> Tensor:
+        """The dense [rows, cols] weight."""
+        return ops.sell_unpack(*self._packed)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [..., cols]."""
+        return ops.sell_linear(x, *self._packed, bias)
+
+    def spmv(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """W x + bias for x [cols]."""
+        return ops.sell_spmv(*self._packed, x, bias)
+
+    @property
+    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
+        return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head
+
+    def validate(self) -> None:
+        """Checks that this is what packing its own matrix gives on this GPU.
+
+        Raises:
+            ValueError: it is not; names the first thing that differs.
+        """
+        reason = self._misplaced()
+        if not reason:
+            again = self.from_macko(self.to_macko(), self.gap_bits)
+            for name, size in again.sizes().items():
+                if size != getattr(self, name):
+                    reason = f"{name} is {getattr(self, name)}, packing its matrix gives {size}"
+            for name, tensor in again.tensors().items():
+                if not reason and not torch.equal(tensor.view(torch.int16), getattr(self, name).view(torch.int16)):
+                    reason = f"{name} is not what packing its matrix gives"
+        if reason:
+            raise ValueError(f"not a sell weight: {reason}")
+
+    def _misplaced(self) -> str:
+        """Why reading it would be unsafe, or nothing."""
+        slot, group, row, rows, chunks, long_chunks, steps, stages = self.blocks.cpu().long().unbind(1)
+        groups, long_groups = -(-rows * chunks // 32), -(-rows * long_chunks // 32)
+        warp = torch.arange(self.warps)
+        count = lambda of: (of[:, None] + self.warps - 1 - warp) // self.warps  # noqa: E731  groups of each warp
+        lengths = count(groups) * (steps - 1)[:, None] + count(long_groups)
+        lengths[:, 1::2] = lengths[:, ::2]  # warps go in pairs
+        behind = (lengths - lengths.clamp(max=self.head)).sum(1)
+        others = (groups - self.warps).clamp(min=0)
+        before = lambda sizes: sizes.cumsum(0) - sizes  # noqa: E731
+        heads = len(rows) * self.warps
+        slots = (heads * self.head + int(behind.sum())) * (512 + 32 * self.gap_bits)
+        bad_steps = (steps < 1) | (long_chunks > chunks) | ((long_chunks < chunks) & (steps < 2)) | (steps > 128)
+        checks = {
+            "blocks has negative sizes": bool((self.blocks < 0).any()),
+            "rows of blocks do not add up": int(rows.sum()) != self.rows or not torch.equal(row, before(rows)),
+            "a block's stages are not those of its first warp": not torch.equal(stages, lengths[:, 0]),
+            "a block's chunks do not add up": bool(bad_steps.any() or (chunks * (rows | 1) > 2176).any()),
+            "blocks do not follow each other in data": not torch.equal(slot, before(behind)),
+            "blocks do not follow each other in bases": not torch.equal(group, before(others)),
+            f"data has {self.data.numel()} elements, expected {slots}": self.data.numel() != slots,
+            f"bases has {self.bases.numel()} elements": self.bases.numel() != (heads + int(others.sum())) * 32,
+            "perm is not a permutation": not torch.equal(
+                self.perm.sort().values, torch.arange(self.rows, device=self.device, dtype=torch.int32)
+            ),
+        }
+        return next((reason for reason, wrong in checks.items() if wrong), "")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def stored(self) -> int:
+        """Entries held, non-zeros and explicit zeros."""
+        return self.entries
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all; waits for the device."""
+        values = self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
+        return int(values.count_nonzero()) / max(1, self.rows * self.cols)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class BitmapWeight(PackedWeight):
     """How a CPU runs a macko weight; csrc/bitmap/bitmap.h specifies the bytes. CPU only.
 
@@ -212,6 +365,7 @@ class BitmapWeight(PackedWeight):
 
     format: ClassVar[str] = "bitmap"
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    is_layout: ClassVar[bool] = True
 
     values: Tensor
     bits: Tensor
@@ -305,4 +459,11 @@ class BitmapWeight(PackedWeight):
 
 
 #: Every format by name.
-FORMATS: dict[str, type[PackedWeight]] = {kind.format: kind for kind in (MackoWeight, BitmapWeight)}
+FORMATS: dict[str, type[PackedWeight]] = {kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight)}
+
+
+def format_named(name: str) -> type[PackedWeight]:
+    """The dataclass of a format; ValueError where there is none of that name."""
+    if name not in FORMATS:
+        raise ValueError(f"format is {name!r}, expected one of {', '.join(FORMATS)}")
+    return FORMATS[name]

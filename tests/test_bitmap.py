@@ -236,7 +236,7 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
                 with pytest.raises(RuntimeError, match=f"macko::bitmap_{name}: ({message})"):
                     call()
             with pytest.raises(ValueError, match="not a bitmap weight: "):
-                BitmapWeight(*broken, rows=rows, cols=cols).validate()
+                BitmapWeight(*broken, rows=rows, cols=cols).validate()  # type: ignore[misc]
         # A bit behind the last column in the place of another: as many as row_ptr says.
         moved = bits.clone()
         moved[77, 63] = 128

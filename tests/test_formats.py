@@ -38,6 +38,7 @@ def test_every_format_has_the_same_face(name: str, device: str) -> None:
 def test_another_dtype_keeps_the_options(bits: int) -> None:
     packed = MackoWeight.from_dense(random_weight(9, 77, 0.4, torch.bfloat16), delta_bits=bits)
     wide = packed.to(dtype=torch.float32)
+    assert isinstance(wide, MackoWeight)
     assert wide.delta_bits == bits
     assert_same_bits(wide.to_dense(), packed.to_dense().float())
 

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -13,6 +14,11 @@
 #include "../core/types.h"
 #ifdef USE_CUDA
 #include <cuda_runtime_api.h>
+#endif
+
+// Newer headers have this name for it, those of torch 2.10 and 2.11 have not.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
 #endif
 
 namespace macko {

@@ -1,6 +1,7 @@
 // The map: every op, its schema and who implements it. Compiled once for the CPU and once for CUDA (USE_CUDA).
 #include "../bitmap/ops.h"
 #include "../macko/ops.h"
+#include "../sell/ops.h"
 
 // clang-format off
 #define MACKO_OPS(OP) \
@@ -9,7 +10,12 @@
     OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
     OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
     OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
-    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor")
+    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor") \
+    /* csrc/sell: how a GPU runs it; on the CPU they only say so */ \
+    OP(sell_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4, int gap_bits=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int, int)") \
+    OP(sell_unpack, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head) -> Tensor") \
+    OP(sell_spmv, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor x, Tensor? bias=None) -> Tensor") \
+    OP(sell_linear, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor")
 
 #define MACKO_CPU_OPS(OP) \
     /* csrc/bitmap: the CPU's execution layout */ \

@@ -1,0 +1,381 @@
+"""The sell layout: bytes by its specification, round trips, spmv on every path, hostile shapes."""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import macko.ops as ops
+from macko import reference
+from macko.formats import MackoWeight, SellWeight
+from tests.common import (
+    HALVES,
+    MASKS,
+    assert_close_spmv,
+    assert_same_bits,
+    integer_problem,
+    random_vector,
+    random_weight,
+)
+
+GAPS = (2, 3, 4, 5, 6)
+#: How a block fetches, and whether launches may overlap: MACKO_COPY, MACKO_PDL.
+PATHS: tuple[dict[str, str], ...] = ({}, {"MACKO_PDL": "0"}, {"MACKO_COPY": "cp_async"})
+#: Lane groups that are not full, one row, one column, no row, cols that no bulk copy can end at, more blocks than rows.
+SHAPES = ((64, 256), (33, 203), (1, 1), (1, 4096), (500, 1), (7, 30), (600, 64), (0, 16), (5, 0), (40, 1001))
+
+
+def packed(w: torch.Tensor, gap_bits: int = 0, delta_bits: int = 4) -> SellWeight:
+    return SellWeight.from_dense(w.cuda(), delta_bits, gap_bits)
+
+
+def assert_packs(w: torch.Tensor, gap_bits: int = 0, delta_bits: int = 4) -> SellWeight:
+    sell = packed(w, gap_bits, delta_bits)
+    wanted = torch.where(w == 0, 0, w)
+    assert_same_bits(sell.to_dense(), wanted)
+    canonical, back = MackoWeight.from_dense(w, delta_bits), sell.to_macko()
+    for name, tensor in canonical.tensors().items():
+        assert_same_bits(getattr(back, name), tensor)
+    if w.numel() < 50_000:
+        assert_same_bits(reference.sell_unpack(*sell._packed), wanted)
+    return sell
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gap_bits", GAPS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_bytes_and_round_trip_of_every_mask(dtype: torch.dtype, gap_bits: int) -> None:
+    for kind in MASKS:
+        for density in (0.02, 0.5):
+            for delta_bits in (2, 4, 8):
+                assert_packs(random_weight(70, 303, density, dtype, kind=kind), gap_bits, delta_bits)
+
+
+@pytest.mark.gpu
+@given(
+    rows=st.integers(0, 90),
+    cols=st.integers(0, 700),
+    density=st.sampled_from((0.0, 0.01, 0.1, 0.5, 0.9, 1.0)),
+    gap_bits=st.sampled_from((0, *GAPS)),
+    seed=st.integers(0, 9),
+)
+def test_round_trip_of_any_shape(rows: int, cols: int, density: float, gap_bits: int, seed: int) -> None:
+    assert_packs(random_weight(rows, cols, density, torch.float16, seed=seed), gap_bits)
+
+
+@pytest.mark.gpu
+def test_nan_and_inf_keep_their_bits() -> None:
+    w = random_weight(40, 200, 0.5, torch.float16)
+    w[3, 7], w[4, 9], w[5, 11], w[6, 13] = float("inf"), float("-inf"), float("nan"), -0.0
+    w.view(torch.int16)[7, 15] = 0x7D03
+    assert_packs(w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_spmv_of_every_shape_and_gap(dtype: torch.dtype, path: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in path.items():
+        monkeypatch.setenv(name, value)
+    for rows, cols in SHAPES:
+        w, x = random_weight(rows, cols, 0.4, dtype), random_vector(cols, dtype=dtype)
+        bias = random_vector(rows, dtype=dtype, seed=2)
+        exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
+        for gap_bits in GAPS:
+            sell = packed(w, gap_bits)
+            y = sell.spmv(x.cuda(), bias.cuda())
+            assert_close_spmv(y, w, x, bias)
+            assert_same_bits(sell.spmv(x.cuda(), bias.cuda()), y)
+            assert_same_bits(packed(exact_w, gap_bits).spmv(exact_x.cuda()) + 0, exact_y + 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "cols", "density"),
+    [(4096, 4096, 0.5), (1024, 4096, 0.1), (100, 65535, 0.3), (300, 49152, 0.5), (70_000, 64, 0.3), (2048, 11008, 0.7)],
+)
+def test_spmv_of_large_shapes(
+    rows: int, cols: int, density: float, path: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in path.items():
+        monkeypatch.setenv(name, value)
+    w, x = random_weight(rows, cols, density, torch.float16), random_vector(cols, dtype=torch.float16)
+    sell = assert_packs(w)
+    assert_close_spmv(sell.spmv(x.cuda()), w, x)
+
+
+@pytest.mark.gpu
+def test_a_row_50_times_as_long_as_the_mean() -> None:
+    w = random_weight(3000, 4096, 0.01, torch.float16)
+    w[1234] = random_weight(1, 4096, 1.0, torch.float16)
+    w[2000:] = 0
+    sell, x = assert_packs(w), random_vector(4096, dtype=torch.float16)
+    assert_close_spmv(sell.spmv(x.cuda()), w, x)
+    uniform = packed(random_weight(3000, 4096, sell.stored / w.numel(), torch.float16), sell.gap_bits)
+    # Padding of the short rows: at most their own bytes again.
+    assert sell.nbytes < 2 * uniform.nbytes
+
+
+@pytest.mark.gpu
+def test_all_zero_and_empty_rows() -> None:
+    bias = random_vector(300, dtype=torch.float16).cuda()
+    zero = packed(torch.zeros(300, 200, dtype=torch.float16))
+    assert zero.stored == 0
+    assert_same_bits(zero.spmv(random_vector(200, dtype=torch.float16).cuda(), bias), bias)
+    w = random_weight(300, 200, 0.5, torch.float16)
+    w[:7], w[100:200], w[290:] = 0, 0, 0
+    x = random_vector(200, dtype=torch.float16)
+    assert_close_spmv(assert_packs(w).spmv(x.cuda()), w, x)
+
+
+@pytest.mark.gpu
+def test_padding_never_reads_an_x() -> None:
+    """Padding behind a row's last non-zero must not meet an Inf that the row has a real value for elsewhere."""
+    w = torch.zeros(64, 600, dtype=torch.float16)
+    w[:, ::3] = 1
+    w[::2, 300:] = 0
+    x = torch.ones(600, dtype=torch.float16)
+    x[0] = float("inf")
+    assert packed(w).spmv(x.cuda()).isposinf().all()
+
+
+@pytest.mark.gpu
+def test_x_and_bias_of_any_stride_and_alignment() -> None:
+    w = random_weight(130, 512, 0.5, torch.float16)
+    sell, long = packed(w), random_vector(2 * 512 + 1, dtype=torch.float16)
+    for x in (long[1:513], long[: 2 * 512 : 2]):
+        assert_close_spmv(sell.spmv(x.cuda()[:]), w, x)
+        on_gpu = long.cuda()
+        same = on_gpu[1:513] if x.stride(0) == 1 else on_gpu[: 2 * 512 : 2]
+        assert_close_spmv(sell.spmv(same), w, x)
+    bias = random_vector(260, dtype=torch.float16)
+    x = long[:512]
+    assert_close_spmv(sell.spmv(x.cuda(), bias.cuda()[::2]), w, x, bias[::2])
+
+
+@pytest.mark.gpu
+def test_gap_width_is_the_smallest() -> None:
+    for density, wanted in ((0.75, 2), (0.5, 3), (0.3, 4), (0.1, 5), (0.04, 6)):
+        w = random_weight(512, 4096, density, torch.float16)
+        assert packed(w).gap_bits == wanted
+
+
+@pytest.mark.gpu
+def test_memory_held() -> None:
+    sell = packed(random_weight(4096, 4096, 0.5, torch.float16))
+    assert sell.nbytes <= 2.6 * sell.stored
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (3,), (2, 5), (0,)])
+def test_linear(tokens: tuple[int, ...]) -> None:
+    w, bias = random_weight(96, 200, 0.5, torch.float16), random_vector(96, dtype=torch.float16, seed=3)
+    x = random_vector(*tokens, 200, dtype=torch.float16)
+    y = packed(w).linear(x.cuda(), bias.cuda())
+    assert y.shape == (*tokens, 96)
+    assert_close_spmv(y, w, x, bias)
+
+
+@pytest.mark.gpu
+def test_gradients_of_x_and_bias() -> None:
+    w = random_weight(48, 64, 0.5, torch.float16).cuda()
+    sell = SellWeight.from_dense(w)
+    for tokens in ((), (3,)):
+        x = random_vector(*tokens, 64, dtype=torch.float16).cuda().requires_grad_()
+        bias = torch.zeros(48, dtype=torch.float16, device="cuda", requires_grad=True)
+        grad = random_vector(*tokens, 48, dtype=torch.float16).cuda()
+        (sell.linear(x, bias) * grad).sum().backward()
+        torch.testing.assert_close(x.grad, grad @ w)
+        torch.testing.assert_close(bias.grad, grad.reshape(-1, 48).sum(0))
+
+
+@pytest.mark.gpu
+def test_opcheck_compile_and_graph_of_32_layers() -> None:
+    layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(32)]
+    bias = random_vector(512, dtype=torch.float16).cuda()
+    x = random_vector(512, dtype=torch.float16).cuda()
+    torch.library.opcheck(torch.ops.macko.sell_spmv, (*layers[0]._packed, x, bias))
+    torch.library.opcheck(torch.ops.macko.sell_linear, (x[None], *layers[0]._packed, bias))
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer.linear(x, bias) * 0.05
+        for layer in layers:  # and without a kernel between them
+            x = layer.linear(x)
+        return x
+
+    eager = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(x)
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(captured, eager)
+    compiled = torch.compile(lambda x: layers[0].linear(x, bias), fullgraph=True)
+    for tokens in ((1,), (4,), (2, 3)):
+        rows = random_vector(*tokens, 512, dtype=torch.float16).cuda()
+        torch.testing.assert_close(compiled(rows), layers[0].linear(rows, bias))
+
+
+@pytest.mark.gpu
+def test_side_stream() -> None:
+    w, x = random_weight(256, 1024, 0.5, torch.float16), random_vector(1024, dtype=torch.float16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        y = packed(w).spmv(x.cuda())
+    stream.synchronize()
+    assert_close_spmv(y, w, x)
+
+
+@pytest.mark.gpu
+def test_validate() -> None:
+    sell = packed(random_weight(300, 500, 0.5, torch.float16))
+    sell.validate()
+    for name, index in (("data", 515), ("bases", 3), ("perm", 5), ("blocks", 3), ("blocks", 8 * 20 + 4)):
+        tensors = {key: value.clone() for key, value in sell.tensors().items()}
+        tensors[name].view(-1).view(torch.int16)[index] += 1
+        with pytest.raises(ValueError, match="not a sell weight"):
+            SellWeight(**tensors, **sell.sizes()).validate()
+
+
+@pytest.mark.gpu
+def test_errors_name_the_argument() -> None:
+    sell = packed(random_weight(30, 50, 0.5, torch.float16))
+    x = random_vector(50, dtype=torch.float16).cuda()
+    data, bases, blocks, perm, *sizes = sell._packed
+    with pytest.raises(RuntimeError, match="x has 49 elements, the matrix has 50 columns"):
+        ops.sell_spmv(data, bases, blocks, perm, *sizes, x[:49])
+    with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
+        ops.sell_spmv(data, bases, blocks, perm, *sizes, x.bfloat16())
+    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
+        ops.sell_spmv(data, bases, blocks, perm, *sizes, x, x[:29])
+    with pytest.raises(RuntimeError, match="gap_bits is 7"):
+        ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 7)
+    with pytest.raises(RuntimeError, match="cols is 65536, expected at most 65535"):
+        packed(torch.zeros(2, 65536, dtype=torch.float16))
+
+
+def test_cpu_tensors_are_refused_with_the_reason() -> None:
+    weight = MackoWeight.from_dense(torch.ones(2, 2).half())
+    with pytest.raises(RuntimeError, match="values is on cpu, expected a CUDA device"):
+        SellWeight.from_macko(weight)
+    with pytest.raises(RuntimeError, match="data is on cpu, expected a CUDA device"):
+        ops.sell_linear(torch.ones(2).half(), *[torch.zeros(0)] * 4, 2, 4, 8, 0)
+
+
+#: The functions of sell.h as symbols: it is plain C, so that its arithmetic is tested without a GPU.
+GEOMETRY = """
+#include "sell.h"
+int64_t slot(sell_block *b, int block, int blocks, int warps, int head, int stage, int warp) {
+    return sell_slot(b, block, blocks, warps, head, stage, warp);
+}
+int64_t base(sell_block *b, int block, int blocks, int warps, int group) {
+    return sell_base(b, block, blocks, warps, group);
+}
+int groups(sell_block *b) { return sell_groups(b); }
+int long_groups(sell_block *b) { return sell_long_groups(b); }
+int slots_before(sell_block *b, int warps, int stages) { return sell_slots_before(b, warps, stages); }
+int steps_of_warp(sell_block *b, int warps, int warp) { return sell_steps_of_warp(b, warps, warp); }
+int chunk_start(sell_block *b, int chunk) { return sell_chunk_start(b, chunk); }
+sell_shape pack_shape(int64_t rows, int64_t cols, int gap_bits, sell_device device) {
+    return sell_pack_shape(rows, cols, gap_bits, device);
+}
+sell_shape launch_shape(int64_t cols, int gap_bits, int warps, sell_device device) {
+    return sell_launch_shape(cols, gap_bits, warps, device);
+}
+"""
+
+
+class Block(ctypes.Structure):
+    names = ("slot", "group", "row", "rows", "chunks", "long_chunks", "steps", "stages")
+    _fields_ = [(name, ctypes.c_int32) for name in names]
+
+
+class Device(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("num_sms", "shared_per_sm", "shared_per_block")]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("warps", "blocks_per_sm", "num_blocks", "stages", "shared_bytes")]
+
+
+@pytest.fixture(scope="module")
+def geometry(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    headers = Path(__file__).parent.parent / "csrc" / "sell"
+    if not shutil.which("cc") or not headers.exists():
+        pytest.skip("needs cc and the sources")
+    target = tmp_path_factory.mktemp("geometry") / "geometry.so"
+    command = ["cc", "-std=c17", "-shared", "-fPIC", "-x", "c", "-", f"-I{headers}", "-o", str(target)]
+    subprocess.run(command, input=GEOMETRY, text=True, check=True)
+    library = ctypes.CDLL(str(target))
+    library.slot.restype = library.base.restype = ctypes.c_int64
+    library.pack_shape.restype = library.launch_shape.restype = Shape
+    library.pack_shape.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, Device]
+    library.launch_shape.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int, Device]
+    return library
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_slots_and_bases_are_used_once_without_holes(geometry: ctypes.CDLL, seed: int) -> None:
+    choose = random.Random(seed)
+    warps, head, num_blocks = choose.choice((4, 8, 12)), choose.randrange(5), choose.randrange(1, 6)
+    blocks, slot, group = [], 0, 0
+    for _ in range(num_blocks):
+        rows, steps = choose.choice((0, 1, 7, 31, 40)), choose.choice((0, 1, 5, 60, 150))
+        b = Block(slot=slot, group=group, rows=rows, steps=1)
+        if rows and steps:
+            b.chunks = choose.randrange(1, steps + 1)
+            b.steps = -(-steps // b.chunks)
+            b.long_chunks = b.chunks - (b.steps * b.chunks - steps)
+            assert geometry.chunk_start(ctypes.byref(b), b.chunks) == steps
+        blocks.append(b)
+        at = ctypes.byref(b)
+        slot += geometry.slots_before(at, warps, 2**30) - geometry.slots_before(at, warps, head)
+        group += max(0, geometry.groups(at) - warps)
+    slots, bases = [], []
+    for i, b in enumerate(blocks):
+        at = ctypes.byref(b)
+        groups, long_groups = geometry.groups(at), geometry.long_groups(at)
+        lengths = [geometry.steps_of_warp(at, warps, warp) for warp in range(warps)]
+        mine = [range(warp, groups, warps) for warp in range(warps)]
+        assert lengths == [sum(b.steps - (g >= long_groups) for g in own) for own in mine]
+        assert lengths == sorted(lengths, reverse=True)
+        for stage in range(max(head, lengths[0])):
+            width = warps if stage < head else sum(lengths[warp & ~1] > stage for warp in range(warps))
+            stage_slots = [geometry.slot(at, i, num_blocks, warps, head, stage, warp) for warp in range(width)]
+            assert stage_slots == list(range(stage_slots[0], stage_slots[0] + width))  # one bulk copy
+            assert stage_slots[0] % 2 == 0  # at a multiple of 128 bytes
+            slots += stage_slots
+        bases += [geometry.base(at, i, num_blocks, warps, g) for g in range(max(groups, warps))]
+    assert sorted(slots) == list(range(num_blocks * warps * head + slot))
+    assert sorted(bases) == list(range(0, 32 * (num_blocks * warps + group), 32))
+
+
+@pytest.mark.parametrize("gap_bits", GAPS)
+@pytest.mark.parametrize("cols", [1, 4096, 11008, 28672, 49152, 65535])
+def test_launch_shape_fits_the_device(geometry: ctypes.CDLL, cols: int, gap_bits: int) -> None:
+    for device in (
+        Device(132, 228 * 1024, 227 * 1024),
+        Device(108, 164 * 1024, 163 * 1024),
+        Device(128, 102400, 101376),
+    ):
+        shape = geometry.pack_shape(5000, cols, gap_bits, device)
+        again = geometry.launch_shape(cols, gap_bits, shape.warps, device)
+        assert (again.stages, again.shared_bytes) == (shape.stages, shape.shared_bytes)
+        if not shape.stages:
+            assert 2 * cols > device.shared_per_block // 2  # x alone is most of it
+            continue
+        # One kilobyte a block is the system's, half of one the barriers'.
+        assert shape.shared_bytes + 512 <= device.shared_per_block
+        assert shape.blocks_per_sm * (shape.shared_bytes + 1024 + 512) <= device.shared_per_sm
+        assert (shape.blocks_per_sm + 1) * (shape.shared_bytes + 1024) > device.shared_per_sm
+        assert 4 <= shape.stages <= 8
+        assert shape.num_blocks == device.num_sms * shape.blocks_per_sm

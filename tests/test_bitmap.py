@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -195,6 +197,14 @@ def test_same_bits_for_any_number_of_threads_and_tokens(cpu_path: str, dtype: to
                 assert_same_bits(ops.bitmap_linear(x[:tokens], *layout, 1000), wanted[:tokens])
 
 
+def corrupt(layout: Packed, tensor: Tensor, index: tuple[int, ...], value: int) -> Packed:
+    """The layout with one element of one of its tensors changed."""
+    changed = tensor.clone()
+    changed[index] = value
+    values, bits, row_ptr = (changed if t is tensor else t for t in layout)
+    return values, bits, row_ptr
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
     rows, cols = 200, 500
@@ -215,14 +225,13 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
     ]
     with torch_threads(threads):
         for tensor, index, value, message in cases:
-            broken = [t.clone() if t is tensor else t for t in (values, bits, row_ptr)]
-            next(b for b, t in zip(broken, (values, bits, row_ptr), strict=True) if t is tensor)[index] = value
+            broken = corrupt((values, bits, row_ptr), tensor, index, value)
             for name, call in (
-                ("spmv", lambda b=broken: ops.bitmap_spmv(*b, cols, x)),
-                ("linear", lambda b=broken: ops.bitmap_linear(x, *b, cols)),
-                ("linear", lambda b=broken: ops.bitmap_linear(x.expand(6, cols), *b, cols)),
-                ("linear", lambda b=broken: ops.bitmap_linear(x.expand(100, cols), *b, cols)),
-                ("unpack", lambda b=broken: ops.bitmap_unpack(*b, cols)),
+                ("spmv", partial(ops.bitmap_spmv, *broken, cols, x)),
+                ("linear", partial(ops.bitmap_linear, x, *broken, cols)),
+                ("linear", partial(ops.bitmap_linear, x.expand(6, cols), *broken, cols)),
+                ("linear", partial(ops.bitmap_linear, x.expand(100, cols), *broken, cols)),
+                ("unpack", partial(ops.bitmap_unpack, *broken, cols)),
             ):
                 with pytest.raises(RuntimeError, match=f"macko::bitmap_{name}: ({message})"):
                     call()

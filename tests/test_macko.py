@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -357,8 +359,8 @@ def test_every_path_finds_the_same_fault(cpu_path: str) -> None:
             if expected is None:
                 continue
             for call in (
-                lambda broken=broken, bits=bits: ops.spmv(*broken, 90, torch.ones(90).bfloat16(), bits),
-                lambda broken=broken, bits=bits: ops.unpack(*broken, 90, bits),
+                partial(ops.spmv, *broken, 90, torch.ones(90).bfloat16(), bits),
+                partial(ops.unpack, *broken, 90, bits),
             ):
                 with pytest.raises(RuntimeError, match=expected):
                     call()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .calibrate import calibrate, evaluating
-from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears
+from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
 from .linear import DTYPES, SparseLinear
 
 Pattern = tuple[int, int]
@@ -167,8 +167,8 @@ def prune_(
         progress: show a bar when it takes more than a second.
 
     Returns:
-        A Report of every nn.Linear with the density it has now, and why it was left. A weight that several layers share
-        is pruned once.
+        A Report of every nn.Linear with the density it has now, and why it was left; what looks like a linear layer and
+        is none (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is pruned once.
 
     Raises:
         ValueError: sparsity is not in [0, 1) or is not the pattern's, there is no such method, the pattern is not n:m,
@@ -220,7 +220,7 @@ def prune_(
             for layer in todo:
                 prune(layer)
 
-    return Report([_row(layer, reasons[layer.name]) for layer in found])
+    return Report([_row(layer, reasons[layer.name]) for layer in found] + unpackable(model))
 
 
 def _parse(pattern: str | None) -> Pattern | None:

@@ -395,11 +395,12 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
 
 // A warp owns a row, and each lane a step of it at a time: where a step begins is the sum of all gaps before. The lanes
 // scatter into a row of shared memory, which is written once, coalesced. (With a lane a chunk most lanes had no work.)
-__global__ void unpack_rows(sell_matrix s, uint16_t *w) {
+// Rows [first, stop) of the sorted ones; each goes to row_at[row], or next to the one before.
+__global__ void unpack_rows(sell_matrix s, int64_t first, int64_t stop, const int32_t *row_at, uint16_t *w) {
     extern __shared__ uint4 shared_rows[];
     const int lane = threadIdx.x % WARP, row_words = (int)ceil_div(s.cols, 8), slot_bytes = sell_slot_bytes(s.gap_bits);
-    const int64_t sorted = blockIdx.x * (int64_t)(blockDim.x / WARP) + threadIdx.x / WARP;
-    if (sorted >= s.rows) return;
+    const int64_t sorted = first + blockIdx.x * (int64_t)(blockDim.x / WARP) + threadIdx.x / WARP;
+    if (sorted >= stop) return;
     uint4 *dense = shared_rows + threadIdx.x / WARP * row_words;
     for (int i = lane; i < row_words; i += WARP) dense[i] = make_uint4(0, 0, 0, 0);
     __syncwarp();
@@ -444,7 +445,7 @@ __global__ void unpack_rows(sell_matrix s, uint16_t *w) {
         }
     }
     __syncwarp();
-    uint16_t *out = w + s.perm[sorted] * s.cols;
+    uint16_t *out = w + (row_at ? row_at[sorted] : sorted - first) * s.cols;
     if ((uintptr_t)out % 16 == 0 && s.cols % 8 == 0)
         for (int i = lane; i < row_words; i += WARP) ((uint4 *)out)[i] = dense[i];
     else
@@ -487,8 +488,9 @@ cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const i
     return cudaGetLastError();
 }
 
-cudaError_t sell_unpack_cuda(const sell_matrix *s, void *w, cudaStream_t stream) {
-    if (!s->rows || !s->cols) return cudaSuccess;
+static cudaError_t unpack(const sell_matrix *s, int64_t first, int64_t count, const int32_t *row_at, void *w,
+                          cudaStream_t stream) {
+    if (!count || !s->cols) return cudaSuccess;
     sell_device device;
     cudaError_t error = sell_device_cuda(&device);
     if (error) return error;
@@ -496,7 +498,16 @@ cudaError_t sell_unpack_cuda(const sell_matrix *s, void *w, cudaStream_t stream)
     const int warps = max(1, min(WARPS, device.shared_per_block / 2 / row_bytes));
     error = cudaFuncSetAttribute(unpack_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_block);
     if (error) return error;
-    const int64_t blocks = ceil_div(s->rows, warps);
-    unpack_rows<<<(unsigned)blocks, warps * WARP, warps * row_bytes, stream>>>(*s, (uint16_t *)w);
+    const int64_t blocks = ceil_div(count, warps);
+    unpack_rows<<<(unsigned)blocks, warps * WARP, warps * row_bytes, stream>>>(*s, first, first + count, row_at,
+                                                                               (uint16_t *)w);
     return cudaGetLastError();
+}
+
+cudaError_t sell_unpack_cuda(const sell_matrix *s, void *w, cudaStream_t stream) {
+    return unpack(s, 0, s->rows, s->perm, w, stream);
+}
+
+cudaError_t sell_unpack_sorted_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
+    return unpack(s, first, count, NULL, w, stream);
 }

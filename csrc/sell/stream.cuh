@@ -1,0 +1,126 @@
+// How a warp reads the sell layout: slots in shared memory, gaps into bytes, the barriers of a ring of bulk copies.
+#pragma once
+
+#include "../core/cuda.cuh"
+#include "sell.h"
+
+namespace macko {
+
+constexpr int VALUE_BYTES = SELL_LANES * SELL_STEP * 2; // of a slot; its gaps follow
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ uint16_t load_shared_2(uint32_t at) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
+
+// Hides how a register was made, so that the loop holds it instead of making it again: one instruction a value less.
+__device__ __forceinline__ uint32_t held(uint32_t value) {
+    uint32_t same;
+    asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
+    return same;
+}
+
+// One value or two of them as bits -> float.
+template <typename T>
+__device__ __forceinline__ float widen(uint16_t bits);
+template <>
+__device__ __forceinline__ float widen<__half>(uint16_t bits) {
+    return __half2float(__ushort_as_half(bits));
+}
+template <>
+__device__ __forceinline__ float widen<__nv_bfloat16>(uint16_t bits) {
+    return __uint_as_float((uint32_t)bits << 16);
+}
+template <typename T>
+__device__ __forceinline__ float2 widen2(uint32_t bits);
+template <>
+__device__ __forceinline__ float2 widen2<__half>(uint32_t bits) {
+    return __half22float2(*(const __half2 *)&bits);
+}
+template <>
+__device__ __forceinline__ float2 widen2<__nv_bfloat16>(uint32_t bits) {
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+}
+
+// The four gaps of field 0..3, one in each byte, from the planes of sell.h.
+template <int GAP_BITS>
+__device__ __forceinline__ uint32_t gap_field(const uint32_t (&planes)[4], int field) {
+    constexpr uint32_t ONES = 0x01010101u;
+    const int plane = field * GAP_BITS / 8, shift = field * GAP_BITS % 8, here = 8 - shift;
+    uint32_t gaps = planes[plane] >> shift;
+    if (here < GAP_BITS) { // the rest is in the next plane
+        const uint32_t low = ONES * ((1u << here) - 1);
+        gaps = (gaps & low) | (planes[plane + 1] << here & ~low);
+    }
+    return gaps & ONES * ((1u << GAP_BITS) - 1);
+}
+
+// Where in a slot a lane's share lies.
+struct LaneSlot {
+    uint32_t values, planes, nibbles;
+};
+
+template <int GAP_BITS>
+__device__ __forceinline__ LaneSlot lane_slot(uint32_t slot, int lane) {
+    const uint32_t gaps = slot + VALUE_BYTES;
+    return {held(slot + lane * 16), held(gaps + lane * 4), held(gaps + GAP_BITS / 2 * SELL_LANES * 4 + lane * 2)};
+}
+
+// What sm_90 added. A barrier's phase ends when all arrivals and all announced bytes are in.
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile("{ .reg .pred done;\n"
+                 "again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again_%=; }" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+// Announces `bytes` to the barrier and fetches them; all multiples of 16.
+__device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
+                                           uint64_t policy) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ sell_block load_block(const sell_block *from) {
+    const int4 first = ((const int4 *)from)[0], second = ((const int4 *)from)[1];
+    return {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+}
+
+// Slots of a stage, where lane w knows the steps of warp w; see "pairs" in sell.h.
+__device__ __forceinline__ int stage_slots(int steps_of_lane, int stage) {
+    return 2 * __popc(__ballot_sync(FULL_WARP, steps_of_lane > stage) & 0x55555555u);
+}
+
+// a / b for 0 <= a < 2^12 and 0 < b < 2^12: a twentieth of the latency of an integer division.
+__device__ __forceinline__ int small_quotient(int a, int b) {
+    return (int)((a + 0.5f) * __frcp_rn((float)b));
+}
+
+} // namespace macko

@@ -29,8 +29,9 @@ from .timing import Timing, append_jsonl, copies, provenance, time_graph
 
 #: Kernel, knobs, up to how many tokens.
 VARIANTS: dict[str, tuple[dict[str, str], int]] = {
-    "stream": ({}, 32),
+    "stream": ({}, 16),
     "stream_alone": ({"MACKO_PDL": "0"}, 8),
+    "tiles": ({"MACKO_STREAM_TOKENS": "1"}, 1 << 30),
     "linear": ({}, 1 << 30),
 }
 
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,2,3,4,8,16,32,64", help="comma separated")
     parser.add_argument("--densities", default="0.5,0.3", help="comma separated")
     parser.add_argument("--dtype", default="float16", choices=list(DTYPES))
-    parser.add_argument("--kernels", default="stream,stream_alone,linear", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--kernels", default="stream,stream_alone,tiles", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further shape after this time")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmm.jsonl")
     args = parser.parse_args()

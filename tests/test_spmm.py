@@ -20,6 +20,13 @@ WORKSPACE = 64 << 20
 SHAPES = ((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (33, 203), (201, 512), (600, 64), (40, 1001))
 
 
+@pytest.fixture(autouse=True)
+def library_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense product of the tiles is torch's, which by default may keep partial sums in 16 bits."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+
+
 def packed(w: torch.Tensor, gap_bits: int = 0) -> SellWeight:
     return SellWeight.from_dense(w.cuda(), 4, gap_bits)
 

@@ -1,7 +1,9 @@
 // The sell layout's ops: check, allocate, guard the device, call. There is no CPU implementation: there the checks fail.
 #include "ops.h"
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <vector>
 
 #include "../macko/ops.h"
@@ -262,7 +264,8 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
         tokens *= x_any.size(i);
     }
     shape.push_back(m.rows);
-    if (tokens <= (getenv("TUNE_STREAM") ? atoll(getenv("TUNE_STREAM")) : sell_stream_tokens())) return multiply(m, tokens, x_any, bias, shape);
+    const char *knob = getenv("MACKO_STREAM_TOKENS");
+    if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens())) return multiply(m, tokens, x_any, bias, shape);
     const Tensor x = torch::stable::contiguous(torch::stable::reshape(x_any, {tokens, cols}));
     return torch::stable::reshape(multiply_dense(m, x, bias, perm), shape);
 }

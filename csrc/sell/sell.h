@@ -210,7 +210,7 @@ SELL_FN sell_shape sell_pack_shape(int64_t rows, int64_t cols, int gap_bits, sel
  * the stream, which are bound by the reads of x from shared memory.
  */
 SELL_FN int64_t sell_stream_tokens(void) {
-    return 16;
+    return 8;
 }
 
 /* Totals of a packing, found on the device and read by the host where it has to allocate. */

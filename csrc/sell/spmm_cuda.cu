@@ -340,7 +340,6 @@ cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, 
         char *y_here = (char *)y + token * s->rows * 2;
         const int64_t left = tokens - token;
         int n = !bulk || left == 1 ? 1 : left == 2 ? 2 : left <= 4 ? 4 : 8, shared_bytes = 0;
-        if (getenv("TUNE_N")) n = atoi(getenv("TUNE_N"));
         Launch launch = {};
         for (; n > 1; n /= 2) { // the most tokens that fit
             launch = shape_of(*s, n, device, &shared_bytes);

@@ -1,4 +1,4 @@
-// How a warp reads the sell layout: slots in shared memory, gaps into bytes, the barriers of a ring of bulk copies.
+// How kernels read the sell layout: slots, gaps into bytes, the barriers of a ring of bulk copies.
 #pragma once
 
 #include "../core/cuda.cuh"
@@ -122,5 +122,24 @@ __device__ __forceinline__ int stage_slots(int steps_of_lane, int stage) {
 __device__ __forceinline__ int small_quotient(int a, int b) {
     return (int)((a + 0.5f) * __frcp_rn((float)b));
 }
+
+// sell_slot for many steps of one block: the steps of its pairs of warps are counted once.
+struct Places {
+    int64_t head_slot, tail_slot;
+    int warps, head, steps[SELL_MAX_WARPS / 2];
+
+    __device__ Places(const sell_matrix &s, const sell_block &b, int block) : warps(s.warps), head(s.head) {
+        head_slot = (int64_t)block * head * warps;
+        tail_slot = (int64_t)s.num_blocks * head * warps + b.slot - sell_slots_before(&b, warps, head);
+        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++)
+            steps[pair] = 2 * pair < warps ? sell_steps_of_warp(&b, warps, 2 * pair) : 0;
+    }
+    __device__ int64_t slot(int stage, int warp) const {
+        if (stage < head) return head_slot + stage * warps + warp;
+        int before = 0;
+        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(steps[pair], stage);
+        return tail_slot + before + warp;
+    }
+};
 
 } // namespace macko

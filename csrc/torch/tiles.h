@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
-#include <vector>
 
 #include "check.h"
 
@@ -15,8 +13,7 @@ constexpr int64_t TILE_BYTES = 64 << 20; // of dense rows at a time, the most th
 // Rows of a tile: all that fit, in tiles of about the same size; whole multiples of what a GEMM's block takes.
 inline int64_t rows_of_tile(int64_t rows, int64_t cols, int64_t element_bytes) {
     constexpr int64_t GEMM_ROWS = 128;
-    const int64_t bytes = getenv("TUNE_TILE") ? atoll(getenv("TUNE_TILE")) << 20 : TILE_BYTES;
-    const int64_t most = std::max<int64_t>(1, bytes / std::max<int64_t>(1, cols * element_bytes));
+    const int64_t most = std::max<int64_t>(1, TILE_BYTES / std::max<int64_t>(1, cols * element_bytes));
     if (most >= rows) return std::max<int64_t>(1, rows);
     const int64_t tiles = (rows + most - 1) / most, even = (rows + tiles - 1) / tiles;
     return most < GEMM_ROWS ? even : std::min(most / GEMM_ROWS, (even + GEMM_ROWS - 1) / GEMM_ROWS) * GEMM_ROWS;

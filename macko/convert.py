@@ -13,9 +13,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
+from .choose import Auto, format_class
 from .formats import PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
-from .linear import SparseLinear, format_class, unsupported
+from .linear import SparseLinear, unsupported
 
 #: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
 #: at 0.2, and at 0.3 saves an eighth. One token costs at least the reading of these bytes, so less than that is soon
@@ -107,7 +108,7 @@ def sparsify_(
 
 def convert_layer(
     layer: FoundLinear,
-    packed_as: type[PackedWeight],
+    packed_as: type[PackedWeight] | type[Auto],
     min_sparsity: float,
     device: torch.device | None,
     tied: dict[int, list[str]],
@@ -135,6 +136,8 @@ def convert_layer(
         row.reason = f"its weight is shared with {', '.join(others)}"
     else:
         row.reason = unsupported(dense.dtype, target) or ""
+        if target.type not in packed_as.device_types:
+            row.reason = row.reason or f"{packed_as.format} runs on {' and '.join(packed_as.device_types)} only"
     row.reason = layer.left_out or row.reason
     if not row.reason:
         dense = dense.to(target)
@@ -151,7 +154,7 @@ def convert_layer(
     bias = module.bias
     if bias is not None and bias.device != target:
         bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
-    sparse = SparseLinear.from_packed(packed, bias).train(module.training)
+    sparse = SparseLinear.from_packed(packed, bias, auto=packed_as is Auto).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in _HOOKS})
     row.format, row.bytes_after = packed.format, packed.nbytes
     return row, sparse

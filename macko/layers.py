@@ -140,6 +140,36 @@ class Report:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
+#: What `patterns` looks for, the strictest of each kind first.
+PATTERNS = ((1, 4), (2, 4), (4, 6), (6, 8), (8, 10))
+
+
+def patterns(weight: Tensor) -> list[str]:
+    """Which n:m patterns a [rows, cols] matrix holds: at most n non-zeros in every m columns, from the first column on.
+
+    A pattern that follows from one of those named is left out: 2:4 says 6:8 too.
+    """
+    held: list[tuple[int, int]] = []
+    for n, m in PATTERNS:
+        if not any(_most(m, *other) <= n for other in held) and weight.numel() and weight.shape[1] % m == 0:
+            groups = weight.reshape(-1, m).count_nonzero(1)
+            if int(groups.max()) <= n:
+                held.append((n, m))
+    return [f"{n}:{m}" for n, m in held]
+
+
+def _most(width: int, n: int, m: int) -> int:
+    """Non-zeros that a group of `width` columns can hold where n:m holds."""
+    starts = range(0, width * m, width)
+    return max(sum(min(n, min(s + width, g + m) - max(s, g)) for g in range(s // m * m, s + width, m)) for s in starts)
+
+
+def packed_share(density: float, value_bits: int = 16) -> float:
+    """Bytes of a packed weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md)."""
+    gap = (1 - density) ** 16  # chance of a run too long for one delta
+    return (value_bits + 4) / value_bits * density * (1 + gap / (1 - gap)) if density > 0 else 0.0
+
+
 def unpackable(model: nn.Module) -> list[LayerReport]:
     """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts."""
     rows = []

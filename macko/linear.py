@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .formats import FORMATS, MackoWeight, PackedWeight
+from .choose import Auto, format_class
+from .formats import MackoWeight, PackedWeight, format_named
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,22 +29,25 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 class UnpackedWeight(Tensor):
-    """A dense copy of a packed weight. Who changes it means to change the layer (an adapter's merge), so that is refused."""
+    """A dense copy of a packed weight. Who changes it means to change the layer (as an adapter's merge): refused."""
 
-    _HARMLESS = ("requires_grad_", "detach_", "__get__")
+    # __set__ is that of .data and .grad; the others stand behind operators where there is no method of that name.
+    _IN_PLACE = (
+        "__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
+        "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+    )  # fmt: skip
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.__name__
-        in_place = name.endswith("_") and not name.endswith("__") and name not in cls._HARMLESS
-        dunder = name in ("__set__", "__setitem__") or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
-        if (in_place or dunder) and args and isinstance(args[0], cls):
+        method = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
+        if (method or name in cls._IN_PLACE) and args and isinstance(args[0], cls):
             raise RuntimeError(
-                "the weight of a SparseLinear is packed: what you change is a dense copy of it, and the change would be "
-                "lost. To merge an adapter or to edit weights, change the layer that to_linear() gives, prune it again, "
-                "and pack it with SparseLinear.from_linear"
+                "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge "
+                "an adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it "
+                "with SparseLinear.from_linear"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -58,9 +62,6 @@ class UnpackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
 
 
 class SparseLinear(nn.Linear):
@@ -83,6 +84,7 @@ class SparseLinear(nn.Linear):
     out_features: int
     _format: type[PackedWeight]
     _sizes: dict[str, int]
+    _auto: bool  # the format is ours to choose, again where the layer moves to another kind of device
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class SparseLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         packed = MackoWeight.zeros(out_features, in_features, dtype or torch.get_default_dtype(), device)
+        self._auto = True
         self._setup(packed, torch.zeros(out_features, dtype=packed.dtype, device=packed.device) if bias else None)
 
     def _setup(self, packed: PackedWeight, bias: Tensor | None) -> None:
@@ -112,10 +115,14 @@ class SparseLinear(nn.Linear):
         self._format, self._sizes = type(packed), packed.sizes()
 
     @classmethod
-    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None) -> SparseLinear:
-        """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is."""
+    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, auto: bool = False) -> SparseLinear:
+        """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is.
+
+        With auto the format is chosen anew when the layer moves to another kind of device.
+        """
         layer = cls.__new__(cls)
         layer._setup(packed, bias)
+        layer._auto = auto
         return layer
 
     @classmethod
@@ -129,7 +136,7 @@ class SparseLinear(nn.Linear):
         weight = linear.weight.detach()
         if reason := unsupported(weight.dtype, weight.device):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
-        layer = cls.from_packed(format_class(format).from_dense(weight), linear.bias)
+        layer = cls.from_packed(format_class(format).from_dense(weight), linear.bias, auto=format == Auto.format)
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -138,6 +145,16 @@ class SparseLinear(nn.Linear):
         dense.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
         dense.bias = self.bias
         return dense.train(self.training)
+
+    def reformat_(self, format: str = "auto") -> SparseLinear:
+        """Holds the same weight in another format, in place; nothing where it is held so already."""
+        wanted, packed = format_class(format), self.packed
+        self._auto = wanted is Auto
+        if self._auto and not isinstance(packed, MackoWeight) and not packed.is_layout:
+            return self  # ec and slide are a user's own choice
+        if self._auto or not isinstance(packed, wanted):
+            self._hold(wanted.from_macko(packed.to_macko()))
+        return self
 
     @property
     def packed(self) -> PackedWeight:
@@ -203,9 +220,24 @@ class SparseLinear(nn.Linear):
         if (target.dtype, target.device) != (packed.dtype, packed.device):
             if reason := unsupported(target.dtype, target.device):
                 raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
-            if target.dtype != packed.dtype and "meta" not in (target.device.type, packed.device.type):
-                self._hold(packed.to(target.device, target.dtype))
+            elsewhere = target.dtype != packed.dtype or target.device.type not in packed.device_types
+            rechosen = self._auto and target.device.type != packed.device.type
+            if (elsewhere or rechosen) and "meta" not in (target.device.type, packed.device.type):
+                moved = packed.to_macko() if rechosen else packed
+                self._hold(moved.to(target.device, target.dtype))
+                if rechosen:
+                    self.reformat_()
         return super()._apply(fn, recurse)  # type: ignore[return-value]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As any module; an execution layout goes as the canonical format, on the CPU to spare the device."""
+        held = self.packed
+        if held.is_layout and held.device.type != "meta":
+            self._hold(held.to_macko().to("cpu"))
+        try:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        finally:
+            self._hold(held)
 
     def get_extra_state(self) -> Tensor:
         """The format's name and sizes, as the bytes of a JSON text: a tensor, so that every file format takes it."""
@@ -226,13 +258,19 @@ class SparseLinear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
-        dtype, extra = self.dtype, f"{prefix}_extra_state"
+        held, extra = self._format, f"{prefix}_extra_state"
         try:
             packed = self._read(state_dict, prefix)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
             return
         if packed is not None:
+            elsewhere = self.device.type not in packed.device_types
+            if not local_metadata.get("assign_to_params_buffers"):
+                elsewhere |= packed.dtype != self.dtype
+            if elsewhere and "meta" not in (self.device.type, packed.device.type):
+                packed = packed.to(self.device, self.dtype)
+                state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
             blank = {name: torch.empty_like(t, device=self.device) for name, t in packed.tensors().items()}
             self._hold(type(packed)(**blank, **packed.sizes()))
         super()._load_from_state_dict(
@@ -240,8 +278,11 @@ class SparseLinear(nn.Linear):
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
-        if self.dtype != dtype and self.device.type != "meta" and not local_metadata.get("assign_to_params_buffers"):
-            self._hold(self.packed.to(dtype=dtype))
+        if isinstance(self.packed, MackoWeight) and self.device.type != "meta":
+            if self._auto:
+                self.reformat_()
+            elif held.is_layout and self.device.type in held.device_types:
+                self._hold(held.from_macko(self.packed))
 
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
         """The validated packed weight of a state_dict, or None where a tensor of it is missing."""
@@ -249,7 +290,7 @@ class SparseLinear(nn.Linear):
         if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
             try:
                 sizes = json.loads(bytes(extra.tolist()))
-                format = format_class(sizes.pop("format"))
+                format = format_named(sizes.pop("format"))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
             if bad := {name: size for name, size in sizes.items() if type(size) is not int}:
@@ -269,12 +310,3 @@ class SparseLinear(nn.Linear):
         if packed.device.type != "meta":
             packed.validate()
         return packed
-
-
-def format_class(name: str) -> type[PackedWeight]:
-    """The dataclass of a format; "auto" is the canonical one until there is a choice to make."""
-    if name == "auto":
-        return MackoWeight
-    if name not in FORMATS:
-        raise ValueError(f"format is {name!r}, expected one of {', '.join(['auto', *FORMATS])}")
-    return FORMATS[name]

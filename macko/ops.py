@@ -21,7 +21,7 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
         delta_bits: 2, 4 or 8, the width of a delta.
 
     Returns:
-        values [capacity] of w's dtype, deltas [capacity * delta_bits / 8] uint8, row_ptr [rows + 1] int32, on w's device.
+        values [capacity] of w's dtype, deltas [capacity * delta_bits / 8] uint8, row_ptr [rows + 1] int32, where w is.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or more than 2^31 - 1 stored entries.
@@ -61,7 +61,13 @@ def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, 
 
 
 def linear(
-    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None, delta_bits: int = 4
+    x: Tensor,
+    values: Tensor,
+    deltas: Tensor,
+    row_ptr: Tensor,
+    cols: int,
+    bias: Tensor | None = None,
+    delta_bits: int = 4,
 ) -> Tensor:
     """x W^T + bias, as torch.nn.functional.linear with the packed W; differentiable in x and bias.
 
@@ -192,15 +198,19 @@ def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: in
 @torch.library.register_fake("macko::spmv")
 def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
     torch._check(x.dim() == 1, lambda: f"macko::spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
-    torch._check(
-        x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
-    )
+    torch._check(x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns")
     return values.new_empty(row_ptr.shape[0] - 1)
 
 
 @torch.library.register_fake("macko::linear")
 def _(
-    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None, delta_bits: int = 4
+    x: Tensor,
+    values: Tensor,
+    deltas: Tensor,
+    row_ptr: Tensor,
+    cols: int,
+    bias: Tensor | None = None,
+    delta_bits: int = 4,
 ) -> Tensor:
     torch._check(
         x.dim() >= 1 and x.shape[-1] == cols,
@@ -225,7 +235,9 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
+    grad_x = (
+        grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
+    )
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
     return grad_x, None, None, None, None, grad_bias, None
 

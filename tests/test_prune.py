@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +10,7 @@ import torch
 from torch import nn
 
 import macko
-from macko.prune import lowest
-from macko.prune import SPARSEGPT_BLOCK, sparsegpt, wanda
+from macko.prune import SPARSEGPT_BLOCK, lowest, sparsegpt, wanda
 from tests.common import CPU_DTYPES, assert_same_bits, devices, random_vector
 from tests.tiny_llama import TinyLlama, needs_transformers
 
@@ -215,6 +215,10 @@ class Block(nn.Module):
         return hidden_states + self.down((scale * self.up(hidden_states)).relu()), "something else"
 
 
+def in_block(block: int, module: nn.Module, name: str) -> bool:
+    return name.startswith(f"layers.{block}.")
+
+
 @pytest.mark.parametrize("method", CALIBRATED)
 def test_each_block_sees_the_pruned_blocks_before_it(method: str) -> None:
     batches = [random_vector(10, 12, dtype=torch.float32, seed=seed) for seed in range(4)]
@@ -222,7 +226,7 @@ def test_each_block_sees_the_pruned_blocks_before_it(method: str) -> None:
     macko.prune_(model, 0.5, method, calibration=batches, ignore=["stem"])
     assert model.passes == len(batches)  # one, to record; the blocks then run by themselves
     for i in range(3):  # the long way: whole passes, with only the layers of one block to prune
-        macko.prune_(step, 0.5, method, calibration=batches, filter_fn=lambda _, name, i=i: f"layers.{i}." in name)
+        macko.prune_(step, 0.5, method, calibration=batches, filter_fn=partial(in_block, i))
     for name, wanted in step.state_dict().items():
         assert_same_bits(model.state_dict()[name], wanted)
     assert all("forward" not in vars(block) for block in model.layers)

@@ -17,20 +17,21 @@ needs_transformers = pytest.mark.skipif(
 )
 
 TEXT = """
-A sparse matrix holds many zeros. A dense matrix holds none, or does not say where they are. To store a sparse matrix you
-write down what is left, and where it stands: a value, and the number of columns that were skipped before it. A short gap
-takes four bits. A long gap takes more than one entry, and such an entry stores a zero to stand on. Row after row, the
-values lie next to each other, and the gaps lie next to each other, and one number a row says where the row begins.
-To multiply by a vector you walk along the row. You add the gap to the column, you take the value, you take the entry of the
-vector that stands at the column, you multiply, and you add. Half of the values are gone, so half of the reading is gone,
-and reading is what takes the time. That is the whole of it. The rest is care: that no lane waits for another, that no
-byte is read twice, that what is read is read in order, and that the sum does not depend on who was first.
-A network that was pruned is a network that forgot what it did not need. Some weights are small and go first. Some are
-small but stand before a large input, and they stay. Some can go because their neighbours can do their work, when their
-neighbours are told how. The first way looks at the weight. The second looks at the weight and the input. The third looks at
-all the inputs together, and it loses the least. Whoever prunes has to say how much was lost, and on which text.
-A test that cannot fail says nothing. A bound that was typed in says little more. A bound that follows from the way a number
-was made says what the number can be, and a number outside of it is wrong, whoever made it.
+A sparse matrix holds many zeros. A dense matrix holds none, or does not say where they are. To store a sparse matrix
+you write down what is left, and where it stands: a value, and the number of columns that were skipped before it. A
+short gap takes four bits. A long gap takes more than one entry, and such an entry stores a zero to stand on. Row
+after row, the values lie next to each other, and the gaps lie next to each other, and one number a row says where the
+row begins. To multiply by a vector you walk along the row. You add the gap to the column, you take the value, you
+take the entry of the vector that stands at the column, you multiply, and you add. Half of the values are gone, so
+half of the reading is gone, and reading is what takes the time. That is the whole of it. The rest is care: that no
+lane waits for another, that no byte is read twice, that what is read is read in order, and that the sum does not
+depend on who was first. A network that was pruned is a network that forgot what it did not need. Some weights are
+small and go first. Some are small but stand before a large input, and they stay. Some can go because their neighbours
+can do their work, when their neighbours are told how. The first way looks at the weight. The second looks at the
+weight and the input. The third looks at all the inputs together, and it loses the least. Whoever prunes has to say
+how much was lost, and on which text. A test that cannot fail says nothing. A bound that was typed in says little
+more. A bound that follows from the way a number was made says what the number can be, and a number outside of it is
+wrong, whoever made it.
 """
 
 

@@ -23,7 +23,8 @@ struct DenseRow {
     int skew;
 
     __device__ __forceinline__ DenseRow(const uint16_t *w, int64_t row, int64_t cols)
-        : begin(w + row * cols), skew(int((uintptr_t)begin / 2 % MACKO_CHUNK)) {}
+        : begin(w + row * cols), skew(int((uintptr_t)begin / 2 % MACKO_CHUNK)) {
+    }
 };
 
 __device__ __forceinline__ uint4 load_chunk(const DenseRow &row, int64_t col, int64_t cols) {
@@ -64,21 +65,19 @@ __device__ __forceinline__ void walk_row(const DenseRow &row, int64_t cols, cons
     const int lane = threadIdx.x % WARP;
     int64_t next = 0; // the column behind the last non-zero so far
     for (int64_t start = -row.skew; start < cols; start += AHEAD * STEP) {
-        Cursor at[AHEAD];
+        uint4 chunks[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) chunks[i] = load_chunk(row, start + i * STEP + lane * MACKO_CHUNK, cols);
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            at[i].col = start + i * STEP + lane * MACKO_CHUNK;
-            at[i].chunk = load_chunk(row, at[i].col, cols);
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            at[i].nonzeros = nonzero_mask(at[i].chunk);
-            const int64_t own_next = at[i].col + WARP - __clz(at[i].nonzeros); // of use where there is a non-zero
-            const uint32_t lanes = __ballot_sync(FULL_WARP, at[i].nonzeros), before = lanes & ((1u << lane) - 1);
+            Cursor at = {chunks[i], start + i * STEP + lane * MACKO_CHUNK, next, nonzero_mask(chunks[i])};
+            const int64_t own_next = at.col + WARP - __clz(at.nonzeros); // of use where there is a non-zero
+            const uint32_t lanes = __ballot_sync(FULL_WARP, at.nonzeros), before = lanes & ((1u << lane) - 1);
             const int64_t their_next = __shfl_sync(FULL_WARP, own_next, WARP - 1 - __clz(before | 1));
-            at[i].next = before ? their_next : next;
-            if (lanes) next = __shfl_sync(FULL_WARP, own_next, WARP - 1 - __clz(lanes));
-            body(at[i]);
+            const int64_t last_next = __shfl_sync(FULL_WARP, own_next, WARP - 1 - __clz(lanes | 1));
+            if (before) at.next = their_next;
+            if (lanes) next = last_next;
+            body(at);
         }
     }
 }
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(THREADS) count_rows(const uint16_t *w, int64_t
     if (threadIdx.x % WARP == 0) row_ptr[row + 1] = entries;
 }
 
-// One block: counts in row_ptr[1..rows] become their sums. 8 counts a thread and round, some 100 ns a thousand rows.
+// One block: counts in row_ptr[1..rows] become their sums. 8 counts a thread and round; 48 us for 36864 rows (H200).
 constexpr int SCAN_THREADS = 1024;
 __global__ void __launch_bounds__(SCAN_THREADS) scan_rows(int64_t rows, int64_t *row_ptr) {
     constexpr int COUNTS = 8;
@@ -198,7 +197,7 @@ __device__ __forceinline__ void write_entries(const Cursor &at, int64_t entry, c
 }
 
 template <int BITS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 2)
     write_rows(const uint16_t *w, int64_t rows, int64_t cols, const int64_t *row_ptr64, int64_t capacity,
                int32_t *row_ptr, uint16_t *values, uint32_t *deltas) {
     constexpr int ROOM = WARP * MACKO_CHUNK, ROOM_WORDS = ROOM * BITS / 32 + 1;
@@ -352,8 +351,8 @@ __global__ void __launch_bounds__(WARP) describe_fault(macko_matrix m, bool boun
             found = {MACKO_ROW_PTR_END, m.rows, -1, stored};
         for (int64_t entry = stored; !found.kind && entry < m.capacity; entry++) {
             const uint32_t value = ((const uint16_t *)m.values)[entry];
-            const uint32_t delta = delta_at<BITS>(((const DeltaWord<BITS> *)m.deltas)[entry / MACKO_CHUNK],
-                                                  int(entry % MACKO_CHUNK));
+            const uint32_t delta =
+                delta_at<BITS>(((const DeltaWord<BITS> *)m.deltas)[entry / MACKO_CHUNK], int(entry % MACKO_CHUNK));
             if (value || delta) found = {MACKO_PADDING, m.rows, entry, value ? value : delta};
         }
     }
@@ -408,7 +407,8 @@ __global__ void __launch_bounds__(THREADS) unpack_rows(macko_matrix m, uint16_t 
 #pragma unroll
                 for (int k = 0; k < MACKO_CHUNK; k++) {
                     const uint32_t place = offsets.at(k, base, 1);
-                    if (place < WINDOW && at.begin <= k && k < at.end) ((uint16_t *)window)[place] = value_at(at.values, k);
+                    if (place < WINDOW && at.begin <= k && k < at.end)
+                        ((uint16_t *)window)[place] = value_at(at.values, k);
                 }
                 if (next < window_col + WINDOW) return true;
                 store_window();
@@ -442,8 +442,7 @@ cudaError_t for_delta_bits(int delta_bits, const Launch &launch) {
 cudaError_t macko_pack_count_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, int64_t *row_ptr,
                                   cudaStream_t stream) {
     return for_delta_bits(delta_bits, [&](auto bits) {
-        if (rows)
-            count_rows<bits><<<blocks_for(rows), THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, row_ptr);
+        if (rows) count_rows<bits><<<blocks_for(rows), THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, row_ptr);
         scan_rows<<<1, SCAN_THREADS, 0, stream>>>(rows, row_ptr);
     });
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,10 +13,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..choose import format_class
 from ..convert import MIN_SPARSITY, convert_layer
-from ..files import VERSION, check_version, join, packed_state
-from ..layers import FoundLinear, LayerReport, Report, find_linears
-from ..linear import SparseLinear, format_class
+from ..files import VERSION, Checkpoint, check_about, join, packed_state
+from ..formats import format_named
+from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
+from ..linear import SparseLinear
+from .compressed_tensors import lazy_state, sparsity_format
 
 
 @register_quantization_config("macko")
@@ -27,8 +31,7 @@ class MackoConfig(QuantizationConfigMixin):
         version, layers: of a packed checkpoint; see macko.files.
 
     Raises:
-        ValueError: an option is out of its range, or the files are of a newer version than this macko reads.
-        TypeError: an option or an entry of layers is not of its type.
+        ValueError: an option is out of its range or not of its type, or the files are of a newer version.
     """
 
     def __init__(
@@ -41,18 +44,15 @@ class MackoConfig(QuantizationConfigMixin):
         **foreign: Any,
     ) -> None:
         self.quant_method = "macko"  # type: ignore[assignment]
-        check_version({"version": version}, "quantization_config")
+        check_about({"version": version, "layers": layers}, "quantization_config")
         format_class(format)
         if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
             raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
         self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
         if not all(isinstance(name, str) for name in self.ignore):
-            raise TypeError(f"ignore is {self.ignore!r}, expected names")
+            raise ValueError(f"ignore is {self.ignore!r}, expected names")
         self.format, self.min_sparsity, self.version = format, min_sparsity, version
         self.layers = {} if layers is None else layers
-        for name, about in self.layers.items():
-            if not isinstance(about, dict) or not all(type(v) is int or k == "format" for k, v in about.items()):
-                raise TypeError(f"layers[{name!r}] is {about!r}, expected a format and whole numbers")
 
 
 @register_quantizer("macko")
@@ -84,10 +84,10 @@ class MackoHfQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         places = set(device_map.values()) if isinstance(device_map, dict) else set()
         offloaded = {str(place) for place in places if str(place) in ("cpu", "disk")}
-        if offloaded and len(places) > 1 or "disk" in offloaded:
+        if "disk" in offloaded or (offloaded and len(places) > 1):
             raise ValueError(
-                f"device_map puts layers on {' and '.join(sorted(offloaded))} to fetch them when they are needed, which "
-                "macko's kernels do not: use a device_map of GPUs alone, or of the CPU alone"
+                f"device_map puts layers on {' and '.join(sorted(offloaded))} to fetch them when they are needed, "
+                "which macko's kernels do not: use a device_map of GPUs alone, or of the CPU alone"
             )
 
     # ---- Before loading ----
@@ -108,7 +108,7 @@ class MackoHfQuantizer(HfQuantizer):
                 size = layer.module.weight.numel() * layer.module.weight.element_size()
                 kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
                 self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
-        self._share = _expected_share(checkpoint_files or [])
+        self._share = _expected_share(checkpoint_files or [], self._found)
 
     def _place_packed(self, model: Any, checkpoint_files: list[str]) -> None:
         """Empty sparse layers on the meta device, of the sizes that the files have."""
@@ -125,10 +125,11 @@ class MackoHfQuantizer(HfQuantizer):
                 raise ValueError(f"{saved} is a packed layer, in the model it is a {type(linear).__name__}")
             sizes = {key: value for key, value in about.items() if key != "format"}
             try:
-                kind = format_class(str(about.get("format")))
+                kind = format_named(str(about.get("format")))
                 tensors = {}
-                for key in (field.name for field in dataclasses.fields(kind) if field.name not in sizes):
-                    # What is not found here is called otherwise in the file; transformers puts what it loads in its place.
+                fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+                for key in (field.name for field in fields if field.name not in sizes):
+                    # What is not found here has another name in the file; transformers puts what it loads in its place.
                     shape, stored = shapes.get(join(saved, key), ((0,), None))
                     tensors[key] = torch.empty(shape, dtype=stored or linear.weight.dtype, device="meta")
                 packed = kind(**tensors, **sizes)
@@ -152,7 +153,9 @@ class MackoHfQuantizer(HfQuantizer):
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         size = param.element_size()
-        return size * self._share if not self.pre_quantized and self.param_needs_quantization(model, param_name) else size
+        return (
+            size * self._share if not self.pre_quantized and self.param_needs_quantization(model, param_name) else size
+        )
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         # A value may round to zero in another type, and a zero is not stored: so packed tensors come as they are.
@@ -166,10 +169,15 @@ class MackoHfQuantizer(HfQuantizer):
         quantizer = self
 
         class Pack(ConversionOps):
-            """The dense weight of one layer into a SparseLinear in its place, or back as it is where it would not pay."""
+            """The dense weight of a layer into a SparseLinear in its place, or back as it is where it would not pay."""
 
-            def convert(
-                self, input_dict: Any, model: Any = None, full_layer_name: str = "", missing_keys: Any = None, **kwargs: Any
+            def convert(  # type: ignore[override]
+                self,
+                input_dict: Any,
+                model: Any = None,
+                full_layer_name: str = "",
+                missing_keys: Any = None,
+                **kwargs: Any,
             ) -> dict[str, Tensor]:
                 value = next(iter(input_dict.values()))
                 value = value[0] if isinstance(value, list) else value
@@ -185,7 +193,7 @@ class MackoHfQuantizer(HfQuantizer):
         layer = self._found.pop(name)  # or it would keep the dense weight
         bias = layer.module.bias  # may still be to come
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
-        layer.module.bias = None
+        layer.module.bias = None  # type: ignore[assignment]
         config = self.quantization_config
         row, sparse = convert_layer(layer, format_class(config.format), config.min_sparsity, None, {})
         self.report.layers.append(row)
@@ -203,7 +211,7 @@ class MackoHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         for name, module in model.named_modules():
             if type(module) is _Loading:
-                module.__class__ = SparseLinear
+                module.__class__ = SparseLinear  # type: ignore[assignment]
                 for key, tensor in (*module.named_buffers(), *module.named_parameters()):
                     if not getattr(tensor, "_is_hf_initialized", False):
                         raise ValueError(f"{name}: the checkpoint has no {key}")
@@ -213,6 +221,10 @@ class MackoHfQuantizer(HfQuantizer):
                     raise ValueError(f"{name}: {error}") from None
                 if module.dtype != self._dtypes[name]:
                     module.to(self._dtypes[name])
+                module.reformat_(self.quantization_config.format)
+        self._found.clear()
+        if not self.pre_quantized:
+            self.report.layers += unpackable(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -244,7 +256,30 @@ def mark(model: nn.Module) -> None:
     any_model: Any = model
     any_model.hf_quantizer = quantizer
     any_model.config.quantization_config = quantizer.quantization_config
-    any_model.is_quantized, any_model.quantization_method = True, "macko"
+
+
+def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: Any) -> Any:
+    """The model of a dense or compressed-tensors folder, packed as it is read; its class is the one that was saved."""
+    import transformers
+
+    folder = os.fspath(folder)
+    about = transformers.AutoConfig.from_pretrained(folder)
+    if not about.architectures:
+        raise ValueError(f"{folder}/config.json does not name an architecture")
+    kind = getattr(transformers, about.architectures[0], None)
+    if kind is None:
+        raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
+    with Checkpoint(folder) as file:
+        if sparsity_format(file.config) is None:
+            return kind.from_pretrained(folder, quantization_config=config, **{"dtype": "auto", **options})
+        for name in ("quantization_config", "compression_config", "sparsity_config"):
+            if hasattr(about, name):
+                delattr(about, name)
+        dtype = options.pop("dtype", about.dtype)
+        state = lazy_state(file)
+        return kind.from_pretrained(
+            None, config=about, state_dict=state, quantization_config=config, dtype=dtype, **options
+        )
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -272,17 +307,19 @@ def _tensor_shapes(files: list[str]) -> dict[str, tuple[tuple[int, ...], torch.d
     return found
 
 
-def _expected_share(files: list[str]) -> float:
-    """Packed over dense bytes, from the density of a few rows of some matrices: for planning where layers go."""
+def _expected_share(files: list[str], layers: Iterable[str]) -> float:
+    """Packed over dense bytes, by the density of a few rows of some layers: for planning where layers go."""
     from safetensors import safe_open
 
+    wanted = tuple(f"{layer}.weight" for layer in layers)
     nonzero = total = 0
     for name in files:
         if name.endswith(".safetensors"):
-            with torch.device("cpu"), safe_open(name, framework="pt") as file:  # not the meta device of the caller
-                matrices = [k for k in file.keys() if k.endswith("proj.weight") or k.endswith("dense.weight")]  # noqa: SIM118
+            # Not the meta device of the caller, who is about to build the model there.
+            with torch.device("cpu"), safe_open(name, framework="pt") as file:
+                matrices = [key for key in file.keys() if key.endswith(wanted)]  # noqa: SIM118
                 for key in matrices[:: max(1, len(matrices) // 8)]:
                     rows = file.get_slice(key)[:16]
                     nonzero += int(rows.count_nonzero())
                     total += rows.numel()
-    return min(1.0, 1.25 * nonzero / total) if total else 1.0
+    return min(1.0, packed_share(nonzero / total)) if total else 1.0

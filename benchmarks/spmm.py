@@ -27,12 +27,12 @@ from macko.formats import SellWeight
 from .spmv import DTYPES, EIGHT, environment, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
 
-#: Kernel, knobs, up to how many tokens.
-VARIANTS: dict[str, tuple[dict[str, str], int]] = {
-    "stream": ({}, 16),
-    "stream_alone": ({"MACKO_PDL": "0"}, 8),
-    "tiles": ({"MACKO_STREAM_TOKENS": "1"}, 1 << 30),
-    "linear": ({}, 1 << 30),
+#: Kernel, knobs, the numbers of tokens.
+VARIANTS: dict[str, tuple[dict[str, str], range]] = {
+    "stream": ({}, range(1, 17)),
+    "stream_alone": ({"MACKO_PDL": "0"}, range(1, 9)),
+    "tiles": ({"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
+    "linear": ({}, range(1, 1 << 30)),
 }
 
 
@@ -107,8 +107,8 @@ def main() -> None:
             for n, x in inputs.items():
                 shown = []
                 for kernel in args.kernels.split(","):
-                    knobs, most = VARIANTS[kernel]
-                    if n > most:
+                    knobs, sizes = VARIANTS[kernel]
+                    if n not in sizes:
                         continue
                     name = "spmm" if kernel.startswith("stream") else "linear"
                     calls = [lambda c=c, x=x, name=name: getattr(c, name)(x) for c in rotated]

@@ -20,11 +20,18 @@ WORKSPACE = 64 << 20
 SHAPES = ((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (33, 203), (201, 512), (600, 64), (40, 1001))
 
 
-@pytest.fixture(autouse=True)
-def library_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense product of the tiles is torch's, which by default may keep partial sums in 16 bits."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+def assert_close_library(y: torch.Tensor, w: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> None:
+    """y against x W^T + bias where torch's product did the sum: it may round two partial sums to 16 bits on the way.
+
+    Each is at most |x| |W|^T + |bias|, so they and the result are off by 2 (eps / 2) of that beside the rounding of y.
+    """
+    y, w, x, bias = (t.cuda() for t in (y, w, x, bias))
+    wide_w, wide_x, wide_bias = w.double(), x.double(), bias.double()
+    wanted, size = wide_x @ wide_w.t() + wide_bias, wide_x.abs() @ wide_w.abs().t() + wide_bias.abs()
+    kind = torch.finfo(y.dtype)
+    error = size * ((w.shape[1] + 2) * 2.0**-24 + kind.eps) + kind.smallest_normal * kind.eps
+    error += (wanted.abs() + error) * kind.eps / 2
+    assert ((y.double() - wanted).abs() <= error).all()
 
 
 def packed(w: torch.Tensor, gap_bits: int = 0) -> SellWeight:
@@ -47,7 +54,7 @@ def test_every_number_of_tokens_up_to_70(rows: int, cols: int, dtype: torch.dtyp
     assert_close_spmv(many, w, x, bias)
     for count in range(1, 71):
         assert_close_spmv(sell.spmm(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
-        assert_close_spmv(sell.linear(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
+        assert_close_library(sell.linear(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
         scaled, wanted = (exact_x * scale[:count]).to(dtype), (exact_y * scale[:count]).to(dtype)
         for y in (exact.spmm(scaled.cuda()), exact.linear(scaled.cuda())):
             assert_same_bits(y + 0, wanted + 0)
@@ -126,7 +133,7 @@ def test_x_of_any_stride_and_alignment() -> None:
 @pytest.mark.parametrize("layout", [SellWeight, MackoWeight])
 @pytest.mark.parametrize(("rows", "cols"), [(8448, 4096), (130_000, 300)])
 def test_dense_tiles_keep_to_the_workspace(layout: type[PackedWeight], rows: int, cols: int) -> None:
-    w, x = random_weight(rows, cols, 0.3, torch.float16), tokens_of(24, cols, torch.float16)
+    w, x = random_weight(rows, cols, 0.3, torch.float16), tokens_of(80, cols, torch.float16)
     bias = random_vector(rows, dtype=torch.float16)
     weight = layout.from_dense(w.cuda())
     on_gpu, bias_on_gpu = x.cuda(), bias.cuda()
@@ -138,15 +145,12 @@ def test_dense_tiles_keep_to_the_workspace(layout: type[PackedWeight], rows: int
     peak = torch.cuda.max_memory_allocated() - before
     # The result, and where the rows exceed shared memory a copy of it, are not counted; a permuted bias is.
     assert peak <= WORKSPACE + 2 * y.numel() * y.element_size() + (1 << 20)
-    wide = x.cuda().double() @ w.cuda().double().t() + bias.cuda().double()
-    size = x.cuda().double().abs() @ w.cuda().double().abs().t() + bias.cuda().double().abs()
-    error = size * (cols + 2) * 2.0**-24
-    assert ((y.double() - wide).abs() <= error + (wide.abs() + error) * 2.0**-11 + 2.0**-25).all()
+    assert_close_library(y, w, x, bias)
     assert_same_bits(weight.linear(on_gpu, bias_on_gpu), y)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [2, 8, 40])
+@pytest.mark.parametrize("tokens", [2, 8, 80])
 def test_gradients_of_x_and_bias(tokens: int) -> None:
     w = random_weight(48, 64, 0.5, torch.float16).cuda()
     sell = SellWeight.from_dense(w)
@@ -160,7 +164,7 @@ def test_gradients_of_x_and_bias(tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [2, 5, 8, 40])
+@pytest.mark.parametrize("tokens", [2, 5, 8, 80])
 def test_opcheck_and_graph_of_layers(tokens: int) -> None:
     layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(8)]
     x, bias = tokens_of(tokens, 512, torch.float16).cuda(), random_vector(512, dtype=torch.float16).cuda()

@@ -90,9 +90,8 @@ Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const
     Tensor y = torch::stable::new_empty(x, shape);
     const void *bias = bias_any ? bias_any->const_data_ptr() : nullptr;
     const cudaStream_t stream = current_stream(x);
-    STD_CUDA_CHECK(tokens == 1
-                       ? sell_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream)
-                       : sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
+    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream)
+                               : sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
     return y;
 }
 
@@ -106,8 +105,7 @@ Tensor multiply_dense(const sell_matrix &m, const Tensor &x, const std::optional
     if (bias && !whole) {
         std::array<StableIValue, 3> stack{torch::stable::detail::from(*bias), torch::stable::detail::from(int64_t(0)),
                                           torch::stable::detail::from(perm)};
-        STABLE_TORCH_ERROR_CODE_CHECK(
-            torch_call_dispatcher("aten::index_select", "", stack.data(), TORCH_ABI_VERSION));
+        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "", stack.data(), TORCH_ABI_VERSION));
         bias = torch::stable::detail::to<Tensor>(stack[0]);
     }
     Tensor y = torch::stable::new_empty(x, {tokens, m.rows});
@@ -269,7 +267,8 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
     }
     shape.push_back(m.rows);
     const char *knob = getenv("MACKO_STREAM_TOKENS");
-    if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens())) return multiply(m, tokens, x_any, bias, shape);
+    if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens(&m)))
+        return multiply(m, tokens, x_any, bias, shape);
     const Tensor x = torch::stable::contiguous(torch::stable::reshape(x_any, {tokens, cols}));
     return torch::stable::reshape(multiply_dense(m, x, bias, perm), shape);
 }

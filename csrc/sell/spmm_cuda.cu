@@ -1,7 +1,4 @@
 // y = x W^T + bias on CUDA for a few tokens, from the sell layout: the stream of spmv, with N tokens of x beside each other.
-#include <stdlib.h>
-#include <string.h>
-
 #include "stream.cuh"
 
 using namespace macko;
@@ -81,8 +78,7 @@ __device__ __forceinline__ void interleave(const T *x, int tokens, int cols, uin
 #pragma unroll(16 / N)
     for (int pair = thread; pair < pairs; pair += threads) {
         uint32_t in[N], out[N]; // out: the tokens of the even column, then those of the odd one
-        for (int n = 0; n < N; n++)
-            in[n] = n < tokens ? *(const uint32_t *)(source + (int64_t)n * cols + 2 * pair) : 0;
+        for (int n = 0; n < N; n++) in[n] = n < tokens ? *(const uint32_t *)(source + (int64_t)n * cols + 2 * pair) : 0;
         for (int n = 0; n < N; n += 2) {
             out[n / 2] = __byte_perm(in[n], in[n + 1], 0x5410);
             out[N / 2 + n / 2] = __byte_perm(in[n], in[n + 1], 0x7632);
@@ -131,7 +127,8 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     const uint32_t x_at = shared_address(shared);
     float *sums = (float *)(shared + x_bytes(cols, N) + team * sums_bytes(N));
     const uint32_t ring = x_at + x_bytes(cols, N) + launch.teams * sums_bytes(N) + team * launch.stages * stage_bytes;
-    const uint32_t filled = shared_address(barriers + team * 2 * SELL_MAX_STAGES), emptied = filled + 8 * SELL_MAX_STAGES;
+    const uint32_t filled = shared_address(barriers + team * 2 * SELL_MAX_STAGES),
+                   emptied = filled + 8 * SELL_MAX_STAGES;
     sell_block b = {};
     if (block < m.num_blocks) b = load_block(m.blocks + block);
 
@@ -242,8 +239,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         float sum = 0;
         if (result < results)
             for (int c = lane / together; c < b.chunks; c += 1 << log_lanes) sum += sums[c * stride * N + result];
-        for (int distance = together; distance < WARP; distance *= 2)
-            sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+        for (int distance = together; distance < WARP; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
         const int token = result % N;
         if (result < results && token < launch.tokens && lane < together) {
             if (result != own) out = m.perm[b.row + result / N];
@@ -287,7 +283,6 @@ cudaError_t launch_spmm(const sell_matrix &m, const Launch &launch, int shared_b
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<spmm<T, GAP_BITS, N>>(device);
     if (error) return error;
-    const char *chained = getenv("MACKO_PDL");
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -297,7 +292,7 @@ cudaError_t launch_spmm(const sell_matrix &m, const Launch &launch, int shared_b
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = chained && !strcmp(chained, "0") ? 0 : 1;
+    config.numAttrs = may_overlap(stream, config.blockDim.x) ? 1 : 0;
     return cudaLaunchKernelEx(&config, spmm<T, GAP_BITS, N>, m, x, bias, y, launch);
 }
 
@@ -333,8 +328,7 @@ cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, 
     int index, major = 0;
     if (!error) error = cudaGetDevice(&index);
     if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-    const char *copy = getenv("MACKO_COPY");
-    const bool bulk = major >= 9 && !(copy && !strcmp(copy, "cp_async"));
+    const bool bulk = major >= 9 && !is("MACKO_COPY", "cp_async");
     for (int64_t token = 0; token < tokens && !error;) {
         const char *x_here = (const char *)x + token * s->cols * 2;
         char *y_here = (char *)y + token * s->rows * 2;
@@ -366,7 +360,7 @@ cudaError_t sell_unsort_cuda(const sell_matrix *s, int64_t tokens, const void *f
     if (!tokens || !s->rows) return cudaSuccess;
     if (from != y) {
         unsort_from_copy<<<(unsigned)tokens, THREADS, 0, stream>>>(s->perm, s->rows, (const uint16_t *)from,
-                                                                  (uint16_t *)y);
+                                                                   (uint16_t *)y);
         return cudaGetLastError();
     }
     Device device;

@@ -34,8 +34,8 @@ struct Step {
         for (int half = 0; half < 2; half++) {
             const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
             const uint32_t pairs = gap_field<GAP_BITS>(planes, 2 * half) + odd;
-            to_odd[half] = GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u
-                                        : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
+            to_odd[half] =
+                GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
             to_even[half] = to_odd[half] - odd - 0x01010101u;
             middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
             behind[half] = middle[half] + (to_odd[half] >> 24) + 1;
@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(WARPS *WARP, 3)
 template <int GAP_BITS>
 cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, const int32_t *row_at, void *w,
                    cudaStream_t stream) {
-    unpack_rows<GAP_BITS><<<(unsigned)ceil_div(count, WARPS), WARPS * WARP, 0, stream>>>(*s, first, first + count, row_at,
-                                                                                         (uint16_t *)w);
+    unpack_rows<GAP_BITS><<<(unsigned)ceil_div(count, WARPS), WARPS * WARP, 0, stream>>>(*s, first, first + count,
+                                                                                         row_at, (uint16_t *)w);
     return cudaGetLastError();
 }
 

@@ -34,10 +34,9 @@ void linear_by_tiles(const Tensor &x, int64_t rows, const std::optional<Tensor> 
             Tensor whole = *bias;
             part = torch::stable::narrow(whole, 0, first, count);
         }
-        std::array<StableIValue, 4> stack{torch::stable::detail::from(x),
-                                          torch::stable::detail::from(torch::stable::narrow(tile, 0, 0, count)),
-                                          torch::stable::detail::from(part),
-                                          torch::stable::detail::from(torch::stable::narrow(y, 1, first, count))};
+        std::array<StableIValue, 4> stack{
+            torch::stable::detail::from(x), torch::stable::detail::from(torch::stable::narrow(tile, 0, 0, count)),
+            torch::stable::detail::from(part), torch::stable::detail::from(torch::stable::narrow(y, 1, first, count))};
         STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
         torch::stable::detail::to<Tensor>(stack[0]); // takes over the reference that the call gave
     }

@@ -97,7 +97,7 @@ def main() -> None:
                 other = time_calls([lambda c=c, x=x: torch.mv(c, x[0]) for c in weights], n)
                 timing = min(timing, other, key=lambda t: t.median_us)
             dense_us[n] = timing.median_us
-            about = dict(rows=rows, cols=cols, dtype=args.dtype, tokens=n, **what)
+            about = {"rows": rows, "cols": cols, "dtype": args.dtype, "tokens": n, **what}
             append_jsonl(out, kernel="dense", density=1.0, **dataclasses.asdict(timing), **about)
         del weights
         for density in map(float, args.densities.split(",")):
@@ -119,8 +119,15 @@ def main() -> None:
                     logs.setdefault((density, n, kernel), []).append(math.log(speedup))
                     shown.append(f"{kernel} {timing.median_us:.2f} ({speedup:.2f}x)")
                     times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
-                    about = dict(rows=rows, cols=cols, density=density, dtype=args.dtype, tokens=n, mask="uniform")
-                    facts = dict(dense_us=round(dense_us[n], 3), held_bytes=sell.nbytes, gap_bits=sell.gap_bits)
+                    about = {
+                        "rows": rows,
+                        "cols": cols,
+                        "density": density,
+                        "dtype": args.dtype,
+                        "tokens": n,
+                        "mask": "uniform",
+                    }
+                    facts = {"dense_us": round(dense_us[n], 3), "held_bytes": sell.nbytes, "gap_bits": sell.gap_bits}
                     append_jsonl(out, kernel=kernel, **about, **times, **facts, **what)
                 print(f"{shape} {density} {n:5} dense {dense_us[n]:.2f}  {'  '.join(shown)}", flush=True)
             del rotated, sell, w

@@ -249,6 +249,49 @@ def packing_table(problems: dict[Key, dict[str, Line]]) -> str:
     return table(["rows x cols", "ms", "GB/s of dense bytes"], rows)
 
 
+def load_tokens(path: Path) -> dict[tuple[float, int, str], dict[tuple[int, int], float]]:
+    """Speed-ups of benchmarks.spmm by shape, for each (density, tokens, kernel)."""
+    found: dict[tuple[float, int, str], dict[tuple[int, int], float]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line["kernel"] != "dense" and line["dtype"] == "float16":
+            speedups = found.setdefault((line["density"], line["tokens"], line["kernel"]), {})
+            speedups[line["rows"], line["cols"]] = line["dense_us"] / line["median_us"]
+    return found
+
+
+def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+    rows = []
+    for density, tokens in sorted({key[:2] for key in found}, key=lambda key: (-key[0], key[1])):
+        cells = []
+        for name in ("stream", "stream_alone", "tiles"):
+            speedups = found.get((density, tokens, name), {}).values()
+            cells.append(f"{geomean(speedups):.2f}x (least {min(speedups):.2f}x)" if speedups else "")
+        shapes = {len(found[key]) for key in found if key[:2] == (density, tokens)}
+        rows.append([f"{density:.2f}", f"{tokens}", *cells, f"{max(shapes)}"])
+    return table(["density", "tokens", "stream, chained", "stream, alone", "dense tiles", "shapes"], rows)
+
+
+def plot_tokens(found: dict[tuple[float, int, str], dict[tuple[int, int], float]], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for density, colour in ((0.5, "tab:blue"), (0.3, "tab:orange")):
+        for name, label, dashes in (("stream", "packed stream", "-"), ("tiles", "dense tiles", "--")):
+            keys = sorted(key for key in found if key[0] == density and key[2] == name)
+            means = [geomean(found[key].values()) for key in keys]
+            axis.plot([key[1] for key in keys], means, dashes, color=colour, marker="o", markersize=3,
+                      label=f"{label}, density {density}")  # fmt: skip
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25x", "0.5x", "1x", "2x", "4x"])
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("speed-up over dense float16")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    save(figure, path)
+
+
 def models_table(path: Path) -> str:
     """Steps of benchmarks.models; the last line of each counts."""
     steps = {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
@@ -357,6 +400,8 @@ def main() -> None:
     plot_densities(problems, IMAGES / "spmv_density.svg")
     plot_shapes(problems, IMAGES / "spmv_shapes.svg")
     plot_floor(problems, IMAGES / "spmv_floor.svg")
+    tokens = load_tokens(path.parent / "spmm.jsonl")
+    plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
     some = problems[next(reversed(problems))]
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(next(iter(some.values()))),
@@ -368,6 +413,7 @@ def main() -> None:
         "spmv break-even": lambda: break_even_table(problems),
         "spmv masks": lambda: masks_table(problems),
         "spmv packing": lambda: packing_table(problems),
+        "spmm tokens": lambda: tokens_table(tokens),
         "models": lambda: models_table(path.parent / "models.jsonl"),
         "bench": lambda: bench_table(path.parent / "bench.jsonl"),
     }

@@ -42,7 +42,9 @@ def copies(tensors: Sequence[torch.Tensor], cold_bytes: int = COLD_BYTES) -> lis
     return [list(tensors)] + [[t.clone() for t in tensors] for _ in range(count - 1)]
 
 
-def time_graph(calls: Sequence[Callable[[], Any]], replays: int = 15, warmup: int = 3) -> Timing:
+def time_graph(
+    calls: Sequence[Callable[[], Any]], replays: int = 15, warmup: int = 3, min_launches: int = MIN_LAUNCHES
+) -> Timing:
     """Time of one call where `calls` are the same work on different copies of its inputs (see `copies`)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -50,7 +52,7 @@ def time_graph(calls: Sequence[Callable[[], Any]], replays: int = 15, warmup: in
         for call in calls[:2]:
             call()  # lazy initialisation happens outside the capture
     torch.cuda.current_stream().wait_stream(stream)
-    rounds = -(-MIN_LAUNCHES // len(calls))
+    rounds = -(-min_launches // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):

@@ -278,6 +278,10 @@ class SellWeight(PackedWeight):
         """W x + bias for x [cols]."""
         return ops.sell_spmv(*self._packed, x, bias)
 
+    def spmm(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [tokens, cols], whatever their number, from the packed stream."""
+        return ops.sell_spmm(*self._packed, x, bias)
+
     @property
     def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
         return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head

@@ -72,7 +72,8 @@ def linear(
     """x W^T + bias, as torch.nn.functional.linear with the packed W; differentiable in x and bias.
 
     Args:
-        x: [..., cols], of values' dtype and device. One token runs as spmv, more through a temporary dense copy.
+        x: [..., cols], of values' dtype and device. One token runs as spmv, more (on CUDA)
+            through dense rows in a workspace of at most 64 MB.
         values, deltas, row_ptr, cols: the packed matrix [rows, cols].
         bias: [rows] or None.
 
@@ -134,6 +135,26 @@ def sell_spmv(
     return torch.ops.macko.sell_spmv(data, bases, blocks, perm, cols, gap_bits, warps, head, x, bias)
 
 
+def sell_spmm(
+    data: Tensor,
+    bases: Tensor,
+    blocks: Tensor,
+    perm: Tensor,
+    cols: int,
+    gap_bits: int,
+    warps: int,
+    head: int,
+    x: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias for x [tokens, cols], up to 8 tokens a launch; differentiable in x and bias.
+
+    Returns:
+        [tokens, rows], each token with the guarantees of sell_spmv; its bits do not depend on the other tokens.
+    """
+    return torch.ops.macko.sell_spmm(data, bases, blocks, perm, cols, gap_bits, warps, head, x, bias)
+
+
 def sell_linear(
     x: Tensor,
     data: Tensor,
@@ -146,7 +167,10 @@ def sell_linear(
     head: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + bias for x [..., cols], as `linear`. One token runs as sell_spmv, more through a temporary dense copy."""
+    """x W^T + bias for x [..., cols], as `linear`.
+
+    One token runs as sell_spmv, a few as sell_spmm, more through dense rows in a workspace of at most 64 MB.
+    """
     return torch.ops.macko.sell_linear(x, data, bases, blocks, perm, cols, gap_bits, warps, head, bias)
 
 
@@ -444,6 +468,26 @@ def _(
     return data.new_empty(perm.shape[0])
 
 
+@torch.library.register_fake("macko::sell_spmm")
+def _(
+    data: Tensor,
+    bases: Tensor,
+    blocks: Tensor,
+    perm: Tensor,
+    cols: int,
+    gap_bits: int,
+    warps: int,
+    head: int,
+    x: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    torch._check(
+        x.dim() == 2 and x.shape[1] == cols,
+        lambda: f"macko::sell_spmm: x has shape {list(x.shape)}, expected [tokens, {cols}]",
+    )
+    return data.new_empty(x.shape[0], perm.shape[0])
+
+
 @torch.library.register_fake("macko::sell_linear")
 def _(
     x: Tensor,
@@ -474,6 +518,11 @@ def _sell_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *[None] * 8, grad_x, grad if ctx.needs_input_grad[9] else None
 
 
+def _sell_spmm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad @ torch.ops.macko.sell_unpack(*ctx.saved_tensors, *ctx.sizes) if ctx.needs_input_grad[8] else None
+    return *[None] * 8, grad_x, grad.sum(0) if ctx.needs_input_grad[9] else None
+
+
 def _save_sell_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:5])
     ctx.sizes = inputs[5:9]
@@ -486,6 +535,7 @@ def _sell_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("macko::sell_spmv", _sell_spmv_backward, setup_context=_save_sell_spmv)
+torch.library.register_autograd("macko::sell_spmm", _sell_spmm_backward, setup_context=_save_sell_spmv)
 torch.library.register_autograd("macko::sell_linear", _sell_linear_backward, setup_context=_save_sell_linear)
 
 

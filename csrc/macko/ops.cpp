@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "macko.h"
-#ifndef USE_CUDA
+#ifdef USE_CUDA
+#include "../torch/tiles.h"
+#else
 #include "../torch/rows.h"
 #endif
 
@@ -254,12 +256,17 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
         return y;
     }
 #ifdef USE_CUDA
-    // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
-    const Tensor w = unpack_unchecked(m, values);
-    std::array<StableIValue, 3> stack{torch::stable::detail::from(x_any), torch::stable::detail::from(w),
-                                      torch::stable::detail::from(bias)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
+    // More tokens: dense rows for the time of one product, as many as the workspace holds. They cost a read and a write.
+    const Tensor x = torch::stable::contiguous(torch::stable::reshape(x_any, {tokens, cols}));
+    Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
+    linear_by_tiles(x, m.rows, bias, y, [&](int64_t first, int64_t count, void *w) {
+        macko_matrix part = m;
+        part.row_ptr += first;
+        part.rows = count;
+        STD_CUDA_CHECK(macko_unpack_cuda(&part, w, current_stream(values)));
+    });
+    shape.push_back(m.rows);
+    return torch::stable::reshape(y, shape);
 #else
     Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
     const Tensor x = torch::stable::contiguous(torch::stable::reshape(x_any, {tokens, cols}));

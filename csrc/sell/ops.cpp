@@ -1,11 +1,16 @@
 // The sell layout's ops: check, allocate, guard the device, call. There is no CPU implementation: there the checks fail.
 #include "ops.h"
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <vector>
 
 #include "../macko/ops.h"
 #include "sell.h"
+#ifdef USE_CUDA
+#include "../torch/tiles.h"
+#endif
 
 namespace macko {
 namespace {
@@ -78,13 +83,46 @@ std::optional<Tensor> check_bias(const char *op, const sell_matrix &m, const std
     return bias->is_contiguous() ? bias : torch::stable::contiguous(*bias);
 }
 
-// y of a shape that holds m.rows elements = W x + bias, all checked.
-Tensor multiply(const sell_matrix &m, const Tensor &x_any, const std::optional<Tensor> &bias,
+// y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked.
+Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const std::optional<Tensor> &bias_any,
                 const std::vector<int64_t> &shape) {
     const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
     Tensor y = torch::stable::new_empty(x, shape);
-    STD_CUDA_CHECK(sell_spmv_cuda(&m, x.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr, y.mutable_data_ptr(),
-                                  current_stream(x)));
+    const void *bias = bias_any ? bias_any->const_data_ptr() : nullptr;
+    const cudaStream_t stream = current_stream(x);
+    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream)
+                               : sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
+    return y;
+}
+
+// x [tokens, cols] W^T + bias through dense rows.
+Tensor multiply_dense(const sell_matrix &m, const Tensor &x, const std::optional<Tensor> &bias_any,
+                      const Tensor &perm) {
+    const int64_t tokens = x.size(0);
+    const cudaStream_t stream = current_stream(x);
+    const bool whole = rows_of_tile(m.rows, m.cols, 2) >= m.rows;
+    std::optional<Tensor> bias = bias_any;
+    if (bias && !whole) {
+        std::array<StableIValue, 3> stack{torch::stable::detail::from(*bias), torch::stable::detail::from(int64_t(0)),
+                                          torch::stable::detail::from(perm)};
+        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "", stack.data(), TORCH_ABI_VERSION));
+        bias = torch::stable::detail::to<Tensor>(stack[0]);
+    }
+    Tensor y = torch::stable::new_empty(x, {tokens, m.rows});
+    linear_by_tiles(x, m.rows, bias, y, [&](int64_t first, int64_t count, void *w) {
+        STD_CUDA_CHECK(whole ? sell_unpack_cuda(&m, w, stream) : sell_unpack_sorted_cuda(&m, first, count, w, stream));
+    });
+    if (whole) return y;
+    // The tiles hold sorted rows, as a block of the layout does: rows in the matrix's order are all over it.
+    sell_device device;
+    STD_CUDA_CHECK(sell_device_cuda(&device));
+    const bool copies = sell_unsort_needs_copy(&m, &device);
+    const int64_t most = copies ? std::max<int64_t>(1, TILE_BYTES / (m.rows * 2)) : tokens;
+    for (int64_t first = 0; first < tokens; first += most) {
+        Tensor part = torch::stable::narrow(y, 0, first, std::min(most, tokens - first));
+        const Tensor from = copies ? torch::stable::clone(part) : part;
+        STD_CUDA_CHECK(sell_unsort_cuda(&m, part.size(0), from.const_data_ptr(), part.mutable_data_ptr(), stream));
+    }
     return y;
 }
 
@@ -193,7 +231,21 @@ Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
     if (x_any.numel() != cols) fail(op, "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
     const DeviceGuard guard(data.get_device_index());
     const std::optional<Tensor> bias = check_bias(op, m, bias_any, data);
-    return multiply(m, x_any, bias, {m.rows});
+    return multiply(m, 1, x_any, bias, {m.rows});
+}
+
+Tensor sell_spmm(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
+                 int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x_any,
+                 const std::optional<Tensor> &bias_any) {
+    const char *op = "sell_spmm";
+    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    check_device(op, "x", x_any, "data", data);
+    check_dtype(op, "x", x_any, data.scalar_type());
+    check_dim(op, "x", x_any, 2);
+    if (x_any.size(1) != cols) fail(op, "x has shape ", shape_name(x_any), ", expected [tokens, ", cols, "]");
+    const DeviceGuard guard(data.get_device_index());
+    const std::optional<Tensor> bias = check_bias(op, m, bias_any, data);
+    return multiply(m, x_any.size(0), x_any, bias, {x_any.size(0), m.rows});
 }
 
 Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases, const Tensor &blocks,
@@ -213,16 +265,12 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
         shape.push_back(x_any.size(i));
         tokens *= x_any.size(i);
     }
-    if (tokens == 1) {
-        shape.push_back(m.rows);
-        return multiply(m, x_any, bias, shape);
-    }
-    // More tokens: a dense copy for the time of one product.
-    const Tensor w = unpack_matrix(m, data);
-    std::array<StableIValue, 3> stack{torch::stable::detail::from(x_any), torch::stable::detail::from(w),
-                                      torch::stable::detail::from(bias)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
+    shape.push_back(m.rows);
+    const char *knob = getenv("MACKO_STREAM_TOKENS");
+    if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens(&m)))
+        return multiply(m, tokens, x_any, bias, shape);
+    const Tensor x = torch::stable::contiguous(torch::stable::reshape(x_any, {tokens, cols}));
+    return torch::stable::reshape(multiply_dense(m, x, bias, perm), shape);
 }
 #else
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
@@ -240,6 +288,12 @@ Tensor sell_unpack(const Tensor &data, const Tensor &, const Tensor &, const Ten
 Tensor sell_spmv(const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, int64_t, int64_t,
                  const Tensor &, const std::optional<Tensor> &) {
     check_cuda("sell_spmv", "data", data);
+    return data;
+}
+
+Tensor sell_spmm(const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, int64_t, int64_t,
+                 const Tensor &, const std::optional<Tensor> &) {
+    check_cuda("sell_spmm", "data", data);
     return data;
 }
 

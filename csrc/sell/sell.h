@@ -205,6 +205,19 @@ SELL_FN sell_shape sell_pack_shape(int64_t rows, int64_t cols, int gap_bits, sel
     return shape;
 }
 
+/*
+ * Up to how many tokens run from the packed stream; more go through dense rows and the library's GEMM. In units of the
+ * time of the dense product, with h bytes held a byte of dense: a pass of 8 tokens takes 2.7 h (bound by the reads of x
+ * from shared memory, which do not depend on the matrix), 4 h where x fits for two tokens only; dense rows take
+ * 2.45 + 2.9 h. Measured on an H200 at 8192 x 8192 and 8192 x 28672, density 0.5 and 0.3; below that it is a guess.
+ */
+SELL_FN int64_t sell_stream_tokens(const sell_matrix *m) {
+    const double dense = (double)m->rows * m->cols * 2, held = (double)m->slots * sell_slot_bytes(m->gap_bits);
+    const double h = held / (dense > 0 ? dense : 1), pass = (m->cols <= 24576 ? 2.7 : 4.0) * h;
+    const double passes = (2.45 + 2.9 * h) / (pass > 0.01 ? pass : 0.01);
+    return 8 * (passes < 1 ? 1 : passes > 8 ? 8 : (int64_t)passes);
+}
+
 /* Totals of a packing, found on the device and read by the host where it has to allocate. */
 typedef struct sell_totals {
     int64_t stored[SELL_GAP_WIDTHS]; /* entries at each gap width, from SELL_MIN_GAP_BITS */
@@ -245,8 +258,21 @@ cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const i
 /* The dense matrix w [rows, cols]. */
 cudaError_t sell_unpack_cuda(const sell_matrix *s, void *w, cudaStream_t stream);
 
+/* The dense rows [first, first + count) of the sorted rows, w [count, cols]. */
+cudaError_t sell_unpack_sorted_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream);
+
 /* y = W x + bias; bias may be NULL. Same bits every run. */
 cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias, void *y, cudaStream_t stream);
+
+/* y [tokens, rows] = x [tokens, cols] W^T + bias, up to 8 tokens a launch, as many as fit shared memory. Same bits every
+ * run, and whatever the other tokens are. */
+cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, const void *bias, void *y,
+                           cudaStream_t stream);
+
+/* Puts the columns of y [tokens, rows], which stand in the order of the sorted rows, in the order of the matrix.
+ * from is y itself, or a copy of it where sell_unsort_needs_copy. */
+int sell_unsort_needs_copy(const sell_matrix *s, const sell_device *device);
+cudaError_t sell_unsort_cuda(const sell_matrix *s, int64_t tokens, const void *from, void *y, cudaStream_t stream);
 
 /* The current device's sizes. */
 cudaError_t sell_device_cuda(sell_device *device);

@@ -1,97 +1,17 @@
 // y = W x + bias on CUDA, from the sell layout, in one launch.
-#include <stdlib.h>
-#include <string.h>
-
-#include "../core/cuda.cuh"
-#include "sell.h"
+#include "stream.cuh"
 
 using namespace macko;
 
 namespace {
 
-constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES;        // an immediate of the instruction that waits
-constexpr int VALUE_BYTES = SELL_LANES * SELL_STEP * 2; // of a slot; its gaps follow
+constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES; // an immediate of the instruction that waits
 
 // How a block brings its slots into shared memory.
 enum Copy {
     BULK,     // sm_90 and up: one warp fetches whole stages for all, cp.async.bulk and mbarriers
     CP_ASYNC, // sm_80 and up: each warp fetches its own slots, 16 bytes a lane
 };
-
-__device__ __forceinline__ uint32_t shared_address(const void *p) {
-    return (uint32_t)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-
-__device__ __forceinline__ uint32_t load_shared_4(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-
-__device__ __forceinline__ uint16_t load_shared_2(uint32_t at) {
-    uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
-    return v;
-}
-
-// Hides how a register was made, so that the loop holds it instead of making it again: one instruction a value less.
-__device__ __forceinline__ uint32_t held(uint32_t value) {
-    uint32_t same;
-    asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
-    return same;
-}
-
-// One value or two of them as bits -> float.
-template <typename T>
-__device__ __forceinline__ float widen(uint16_t bits);
-template <>
-__device__ __forceinline__ float widen<__half>(uint16_t bits) {
-    return __half2float(__ushort_as_half(bits));
-}
-template <>
-__device__ __forceinline__ float widen<__nv_bfloat16>(uint16_t bits) {
-    return __uint_as_float((uint32_t)bits << 16);
-}
-template <typename T>
-__device__ __forceinline__ float2 widen2(uint32_t bits);
-template <>
-__device__ __forceinline__ float2 widen2<__half>(uint32_t bits) {
-    return __half22float2(*(const __half2 *)&bits);
-}
-template <>
-__device__ __forceinline__ float2 widen2<__nv_bfloat16>(uint32_t bits) {
-    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
-}
-
-// The four gaps of field 0..3, one in each byte, from the planes of sell.h.
-template <int GAP_BITS>
-__device__ __forceinline__ uint32_t gap_field(const uint32_t (&planes)[4], int field) {
-    constexpr uint32_t ONES = 0x01010101u;
-    const int plane = field * GAP_BITS / 8, shift = field * GAP_BITS % 8, here = 8 - shift;
-    uint32_t gaps = planes[plane] >> shift;
-    if (here < GAP_BITS) { // the rest is in the next plane
-        const uint32_t low = ONES * ((1u << here) - 1);
-        gaps = (gaps & low) | (planes[plane + 1] << here & ~low);
-    }
-    return gaps & ONES * ((1u << GAP_BITS) - 1);
-}
-
-// Where in a slot a lane's share lies.
-struct LaneSlot {
-    uint32_t values, planes, nibbles;
-};
-
-template <int GAP_BITS>
-__device__ __forceinline__ LaneSlot lane_slot(uint32_t slot, int lane) {
-    const uint32_t gaps = slot + VALUE_BYTES;
-    return {held(slot + lane * 16), held(gaps + lane * 4), held(gaps + GAP_BITS / 2 * SELL_LANES * 4 + lane * 2)};
-}
 
 /*
  * Eight products. even and odd hold the gaps of entries 0, 2, 4, 6 and 1, 3, 5, 7; `address` that of the first x not
@@ -138,46 +58,6 @@ __device__ __forceinline__ void multiply_step(LaneSlot at, uint32_t offset, uint
 
 __device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// What sm_90 added. A barrier's phase ends when all arrivals and all announced bytes are in.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile("{ .reg .pred done;\n"
-                 "again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again_%=; }" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
-}
-// Announces `bytes` to the barrier and fetches them; all multiples of 16.
-__device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
-                                           uint64_t policy) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
-__device__ __forceinline__ sell_block load_block(const sell_block *from) {
-    const int4 first = ((const int4 *)from)[0], second = ((const int4 *)from)[1];
-    return {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-}
-
-// Slots of a stage, where lane w knows the steps of warp w; see "pairs" in sell.h.
-__device__ __forceinline__ int stage_slots(int steps_of_lane, int stage) {
-    return 2 * __popc(__ballot_sync(FULL_WARP, steps_of_lane > stage) & 0x55555555u);
-}
-
-// a / b for 0 <= a < 2^12 and 0 < b < 2^12: a twentieth of the latency of an integer division.
-__device__ __forceinline__ int small_quotient(int a, int b) {
-    return (int)__fdividef(a + 0.5f, (float)b);
 }
 
 struct Launch {
@@ -375,11 +255,6 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
     }
 }
 
-bool is(const char *knob, const char *value) {
-    const char *set = getenv(knob);
-    return set && !strcmp(set, value);
-}
-
 // Lets a kernel ask for all of an SM's shared memory: once for each device, and not in the way of a launch after that.
 cudaError_t allow_all_shared(const void *kernel, bool (&allowed)[64]) {
     int device;
@@ -417,29 +292,6 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *
     config.attrs = &attribute;
     config.numAttrs = chained ? 1 : 0;
     return cudaLaunchKernelEx(&config, spmv<T, GAP_BITS, COPY>, m, x, bias, y, launch);
-}
-
-// Whether to launch so that this kernel's start may overlap with the end of the one before. Behind an ordinary kernel
-// that costs 0.2 us in a CUDA graph (H200), so while a graph is captured it is done only behind a kernel like this one:
-// as many threads, and much shared memory. It is right behind any kernel: before its wait a block reads weights only.
-bool may_overlap(cudaStream_t stream, unsigned threads) {
-    if (is("MACKO_PDL", "0") || is("MACKO_PDL", "1")) return is("MACKO_PDL", "1");
-    cudaStreamCaptureStatus status;
-    const cudaGraphNode_t *before;
-    size_t count;
-#if CUDART_VERSION >= 13000
-    const cudaGraphEdgeData *edges;
-    const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &before, &edges, &count);
-#else
-    const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, &before, &count);
-#endif
-    if (!error && status == cudaStreamCaptureStatusNone) return true;
-    cudaGraphNodeType type;
-    cudaKernelNodeParams kernel;
-    const bool known = !error && count == 1 && !cudaGraphNodeGetType(before[0], &type) &&
-                       type == cudaGraphNodeTypeKernel && !cudaGraphKernelNodeGetParams(before[0], &kernel);
-    cudaGetLastError(); // a kernel that this runtime does not know is no error
-    return known && kernel.blockDim.x == threads && kernel.sharedMemBytes >= 64 * 1024;
 }
 
 template <typename T, int GAP_BITS>

@@ -1,0 +1,141 @@
+"""A few tokens and many times a pruned matrix on the GPU, from one packed weight: against F.linear of the dense one.
+
+    python -m benchmarks.spmm --gpu                              # eight shapes, 1 to 64 tokens, densities 0.5 and 0.3
+    python -m benchmarks.spmm --gpu --tokens 256,1024,4096 --densities 0.5
+
+Kernels: dense (F.linear; torch.mv too at one token), stream (sell_spmm), tiles (dense rows in a workspace, then the
+library's product), linear (what sell_linear chooses). Launches may overlap, as in a model of such layers, but for
+stream_alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64. Times as in
+benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to benchmarks/results/<gpu>/spmm.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from macko.formats import SellWeight
+
+from .spmv import DTYPES, EIGHT, environment, make_mask, packed_copies
+from .timing import Timing, append_jsonl, copies, provenance, time_graph
+
+#: Kernel, knobs, the numbers of tokens.
+VARIANTS: dict[str, tuple[dict[str, str], range]] = {
+    "stream": ({}, range(1, 17)),
+    "stream_alone": ({"MACKO_PDL": "0"}, range(1, 9)),
+    "tiles": ({"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
+    "linear": ({}, range(1, 1 << 30)),
+}
+
+
+def check(name: str, call: Callable[[], Tensor], w: Tensor, x: Tensor, exact_sum: bool) -> None:
+    """Runs a call on poisoned memory, twice; looks at no more than 64 tokens."""
+    some = slice(0, 64)
+    wide = x[some].double()
+    wanted = torch.cat([wide @ part.double().t() for part in w.split(4096)], 1)
+    size = torch.cat([wide.abs() @ part.double().abs().t() for part in w.split(4096)], 1)
+    error = size * (w.shape[1] + 2) * 2.0**-24
+    error += (wanted.abs() + error) * torch.finfo(w.dtype).eps / 2 + 2.0**-24
+    if not exact_sum:  # the library may keep partial sums in 16 bits
+        error += wanted.abs().mean() * 0.05
+    results = []
+    for _ in range(2):
+        poison = torch.full((x.shape[0], w.shape[0]), float("nan"), dtype=w.dtype, device=w.device)
+        del poison  # the allocator hands the same memory to the call's output
+        results.append(call()[some].clone())
+    wrong = ~((results[0].double() - wanted).abs() <= error)
+    if bool(wrong.any()):
+        raise SystemExit(f"{name}: {int(wrong.sum())} of {wrong.numel()} results are wrong")
+    if exact_sum and not torch.equal(results[0].view(torch.int16), results[1].view(torch.int16)):
+        raise SystemExit(f"{name}: two runs gave different bits")
+
+
+def time_calls(calls: list[Callable[[], Tensor]], tokens: int) -> Timing:
+    return time_graph(calls) if tokens <= 64 else time_graph(calls, replays=5, warmup=1, min_launches=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", required=True, help="what is timed; there is no other yet")
+    parser.add_argument("--shapes", default=EIGHT, help="ROWSxCOLS,...")
+    parser.add_argument("--tokens", default="1,2,3,4,8,16,32,64", help="comma separated")
+    parser.add_argument("--densities", default="0.5,0.3", help="comma separated")
+    parser.add_argument("--dtype", default="float16", choices=list(DTYPES))
+    parser.add_argument("--kernels", default="stream,stream_alone,tiles", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further shape after this time")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmm.jsonl")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU")
+    what = provenance()
+    folder = what["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
+    out = args.out or Path(__file__).parent / "results" / folder / "spmm.jsonl"
+    dtype, begin = DTYPES[args.dtype], time.monotonic()
+    numbers = [int(n) for n in args.tokens.split(",")]
+    logs: dict[tuple[float, int, str], list[float]] = {}
+    for shape in args.shapes.split(","):
+        if time.monotonic() - begin > args.seconds:
+            print(f"stopped before {shape}: over {args.seconds} s")
+            break
+        rows, cols = map(int, shape.split("x"))
+        generator = torch.Generator(device="cuda").manual_seed(rows * 7 + cols)
+        dense = torch.randn(rows, cols, device="cuda", dtype=dtype, generator=generator)
+        inputs = {n: torch.randn(n, cols, device="cuda", dtype=dtype, generator=generator) for n in numbers}
+        weights = [tensors[0] for tensors in copies([dense])]
+        dense_us = {}
+        for n, x in inputs.items():
+            timing = time_calls([lambda c=c, x=x: F.linear(x, c) for c in weights], n)
+            if n == 1:
+                other = time_calls([lambda c=c, x=x: torch.mv(c, x[0]) for c in weights], n)
+                timing = min(timing, other, key=lambda t: t.median_us)
+            dense_us[n] = timing.median_us
+            about = {"rows": rows, "cols": cols, "dtype": args.dtype, "tokens": n, **what}
+            append_jsonl(out, kernel="dense", density=1.0, **dataclasses.asdict(timing), **about)
+        del weights
+        for density in map(float, args.densities.split(",")):
+            w = torch.where(make_mask("uniform", dense, density, generator), dense, torch.zeros_like(dense))
+            sell = SellWeight.from_dense(w)
+            rotated = packed_copies(sell)
+            for n, x in inputs.items():
+                shown = []
+                for kernel in args.kernels.split(","):
+                    knobs, sizes = VARIANTS[kernel]
+                    if n not in sizes:
+                        continue
+                    name = "spmm" if kernel.startswith("stream") else "linear"
+                    calls = [lambda c=c, x=x, name=name: getattr(c, name)(x) for c in rotated]
+                    with environment(**knobs):
+                        check(kernel, calls[0], w, x, exact_sum=name == "spmm")
+                        timing = time_calls(calls, n)
+                    speedup = dense_us[n] / timing.median_us
+                    logs.setdefault((density, n, kernel), []).append(math.log(speedup))
+                    shown.append(f"{kernel} {timing.median_us:.2f} ({speedup:.2f}x)")
+                    times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
+                    about = {
+                        "rows": rows,
+                        "cols": cols,
+                        "density": density,
+                        "dtype": args.dtype,
+                        "tokens": n,
+                        "mask": "uniform",
+                    }
+                    facts = {"dense_us": round(dense_us[n], 3), "held_bytes": sell.nbytes, "gap_bits": sell.gap_bits}
+                    append_jsonl(out, kernel=kernel, **about, **times, **facts, **what)
+                print(f"{shape} {density} {n:5} dense {dense_us[n]:.2f}  {'  '.join(shown)}", flush=True)
+            del rotated, sell, w
+        del dense, inputs
+    for (density, n, kernel), values in sorted(logs.items()):
+        mean, worst = math.exp(sum(values) / len(values)), math.exp(min(values))
+        print(f"density {density} tokens {n:5} {kernel:13} geomean {mean:.3f}x over {len(values)}, least {worst:.3f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+// A product with a packed matrix through dense tiles of its rows, on CUDA.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "check.h"
+
+namespace macko {
+
+constexpr int64_t TILE_BYTES = 64 << 20; // of dense rows at a time, the most that a product takes beside its result
+
+// Rows of a tile: all that fit, in tiles of about the same size; whole multiples of what a GEMM's block takes.
+inline int64_t rows_of_tile(int64_t rows, int64_t cols, int64_t element_bytes) {
+    constexpr int64_t GEMM_ROWS = 128;
+    const int64_t most = std::max<int64_t>(1, TILE_BYTES / std::max<int64_t>(1, cols * element_bytes));
+    if (most >= rows) return std::max<int64_t>(1, rows);
+    const int64_t tiles = (rows + most - 1) / most, even = (rows + tiles - 1) / tiles;
+    return most < GEMM_ROWS ? even : std::min(most / GEMM_ROWS, (even + GEMM_ROWS - 1) / GEMM_ROWS) * GEMM_ROWS;
+}
+
+// y [tokens, rows] = x [tokens, cols] W^T + bias by the library's GEMM. unpack(first, count, w) writes rows
+// [first, first + count) densely to w.
+template <typename Unpack>
+void linear_by_tiles(const Tensor &x, int64_t rows, const std::optional<Tensor> &bias, Tensor &y,
+                     const Unpack &unpack) {
+    const int64_t tile_rows = rows_of_tile(rows, x.size(1), x.element_size());
+    Tensor tile = torch::stable::new_empty(x, {std::min(rows, tile_rows), x.size(1)});
+    for (int64_t first = 0; first < rows; first += tile_rows) {
+        const int64_t count = std::min(tile_rows, rows - first);
+        unpack(first, count, tile.mutable_data_ptr());
+        std::optional<Tensor> part;
+        if (bias) {
+            Tensor whole = *bias;
+            part = torch::stable::narrow(whole, 0, first, count);
+        }
+        std::array<StableIValue, 4> stack{
+            torch::stable::detail::from(x), torch::stable::detail::from(torch::stable::narrow(tile, 0, 0, count)),
+            torch::stable::detail::from(part), torch::stable::detail::from(torch::stable::narrow(y, 1, first, count))};
+        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
+        torch::stable::detail::to<Tensor>(stack[0]); // takes over the reference that the call gave
+    }
+}
+
+} // namespace macko

@@ -1,0 +1,233 @@
+"""A few tokens and many, from the packed weight: sell_spmm, and the dense tiles of sell_linear and linear."""
+
+import pytest
+import torch
+
+import macko.ops as ops
+from macko.formats import MackoWeight, PackedWeight, SellWeight
+from tests.common import (
+    HALVES,
+    MASKS,
+    assert_close_spmv,
+    assert_same_bits,
+    integer_problem,
+    random_vector,
+    random_weight,
+)
+
+WORKSPACE = 64 << 20
+#: One row, one column, no row, no column, no whole group, a team without a block, two teams, rows that share no block.
+SHAPES = ((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (33, 203), (201, 512), (600, 64), (40, 1001))
+
+
+def assert_close_library(y: torch.Tensor, w: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> None:
+    """y against x W^T + bias where torch's product did the sum: it may round two partial sums to 16 bits on the way.
+
+    Each is at most |x| |W|^T + |bias|, so they and the result are off by 2 (eps / 2) of that beside the rounding of y.
+    """
+    y, w, x, bias = (t.cuda() for t in (y, w, x, bias))
+    wide_w, wide_x, wide_bias = w.double(), x.double(), bias.double()
+    wanted, size = wide_x @ wide_w.t() + wide_bias, wide_x.abs() @ wide_w.abs().t() + wide_bias.abs()
+    kind = torch.finfo(y.dtype)
+    error = size * ((w.shape[1] + 2) * 2.0**-24 + kind.eps) + kind.smallest_normal * kind.eps
+    error += (wanted.abs() + error) * kind.eps / 2
+    assert ((y.double() - wanted).abs() <= error).all()
+
+
+def packed(w: torch.Tensor, gap_bits: int = 0) -> SellWeight:
+    return SellWeight.from_dense(w.cuda(), 4, gap_bits)
+
+
+def tokens_of(count: int, cols: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    return random_vector(count, cols, dtype=dtype, seed=seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("rows", "cols"), [(130, 500), (301, 203)])
+def test_every_number_of_tokens_up_to_70(rows: int, cols: int, dtype: torch.dtype) -> None:
+    w, x, bias = random_weight(rows, cols, 0.5, dtype), tokens_of(70, cols, dtype), random_vector(rows, dtype=dtype)
+    exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
+    scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(14)[:, None]
+    sell, exact = packed(w), packed(exact_w)
+    many = sell.spmm(x.cuda(), bias.cuda())
+    assert_close_spmv(many, w, x, bias)
+    for count in range(1, 71):
+        assert_close_spmv(sell.spmm(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
+        assert_close_library(sell.linear(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
+        scaled, wanted = (exact_x * scale[:count]).to(dtype), (exact_y * scale[:count]).to(dtype)
+        for y in (exact.spmm(scaled.cuda()), exact.linear(scaled.cuda())):
+            assert_same_bits(y + 0, wanted + 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_shape_and_gap(dtype: torch.dtype) -> None:
+    for rows, cols in SHAPES:
+        w, x, bias = random_weight(rows, cols, 0.4, dtype), tokens_of(9, cols, dtype), random_vector(rows, dtype=dtype)
+        for gap_bits in (2, 3, 4, 5, 6):
+            sell = packed(w, gap_bits)
+            for count in (0, 2, 3, 4, 6, 9):
+                y = sell.spmm(x[:count].cuda(), bias.cuda())
+                assert_close_spmv(y, w, x[:count], bias)
+                assert_same_bits(sell.spmm(x[:count].cuda(), bias.cuda()), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MASKS)
+def test_uneven_masks(kind: str) -> None:
+    for density in (0.03, 0.3, 0.7):
+        w, x = random_weight(900, 1500, density, torch.float16, kind=kind), tokens_of(8, 1500, torch.float16)
+        assert_close_spmv(packed(w).spmm(x.cuda()), w, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(300, 9000), (300, 15000), (300, 28672), (100, 65535), (2048, 4096)])
+def test_x_that_fits_shared_memory_for_fewer_tokens_only(rows: int, cols: int) -> None:
+    w, x = random_weight(rows, cols, 0.5, torch.float16), tokens_of(8, cols, torch.float16)
+    sell = packed(w)
+    for count in (2, 4, 8):
+        assert_close_spmv(sell.spmm(x[:count].cuda()), w, x[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("knobs", [{"MACKO_PDL": "0"}, {"MACKO_COPY": "cp_async"}], ids=str)
+def test_every_path(knobs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in knobs.items():
+        monkeypatch.setenv(name, value)
+    w, x = random_weight(700, 1024, 0.5, torch.float16), tokens_of(7, 1024, torch.float16)
+    bias = random_vector(700, dtype=torch.float16)
+    assert_close_spmv(packed(w).spmm(x.cuda(), bias.cuda()), w, x, bias)
+
+
+@pytest.mark.gpu
+def test_a_token_does_not_depend_on_the_others() -> None:
+    sell, x = packed(random_weight(300, 700, 0.5, torch.float16)), tokens_of(8, 700, torch.float16).cuda()
+    alone = sell.spmm(x)
+    x[3], x[5, 17] = float("nan"), float("inf")
+    kept = [0, 1, 2, 4, 6, 7]
+    assert_same_bits(sell.spmm(x)[kept], alone[kept])
+
+
+@pytest.mark.gpu
+def test_padding_never_reads_an_x() -> None:
+    w = torch.zeros(64, 600, dtype=torch.float16)
+    w[:, ::3] = 1
+    w[::2, 300:] = 0
+    x = torch.ones(4, 600, dtype=torch.float16)
+    x[:, 0] = float("inf")
+    assert packed(w).spmm(x.cuda()).isposinf().all()
+
+
+@pytest.mark.gpu
+def test_x_of_any_stride_and_alignment() -> None:
+    w = random_weight(130, 512, 0.5, torch.float16)
+    sell, long = packed(w), tokens_of(5, 2 * 512 + 2, torch.float16).cuda()
+    flat = long.reshape(-1)
+    for x in (flat[1 : 1 + 4 * 512].view(4, 512), long[:, :512], long[:, 1:1025:2], long[:4, :512].t().t()):
+        assert_close_spmv(sell.spmm(x), w, x)
+        assert_close_spmv(sell.linear(x[None]), w, x[None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [SellWeight, MackoWeight])
+@pytest.mark.parametrize(("rows", "cols"), [(8448, 4096), (130_000, 300)])
+def test_dense_tiles_keep_to_the_workspace(layout: type[PackedWeight], rows: int, cols: int) -> None:
+    w, x = random_weight(rows, cols, 0.3, torch.float16), tokens_of(80, cols, torch.float16)
+    bias = random_vector(rows, dtype=torch.float16)
+    weight = layout.from_dense(w.cuda())
+    on_gpu, bias_on_gpu = x.cuda(), bias.cuda()
+    weight.linear(on_gpu, bias_on_gpu)  # the library's own workspace
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = weight.linear(on_gpu, bias_on_gpu)
+    peak = torch.cuda.max_memory_allocated() - before
+    # The result, and where the rows exceed shared memory a copy of it, are not counted; a permuted bias is.
+    assert peak <= WORKSPACE + 2 * y.numel() * y.element_size() + (1 << 20)
+    assert_close_library(y, w, x, bias)
+    assert_same_bits(weight.linear(on_gpu, bias_on_gpu), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 8, 80])
+def test_gradients_of_x_and_bias(tokens: int) -> None:
+    w = random_weight(48, 64, 0.5, torch.float16).cuda()
+    sell = SellWeight.from_dense(w)
+    for call in (sell.linear, sell.spmm):
+        x = tokens_of(tokens, 64, torch.float16).cuda().requires_grad_()
+        bias = torch.zeros(48, dtype=torch.float16, device="cuda", requires_grad=True)
+        grad = tokens_of(tokens, 48, torch.float16).cuda()
+        (call(x, bias) * grad).sum().backward()
+        torch.testing.assert_close(x.grad, grad @ w)
+        torch.testing.assert_close(bias.grad, grad.sum(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 5, 8, 80])
+def test_opcheck_and_graph_of_layers(tokens: int) -> None:
+    layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(8)]
+    x, bias = tokens_of(tokens, 512, torch.float16).cuda(), random_vector(512, dtype=torch.float16).cuda()
+    torch.library.opcheck(torch.ops.macko.sell_spmm, (*layers[0]._packed, x, bias))
+    torch.library.opcheck(torch.ops.macko.sell_linear, (x, *layers[0]._packed, bias))
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer.linear(x, bias) * 0.05
+        for layer in layers[:3]:  # and without a kernel between them
+            x = layer.linear(x)
+        return x
+
+    eager = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(x)
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(captured, eager)
+
+
+@pytest.mark.gpu
+def test_compiles_once_for_every_number_of_tokens() -> None:
+    sell, bias = packed(random_weight(96, 128, 0.5, torch.float16)), random_vector(96, dtype=torch.float16).cuda()
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: sell.linear(x, bias), fullgraph=True, dynamic=True, backend=count)
+    for tokens in (2, 3, 8, 17, 64, 300):
+        x = tokens_of(tokens, 128, torch.float16).cuda()
+        assert_same_bits(compiled(x), sell.linear(x, bias))
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+def test_side_stream() -> None:
+    w, x = random_weight(256, 1024, 0.5, torch.float16), tokens_of(4, 1024, torch.float16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        y = packed(w).spmm(x.cuda())
+    stream.synchronize()
+    assert_close_spmv(y, w, x)
+
+
+@pytest.mark.gpu
+def test_errors_name_the_argument() -> None:
+    sell = packed(random_weight(30, 50, 0.5, torch.float16))
+    x = tokens_of(3, 50, torch.float16).cuda()
+    with pytest.raises(RuntimeError, match=r"x has shape \[3, 49\], expected \[tokens, 50\]"):
+        sell.spmm(x[:, :49])
+    with pytest.raises(RuntimeError, match=r"x has shape \[50\], expected 2 dimension"):
+        sell.spmm(x[0])
+    with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
+        sell.spmm(x.bfloat16())
+    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
+        sell.spmm(x, random_vector(29, dtype=torch.float16).cuda())
+
+
+def test_cpu_tensors_are_refused_with_the_reason() -> None:
+    with pytest.raises(RuntimeError, match="data is on cpu, expected a CUDA device"):
+        ops.sell_spmm(*[torch.zeros(0)] * 4, 2, 4, 8, 0, torch.ones(2, 2).half())

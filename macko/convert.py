@@ -148,6 +148,8 @@ def convert_layer(
         row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
         return row, None
     packed = packed_as.from_dense(dense)
+    if packed.nbytes >= size and packed_as is Auto:
+        packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     if packed.nbytes >= size:
         row.reason = f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
         return row, None

@@ -6,7 +6,7 @@
 #include "plan.h"
 
 /* shared[i * EC_TILE + j], i < j < members: columns that both have. */
-static inline void count_shared(uint64_t *const *members, int num_members, int64_t words, int32_t *shared) {
+MACKO_INLINE void count_shared_any(uint64_t *const *members, int num_members, int64_t words, int32_t *shared) {
     for (int i = 0; i < num_members; i++)
         for (int j = i + 1; j < num_members; j++) {
             int64_t sum = 0;
@@ -15,15 +15,14 @@ static inline void count_shared(uint64_t *const *members, int num_members, int64
         }
 }
 
+static void count_shared(uint64_t *const *members, int num_members, int64_t words, int32_t *shared) {
+    count_shared_any(members, num_members, words, shared);
+}
+
 #if MACKO_X86
-__attribute__((target("popcnt"))) static void count_shared_popcnt(uint64_t *const *members, int num_members,
-                                                                  int64_t words, int32_t *shared) {
-    for (int i = 0; i < num_members; i++)
-        for (int j = i + 1; j < num_members; j++) {
-            int64_t sum = 0;
-            for (int64_t k = 0; k < words; k++) sum += __builtin_popcountll(members[i][k] & members[j][k]);
-            shared[i * EC_TILE + j] = (int32_t)sum;
-        }
+MACKO_TARGET_AVX2 static void count_shared_popcnt(uint64_t *const *members, int num_members, int64_t words,
+                                                  int32_t *shared) {
+    count_shared_any(members, num_members, words, shared);
 }
 
 /* Four partners at a time, so that a row is loaded once for them. */

@@ -1,5 +1,6 @@
 // The map: every op, its schema and who implements it. Compiled once for the CPU and once for CUDA (USE_CUDA).
 #include "../macko/ops.h"
+#include "../slide/ops.h"
 
 // clang-format off
 #define MACKO_OPS(OP) \
@@ -8,7 +9,13 @@
     OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
     OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
     OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
-    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor")
+    OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor") \
+    /* csrc/slide: (2n-2):2n patterns on 2:4 tensor cores, and their dense twin (n = 0) */ \
+    OP(slide_pack, "(Tensor w, int n, ScalarType dtype, bool prune=False) -> (Tensor, Tensor, Tensor)") \
+    OP(slide_unpack, "(Tensor packed, Tensor scale, int cols, int n, ScalarType dtype) -> Tensor") \
+    OP(slide_quant_fused, "(Tensor x, int n, ScalarType dtype) -> (Tensor, Tensor)") \
+    OP(slide_gemm, "(Tensor lifted, Tensor token_scale, Tensor packed, Tensor scale, int cols, int n, ScalarType out_dtype, Tensor? bias=None) -> Tensor") \
+    OP(slide_linear, "(Tensor x, Tensor packed, Tensor scale, int cols, int n, ScalarType dtype, Tensor? bias=None) -> Tensor")
 // clang-format on
 
 #define DEFINE(name, schema) m.def(#name schema);

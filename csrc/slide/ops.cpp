@@ -196,7 +196,8 @@ std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, Sc
     STD_CUDA_CHECK(cudaMemcpyAsync(found, counted, sizeof found, cudaMemcpyDeviceToHost, current_stream(w)));
     STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(w)));  // whether w fits its pattern decides the outcome
     const int64_t groups = n ? macko_slide_groups(cols, int(n)) : 0;
-    if (found[1] != INT64_MAX) first = {(found[1] >> 8) / groups, (found[1] >> 8) % groups, found[1] & 255, found[0]};
+    const int64_t key = INT64_MAX - found[1];
+    if (found[1]) first = {(key >> 8) / groups, (key >> 8) % groups, key & 255, found[0]};
 #else
     std::mutex mutex;
     int64_t total = 0;

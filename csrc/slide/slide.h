@@ -193,8 +193,10 @@ int macko_slide_gemm_cpu(const macko_slide_gemm_args *args, int64_t begin, int64
  * device pointer, that of args excepted; fp16 and bf16 only beside the types of slide.
  */
 
-/* found[0]: non-zeros that pruning dropped; found[1]: (row * groups + group) * 256 + count of the first bad group, else
-   INT64_MAX. */
+/*
+ * Adds to found, which is zero before: found[0] non-zeros that pruning dropped; found[1] = INT64_MAX - key of the first
+ * bad group where there is one, key = (row * groups + group) * 256 + count.
+ */
 cudaError_t macko_slide_pack_cuda(const macko_slide_shape *shape, const void *w, macko_slide_source source, int prune,
                                   uint8_t *packed, float *scale, int64_t found[2], cudaStream_t stream);
 

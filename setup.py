@@ -7,11 +7,13 @@ compiled again only when it, a header it includes or its command has changed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -29,11 +31,13 @@ DEFAULT_ARCHES = "8.0 8.6 8.9 9.0a 10.0 12.0+PTX"
 COMMON = ["-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]
 
 
+@functools.cache
 def find_torch() -> Path:
     """The folder of the torch to build against. pip's isolated build hides it from sys.path, not from sysconfig."""
     spec = importlib.util.find_spec("torch")
     candidates = [Path(spec.origin).parent] if spec and spec.origin else []
-    candidates += [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
+    folders = [sysconfig.get_path("platlib"), *site.getsitepackages([sys.prefix, sys.base_prefix])]
+    candidates += [Path(folder) / "torch" for folder in [*folders, site.getusersitepackages()]]
     for folder in candidates:
         if (folder / "version.py").exists():
             match = re.search(r"__version__ = '((\d+)\.(\d+)[^']*)'", (folder / "version.py").read_text())
@@ -41,12 +45,15 @@ def find_torch() -> Path:
                 raise SystemExit(f"macko needs torch >= 2.10, found {match[1]} in {folder}.")
             return folder
     raise SystemExit(
-        "macko is compiled against the torch that is installed, and none is. Install one first, for example\n"
+        f"macko is compiled against the torch that is installed, and there is none for {sys.executable}.\n"
+        "Install one first, for example\n"
         "    pip install torch\n"
-        "and run this again."
+        "and run this again. (A tool that builds in an environment of its own, as uv does, hides the torch\n"
+        "that is there: give it --no-build-isolation.)"
     )
 
 
+@functools.cache
 def find_nvcc() -> Path | None:
     """nvcc, or None where there is none or MACKO_CUDA=0; MACKO_CUDA=1 without one is an error."""
     wanted = os.environ.get("MACKO_CUDA", "")
@@ -63,8 +70,11 @@ def find_nvcc() -> Path | None:
     return Path(found) if found else None
 
 
-def cuda_home(nvcc: Path) -> Path:
+@functools.cache
+def cuda_home() -> Path:
     """The toolkit's folder. nvcc on PATH may be a link or a wrapper, so nvcc itself is asked."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
     if home := os.environ.get("CUDA_HOME"):
         return Path(home)
     dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
@@ -72,19 +82,31 @@ def cuda_home(nvcc: Path) -> Path:
     return Path(match[1]).resolve() if match else nvcc.resolve().parent.parent
 
 
-def arch_flags() -> list[str]:
-    """-gencode flags of TORCH_CUDA_ARCH_LIST, else of the visible GPUs, else of DEFAULT_ARCHES."""
-    arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-    if not arches and (smi := shutil.which("nvidia-smi")):
-        asked = subprocess.run([smi, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
+@functools.cache
+def arches() -> list[str]:
+    """What to compile CUDA for: TORCH_CUDA_ARCH_LIST, else the visible GPUs, else DEFAULT_ARCHES; [] without nvcc."""
+    if find_nvcc() is None:
+        return []
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if not listed and (smi := shutil.which("nvidia-smi")):
+        asked = subprocess.run(
+            [smi, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True
+        )
         if asked.returncode == 0:
-            arches = sorted({"9.0a" if cap == "9.0" else cap for cap in asked.stdout.split()})
-    flags = []
-    for arch in arches or DEFAULT_ARCHES.split():
-        number = arch.removesuffix("+PTX").replace(".", "")
-        if not re.fullmatch(r"\d+[af]?", number):
+            listed = sorted(set(asked.stdout.split()))
+    listed = listed or DEFAULT_ARCHES.split()
+    for arch in listed:
+        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch):
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected entries like 9.0a or 12.0+PTX, got {arch!r}.")
-        number = "90a" if number == "90" else number  # the bulk copies' and wgmma's own target runs wherever sm_90 does
+    # 9.0a, the target of bulk copies and wgmma, runs wherever 9.0 does.
+    return [arch.replace("9.0a", "9.0").replace("9.0", "9.0a") for arch in listed]
+
+
+def arch_flags() -> list[str]:
+    """The -gencode flags of arches()."""
+    flags = []
+    for arch in arches():
+        number = arch.removesuffix("+PTX").replace(".", "")
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if arch.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
@@ -140,16 +162,26 @@ class Build(build_ext):
             host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
             return [str(find_nvcc()), "-std=c++17", "-O3", *arch_flags(), *warnings, *host, *outputs]
         if source.endswith(".cpp"):
-            cuda_flags = ["-DUSE_CUDA", f"-I{cuda_home(find_nvcc()) / 'include'}"] if cuda else []
-            return [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++17", *COMMON, *torch_flags, *cuda_flags, *outputs]
-        define = [f"-DMACKO_MODULE={'_C_cuda' if cuda else '_C'}", f"-I{sysconfig.get_path('include')}"]
+            cuda_flags = ["-DUSE_CUDA", f"-I{cuda_home() / 'include'}"] if cuda else []
+            return [
+                *shlex.split(os.environ.get("CXX", "c++")),
+                "-std=c++17",
+                *COMMON,
+                *torch_flags,
+                *cuda_flags,
+                *outputs,
+            ]
+        define = []
+        if source.endswith("module.c"):
+            define = [f"-DMACKO_MODULE={'_C_cuda' if cuda else '_C'}", f'-DMACKO_CUDA_ARCHES="{" ".join(arches())}"']
+            define.append(f"-I{sysconfig.get_path('include')}")
         return [*shlex.split(os.environ.get("CC", "cc")), "-std=c17", "-D_GNU_SOURCE", *COMMON, *define, *outputs]
 
     def link_command(self, objects: list[str], target: Path, folder: Path, torch: Path, cuda: bool) -> list[str]:
         command = [*shlex.split(os.environ.get("CXX", "c++")), "-shared", *objects, "-o", str(target)]
         command += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-Wl,--as-needed"]
         if cuda:
-            home = cuda_home(find_nvcc())
+            home = cuda_home()
             if not (torch / "lib/libtorch_cuda.so").exists():
                 # A CPU torch has no libtorch_cuda.so to link against, but the name has to be asked for at load.
                 stub = folder / "libtorch_cuda.so"

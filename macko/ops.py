@@ -117,9 +117,10 @@ def _(
     return values.new_empty(*x.shape[:-1], row_ptr.shape[0] - 1)
 
 
+# torch leaves out trailing arguments that have their default value, hence the slices.
 def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
-    ctx.cols, ctx.delta_bits = inputs[3], inputs[5]
+    ctx.cols, ctx.delta_bits = inputs[3], *(inputs[5:] or (4,))
 
 
 def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -128,12 +129,12 @@ def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:4])
-    ctx.cols, ctx.delta_bits = inputs[4], inputs[6]
+    ctx.cols, ctx.delta_bits = inputs[4], *(inputs[6:] or (4,))
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[5] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
     return grad_x, None, None, None, None, grad_bias, None
 
 

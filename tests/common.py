@@ -130,6 +130,7 @@ def assert_close_spmv(
     wanted, size = wide_x @ wide_w.t(), wide_x.abs() @ wide_w.abs().t()
     if bias is not None:
         wanted, size = wanted + bias.cpu().double(), size + bias.cpu().double().abs()
+    assert y.shape == wanted.shape
     roundings = (w.shape[1] + 2 if chain is None else chain) * 2.0**-24
     # A product or sum below float32's normal range is off by half its smallest number, 2^-149, at most.
     error = size * roundings / (1 - roundings) + w.shape[1] * 2.0**-149
@@ -141,3 +142,13 @@ def assert_close_spmv(
     assert not bad.any(), f"{bad.sum()} of {bad.numel()} off, the worst by {(off / error)[bad].max():.3g} of the bound"
     same = (wanted.isnan() & y.cpu().isnan()) | (y.cpu().double() == wanted) | ~(wanted.isnan() | wanted.isinf())
     assert same.all(), "NaN or Inf are in other places than in float64"
+
+
+def cuda_chain(row_ptr: Tensor) -> int:
+    """Roundings that a product goes through in the CUDA spmv of the macko format, for assert_close_spmv.
+
+    A lane adds up to 8 entries of each step of 512 to each of its two sums, in order; then come the product itself,
+    the two sums, 5 levels of the warp and the bias.
+    """
+    longest = int(row_ptr.diff().max()) if len(row_ptr) > 1 else 0
+    return 8 * -(-(longest + 7) // 512) + 8

@@ -1,44 +1,498 @@
-"""The canonical format: bytes, round trips, spmv, hostile content."""
+"""The canonical format: its bytes, round trips, spmv and linear, hostile content, the ops' manners."""
+
+from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
-import macko.ops as ops
-from macko import reference
+from macko import ops, reference
 from tests.common import (
+    CPU_DTYPES,
+    HALVES,
     MASKS,
     assert_close_spmv,
     assert_same_bits,
+    cpu_paths,
     device_dtypes,
+    devices,
     integer_problem,
     random_vector,
     random_weight,
+    torch_threads,
 )
 
 BITS = (2, 4, 8)
+Packed = tuple[Tensor, Tensor, Tensor]
+
+on_devices = pytest.mark.parametrize("device", devices())
+on_device_dtypes = pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+all_bits = pytest.mark.parametrize("bits", BITS)
 
 
-def assert_packs(w: torch.Tensor, delta_bits: int = 4, device: str = "cpu") -> tuple[torch.Tensor, ...]:
-    packed = ops.pack(w.to(device), delta_bits)
-    for got, wanted in zip(packed, reference.pack(w, delta_bits), strict=True):
+def assert_packs(w: Tensor, bits: int = 4, device: str = "cpu") -> Packed:
+    """pack gives the reference's bytes, and unpack gives w back, all zeros positive."""
+    packed = ops.pack(w.to(device), bits)
+    for got, wanted in zip(packed, reference.pack(w, bits), strict=True):
         assert_same_bits(got, wanted)
-    assert_same_bits(ops.unpack(*packed, w.shape[1], delta_bits), torch.where(w == 0, 0, w))
+    assert_same_bits(ops.unpack(*packed, w.shape[1], bits), torch.where(w == 0, torch.zeros_like(w), w))
+    assert ops.check(*packed, w.shape[1], bits)[0] == 0
     return packed
 
 
-@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+def chain(w: Tensor, bits: int, device: str) -> int | None:
+    """Roundings behind a product: what macko.h promises for the CPU, any order of summation on CUDA."""
+    if device != "cpu":
+        return None
+    longest = int(reference.pack(w, bits)[2].diff().max()) if w.shape[0] else 0
+    return longest + 2 if cpu_paths()[-1] == "scalar" else longest // 16 + 26
+
+
+def assert_spmv(w: Tensor, bits: int = 4, device: str = "cpu") -> None:
+    x = random_vector(w.shape[1], dtype=w.dtype)
+    y = ops.spmv(*ops.pack(w.to(device), bits), w.shape[1], x.to(device), bits)
+    assert_close_spmv(y, w, x, chain=chain(w, bits, device))
+
+
+def at_columns(cols: int, *columns: int, dtype: torch.dtype = torch.float16, rows: int = 1) -> Tensor:
+    """Rows of zeros but for 1, 2, 3... at the columns."""
+    w = torch.zeros(rows, cols, dtype=dtype)
+    w[:, list(columns)] = torch.arange(1, len(columns) + 1, dtype=dtype)
+    return w
+
+
+# The bytes
+
+
+@on_devices
+def test_papers_example(device: str) -> None:
+    """Figure 3 of the MACKO-SpMV paper: values 1 2 3 4 at columns 2 5 12 13, both counted from 1, 2-bit deltas."""
+    w = at_columns(13, 1, 4, 11, 12)
+    values, deltas, row_ptr = ops.pack(w.to(device), 2)
+    assert values.tolist() == [1, 2, 0, 3, 4, 0, 0, 0]  # padded to 8
+    assert deltas.tolist() == [1 | 2 << 2 | 3 << 4 | 2 << 6, 0]  # the paper's 2 3 4 3 1, less one each
+    assert row_ptr.tolist() == [0, 5]
+
+
+@on_devices
+def test_bytes_by_hand(device: str) -> None:
+    w = torch.tensor([[0, 0, 5, -1], [0, 0, 0, 0], [2, 0, 0, 0]], dtype=torch.bfloat16)
+    values, deltas, row_ptr = ops.pack(w.to(device))
+    assert values.tolist() == [5, -1, 2, 0, 0, 0, 0, 0]
+    assert deltas.tolist() == [2 | 0 << 4, 0, 0, 0]
+    assert row_ptr.tolist() == [0, 2, 2, 3]
+
+
+@all_bits
+@on_device_dtypes
 @pytest.mark.parametrize("kind", MASKS)
-def test_bytes_of_every_mask(device: str, dtype: torch.dtype, kind: str) -> None:
-    for bits in BITS:
-        for d in (0.02, 0.5):
-            assert_packs(random_weight(17, 203, d, dtype, kind=kind), bits, device)
+def test_bytes_of_every_kind_of_mask(device: str, dtype: torch.dtype, kind: str, bits: int) -> None:
+    for density in (0.02, 0.1, 0.5, 0.9):
+        assert_packs(random_weight(13, 203, density, dtype, kind=kind), bits, device)
 
 
-@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
-def test_spmv_bound(device: str, dtype: torch.dtype) -> None:
+@all_bits
+@on_devices
+def test_runs_of_zeros_about_delta_max(device: str, bits: int) -> None:
+    step = 2**bits
+    for zeros in (step - 2, step - 1, step, step + 1, 2 * step - 1, 2 * step, 2 * step + 1, 5 * step + 3):
+        for before in range(3):  # the run starts on every place of a byte
+            columns = [*range(before), before + zeros, before + zeros + 1]
+            w = at_columns(before + zeros + 40, *columns, rows=2)
+            packed = assert_packs(w, bits, device)
+            assert packed[2][1] == len(columns) + zeros // step
+            assert_spmv(w, bits, device)
+
+
+@on_devices
+def test_run_of_exactly_16_zeros(device: str) -> None:
+    values, deltas, row_ptr = assert_packs(at_columns(17, 16), 4, device)
+    assert values.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert deltas.tolist() == [15, 0, 0, 0]
+    assert row_ptr.tolist() == [0, 2]
+
+
+@all_bits
+@on_devices
+def test_zeros_at_the_end_of_a_row_are_not_stored(device: str, bits: int) -> None:
+    assert assert_packs(at_columns(1000, 0, rows=3), bits, device)[2].tolist() == [0, 1, 2, 3]
+
+
+@all_bits
+@on_device_dtypes
+def test_empty_rows_and_matrices(device: str, dtype: torch.dtype, bits: int) -> None:
+    w = random_weight(9, 77, 0.4, dtype)
+    for rows in ([0, 1], [7, 8], [3, 4, 5], list(range(9))):
+        emptied = w.clone()
+        emptied[rows] = 0
+        assert_packs(emptied, bits, device)
+        assert_spmv(emptied, bits, device)
+    for shape in ((0, 5), (5, 0), (0, 0), (1, 1), (1, 300), (300, 1)):
+        assert_packs(torch.ones(shape, dtype=dtype), bits, device)
+        assert_packs(torch.zeros(shape, dtype=dtype), bits, device)
+        assert_spmv(torch.ones(shape, dtype=dtype), bits, device)
+
+
+@all_bits
+@on_device_dtypes
+def test_full_density(device: str, dtype: torch.dtype, bits: int) -> None:
+    for cols in (1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 130):
+        w = random_weight(5, cols, 1.0, dtype)
+        assert_packs(w, bits, device)
+        assert_spmv(w, bits, device)
+
+
+@all_bits
+@on_device_dtypes
+def test_nan_inf_and_subnormals_keep_their_bits(device: str, dtype: torch.dtype, bits: int) -> None:
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    all_bits_of_16 = torch.arange(-(2**15), 2**15).view(64, 1024)
+    w = (all_bits_of_16 << (16 if dtype == torch.float32 else 0)).to(integer).view(dtype)
+    assert_packs(w, bits, device)
+
+
+@on_device_dtypes
+def test_negative_zero_is_a_zero(device: str, dtype: torch.dtype) -> None:
+    w = at_columns(40, 3, 30, dtype=dtype)
+    minus = torch.where(w == 0, torch.full_like(w, -0.0), w)
+    for got, wanted in zip(assert_packs(minus, 4, device), ops.pack(w.to(device)), strict=True):
+        assert_same_bits(got, wanted)
+
+
+@on_device_dtypes
+def test_input_that_is_not_contiguous(device: str, dtype: torch.dtype) -> None:
+    w = random_weight(48, 100, 0.4, dtype)
+    for view in (w.t(), w[::2], w[:, 3::3], w[:, 5:70], w[5], torch.ones((), dtype=dtype).expand(3, 4)):
+        view = view if view.dim() == 2 else view.unsqueeze(1).expand(-1, 4)
+        assert_packs(view, 4, device)
+    packed, x = ops.pack(w.to(device)), random_vector(200, dtype=dtype)
+    assert_same_bits(ops.spmv(*packed, 100, x.to(device)[::2]), ops.spmv(*packed, 100, x[::2].contiguous().to(device)))
+    with torch.inference_mode():
+        assert_packs(w, 4, device)
+
+
+@given(
+    rows=st.integers(0, 12),
+    cols=st.integers(0, 400),
+    density=st.sampled_from([0.0, 0.005, 0.05, 0.3, 0.7, 1.0]),
+    dtype=st.sampled_from(CPU_DTYPES),
+    bits=st.sampled_from(BITS),
+    seed=st.integers(0, 2**32 - 1),
+    path=st.sampled_from(cpu_paths()),
+)
+def test_any_matrix_packs_to_the_references_bytes(
+    rows: int, cols: int, density: float, dtype: torch.dtype, bits: int, seed: int, path: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MACKO_CPU", path)
+        generator = torch.Generator().manual_seed(seed)
+        integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        limit = torch.iinfo(integer)
+        w = torch.randint(limit.min, limit.max, (rows, cols), dtype=integer, generator=generator).view(dtype)
+        w = torch.where(torch.rand(rows, cols, generator=generator) < density, w, torch.zeros_like(w))
+        assert_packs(w, bits)
+
+
+# spmv and linear
+
+
+@all_bits
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_every_cpu_path(cpu_path: str, dtype: torch.dtype, bits: int) -> None:
+    for density in (0.01, 0.1, 0.25, 0.5, 0.95):
+        for cols in (5, 257, 1003, 4096):
+            w = random_weight(19, cols, density, dtype)
+            packed, x = assert_packs(w, bits), random_vector(cols, dtype=dtype)
+            longest = int(packed[2].diff().max())
+            y = ops.spmv(*packed, cols, x, bits)
+            assert_close_spmv(y, w, x, chain=longest + 2 if cpu_path == "scalar" else longest // 16 + 26)
+            w, x, y = integer_problem(19, cols, density, dtype)
+            assert_same_bits(ops.spmv(*assert_packs(w, bits), cols, x, bits), y)
+
+
+@all_bits
+@on_device_dtypes
+@pytest.mark.parametrize("kind", MASKS)
+def test_spmv_within_the_bound(device: str, dtype: torch.dtype, kind: str, bits: int) -> None:
+    for rows, cols, density in ((65, 1003, 0.4), (3, 5001, 0.03), (300, 64, 0.5), (1, 20000, 0.6)):
+        assert_spmv(random_weight(rows, cols, density, dtype, kind=kind), bits, device)
+
+
+@all_bits
+@on_device_dtypes
+def test_spmv_of_integers_is_exact(device: str, dtype: torch.dtype, bits: int) -> None:
+    for rows, cols, density in ((65, 1003, 0.4), (33, 4096, 0.1), (130, 130, 1.0), (7, 9000, 0.5)):
+        w, x, y = integer_problem(rows, cols, density, dtype)
+        assert_same_bits(ops.spmv(*ops.pack(w.to(device), bits), cols, x.to(device), bits) + 0, y)
+
+
+@on_device_dtypes
+def test_nan_and_inf_reach_only_their_row(device: str, dtype: torch.dtype) -> None:
+    w = random_weight(40, 333, 0.5, dtype)
+    w[3, 7], w[20, 332], w[39, 0] = float("nan"), float("inf"), float("-inf")
+    x = random_vector(333, dtype=dtype)
+    x[[0, 332]] = 1
+    y = ops.spmv(*ops.pack(w.to(device)), 333, x.to(device))
+    assert_close_spmv(y, w, x)
+    assert y.cpu().isfinite().sum() == 37
+
+
+@on_device_dtypes
+def test_an_inf_of_x_reaches_only_rows_that_have_its_column(device: str, dtype: torch.dtype) -> None:
+    """Also where vectors of entries reach into the next row or behind the last column."""
+    w = torch.ones(70, 70, dtype=dtype).tril()
+    x = torch.zeros(70, dtype=dtype)
+    x[50] = float("inf")
+    y = ops.spmv(*ops.pack(w.to(device)), 70, x.to(device)).cpu()
+    assert y[:50].eq(0).all()
+    assert y[50:].isinf().all()
+
+
+@on_device_dtypes
+def test_results_too_large_or_small_for_the_type(device: str, dtype: torch.dtype) -> None:
+    huge, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    w = torch.tensor([[huge, huge], [-huge, -huge], [tiny, 0], [tiny / 2, tiny / 2], [0, 0]], dtype=dtype)
+    for x in (torch.ones(2, dtype=dtype), torch.full((2,), 0.25, dtype=dtype)):
+        y = ops.spmv(*ops.pack(w.to(device)), 2, x.to(device)).cpu()
+        assert_same_bits(y, (w.double() @ x.double()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_same_bits_for_any_number_of_threads(cpu_path: str, dtype: torch.dtype) -> None:
+    w, x = random_weight(500, 1000, 0.4, dtype), random_vector(1000, dtype=dtype)
+    results = []
+    for threads in (1, 2, 3, 2):
+        with torch_threads(threads):
+            packed = ops.pack(w)
+            results.append((*packed, ops.spmv(*packed, 1000, x)))
+    for other in results[1:]:
+        for got, wanted in zip(other, results[0], strict=True):
+            assert_same_bits(got, wanted)
+
+
+@all_bits
+@on_device_dtypes
+@pytest.mark.parametrize("leading", [(), (1,), (0,), (2,), (3, 0), (2, 3), (70,), (1, 1, 1)])
+def test_linear(device: str, dtype: torch.dtype, leading: tuple[int, ...], bits: int) -> None:
+    w, x, bias = (
+        random_weight(30, 70, 0.4, dtype),
+        random_vector(*leading, 70, dtype=dtype),
+        random_vector(30, dtype=dtype),
+    )
+    packed = ops.pack(w.to(device), bits)
+    for b in (None, bias):
+        y = ops.linear(x.to(device), *packed, 70, None if b is None else b.to(device), bits)
+        assert y.shape == (*leading, 30)
+        # torch's product of many tokens may round to 16 bits before it adds the bias.
+        if b is None or x.numel() == 70:
+            assert_close_spmv(y, w, x, b)
+        else:
+            wanted = torch.nn.functional.linear(x.double(), w.double(), b.double())
+            torch.testing.assert_close(y.cpu().double(), wanted, rtol=0.02, atol=0.1)
+
+
+# Hostile content
+
+
+def corrupt(part: str, index: int, value: int, packed: Packed) -> Packed:
+    changed = {name: t.clone() for name, t in zip(("values", "deltas", "row_ptr"), packed, strict=True)}
+    changed[part][index] = value
+    return changed["values"], changed["deltas"], changed["row_ptr"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
+    """Each fault of its kind, by every op, whatever the thread that meets it; each message names the argument."""
+    rows, cols = 200, 500
+    w = random_weight(rows, cols, 0.5, torch.float16)
+    w[:, -1] = 1  # the last entry of each row is at the last column, so one column more is past the end
     for bits in BITS:
-        w, x = random_weight(65, 1003, 0.4, dtype), random_vector(1003, dtype=dtype)
-        y = ops.spmv(*ops.pack(w.to(device), bits), 1003, x.to(device), bits)
-        assert_close_spmv(y, w, x)
-        w, x, y = integer_problem(65, 1003, 0.4, dtype)
-        assert_same_bits(ops.spmv(*ops.pack(w.to(device), bits), 1003, x.to(device), bits) + 0, y + 0)
+        packed, x = ops.pack(w, bits), random_vector(cols, dtype=torch.float16)
+        row_ptr = packed[2]
+        first = int(row_ptr[150]) * bits // 8 + 1  # a byte of row 150's deltas
+        cases = [
+            ("row_ptr", 0, 1, r"row_ptr\[0\] is 1, expected 0"),
+            ("row_ptr", 0, -1, r"row_ptr\[0\] is -1, expected 0"),
+            ("row_ptr", 100, int(row_ptr[99]) - 1, "row_ptr falls to .* at index 100"),
+            ("row_ptr", 100, -5, "row_ptr falls to -5 at index 100"),
+            ("row_ptr", 100, -(2**31), "row_ptr falls to .* at index 100"),
+            ("row_ptr", 101, 2**31 - 1, r"row_ptr\[101\] is 2147483647, values has"),
+            ("row_ptr", rows, packed[0].numel() + 1, rf"row_ptr\[{rows}\] is .*, values has"),
+            ("row_ptr", 150, int(row_ptr[151]), "deltas put entry .* of row 149 at column .*, the matrix has 500"),
+            ("deltas", first, 255, "deltas put entry .* of row 150 at column .*, the matrix has 500 columns"),
+        ]
+        with torch_threads(threads):
+            for part, index, value, message in cases:
+                if part == "deltas" and packed[1][index] == value:
+                    continue
+                broken = corrupt(part, index, value, packed)
+                with pytest.raises(RuntimeError, match="macko::spmv: " + message):
+                    ops.spmv(*broken, cols, x, bits)
+                with pytest.raises(RuntimeError, match="macko::unpack: " + message):
+                    ops.unpack(*broken, cols, bits)
+                with pytest.raises(RuntimeError, match="macko::linear: " + message):
+                    ops.linear(x, *broken, cols, None, bits)
+                with pytest.raises(RuntimeError, match="macko::linear: " + message):
+                    ops.linear(x.expand(3, cols), *broken, cols, None, bits)
+                assert ops.check(*broken, cols, bits)[0] != 0
+
+
+def test_every_path_finds_the_same_fault(cpu_path: str) -> None:
+    """Row, entry and column of each possible single fault of a small matrix, as a plain loop finds them."""
+    w = random_weight(3, 90, 0.6, torch.bfloat16)
+    w[:, -1] = 1
+    for bits in (2, 4):
+        values, deltas, row_ptr = ops.pack(w, bits)
+        for byte in range(deltas.numel()):
+            broken = corrupt("deltas", byte, 255, (values, deltas, row_ptr))
+            flat = (broken[1].long()[:, None] >> torch.arange(0, 8, bits) & 2**bits - 1).flatten() + 1
+            expected = None
+            for row in range(3):
+                columns = flat[row_ptr[row] : row_ptr[row + 1]].cumsum(0) - 1
+                if (columns >= 90).any() and expected is None:
+                    entry = int((columns >= 90).nonzero()[0, 0])
+                    expected = f"entry {int(row_ptr[row]) + entry} of row {row} at column {int(columns[entry])},"
+            if expected is None:
+                continue
+            for call in (
+                lambda broken=broken, bits=bits: ops.spmv(*broken, 90, torch.ones(90).bfloat16(), bits),
+                lambda broken=broken, bits=bits: ops.unpack(*broken, 90, bits),
+            ):
+                with pytest.raises(RuntimeError, match=expected):
+                    call()
+
+
+@on_devices
+def test_check_finds_what_breaks_the_format_but_not_the_reading(device: str) -> None:
+    w = torch.zeros(2, 100, dtype=torch.float16)
+    w[0, [3, 50]] = 1  # entries: 1 at 3, 0 at 19, 0 at 35, 1 at 50
+    w[1, 5] = 1
+    packed = ops.pack(w.to(device))
+    stray, padding = 5, 6  # MACKO_STRAY_ZERO, MACKO_PADDING
+    for part, index, value, wanted in (
+        ("values", 0, 0, [stray, 0, 0, 3]),
+        ("values", 3, 0, [stray, 0, 3, 14]),
+        ("values", 1, -0.0, [stray, 0, 1, 15]),
+        ("values", 4, 0, [stray, 1, 4, 5]),
+        ("values", 6, 1, [padding, 2, 6, 0x3C00]),
+        ("deltas", 3, 0x10, [padding, 2, 7, 1]),
+    ):
+        assert ops.check(*corrupt(part, index, value, packed), 100).tolist() == wanted
+    longer = (
+        torch.cat([packed[0], packed[0][:0].new_zeros(8)]),
+        torch.cat([packed[1], packed[1].new_zeros(4)]),
+        packed[2],
+    )
+    assert ops.check(*longer, 100).tolist() == [3, 2, -1, 5]  # MACKO_ROW_PTR_END: too much capacity
+    assert ops.check(*packed, 51).tolist() == [0, 0, -1, 0]
+    assert ops.check(*packed, 50).tolist() == [4, 0, 3, 50]  # MACKO_COLUMN_END
+
+
+@on_devices
+def test_wrong_arguments_are_named(device: str) -> None:
+    w = random_weight(16, 40, 0.5, torch.float16).to(device)
+    values, deltas, row_ptr = ops.pack(w)
+    x = torch.ones(40, dtype=torch.float16, device=device)
+    for message, call in (
+        ("w has dtype int32", lambda: ops.pack(w.int())),
+        (r"w has shape \[40\], expected 2", lambda: ops.pack(w[0])),
+        ("delta_bits is 3, expected 2, 4 or 8", lambda: ops.pack(w, 3)),
+        ("delta_bits is 5", lambda: ops.spmv(values, deltas, row_ptr, 40, x, 5)),
+        ("values has dtype float64", lambda: ops.spmv(values.double(), deltas, row_ptr, 40, x)),
+        ("values has .* entries, expected a multiple of 8", lambda: ops.spmv(values[1:], deltas, row_ptr, 40, x)),
+        ("deltas has .* bytes, expected", lambda: ops.spmv(values, deltas[1:], row_ptr, 40, x)),
+        ("deltas has dtype int8, expected uint8", lambda: ops.spmv(values, deltas.view(torch.int8), row_ptr, 40, x)),
+        ("row_ptr has dtype int64, expected int32", lambda: ops.spmv(values, deltas, row_ptr.long(), 40, x)),
+        ("row_ptr is empty", lambda: ops.unpack(values, deltas, row_ptr[:0], 40)),
+        ("cols is -1", lambda: ops.unpack(values, deltas, row_ptr, -1)),
+        ("x has 39 elements, the matrix has 40 columns", lambda: ops.spmv(values, deltas, row_ptr, 40, x[1:])),
+        ("x has dtype bfloat16, expected float16", lambda: ops.spmv(values, deltas, row_ptr, 40, x.bfloat16())),
+        (r"x has shape \[1, 40\], expected 1", lambda: ops.spmv(values, deltas, row_ptr, 40, x[None])),
+        (r"x has shape \[39\], expected \[..., 40\]", lambda: ops.linear(x[1:], values, deltas, row_ptr, 40)),
+        ("bias has 40 elements, the matrix has 16 rows", lambda: ops.linear(x, values, deltas, row_ptr, 40, x)),
+        ("bias has dtype float32", lambda: ops.linear(x, values, deltas, row_ptr, 40, x.float()[:16])),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    with pytest.raises(RuntimeError, match="values"):
+        ops.spmv(None, deltas, row_ptr, 40, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_tensors_on_two_devices_are_named() -> None:
+    values, deltas, row_ptr = ops.pack(torch.ones(4, 8, dtype=torch.float16, device="cuda"))
+    with pytest.raises(RuntimeError, match="x is on cpu, values is on cuda:0"):
+        ops.spmv(values, deltas, row_ptr, 8, torch.ones(8, dtype=torch.float16))
+
+
+# The ops' manners: fakes, gradients, compilation
+
+
+@on_device_dtypes
+def test_opcheck(device: str, dtype: torch.dtype) -> None:
+    w = random_weight(12, 40, 0.4, dtype).to(device)
+    x = random_vector(40, dtype=dtype).to(device)
+    bias = random_vector(12, dtype=dtype).to(device)
+    for bits in BITS:
+        packed = ops.pack(w, bits)
+        macko = torch.ops.macko
+        torch.library.opcheck(macko.pack, (w, bits))
+        torch.library.opcheck(macko.unpack, (*packed, 40, bits))
+        torch.library.opcheck(macko.check, (*packed, 40, bits))
+        for grad in (False, True):
+            x_ = x.clone().requires_grad_(grad)
+            torch.library.opcheck(macko.spmv, (*packed, 40, x_, bits))
+            torch.library.opcheck(macko.linear, (x_, *packed, 40, bias.clone().requires_grad_(grad), bits))
+            torch.library.opcheck(macko.linear, (x_.expand(3, 40), *packed, 40, None, bits))
+
+
+@on_devices
+def test_gradients_are_those_of_the_dense_layer(device: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    w = random_weight(24, 40, 0.4, dtype).to(device)
+    packed = ops.pack(w)
+    for leading in ((), (5,), (2, 3)):
+        x, bias = random_vector(*leading, 40, dtype=dtype).to(device), random_vector(24, dtype=dtype).to(device)
+        grad = random_vector(*leading, 24, dtype=dtype, seed=2).to(device)
+        for given_bias in (bias, None):
+            inputs = [x.clone().requires_grad_()] + ([bias.clone().requires_grad_()] if given_bias is not None else [])
+            y = ops.linear(inputs[0], *packed, 40, inputs[1] if len(inputs) > 1 else None)
+            found = torch.autograd.grad(y, inputs, grad)
+            assert_close_spmv(found[0], w.t(), grad)
+            if given_bias is not None:
+                columns = grad.reshape(-1, 24).t()
+                assert_close_spmv(found[1], columns, torch.ones(columns.shape[1], dtype=dtype))
+    x = random_vector(40, dtype=dtype).to(device).requires_grad_()
+    grad = random_vector(24, dtype=dtype, seed=2).to(device)
+    (found_x,) = torch.autograd.grad(ops.spmv(*packed, 40, x), x, grad)
+    assert_close_spmv(found_x, w.t(), grad)
+
+
+@on_devices
+def test_compiles_whole_with_dynamic_shapes(device: str) -> None:
+    w = random_weight(24, 40, 0.4, torch.float16).to(device)
+    packed, bias = ops.pack(w), random_vector(24, dtype=torch.float16).to(device)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def layer(x: Tensor) -> Tensor:
+        return ops.linear(x, *packed, 40, bias) * 2
+
+    for leading in ((), (1,), (3,), (5,), (2, 3), (4, 6)):
+        x = random_vector(*leading, 40, dtype=torch.float16).to(device)
+        assert_same_bits(layer(x), ops.linear(x, *packed, 40, bias) * 2)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def repack(values: Tensor, deltas: Tensor, row_ptr: Tensor) -> Packed:
+        return ops.pack(ops.unpack(values, deltas, row_ptr, 40))
+
+    for got, wanted in zip(repack(*packed), packed, strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_meta_tensors_give_shapes(dtype: torch.dtype) -> None:
+    values, deltas, row_ptr = (t.to("meta") for t in ops.pack(torch.ones(6, 20, dtype=dtype)))
+    assert ops.unpack(values, deltas, row_ptr, 20).shape == (6, 20)
+    assert ops.linear(torch.ones(2, 3, 20, dtype=dtype, device="meta"), values, deltas, row_ptr, 20).shape == (2, 3, 6)

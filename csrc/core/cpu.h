@@ -8,13 +8,15 @@
 
 typedef enum macko_cpu_path { MACKO_SCALAR = 0, MACKO_AVX2 = 1, MACKO_AVX512 = 2 } macko_cpu_path;
 
+/* A body shared by element types, widths and vector paths: always inlined, with constants in their place. */
+#define MACKO_INLINE static inline __attribute__((always_inline))
+
 #if defined(__x86_64__)
 #define MACKO_X86 1
 #include <immintrin.h>
-#define MACKO_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,bmi,bmi2,popcnt")))
+#define MACKO_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt")))
 #define MACKO_TARGET_AVX512                                                                                            \
-    __attribute__((target("avx2,fma,f16c,bmi,bmi2,popcnt,avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,"  \
-                          "avx512bf16")))
+    __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")))
 #else
 #define MACKO_X86 0
 #endif
@@ -23,11 +25,11 @@ typedef enum macko_cpu_path { MACKO_SCALAR = 0, MACKO_AVX2 = 1, MACKO_AVX512 = 2
 static inline macko_cpu_path macko_best_cpu_path(void) {
     macko_cpu_path best = MACKO_SCALAR;
 #if MACKO_X86
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt"))
         best = MACKO_AVX2;
     if (best == MACKO_AVX2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") &&
-        __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512bf16"))
+        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2"))
         best = MACKO_AVX512;
 #endif
     const char *forced = getenv("MACKO_CPU");

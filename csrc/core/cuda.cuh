@@ -1,23 +1,135 @@
-// What the CUDA kernels of every format share: conversions and small helpers. No format is known here.
+// What the CUDA kernels of every format share: conversions, streaming loads, warp collectives, device facts. No format
+// is known here.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 #include <stdint.h>
+
+#include <algorithm>
+#include <mutex>
 
 namespace macko {
 
 constexpr int WARP = 32;
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(__half v) {
+    return __half2float(v);
+}
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) {
+    return __bfloat162float(v);
+}
 
-template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
+// The two values of a 32-bit word, the one at the lower address first.
+template <typename T>
+__device__ __forceinline__ float2 to_float2(uint32_t word);
+template <>
+__device__ __forceinline__ float2 to_float2<__half>(uint32_t word) {
+    return __half22float2(*reinterpret_cast<const __half2 *>(&word));
+}
+template <>
+__device__ __forceinline__ float2 to_float2<__nv_bfloat16>(uint32_t word) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
 
-__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+template <typename T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ __half from_float<__half>(float v) {
+    return __float2half_rn(v);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+    return __float2bfloat16_rn(v);
+}
 
-}  // namespace macko
+// Loads of data that is read once: they leave L1 to what is read again.
+__device__ __forceinline__ uint4 load_stream(const uint4 *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint64_t load_stream(const uint64_t *p) {
+    uint64_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.u64 %0, [%1];" : "=l"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint32_t load_stream(const uint32_t *p) {
+    uint32_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint16_t load_stream(const uint16_t *p) {
+    uint16_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+
+// Sum over lanes 0..lane. The predicate of shfl itself says whether there is a lane to add: two instructions a level.
+__device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t v) {
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2)
+        asm volatile("{ .reg .pred p; .reg .u32 r;\n"
+                     "  shfl.sync.up.b32 r|p, %0, %1, 0, 0xffffffff;\n"
+                     "  @p add.u32 %0, %0, r; }"
+                     : "+r"(v)
+                     : "r"(distance));
+    return v;
+}
+
+// Sum over the warp, in every lane, in an order that does not change.
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int distance = WARP / 2; distance; distance /= 2) v += __shfl_xor_sync(FULL_WARP, v, distance);
+    return v;
+}
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+struct Device {
+    int index;
+    int num_sms;
+    int shared_bytes; // what a block may have at most, having asked for it
+};
+
+constexpr int MAX_DEVICES = 64;
+
+// The current device. Asked once: the driver takes microseconds to answer.
+inline cudaError_t current_device(Device *device) {
+    static Device devices[MAX_DEVICES];
+    static std::once_flag asked[MAX_DEVICES];
+    int index = 0;
+    if (const cudaError_t error = cudaGetDevice(&index)) return error;
+    if (index >= MAX_DEVICES) return cudaErrorInvalidDevice;
+    std::call_once(asked[index], [index] {
+        Device &d = devices[index];
+        d.index = index;
+        cudaDeviceGetAttribute(&d.num_sms, cudaDevAttrMultiProcessorCount, index);
+        cudaDeviceGetAttribute(&d.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+    });
+    *device = devices[index];
+    return cudaSuccess;
+}
+
+// Lets KERNEL have as much shared memory as the device gives, once a device.
+template <auto KERNEL>
+cudaError_t allow_all_shared_memory(const Device &device) {
+    static std::once_flag allowed[MAX_DEVICES];
+    cudaError_t error = cudaSuccess;
+    std::call_once(allowed[device.index], [&] {
+        cudaFuncAttributes own;
+        error = cudaFuncGetAttributes(&own, KERNEL);
+        if (!error)
+            error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         device.shared_bytes - int(own.sharedSizeBytes));
+    });
+    return error;
+}
+
+} // namespace macko

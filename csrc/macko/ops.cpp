@@ -24,7 +24,7 @@ void for_rows(int64_t rows, int64_t entries_per_row, const Body &body) {
                                 body);
 }
 
-// As for_rows, for a body that returns a fault: the one of the lowest row.
+// As for_rows, for a body that returns a fault: the one of the lowest row, for one row the kind that is looked for first.
 template <typename Body>
 macko_fault first_fault(const macko_matrix &m, const Body &body) {
     std::mutex mutex;
@@ -33,7 +33,8 @@ macko_fault first_fault(const macko_matrix &m, const Body &body) {
         const macko_fault fault = body(begin, end);
         if (fault.kind) {
             const std::lock_guard<std::mutex> lock(mutex);
-            if (!first.kind || fault.row < first.row) first = fault;
+            if (!first.kind || fault.row < first.row || (fault.row == first.row && fault.kind < first.kind))
+                first = fault;
         }
     });
     return first;
@@ -80,6 +81,10 @@ macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &delta
     check_contiguous(op, "values", values);
     check_contiguous(op, "deltas", deltas);
     check_contiguous(op, "row_ptr", row_ptr);
+#ifdef USE_CUDA
+    check_aligned(op, "values", values, 16); // what a thread loads at once: a chunk's values, and its deltas
+    check_aligned(op, "deltas", deltas, delta_bits);
+#endif
     return {values.const_data_ptr(),
             static_cast<const uint8_t *>(deltas.const_data_ptr()),
             static_cast<const int32_t *>(row_ptr.const_data_ptr()),

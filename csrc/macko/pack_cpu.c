@@ -1,123 +1,371 @@
-/* pack, unpack and the checks of the macko format on the CPU. */
-#include <string.h>
+/*
+ * pack, unpack and the checks of the macko format on the CPU.
+ *
+ * Everything that looks for zeros does so by 64 elements, as a mask of the non-zeros; only its making differs with the
+ * vector path. Packing walks over the mask's bits, or, on avx512 and where no gap needs an explicit zero, compresses
+ * values and deltas by it.
+ */
+#include "entries_cpu.h"
 
-#include "../core/cpu.h"
-#include "macko.h"
+enum { BLOCK = 64 };
 
-static inline int is_zero(const void *w, macko_dtype dtype, int64_t i) {
-    if (dtype == MACKO_F32) return (((const uint32_t *)w)[i] & 0x7fffffffu) == 0;
-    return (((const uint16_t *)w)[i] & 0x7fff) == 0;
+/* Bit i is set where w[start + i] is not a zero of either sign; `count` elements, at most BLOCK. */
+typedef uint64_t block_mask(const void *w, macko_dtype dtype, int64_t start, int count);
+
+static uint64_t mask_scalar(const void *w, macko_dtype dtype, int64_t start, int count) {
+    uint64_t mask = 0;
+    if (dtype == MACKO_F32)
+        for (int i = 0; i < count; i++) mask |= (uint64_t)((((const uint32_t *)w)[start + i] & 0x7fffffffu) != 0) << i;
+    else
+        for (int i = 0; i < count; i++) mask |= (uint64_t)((((const uint16_t *)w)[start + i] & 0x7fff) != 0) << i;
+    return mask;
+}
+
+#if MACKO_X86
+static MACKO_TARGET_AVX2 uint64_t mask_avx2(const void *w, macko_dtype dtype, int64_t start, int count) {
+    if (count < BLOCK) return mask_scalar(w, dtype, start, count);
+    uint64_t zeros = 0;
+    if (dtype == MACKO_F32) {
+        const __m256i bits = _mm256_set1_epi32(0x7fffffff);
+        for (int i = 0; i < BLOCK; i += 8) {
+            const __m256i v = _mm256_loadu_si256((const __m256i *)((const uint32_t *)w + start + i));
+            const __m256i zero = _mm256_cmpeq_epi32(_mm256_and_si256(v, bits), _mm256_setzero_si256());
+            zeros |= (uint64_t)(unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(zero)) << i;
+        }
+    } else {
+        const __m256i bits = _mm256_set1_epi16(0x7fff);
+        for (int i = 0; i < BLOCK; i += 32) {
+            const __m256i *v = (const __m256i *)((const uint16_t *)w + start + i);
+            const __m256i low = _mm256_and_si256(_mm256_loadu_si256(v), bits);
+            const __m256i high = _mm256_and_si256(_mm256_loadu_si256(v + 1), bits);
+            const __m256i zero = _mm256_packs_epi16(_mm256_cmpeq_epi16(low, _mm256_setzero_si256()),
+                                                    _mm256_cmpeq_epi16(high, _mm256_setzero_si256()));
+            zeros |= (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(zero, 0xd8)) << i;
+        }
+    }
+    return ~zeros;
+}
+
+static MACKO_TARGET_AVX512 uint64_t mask_avx512(const void *w, macko_dtype dtype, int64_t start, int count) {
+    if (count < BLOCK) return mask_scalar(w, dtype, start, count);
+    uint64_t mask = 0;
+    if (dtype == MACKO_F32) {
+        const __m512i bits = _mm512_set1_epi32(0x7fffffff);
+        for (int i = 0; i < BLOCK; i += 16)
+            mask |= (uint64_t)_mm512_test_epi32_mask(_mm512_loadu_si512((const uint32_t *)w + start + i), bits) << i;
+    } else {
+        const __m512i bits = _mm512_set1_epi16(0x7fff);
+        for (int i = 0; i < BLOCK; i += 32)
+            mask |= (uint64_t)_mm512_test_epi16_mask(_mm512_loadu_si512((const uint16_t *)w + start + i), bits) << i;
+    }
+    return mask;
+}
+
+static block_mask *const block_masks[] = {mask_scalar, mask_avx2, mask_avx512};
+#else
+static block_mask *const block_masks[] = {mask_scalar};
+#endif
+
+/* The number of gaps between set bits of the mask that are longer than delta_max is not zero. */
+static inline int has_long_gap(uint64_t mask, int delta_bits) {
+    /* The bits between the first and the last one set that are not; a run of n + 1 survives n shifts. */
+    const uint64_t first = mask & -mask, last = 1ull << (63 - __builtin_clzll(mask));
+    uint64_t runs = ~mask & (last - 1) & ~(first - 1);
+    for (int width = 1; width < (1 << delta_bits) && width < BLOCK; width *= 2) runs &= runs >> width;
+    return runs != 0;
 }
 
 void macko_pack_count_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
                           int64_t *counts) {
+    block_mask *const mask_of = block_masks[macko_best_cpu_path()];
     for (int64_t row = begin; row < end; row++) {
         int64_t count = 0, next = 0; /* next: the column behind the previous entry */
-        for (int64_t col = 0; col < cols; col++) {
-            if (is_zero(w, dtype, row * cols + col)) continue;
-            count += 1 + ((col - next) >> delta_bits);
-            next = col + 1;
+        for (int64_t col = 0; col < cols; col += BLOCK) {
+            uint64_t mask = mask_of(w, dtype, row * cols + col, (int)(cols - col < BLOCK ? cols - col : BLOCK));
+            if (!mask) continue;
+            const int last = 63 - __builtin_clzll(mask);
+            if (has_long_gap(mask, delta_bits)) {
+                for (; mask; mask &= mask - 1) {
+                    const int64_t at = col + __builtin_ctzll(mask);
+                    count += 1 + ((at - next) >> delta_bits);
+                    next = at + 1;
+                }
+            } else {
+                count += __builtin_popcountll(mask) + ((col + __builtin_ctzll(mask) - next) >> delta_bits);
+            }
+            next = col + last + 1;
         }
         counts[row] = count;
     }
 }
 
-static inline void put_value(void *values, macko_dtype dtype, int64_t entry, const void *w, int64_t i) {
-    if (dtype == MACKO_F32)
-        ((uint32_t *)values)[entry] = w ? ((const uint32_t *)w)[i] : 0;
+/*
+ * Deltas on their way to memory, from the low bits of `word` up. Two rows, so two threads, can share a byte: each sets
+ * its own bits of the zeroed array. Bytes that are one row's alone are written plainly.
+ */
+typedef struct delta_stream {
+    uint8_t *out;
+    uint64_t word;
+    int bits;   /* of word, less than 64 */
+    int shared; /* the first byte of out is also the row's before */
+} delta_stream;
+
+static inline void put_bytes(delta_stream *s, int bytes) {
+    int done = 0;
+    if (s->shared) {
+        __atomic_fetch_or(s->out, (uint8_t)s->word, __ATOMIC_RELAXED);
+        s->shared = 0;
+        done = 1;
+    }
+    for (; done < bytes; done++) s->out[done] = (uint8_t)(s->word >> (8 * done));
+}
+
+static inline void put_deltas(delta_stream *s, uint64_t deltas, int bits) {
+    s->word |= deltas << s->bits;
+    if (s->bits + bits < 64) {
+        s->bits += bits;
+        return;
+    }
+    if (s->shared)
+        put_bytes(s, 8);
     else
-        ((uint16_t *)values)[entry] = w ? ((const uint16_t *)w)[i] : 0;
+        memcpy(s->out, &s->word, 8);
+    s->out += 8;
+    s->word = s->bits ? deltas >> (64 - s->bits) : 0;
+    s->bits += bits - 64;
 }
 
-/* Two rows, so two threads, can share a byte: each sets its own bits of the zeroed array. */
-static inline void put_delta(uint8_t *deltas, int delta_bits, int64_t entry, int64_t delta) {
-    const int64_t bit = entry * delta_bits;
-    if (delta) __atomic_fetch_or(&deltas[bit >> 3], (uint8_t)(delta << (bit & 7)), __ATOMIC_RELAXED);
+static inline void put_rest(delta_stream *s) {
+    const int whole = s->bits / 8;
+    if (whole) put_bytes(s, whole);
+    if (s->bits % 8) __atomic_fetch_or(s->out + whole, (uint8_t)(s->word >> (8 * whole)), __ATOMIC_RELAXED);
 }
 
-void macko_pack_write_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
-                          const int32_t *row_ptr, void *values, uint8_t *deltas) {
+/* Where a row's packing has come to. */
+typedef struct row_writer {
+    delta_stream deltas;
+    int64_t entry; /* the next one to write */
+    int64_t next;  /* the column behind the previous entry */
+} row_writer;
+
+MACKO_INLINE void copy_value(void *values, macko_dtype dtype, int64_t entry, const void *w, int64_t i) {
+    if (dtype == MACKO_F32)
+        ((uint32_t *)values)[entry] = ((const uint32_t *)w)[i];
+    else
+        ((uint16_t *)values)[entry] = ((const uint16_t *)w)[i];
+}
+
+/* Writes the block of the row at w that starts at column col. */
+static inline void write_bits(row_writer *r, const void *w, macko_dtype dtype, int delta_bits, int64_t row_start,
+                              int64_t col, uint64_t mask, void *values) {
+    static const uint32_t zero = 0;
     const int64_t delta_max = (1 << delta_bits) - 1;
-    for (int64_t row = begin; row < end; row++) {
-        int64_t entry = row_ptr[row], next = 0;
-        for (int64_t col = 0; col < cols; col++) {
-            if (is_zero(w, dtype, row * cols + col)) continue;
-            for (; col - next > delta_max; next += delta_max + 1, entry++) {
-                put_value(values, dtype, entry, NULL, 0);
-                put_delta(deltas, delta_bits, entry, delta_max);
-            }
-            put_value(values, dtype, entry, w, row * cols + col);
-            put_delta(deltas, delta_bits, entry, col - next);
-            next = col + 1;
-            entry++;
+    for (; mask; mask &= mask - 1) {
+        const int64_t at = col + __builtin_ctzll(mask);
+        for (; at - r->next > delta_max; r->next += delta_max + 1) {
+            copy_value(values, dtype, r->entry++, &zero, 0);
+            put_deltas(&r->deltas, (uint64_t)delta_max, delta_bits);
         }
+        copy_value(values, dtype, r->entry++, w, row_start + at);
+        put_deltas(&r->deltas, (uint64_t)(at - r->next), delta_bits);
+        r->next = at + 1;
     }
 }
 
-static inline int delta_at(const macko_matrix *m, int64_t entry) {
-    const int64_t bit = entry * m->delta_bits;
-    return m->deltas[bit >> 3] >> (bit & 7) & ((1 << m->delta_bits) - 1);
+#if MACKO_X86
+/* The same for a whole block in which no delta is over delta_max. (Masked loads of what may not be there cost 12 ns.) */
+static MACKO_TARGET_AVX512 void write_compressed(row_writer *r, const void *w, macko_dtype dtype, int delta_bits,
+                                                 int64_t row_start, int64_t col, uint64_t mask, void *values) {
+    const int count = __builtin_popcountll(mask);
+    int64_t entry = r->entry;
+    if (dtype == MACKO_F32) {
+        for (int i = 0; i < BLOCK; i += 16) {
+            const __mmask16 kept = (__mmask16)(mask >> i);
+            const __m512i v = _mm512_loadu_si512((const uint32_t *)w + row_start + col + i);
+            const int found = __builtin_popcount(kept);
+            _mm512_mask_storeu_epi32((uint32_t *)values + entry, (__mmask16)_bzhi_u32(0xffff, (unsigned)found),
+                                     _mm512_maskz_compress_epi32(kept, v));
+            entry += found;
+        }
+    } else {
+        for (int i = 0; i < BLOCK; i += 32) {
+            const __mmask32 kept = (__mmask32)(mask >> i);
+            const __m512i v = _mm512_loadu_si512((const uint16_t *)w + row_start + col + i);
+            const int found = __builtin_popcount(kept);
+            _mm512_mask_storeu_epi16((uint16_t *)values + entry, _bzhi_u32(0xffffffffu, (unsigned)found),
+                                     _mm512_maskz_compress_epi16(kept, v));
+            entry += found;
+        }
+    }
+    /* Places of the set bits, less the places behind the ones before them. */
+    static const uint8_t iota[BLOCK] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                        16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                        32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+                                        48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+    const __m512i places = _mm512_loadu_si512(iota);
+    const __m512i at = _mm512_maskz_compress_epi8(mask, places);
+    const __m512i behind = _mm512_add_epi8(at, _mm512_set1_epi8(1));
+    const __m512i before = _mm512_mask_permutexvar_epi8(_mm512_set1_epi8((char)(r->next - col)), ~1ull,
+                                                        _mm512_sub_epi8(places, _mm512_set1_epi8(1)), behind);
+    const __m512i deltas = _mm512_maskz_sub_epi8(_bzhi_u64(~0ull, (unsigned)count), at, before);
+    uint64_t words[8] = {0};
+    if (delta_bits == 8) {
+        _mm512_storeu_si512(words, deltas);
+    } else {
+        const int pair = delta_bits == 4 ? 0x1001 : 0x0401; /* first + second << delta_bits */
+        const __m256i two = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(deltas, _mm512_set1_epi16((short)pair)));
+        if (delta_bits == 4)
+            _mm256_storeu_si256((__m256i *)words, two);
+        else
+            _mm_storeu_si128((__m128i *)words,
+                             _mm256_cvtepi16_epi8(_mm256_maddubs_epi16(two, _mm256_set1_epi16(0x1001))));
+    }
+    const int bits = count * delta_bits;
+    for (int done = 0; done < bits; done += 64)
+        put_deltas(&r->deltas, words[done / 64], bits - done < 64 ? bits - done : 64);
+    r->entry = entry;
+    r->next = col + BLOCK - __builtin_clzll(mask);
+}
+#endif
+
+void macko_pack_write_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
+                          const int32_t *row_ptr, void *values, uint8_t *deltas) {
+    const macko_cpu_path path = macko_best_cpu_path();
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t bit = (int64_t)row_ptr[row] * delta_bits;
+        row_writer r = {{deltas + bit / 8, 0, (int)(bit % 8), bit % 8 != 0}, row_ptr[row], 0};
+        for (int64_t col = 0; col < cols; col += BLOCK) {
+            const int count = (int)(cols - col < BLOCK ? cols - col : BLOCK);
+            const uint64_t mask = block_masks[path](w, dtype, row * cols + col, count);
+            if (!mask) continue;
+#if MACKO_X86
+            if (path == MACKO_AVX512 && count == BLOCK && (col + __builtin_ctzll(mask) - r.next) >> delta_bits == 0 &&
+                !has_long_gap(mask, delta_bits)) {
+                write_compressed(&r, w, dtype, delta_bits, row * cols, col, mask, values);
+                continue;
+            }
+#endif
+            write_bits(&r, w, dtype, delta_bits, row * cols, col, mask, values);
+        }
+        put_rest(&r.deltas);
+    }
 }
 
-static macko_fault check_row_ptr(const macko_matrix *m, int64_t row) {
-    const int64_t start = m->row_ptr[row], stop = m->row_ptr[row + 1];
-    if (row == 0 && start != 0) return (macko_fault){MACKO_ROW_PTR_START, 0, -1, start};
-    if (stop < start) return (macko_fault){MACKO_ROW_PTR_FALLS, row + 1, -1, stop};
-    if (stop > m->capacity) return (macko_fault){MACKO_ROW_PTR_END, row + 1, -1, stop};
-    return (macko_fault){MACKO_OK, 0, -1, 0};
+/* The sum of a unit's deltas. */
+static inline int64_t sum_of_unit(const uint8_t *deltas, int delta_bits) {
+    return macko_decode_unit(macko_load_unit(deltas, delta_bits), delta_bits).span;
+}
+
+/* The column behind the last of the entries [entry, stop). */
+MACKO_INLINE int64_t row_span(const uint8_t *deltas, int delta_bits, int64_t entry, int64_t stop) {
+    const int unit = MACKO_UNIT_ENTRIES(delta_bits);
+    int64_t span = 0;
+    for (; entry < stop && entry % (8 / delta_bits); entry++) span += macko_delta_at(deltas, delta_bits, entry) + 1;
+    for (; entry + unit <= stop; entry += unit) span += sum_of_unit(deltas + entry * delta_bits / 8, delta_bits);
+    for (; entry < stop; entry++) span += macko_delta_at(deltas, delta_bits, entry) + 1;
+    return span;
 }
 
 macko_fault macko_check_bounds_cpu(const macko_matrix *m, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-        const macko_fault fault = check_row_ptr(m, row);
+        const macko_fault fault = macko_check_row_ptr(m, row);
         if (fault.kind) return fault;
+        const int64_t start = m->row_ptr[row], stop = m->row_ptr[row + 1];
+        const int64_t span = m->delta_bits == 4   ? row_span(m->deltas, 4, start, stop)
+                             : m->delta_bits == 2 ? row_span(m->deltas, 2, start, stop)
+                                                  : row_span(m->deltas, 8, start, stop);
+        if (span <= m->cols) continue;
         int64_t next = 0;
-        for (int64_t entry = m->row_ptr[row]; entry < m->row_ptr[row + 1]; entry++) {
-            next += delta_at(m, entry) + 1;
+        for (int64_t entry = start; entry < stop; entry++) {
+            next += macko_delta_at(m->deltas, m->delta_bits, entry) + 1;
             if (next > m->cols) return (macko_fault){MACKO_COLUMN_END, row, entry, next - 1};
         }
     }
     return (macko_fault){MACKO_OK, 0, -1, 0};
 }
 
-macko_fault macko_check_cpu(const macko_matrix *m, int64_t begin, int64_t end) {
-    const macko_fault bounds = macko_check_bounds_cpu(m, begin, end);
-    if (bounds.kind) return bounds;
-    for (int64_t row = begin; row < end; row++) {
-        for (int64_t entry = m->row_ptr[row]; entry < m->row_ptr[row + 1]; entry++) {
-            if (!is_zero(m->values, m->dtype, entry)) continue;
-            const int last = entry + 1 == m->row_ptr[row + 1];
-            const int negative = m->dtype == MACKO_F32 ? ((const uint32_t *)m->values)[entry] != 0
-                                                       : ((const uint16_t *)m->values)[entry] != 0;
-            if (delta_at(m, entry) != (1 << m->delta_bits) - 1 || last || negative)
-                return (macko_fault){MACKO_STRAY_ZERO, row, entry, delta_at(m, entry)};
+static inline int64_t value_bits(const macko_matrix *m, int64_t entry) {
+    return m->dtype == MACKO_F32 ? ((const uint32_t *)m->values)[entry] : ((const uint16_t *)m->values)[entry];
+}
+
+/* The first zero among the entries of the row that is not one of a long run's. */
+static macko_fault check_zeros(const macko_matrix *m, int64_t row, block_mask *mask_of) {
+    const int64_t stop = m->row_ptr[row + 1];
+    for (int64_t block = m->row_ptr[row]; block < stop; block += BLOCK) {
+        const int count = (int)(stop - block < BLOCK ? stop - block : BLOCK);
+        uint64_t zeros = ~mask_of(m->values, m->dtype, block, count);
+        if (count < BLOCK) zeros &= (1ull << count) - 1;
+        for (; zeros; zeros &= zeros - 1) {
+            const int64_t entry = block + __builtin_ctzll(zeros);
+            const int delta = macko_delta_at(m->deltas, m->delta_bits, entry);
+            if (delta != (1 << m->delta_bits) - 1 || entry + 1 == stop || value_bits(m, entry))
+                return (macko_fault){MACKO_STRAY_ZERO, row, entry, delta};
         }
+    }
+    return (macko_fault){MACKO_OK, 0, -1, 0};
+}
+
+macko_fault macko_check_cpu(const macko_matrix *m, int64_t begin, int64_t end) {
+    block_mask *const mask_of = block_masks[macko_best_cpu_path()];
+    for (int64_t row = begin; row < end; row++) {
+        macko_fault fault = macko_check_bounds_cpu(m, row, row + 1);
+        if (!fault.kind) fault = check_zeros(m, row, mask_of);
+        if (fault.kind) return fault;
     }
     if (begin == m->rows) {
         const int64_t stored = m->row_ptr[m->rows];
         if (m->capacity != (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK)
             return (macko_fault){MACKO_ROW_PTR_END, m->rows, -1, stored};
         for (int64_t entry = stored; entry < m->capacity; entry++) {
-            const int64_t bits = m->dtype == MACKO_F32 ? ((const uint32_t *)m->values)[entry]
-                                                       : ((const uint16_t *)m->values)[entry];
-            if (bits || delta_at(m, entry))
-                return (macko_fault){MACKO_PADDING, m->rows, entry, bits ? bits : delta_at(m, entry)};
+            const int64_t bits = value_bits(m, entry), delta = macko_delta_at(m->deltas, m->delta_bits, entry);
+            if (bits || delta) return (macko_fault){MACKO_PADDING, m->rows, entry, bits ? bits : delta};
         }
     }
-    return bounds;
+    return (macko_fault){MACKO_OK, 0, -1, 0};
+}
+
+/* The row's entries into its zeroed columns at w, counted in elements of `dtype`. */
+MACKO_INLINE void unpack_row(const macko_matrix *m, macko_dtype dtype, int delta_bits, int64_t entry, int64_t stop,
+                             void *w, int64_t row_start) {
+    const int unit = MACKO_UNIT_ENTRIES(delta_bits);
+    int64_t next = row_start;
+    for (; entry < stop && entry % (8 / delta_bits); entry++) {
+        next += macko_delta_at(m->deltas, delta_bits, entry) + 1;
+        copy_value(w, dtype, next - 1, m->values, entry);
+    }
+    for (; entry + unit <= stop; entry += unit) {
+        const macko_offsets offsets =
+            macko_decode_unit(macko_load_unit(m->deltas + entry * delta_bits / 8, delta_bits), delta_bits);
+        for (int k = 0; k < unit; k++)
+            copy_value(w, dtype, next + macko_offset(&offsets, delta_bits, k), m->values, entry + k);
+        next += offsets.span;
+    }
+    for (; entry < stop; entry++) {
+        next += macko_delta_at(m->deltas, delta_bits, entry) + 1;
+        copy_value(w, dtype, next - 1, m->values, entry);
+    }
+}
+
+MACKO_INLINE void unpack_rows(const macko_matrix *m, macko_dtype dtype, int delta_bits, int64_t begin, int64_t end,
+                              void *w) {
+    const int64_t size = dtype == MACKO_F32 ? 4 : 2;
+    for (int64_t row = begin; row < end; row++) {
+        memset((char *)w + row * m->cols * size, 0, (size_t)(m->cols * size)); /* just in front: still in L1 */
+        unpack_row(m, dtype, delta_bits, m->row_ptr[row], m->row_ptr[row + 1], w, row * m->cols);
+    }
 }
 
 void macko_unpack_cpu(const macko_matrix *m, int64_t begin, int64_t end, void *w) {
-    const int64_t size = m->dtype == MACKO_F32 ? 4 : 2;
-    memset((char *)w + begin * m->cols * size, 0, (size_t)((end - begin) * m->cols * size));
-    for (int64_t row = begin; row < end; row++) {
-        int64_t i = row * m->cols - 1;
-        for (int64_t entry = m->row_ptr[row]; entry < m->row_ptr[row + 1]; entry++) {
-            i += delta_at(m, entry) + 1;
-            if (m->dtype == MACKO_F32)
-                ((uint32_t *)w)[i] = ((const uint32_t *)m->values)[entry];
-            else
-                ((uint16_t *)w)[i] = ((const uint16_t *)m->values)[entry];
-        }
+    const macko_dtype size = m->dtype == MACKO_F32 ? MACKO_F32 : MACKO_F16; /* only the element's size matters */
+    switch (m->delta_bits) {
+    case 2:
+        size == MACKO_F32 ? unpack_rows(m, MACKO_F32, 2, begin, end, w) : unpack_rows(m, MACKO_F16, 2, begin, end, w);
+        break;
+    case 4:
+        size == MACKO_F32 ? unpack_rows(m, MACKO_F32, 4, begin, end, w) : unpack_rows(m, MACKO_F16, 4, begin, end, w);
+        break;
+    case 8:
+        size == MACKO_F32 ? unpack_rows(m, MACKO_F32, 8, begin, end, w) : unpack_rows(m, MACKO_F16, 8, begin, end, w);
+        break;
     }
 }

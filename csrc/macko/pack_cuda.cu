@@ -1,126 +1,443 @@
-// pack, unpack and the checks of the macko format on CUDA.
-#include "../core/cuda.cuh"
-#include "macko.h"
+// pack, unpack and the checks of the macko format on CUDA. A warp owns a row in every kernel but the scan.
+#include "macko.cuh"
 
 using namespace macko;
 
 namespace {
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / WARP;
 
-__device__ __forceinline__ int delta_at(const macko_matrix &m, int64_t entry) {
-    const int64_t bit = entry * m.delta_bits;
-    return m.deltas[bit >> 3] >> (bit & 7) & ((1 << m.delta_bits) - 1);
+unsigned blocks_for(int64_t rows) {
+    return unsigned(ceil_div(rows, WARPS));
 }
 
-__global__ void count_rows(const uint16_t *w, int delta_bits, int64_t rows, int64_t cols, int64_t *row_ptr) {
-    const int64_t row = blockIdx.x * (int64_t)THREADS + threadIdx.x;
+__device__ __forceinline__ int64_t row_of_warp() {
+    return blockIdx.x * int64_t(WARPS) + threadIdx.x / WARP;
+}
+
+// A dense row, seen as aligned chunks of 8 columns: column `-skew` lies at a multiple of 16 bytes. The columns of a
+// chunk that lie before or behind the row belong to other rows, or to nobody.
+struct DenseRow {
+    const uint16_t *begin;
+    int skew;
+
+    __device__ __forceinline__ DenseRow(const uint16_t *w, int64_t row, int64_t cols)
+        : begin(w + row * cols), skew(int((uintptr_t)begin / 2 % MACKO_CHUNK)) {}
+};
+
+__device__ __forceinline__ uint4 load_chunk(const DenseRow &row, int64_t col, int64_t cols) {
+    if (col >= 0 && col + MACKO_CHUNK <= cols) return load_stream((const uint4 *)(row.begin + col));
+    uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < MACKO_CHUNK; k++)
+        if (col + k >= 0 && col + k < cols) words[k / 2] |= uint32_t(row.begin[col + k]) << 16 * (k % 2);
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ __forceinline__ uint16_t value_at(const uint4 &chunk, int k) {
+    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    return uint16_t(words[k / 2] >> 16 * (k % 2));
+}
+
+// Bit k says whether value k of the chunk is not a zero of either sign.
+__device__ __forceinline__ uint32_t nonzero_mask(const uint4 &chunk) {
+    // Adding 0x7fff carries into a half's top bit unless the half is 0.
+    const auto top_bits = [](uint32_t word) { return ((word & 0x7fff7fffu) + 0x7fff7fffu) & 0x80008000u; };
+    const uint32_t spread =
+        top_bits(chunk.x) >> 15 | top_bits(chunk.y) >> 13 | top_bits(chunk.z) >> 11 | top_bits(chunk.w) >> 9;
+    return (spread | spread >> 15) & 0xff;
+}
+
+// Where a walk over a row stands: the lane's chunk, its non-zeros, and the column behind the last one before it.
+struct Cursor {
+    uint4 chunk;
+    int64_t col, next;
+    uint32_t nonzeros;
+};
+
+// Calls body(Cursor) for every 32 chunks of a row, all lanes together.
+template <typename Body>
+__device__ __forceinline__ void walk_row(const DenseRow &row, int64_t cols, const Body &body) {
+    constexpr int AHEAD = 4; // loads in flight a lane
+    constexpr int64_t STEP = WARP * MACKO_CHUNK;
+    const int lane = threadIdx.x % WARP;
+    int64_t next = 0; // the column behind the last non-zero so far
+    for (int64_t start = -row.skew; start < cols; start += AHEAD * STEP) {
+        Cursor at[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            at[i].col = start + i * STEP + lane * MACKO_CHUNK;
+            at[i].chunk = load_chunk(row, at[i].col, cols);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            at[i].nonzeros = nonzero_mask(at[i].chunk);
+            const int64_t own_next = at[i].col + WARP - __clz(at[i].nonzeros); // of use where there is a non-zero
+            const uint32_t lanes = __ballot_sync(FULL_WARP, at[i].nonzeros), before = lanes & ((1u << lane) - 1);
+            const int64_t their_next = __shfl_sync(FULL_WARP, own_next, WARP - 1 - __clz(before | 1));
+            at[i].next = before ? their_next : next;
+            if (lanes) next = __shfl_sync(FULL_WARP, own_next, WARP - 1 - __clz(lanes));
+            body(at[i]);
+        }
+    }
+}
+
+// Calls body(k, zeros, delta) for each non-zero of a lane's chunk: the explicit zeros before it, and its delta.
+template <int BITS, typename Body>
+__device__ __forceinline__ void for_nonzeros(const Cursor &at, const Body &body) {
+    int64_t next = at.next;
+#pragma unroll
+    for (int k = 0; k < MACKO_CHUNK; k++) {
+        if (!(at.nonzeros >> k & 1)) continue;
+        const int64_t gap = at.col + k - next;
+        body(k, gap >> BITS, uint32_t(gap) & ((1 << BITS) - 1));
+        next = at.col + k + 1;
+    }
+}
+
+template <int BITS>
+__device__ __forceinline__ int64_t entries_of(const Cursor &at) {
+    int64_t entries = 0;
+    if (BITS == 2) {
+        for_nonzeros<BITS>(at, [&](int, int64_t zeros, uint32_t) { entries += zeros + 1; });
+    } else if (at.nonzeros) { // between two of a chunk there is no room for an explicit zero
+        entries = __popc(at.nonzeros) + ((at.col + __ffs(at.nonzeros) - 1 - at.next) >> BITS);
+    }
+    return entries;
+}
+
+template <int BITS>
+__global__ void __launch_bounds__(THREADS) count_rows(const uint16_t *w, int64_t rows, int64_t cols, int64_t *row_ptr) {
+    const int64_t row = row_of_warp();
     if (row >= rows) return;
-    int64_t count = 0, next = 0;
-    for (int64_t col = 0; col < cols; col++) {
-        if (!(w[row * cols + col] & 0x7fff)) continue;
-        count += 1 + ((col - next) >> delta_bits);
-        next = col + 1;
+    int64_t entries = 0;
+    walk_row(DenseRow(w, row, cols), cols, [&](const Cursor &at) { entries += entries_of<BITS>(at); });
+    for (int distance = WARP / 2; distance; distance /= 2) entries += __shfl_xor_sync(FULL_WARP, entries, distance);
+    if (threadIdx.x % WARP == 0) row_ptr[row + 1] = entries;
+}
+
+// One block: counts in row_ptr[1..rows] become their sums. 8 counts a thread and round, some 100 ns a thousand rows.
+constexpr int SCAN_THREADS = 1024;
+__global__ void __launch_bounds__(SCAN_THREADS) scan_rows(int64_t rows, int64_t *row_ptr) {
+    constexpr int COUNTS = 8;
+    __shared__ int64_t warp_sums[SCAN_THREADS / WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int64_t before_round = 0;
+    if (threadIdx.x == 0) row_ptr[0] = 0;
+    for (int64_t round = 1; round <= rows; round += SCAN_THREADS * COUNTS) {
+        const int64_t first = round + threadIdx.x * COUNTS;
+        int64_t sums[COUNTS], sum = 0;
+#pragma unroll
+        for (int i = 0; i < COUNTS; i++) sums[i] = first + i <= rows ? row_ptr[first + i] : 0;
+#pragma unroll
+        for (int i = 0; i < COUNTS; i++) sums[i] = sum += sums[i];
+        int64_t through = sum;
+        for (int distance = 1; distance < WARP; distance *= 2) {
+            const int64_t other = __shfl_up_sync(FULL_WARP, through, distance);
+            if (lane >= distance) through += other;
+        }
+        if (lane == WARP - 1) warp_sums[warp] = through;
+        __syncthreads();
+        int64_t before = before_round + through - sum;
+        for (int i = 0; i < SCAN_THREADS / WARP; i++) {
+            if (i < warp) before += warp_sums[i];
+            before_round += warp_sums[i];
+        }
+#pragma unroll
+        for (int i = 0; i < COUNTS; i++)
+            if (first + i <= rows) row_ptr[first + i] = before + sums[i];
+        __syncthreads();
     }
-    row_ptr[row + 1] = count;
 }
 
-__global__ void scan_rows(int64_t rows, int64_t *row_ptr) {
-    int64_t sum = 0;
-    row_ptr[0] = 0;
-    for (int64_t row = 0; row < rows; row++) row_ptr[row + 1] = sum += row_ptr[row + 1];
-}
+// Collects the deltas of consecutive entries and gives each 32-bit word to memory once. Other lanes and rows own other
+// bits of a lane's first and last word, so it is or-ed into the zeroed array.
+template <int BITS>
+struct DeltaWriter {
+    uint32_t *deltas;
+    int64_t num_words; // whole ones: 2-bit deltas can end with half a word
+    int64_t word = -1;
+    uint32_t bits = 0;
 
-__global__ void write_rows(const uint16_t *w, int delta_bits, int64_t rows, int64_t cols, const int64_t *row_ptr64,
-                           int32_t *row_ptr, uint16_t *values, uint32_t *deltas) {
-    const int64_t row = blockIdx.x * (int64_t)THREADS + threadIdx.x;
+    __device__ __forceinline__ void put(int64_t entry, uint32_t delta) {
+        const int64_t bit = entry * BITS;
+        if (bit >> 5 != word) {
+            flush();
+            word = bit >> 5;
+        }
+        bits |= delta << (bit & 31);
+    }
+
+    static __device__ void or_half(unsigned short *half, unsigned short bits) {
+        for (unsigned short seen = *half, now; (now = atomicCAS(half, seen, seen | bits)) != seen;) seen = now;
+    }
+
+    __device__ __forceinline__ void flush() {
+        if (bits && (BITS > 2 || word < num_words))
+            atomicOr(&deltas[word], bits);
+        else if (bits)
+            or_half((unsigned short *)&deltas[word], (unsigned short)bits);
+        bits = 0;
+    }
+};
+
+template <int BITS>
+__global__ void __launch_bounds__(THREADS)
+    write_rows(const uint16_t *w, int64_t rows, int64_t cols, const int64_t *row_ptr64, int64_t capacity,
+               int32_t *row_ptr, uint16_t *values, uint32_t *deltas) {
+    const int64_t row = row_of_warp();
+    const int lane = threadIdx.x % WARP;
     if (row > rows) return;
-    const int delta_max = (1 << delta_bits) - 1;
-    int64_t entry = row_ptr64[row], next = 0;
-    row_ptr[row] = (int32_t)entry;
-    if (row == rows) return;
-    for (int64_t col = 0; col < cols; col++) {
-        const uint16_t value = w[row * cols + col];
-        if (!(value & 0x7fff)) continue;
-        for (; col - next > delta_max; next += delta_max + 1, entry++) {
-            values[entry] = 0;
-            atomicOr(&deltas[entry * delta_bits >> 5], (uint32_t)delta_max << (entry * delta_bits & 31));
+    int64_t entry = row_ptr64[row];
+    if (lane == 0) row_ptr[row] = int32_t(entry);
+    if (row == rows) { // the padding
+        if (entry + lane < capacity) values[entry + lane] = 0;
+        return;
+    }
+    walk_row(DenseRow(w, row, cols), cols, [&](const Cursor &at) {
+        const int64_t own = entries_of<BITS>(at);
+        int64_t through = own;
+        for (int distance = 1; distance < WARP; distance *= 2) {
+            const int64_t other = __shfl_up_sync(FULL_WARP, through, distance);
+            if (lane >= distance) through += other;
         }
-        values[entry] = value;
-        atomicOr(&deltas[entry * delta_bits >> 5], (uint32_t)(col - next) << (entry * delta_bits & 31));
-        next = col + 1;
-        entry++;
+        int64_t at_entry = entry + through - own;
+        entry += __shfl_sync(FULL_WARP, through, WARP - 1);
+        DeltaWriter<BITS> writer{deltas, capacity * BITS / 32};
+        for_nonzeros<BITS>(at, [&](int k, int64_t zeros, uint32_t delta) {
+            for (; zeros; zeros--, at_entry++) {
+                values[at_entry] = 0;
+                writer.put(at_entry, (1 << BITS) - 1);
+            }
+            values[at_entry] = value_at(at.chunk, k);
+            writer.put(at_entry++, delta);
+        });
+        writer.flush();
+    });
+}
+
+// What a lane has of a packed row: its chunk, the deltas of other rows zeroed, and where it stands.
+template <int BITS>
+struct PackedChunk {
+    DeltaWord<BITS> deltas;
+    uint4 values;
+    int64_t chunk;  // index into the chunks of the matrix
+    int begin, end; // entries of the chunk that are the row's
+    int64_t next;   // first free column, counted from the chunk's first entry as if it were the row's
+};
+
+enum class Load { DELTAS, ALL };
+
+// Calls body(PackedChunk, next) for every 32 chunks of a row while it returns true; `next` is the first free column
+// behind them. row_ptr is good. The next 32 chunks are on their way meanwhile.
+template <int BITS, typename Body>
+__device__ __forceinline__ void walk_packed_row(const macko_matrix &m, int64_t start, int64_t stop, Load load,
+                                                const Body &body) {
+    const auto load_chunk = [&](int64_t chunk) {
+        PackedChunk<BITS> at = {0, make_uint4(0, 0, 0, 0), chunk, 0, 0, 0};
+        if (chunk * MACKO_CHUNK >= stop) return at;
+        at.begin = int(max(start - chunk * MACKO_CHUNK, int64_t(0)));
+        at.end = int(min(stop - chunk * MACKO_CHUNK, int64_t(MACKO_CHUNK)));
+        at.deltas = load_stream((const DeltaWord<BITS> *)m.deltas + chunk);
+        if (load == Load::ALL) at.values = load_stream((const uint4 *)m.values + chunk);
+        return at;
+    };
+    int64_t next = -(start % MACKO_CHUNK);
+    PackedChunk<BITS> ahead = load_chunk(start / MACKO_CHUNK + threadIdx.x % WARP);
+    bool more = start < stop;
+    for (int64_t entry = start / MACKO_CHUNK * MACKO_CHUNK; more && entry < stop; entry += WARP * MACKO_CHUNK) {
+        PackedChunk<BITS> at = ahead;
+        ahead = load_chunk(at.chunk + WARP);
+        at.deltas = keep_deltas<BITS>(at.deltas, at.begin, at.end);
+        const uint32_t own = Offsets<BITS>(at.deltas).sum() + at.end;
+        const uint32_t through = warp_inclusive_sum(own);
+        at.next = next + through - own;
+        next += __shfl_sync(FULL_WARP, through, WARP - 1);
+        more = body(at, next);
     }
 }
 
-__global__ void check_rows(macko_matrix m, int bounds_only, macko_fault *fault) {
-    macko_fault found = {MACKO_OK, 0, -1, 0};
-    const uint16_t *values = (const uint16_t *)m.values;
-    for (int64_t row = 0; row < m.rows && !found.kind; row++) {
-        const int64_t start = m.row_ptr[row], stop = m.row_ptr[row + 1];
-        if (row == 0 && start) found = {MACKO_ROW_PTR_START, 0, -1, start};
-        else if (stop < start) found = {MACKO_ROW_PTR_FALLS, row + 1, -1, stop};
-        else if (stop > m.capacity) found = {MACKO_ROW_PTR_END, row + 1, -1, stop};
-        int64_t next = 0;
-        for (int64_t entry = start; !found.kind && entry < stop; entry++) {
-            const int delta = delta_at(m, entry);
-            next += delta + 1;
-            if (next > m.cols) found = {MACKO_COLUMN_END, row, entry, next - 1};
-            else if (!bounds_only && !(values[entry] & 0x7fff) &&
-                     (delta != (1 << m.delta_bits) - 1 || entry + 1 == stop || values[entry]))
-                found = {MACKO_STRAY_ZERO, row, entry, delta};
-        }
-    }
-    if (!found.kind && !bounds_only) {
-        const int64_t stored = m.row_ptr[m.rows];
-        if (m.capacity != (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK)
-            found = {MACKO_ROW_PTR_END, m.rows, -1, stored};
-        for (int64_t entry = stored; !found.kind && entry < m.capacity; entry++)
-            if (values[entry] || delta_at(m, entry))
-                found = {MACKO_PADDING, m.rows, entry, values[entry] ? values[entry] : delta_at(m, entry)};
-    }
-    *fault = found;
-}
-
-__global__ void unpack_rows(macko_matrix m, uint16_t *w) {
-    const int64_t row = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    if (row >= m.rows) return;
+// A row's first fault of bounds, else its first stray zero; the same in every lane.
+template <int BITS>
+__device__ macko_fault fault_of_row(const macko_matrix &m, int64_t row, bool bounds_only) {
     const int64_t start = m.row_ptr[row], stop = m.row_ptr[row + 1];
-    bool good = start >= 0 && stop >= start && stop <= m.capacity;
-    for (int64_t col = 0; col < m.cols; col++) w[row * m.cols + col] = 0;
-    int64_t col = -1;
-    for (int64_t entry = start; good && entry < stop; entry++) {
-        col += delta_at(m, entry) + 1;
-        if (col >= m.cols) good = false;
-        else w[row * m.cols + col] = ((const uint16_t *)m.values)[entry];
-    }
-    for (int64_t col = 0; !good && col < m.cols; col++) w[row * m.cols + col] = 0x7fff;
+    if (row == 0 && start) return {MACKO_ROW_PTR_START, 0, -1, start};
+    if (stop < start) return {MACKO_ROW_PTR_FALLS, row + 1, -1, stop};
+    if (stop > m.capacity) return {MACKO_ROW_PTR_END, row + 1, -1, stop};
+    if (start < 0) return {MACKO_ROW_PTR_FALLS, row, -1, start}; // an earlier row says so too
+    macko_fault bounds = {MACKO_OK, 0, -1, 0}, stray = bounds;
+    const Load load = bounds_only ? Load::DELTAS : Load::ALL;
+    walk_packed_row<BITS>(m, start, stop, load, [&](const PackedChunk<BITS> &at, int64_t) {
+        macko_fault own_bounds = {MACKO_OK, 0, -1, 0}, own_stray = own_bounds;
+        const uint32_t zeros = bounds_only ? 0 : ~nonzero_mask(at.values);
+        int64_t col = at.next - 1;
+#pragma unroll
+        for (int k = 0; k < MACKO_CHUNK; k++) {
+            const int64_t entry = at.chunk * MACKO_CHUNK + k;
+            const int delta = delta_at<BITS>(at.deltas, k);
+            col += delta + 1;
+            if (k < at.begin || k >= at.end) continue;
+            if (col >= m.cols && !own_bounds.kind) own_bounds = {MACKO_COLUMN_END, row, entry, col};
+            if ((zeros >> k & 1) && !own_stray.kind &&
+                (delta != (1 << BITS) - 1 || entry + 1 == stop || value_at(at.values, k)))
+                own_stray = {MACKO_STRAY_ZERO, row, entry, delta};
+        }
+        const auto first_of_lanes = [](macko_fault &found, const macko_fault &own) {
+            const uint32_t lanes = __ballot_sync(FULL_WARP, own.kind != 0);
+            if (!lanes || found.kind) return;
+            const int lane = __ffs(lanes) - 1;
+            found = {__shfl_sync(FULL_WARP, own.kind, lane), __shfl_sync(FULL_WARP, own.row, lane),
+                     __shfl_sync(FULL_WARP, own.entry, lane), __shfl_sync(FULL_WARP, own.found, lane)};
+        };
+        first_of_lanes(bounds, own_bounds);
+        first_of_lanes(stray, own_stray);
+        return bounds.kind == 0;
+    });
+    return bounds.kind ? bounds : stray;
 }
 
-}  // namespace
+// The lowest faulty row goes to fault->kind, which held ~0.
+template <int BITS>
+__global__ void __launch_bounds__(THREADS) find_faulty_row(macko_matrix m, bool bounds_only, macko_fault *fault) {
+    const int64_t row = row_of_warp();
+    if (row >= m.rows) return;
+    if (fault_of_row<BITS>(m, row, bounds_only).kind && threadIdx.x % WARP == 0)
+        atomicMin((unsigned long long *)&fault->kind, (unsigned long long)row);
+}
+
+// One warp: what is wrong with that row, or, where every row is right, with the end of the matrix.
+template <int BITS>
+__global__ void __launch_bounds__(WARP) describe_fault(macko_matrix m, bool bounds_only, macko_fault *fault) {
+    macko_fault found = {MACKO_OK, 0, -1, 0};
+    const int64_t row = fault->kind;
+    __syncwarp();
+    if (row >= 0) {
+        found = fault_of_row<BITS>(m, row, bounds_only);
+    } else if (!bounds_only) {
+        const int64_t stored = m.row_ptr[m.rows];
+        if (m.rows == 0 && stored)
+            found = {MACKO_ROW_PTR_START, 0, -1, stored};
+        else if (m.capacity != ceil_div(stored, MACKO_CHUNK) * MACKO_CHUNK)
+            found = {MACKO_ROW_PTR_END, m.rows, -1, stored};
+        for (int64_t entry = stored; !found.kind && entry < m.capacity; entry++) {
+            const uint32_t value = ((const uint16_t *)m.values)[entry];
+            const uint32_t delta = delta_at<BITS>(((const DeltaWord<BITS> *)m.deltas)[entry / MACKO_CHUNK],
+                                                  int(entry % MACKO_CHUNK));
+            if (value || delta) found = {MACKO_PADDING, m.rows, entry, value ? value : delta};
+        }
+    }
+    if (threadIdx.x == 0) *fault = found;
+}
+
+constexpr int WINDOW = 1024; // columns of a row that a warp assembles in shared memory at a time
+
+// A row is built window by window: zeros, then the entries that fall into it, then 16-byte stores.
+template <int BITS>
+__global__ void __launch_bounds__(THREADS) unpack_rows(macko_matrix m, uint16_t *w) {
+    __shared__ uint4 windows[WARPS][WINDOW / MACKO_CHUNK];
+    const int64_t row = row_of_warp();
+    if (row >= m.rows) return;
+    const int lane = threadIdx.x % WARP;
+    uint4 *window = windows[threadIdx.x / WARP];
+    const DenseRow dense(w, row, m.cols);
+    int64_t window_col = -dense.skew;
+
+    const auto clear_window = [&](uint32_t fill) {
+        for (int i = lane; i < WINDOW / MACKO_CHUNK; i += WARP) window[i] = make_uint4(fill, fill, fill, fill);
+        __syncwarp();
+    };
+    const auto store_window = [&] {
+        __syncwarp();
+        for (int i = lane; i < WINDOW / MACKO_CHUNK; i += WARP) {
+            const int64_t col = window_col + i * MACKO_CHUNK;
+            const uint4 chunk = window[i];
+            uint16_t *out = const_cast<uint16_t *>(dense.begin);
+            if (col >= 0 && col + MACKO_CHUNK <= m.cols) {
+                *(uint4 *)(out + col) = chunk;
+            } else {
+#pragma unroll
+                for (int k = 0; k < MACKO_CHUNK; k++)
+                    if (col + k >= 0 && col + k < m.cols) out[col + k] = value_at(chunk, k);
+            }
+        }
+        __syncwarp();
+        window_col += WINDOW;
+    };
+
+    const int64_t start = m.row_ptr[row], stop = m.row_ptr[row + 1];
+    bool good = start >= 0 && start <= stop && stop <= m.capacity;
+    clear_window(0);
+    if (good)
+        walk_packed_row<BITS>(m, start, stop, Load::ALL, [&](const PackedChunk<BITS> &at, int64_t next) {
+            good = next <= m.cols;
+            if (!good) return false;
+            const Offsets<BITS> offsets(at.deltas);
+            while (true) {
+                const uint32_t base = uint32_t(at.next - window_col);
+#pragma unroll
+                for (int k = 0; k < MACKO_CHUNK; k++) {
+                    const uint32_t place = offsets.at(k, base, 1);
+                    if (place < WINDOW && at.begin <= k && k < at.end) ((uint16_t *)window)[place] = value_at(at.values, k);
+                }
+                if (next < window_col + WINDOW) return true;
+                store_window();
+                clear_window(0);
+            }
+        });
+    if (!good) { // all of it is in doubt
+        window_col = -dense.skew;
+        clear_window(0x7fff7fffu);
+    }
+    while (window_col < m.cols) {
+        store_window();
+        if (good && window_col < m.cols) clear_window(0);
+    }
+}
+
+// launch(width) with the delta width as a constant.
+template <typename Launch>
+cudaError_t for_delta_bits(int delta_bits, const Launch &launch) {
+    switch (delta_bits) {
+    case 2: launch(std::integral_constant<int, 2>()); break;
+    case 4: launch(std::integral_constant<int, 4>()); break;
+    case 8: launch(std::integral_constant<int, 8>()); break;
+    default: return cudaErrorInvalidValue;
+    }
+    return cudaGetLastError();
+}
+
+} // namespace
 
 cudaError_t macko_pack_count_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, int64_t *row_ptr,
                                   cudaStream_t stream) {
-    if (rows) count_rows<<<ceil_div(rows, THREADS), THREADS, 0, stream>>>((const uint16_t *)w, delta_bits, rows, cols, row_ptr);
-    scan_rows<<<1, 1, 0, stream>>>(rows, row_ptr);
-    return cudaGetLastError();
+    return for_delta_bits(delta_bits, [&](auto bits) {
+        if (rows)
+            count_rows<bits><<<blocks_for(rows), THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, row_ptr);
+        scan_rows<<<1, SCAN_THREADS, 0, stream>>>(rows, row_ptr);
+    });
 }
 
-cudaError_t macko_pack_write_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, const int64_t *row_ptr64, int64_t capacity,
-                                  int32_t *row_ptr, void *values, uint8_t *deltas, cudaStream_t stream) {
-    cudaMemsetAsync(values, 0, capacity * 2, stream);
-    cudaMemsetAsync(deltas, 0, capacity * delta_bits / 8, stream);
-    write_rows<<<ceil_div(rows + 1, THREADS), THREADS, 0, stream>>>((const uint16_t *)w, delta_bits, rows, cols, row_ptr64, row_ptr,
-                                                                    (uint16_t *)values, (uint32_t *)deltas);
-    return cudaGetLastError();
+cudaError_t macko_pack_write_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, const int64_t *row_ptr64,
+                                  int64_t capacity, int32_t *row_ptr, void *values, uint8_t *deltas,
+                                  cudaStream_t stream) {
+    return for_delta_bits(delta_bits, [&](auto bits) {
+        if (capacity) cudaMemsetAsync(deltas, 0, capacity * delta_bits / 8, stream);
+        write_rows<bits><<<blocks_for(rows + 1), THREADS, 0, stream>>>(
+            (const uint16_t *)w, rows, cols, row_ptr64, capacity, row_ptr, (uint16_t *)values, (uint32_t *)deltas);
+    });
 }
 
 cudaError_t macko_check_cuda(const macko_matrix *m, int bounds_only, macko_fault *fault, cudaStream_t stream) {
-    check_rows<<<1, 1, 0, stream>>>(*m, bounds_only, fault);
-    return cudaGetLastError();
+    return for_delta_bits(m->delta_bits, [&](auto bits) {
+        cudaMemsetAsync(fault, 0xff, sizeof *fault, stream);
+        if (m->rows) find_faulty_row<bits><<<blocks_for(m->rows), THREADS, 0, stream>>>(*m, bounds_only, fault);
+        describe_fault<bits><<<1, WARP, 0, stream>>>(*m, bounds_only, fault);
+    });
 }
 
 cudaError_t macko_unpack_cuda(const macko_matrix *m, void *w, cudaStream_t stream) {
-    if (m->rows) unpack_rows<<<ceil_div(m->rows, THREADS), THREADS, 0, stream>>>(*m, (uint16_t *)w);
-    return cudaGetLastError();
+    return for_delta_bits(m->delta_bits, [&](auto bits) {
+        if (m->rows) unpack_rows<bits><<<blocks_for(m->rows), THREADS, 0, stream>>>(*m, (uint16_t *)w);
+    });
 }

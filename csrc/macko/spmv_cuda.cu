@@ -1,39 +1,228 @@
-// y = W x on CUDA, from the canonical format.
-#include "../core/cuda.cuh"
-#include "macko.h"
+// y = W x on CUDA, from the canonical format, in one launch.
+#include "macko.cuh"
 
 using namespace macko;
 
 namespace {
 
-constexpr int THREADS = 128;
+#ifndef SPMV_THREADS
+#define SPMV_THREADS 1024
+#define SPMV_BLOCKS 1
+#endif
 
-// A thread owns a row.
-template <typename T>
-__global__ void spmv(macko_matrix m, const T *x, const T *bias, T *y) {
-    const int64_t row = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    if (row >= m.rows) return;
-    const int64_t start = m.row_ptr[row], stop = m.row_ptr[row + 1];
-    float sum = 0;
-    if (start < 0 || stop < start || stop > m.capacity) sum = NAN;
-    int64_t col = -1;
-    for (int64_t entry = start; sum == sum && entry < stop; entry++) {
-        const int64_t bit = entry * m.delta_bits;
-        col += (m.deltas[bit >> 3] >> (bit & 7) & ((1 << m.delta_bits) - 1)) + 1;
-        sum = col < m.cols ? fmaf(to_float(((const T *)m.values)[entry]), to_float(x[col]), sum) : NAN;
-    }
-    y[row] = from_float<T>(bias ? sum + to_float(bias[row]) : sum);
+constexpr int THREADS = SPMV_THREADS;
+constexpr int WARPS = THREADS / WARP;
+constexpr int LANE_CHUNKS = 2;                   // a step: what a warp decodes together, 512 entries
+constexpr int STEP_CHUNKS = LANE_CHUNKS * WARP;
+
+// Positions: column + MARGIN, so that the entries of the row before, which share a row's first chunk, have one too.
+constexpr uint32_t MARGIN = MACKO_CHUNK;
+
+// The zeros behind x: what a chunk that begins at the end can reach.
+__host__ __device__ constexpr uint32_t reach(int bits) {
+    return MACKO_CHUNK << bits;
 }
 
-}  // namespace
+// Where x is gathered from. Shared memory unless it is too large for it.
+enum class Place { SHARED, GLOBAL };
+
+// Whether a step lies inside the row, or its first or last chunk holds entries of other rows.
+enum class Part { WHOLE, EDGE };
+
+template <typename T>
+struct Row {
+    uint32_t index, start, stop;
+    T bias; // NaN for a row that row_ptr does not describe
+};
+
+template <int BITS>
+struct Step {
+    uint4 values[LANE_CHUNKS];
+    DeltaWord<BITS> deltas[LANE_CHUNKS];
+};
+
+// The lane's chunks of a step, zeros where the row has ended.
+template <int BITS>
+__device__ __forceinline__ Step<BITS> load_step(const macko_matrix &m, uint32_t first_chunk, uint32_t stop) {
+    Step<BITS> step;
+#pragma unroll
+    for (int i = 0; i < LANE_CHUNKS; i++) {
+        const uint32_t chunk = first_chunk + i * WARP + threadIdx.x % WARP;
+        step.values[i] = make_uint4(0, 0, 0, 0);
+        step.deltas[i] = 0;
+        if (chunk * MACKO_CHUNK < stop) {
+            step.values[i] = load_stream((const uint4 *)m.values + chunk);
+            step.deltas[i] = load_stream((const DeltaWord<BITS> *)m.deltas + chunk);
+        }
+    }
+    return step;
+}
+
+// The lane's share of a row so far.
+struct Sum {
+    float even = 0, odd = 0;
+    uint32_t highest = 0; // position: past the limit in a corrupted row
+};
+
+// Adds a step; `position` is the one behind the entry before the step, and moves on to behind its last.
+template <typename T, int BITS, Place PLACE, Part PART>
+__device__ __forceinline__ void add_step(Step<BITS> step, const Row<T> &row, uint32_t first_chunk, uint32_t limit,
+                                         const T *x_global, uint32_t &position, Sum &sum) {
+    extern __shared__ uint4 x_shared[];
+    const int lane = threadIdx.x % WARP;
+    int begin[LANE_CHUNKS], end[LANE_CHUNKS]; // the chunk's entries that are the row's
+    if (PART == Part::EDGE) {
+#pragma unroll
+        for (int i = 0; i < LANE_CHUNKS; i++) {
+            const uint32_t entry = (first_chunk + i * WARP + lane) * MACKO_CHUNK;
+            begin[i] = min(max(int(row.start - entry), 0), MACKO_CHUNK);
+            end[i] = min(max(int(row.stop - entry), 0), MACKO_CHUNK);
+            step.deltas[i] = keep_deltas<BITS>(step.deltas[i], begin[i], end[i]);
+        }
+    }
+    const Offsets<BITS> offsets[LANE_CHUNKS] = {Offsets<BITS>(step.deltas[0]), Offsets<BITS>(step.deltas[1])};
+    // Both chunks' sums in one scan: 32 of them are at most 32 * 8 * 255 < 2^16.
+    const uint32_t own = offsets[0].sum() | offsets[1].sum() << 16;
+    const uint32_t through = warp_inclusive_sum(own), total = __shfl_sync(FULL_WARP, through, WARP - 1);
+    const uint32_t before = through - own;
+    const uint32_t positions[LANE_CHUNKS] = {
+        position + lane * MACKO_CHUNK + (before & 0xffff),
+        position + (WARP + lane) * MACKO_CHUNK + (total & 0xffff) + (before >> 16)};
+    position += STEP_CHUNKS * MACKO_CHUNK + (total & 0xffff) + (total >> 16);
+
+#pragma unroll
+    for (int i = 0; i < LANE_CHUNKS; i++) {
+        if (PART == Part::EDGE && (first_chunk + i * WARP) * MACKO_CHUNK >= row.stop) break;
+        if (PART == Part::WHOLE) {
+            sum.highest = max(sum.highest, offsets[i].at(7, positions[i], 1));
+        } else if (begin[i] < end[i]) {
+            sum.highest = max(sum.highest, offsets[i].at(7, positions[i], 1) - (MACKO_CHUNK - end[i]));
+        }
+        // The only check of bounds that the gathers need: `reach` zeros lie behind x.
+        const uint32_t base = min(positions[i], limit);
+        const uint32_t words[4] = {step.values[i].x, step.values[i].y, step.values[i].z, step.values[i].w};
+#pragma unroll
+        for (int k = 0; k < MACKO_CHUNK; k++) {
+            T x;
+            if (PLACE == Place::SHARED)
+                x = *(const T *)((const char *)x_shared + offsets[i].at(k, base * sizeof(T), sizeof(T)));
+            else
+                x = x_global[min(offsets[i].at(k, base, 1) - MARGIN, limit - MARGIN - 1)];
+            const float2 pair = to_float2<T>(words[k / 2]);
+            float &part = k & 1 ? sum.odd : sum.even;
+            if (PART == Part::WHOLE || (begin[i] <= k && k < end[i]))
+                part = fmaf(k & 1 ? pair.y : pair.x, to_float(x), part);
+        }
+    }
+}
+
+// x with MARGIN zeros before it and `zeros` behind it, into shared memory.
+template <typename T>
+__device__ void stage_x(const T *x, uint32_t cols, uint32_t zeros) {
+    extern __shared__ uint4 x_shared[];
+    T *staged = (T *)x_shared;
+    uint32_t vectors = 0;
+    if ((uintptr_t)x % sizeof(uint4) == 0) {
+        vectors = cols / 8;
+        for (uint32_t i = threadIdx.x; i < vectors; i += THREADS) x_shared[1 + i] = ((const uint4 *)x)[i];
+    }
+    for (uint32_t i = vectors * 8 + threadIdx.x; i < cols; i += THREADS) staged[MARGIN + i] = x[i];
+    for (uint32_t i = threadIdx.x; i < MARGIN; i += THREADS) staged[i] = from_float<T>(0);
+    for (uint32_t i = threadIdx.x; i < zeros; i += THREADS) staged[MARGIN + cols + i] = from_float<T>(0);
+}
+
+// A block holds x and owns every gridDim-th row. Its warps take a row each, and the next when they are done, so that
+// long rows hold up no one; which warp takes a row does not change its sum. The step after the one that is being added
+// is always on its way, over the end of the row too.
+template <typename T, int BITS, Place PLACE>
+__global__ void __launch_bounds__(THREADS, SPMV_BLOCKS) spmv(macko_matrix m, const T *x, const T *bias, T *y) {
+    __shared__ uint32_t rows_taken;
+    const uint32_t rows = m.rows, limit = uint32_t(m.cols) + MARGIN;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+
+    const auto fetch_row = [&](uint32_t taken) {
+        Row<T> row = {blockIdx.x + taken * gridDim.x, 0, 0, from_float<T>(0)};
+        if (row.index < rows) {
+            row.start = m.row_ptr[row.index];
+            row.stop = m.row_ptr[row.index + 1];
+            if (bias) row.bias = bias[row.index];
+        }
+        return row;
+    };
+    const auto load_first_step = [&](Row<T> &row) {
+        // A negative number is a large one here.
+        if (row.start > row.stop || row.stop > m.capacity)
+            row = {row.index, 0, 0, from_float<T>(NAN)};
+        return load_step<BITS>(m, row.start / MACKO_CHUNK, row.stop);
+    };
+
+    Row<T> row = fetch_row(warp), next_row = fetch_row(WARPS + warp);
+    Step<BITS> next_step = load_first_step(row);
+    if (threadIdx.x == 0) rows_taken = 2 * WARPS;
+    if (PLACE == Place::SHARED) stage_x(x, uint32_t(m.cols), reach(BITS));
+    __syncthreads();
+
+    while (row.index < rows) {
+        uint32_t chunk = row.start / MACKO_CHUNK, position = MARGIN - row.start % MACKO_CHUNK;
+        Sum sum;
+        do {
+            const Step<BITS> step = next_step;
+            const uint32_t this_chunk = chunk;
+            chunk += STEP_CHUNKS;
+            if (chunk * MACKO_CHUNK < row.stop)
+                next_step = load_step<BITS>(m, chunk, row.stop);
+            else
+                next_step = load_first_step(next_row);
+            if (this_chunk * MACKO_CHUNK >= row.start && chunk * MACKO_CHUNK <= row.stop)
+                add_step<T, BITS, PLACE, Part::WHOLE>(step, row, this_chunk, limit, x, position, sum);
+            else
+                add_step<T, BITS, PLACE, Part::EDGE>(step, row, this_chunk, limit, x, position, sum);
+        } while (chunk * MACKO_CHUNK < row.stop);
+
+        const float y_row = warp_sum(sum.highest < limit ? sum.even + sum.odd : NAN);
+        if (lane == 0) y[row.index] = from_float<T>(y_row + to_float(row.bias));
+        row = next_row;
+        uint32_t taken = 0;
+        if (lane == 0) taken = atomicAdd(&rows_taken, 1);
+        next_row = fetch_row(__shfl_sync(FULL_WARP, taken, 0));
+    }
+}
+
+template <typename T, int BITS, Place PLACE>
+cudaError_t launch(const macko_matrix &m, const Device &device, size_t shared_bytes, const void *x, const void *bias,
+                   void *y, cudaStream_t stream) {
+    if (const cudaError_t error = allow_all_shared_memory<spmv<T, BITS, PLACE>>(device)) return error;
+    const unsigned blocks = unsigned(std::min<int64_t>(device.num_sms * SPMV_BLOCKS, m.rows));
+    spmv<T, BITS, PLACE>
+        <<<blocks, THREADS, shared_bytes, stream>>>(m, (const T *)x, (const T *)bias, (T *)y);
+    return cudaGetLastError();
+}
+
+template <typename T, int BITS>
+cudaError_t place_x(const macko_matrix &m, const void *x, const void *bias, void *y, cudaStream_t stream) {
+    Device device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    const int64_t shared_bytes = (m.cols + MARGIN + reach(BITS)) * int64_t(sizeof(T));
+    constexpr int64_t OWN_BYTES = 1024; // static shared memory and what the system keeps of a block's
+    if (shared_bytes * SPMV_BLOCKS + OWN_BYTES <= device.shared_bytes)
+        return launch<T, BITS, Place::SHARED>(m, device, shared_bytes, x, bias, y, stream);
+    return launch<T, BITS, Place::GLOBAL>(m, device, 0, x, bias, y, stream);
+}
+
+template <typename T>
+cudaError_t for_delta_bits(const macko_matrix &m, const void *x, const void *bias, void *y, cudaStream_t stream) {
+    switch (m.delta_bits) {
+    case 2: return place_x<T, 2>(m, x, bias, y, stream);
+    case 4: return place_x<T, 4>(m, x, bias, y, stream);
+    case 8: return place_x<T, 8>(m, x, bias, y, stream);
+    default: return cudaErrorInvalidValue;
+    }
+}
+
+} // namespace
 
 cudaError_t macko_spmv_cuda(const macko_matrix *m, const void *x, const void *bias, void *y, cudaStream_t stream) {
     if (!m->rows) return cudaSuccess;
-    const unsigned blocks = ceil_div(m->rows, THREADS);
-    if (m->dtype == MACKO_F16)
-        spmv<<<blocks, THREADS, 0, stream>>>(*m, (const __half *)x, (const __half *)bias, (__half *)y);
-    else
-        spmv<<<blocks, THREADS, 0, stream>>>(*m, (const __nv_bfloat16 *)x, (const __nv_bfloat16 *)bias,
-                                             (__nv_bfloat16 *)y);
-    return cudaGetLastError();
+    return m->dtype == MACKO_F16 ? for_delta_bits<__half>(*m, x, bias, y, stream)
+                                 : for_delta_bits<__nv_bfloat16>(*m, x, bias, y, stream);
 }

@@ -51,6 +51,10 @@ inline std::string device_name(const Tensor &t) {
     return "another device";
 }
 
+inline void check_given(const char *op, const char *name, const Tensor &t) {
+    if (!t.defined()) fail(op, name, " is None, expected a Tensor");
+}
+
 inline std::string shape_name(const Tensor &t) {
     std::ostringstream out;
     out << '[';
@@ -60,6 +64,7 @@ inline std::string shape_name(const Tensor &t) {
 }
 
 inline void check_device(const char *op, const char *name, const Tensor &t, const char *like_name, const Tensor &like) {
+    check_given(op, name, t);
     const bool same = t.is_cuda() == like.is_cuda() && t.is_cpu() == like.is_cpu() &&
                       (!t.is_cuda() || t.get_device_index() == like.get_device_index());
     if (!same) fail(op, name, " is on ", device_name(t), ", ", like_name, " is on ", device_name(like));
@@ -67,6 +72,7 @@ inline void check_device(const char *op, const char *name, const Tensor &t, cons
 
 // This library's device: a Tensor of another one can reach a kernel only beside one of ours.
 inline void check_backend(const char *op, const char *name, const Tensor &t) {
+    check_given(op, name, t);
 #ifdef USE_CUDA
     if (!t.is_cuda()) fail(op, name, " is on ", device_name(t), ", expected a CUDA device");
 #else
@@ -85,6 +91,11 @@ inline void check_dim(const char *op, const char *name, const Tensor &t, int64_t
 
 inline void check_contiguous(const char *op, const char *name, const Tensor &t) {
     if (!t.is_contiguous()) fail(op, name, " of shape ", shape_name(t), " is not contiguous");
+}
+
+inline void check_aligned(const char *op, const char *name, const Tensor &t, int64_t bytes) {
+    const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+    if (address % bytes) fail(op, name, " begins ", address % bytes, " bytes past a multiple of ", bytes);
 }
 
 // The element type of values, or an error: fp16 and bf16 everywhere, fp32 on the CPU.

@@ -1,0 +1,141 @@
+"""The macko format on a GPU: spmv against dense, packing, unpacking, host time of a call.
+
+    python -m benchmarks.canonical [results.jsonl]
+
+Prints a table and adds a line per measurement to the file. Every output is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import macko.ops as ops
+from benchmarks.timing import append_jsonl, copies, provenance, time_graph, time_host
+from tests.common import assert_close_spmv, assert_same_bits, cuda_chain
+
+#: Layers of Llama-like models of 7 to 123 billion weights.
+SHAPES = (
+    (4096, 4096),
+    (11008, 4096),
+    (4096, 11008),
+    (8192, 8192),
+    (12288, 12288),
+    (28672, 8192),
+    (8192, 28672),
+    (36864, 12288),
+)
+
+
+def pruned(rows: int, cols: int, density: float, dtype: torch.dtype, row_spread: float = 0.0) -> Tensor:
+    """Normal weights, each kept with probability density; row_spread > 0 makes rows of uneven length."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    w = torch.randn(rows, cols, generator=generator, device="cuda").to(dtype)
+    spread = torch.exp(row_spread * torch.randn(rows, 1, generator=generator, device="cuda"))
+    kept = torch.rand(rows, cols, generator=generator, device="cuda") < density * spread / spread.mean()
+    return w * kept
+
+
+def spmv(
+    rows: int, cols: int, density: float, dtype: torch.dtype, delta_bits: int = 4, row_spread: float = 0.0
+) -> dict:
+    """Times of spmv and of the better dense call; the result is checked on 512 rows."""
+    w = pruned(rows, cols, density, dtype, row_spread)
+    x = torch.randn(cols, dtype=dtype, device="cuda")
+    packed = ops.pack(w, delta_bits)
+    y = ops.spmv(*packed, cols, x, delta_bits)
+    some = torch.randperm(rows, device="cuda")[:512]
+    assert_close_spmv(y[some], w[some], x, chain=cuda_chain(packed[2]))
+    dense = [c[0] for c in copies([w])]
+    linear_us = time_graph([lambda w=w: F.linear(x, w) for w in dense])
+    mv_us = time_graph([lambda w=w: torch.mv(w, x) for w in dense])
+    del w, dense
+    calls = [lambda p=p: torch.ops.macko.spmv(*p, cols, x, delta_bits) for p in copies(packed)]
+    ours = time_graph(calls)
+    best_us = min(linear_us.median_us, mv_us.median_us)
+    return {
+        "what": "spmv",
+        "rows": rows,
+        "cols": cols,
+        "density": density,
+        "row_spread": row_spread,
+        "dtype": str(dtype).removeprefix("torch."),
+        "delta_bits": delta_bits,
+        "bytes": sum(t.nbytes for t in packed),
+        "linear": linear_us,
+        "mv": mv_us,
+        "spmv": ours,
+        "speedup": best_us / ours.median_us,
+    }
+
+
+def packing(rows: int, cols: int, density: float, delta_bits: int = 4) -> dict:
+    """GB/s of dense fp16 through pack (the wait for the size included), unpack and check."""
+    w = pruned(rows, cols, density, torch.float16)
+    packed = ops.pack(w, delta_bits)
+    assert_same_bits(ops.unpack(*packed, cols, delta_bits), w + 0)
+    gbps = {}
+    for name, call in (
+        ("pack", lambda: ops.pack(w, delta_bits)),
+        ("unpack_checked", lambda: ops.unpack(*packed, cols, delta_bits)),
+        ("check", lambda: ops.check(*packed, cols, delta_bits)),
+    ):
+        times = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        gbps[f"{name}_gbps"] = w.nbytes / sorted(times)[5] / 1e9
+    unpack = time_graph([lambda p=p: torch.ops.macko.unpack(*p, cols, delta_bits) for p in copies(packed)])
+    gbps["unpack_gbps"] = w.nbytes / unpack.median_us / 1e3
+    return {"what": "pack", "rows": rows, "cols": cols, "density": density, "delta_bits": delta_bits, **gbps}
+
+
+def host(mode: str) -> dict:
+    """Host time of a call on a 64x64 matrix, under inference_mode or no_grad."""
+    w = torch.randn(64, 64, dtype=torch.float16, device="cuda")
+    packed = ops.pack(w)
+    with getattr(torch, mode)():
+        x = torch.randn(64, dtype=torch.float16, device="cuda")
+        times = {
+            "linear_us": time_host(lambda: F.linear(x, w)),
+            "spmv_us": time_host(lambda: torch.ops.macko.spmv(*packed, 64, x)),
+            "macko_linear_us": time_host(lambda: torch.ops.macko.linear(x, *packed, 64)),
+        }
+    return {"what": "host", "mode": mode, **times}
+
+
+def main() -> None:
+    results = sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/canonical.jsonl"
+    ran_on = provenance()
+
+    def record(line: dict) -> None:
+        append_jsonl(results, **ran_on, **line)
+        shown = {k: v.median_us if hasattr(v, "median_us") else v for k, v in line.items()}
+        print("  ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items()), flush=True)
+
+    for dtype in (torch.float16, torch.bfloat16):
+        for rows, cols in SHAPES:
+            record(spmv(rows, cols, 0.5, dtype))
+    for density in (0.7, 0.3, 0.1, 0.05):
+        record(spmv(4096, 4096, density, torch.float16))
+        record(spmv(8192, 8192, density, torch.float16))
+    for delta_bits, density in ((2, 0.5), (8, 0.5), (8, 0.05)):
+        record(spmv(8192, 8192, density, torch.float16, delta_bits))
+    record(spmv(1024, 4096, 0.5, torch.float16))
+    record(spmv(8192, 8192, 0.3, torch.float16, row_spread=0.5))
+    record(spmv(4096, 131072, 0.5, torch.float16))  # x does not fit shared memory
+    for rows, cols in SHAPES:
+        record(packing(rows, cols, 0.5))
+    for mode in ("inference_mode", "no_grad"):
+        record(host(mode))
+
+
+if __name__ == "__main__":
+    main()

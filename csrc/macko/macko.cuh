@@ -1,0 +1,84 @@
+// How CUDA kernels read the macko format: a lane loads and decodes a chunk of 8 entries at once.
+#pragma once
+
+#include <type_traits>
+
+#include "../core/cuda.cuh"
+#include "macko.h"
+
+namespace macko {
+
+// The deltas of a chunk as they lie in memory, the first entry's in the lowest bits.
+template <int BITS>
+using DeltaWord = std::conditional_t<BITS == 2, uint16_t, std::conditional_t<BITS == 4, uint32_t, uint64_t>>;
+
+template <int BITS>
+__device__ __forceinline__ uint32_t delta_at(DeltaWord<BITS> word, int entry) {
+    return uint32_t(word >> entry * BITS) & ((1 << BITS) - 1);
+}
+
+// `word` with the deltas of entries outside [begin, end) zeroed; 0 <= begin, end <= 8.
+template <int BITS>
+__device__ __forceinline__ DeltaWord<BITS> keep_deltas(DeltaWord<BITS> word, int begin, int end) {
+    const uint64_t below_begin = (uint64_t(1) << begin * BITS % 64) - 1;
+    const uint64_t below_end = end * BITS == 64 ? ~uint64_t(0) : (uint64_t(1) << end * BITS) - 1;
+    return begin < end ? DeltaWord<BITS>(word & below_end & ~below_begin) : DeltaWord<BITS>(0);
+}
+
+// Where the entries of a chunk lie: entry k is at(k) columns behind the chunk's first free column, the one behind the
+// entry before it. All 8 prefix sums come from one multiplication, about 6 instructions a chunk.
+template <int BITS>
+struct Offsets {
+    uint32_t even, odd; // bytes: entries 0, 2, 4, 6 and 1, 3, 5, 7; at most 8 * 15 + 7
+
+    __device__ __forceinline__ explicit Offsets(DeltaWord<BITS> word) {
+        uint32_t nibbles = word;
+        if (BITS == 2) {
+            nibbles = (nibbles | nibbles << 8) & 0x00ff00ffu;
+            nibbles = (nibbles | nibbles << 4) & 0x0f0f0f0fu;
+            nibbles = (nibbles | nibbles << 2) & 0x33333333u;
+        }
+        const uint32_t low = nibbles & 0x0f0f0f0fu, high = nibbles >> 4 & 0x0f0f0f0fu;
+        odd = (low + high) * 0x01010101u + 0x07050301u;
+        even = odd - high - 0x01010101u;
+    }
+
+    // Columns from the first free one to behind the last entry, less the 8 of the entries themselves.
+    __device__ __forceinline__ uint32_t sum() const {
+        return (odd >> 24) - 7;
+    }
+
+    // base + scale * (offset of entry k), one instruction where k and scale are constants.
+    __device__ __forceinline__ uint32_t at(int k, uint32_t base, uint32_t scale) const {
+        return __dp4a(k & 1 ? odd : even, scale << 8 * (k / 2), base);
+    }
+};
+
+// 8-bit deltas add up to 2047: halves instead of bytes, two words of two.
+template <>
+struct Offsets<8> {
+    uint32_t even[2], odd[2]; // entries 0, 2 | 4, 6 and 1, 3 | 5, 7
+
+    __device__ __forceinline__ explicit Offsets(uint64_t word) {
+        uint32_t before = 0;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t bytes = uint32_t(word >> 32 * i);
+            const uint32_t low = bytes & 0x00ff00ffu, high = bytes >> 8 & 0x00ff00ffu;
+            odd[i] = (low + high + before) * 0x00010001u + 0x00030001u;
+            even[i] = odd[i] - high - 0x00010001u;
+            before = (odd[i] >> 16) + 1;
+        }
+    }
+
+    __device__ __forceinline__ uint32_t sum() const {
+        return (odd[1] >> 16) - 7;
+    }
+
+    __device__ __forceinline__ uint32_t at(int k, uint32_t base, uint32_t scale) const {
+        const uint32_t pair = k & 1 ? odd[k / 4] : even[k / 4];
+        return __dp2a_lo(pair, scale << 8 * (k / 2 % 2), base);
+    }
+};
+
+} // namespace macko

@@ -1,0 +1,2 @@
+cuda_arches: str
+cpu_path: str

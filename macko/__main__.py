@@ -1,0 +1,91 @@
+"""`python -m macko`: what is installed, and a self-test of every op on every device. Exit code 0 or 1."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import FORMATS, __version__, _library, ops
+from .linear import DTYPES
+
+
+class _Called(TorchDispatchMode):
+    """Collects the names of the macko ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "macko":
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def self_test(device: torch.device, dtype: torch.dtype) -> None:
+    """Every format and op on small integers, whose sums every dtype holds exactly. AssertionError where one is off."""
+    generator = torch.Generator().manual_seed(0)
+    rows, cols = 96, 200
+    wide = torch.randint(-1, 2, (rows, cols), generator=generator).double()
+    x = torch.randint(-1, 2, (3, cols), generator=generator).double()
+    bias = torch.randint(-9, 10, (rows,), generator=generator).double()
+    w = wide.to(device, dtype)
+    for name, format in FORMATS.items():
+        packed = format.from_dense(w)
+        packed.validate()
+        assert torch.equal(packed.to_dense(), w), f"{name}: to_dense differs"
+        for tokens in (x[0], x):
+            wanted = tokens @ wide.t() + bias
+            got = packed.linear(tokens.to(device, dtype), bias.to(device, dtype))
+            assert torch.equal(got.cpu().double(), wanted), f"{name}: linear of {list(tokens.shape)} is off"
+    y = ops.spmv(*ops.pack(w), cols, x[0].to(device, dtype))
+    assert torch.equal(y.cpu().double(), wide @ x[0]), "spmv is off"
+
+
+def main() -> int:
+    """Prints the report; 0 when all is well."""
+    print(f"macko {__version__} in {Path(__file__).parent}")
+    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, CUDA of torch: {torch.version.cuda or 'none'}")
+    print(f"CPU library: loaded, vector path {_library.cpu_path}, {torch.get_num_threads()} threads")
+    print(f"CUDA library: {_library.cuda_missing or 'loaded'}")
+    if _library.cuda_arches:
+        print(f"compiled for: {', '.join(_library.cuda_arches)}")
+    gpus = torch.cuda.device_count()
+    for index in range(gpus):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = f"{gpu.total_memory / 1e9:.0f} GB"
+        print(f"GPU {index}: {gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}")
+    if not gpus:
+        print("GPU: none")
+
+    well = not (gpus and _library.cuda_missing)
+    tested = [(torch.device("cpu"), dtype) for dtype in DTYPES]
+    if not _library.cuda_missing:
+        halves = (torch.float16, torch.bfloat16)
+        tested += [(torch.device("cuda", index), dtype) for index in range(gpus) for dtype in halves]
+    called = _Called()
+    for device, dtype in tested:
+        start = time.perf_counter()
+        try:
+            with called, torch.no_grad():
+                self_test(device, dtype)
+            outcome = f"ok, {time.perf_counter() - start:.2f} s"
+        except (AssertionError, RuntimeError, ValueError) as error:
+            outcome, well = f"FAILED: {error}", False
+        print(f"self-test {device} {str(dtype).removeprefix('torch.')}: {outcome}")
+    if untested := sorted(set(_library.op_names) - called.names):
+        print(f"self-test: FAILED: not called: {', '.join(untested)}")
+        well = False
+    print("all well" if well else "not well")
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""sparsify_: the linear layers of a model as SparseLinear, in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from tqdm.auto import tqdm
+
+from .formats import PackedWeight
+from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters
+from .linear import SparseLinear, format_class, unsupported
+
+#: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
+#: at 0.2, and at 0.3 saves an eighth. One token costs at least the reading of these bytes, so less than that is soon
+#: lost to a kernel's fixed costs.
+MIN_SPARSITY = 0.3
+
+# Modules that hand a child's weight to a fused kernel in place of calling the child: it would be unpacked at each step.
+_READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+# What nn.Module keeps of hooks on calls. The dicts themselves go with the layer: a hook's handle still removes it.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def sparsify_(
+    model: nn.Module,
+    *,
+    format: str = "auto",
+    ignore: Iterable[str] = ("lm_head",),
+    filter_fn: Filter | None = None,
+    min_sparsity: float = MIN_SPARSITY,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> Report:
+    """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
+
+    Layer by layer: the peak of memory is the model and one dense layer more. All or nothing: when one layer fails, or
+    the user interrupts, the model is as it was. A second call changes nothing. Converted weights are frozen; biases
+    stay the Parameters they were, and hooks on a layer go with it.
+
+    Args:
+        model: any module that holds nn.Linear.
+        format: a name in macko.FORMATS, or "auto".
+        ignore: layers to leave dense: full names, last components of names, or globs over full names.
+        filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
+        min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller.
+        device: where to pack each layer, and where the whole model is in the end; default: where it is.
+        progress: show a bar when it takes more than a second.
+
+    Returns:
+        A Report: every nn.Linear, with its density, bytes, and why it was skipped.
+
+    Raises:
+        ValueError: no such format; min_sparsity outside 0 to 1; the model is itself an nn.Linear.
+    """
+    packed_as = format_class(format)
+    if not 0 <= min_sparsity <= 1:
+        raise ValueError(f"min_sparsity is {min_sparsity}, expected 0 to 1")
+    if isinstance(model, nn.Linear):
+        raise ValueError(
+            "sparsify_ replaces layers inside a model, and this model is one layer: use SparseLinear.from_linear(model)"
+        )
+    target = None if device is None else torch.device(device)
+    tied = tied_parameters(model)
+    found = find_linears(model, ignore, filter_fn)
+    rows: list[LayerReport] = []
+    undo: list[Callable[[], None]] = []
+    try:
+        with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
+            for layer in bar:
+                bar.set_description(layer.name, refresh=False)
+                row, sparse = _convert(layer, packed_as, min_sparsity, target, tied)
+                rows.append(row)
+                rows += [
+                    LayerReport(n, row.shape, row.density, row.format, 0, 0, f"is {row.name}") for n in layer.aliases
+                ]
+                if sparse is not None:
+                    undo.append(_replace(layer, sparse))
+        if target is not None:
+            _move(model, target, undo)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+    return Report(rows)
+
+
+def _convert(
+    layer: FoundLinear,
+    packed_as: type[PackedWeight],
+    min_sparsity: float,
+    device: torch.device | None,
+    tied: dict[int, list[str]],
+) -> tuple[LayerReport, SparseLinear | None]:
+    """The layer's row, and its replacement where there is one."""
+    module = layer.module
+    if isinstance(module, SparseLinear):
+        size = module.packed.nbytes
+        density = None if module.device.type == "meta" else module.packed.density
+        return LayerReport(
+            layer.name, tuple(module.packed.shape), density, module.format, size, size, "is sparse already"
+        ), None
+    if reason := _weight_out_of_reach(layer):
+        shape = (module.out_features, module.in_features)
+        size = sum(p.numel() * p.element_size() for p in module.parameters() if p.dim() == 2)
+        return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason), None
+    dense = module.weight.detach()
+    size = dense.numel() * dense.element_size()
+    row = LayerReport(layer.name, tuple(dense.shape), None, "dense", size, size)
+    target = device or dense.device
+    if dense.device.type == "meta":
+        row.reason = "its weight is on the meta device"
+    elif id(module.weight) in tied:
+        others = [name for name in tied[id(module.weight)] if name != f"{layer.name}.weight"]
+        row.reason = f"its weight is shared with {', '.join(others)}"
+    else:
+        row.reason = unsupported(dense.dtype, target) or ""
+    row.reason = layer.left_out or row.reason
+    if not row.reason:
+        dense = dense.to(target)
+    row.density = density_of(dense)
+    if row.reason or row.density is None:
+        return row, None
+    if 1 - row.density < min_sparsity:
+        row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
+        return row, None
+    packed = packed_as.from_dense(dense)
+    if packed.nbytes >= size:
+        row.reason = f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
+        return row, None
+    bias = module.bias
+    if bias is not None and bias.device != target:
+        bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
+    sparse = SparseLinear.from_packed(packed, bias).train(module.training)
+    vars(sparse).update({name: vars(module)[name] for name in _HOOKS})
+    row.format, row.bytes_after = packed.format, packed.nbytes
+    return row, sparse
+
+
+def _weight_out_of_reach(layer: FoundLinear) -> str | None:
+    """Why this layer's weight alone does not say what the layer computes, or None."""
+    module = layer.module
+    if parametrize.is_parametrized(module):
+        return "it is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is a subclass of nn.Linear and may do something else"
+    if "weight" not in module._parameters:
+        return "a hook makes its weight: call torch.nn.utils.prune.remove (or remove_weight_norm) first"
+    if type(module.weight) is not nn.Parameter:
+        return f"its weight is a {type(module.weight).__name__}"
+    if "forward" in vars(module):
+        return "its forward has been replaced"
+    for parent, _ in layer.places:
+        if isinstance(parent, _READ_THEIR_CHILDREN):
+            return f"{type(parent).__name__} reads its weight itself"
+    return None
+
+
+def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:
+    """Puts the sparse layer in every place of the dense one; returns what undoes it.
+
+    The dense module is let go, so that its memory is free for the next layer. Undoing takes it back where somebody else
+    still holds it; else it is made again from the packed weight.
+    """
+    places = layer.places
+    module, weight = weakref.ref(layer.module), weakref.ref(layer.module.weight)
+    bias, trainable, home = layer.module.bias, layer.module.weight.requires_grad, layer.module.weight.device
+    for parent, attribute in places:
+        setattr(parent, attribute, sparse)
+    layer.module = sparse  # let go
+
+    def undo() -> None:
+        dense = module()
+        if dense is None:
+            dense = sparse.to_linear()
+            kept = weight()
+            dense.weight = nn.Parameter(dense.weight.to(home), trainable) if kept is None else kept  # type: ignore[assignment]
+            dense.bias = bias
+            vars(dense).update({name: vars(sparse)[name] for name in _HOOKS})
+        for parent, attribute in places:
+            setattr(parent, attribute, dense)
+
+    return undo
+
+
+def _move(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:
+    """model.to(device), undone by the last of the steps in `undo`."""
+    homes = [(tensors, name, t, t.data) for m in model.modules() for tensors in (m._parameters, m._buffers)
+             for name, t in tensors.items() if t is not None and t.device != device]  # fmt: skip
+
+    def back() -> None:
+        for tensors, name, tensor, data in homes:
+            tensor.data = data
+            tensors[name] = tensor
+
+    undo.append(back)
+    model.to(device)

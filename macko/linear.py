@@ -1,0 +1,242 @@
+"""SparseLinear: torch.nn.Linear over a packed weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .formats import FORMATS, MackoWeight, PackedWeight
+
+#: Element types of a packed weight's values.
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no format holds this dtype on this device, or None."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        return f"it is on {device}; macko has kernels for cpu and cuda"
+    if dtype not in DTYPES:
+        return f"it is {str(dtype).removeprefix('torch.')}; macko holds float16, bfloat16 and, on the CPU, float32"
+    if dtype == torch.float32 and device.type == "cuda":
+        return "it is float32, which macko holds on the CPU only; convert to float16 or bfloat16 first"
+    return None
+
+
+class SparseLinear(nn.Linear):
+    """y = x W^T + bias with a packed W: an nn.Linear for every caller, frozen, never dense.
+
+    The packed tensors are its buffers, under the names of the format's fields, so it moves, copies, pickles and saves
+    as any module. Its state_dict holds them, the bias, and the format's name and sizes as JSON bytes (`_extra_state`);
+    what is loaded is validated first, and may have another number of entries, or another format, than it had.
+
+    Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`. Types which macko
+    has no kernels for are refused with a TypeError.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in nn.Linear. Without a dtype torch's default is taken.
+
+    A new one has a weight of zeros, which takes no memory, to load a state_dict into. `from_linear` converts.
+    """
+
+    in_features: int
+    out_features: int
+    _format: type[PackedWeight]
+    _sizes: dict[str, int]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        packed = MackoWeight.zeros(out_features, in_features, dtype or torch.get_default_dtype(), device)
+        self._setup(packed, torch.zeros(out_features, dtype=packed.dtype, device=packed.device) if bias else None)
+
+    def _setup(self, packed: PackedWeight, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's: that one makes a dense weight
+        if reason := unsupported(packed.dtype, packed.device):
+            raise TypeError(f"SparseLinear: a weight cannot be packed as {reason}")
+        self.in_features, self.out_features = packed.cols, packed.rows
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias)
+        self.register_parameter("bias", bias)
+        self._hold(packed)
+
+    def _hold(self, packed: PackedWeight) -> None:
+        self._buffers.clear()
+        for name, tensor in packed.tensors().items():
+            self.register_buffer(name, tensor)
+        self._format, self._sizes = type(packed), packed.sizes()
+
+    @classmethod
+    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None) -> SparseLinear:
+        """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is."""
+        layer = cls.__new__(cls)
+        layer._setup(packed, bias)
+        return layer
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, format: str = "auto") -> SparseLinear:
+        """Packs a layer's weight on its device. The bias is shared with it; hooks are not taken over.
+
+        Raises:
+            ValueError: there is no such format.
+            TypeError: there is no kernel for the weight's dtype on its device.
+        """
+        weight = linear.weight.detach()
+        if reason := unsupported(weight.dtype, weight.device):
+            raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
+        layer = cls.from_packed(format_class(format).from_dense(weight), linear.bias)
+        return layer.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """The dense layer with the very weight that was packed (its zeros +0.0); not trainable until asked to be."""
+        dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta", dtype=self.dtype)
+        dense.weight = nn.Parameter(self.weight, requires_grad=False)
+        dense.bias = self.bias
+        return dense.train(self.training)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The packed weight: a view of the buffers."""
+        return self._format(**self._buffers, **self._sizes)  # type: ignore[arg-type]
+
+    @property
+    def format(self) -> str:
+        return self._format.format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dense [out_features, in_features] weight, made at every look and never kept; without a gradient."""
+        if self.device.type == "meta":
+            return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+        with torch.no_grad():
+            return self.packed.to_dense()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
+        packed = self.packed
+        if input.dtype != packed.dtype and torch.is_autocast_enabled(input.device.type):
+            input = input.to(packed.dtype)
+        return packed.linear(input, self.bias)
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        packed = self.packed
+        if packed.device.type != "meta":
+            density = packed.density
+            text += f", density={density:.3f} ({1 - density:.1%} sparse)"
+        return f"{text}, format={packed.format}, dtype={packed.dtype}, bytes={packed.nbytes}"
+
+    def reset_parameters(self) -> NoReturn:
+        raise RuntimeError("SparseLinear: a packed weight has no random start; load one, or use from_linear")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise AttributeError(
+                "SparseLinear: weight is packed and cannot be set; change to_linear().weight and use from_linear()"
+            )
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseLinear:
+        """What .to(), .half(), .cuda() and their like call: another dtype is another packing."""
+        packed = self.packed
+        target = fn(torch.empty(0, dtype=packed.dtype, device=packed.device))
+        for name, tensor in packed.tensors().items():
+            probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if not tensor.is_floating_point() and probe.dtype != tensor.dtype:
+                raise TypeError(
+                    f"SparseLinear: {name} is {tensor.dtype} and cannot be cast; use .to(dtype), not .type()"
+                )
+        if (target.dtype, target.device) != (packed.dtype, packed.device):
+            if reason := unsupported(target.dtype, target.device):
+                raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
+            if target.dtype != packed.dtype and "meta" not in (target.device.type, packed.device.type):
+                self._hold(packed.to(target.device, target.dtype))
+        return super()._apply(fn, recurse)  # type: ignore[return-value]
+
+    def get_extra_state(self) -> Tensor:
+        """The format's name and sizes, as the bytes of a JSON text: a tensor, so that every file format takes it."""
+        text = json.dumps({"format": self.format, **self._sizes})
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing: _load_from_state_dict has read it, before the tensors."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
+        dtype, extra = self.dtype, f"{prefix}_extra_state"
+        try:
+            packed = self._read(state_dict, prefix)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
+            return
+        if packed is not None:
+            blank = {name: torch.empty_like(t, device=self.device) for name, t in packed.tensors().items()}
+            self._hold(type(packed)(**blank, **packed.sizes()))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
+            missing_keys.remove(extra)
+        if self.dtype != dtype and self.device.type != "meta" and not local_metadata.get("assign_to_params_buffers"):
+            self._hold(self.packed.to(dtype=dtype))
+
+    def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
+        """The validated packed weight of a state_dict, or None where a tensor of it is missing."""
+        format, sizes = self._format, self._sizes
+        if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
+            try:
+                sizes = json.loads(bytes(extra.tolist()))
+                format = format_class(sizes.pop("format"))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
+            if bad := {name: size for name, size in sizes.items() if type(size) is not int}:
+                raise ValueError(f"_extra_state: expected integers, got {bad}")
+        names = [name for name in format.__dataclass_fields__ if name not in sizes]
+        tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        if len(tensors) < len(names):
+            return None
+        packed = format(**tensors, **sizes)
+        if bad := {name: type(t).__name__ for name, t in tensors.items() if not isinstance(t, Tensor)}:
+            raise TypeError(f"expected tensors, got {bad}")
+        if packed.shape != (self.out_features, self.in_features):
+            raise ValueError(
+                f"size mismatch: the state has shape {list(packed.shape)}, the layer "
+                f"{[self.out_features, self.in_features]}"
+            )
+        if packed.device.type != "meta":
+            packed.validate()
+        return packed
+
+
+def format_class(name: str) -> type[PackedWeight]:
+    """The dataclass of a format; "auto" is the canonical one until there is a choice to make."""
+    if name == "auto":
+        return MackoWeight
+    if name not in FORMATS:
+        raise ValueError(f"format is {name!r}, expected one of {', '.join(['auto', *FORMATS])}")
+    return FORMATS[name]

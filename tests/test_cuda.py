@@ -1,0 +1,294 @@
+"""What only a GPU can get wrong: many warps at once, alignment, streams, graphs, devices, unchecked content."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import macko.ops as ops
+from tests.common import (
+    HALVES,
+    assert_close_spmv,
+    assert_same_bits,
+    cuda_chain,
+    integer_problem,
+    random_vector,
+    random_weight,
+)
+
+pytestmark = pytest.mark.gpu
+
+BITS = (2, 4, 8)
+# Rows shorter and longer than a step of 512 entries and a window of 1024 columns; more rows than warps in flight.
+SHAPES = ((0, 0), (0, 5), (5, 0), (1, 1), (3, 7), (9, 8), (300, 1), (2, 20_011), (70, 1024), (33, 5_003), (9_001, 130))
+
+
+def cuda_pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.pack(w.cuda(), delta_bits)
+
+
+def assert_same_as_cpu(w: Tensor, delta_bits: int) -> None:
+    """Same bytes from both packers, and back again."""
+    packed = cuda_pack(w, delta_bits)
+    for got, wanted in zip(packed, ops.pack(w, delta_bits), strict=True):
+        assert_same_bits(got, wanted)
+    assert_same_bits(ops.unpack(*packed, w.shape[1], delta_bits), torch.where(w == 0, 0, w))
+    assert ops.check(*packed, w.shape[1], delta_bits).tolist()[0] == 0
+
+
+@pytest.mark.parametrize("delta_bits", BITS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_equal_the_cpus(shape: tuple[int, int], delta_bits: int) -> None:
+    for density, dtype in itertools.product((0.0, 0.003, 0.1, 0.5, 1.0), HALVES):
+        assert_same_as_cpu(random_weight(*shape, density, dtype), delta_bits)
+
+
+@pytest.mark.parametrize("delta_bits", BITS)
+def test_gaps_around_the_largest_delta(delta_bits: int) -> None:
+    largest = 2**delta_bits - 1
+    for gap in (largest - 1, largest, largest + 1, 2 * largest + 1, 2 * largest + 2, 3 * largest + 5):
+        for first in range(9):
+            w = torch.zeros(5, 4 * largest + 40, dtype=torch.float16)
+            w[1::2, [first, first + 1 + gap]] = torch.tensor([1.5, -2.5], dtype=torch.float16)
+            w[2, -1] = 3
+            assert_same_as_cpu(w, delta_bits)
+
+
+def test_nan_inf_and_negative_zero() -> None:
+    for dtype in HALVES:
+        w = random_weight(40, 77, 0.5, dtype)
+        w[3, 5:9] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=dtype)
+        w[4] = -0.0
+        w.view(torch.int16)[5, 7] = -1  # a NaN of other bits
+        assert_same_as_cpu(w, 4)
+
+
+def test_rows_at_odd_addresses_and_strides() -> None:
+    w = random_weight(41, 509, 0.5, torch.float16).cuda()
+    shifted = torch.zeros(41 * 509 + 1, dtype=w.dtype, device="cuda")[1:].view(41, 509)
+    shifted.copy_(w)
+    for same in (shifted, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :509]):
+        for got, wanted in zip(ops.pack(same), ops.pack(w), strict=True):
+            assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("delta_bits", BITS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_spmv_of_every_shape(shape: tuple[int, int], delta_bits: int, dtype: torch.dtype) -> None:
+    rows, cols = shape
+    for density in (0.01, 0.5, 1.0):
+        w, x, y = integer_problem(rows, cols, density, dtype)
+        packed = cuda_pack(w, delta_bits)
+        assert_same_bits(ops.spmv(*packed, cols, x.cuda(), delta_bits) + 0, y + 0)
+        w, x, bias = (
+            random_weight(rows, cols, density, dtype),
+            random_vector(cols, dtype=dtype),
+            random_vector(rows, dtype=dtype, seed=2),
+        )
+        packed = cuda_pack(w, delta_bits)
+        y = ops.linear(x.cuda(), *packed, cols, bias.cuda(), delta_bits)
+        assert_close_spmv(y, w, x, bias, chain=cuda_chain(packed[2]))
+
+
+@pytest.mark.parametrize("delta_bits", BITS)
+def test_x_larger_than_shared_memory(delta_bits: int) -> None:
+    for dtype in HALVES:
+        w, x, y = integer_problem(11, 130_001, 0.05, dtype)
+        packed = cuda_pack(w, delta_bits)
+        assert_same_bits(ops.spmv(*packed, 130_001, x.cuda(), delta_bits) + 0, y + 0)
+
+
+def test_x_at_an_odd_address() -> None:
+    w, x, y = integer_problem(64, 1003, 0.5, torch.float16)
+    shifted = torch.cat([x[:1], x]).cuda()[1:]
+    assert_same_bits(ops.spmv(*cuda_pack(w), 1003, shifted) + 0, y + 0)
+
+
+def test_rows_of_very_different_lengths() -> None:
+    w, x, y = integer_problem(2_000, 6_000, 0.02, torch.float16)
+    w[::7] = 0
+    w[5], w[1999] = 1, -1
+    y = w.float() @ x.float()
+    assert_same_bits(ops.spmv(*cuda_pack(w), 6_000, x.cuda()) + 0, y.half() + 0)
+
+
+def test_inf_in_x_stays_in_the_rows_that_have_its_column() -> None:
+    # A row's last chunk holds the first entries of the next row: they must not meet x.
+    for dtype in HALVES:
+        w = random_weight(200, 300, 0.3, dtype)
+        x = random_vector(300, dtype=dtype)
+        x[[0, 7, 150, 299]] = float("inf")
+        packed = cuda_pack(w)
+        has_zero = [(ops.unpack(*packed, 300)[:, c] != 0).cpu() for c in (0, 7, 150, 299)]
+        y = ops.spmv(*packed, 300, x.cuda()).cpu()
+        finite = ~torch.stack(has_zero).any(0)
+        explicit = reference_stores_zero_at(w, (0, 7, 150, 299))
+        assert torch.equal(y.isfinite(), finite & ~explicit)
+
+
+def reference_stores_zero_at(w: Tensor, cols: tuple[int, ...]) -> Tensor:
+    """Rows whose packed form holds an explicit zero at one of the columns: 0 * Inf is NaN there."""
+    values, deltas, row_ptr = ops.pack(w)
+    found = torch.zeros(w.shape[0], dtype=torch.bool)
+    nibbles = torch.stack([deltas & 15, deltas >> 4], 1).flatten().long()
+    for row, (start, stop) in enumerate(itertools.pairwise(row_ptr.tolist())):
+        at = (nibbles[start:stop] + 1).cumsum(0) - 1
+        zeros = set(at[values[start:stop] == 0].tolist())
+        found[row] = bool(zeros.intersection(cols))
+    return found
+
+
+def test_same_bits_at_every_run() -> None:
+    w, x = random_weight(3_000, 2_000, 0.5, torch.float16), random_vector(2_000, dtype=torch.float16).cuda()
+    packed = cuda_pack(w)
+    first = ops.spmv(*packed, 2_000, x)
+    for _ in range(20):
+        assert_same_bits(ops.spmv(*packed, 2_000, x), first)
+
+
+def test_graph_equals_eager_and_reads_x_anew() -> None:
+    w, x = random_weight(500, 700, 0.5, torch.bfloat16), random_vector(700, dtype=torch.bfloat16).cuda()
+    bias = random_vector(500, dtype=torch.bfloat16, seed=3).cuda()
+    packed = cuda_pack(w)
+    ops.linear(torch.stack([x, x]), *packed, 700, bias)  # torch's own product may not begin its life in a capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one = ops.linear(x, *packed, 700, bias)
+        two = ops.linear(torch.stack([x, 2 * x]), *packed, 700, bias)
+        dense = ops.unpack(*packed, 700)
+    x.copy_(random_vector(700, dtype=torch.bfloat16, seed=9))
+    one.fill_(float("nan"))
+    graph.replay()
+    assert_same_bits(one, ops.linear(x, *packed, 700, bias))
+    assert_same_bits(two, ops.linear(torch.stack([x, 2 * x]), *packed, 700, bias))
+    assert_same_bits(dense, w)
+
+
+def test_runs_on_the_current_stream() -> None:
+    w = random_weight(4_000, 4_000, 0.5, torch.float16)
+    x = random_vector(4_000, dtype=torch.float16).cuda()
+    packed = cuda_pack(w)
+    wanted = ops.spmv(*packed, 4_000, x)
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # some 10 ms: work on another stream would see the zeros
+        late.copy_(x)
+        y = ops.spmv(*packed, 4_000, late)
+    stream.synchronize()
+    assert_same_bits(y, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_second_gpu() -> None:
+    w, x = random_weight(300, 400, 0.5, torch.float16), random_vector(400, dtype=torch.float16)
+    packed = ops.pack(w.to("cuda:1"))
+    assert torch.cuda.current_device() == 0
+    y = ops.linear(x.to("cuda:1"), *packed, 400)
+    assert y.device == torch.device("cuda:1")
+    assert_close_spmv(y, w, x)
+    assert_same_bits(ops.unpack(*packed, 400), w)
+    assert_same_bits(y, ops.linear(x.to("cuda:0"), *ops.pack(w.to("cuda:0")), 400))
+    with pytest.raises(RuntimeError, match="x is on cuda:0, values is on cuda:1"):
+        ops.linear(x.to("cuda:0"), *packed, 400)
+
+
+def test_values_at_an_odd_address_are_refused() -> None:
+    values, deltas, row_ptr = cuda_pack(random_weight(8, 64, 0.5, torch.float16))
+    shifted = torch.cat([values[:1], values])[1:]
+    with pytest.raises(RuntimeError, match="values begins 2 bytes past a multiple of 16"):
+        ops.spmv(shifted, deltas, row_ptr, 64, torch.zeros(64, dtype=torch.float16, device="cuda"))
+
+
+CORRUPTIONS = (
+    ("row_ptr", 0, 5),
+    ("row_ptr", 7, -3),
+    ("row_ptr", 7, -(2**31)),
+    ("row_ptr", 12, 1),
+    ("row_ptr", 12, 2**31 - 1),
+    ("row_ptr", -1, 2**31 - 1),
+    ("row_ptr", -1, 0),
+    ("row_ptr", -1, 40),
+    ("deltas", slice(100, 104), 255),
+    ("deltas", slice(None), 255),
+    ("values", 33, 0),
+    ("values", 33, -0.0),
+    ("values", slice(None), 0),
+)
+
+
+@pytest.mark.parametrize("delta_bits", BITS)
+@pytest.mark.parametrize("corruption", CORRUPTIONS, ids=str)
+def test_corrupted_content(corruption: tuple, delta_bits: int) -> None:
+    name, where, what = corruption
+    rows, cols = 50, 90
+    w, x = random_weight(rows, cols, 0.5, torch.float16), random_vector(cols, dtype=torch.float16)
+    good = ops.pack(w, delta_bits)
+    packed = dict(zip(("values", "deltas", "row_ptr"), (t.clone() for t in good), strict=True))
+    packed[name][where] = what
+    on_cpu = tuple(packed.values())
+    on_gpu = tuple(t.cuda() for t in on_cpu)
+    kind = int(ops.check(*on_cpu, cols, delta_bits)[0])
+    assert ops.check(*on_gpu, cols, delta_bits).tolist() == ops.check(*on_cpu, cols, delta_bits).tolist()
+
+    y = ops.spmv(*on_gpu, cols, x.cuda(), delta_bits).cpu()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # where unpack may not look at the content first
+        captured = ops.unpack(*on_gpu, cols, delta_bits)
+    captured.fill_(1)
+    graph.replay()
+    dense = captured.cpu()
+
+    # A row is in doubt where row_ptr or a column of it is outside; every other row comes out as it stands.
+    bits = packed["deltas"].long()[:, None] >> torch.arange(0, 8, delta_bits) & 2**delta_bits - 1
+    skips, capacity = bits.flatten(), packed["values"].numel()
+    for row, (start, stop) in enumerate(itertools.pairwise(packed["row_ptr"].tolist())):
+        at = (skips[max(start, 0) : max(stop, 0)] + 1).cumsum(0) - 1
+        if start < 0 or stop < start or stop > capacity or (at >= cols).any():
+            assert y[row].isnan()
+            assert dense[row].isnan().all()
+            assert kind
+        else:
+            wanted = torch.zeros(cols, dtype=torch.float16)
+            wanted[at] = packed["values"][start:stop]
+            assert_same_bits(dense[row], wanted)
+            assert_close_spmv(y[row : row + 1], wanted[None], x)
+    if kind in (1, 2, 3, 4):
+        with pytest.raises(RuntimeError, match="macko::unpack: "):
+            ops.unpack(*on_gpu, cols, delta_bits)
+    # The device is none the worse for it.
+    assert_close_spmv(ops.spmv(*(t.cuda() for t in good), cols, x.cuda(), delta_bits), w, x)
+
+
+def test_the_lowest_faulty_row_is_named() -> None:
+    w = random_weight(3_000, 256, 0.5, torch.float16)
+    values, deltas, row_ptr = cuda_pack(w)
+    starts = row_ptr.tolist()
+    for row in (2_999, 1_500, 700, 31):
+        entry = (starts[row] + 1) // 2 * 2 + 10
+        deltas[entry // 2 : entry // 2 + 40] = 255
+        kind, found_row, found_entry, _ = ops.check(values, deltas, row_ptr, 256).tolist()
+        assert (kind, found_row) == (4, row)
+        assert starts[row] <= found_entry < starts[row + 1]
+
+
+def test_more_than_2_31_elements() -> None:
+    rows, cols = 65_536, 32_776
+    if torch.cuda.mem_get_info()[0] < 16e9:
+        pytest.skip("needs 16 GB of free GPU memory")
+    generator = torch.Generator("cuda").manual_seed(0)
+    w = torch.zeros(rows, cols, dtype=torch.float16, device="cuda")
+    at = torch.randint(rows * cols, (rows * 40,), generator=generator, device="cuda")
+    w.view(-1)[at] = torch.randint(1, 5, at.shape, generator=generator, device="cuda").half()
+    w[-1, -1] = 3
+    packed = ops.pack(w, 8)
+    assert torch.equal(ops.unpack(*packed, cols, 8), w)
+    x = torch.randint(-2, 3, (cols,), generator=generator, device="cuda").half()
+    y = ops.spmv(*packed, cols, x, 8)
+    for some in (slice(0, 4_096), slice(-4_096, None)):
+        assert torch.equal(y[some], (w[some].float() @ x.float()).half())

@@ -228,7 +228,7 @@ def _slide_depth(cols: Any, n: int) -> Any:
 @torch.library.register_fake("macko::slide_pack")
 def _(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     torch._check(w.dim() == 2, lambda: f"macko::slide_pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    k_tiles = (_slide_depth(w.shape[1], n) * dtype.itemsize + 127) // 128
+    k_tiles = (_slide_depth(w.shape[1], n) * dtype.itemsize + 255) // 256 * 2
     tile_bytes = (4096 + 1024 // dtype.itemsize) if n else 8192
     return (
         w.new_empty((w.shape[0] + 63) // 64, k_tiles, tile_bytes, dtype=torch.uint8),

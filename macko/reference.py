@@ -110,7 +110,7 @@ def slide_pack(codes: Tensor, n: int) -> Tensor:
     size = codes.element_size()
     expanded = slide_expand(codes, n)
     tile_cols = 128 // size
-    blocks, k_tiles = -(-codes.shape[0] // 64), -(-expanded.shape[1] // tile_cols)
+    blocks, k_tiles = -(-codes.shape[0] // 64), -(-expanded.shape[1] // (2 * tile_cols)) * 2
     full = torch.zeros(blocks * 64, k_tiles * tile_cols, dtype=codes.dtype)
     full[: expanded.shape[0], : expanded.shape[1]] = expanded
     tiles = full.view(blocks, 64, k_tiles, tile_cols).transpose(1, 2)
@@ -131,7 +131,7 @@ def slide_pack(codes: Tensor, n: int) -> Tensor:
     chunks = chunks[:, :, row, torch.arange(4) ^ row // 2 % 4].reshape(blocks, k_tiles, -1)
     # [.., warp, row + 8, row, window] -> the order of the 32-bit words that threads hold
     if size == 1:
-        places = places.view(blocks, k_tiles, 4, 2, 8, 2, 2, 8).permute(0, 1, 2, 4, 6, 3, 5, 7)
+        places = places.view(blocks, k_tiles, 4, 2, 8, 2, 2, 8).permute(0, 1, 5, 2, 4, 6, 3, 7)
     else:
         places = places.view(blocks, k_tiles, 4, 2, 8, 2, 2, 4).permute(0, 1, 2, 4, 5, 6, 3, 7)
     nibbles = places.reshape(blocks, k_tiles, -1, 2)

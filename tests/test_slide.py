@@ -299,7 +299,7 @@ def test_errors_name_the_argument() -> None:
         ops.slide_pack(w, 4, torch.float64)
     with pytest.raises(RuntimeError, match=r"w has dtype float16, expected bfloat16, which is to be kept"):
         ops.slide_pack(w, 4, torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"packed has shape \[1, 1, 5120\], expected \[1, 1, 8192\]"):
+    with pytest.raises(RuntimeError, match=r"packed has shape \[1, 2, 5120\], expected \[1, 2, 8192\]"):
         ops.slide_linear(x, packed, scale, 16, 0, INT8)
     with pytest.raises(RuntimeError, match=r"x has shape \[2, 15\], expected \[..., 16\]"):
         ops.slide_linear(x[:, :15], packed, scale, 16, 4, INT8)
@@ -321,7 +321,7 @@ def test_opcheck(dtype: torch.dtype, device: str) -> None:
         (namespace.slide_unpack, (packed, scale, 96, 4, dtype)),
         (namespace.slide_quant_fused, (x, 4, dtype)),
         (namespace.slide_gemm, (lifted, token_scale, packed, scale, 96, 4, torch.float16, bias)),
-        (namespace.slide_linear, (x.requires_grad_(), packed, scale, 96, 4, dtype, bias.requires_grad_())),
+        (namespace.slide_linear, (x.clone().requires_grad_(), packed, scale, 96, 4, dtype, bias.clone().requires_grad_())),
     )
     for op, arguments in checks:
         torch.library.opcheck(op, arguments)

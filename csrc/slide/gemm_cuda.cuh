@@ -138,7 +138,7 @@ __device__ void slide_consume(const slide_task &task, uint8_t *memory, int rank,
     const uint64_t first_weights = sm90::descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(
         smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
     const uint64_t first_tokens = sm90::descriptor<128>(smem);
-    const uint8_t *first_meta = memory + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES + TILE::VALUE_BYTES;
+    const uint32_t first_meta = smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES + TILE::VALUE_BYTES;
     float *token_scales = (float *)(memory + TILE::TOKEN_SCALES) + warpgroup * TILE::CHUNK;
     const uint32_t staging = smem + TILE::STAGING + warpgroup * 2 * TILE::CHUNK_BYTES;
     int buffer = 0;
@@ -171,35 +171,39 @@ __device__ void slide_consume(const slide_task &task, uint8_t *memory, int rank,
         }
 
         int previous = -1;
-        for (int k_tile = 0; k_tile < task.k_tiles; k_tile++) {
+        // The instruction reads its metadata registers while it runs, after the next stage's were loaded: two sets, in turn.
+        const auto multiply = [&](int k_tile, uint32_t(&meta)[2]) {
             const int stage = ring.stage;
             sm90::barrier_wait(full + stage * 8, ring.phase);
             const uint64_t tokens = first_tokens + stage * (TILE::TOKEN_BYTES >> 4);
             const uint64_t weights = first_weights + stage * (TILE::WEIGHT_BYTES >> 4);
-            if constexpr (KIND == SLIDE_SPARSE) {
-                const uint8_t *meta = first_meta + stage * TILE::WEIGHT_BYTES;
-                if constexpr (TYPE <= MACKO_SLIDE_E4M3) {
-                    const uint2 words = *(const uint2 *)(meta + thread * 8);
-                    sm90::wgmma_begin();
-                    MMA::template sparse<0>(sums, weights, tokens, words.x, k_tile);
-                    MMA::template sparse<0>(sums, weights + 2, tokens + 4, words.y, 1);
-                } else {
-                    const uint32_t word = *(const uint32_t *)(meta + thread * 4);
-                    sm90::wgmma_begin();
-                    MMA::template sparse<0>(sums, weights, tokens, word, k_tile);
-                    MMA::template sparse<1>(sums, weights + 2, tokens + 4, word, 1);
-                }
-            } else {
+            if constexpr (KIND == SLIDE_DENSE) {
                 sm90::wgmma_begin();
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     MMA::dense(sums, weights + 2 * step, tokens + 2 * step, step ? 1 : k_tile);
+            } else if constexpr (TYPE <= MACKO_SLIDE_E4M3) {
+                sm90::load(meta[0], first_meta + stage * TILE::WEIGHT_BYTES + thread * 4);
+                sm90::load(meta[1], first_meta + stage * TILE::WEIGHT_BYTES + thread * 4 + 512);
+                sm90::wgmma_begin();
+                MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
+                MMA::template sparse<0>(sums, weights + 2, tokens + 4, meta[1], 1);
+            } else {
+                sm90::load(meta[0], first_meta + stage * TILE::WEIGHT_BYTES + thread * 4);
+                sm90::wgmma_begin();
+                MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
+                MMA::template sparse<1>(sums, weights + 2, tokens + 4, meta[0], 1);
             }
             sm90::wgmma_commit();
             sm90::wgmma_wait<1>();
             if (previous >= 0) release(previous);
             previous = stage;
             ring.next();
+        };
+        uint32_t even_meta[2], odd_meta[2];
+        for (int k_tile = 0; k_tile < task.k_tiles; k_tile += 2) {
+            multiply(k_tile, even_meta);
+            multiply(k_tile + 1, odd_meta);
         }
         sm90::wgmma_wait<0>();
         release(previous);

@@ -86,16 +86,17 @@ MACKO_SLIDE_FN int64_t macko_slide_depth(int64_t cols, int n) {
     return (units ? units : 1) * MACKO_SLIDE_DEPTH_UNIT;
 }
 
+/* Even: the kernel keeps the metadata of two tiles in different registers, and takes them in pairs. */
 MACKO_SLIDE_FN int64_t macko_slide_k_tiles(int64_t cols, int n, macko_slide_type type) {
     const int64_t bytes = macko_slide_depth(cols, n) * macko_slide_element_bytes(type);
-    return (bytes + MACKO_SLIDE_TILE_BYTES - 1) / MACKO_SLIDE_TILE_BYTES;
+    return (bytes + 2 * MACKO_SLIDE_TILE_BYTES - 1) / (2 * MACKO_SLIDE_TILE_BYTES) * 2;
 }
 
 MACKO_SLIDE_FN int64_t macko_slide_row_blocks(int64_t rows) {
     return (rows + MACKO_SLIDE_BLOCK_ROWS - 1) / MACKO_SLIDE_BLOCK_ROWS;
 }
 
-/* 128 threads give 8 bytes of metadata each to 8-bit tiles and 4 to 16-bit ones, which hold half the windows. */
+/* 128 threads give two words of metadata each to 8-bit tiles and one to 16-bit ones, which hold half the windows. */
 MACKO_SLIDE_FN int macko_slide_tile_bytes(int n, macko_slide_type type) {
     if (!n) return 2 * MACKO_SLIDE_VALUE_BYTES;
     return MACKO_SLIDE_VALUE_BYTES + 128 * (macko_slide_element_bytes(type) == 1 ? 8 : 4);
@@ -114,14 +115,14 @@ MACKO_SLIDE_FN int macko_slide_value_offset(int n, int row, int byte) {
 
 /*
  * Offset in a tile of the byte that holds the metadata of windows `window` (even, low 4 bits) and `window` + 1 (high) of
- * row `row`. Thread t = 32 * (row / 16) + lane gives its words to the instruction:
- *   8 bits:  word window / 16; lane = 4 (row % 8) + 2 (window / 8 % 2) + row / 8 % 2; 8 windows of one row a word
+ * row `row`. Words of 128 threads, 512 bytes together; thread 32 * (row / 16) + lane gives them to the instruction:
+ *   8 bits:  words window / 16; lane = 4 (row % 8) + 2 (window / 8 % 2) + row / 8 % 2; 8 windows of one row a word
  *   16 bits: one word; lane = 4 (row % 8) + window / 4; 4 windows of row % 16 < 8 in its low half, of row + 8 in its high
  */
 MACKO_SLIDE_FN int macko_slide_meta_offset(macko_slide_type type, int row, int window) {
     const int first_lane = row / 16 * 32 + row % 8 * 4, upper = row / 8 % 2;
     if (macko_slide_element_bytes(type) == 1)
-        return MACKO_SLIDE_VALUE_BYTES + (first_lane + window / 8 % 2 * 2 + upper) * 8 + window / 16 * 4 + window % 8 / 2;
+        return MACKO_SLIDE_VALUE_BYTES + window / 16 * 512 + (first_lane + window / 8 % 2 * 2 + upper) * 4 + window % 8 / 2;
     return MACKO_SLIDE_VALUE_BYTES + (first_lane + window / 4) * 4 + upper * 2 + window % 4 / 2;
 }
 

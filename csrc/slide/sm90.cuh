@@ -128,6 +128,10 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
+__device__ __forceinline__ void load(uint32_t &to, uint32_t from) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
+}
+
 // Descriptor of a K-major operand: rows of SWIZZLE bytes, eight rows together. Add (bytes >> 4) to move along K.
 template <int SWIZZLE> __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
     static_assert(SWIZZLE == 64 || SWIZZLE == 128);
@@ -183,18 +187,19 @@ template <macko_slide_type TYPE, int TOKENS> struct wgmma;
         template <int SELECT>                                                                                          \
         static __device__ __forceinline__ void sparse(acc (&d)[TOKENS / 2], uint64_t a, uint64_t b, uint32_t meta,     \
                                                       int add) {                                                       \
-            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" MACKO_LAST_##TOKENS ", 0;\n"                         \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %2, 0;\n"                                               \
                          "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS K_SPARSE KIND                                  \
-                         " {" MACKO_NAMES_##TOKENS "}, %0, %1, %2, %" MACKO_SELECT_##TOKENS ", add" ONE ";\n}"         \
-                         : "+l"(a), "+l"(b), "+r"(meta), MACKO_OPERANDS_##TOKENS(C)                                    \
-                         : "r"(add), "n"(SELECT));                                                                     \
+                         " {" MACKO_NAMES_##TOKENS "}, %0, %1, %" MACKO_META_##TOKENS ", %" MACKO_SELECT_##TOKENS       \
+                         ", add" ONE ";\n}"                                                                            \
+                         : "+l"(a), "+l"(b), "+r"(add), MACKO_OPERANDS_##TOKENS(C)                                     \
+                         : "r"(meta), "n"(SELECT));                                                                    \
         }                                                                                                              \
     };
-#define MACKO_LAST_16 "11"
-#define MACKO_LAST_32 "19"
-#define MACKO_LAST_64 "35"
-#define MACKO_LAST_128 "67"
-#define MACKO_LAST_256 "131"
+#define MACKO_META_16 "11"
+#define MACKO_META_32 "19"
+#define MACKO_META_64 "35"
+#define MACKO_META_128 "67"
+#define MACKO_META_256 "131"
 #define MACKO_SELECT_16 "12"
 #define MACKO_SELECT_32 "20"
 #define MACKO_SELECT_64 "36"

@@ -141,18 +141,28 @@ std::tuple<Tensor, Tensor> quantise(const char *op, const Tensor &x, macko_dtype
     return {lifted, scale};
 }
 
-void multiply(const char *op, macko_slide_gemm_args args, const Tensor &out) {
-    args.out = out.mutable_data_ptr();
-    if (!args.tokens || !args.weight.shape.rows) return;
+// out [..., rows] for the shape of tokens, like x but for the dtype.
+Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, ScalarType dtype) {
+    const int64_t rows = args.weight.shape.rows;
+    Tensor out = torch::stable::new_empty(x, with_last(x, rows), dtype);
+    if (!args.tokens || !rows) return out;
 #ifdef USE_CUDA
+    // The kernel stores in bulk, 16 bytes aligned: other outputs are cut out of a wider one.
+    constexpr int64_t ALIGNED = 8;
+    args.out_stride = (rows + ALIGNED - 1) / ALIGNED * ALIGNED;
+    const bool cut = args.out_stride != rows;
+    if (cut) out = torch::stable::new_empty(x, with_last(x, args.out_stride), dtype);
+    args.out = out.mutable_data_ptr();
     const cudaError_t status = macko_slide_gemm_cuda(&args, current_stream(out));
     if (status == cudaErrorNotSupported)
         fail(op, "the kernel needs a GPU of compute capability 9.0 (H100, H200, GH200), ", device_name(out), " is not");
     STD_CUDA_CHECK(status);
+    if (cut) out = torch::stable::contiguous(torch::stable::narrow(out, out.dim() - 1, 0, rows));
 #else
-    in_parallel(op, args.weight.shape.rows, 8,
-                [&](int64_t begin, int64_t end) { return macko_slide_gemm_cpu(&args, begin, end); });
+    args.out = out.mutable_data_ptr();
+    in_parallel(op, rows, 8, [&](int64_t begin, int64_t end) { return macko_slide_gemm_cpu(&args, begin, end); });
 #endif
+    return out;
 }
 
 macko_slide_source source_of(const char *op, const Tensor &w, ScalarType dtype) {
@@ -272,12 +282,10 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
     const DeviceGuard guard(packed.get_device_index());
 #endif
     const Tensor lifted = as_contiguous(lifted_any), token_scale = as_contiguous(token_scale_any);
-    Tensor out = torch::stable::new_empty(packed, with_last(lifted, weight.shape.rows), out_dtype);
-    multiply(op,
-             {weight, lifted.const_data_ptr(), static_cast<const float *>(token_scale.const_data_ptr()),
-              bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, to, depth},
-             out);
-    return out;
+    return multiply(op,
+                    {weight, lifted.const_data_ptr(), static_cast<const float *>(token_scale.const_data_ptr()),
+                     bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, to, depth, 0},
+                    lifted, out_dtype);
 }
 
 Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n,
@@ -296,9 +304,8 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
     const DeviceGuard guard(packed.get_device_index());
 #endif
     const Tensor x = as_contiguous(x_any);
-    Tensor out = torch::stable::new_empty(x, with_last(x, weight.shape.rows));
     macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, bias ? bias->const_data_ptr() : nullptr,
-                               nullptr, tokens, from, cols};
+                               nullptr, tokens, from, cols, 0};
     // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
     const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
                        (cols == macko_slide_depth(cols, int(n)) ||
@@ -311,8 +318,7 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
         args.token_scale = static_cast<const float *>(std::get<1>(*lifted).const_data_ptr());
         args.lifted_cols = macko_slide_depth(cols, int(n));
     }
-    multiply(op, args, out);
-    return out;
+    return multiply(op, args, x, x.scalar_type());
 }
 
 }  // namespace macko

@@ -181,7 +181,8 @@ typedef struct macko_slide_gemm_args {
     void *out;
     int64_t tokens;
     macko_dtype out_dtype;
-    int64_t lifted_cols; /* CUDA: columns of a row of `lifted`, at most depth; the rest counts as zeros */
+    /* CUDA: columns of a row of `lifted`, at most depth (the rest counts as zeros), and from token to token of out. */
+    int64_t lifted_cols, out_stride;
 } macko_slide_gemm_args;
 
 int macko_slide_gemm_cpu(const macko_slide_gemm_args *args, int64_t begin, int64_t end);
@@ -206,7 +207,8 @@ cudaError_t macko_slide_unpack_cuda(const macko_slide_weight *weight, void *code
 cudaError_t macko_slide_quant_cuda(const void *x, macko_dtype dtype, int64_t tokens, int64_t cols, int n,
                                    macko_slide_type type, void *lifted, float *scale, cudaStream_t stream);
 
-/* cudaErrorNotSupported where the device is not of compute capability 9.0. `lifted` and its rows: 16-byte aligned. */
+/* cudaErrorNotSupported where the device is not of compute capability 9.0. `lifted`, out and their rows: 16-byte
+   aligned. */
 cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_t stream);
 #endif
 

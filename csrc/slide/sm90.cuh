@@ -50,6 +50,43 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Ordinary data from block to block: a write into another block's shared memory, and a barrier there that orders it.
+// (No casts between float and integer here or in load: they cost moves of all sums at every product.)
+#define MACKO_STORE_REMOTE(T, KIND, C)                                                                                 \
+    __device__ __forceinline__ void store_remote(uint32_t to, int rank, T value) {                                     \
+        asm volatile("{\n"                                                                                             \
+                     ".reg .b32 remote;\n"                                                                             \
+                     "mapa.shared::cluster.u32 remote, %0, %1;\n"                                                      \
+                     "st.shared::cluster" KIND " [remote], %2;\n"                                                      \
+                     "}" ::"r"(to),                                                                                    \
+                     "r"(rank), C(value)                                                                               \
+                     : "memory");                                                                                      \
+    }
+MACKO_STORE_REMOTE(int32_t, ".s32", "r")
+MACKO_STORE_REMOTE(float, ".f32", "f")
+
+__device__ __forceinline__ void barrier_arrive_release(uint32_t barrier, int rank) {
+    asm volatile("{\n"
+                 ".reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+                 "}" ::"r"(barrier),
+                 "r"(rank)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait_acquire(uint32_t barrier, uint32_t phase) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra passed;\n"
+                 "bra again;\n"
+                 "passed:\n"
+                 "}" ::"r"(barrier),
+                 "r"(phase)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -87,9 +124,9 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, int x, int y, 
                  : "memory");
 }
 
-// Waits until at most LEFT of this thread's stores still read shared memory.
-template <int LEFT> __device__ __forceinline__ void stores_have_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void stores_have_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 __device__ __forceinline__ void stores_are_done() {
@@ -128,8 +165,23 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-__device__ __forceinline__ void load(uint32_t &to, uint32_t from) {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
+#define MACKO_LOAD(T, KIND, C)                                                                                         \
+    __device__ __forceinline__ void load(T &to, uint32_t from) {                                                       \
+        asm volatile("ld.shared" KIND " %0, [%1];" : C(to) : "r"(from) : "memory");                                    \
+    }
+MACKO_LOAD(uint32_t, ".u32", "=r")
+MACKO_LOAD(int32_t, ".s32", "=r")
+MACKO_LOAD(float, ".f32", "=f")
+
+// Keeps the compiler from moving uses of the sums in front of this place, among the products.
+template <int COUNT> __device__ __forceinline__ void settle(float (&sums)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+template <int COUNT> __device__ __forceinline__ void settle(int32_t (&sums)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(sums[i])::"memory");
 }
 
 // Descriptor of a K-major operand: rows of SWIZZLE bytes, eight rows together. Add (bytes >> 4) to move along K.

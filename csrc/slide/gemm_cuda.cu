@@ -32,21 +32,20 @@ cudaError_t slide_map(CUtensorMap *map, CUtensorMapDataType type, const void *da
 
 namespace {
 
-// Tokens of a tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above,
-// the least rounds of all SMs times what a tile takes for a stage (clocks: L2 at 50 B a clock and SM, the tensor cores).
-int tokens_of_tile(int64_t tokens, int64_t rows, int num_sms) {
-    const char *forced = getenv("MACKO_SLIDE_TILE");
-    if (forced) return atoi(forced);
+// Tokens of a tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above, the
+// least rounds times the time of a round, in per cent of the largest tile's (H200, 2026-11-21, 28 to 222 stages).
+// MACKO_SLIDE_TILE forces one.
+int tokens_of_tile(slide_kind kind, int64_t tokens, int64_t rows, int num_sms) {
+    if (const char *forced = getenv("MACKO_SLIDE_TILE")) return atoi(forced);
     if (tokens <= 64) return tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64;
     const struct {
-        int tokens, rows;
-        int64_t clocks;
-    } tiles[] = {{64, 64, 270}, {128, 128, 370}, {256, 128, 620}};
+        int tokens, rows, per_sm, time[2];
+    } tiles[] = {{64, 64, 2, {45, 54}}, {128, 128, 1, {59, 66}}, {256, 128, 1, {100, 100}}};
     int best = 0;
     int64_t least = INT64_MAX;
     for (const auto &tile : tiles) {
         const int64_t count = (rows + tile.rows - 1) / tile.rows * ((tokens + tile.tokens - 1) / tile.tokens);
-        const int64_t time = (count + num_sms - 1) / num_sms * tile.clocks;
+        const int64_t slots = (int64_t)num_sms * tile.per_sm, time = (count + slots - 1) / slots * tile.time[kind];
         if (time < least) least = time, best = tile.tokens;
     }
     return best;
@@ -65,7 +64,7 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (major != 9 || minor != 0) return cudaErrorNotSupported;
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    const int tokens = tokens_of_tile(args->tokens, args->weight.shape.rows, num_sms);
+    const int tokens = tokens_of_tile(kind, args->tokens, args->weight.shape.rows, num_sms);
     switch (args->weight.shape.type) {
     case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, tokens, *args, num_sms, stream);
     case MACKO_SLIDE_E4M3: return slide_run<MACKO_SLIDE_E4M3>(kind, tokens, *args, num_sms, stream);

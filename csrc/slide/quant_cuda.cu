@@ -34,9 +34,9 @@ __device__ uint32_t read_token(const uint16_t *__restrict__ token, int cols, boo
         const uint4 *from = (const uint4 *)token;
 #pragma unroll 4
         for (int i = threadIdx.x; i < cols / VECTOR; i += blockDim.x) {
-            const uint4 v = __ldg(from + i);
+            const uint4 v = __ldcs(from + i);  // read once: L2 is for the codes, which the GEMM reads next
             line[i] = v;
-            most = larger(larger(most, v.x), larger(larger(v.y, v.z), v.w));
+            most = larger(larger(larger(larger(most, v.x), v.y), v.z), v.w);
         }
         for (int i = cols / VECTOR + threadIdx.x; i < vectors; i += blockDim.x) line[i] = make_uint4(0, 0, 0, 0);
     } else {

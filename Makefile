@@ -16,9 +16,11 @@ endif
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@echo "with PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH); VENV= for the environment that is there"
 
 # torch first and by itself: the rest must not choose another one.
 $(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'macko needs Python >= 3.10: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade "pip>=25.1" "setuptools>=77"
 	$(PY) -m pip install --quiet "$(TORCH)"
@@ -45,7 +47,7 @@ lint: $(ENV) ## ruff, mypy and clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m clang_format --dry-run --Werror $$(git ls-files 'csrc/*')
+	$(PY) -m clang_format --dry-run --Werror $$(find csrc -type f)
 
 wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

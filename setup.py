@@ -179,7 +179,7 @@ class Build(build_ext):
 
     def link_command(self, objects: list[str], target: Path, folder: Path, torch: Path, cuda: bool) -> list[str]:
         command = [*shlex.split(os.environ.get("CXX", "c++")), "-shared", *objects, "-o", str(target)]
-        command += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-Wl,--as-needed"]
+        command += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-Wl,--as-needed"]
         if cuda:
             home = cuda_home()
             if not (torch / "lib/libtorch_cuda.so").exists():
@@ -206,4 +206,6 @@ def extensions() -> list[Extension]:
 
 if sys.platform != "linux":
     raise SystemExit(f"macko builds on Linux, this is {sys.platform}.")
+if "dist_info" in sys.argv:
+    find_torch()  # pip asks for metadata first: without torch it stops here, before it downloads one as a dependency
 setup(ext_modules=extensions(), cmdclass={"build_ext": Build}, options={"bdist_wheel": {"py_limited_api": "cp310"}})

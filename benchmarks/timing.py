@@ -91,6 +91,7 @@ def _output_of(*command: str) -> str:
 
 def provenance() -> dict[str, Any]:
     """What ran: commit (MACKO_COMMIT where there is no git), GPU, driver, clocks, torch."""
+    torch.cuda._sleep(1_000_000_000)  # half a second of work, so that the clocks are not those of an idle GPU
     smi = _output_of(
         "nvidia-smi",
         "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu",

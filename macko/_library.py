@@ -41,9 +41,7 @@ else:
 
 def _explain(name: str) -> None:
     def stub(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            f"macko::{name} was called with CUDA tensors, and there is no kernel for them: {cuda_missing}"
-        )
+        raise RuntimeError(f"macko::{name} got CUDA tensors, and there is no kernel for them: {cuda_missing}")
 
     torch.library.impl(f"macko::{name}", "CUDA", stub)
 

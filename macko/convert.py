@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from .formats import PackedWeight
-from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters
+from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, format_class, unsupported
 
 #: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
@@ -82,7 +85,7 @@ def sparsify_(
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:
                 bar.set_description(layer.name, refresh=False)
-                row, sparse = _convert(layer, packed_as, min_sparsity, target, tied)
+                row, sparse = convert_layer(layer, packed_as, min_sparsity, target, tied)
                 rows.append(row)
                 rows += [
                     LayerReport(n, row.shape, row.density, row.format, 0, 0, f"is {row.name}") for n in layer.aliases
@@ -95,10 +98,14 @@ def sparsify_(
         for step in reversed(undo):
             step()
         raise
-    return Report(rows)
+    if "transformers" in sys.modules:
+        from .integrations.transformers import mark
+
+        mark(model)
+    return Report(rows + unpackable(model))
 
 
-def _convert(
+def convert_layer(
     layer: FoundLinear,
     packed_as: type[PackedWeight],
     min_sparsity: float,
@@ -115,7 +122,7 @@ def _convert(
         ), None
     if reason := _weight_out_of_reach(layer):
         shape = (module.out_features, module.in_features)
-        size = sum(p.numel() * p.element_size() for p in module.parameters() if p.dim() == 2)
+        size = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
         return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason), None
     dense = module.weight.detach()
     size = dense.numel() * dense.element_size()
@@ -187,8 +194,8 @@ def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:
         if dense is None:
             dense = sparse.to_linear()
             kept = weight()
-            dense.weight = nn.Parameter(dense.weight.to(home), trainable) if kept is None else kept  # type: ignore[assignment]
-            dense.bias = bias
+            dense.weight = nn.Parameter(dense.weight.to(home), trainable) if kept is None else kept
+            dense.register_parameter("bias", bias)
             vars(dense).update({name: vars(sparse)[name] for name in _HOOKS})
         for parent, attribute in places:
             setattr(parent, attribute, dense)
@@ -198,8 +205,10 @@ def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:
 
 def _move(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:
     """model.to(device), undone by the last of the steps in `undo`."""
-    homes = [(tensors, name, t, t.data) for m in model.modules() for tensors in (m._parameters, m._buffers)
-             for name, t in tensors.items() if t is not None and t.device != device]  # fmt: skip
+    homes: list[tuple[Any, str, Tensor, Tensor]] = []
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            homes += [(tensors, name, t, t.data) for name, t in tensors.items() if t is not None]
 
     def back() -> None:
         for tensors, name, tensor, data in homes:

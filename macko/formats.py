@@ -88,6 +88,10 @@ class PackedWeight:
             return self.from_dense(self.to_dense().to(device, dtype), **options)
         return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
 
+    def to_macko(self) -> MackoWeight:
+        """The same weight in the canonical format, which is what files hold."""
+        return MackoWeight.from_dense(self.to_dense())
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MackoWeight(PackedWeight):
@@ -134,12 +138,17 @@ class MackoWeight(PackedWeight):
         """x W^T + bias for x [..., cols]."""
         return ops.linear(x, self.values, self.deltas, self.row_ptr, self.cols, bias, self.delta_bits)
 
+    def to_macko(self) -> MackoWeight:
+        return self
+
     def validate(self) -> None:
         """Checks every rule of the format, once, on the device.
 
         Raises:
             ValueError: a rule is broken; names the row, the entry and what is wrong with it.
         """
+        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
+            raise ValueError(f"not a macko weight: its tensors are on {' and '.join(sorted(devices))}")
         try:
             fault = ops.check(self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits)
         except RuntimeError as error:
@@ -184,5 +193,140 @@ class MackoWeight(PackedWeight):
         return int(self.values.count_nonzero()) / max(1, self.rows * self.cols)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SellWeight(PackedWeight):
+    """How a GPU with much bandwidth per SM runs a macko weight; csrc/sell/sell.h specifies the bytes. CUDA only.
+
+    Made on the device for its number of SMs, held instead of the canonical tensors, never saved: `to_macko` gives what
+    is. Runs on another GPU too, but best on one like that which it was made on.
+
+    Attributes:
+        data: [slots * slot size], float16 or bfloat16: values, and gaps among them.
+        bases: [groups * 32], int16. blocks: [blocks, 8], int32. perm: [rows], int32.
+        rows, cols: shape of the dense weight, at most 65535 columns.
+        gap_bits: 2 to 6. warps, head: of a block. entries: non-zeros and explicit zeros held.
+        delta_bits: of the canonical weight that it was made from.
+    """
+
+    format: ClassVar[str] = "sell"
+
+    data: Tensor
+    bases: Tensor
+    blocks: Tensor
+    perm: Tensor
+    rows: int
+    cols: int
+    gap_bits: int
+    warps: int
+    head: int
+    entries: int
+    delta_bits: int = 4
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight, gap_bits: int = 0) -> Self:
+        """Lays out a macko weight that is on a GPU. gap_bits 2 to 6, or 0 for the smallest."""
+        *tensors, gap_bits, warps, head, entries = ops.sell_pack(
+            weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits, gap_bits
+        )
+        return cls(*tensors, weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits)
+
+    def to_macko(self) -> MackoWeight:
+        """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""
+        return MackoWeight.from_dense(self.to_dense(), self.delta_bits)
+
+    @classmethod
+    def from_dense(cls, w: Tensor, delta_bits: int = 4, gap_bits: int = 0) -> Self:
+        """Packs w [rows, cols], which is on a GPU."""
+        return cls.from_macko(MackoWeight.from_dense(w, delta_bits), gap_bits)
+
+    def to_dense(self) -> Tensor:
+        """The dense [rows, cols] weight."""
+        return ops.sell_unpack(*self._packed)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [..., cols]."""
+        return ops.sell_linear(x, *self._packed, bias)
+
+    def spmv(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """W x + bias for x [cols]."""
+        return ops.sell_spmv(*self._packed, x, bias)
+
+    @property
+    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
+        return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """As PackedWeight.to; a conversion to another dtype has to be on a GPU."""
+        if dtype in (None, self.dtype):
+            return super().to(device)
+        return self.from_dense(self.to_dense().to(device, dtype), self.delta_bits)
+
+    def validate(self) -> None:
+        """Checks that this is what packing its own matrix gives on this GPU.
+
+        Raises:
+            ValueError: it is not; names the first thing that differs.
+        """
+        reason = self._misplaced()
+        if not reason:
+            again = self.from_macko(self.to_macko(), self.gap_bits)
+            for name, size in again.sizes().items():
+                if size != getattr(self, name):
+                    reason = f"{name} is {getattr(self, name)}, packing its matrix gives {size}"
+            for name, tensor in again.tensors().items():
+                if not reason and not torch.equal(tensor.view(torch.int16), getattr(self, name).view(torch.int16)):
+                    reason = f"{name} is not what packing its matrix gives"
+        if reason:
+            raise ValueError(f"not a sell weight: {reason}")
+
+    def _misplaced(self) -> str:
+        """Why reading it would be unsafe, or nothing."""
+        slot, group, row, rows, chunks, long_chunks, steps, stages = self.blocks.cpu().long().unbind(1)
+        groups, long_groups = -(-rows * chunks // 32), -(-rows * long_chunks // 32)
+        warp = torch.arange(self.warps)
+        count = lambda of: (of[:, None] + self.warps - 1 - warp) // self.warps  # noqa: E731  groups of each warp
+        lengths = count(groups) * (steps - 1)[:, None] + count(long_groups)
+        lengths[:, 1::2] = lengths[:, ::2]  # warps go in pairs
+        behind = (lengths - lengths.clamp(max=self.head)).sum(1)
+        others = (groups - self.warps).clamp(min=0)
+        before = lambda sizes: sizes.cumsum(0) - sizes  # noqa: E731
+        heads = len(rows) * self.warps
+        slots = (heads * self.head + int(behind.sum())) * (512 + 32 * self.gap_bits)
+        bad_steps = (steps < 1) | (long_chunks > chunks) | ((long_chunks < chunks) & (steps < 2)) | (steps > 128)
+        checks = {
+            "blocks has negative sizes": bool((self.blocks < 0).any()),
+            "rows of blocks do not add up": int(rows.sum()) != self.rows or not torch.equal(row, before(rows)),
+            "a block's stages are not those of its first warp": not torch.equal(stages, lengths[:, 0]),
+            "a block's chunks do not add up": bool(bad_steps.any() or (chunks * (rows | 1) > 2176).any()),
+            "blocks do not follow each other in data": not torch.equal(slot, before(behind)),
+            "blocks do not follow each other in bases": not torch.equal(group, before(others)),
+            f"data has {self.data.numel()} elements, expected {slots}": self.data.numel() != slots,
+            f"bases has {self.bases.numel()} elements": self.bases.numel() != (heads + int(others.sum())) * 32,
+            "perm is not a permutation": not torch.equal(
+                self.perm.sort().values, torch.arange(self.rows, device=self.device, dtype=torch.int32)
+            ),
+        }
+        return next((reason for reason, wrong in checks.items() if wrong), "")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def stored(self) -> int:
+        """Entries held, non-zeros and explicit zeros."""
+        return self.entries
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all; waits for the device."""
+        values = self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
+        return int(values.count_nonzero()) / max(1, self.rows * self.cols)
+
+
 #: Every format by name.
-FORMATS: dict[str, type[PackedWeight]] = {MackoWeight.format: MackoWeight}
+FORMATS: dict[str, type[PackedWeight]] = {kind.format: kind for kind in (MackoWeight, SellWeight)}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 #: filter_fn(module, full name) -> whether to take the layer.
 Filter = Callable[[nn.Module, str], bool]
@@ -61,10 +62,13 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
 def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     """For each parameter that several modules hold, or that shares its memory: names of all, by id(parameter)."""
     holders: dict[tuple[object, ...], dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        there = parameter.device.type != "meta" and parameter.numel() > 0
-        key = (parameter.device, parameter.data_ptr()) if there else (id(parameter),)
-        holders.setdefault(key, {})[name] = parameter
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or is_lazy(parameter):
+                continue
+            there = parameter.device.type != "meta" and parameter.numel() > 0
+            key = (parameter.device, parameter.data_ptr()) if there else (id(parameter),)
+            holders.setdefault(key, {})[f"{prefix}.{name}".removeprefix(".")] = parameter
     return {id(p): list(group) for group in holders.values() if len(group) > 1 for p in group.values()}
 
 
@@ -134,6 +138,55 @@ class Report:
         console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False)
         console.print(table)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+#: What `patterns` looks for, the strictest of each kind first.
+PATTERNS = ((1, 4), (2, 4), (4, 6), (6, 8), (8, 10))
+
+
+def patterns(weight: Tensor) -> list[str]:
+    """Which n:m patterns a [rows, cols] matrix holds: at most n non-zeros in every m columns, from the first column on.
+
+    A pattern that follows from one of those named is left out: 2:4 says 6:8 too.
+    """
+    held: list[tuple[int, int]] = []
+    for n, m in PATTERNS:
+        if not any(_most(m, *other) <= n for other in held) and weight.numel() and weight.shape[1] % m == 0:
+            groups = weight.reshape(-1, m).count_nonzero(1)
+            if int(groups.max()) <= n:
+                held.append((n, m))
+    return [f"{n}:{m}" for n, m in held]
+
+
+def _most(width: int, n: int, m: int) -> int:
+    """Non-zeros that a group of `width` columns can hold where n:m holds."""
+    starts = range(0, width * m, width)
+    return max(sum(min(n, min(s + width, g + m) - max(s, g)) for g in range(s // m * m, s + width, m)) for s in starts)
+
+
+def packed_share(density: float, value_bits: int = 16) -> float:
+    """Bytes of a packed weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md)."""
+    gap = (1 - density) ** 16  # chance of a run too long for one delta
+    return (value_bits + 4) / value_bits * density * (1 + gap / (1 - gap)) if density > 0 else 0.0
+
+
+def unpackable(model: nn.Module) -> list[LayerReport]:
+    """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts."""
+    rows = []
+    for name, module in model.named_modules():
+        for key, weight in module.named_parameters(recurse=False):
+            reason = ""
+            if type(weight) is not nn.Parameter:
+                continue
+            if type(module).__name__ == "Conv1D" and weight.dim() == 2:
+                reason = "Conv1D is no nn.Linear: it holds its weight transposed"
+            elif weight.dim() == 3 and "expert" in f"{name} {type(module).__name__}".lower():
+                reason = f"{type(module).__name__} holds all experts in one tensor, macko packs nn.Linear"
+            if reason:
+                size = weight.numel() * weight.element_size()
+                full = name if key == "weight" else f"{name}.{key}"
+                rows.append(LayerReport(full, tuple(weight.shape), density_of(weight), "dense", size, size, reason))
+    return rows
 
 
 def format_bytes(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -24,6 +25,42 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype == torch.float32 and device.type == "cuda":
         return "it is float32, which macko holds on the CPU only; convert to float16 or bfloat16 first"
     return None
+
+
+class UnpackedWeight(Tensor):
+    """A dense copy of a packed weight. Who changes it means to change the layer (as an adapter's merge): refused."""
+
+    # __set__ is that of .data and .grad; the others stand behind operators where there is no method of that name.
+    _IN_PLACE = (
+        "__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
+        "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+    )  # fmt: skip
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        method = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
+        if (method or name in cls._IN_PLACE) and args and isinstance(args[0], cls):
+            raise RuntimeError(
+                "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge an "
+                "adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it with "
+                "SparseLinear.from_linear"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if name in ("__get__", "detach") and type(result) is Tensor and result.data_ptr() == args[0].data_ptr():
+                return result.as_subclass(cls)  # .data and .detach() are the same memory
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class SparseLinear(nn.Linear):
@@ -98,7 +135,7 @@ class SparseLinear(nn.Linear):
     def to_linear(self) -> nn.Linear:
         """The dense layer with the very weight that was packed (its zeros +0.0); not trainable until asked to be."""
         dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta", dtype=self.dtype)
-        dense.weight = nn.Parameter(self.weight, requires_grad=False)
+        dense.weight = nn.Parameter(self.packed.to_dense(), requires_grad=False)
         dense.bias = self.bias
         return dense.train(self.training)
 
@@ -125,7 +162,8 @@ class SparseLinear(nn.Linear):
         if self.device.type == "meta":
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         with torch.no_grad():
-            return self.packed.to_dense()
+            dense = self.packed.to_dense()
+        return dense if torch.compiler.is_compiling() else dense.as_subclass(UnpackedWeight)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
@@ -216,7 +254,7 @@ class SparseLinear(nn.Linear):
                 raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
             if bad := {name: size for name, size in sizes.items() if type(size) is not int}:
                 raise ValueError(f"_extra_state: expected integers, got {bad}")
-        names = [name for name in format.__dataclass_fields__ if name not in sizes]
+        names = [f.name for f in dataclasses.fields(format) if f.name not in sizes]  # type: ignore[arg-type]
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         if len(tensors) < len(names):
             return None

@@ -76,6 +76,74 @@ def linear(
     return torch.ops.macko.linear(x, values, deltas, row_ptr, cols, bias, delta_bits)
 
 
+def sell_pack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, gap_bits: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
+    """The layout in which this GPU runs a macko matrix; csrc/sell/sell.h says what the tensors hold. CUDA only.
+
+    Args:
+        values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols], at most 65535 columns.
+        gap_bits: 2 to 6, the width of a gap; 0 takes the smallest layout.
+
+    Returns:
+        data of values' dtype, bases int16, blocks [blocks, 8] int32, perm [rows] int32; gap_bits, warps, head, and
+        the number of entries, explicit zeros among them.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, content that points outside the matrix, or a vector of `cols`
+            elements does not fit this GPU's shared memory.
+    """
+    return torch.ops.macko.sell_pack(values, deltas, row_ptr, cols, delta_bits, gap_bits)
+
+
+def sell_unpack(
+    data: Tensor, bases: Tensor, blocks: Tensor, perm: Tensor, cols: int, gap_bits: int, warps: int, head: int
+) -> Tensor:
+    """The dense [rows, cols] matrix, bit for bit what was packed. Does not wait for the device."""
+    return torch.ops.macko.sell_unpack(data, bases, blocks, perm, cols, gap_bits, warps, head)
+
+
+def sell_spmv(
+    data: Tensor,
+    bases: Tensor,
+    blocks: Tensor,
+    perm: Tensor,
+    cols: int,
+    gap_bits: int,
+    warps: int,
+    head: int,
+    x: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """y = W x + bias for one vector, in one launch; differentiable in x and bias.
+
+    Args:
+        data, bases, blocks, perm, cols, gap_bits, warps, head: what sell_pack gave; trusted.
+        x: [cols], of data's dtype and device.
+        bias: [rows] or None.
+
+    Returns:
+        y [rows] of the same dtype, summed in float32; the same bits at every run.
+    """
+    return torch.ops.macko.sell_spmv(data, bases, blocks, perm, cols, gap_bits, warps, head, x, bias)
+
+
+def sell_linear(
+    x: Tensor,
+    data: Tensor,
+    bases: Tensor,
+    blocks: Tensor,
+    perm: Tensor,
+    cols: int,
+    gap_bits: int,
+    warps: int,
+    head: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias for x [..., cols], as `linear`. One token runs as sell_spmv, more through a temporary dense copy."""
+    return torch.ops.macko.sell_linear(x, data, bases, blocks, perm, cols, gap_bits, warps, head, bias)
+
+
 @torch.library.register_fake("macko::pack")
 def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
@@ -140,6 +208,92 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 torch.library.register_autograd("macko::spmv", _spmv_backward, setup_context=_save_spmv)
 torch.library.register_autograd("macko::linear", _linear_backward, setup_context=_save_linear)
+
+
+@torch.library.register_fake("macko::sell_pack")
+def _(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, gap_bits: int = 0
+) -> tuple[Any, ...]:
+    slots, groups, blocks, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(7))
+    return (
+        values.new_empty(slots * 32),
+        values.new_empty(groups * 32, dtype=torch.int16),
+        values.new_empty(blocks, 8, dtype=torch.int32),
+        values.new_empty(row_ptr.shape[0] - 1, dtype=torch.int32),
+        *sizes,
+    )
+
+
+@torch.library.register_fake("macko::sell_unpack")
+def _(
+    data: Tensor, bases: Tensor, blocks: Tensor, perm: Tensor, cols: int, gap_bits: int, warps: int, head: int
+) -> Tensor:
+    return data.new_empty(perm.shape[0], cols)
+
+
+@torch.library.register_fake("macko::sell_spmv")
+def _(
+    data: Tensor,
+    bases: Tensor,
+    blocks: Tensor,
+    perm: Tensor,
+    cols: int,
+    gap_bits: int,
+    warps: int,
+    head: int,
+    x: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    torch._check(x.dim() == 1, lambda: f"macko::sell_spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
+    torch._check(
+        x.shape[0] == cols, lambda: f"macko::sell_spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
+    )
+    return data.new_empty(perm.shape[0])
+
+
+@torch.library.register_fake("macko::sell_linear")
+def _(
+    x: Tensor,
+    data: Tensor,
+    bases: Tensor,
+    blocks: Tensor,
+    perm: Tensor,
+    cols: int,
+    gap_bits: int,
+    warps: int,
+    head: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    torch._check(
+        x.dim() >= 1 and x.shape[-1] == cols,
+        lambda: f"macko::sell_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
+    )
+    return data.new_empty(*x.shape[:-1], perm.shape[0])
+
+
+def _save_sell_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.sizes = inputs[4:8]
+
+
+def _sell_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = torch.ops.macko.sell_unpack(*ctx.saved_tensors, *ctx.sizes).t() @ grad if ctx.needs_input_grad[8] else None
+    return *[None] * 8, grad_x, grad if ctx.needs_input_grad[9] else None
+
+
+def _save_sell_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:5])
+    ctx.sizes = inputs[5:9]
+
+
+def _sell_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad @ torch.ops.macko.sell_unpack(*ctx.saved_tensors, *ctx.sizes) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[9] else None
+    return grad_x, *[None] * 8, grad_bias
+
+
+torch.library.register_autograd("macko::sell_spmv", _sell_spmv_backward, setup_context=_save_sell_spmv)
+torch.library.register_autograd("macko::sell_linear", _sell_linear_backward, setup_context=_save_sell_linear)
 
 
 def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,7 +440,7 @@ def _slide_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         packed, scale = ctx.saved_tensors
         codes = torch.ops.macko.slide_unpack(packed, scale, *ctx.layout)
         grad_x = (grad * scale).to(grad.dtype) @ codes.to(grad.dtype)
-    if ctx.needs_input_grad[6]:
+    if any(ctx.needs_input_grad[6:7]):
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
     return grad_x, None, None, None, None, None, grad_bias
 

@@ -1,53 +1,169 @@
-"""prune_: zeros into the linear layers of a model, in place, one function a method."""
+"""prune_: zeros into the linear layers of a model, in place, one function a method.
+
+A method is a plain function (weight, share, pattern, seen) -> the pruned weight. `share` is the share of zeros,
+`pattern` None or (n, m) for at most n non-zeros in every m columns that follow each other, and `seen` what STATISTICS
+gathered of the layer's inputs.
+"""
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .layers import Filter, LayerReport, Report, density_of, find_linears
+from .calibrate import calibrate, evaluating
+from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears
 from .linear import DTYPES, SparseLinear
 
+Pattern = tuple[int, int]
 
-def magnitude(weight: Tensor, sparsity: float) -> Tensor:
-    """The smallest |w| of every row: a bool mask [rows, cols] of what to prune, round(sparsity * cols) a row.
+#: SparseGPT chooses the weights to prune in so many columns at once, and updates those behind them once a block.
+SPARSEGPT_BLOCK = 128
+#: SparseGPT adds this share of the Hessian's mean diagonal to its diagonal.
+SPARSEGPT_DAMPING = 0.01
 
-    Of equal |w| those of lower column go first; NaN and Inf go last. Zeros that are there count.
+
+def magnitude(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor | None) -> Tensor:
+    """Prunes the smallest |w| of every row."""
+    return weight.masked_fill(lowest(weight.abs(), share, pattern), 0)
+
+
+def wanda(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor) -> Tensor:
+    """Prunes the smallest |w| times the norm of its input, row by row (Sun et al., 2023, arXiv 2306.11695).
+
+    seen: [cols], sums of the squares of the inputs.
     """
-    count = round(sparsity * weight.shape[1])
+    return weight.masked_fill(lowest(weight.abs().float() * seen.sqrt(), share, pattern), 0)
+
+
+def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor) -> Tensor:
+    """Prunes column by column and corrects the columns behind for it (Frantar and Alistarh, 2023, arXiv 2301.00774).
+
+    What goes is chosen in blocks of columns over all rows, so rows keep different numbers of weights.
+
+    seen: [cols, cols], the inputs' sums of products.
+    """
+    w = weight.to(torch.float32, copy=True)
+    rows, cols = w.shape
+    factor, unused = _inverse_factor(seen), seen.diagonal() == 0
+    width = SPARSEGPT_BLOCK if pattern is None else max(1, SPARSEGPT_BLOCK // pattern[1]) * pattern[1]
+    for start in range(0, cols, width):
+        stop = min(start + width, cols)
+        block, corner = w[:, start:stop].clone(), factor[start:stop, start:stop]
+        diagonal, idle = corner.diagonal(), unused[start:stop]
+        if pattern is None:
+            count = round(rows * stop * share) - round(rows * start * share)
+            mask = _lowest_of_row(_loss(block, diagonal, idle).view(1, -1), count).view(block.shape)
+        else:
+            mask = torch.zeros_like(block, dtype=torch.bool)
+        errors = torch.zeros_like(block)
+        for col in range(stop - start):
+            if pattern is not None and col % pattern[1] == 0:
+                group = slice(col, col + pattern[1])
+                mask[:, group] = lowest(_loss(block[:, group], diagonal[group], idle[group]), share, pattern)
+            errors[:, col] = block[:, col].where(mask[:, col], 0) / diagonal[col]
+            block[:, col:] -= errors[:, col, None] * corner[col, col:]
+        w[:, start:stop] = block.masked_fill_(mask, 0)
+        w[:, stop:] -= errors @ factor[start:stop, stop:]
+    return w.to(weight.dtype)
+
+
+def _loss(block: Tensor, diagonal: Tensor, idle: Tensor) -> Tensor:
+    """What it costs to prune each weight of the block; nothing behind an input that was never seen."""
+    return (block / diagonal).square().masked_fill_(idle, 0)
+
+
+def _inverse_factor(gram: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped gram matrix."""
+    damping = SPARSEGPT_DAMPING * gram.diagonal().mean()
+    for _ in range(6):
+        damped = gram + damping * torch.eye(len(gram), device=gram.device)
+        root, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(root), upper=True)
+            if not failed:
+                return factor
+        damping *= 10  # too few calibration tokens for float32: the matrix is singular to rounding
+    raise ValueError("the layer's inputs hold NaN or Inf: its Hessian has no inverse")
+
+
+def lowest(score: Tensor, share: float, pattern: Pattern | None = None) -> Tensor:
+    """A bool mask of the lowest scores of every row of [rows, cols]; of equal ones those of lower column go first.
+
+    A row's count is rounded such that the whole comes nearest to `share`. NaN and Inf go last.
+    """
+    rows, cols = score.shape
+    score = score.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if pattern is not None:
+        n, m = pattern
+        order = score.view(-1, m).argsort(dim=1, stable=True)
+        return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : m - n], True).view(rows, cols)
+    ends = (torch.arange(rows + 1, dtype=torch.float64) * cols * share).round().long()
+    counts = ends.diff()
+    mask = torch.zeros_like(score, dtype=torch.bool)
+    for count in counts.unique().tolist():  # two at most
+        chosen = (counts == count).nonzero().flatten().to(score.device)
+        mask[chosen] = _lowest_of_row(score[chosen], count)
+    return mask
+
+
+def _lowest_of_row(score: Tensor, count: int) -> Tensor:
     if count == 0:
-        return torch.zeros_like(weight, dtype=torch.bool)
-    size = weight.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    limit = size.kthvalue(count, dim=1, keepdim=True).values
-    smaller, equal = size < limit, size == limit
+        return torch.zeros_like(score, dtype=torch.bool)
+    limit = score.kthvalue(count, dim=1, keepdim=True).values
+    smaller, equal = score < limit, score == limit
     left = count - smaller.sum(1, keepdim=True)
     return smaller | (equal & (equal.cumsum(1, dtype=torch.int32) <= left))
 
 
-#: By name: method(weight [rows, cols], sparsity) -> bool mask of what to prune.
-METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {"magnitude": magnitude}
+def _squares(x: Tensor) -> Tensor:
+    return x.square().sum(0)
+
+
+def _products(x: Tensor) -> Tensor:
+    return x.t() @ x
+
+
+#: By name: method(weight [rows, cols], share of zeros, pattern, what was seen) -> pruned weight.
+METHODS: dict[str, Callable[..., Tensor]] = {"magnitude": magnitude, "wanda": wanda, "sparsegpt": sparsegpt}
+#: What a method sums over the inputs [tokens, cols] of a layer; a method that is not here needs no calibration.
+STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {"wanda": _squares, "sparsegpt": _products}
 
 
 def prune_(
     model: nn.Module,
-    sparsity: float = 0.5,
+    sparsity: float | None = None,
     method: str = "magnitude",
     *,
+    pattern: str | None = None,
+    calibration: Iterable[Any] | None = None,
     ignore: Iterable[str] = ("lm_head",),
     filter_fn: Filter | None = None,
+    device: torch.device | str | None = None,
     progress: bool = True,
 ) -> Report:
-    """Sets a share of every row of every linear layer's weight to zero, in place.
+    """Sets a share of every linear layer's weight to zero, in place.
+
+    "wanda" and "sparsegpt" look at what goes into each layer. Where the model has one list of blocks (as transformers
+    do), they work block after block, each fed by the pruned blocks before it: only one block and the activations of all
+    batches have to be on the device. Layers elsewhere, or in a model that has no such list, are seen in a pass of the
+    whole model. The same batches give the same result.
 
     Args:
         model: any module; a single nn.Linear too.
-        sparsity: share of zeros in each row: round(sparsity * in_features) of them.
-        method: a name in macko.prune.METHODS. "magnitude": the smallest values of the row.
+        sparsity: share of zeros, 0.5 without a pattern. "magnitude" and "wanda" set as many in every row.
+        method: "magnitude": the smallest values of a row; "wanda": the smallest of value times norm of its input;
+            "sparsegpt": what changes the layer's output least, and the other weights are corrected for it.
+        pattern: "n:m", at most n non-zeros in every m columns that follow each other ("2:4", "6:8"); says the sparsity.
+        calibration: batches for model(batch), model(*batch) or model(**batch) by their type: a few dozen real texts.
         ignore: layers to leave: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to prune a layer that ignore does not match.
+        device: where to calibrate and prune, block by block; default: where the model is.
         progress: show a bar when it takes more than a second.
 
     Returns:
@@ -55,33 +171,68 @@ def prune_(
         is pruned once.
 
     Raises:
-        ValueError: sparsity is not in [0, 1), or there is no such method; nothing has been changed then.
+        ValueError: sparsity is not in [0, 1) or is not the pattern's, there is no such method, the pattern is not n:m,
+            or calibration is missing; nothing has been changed then.
     """
+    groups = _parse(pattern)
+    if groups is not None:
+        implied = 1 - groups[0] / groups[1]
+        if sparsity is not None and abs(sparsity - implied) > 1e-6:
+            raise ValueError(f"pattern {pattern} is {implied:.1%} sparse, but sparsity is {sparsity}; leave one out")
+        sparsity = implied
+    sparsity = 0.5 if sparsity is None else sparsity
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity is {sparsity}, expected 0 <= sparsity < 1 (0.5 sets half of every row to zero)")
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
-    rows: list[LayerReport] = []
-    pruned: dict[int, str] = {}
-    with tqdm(find_linears(model, ignore, filter_fn), disable=not progress, delay=1, unit="layer", leave=False) as bar:
-        for layer in bar:
+    batches = [] if calibration is None else list(calibration)
+    if method in STATISTICS and not batches:
+        raise ValueError(f"method {method!r} needs calibration=: batches of inputs for the model")
+
+    found = find_linears(model, ignore, filter_fn)
+    reasons = {layer.name: layer.left_out or _why_not(layer.module, groups) for layer in found}
+    first: dict[int, str] = {}
+    for layer in found:
+        if not reasons[layer.name] and (same := first.setdefault(id(layer.module.weight), layer.name)) != layer.name:
+            reasons[layer.name] = f"shares the weight of {same}"
+    todo = [layer for layer in found if not reasons[layer.name]]
+
+    with tqdm(total=len(todo), disable=not progress, delay=1, unit="layer", leave=False) as bar, torch.no_grad():
+
+        def prune(layer: FoundLinear, seen: Tensor | None = None) -> None:
             bar.set_description(layer.name, refresh=False)
-            module, shape = layer.module, (layer.module.out_features, layer.module.in_features)
-            reason = layer.left_out or _why_not(module)
-            if reason:
-                rows.append(LayerReport(layer.name, shape, None, getattr(module, "format", "dense"), 0, 0, reason))
-                continue
-            weight = module.weight.detach()
-            size = weight.numel() * weight.element_size()
-            if (first := pruned.setdefault(id(module.weight), layer.name)) != layer.name:
-                reason = f"shares the weight of {first}"
-            else:
-                weight.masked_fill_(METHODS[method](weight, sparsity), 0)
-            rows.append(LayerReport(layer.name, shape, density_of(weight), "dense", size, size, reason))
-    return Report(rows)
+            weight = layer.module.weight
+            work = weight if device is None else weight.to(device)
+            use = METHODS[method]
+            if method in STATISTICS and (seen is None or not seen.any()):
+                warnings.warn(f"{layer.name}: no input reached it in calibration; pruned by magnitude", stacklevel=3)
+                use = magnitude
+            try:
+                weight.copy_(use(work, sparsity, groups, seen))
+            except ValueError as error:
+                raise ValueError(f"{layer.name}: {error}") from None
+            bar.update()
+
+        if method in STATISTICS:
+            with evaluating(model):
+                calibrate(model, todo, batches, STATISTICS[method], prune, device)
+        else:
+            for layer in todo:
+                prune(layer)
+
+    return Report([_row(layer, reasons[layer.name]) for layer in found])
 
 
-def _why_not(module: nn.Linear) -> str:
+def _parse(pattern: str | None) -> Pattern | None:
+    if pattern is None:
+        return None
+    match = re.fullmatch(r"(\d+):(\d+)", pattern)
+    if not match or not 0 < int(match[1]) < int(match[2]):
+        raise ValueError(f"pattern is {pattern!r}, expected n:m with 0 < n < m, as 2:4 (two non-zeros in four columns)")
+    return int(match[1]), int(match[2])
+
+
+def _why_not(module: nn.Linear, pattern: Pattern | None) -> str:
     if isinstance(module, SparseLinear):
         return "is sparse already"
     if "weight" not in module._parameters:
@@ -90,4 +241,14 @@ def _why_not(module: nn.Linear) -> str:
         return "its weight is on the meta device"
     if type(module.weight) is not nn.Parameter or module.weight.dtype not in (*DTYPES, torch.float64):
         return f"its weight is a {type(module.weight).__name__} of {module.weight.dtype}"
+    if pattern is not None and module.weight.shape[1] % pattern[1]:
+        return f"its {module.weight.shape[1]} columns are no multiple of {pattern[1]}"
     return ""
+
+
+def _row(layer: FoundLinear, reason: str) -> LayerReport:
+    module, shape = layer.module, (layer.module.out_features, layer.module.in_features)
+    if reason and not reason.startswith("shares"):
+        return LayerReport(layer.name, shape, None, getattr(module, "format", "dense"), 0, 0, reason)
+    size = module.weight.numel() * module.weight.element_size()
+    return LayerReport(layer.name, shape, density_of(module.weight), "dense", size, size, reason)

@@ -48,6 +48,54 @@ def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, 
     return unpack(values, deltas, row_ptr, cols, delta_bits).double() @ x.cpu().double()
 
 
+def sell_unpack(
+    data: Tensor, bases: Tensor, blocks: Tensor, perm: Tensor, cols: int, gap_bits: int, warps: int, head: int
+) -> Tensor:
+    """The dense [rows, cols] matrix, read as csrc/sell/sell.h says; asserts that padding is where it has to be."""
+    slots = data.cpu().view(torch.int16).view(-1, 512 + 32 * gap_bits)
+    columns = bases.cpu().view(-1, 32).long() & 0xFFFF
+    lane = torch.arange(32)
+    w = torch.zeros(perm.shape[0], cols, dtype=torch.int16)
+    for block, (slot, group_at, row, rows, chunks, long_chunks, steps, _) in enumerate(blocks.tolist()):
+        groups, long_groups = -(-rows * chunks // 32), -(-rows * long_chunks // 32)
+        order = [list(range(warp, groups, warps)) for warp in range(warps)]
+        lengths = [sum(steps - (g >= long_groups) for g in mine) for mine in order]
+        lengths[1::2] = lengths[::2]  # a pair of warps has the slots of its first one
+        tail = len(blocks) * head * warps + slot
+        for group in range(groups):
+            warp, task = group % warps, group * 32 + lane
+            chunk, sorted_row = task // rows, row + task % rows
+            start = group_at + group - warps + len(blocks) * warps if group >= warps else block * warps + group
+            at = columns[start].clone() - 1
+            first = sum(steps - (g >= long_groups) for g in order[warp] if g < group)
+            for step in range(steps - (group >= long_groups)):
+                stage = first + step
+                place = (block * head + stage) * warps + warp
+                if stage >= head:
+                    place = tail + warp + sum(min(length, stage) - min(length, head) for length in lengths)
+                values = slots[place, :512].view(2, 32, 8)
+                gaps = _sell_gaps(slots[place, 512:], gap_bits)
+                for entry in range(16):
+                    at += gaps[:, entry] + 1
+                    value = values[entry // 8, :, entry % 8]
+                    kept = (value & 0x7FFF) != 0
+                    assert (kept <= (chunk < chunks)).all()
+                    assert (at[kept] < cols).all()
+                    w[perm.cpu().long()[sorted_row[kept]], at[kept]] = value[kept]
+    return w.view(data.dtype)
+
+
+def _sell_gaps(words: Tensor, gap_bits: int) -> Tensor:
+    """Gaps [32 lanes, 16] of a slot's int16 words behind its values."""
+    planes = words[: gap_bits // 2 * 64].reshape(-1, 32, 2).view(torch.uint8).view(gap_bits // 2, 32, 4).long()
+    fields = (planes << 8 * torch.arange(gap_bits // 2)[:, None, None]).sum(0)  # [lane, pair]
+    if gap_bits % 2:
+        nibbles = words[gap_bits // 2 * 64 :].long()[:, None] >> 4 * torch.tensor([0, 2, 1, 3]) & 15
+        fields |= nibbles << 8 * (gap_bits // 2)
+    four = fields[:, :, None] >> gap_bits * torch.arange(4) & 2**gap_bits - 1  # [lane, pair, field]
+    return four.view(32, 4, 2, 2).transpose(1, 2).reshape(32, 16)
+
+
 def slide_column(window: int, n: int) -> int:
     """First column of window v of a row: n - 1 windows a group of 2n columns, two columns apart."""
     group, place = divmod(window, n - 1)

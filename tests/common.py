@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,12 @@ def cpu_paths() -> list[str]:
     """The vector paths that this CPU has, as values of MACKO_CPU."""
     known = {"DEFAULT": 1, "AVX2": 2, "AVX512": 3}
     return ["scalar", "avx2", "avx512"][: known.get(torch.backends.cpu.get_cpu_capability(), 1)]
+
+
+#: `make sanitize` makes each tensor an allocation of its own, so that every step over an end is seen. A capture cannot
+#: allocate then.
+CAN_CAPTURE = not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
+needs_capture = pytest.mark.skipif(not CAN_CAPTURE, reason="a capture needs torch's caching allocator")
 
 
 @contextmanager

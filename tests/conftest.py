@@ -2,16 +2,21 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from macko import _library
 from tests.common import cpu_paths
+from tests.tiny_llama import TinyLlama, train
 
-# One example may pack on a busy machine: a deadline would fail for the machine's reasons. Same examples every run.
-settings.register_profile(
-    "macko", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-settings.load_profile("macko")
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # its tests skip, with the reason
+    pass
+else:
+    # One example may pack on a busy machine: a deadline would fail for the machine's reasons. Same examples every run.
+    settings.register_profile(
+        "macko", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
+    settings.load_profile("macko")
 
 
 @pytest.fixture(params=cpu_paths())
@@ -19,6 +24,12 @@ def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Runs a test once on each vector path of the CPU."""
     monkeypatch.setenv("MACKO_CPU", request.param)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> TinyLlama:
+    """Do not change it: copy.deepcopy(tiny_llama.model)."""
+    return train()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "types.h"
+
 typedef enum macko_cpu_path { MACKO_SCALAR = 0, MACKO_AVX2 = 1, MACKO_AVX512 = 2 } macko_cpu_path;
 
 /* A body shared by element types, widths and vector paths: always inlined, with constants in their place. */
@@ -75,5 +77,79 @@ static inline uint16_t macko_f16_from_f32(float value) {
         return (uint16_t)(sign | (macko_bits_from_f32(macko_f32_from_bits(rest) + 0.5f) - 0x3f000000u));
     return (uint16_t)(sign | ((rest + 0xfffu + ((rest >> 13) & 1) - 0x38000000u) >> 13));
 }
+
+/* Element i of p, in fp32. */
+MACKO_INLINE float macko_load(const void *p, macko_dtype dtype, int64_t i) {
+    if (dtype == MACKO_F32) return ((const float *)p)[i];
+    const uint16_t bits = ((const uint16_t *)p)[i];
+    return dtype == MACKO_F16 ? macko_f32_from_f16(bits) : macko_f32_from_bf16(bits);
+}
+
+/* p[i] = value, rounded to nearest even. */
+static inline void macko_store(void *p, macko_dtype dtype, int64_t i, float value) {
+    if (dtype == MACKO_F32)
+        ((float *)p)[i] = value;
+    else
+        ((uint16_t *)p)[i] = dtype == MACKO_F16 ? macko_f16_from_f32(value) : macko_bf16_from_f32(value);
+}
+
+/* to[i] = from[j], bit for bit. */
+MACKO_INLINE void macko_copy(void *to, macko_dtype dtype, int64_t i, const void *from, int64_t j) {
+    if (dtype == MACKO_F32)
+        ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
+    else
+        ((uint16_t *)to)[i] = ((const uint16_t *)from)[j];
+}
+
+#if MACKO_X86
+/* sums += v * x over 16 elements of a 16-bit type. bf16 is widened as pairs, even ones in sums[0]: no shuffle. */
+MACKO_INLINE MACKO_TARGET_AVX2 void macko_fma_16(__m256 sums[2], macko_dtype dtype, __m256i v, __m256i x) {
+    __m256 v0, v1, x0, x1;
+    if (dtype == MACKO_BF16) {
+        const __m256i odd = _mm256_set1_epi32((int)0xffff0000);
+        v0 = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)), v1 = _mm256_castsi256_ps(_mm256_and_si256(v, odd));
+        x0 = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), x1 = _mm256_castsi256_ps(_mm256_and_si256(x, odd));
+    } else {
+        v0 = _mm256_cvtph_ps(_mm256_castsi256_si128(v)), v1 = _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1));
+        x0 = _mm256_cvtph_ps(_mm256_castsi256_si128(x)), x1 = _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
+    }
+    sums[0] = _mm256_fmadd_ps(v0, x0, sums[0]);
+    sums[1] = _mm256_fmadd_ps(v1, x1, sums[1]);
+}
+
+/*
+ * The same over 32 elements. vdpbf16ps would do a bf16 pair in one instruction, but takes subnormal numbers as zero; the
+ * four instructions that it saves are free where memory is the limit.
+ */
+MACKO_INLINE MACKO_TARGET_AVX512 void macko_fma_32(__m512 sums[2], macko_dtype dtype, __m512i v, __m512i x) {
+    __m512 v0, v1, x0, x1;
+    if (dtype == MACKO_BF16) {
+        const __m512i odd = _mm512_set1_epi32((int)0xffff0000);
+        v0 = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)), v1 = _mm512_castsi512_ps(_mm512_and_si512(v, odd));
+        x0 = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), x1 = _mm512_castsi512_ps(_mm512_and_si512(x, odd));
+    } else {
+        v0 = _mm512_cvtph_ps(_mm512_castsi512_si256(v)), v1 = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(v, 1));
+        x0 = _mm512_cvtph_ps(_mm512_castsi512_si256(x)), x1 = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1));
+    }
+    sums[0] = _mm512_fmadd_ps(v0, x0, sums[0]);
+    sums[1] = _mm512_fmadd_ps(v1, x1, sums[1]);
+}
+
+/* The sum of eight, in a fixed order. */
+MACKO_INLINE MACKO_TARGET_AVX2 float macko_sum_8(__m256 v) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#endif
+
+/* Elements whose zeros are looked for together. */
+enum { MACKO_BLOCK = 64 };
+
+/* Bit i is set where w[start + i] is not a zero of either sign; `count` elements, at most MACKO_BLOCK. */
+typedef uint64_t macko_nonzeros(const void *w, macko_dtype dtype, int64_t start, int count);
+
+/* The function for a vector path: one call's worth of work is small, so the path is chosen outside the loop. */
+macko_nonzeros *macko_nonzeros_of(macko_cpu_path path);
 
 #endif

@@ -54,30 +54,24 @@ struct Offsets {
     }
 };
 
-// 8-bit deltas add up to 2047: halves instead of bytes, two words of two.
+// 8-bit deltas add up to 2047: halves instead of bytes. They are made where they are used, or they would take too many
+// registers.
 template <>
 struct Offsets<8> {
-    uint32_t even[2], odd[2]; // entries 0, 2 | 4, 6 and 1, 3 | 5, 7
+    uint32_t low4, high4; // deltas of entries 0..3 and 4..7
 
-    __device__ __forceinline__ explicit Offsets(uint64_t word) {
-        uint32_t before = 0;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t bytes = uint32_t(word >> 32 * i);
-            const uint32_t low = bytes & 0x00ff00ffu, high = bytes >> 8 & 0x00ff00ffu;
-            odd[i] = (low + high + before) * 0x00010001u + 0x00030001u;
-            even[i] = odd[i] - high - 0x00010001u;
-            before = (odd[i] >> 16) + 1;
-        }
+    __device__ __forceinline__ explicit Offsets(uint64_t word) : low4(uint32_t(word)), high4(uint32_t(word >> 32)) {
     }
 
     __device__ __forceinline__ uint32_t sum() const {
-        return (odd[1] >> 16) - 7;
+        return __dp4a(low4, 0x01010101u, __dp4a(high4, 0x01010101u, 0u));
     }
 
     __device__ __forceinline__ uint32_t at(int k, uint32_t base, uint32_t scale) const {
-        const uint32_t pair = k & 1 ? odd[k / 4] : even[k / 4];
-        return __dp2a_lo(pair, scale << 8 * (k / 2 % 2), base);
+        const uint32_t bytes = k < 4 ? low4 : high4, before = k < 4 ? 0 : __dp4a(low4, 0x01010101u, 4u);
+        const uint32_t even = bytes & 0x00ff00ffu, odd = bytes >> 8 & 0x00ff00ffu;
+        const uint32_t through = (even + odd + before) * 0x00010001u + 0x00030001u; // entries 1, 3 or 5, 7
+        return __dp2a_lo(k & 1 ? through : through - odd - 0x00010001u, scale << 8 * (k / 2 % 2), base);
     }
 };
 

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <array>
-#include <mutex>
 #include <vector>
 
 #include "macko.h"
+#ifndef USE_CUDA
+#include "../torch/rows.h"
+#endif
 
 namespace macko {
 namespace {
@@ -16,28 +18,9 @@ constexpr int64_t INT32_LIMIT = INT32_MAX;
 #ifdef USE_CUDA
 using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 #else
-// Rows [begin, end) on torch's threads, about `entries_per_row` of work each.
 template <typename Body>
-void for_rows(int64_t rows, int64_t entries_per_row, const Body &body) {
-    constexpr int64_t GRAIN_ENTRIES = 1 << 15;  // some 10 us of work: below, a thread costs more than it brings
-    torch::stable::parallel_for(0, rows, std::max<int64_t>(1, GRAIN_ENTRIES / std::max<int64_t>(1, entries_per_row)),
-                                body);
-}
-
-// As for_rows, for a body that returns a fault: the one of the lowest row, for one row the kind that is looked for first.
-template <typename Body>
-macko_fault first_fault(const macko_matrix &m, const Body &body) {
-    std::mutex mutex;
-    macko_fault first{};
-    for_rows(m.rows, m.rows ? m.capacity / m.rows : 0, [&](int64_t begin, int64_t end) {
-        const macko_fault fault = body(begin, end);
-        if (fault.kind) {
-            const std::lock_guard<std::mutex> lock(mutex);
-            if (!first.kind || fault.row < first.row || (fault.row == first.row && fault.kind < first.kind))
-                first = fault;
-        }
-    });
-    return first;
+macko_fault first_fault_of(const macko_matrix &m, const Body &body) {
+    return first_fault(m.rows, m.rows ? m.capacity / m.rows : 0, body);
 }
 #endif
 
@@ -108,9 +91,8 @@ Tensor unpack_unchecked(const macko_matrix &m, const Tensor &values) {
 #ifdef USE_CUDA
     STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
 #else
-    for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
-        macko_unpack_cpu(&m, begin, end, w.mutable_data_ptr());
-    });
+    for_rows(m.rows, m.cols,
+             [&](int64_t begin, int64_t end) { macko_unpack_cpu(&m, begin, end, w.mutable_data_ptr()); });
 #endif
     return w;
 }
@@ -121,7 +103,7 @@ void spmv_into(const char *op, const macko_matrix &m, const Tensor &x, const voi
     (void)op;
     STD_CUDA_CHECK(macko_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), current_stream(x)));
 #else
-    const macko_fault fault = first_fault(m, [&](int64_t begin, int64_t end) {
+    const macko_fault fault = first_fault_of(m, [&](int64_t begin, int64_t end) {
         return macko_spmv_cpu(&m, x.const_data_ptr(), bias, begin, end, y.mutable_data_ptr());
     });
     if (fault.kind) fail_for(op, fault, m);
@@ -138,18 +120,17 @@ void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
     auto *device_fault = static_cast<macko_fault *>(found.mutable_data_ptr());
     macko_fault fault;
     STD_CUDA_CHECK(macko_check_cuda(&m, 1, device_fault, current_stream(values)));
-    STD_CUDA_CHECK(
-        cudaMemcpyAsync(&fault, device_fault, sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
+    STD_CUDA_CHECK(cudaMemcpyAsync(&fault, device_fault, sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
     STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(values)));
 #else
     (void)values;
     const macko_fault fault =
-        first_fault(m, [&](int64_t begin, int64_t end) { return macko_check_bounds_cpu(&m, begin, end); });
+        first_fault_of(m, [&](int64_t begin, int64_t end) { return macko_check_bounds_cpu(&m, begin, end); });
 #endif
     if (fault.kind) fail_for(op, fault, m);
 }
 
-}  // namespace
+} // namespace
 
 std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits) {
     check_delta_bits("pack", delta_bits);
@@ -170,7 +151,7 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
     int64_t stored = 0;
     STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, counts, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&stored, counts + rows, sizeof stored, cudaMemcpyDeviceToHost, stream));
-    STD_CUDA_CHECK(cudaStreamSynchronize(stream));  // the size of what is allocated next
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // the size of what is allocated next
     const int64_t capacity = round_up_to_chunk("pack", stored);
     Tensor values = torch::stable::new_empty(w, {capacity});
     Tensor deltas = torch::stable::new_empty(w, {capacity * delta_bits / 8}, ScalarType::Byte);
@@ -218,7 +199,7 @@ Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, 
     const DeviceGuard guard(values.get_device_index());
     STD_CUDA_CHECK(macko_check_cuda(&m, 0, fault, current_stream(values)));
 #else
-    *fault = first_fault(m, [&](int64_t begin, int64_t end) { return macko_check_cpu(&m, begin, end); });
+    *fault = first_fault_of(m, [&](int64_t begin, int64_t end) { return macko_check_cpu(&m, begin, end); });
     if (!fault->kind) *fault = macko_check_cpu(&m, m.rows, m.rows);
 #endif
     return found;
@@ -230,8 +211,7 @@ Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, i
     check_device("spmv", "x", x_any, "values", values);
     check_dtype("spmv", "x", x_any, values.scalar_type());
     check_dim("spmv", "x", x_any, 1);
-    if (x_any.numel() != cols)
-        fail("spmv", "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
+    if (x_any.numel() != cols) fail("spmv", "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
 #ifdef USE_CUDA
     const DeviceGuard guard(values.get_device_index());
 #endif
@@ -273,15 +253,36 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
         spmv_into("linear", m, x, bias ? bias->const_data_ptr() : nullptr, y);
         return y;
     }
+#ifdef USE_CUDA
     // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
-#ifndef USE_CUDA
-    check_bounds("linear", m, values);
-#endif
     const Tensor w = unpack_unchecked(m, values);
     std::array<StableIValue, 3> stack{torch::stable::detail::from(x_any), torch::stable::detail::from(w),
                                       torch::stable::detail::from(bias)};
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
+#else
+    Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
+    const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
+    const macko_fault fault = linear_by_blocks(x, m.rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
+        const macko_fault found = macko_check_bounds_cpu(&m, begin, end);
+        macko_matrix block = m;
+        block.row_ptr += begin;
+        if (!found.kind) macko_unpack_cpu(&block, 0, end - begin, w);
+        return found;
+    });
+    if (fault.kind) fail_for("linear", fault, m);
+    shape.push_back(m.rows);
+    return torch::stable::reshape(y, shape);
+#endif
 }
 
-}  // namespace macko
+macko_matrix checked_matrix(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
+                            int64_t cols, int64_t delta_bits) {
+    return matrix_of(op, values, deltas, row_ptr, cols, delta_bits);
+}
+
+void check_content(const char *op, const macko_matrix &m, const Tensor &values) {
+    check_bounds(op, m, values);
+}
+
+} // namespace macko

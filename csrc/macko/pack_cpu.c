@@ -7,66 +7,9 @@
  */
 #include "entries_cpu.h"
 
-enum { BLOCK = 64 };
+enum { BLOCK = MACKO_BLOCK };
 
-/* Bit i is set where w[start + i] is not a zero of either sign; `count` elements, at most BLOCK. */
-typedef uint64_t block_mask(const void *w, macko_dtype dtype, int64_t start, int count);
-
-static uint64_t mask_scalar(const void *w, macko_dtype dtype, int64_t start, int count) {
-    uint64_t mask = 0;
-    if (dtype == MACKO_F32)
-        for (int i = 0; i < count; i++) mask |= (uint64_t)((((const uint32_t *)w)[start + i] & 0x7fffffffu) != 0) << i;
-    else
-        for (int i = 0; i < count; i++) mask |= (uint64_t)((((const uint16_t *)w)[start + i] & 0x7fff) != 0) << i;
-    return mask;
-}
-
-#if MACKO_X86
-static MACKO_TARGET_AVX2 uint64_t mask_avx2(const void *w, macko_dtype dtype, int64_t start, int count) {
-    if (count < BLOCK) return mask_scalar(w, dtype, start, count);
-    uint64_t zeros = 0;
-    if (dtype == MACKO_F32) {
-        const __m256i bits = _mm256_set1_epi32(0x7fffffff);
-        for (int i = 0; i < BLOCK; i += 8) {
-            const __m256i v = _mm256_loadu_si256((const __m256i *)((const uint32_t *)w + start + i));
-            const __m256i zero = _mm256_cmpeq_epi32(_mm256_and_si256(v, bits), _mm256_setzero_si256());
-            zeros |= (uint64_t)(unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(zero)) << i;
-        }
-    } else {
-        const __m256i bits = _mm256_set1_epi16(0x7fff);
-        for (int i = 0; i < BLOCK; i += 32) {
-            const __m256i *v = (const __m256i *)((const uint16_t *)w + start + i);
-            const __m256i low = _mm256_and_si256(_mm256_loadu_si256(v), bits);
-            const __m256i high = _mm256_and_si256(_mm256_loadu_si256(v + 1), bits);
-            const __m256i zero = _mm256_packs_epi16(_mm256_cmpeq_epi16(low, _mm256_setzero_si256()),
-                                                    _mm256_cmpeq_epi16(high, _mm256_setzero_si256()));
-            zeros |= (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(zero, 0xd8)) << i;
-        }
-    }
-    return ~zeros;
-}
-
-static MACKO_TARGET_AVX512 uint64_t mask_avx512(const void *w, macko_dtype dtype, int64_t start, int count) {
-    if (count < BLOCK) return mask_scalar(w, dtype, start, count);
-    uint64_t mask = 0;
-    if (dtype == MACKO_F32) {
-        const __m512i bits = _mm512_set1_epi32(0x7fffffff);
-        for (int i = 0; i < BLOCK; i += 16)
-            mask |= (uint64_t)_mm512_test_epi32_mask(_mm512_loadu_si512((const uint32_t *)w + start + i), bits) << i;
-    } else {
-        const __m512i bits = _mm512_set1_epi16(0x7fff);
-        for (int i = 0; i < BLOCK; i += 32)
-            mask |= (uint64_t)_mm512_test_epi16_mask(_mm512_loadu_si512((const uint16_t *)w + start + i), bits) << i;
-    }
-    return mask;
-}
-
-static block_mask *const block_masks[] = {mask_scalar, mask_avx2, mask_avx512};
-#else
-static block_mask *const block_masks[] = {mask_scalar};
-#endif
-
-/* The number of gaps between set bits of the mask that are longer than delta_max is not zero. */
+/* Whether a gap between two set bits of the mask is longer than delta_max. */
 static inline int has_long_gap(uint64_t mask, int delta_bits) {
     /* The bits between the first and the last one set that are not; a run of n + 1 survives n shifts. */
     const uint64_t first = mask & -mask, last = 1ull << (63 - __builtin_clzll(mask));
@@ -77,11 +20,11 @@ static inline int has_long_gap(uint64_t mask, int delta_bits) {
 
 void macko_pack_count_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
                           int64_t *counts) {
-    block_mask *const mask_of = block_masks[macko_best_cpu_path()];
+    macko_nonzeros *const nonzeros = macko_nonzeros_of(macko_best_cpu_path());
     for (int64_t row = begin; row < end; row++) {
         int64_t count = 0, next = 0; /* next: the column behind the previous entry */
         for (int64_t col = 0; col < cols; col += BLOCK) {
-            uint64_t mask = mask_of(w, dtype, row * cols + col, (int)(cols - col < BLOCK ? cols - col : BLOCK));
+            uint64_t mask = nonzeros(w, dtype, row * cols + col, (int)(cols - col < BLOCK ? cols - col : BLOCK));
             if (!mask) continue;
             const int last = 63 - __builtin_clzll(mask);
             if (has_long_gap(mask, delta_bits)) {
@@ -148,13 +91,6 @@ typedef struct row_writer {
     int64_t next;  /* the column behind the previous entry */
 } row_writer;
 
-MACKO_INLINE void copy_value(void *values, macko_dtype dtype, int64_t entry, const void *w, int64_t i) {
-    if (dtype == MACKO_F32)
-        ((uint32_t *)values)[entry] = ((const uint32_t *)w)[i];
-    else
-        ((uint16_t *)values)[entry] = ((const uint16_t *)w)[i];
-}
-
 /* Writes the block of the row at w that starts at column col. */
 static inline void write_bits(row_writer *r, const void *w, macko_dtype dtype, int delta_bits, int64_t row_start,
                               int64_t col, uint64_t mask, void *values) {
@@ -163,10 +99,10 @@ static inline void write_bits(row_writer *r, const void *w, macko_dtype dtype, i
     for (; mask; mask &= mask - 1) {
         const int64_t at = col + __builtin_ctzll(mask);
         for (; at - r->next > delta_max; r->next += delta_max + 1) {
-            copy_value(values, dtype, r->entry++, &zero, 0);
+            macko_copy(values, dtype, r->entry++, &zero, 0);
             put_deltas(&r->deltas, (uint64_t)delta_max, delta_bits);
         }
-        copy_value(values, dtype, r->entry++, w, row_start + at);
+        macko_copy(values, dtype, r->entry++, w, row_start + at);
         put_deltas(&r->deltas, (uint64_t)(at - r->next), delta_bits);
         r->next = at + 1;
     }
@@ -231,12 +167,13 @@ static MACKO_TARGET_AVX512 void write_compressed(row_writer *r, const void *w, m
 void macko_pack_write_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
                           const int32_t *row_ptr, void *values, uint8_t *deltas) {
     const macko_cpu_path path = macko_best_cpu_path();
+    macko_nonzeros *const nonzeros = macko_nonzeros_of(path);
     for (int64_t row = begin; row < end; row++) {
         const int64_t bit = (int64_t)row_ptr[row] * delta_bits;
         row_writer r = {{deltas + bit / 8, 0, (int)(bit % 8), bit % 8 != 0}, row_ptr[row], 0};
         for (int64_t col = 0; col < cols; col += BLOCK) {
             const int count = (int)(cols - col < BLOCK ? cols - col : BLOCK);
-            const uint64_t mask = block_masks[path](w, dtype, row * cols + col, count);
+            const uint64_t mask = nonzeros(w, dtype, row * cols + col, count);
             if (!mask) continue;
 #if MACKO_X86
             if (path == MACKO_AVX512 && count == BLOCK && (col + __builtin_ctzll(mask) - r.next) >> delta_bits == 0 &&
@@ -289,11 +226,11 @@ static inline int64_t value_bits(const macko_matrix *m, int64_t entry) {
 }
 
 /* The first zero among the entries of the row that is not one of a long run's. */
-static macko_fault check_zeros(const macko_matrix *m, int64_t row, block_mask *mask_of) {
+static macko_fault check_zeros(const macko_matrix *m, int64_t row, macko_nonzeros *nonzeros) {
     const int64_t stop = m->row_ptr[row + 1];
     for (int64_t block = m->row_ptr[row]; block < stop; block += BLOCK) {
         const int count = (int)(stop - block < BLOCK ? stop - block : BLOCK);
-        uint64_t zeros = ~mask_of(m->values, m->dtype, block, count);
+        uint64_t zeros = ~nonzeros(m->values, m->dtype, block, count);
         if (count < BLOCK) zeros &= (1ull << count) - 1;
         for (; zeros; zeros &= zeros - 1) {
             const int64_t entry = block + __builtin_ctzll(zeros);
@@ -306,14 +243,15 @@ static macko_fault check_zeros(const macko_matrix *m, int64_t row, block_mask *m
 }
 
 macko_fault macko_check_cpu(const macko_matrix *m, int64_t begin, int64_t end) {
-    block_mask *const mask_of = block_masks[macko_best_cpu_path()];
+    macko_nonzeros *const nonzeros = macko_nonzeros_of(macko_best_cpu_path());
     for (int64_t row = begin; row < end; row++) {
         macko_fault fault = macko_check_bounds_cpu(m, row, row + 1);
-        if (!fault.kind) fault = check_zeros(m, row, mask_of);
+        if (!fault.kind) fault = check_zeros(m, row, nonzeros);
         if (fault.kind) return fault;
     }
     if (begin == m->rows) {
         const int64_t stored = m->row_ptr[m->rows];
+        if (m->rows == 0 && stored) return (macko_fault){MACKO_ROW_PTR_START, 0, -1, stored}; /* no row has looked */
         if (m->capacity != (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK)
             return (macko_fault){MACKO_ROW_PTR_END, m->rows, -1, stored};
         for (int64_t entry = stored; entry < m->capacity; entry++) {
@@ -331,18 +269,18 @@ MACKO_INLINE void unpack_row(const macko_matrix *m, macko_dtype dtype, int delta
     int64_t next = row_start;
     for (; entry < stop && entry % (8 / delta_bits); entry++) {
         next += macko_delta_at(m->deltas, delta_bits, entry) + 1;
-        copy_value(w, dtype, next - 1, m->values, entry);
+        macko_copy(w, dtype, next - 1, m->values, entry);
     }
     for (; entry + unit <= stop; entry += unit) {
         const macko_offsets offsets =
             macko_decode_unit(macko_load_unit(m->deltas + entry * delta_bits / 8, delta_bits), delta_bits);
         for (int k = 0; k < unit; k++)
-            copy_value(w, dtype, next + macko_offset(&offsets, delta_bits, k), m->values, entry + k);
+            macko_copy(w, dtype, next + macko_offset(&offsets, delta_bits, k), m->values, entry + k);
         next += offsets.span;
     }
     for (; entry < stop; entry++) {
         next += macko_delta_at(m->deltas, delta_bits, entry) + 1;
-        copy_value(w, dtype, next - 1, m->values, entry);
+        macko_copy(w, dtype, next - 1, m->values, entry);
     }
 }
 

@@ -20,26 +20,13 @@ typedef struct context {
 /* The sum of the row's entries [entry, stop); 0 when a delta leads past the last column, which is then not read. */
 typedef int row_dot(const context *c, int64_t entry, int64_t stop, float *sum);
 
-MACKO_INLINE float load(const void *p, macko_dtype dtype, int64_t i) {
-    if (dtype == MACKO_F32) return ((const float *)p)[i];
-    const uint16_t bits = ((const uint16_t *)p)[i];
-    return dtype == MACKO_F16 ? macko_f32_from_f16(bits) : macko_f32_from_bf16(bits);
-}
-
-static inline void store(void *p, macko_dtype dtype, int64_t i, float value) {
-    if (dtype == MACKO_F32)
-        ((float *)p)[i] = value;
-    else
-        ((uint16_t *)p)[i] = dtype == MACKO_F16 ? macko_f16_from_f32(value) : macko_bf16_from_f32(value);
-}
-
 /* Adds entries [entry, stop), the first of them counted from column `next`. Returns the column behind the last, or -1. */
 MACKO_INLINE int64_t add_scalar(const context *c, macko_dtype dtype, int delta_bits, int64_t entry, int64_t stop,
                                 int64_t next, float *sum) {
     for (; entry < stop; entry++) {
         next += macko_delta_at(c->m->deltas, delta_bits, entry) + 1;
         if (next > c->m->cols) return -1;
-        *sum += load(c->m->values, dtype, entry) * load(c->x, dtype, next - 1);
+        *sum += macko_load(c->m->values, dtype, entry) * macko_load(c->x, dtype, next - 1);
     }
     return next;
 }
@@ -57,15 +44,6 @@ static inline int64_t byte_start(int64_t entry, int64_t stop, int delta_bits) {
 }
 
 #if MACKO_X86
-/* sums += v * x over 16 elements. bf16 is widened as pairs, even elements in sums[0], which needs no shuffle. */
-MACKO_INLINE MACKO_TARGET_AVX2 void fma_pairs_bf16(__m256 sums[2], __m256i v, __m256i x) {
-    const __m256i odd = _mm256_set1_epi32((int)0xffff0000);
-    sums[0] = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(v, 16)),
-                              _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), sums[0]);
-    sums[1] = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(v, odd)),
-                              _mm256_castsi256_ps(_mm256_and_si256(x, odd)), sums[1]);
-}
-
 MACKO_INLINE MACKO_TARGET_AVX2 int dot_avx2(const context *c, macko_dtype dtype, int delta_bits, int64_t entry,
                                             int64_t stop, float *sum) {
     const macko_matrix *m = c->m;
@@ -100,22 +78,12 @@ MACKO_INLINE MACKO_TARGET_AVX2 int dot_avx2(const context *c, macko_dtype dtype,
             const __m128i x0 = _mm_setr_epi16(X(0), X(1), X(2), X(3), X(4), X(5), X(6), X(7));
             const __m128i x1 = _mm_setr_epi16(X(8), X(9), X(10), X(11), X(12), X(13), X(14), X(15));
 #undef X
-            if (dtype == MACKO_BF16) {
-                fma_pairs_bf16(sums, v, _mm256_set_m128i(x1, x0));
-            } else {
-                const __m256 v0 = _mm256_cvtph_ps(_mm256_castsi256_si128(v));
-                const __m256 v1 = _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1));
-                sums[0] = _mm256_fmadd_ps(v0, _mm256_cvtph_ps(x0), sums[0]);
-                sums[1] = _mm256_fmadd_ps(v1, _mm256_cvtph_ps(x1), sums[1]);
-            }
+            macko_fma_16(sums, dtype, v, _mm256_set_m128i(x1, x0));
         }
 #undef COLUMN
     }
     if (add_scalar(c, dtype, delta_bits, entry, stop, next, &ends) < 0) return 0;
-    const __m256 eight = _mm256_add_ps(sums[0], sums[1]);
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    *sum = ends + _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    *sum = ends + macko_sum_8(_mm256_add_ps(sums[0], sums[1]));
     return 1;
 }
 
@@ -181,18 +149,7 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_32(const context *c, macko_dtype dt
     const uint16_t *values = (const uint16_t *)m->values + entry;
     const __m512i v = count == 32 ? _mm512_loadu_si512(values) : _mm512_maskz_loadu_epi16(kept, values);
     if (count < 32) x = _mm512_maskz_mov_epi16(kept, x); /* 0 times an Inf that is not the row's would be NaN */
-    if (dtype == MACKO_BF16) {
-        const __m512i odd = _mm512_set1_epi32((int)0xffff0000);
-        sums[0] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)),
-                                  _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), sums[0]);
-        sums[1] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(v, odd)),
-                                  _mm512_castsi512_ps(_mm512_and_si512(x, odd)), sums[1]);
-    } else {
-        sums[0] = _mm512_fmadd_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(v)),
-                                  _mm512_cvtph_ps(_mm512_castsi512_si256(x)), sums[0]);
-        sums[1] = _mm512_fmadd_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(v, 1)),
-                                  _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1)), sums[1]);
-    }
+    macko_fma_32(sums, dtype, v, x);
     return behind;
 }
 
@@ -265,7 +222,7 @@ macko_fault macko_spmv_cpu(const macko_matrix *m, const void *x, const void *bia
         if (fault.kind) return fault;
         float sum;
         if (!dot(&c, m->row_ptr[row], m->row_ptr[row + 1], &sum)) return macko_check_bounds_cpu(m, row, row + 1);
-        store(y, m->dtype, row, bias ? sum + load(bias, m->dtype, row) : sum);
+        macko_store(y, m->dtype, row, bias ? sum + macko_load(bias, m->dtype, row) : sum);
     }
     return (macko_fault){MACKO_OK, 0, -1, 0};
 }

@@ -120,4 +120,4 @@ inline cudaStream_t current_stream(const Tensor &t) {
 }
 #endif
 
-}  // namespace macko
+} // namespace macko

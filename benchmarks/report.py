@@ -1,0 +1,362 @@
+"""Tables and plots of docs/performance.md and README.md, from the lines under benchmarks/results: `make report`.
+
+A place in a document is a pair of comments, `<!-- report: NAME -->` and `<!-- end -->`; what is between is replaced.
+Of lines that measured the same thing the last one counts. Speed-up is over the faster of F.linear and torch.mv.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+EIGHT = [(4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192), (12288, 12288), (28672, 8192), (8192, 28672)]
+EIGHT += [(36864, 12288)]
+DENSE = ("dense_linear", "dense_mv")
+#: What to call each kernel, in the order of plots.
+LABELS = {
+    "sell": "sell",
+    "sell_chain": "sell, chained launches",
+    "sell_cp_async": "sell without bulk copies",
+    "macko": "canonical format",
+    "cusparse": "cuSPARSE CSR",
+}
+
+Line = dict[str, Any]
+Key = tuple[int, int, float, str, str]
+
+
+def load(path: Path) -> dict[Key, dict[str, Line]]:
+    """Lines by problem (rows, cols, density, mask, dtype), then by kernel."""
+    problems: dict[Key, dict[str, Line]] = {}
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        key = (line["rows"], line["cols"], line["density"], line["mask"], line["dtype"])
+        problems.setdefault(key, {})[line["kernel"]] = line
+    return problems
+
+
+def dense_us(kernels: dict[str, Line]) -> float:
+    return min(kernels[name]["median_us"] for name in DENSE if name in kernels)
+
+
+def speedup(kernels: dict[str, Line], name: str) -> float:
+    return dense_us(kernels) / kernels[name]["median_us"]
+
+
+def geomean(values: Iterable[float]) -> float:
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def cell(kernels: dict[str, Line], name: str) -> str:
+    return f"{kernels[name]['median_us']:.2f} ({speedup(kernels, name):.2f}x)" if name in kernels else ""
+
+
+def share(kernels: dict[str, Line], name: str) -> str:
+    line = kernels[name]
+    return f"{line['floor_us'] / line['median_us']:.2f}"
+
+
+def uniform(problems: dict[Key, dict[str, Line]], density: float) -> dict[tuple[int, int], dict[str, Line]]:
+    found = {k[:2]: v for k, v in problems.items() if k[2:] == (density, "uniform", "float16") and "sell" in v}
+    return {shape: kernels for shape, kernels in found.items() if any(name in kernels for name in DENSE)}
+
+
+def where(line: Line) -> str:
+    return (
+        f"{line['gpu']}, driver {line['driver']}, torch {line['torch']}, commit {line['commit']}, "
+        f"memory clock {line.get('memory_mhz', '?')} MHz, SM clock up to {line.get('max_sm_mhz', '?')} MHz."
+    )
+
+
+def shapes_table(problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[int, int]]) -> str:
+    found = uniform(problems, 0.5)
+    rows = []
+    for shape in shapes:
+        if shape not in found:
+            continue
+        kernels = found[shape]
+        sell = kernels["sell"]
+        rows.append(
+            [
+                f"{shape[0]} x {shape[1]}",
+                f"{dense_us(kernels):.2f}",
+                cell(kernels, "sell"),
+                share(kernels, "sell"),
+                cell(kernels, "sell_chain"),
+                share(kernels, "sell_chain"),
+                f"{sell['floor_us']:.2f}",
+                f"{sell['held_bytes'] / sell['stored']:.3f}",
+                f"{sell['gap_bits']}",
+            ]
+        )
+    mine = [found[s] for s in shapes if s in found]
+    rows.append(
+        [
+            "geometric mean",
+            "",
+            f"**{geomean(speedup(k, 'sell') for k in mine):.2f}x**",
+            f"{geomean(float(share(k, 'sell')) for k in mine):.2f}",
+            f"**{geomean(speedup(k, 'sell_chain') for k in mine):.2f}x**",
+            f"{geomean(float(share(k, 'sell_chain')) for k in mine):.2f}",
+            "",
+            "",
+            "",
+        ]
+    )
+    head = [
+        "rows x cols",
+        "dense us",
+        "sell us",
+        "of floor",
+        "chained us",
+        "of floor",
+        "floor us",
+        "B a value",
+        "gap bits",
+    ]
+    return table(head, rows)
+
+
+def others_table(problems: dict[Key, dict[str, Line]]) -> str:
+    found = uniform(problems, 0.5)
+    names = ["sell", "sell_gap4", "sell_cp_async", "macko", "cusparse", "dense_compiled"]
+    rows = [
+        [f"{r} x {c}", f"{dense_us(found[r, c]):.2f}", *(cell(found[r, c], name) for name in names)]
+        for r, c in EIGHT
+        if (r, c) in found
+    ]
+    head = [
+        "rows x cols",
+        "dense us",
+        "sell",
+        "4-bit gaps",
+        "no bulk copies",
+        "canonical",
+        "cuSPARSE CSR",
+        "compiled dense",
+    ]
+    return table(head, rows)
+
+
+def behind_table(problems: dict[Key, dict[str, Line]]) -> str:
+    found = uniform(problems, 0.5)
+    rows = []
+    for shape in EIGHT:
+        kernels = found.get(shape, {})
+        if "sell_behind_pdl" in kernels:
+            plain, pdl = (kernels[f"sell_behind_{way}"]["median_us"] for way in ("plain", "pdl"))
+            rows.append([f"{shape[0]} x {shape[1]}", f"{plain:.2f}", f"{pdl:.2f}", f"{pdl / plain:.3f}"])
+    return table(["rows x cols", "plain us", "chained us", "ratio"], rows)
+
+
+def densities_table(problems: dict[Key, dict[str, Line]]) -> str:
+    rows = []
+    for key in sorted(problems):
+        kernels = problems[key]
+        if key[3:] != ("uniform", "float16") or "sell" not in kernels or len(sweep(problems, key[:2], "sell")) < 5:
+            continue
+        sell = kernels["sell"]
+        rows.append(
+            [
+                f"{key[0]} x {key[1]}",
+                f"{key[2]:.2f}",
+                f"{sell['gap_bits']}",
+                f"{dense_us(kernels):.2f}",
+                *(cell(kernels, name) for name in ("sell", "sell_chain", "macko", "cusparse")),
+                share(kernels, "sell"),
+            ]
+        )
+    head = [
+        "rows x cols",
+        "density",
+        "gap bits",
+        "dense us",
+        "sell",
+        "chained",
+        "canonical",
+        "cuSPARSE CSR",
+        "sell of floor",
+    ]
+    return table(head, rows)
+
+
+def sweep(problems: dict[Key, dict[str, Line]], shape: tuple[int, ...], name: str) -> list[tuple[float, float]]:
+    """(density, speed-up) of a shape, by density."""
+    return sorted(
+        (key[2], speedup(kernels, name))
+        for key, kernels in problems.items()
+        if key[:2] == shape and key[3:] == ("uniform", "float16") and name in kernels and DENSE[0] in kernels
+    )
+
+
+def break_even(points: list[tuple[float, float]]) -> float | None:
+    """Density at which the speed-up falls through 1, between two measured ones."""
+    for (d0, s0), (d1, s1) in pairwise(points):
+        if s0 >= 1 > s1:
+            return d0 + (d1 - d0) * (s0 - 1) / (s0 - s1)
+    return None
+
+
+def break_even_text(problems: dict[Key, dict[str, Line]]) -> str:
+    rows = []
+    for shape in sorted({key[:2] for key in problems}):
+        cells = []
+        for name in ("sell", "sell_chain", "macko", "cusparse"):
+            points = sweep(problems, shape, name)
+            at = break_even(points) if len(points) >= 5 else None
+            never = points and max(s for _, s in points) < 1
+            cells.append(f"{at:.2f}" if at else "slower at every density measured" if never else "")
+        if any(cells):
+            rows.append([f"{shape[0]} x {shape[1]}", *cells])
+    return table(["rows x cols", "sell", "chained", "canonical", "cuSPARSE CSR"], rows)
+
+
+def masks_table(problems: dict[Key, dict[str, Line]]) -> str:
+    rows = []
+    for key in sorted(problems):
+        reference = problems.get((*key[:3], "uniform", "float16"), {})
+        if key[3:] == ("uniform", "float16") or "sell" not in problems[key] or "sell" not in reference:
+            continue
+        sell, base = problems[key]["sell"], reference["sell"]
+        each = [line["median_us"] / line["nnz"] * 1e6 for line in (sell, base)]
+        rows.append(
+            [
+                f"{key[0]} x {key[1]}",
+                f"{key[2]:.2f}",
+                key[3],
+                key[4],
+                f"{sell['median_us']:.2f}",
+                f"{sell['held_bytes'] / sell['stored']:.3f}",
+                f"{each[0] / each[1]:.3f}",
+            ]
+        )
+    head = ["rows x cols", "density", "mask", "dtype", "sell us", "B a value", "time a non-zero, uniform float16 = 1"]
+    return table(head, rows)
+
+
+def packing_table(problems: dict[Key, dict[str, Line]]) -> str:
+    found = uniform(problems, 0.5)
+    rows = []
+    for shape in EIGHT:
+        if shape in found:
+            us = found[shape]["sell"]["pack_us"]
+            rows.append([f"{shape[0]} x {shape[1]}", f"{us / 1000:.2f}", f"{shape[0] * shape[1] * 2 / us / 1000:.0f}"])
+    return table(["rows x cols", "ms", "GB/s of dense bytes"], rows)
+
+
+def plot_densities(problems: dict[Key, dict[str, Line]], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    shapes = [s for s in EIGHT if len(sweep(problems, s, "sell")) >= 5]
+    figure, axes = plt.subplots(1, len(shapes), figsize=(5.5 * len(shapes), 4), sharey=True, squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        for name, label in LABELS.items():
+            points = sweep(problems, shape, name)
+            if len(points) >= 5:
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_title(f"{shape[0]} x {shape[1]}")
+        axis.set_xlabel("density")
+        axis.set_yscale("log", base=2)
+        axis.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["0.25x", "0.5x", "1x", "2x", "4x", "8x"])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("speed-up over dense float16")
+    axes[0][0].legend(fontsize=8)
+    save(figure, path)
+
+
+def plot_shapes(problems: dict[Key, dict[str, Line]], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    found = uniform(problems, 0.5)
+    shapes = sorted(found, key=lambda s: s[0] * s[1])
+    figure, axis = plt.subplots(figsize=(11, 4))
+    for offset, name in ((-0.2, "sell"), (0.2, "sell_chain")):
+        heights = [speedup(found[s], name) for s in shapes]
+        axis.bar([i + offset for i in range(len(shapes))], heights, 0.38, label=LABELS[name])
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(shapes)), [f"{r} x {c}" for r, c in shapes], rotation=70, fontsize=7)
+    axis.set_ylabel("speed-up over dense float16")
+    axis.legend(fontsize=8)
+    save(figure, path)
+
+
+def plot_floor(problems: dict[Key, dict[str, Line]], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for name in ("sell", "sell_chain", "sell_cp_async"):
+        lines = [k[name] for key, k in problems.items() if key[3:] == ("uniform", "float16") and name in k]
+        axis.scatter(
+            [v["bytes"] / 1e6 for v in lines], [v["floor_us"] / v["median_us"] for v in lines], s=12, label=LABELS[name]
+        )
+    axis.set_xscale("log")
+    axis.set_ylim(0, 1.05)
+    axis.set_xlabel("MB read")
+    axis.set_ylabel("share of the floor")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    # No date and fixed ids: the same lines give the same file.
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def fill(document: Path, parts: dict[str, Callable[[], str]]) -> None:
+    """Replaces what is between the comments of each part that the document has."""
+    text = document.read_text()
+    for name, make in parts.items():
+        pattern = re.compile(rf"(<!-- report: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if pattern.search(text):
+            content = make()
+            text = pattern.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)  # type: ignore[misc]
+    document.write_text(text)
+
+
+def main() -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "macko"
+    path = ROOT / "benchmarks" / "results" / "h200" / "spmv.jsonl"
+    problems = load(path)
+    plot_densities(problems, IMAGES / "spmv_density.svg")
+    plot_shapes(problems, IMAGES / "spmv_shapes.svg")
+    plot_floor(problems, IMAGES / "spmv_floor.svg")
+    some = problems[next(reversed(problems))]
+    parts: dict[str, Callable[[], str]] = {
+        "spmv where": lambda: where(next(iter(some.values()))),
+        "spmv eight": lambda: shapes_table(problems, EIGHT),
+        "spmv paper": lambda: shapes_table(problems, sorted(uniform(problems, 0.5), key=lambda s: s[0] * s[1])),
+        "spmv others": lambda: others_table(problems),
+        "spmv behind": lambda: behind_table(problems),
+        "spmv densities": lambda: densities_table(problems),
+        "spmv break-even": lambda: break_even_text(problems),
+        "spmv masks": lambda: masks_table(problems),
+        "spmv packing": lambda: packing_table(problems),
+    }
+    for document in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+        fill(document, parts)
+
+
+if __name__ == "__main__":
+    main()

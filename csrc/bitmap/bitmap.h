@@ -1,0 +1,78 @@
+/*
+ * The bitmap layout: how a CPU runs a matrix of the macko format. This header is its only specification.
+ *
+ * One bit a column says where the non-zeros are; the non-zeros stand row after row, with no alignment between rows. No
+ * explicit zeros: they follow from the mask and delta_bits when the macko format is made again. A 16-bit matrix of
+ * density d takes d + 1/16 of its dense size. At 50 % sparse that is 10 % less than 4-bit deltas, and a vector of
+ * columns is one expansion by a mask register and a contiguous piece of x.
+ */
+#ifndef MACKO_BITMAP_H
+#define MACKO_BITMAP_H
+
+#include "../macko/macko.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    MACKO_BITMAP_WORD = 64, /* columns a word: a row has a whole number of words, of 8 bytes each */
+    MACKO_BITMAP_PAD = 32,  /* elements behind the last value, so that the last expansion may read a whole vector */
+};
+
+typedef struct macko_bitmap {
+    const void *values;     /* [capacity] of dtype, none of them zero; the last MACKO_BITMAP_PAD are +0.0 */
+    const uint8_t *bits;    /* [rows, words * 8]; column c is bit c % 8 of byte c / 8; 0 behind the last column */
+    const int32_t *row_ptr; /* [rows + 1] first value of each row; row_ptr[0] = 0, row_ptr[rows] = capacity - PAD */
+    int64_t rows, cols, capacity;
+    macko_dtype dtype;
+} macko_bitmap;
+
+static inline int64_t macko_bitmap_words(int64_t cols) {
+    return (cols + MACKO_BITMAP_WORD - 1) / MACKO_BITMAP_WORD;
+}
+
+/* macko_fault.kind, in the order in which they are looked for; up to COUNT they would make reading unsafe. */
+enum {
+    MACKO_BITMAP_OK = 0,
+    MACKO_BITMAP_ROW_PTR,  /* row_ptr[row] is not 0 (row 0), less than the one before, or more than capacity - PAD */
+    MACKO_BITMAP_COUNT,    /* the row has another number of bits than row_ptr says; found: the bits */
+    MACKO_BITMAP_COLUMN,   /* a bit is set at a column >= cols; found: the column */
+    MACKO_BITMAP_ZERO,     /* values[entry] is a zero */
+    MACKO_BITMAP_CAPACITY, /* capacity is not row_ptr[rows] + PAD; found: row_ptr[rows] */
+    MACKO_BITMAP_PADDING,  /* values[entry] behind the last value is not +0.0 */
+};
+
+/* CPU only. Each function does rows [begin, end), as those of macko.h. */
+
+/* Non-zeros of each row of the matrix to counts[begin..end). It has passed macko_check_bounds_cpu. */
+void macko_bitmap_count_cpu(const macko_matrix *m, int64_t begin, int64_t end, int64_t *counts);
+
+/* Writes values, but for the padding, and bits of the rows. bits are zero before the call. */
+void macko_bitmap_pack_cpu(const macko_matrix *m, int64_t begin, int64_t end, const int32_t *row_ptr, void *values,
+                           uint8_t *bits);
+
+/* The first fault that makes reading unsafe. */
+macko_fault macko_bitmap_check_bounds_cpu(const macko_bitmap *m, int64_t begin, int64_t end);
+
+/* The first fault of any kind. Called with begin == end == rows it looks at the capacity and the padding. */
+macko_fault macko_bitmap_check_cpu(const macko_bitmap *m, int64_t begin, int64_t end);
+
+/* Writes the rows densely to w [end - begin, cols]. Stops at the first fault of bounds. */
+macko_fault macko_bitmap_expand_cpu(const macko_bitmap *m, int64_t begin, int64_t end, void *w);
+
+/*
+ * y = x W^T + bias (bias may be NULL); x [tokens, cols], y [tokens, rows], bias [rows] of dtype. A row is read from
+ * memory once for all tokens. Stops at the first fault of bounds.
+ *
+ * Sums are kept in fp32. A product goes through at most stored + 2 roundings on the scalar path, cols / 16 + 16 on the
+ * others. The instructions that multiply bf16 directly are not used: they take subnormal numbers as zero.
+ */
+macko_fault macko_bitmap_spmv_cpu(const macko_bitmap *m, const void *x, int64_t tokens, const void *bias, int64_t begin,
+                                  int64_t end, void *y);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,218 @@
+// The bitmap layout's ops: check, allocate, call. For the CPU alone, so the CUDA library has nothing of this file.
+#ifndef USE_CUDA
+#include "ops.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "../macko/ops.h"
+#include "../torch/rows.h"
+#include "bitmap.h"
+
+namespace macko {
+namespace {
+
+int64_t bytes_of(macko_dtype dtype) {
+    return dtype == MACKO_F32 ? 4 : 2;
+}
+
+int64_t mean_row(const macko_bitmap &m) {
+    return m.rows ? m.capacity / m.rows + macko_bitmap_words(m.cols) : 0;
+}
+
+[[noreturn]] void fail_for(const char *op, const macko_fault &fault, const macko_bitmap &m) {
+    switch (fault.kind) {
+    case MACKO_BITMAP_ROW_PTR:
+        fail(op, "row_ptr[", fault.row, "] is ", fault.found, ", expected 0 at the start, never to fall and at most ",
+             m.capacity - MACKO_BITMAP_PAD);
+    case MACKO_BITMAP_COUNT:
+        fail(op, "bits has ", fault.found, " set in row ", fault.row, ", row_ptr has ",
+             int64_t(m.row_ptr[fault.row + 1]) - m.row_ptr[fault.row], " values there");
+    default:
+        fail(op, "bits has one at column ", fault.found, " of row ", fault.row, ", the matrix has ", m.cols,
+             " columns");
+    }
+}
+
+// The struct over the three tensors, once they have passed every check that needs no look at their content.
+macko_bitmap matrix_of(const char *op, const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols) {
+    check_backend(op, "values", values);
+    check_device(op, "bits", bits, "values", values);
+    check_device(op, "row_ptr", row_ptr, "values", values);
+    const macko_dtype dtype = check_value_dtype(op, "values", values);
+    check_dtype(op, "bits", bits, ScalarType::Byte);
+    check_dtype(op, "row_ptr", row_ptr, ScalarType::Int);
+    check_dim(op, "values", values, 1);
+    check_dim(op, "bits", bits, 2);
+    check_dim(op, "row_ptr", row_ptr, 1);
+    if (values.numel() < MACKO_BITMAP_PAD)
+        fail(op, "values has ", values.numel(), " elements, expected at least ", int(MACKO_BITMAP_PAD));
+    if (row_ptr.numel() < 1) fail(op, "row_ptr is empty, expected rows + 1 entries");
+    if (cols < 0 || cols > INT32_MAX) fail(op, "cols is ", cols, ", expected 0 to ", INT32_MAX);
+    const int64_t rows = row_ptr.numel() - 1, row_bytes = macko_bitmap_words(cols) * 8;
+    if (bits.size(0) != rows || bits.size(1) != row_bytes)
+        fail(op, "bits has shape ", shape_name(bits), ", expected [", rows, ", ", row_bytes, "]");
+    check_contiguous(op, "values", values);
+    check_contiguous(op, "bits", bits);
+    check_contiguous(op, "row_ptr", row_ptr);
+    return {values.const_data_ptr(),
+            static_cast<const uint8_t *>(bits.const_data_ptr()),
+            static_cast<const int32_t *>(row_ptr.const_data_ptr()),
+            rows,
+            cols,
+            values.numel(),
+            dtype};
+}
+
+// counts -> row_ptr; the total.
+int64_t sum_counts(const char *op, const std::vector<int64_t> &counts, int32_t *row_ptr) {
+    int64_t stored = 0;
+    row_ptr[0] = 0;
+    for (size_t row = 0; row < counts.size(); row++) {
+        stored += counts[row];
+        if (stored > INT32_MAX - MACKO_BITMAP_PAD)
+            fail(op, "the matrix has more than ", INT32_MAX - MACKO_BITMAP_PAD, " entries, row_ptr is int32");
+        row_ptr[row + 1] = int32_t(stored);
+    }
+    return stored;
+}
+
+void clear_values(Tensor &values, int64_t from, int64_t size) {
+    auto *data = static_cast<char *>(values.mutable_data_ptr());
+    std::fill(data + from * size, data + values.numel() * size, 0);
+}
+
+// y [tokens, rows] = x W^T + bias, all checked but the content.
+void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t tokens, const Tensor *bias,
+              const Tensor &y) {
+    const macko_fault fault = first_fault(m.rows, mean_row(m) * tokens, [&](int64_t begin, int64_t end) {
+        return macko_bitmap_spmv_cpu(&m, x.const_data_ptr(), tokens, bias ? bias->const_data_ptr() : nullptr, begin,
+                                     end, y.mutable_data_ptr());
+    });
+    if (fault.kind) fail_for(op, fault, m);
+}
+
+} // namespace
+
+std::tuple<Tensor, Tensor, Tensor> bitmap_pack(const Tensor &values_in, const Tensor &deltas, const Tensor &row_ptr_in,
+                                               int64_t cols, int64_t delta_bits) {
+    check_backend("bitmap_pack", "values", values_in);
+    const macko_matrix m = checked_matrix("bitmap_pack", values_in, deltas, row_ptr_in, cols, delta_bits);
+    check_content("bitmap_pack", m, values_in);
+    const int64_t entries_per_row = m.rows ? m.capacity / m.rows : 0;
+    std::vector<int64_t> counts(m.rows);
+    for_rows(m.rows, entries_per_row,
+             [&](int64_t begin, int64_t end) { macko_bitmap_count_cpu(&m, begin, end, counts.data()); });
+    Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
+    auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
+    const int64_t stored = sum_counts("bitmap_pack", counts, pointers);
+    Tensor values = torch::stable::new_empty(values_in, {stored + MACKO_BITMAP_PAD});
+    clear_values(values, stored, bytes_of(m.dtype));
+    Tensor bits = torch::stable::new_zeros(values_in, {m.rows, macko_bitmap_words(cols) * 8}, ScalarType::Byte);
+    for_rows(m.rows, entries_per_row, [&](int64_t begin, int64_t end) {
+        macko_bitmap_pack_cpu(&m, begin, end, pointers, values.mutable_data_ptr(),
+                              static_cast<uint8_t *>(bits.mutable_data_ptr()));
+    });
+    return {values, bits, row_ptr};
+}
+
+std::tuple<Tensor, Tensor, Tensor> bitmap_unpack(const Tensor &values_in, const Tensor &bits, const Tensor &row_ptr_in,
+                                                 int64_t cols, int64_t delta_bits) {
+    if (delta_bits != 2 && delta_bits != 4 && delta_bits != 8)
+        fail("bitmap_unpack", "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
+    const macko_bitmap m = matrix_of("bitmap_unpack", values_in, bits, row_ptr_in, cols);
+    const int64_t size = bytes_of(m.dtype);
+    // Packed row by row from one that is dense and in the cache, twice: to count and to write.
+    std::vector<int64_t> counts(m.rows);
+    const macko_fault fault = first_fault(m.rows, cols, [&](int64_t begin, int64_t end) {
+        std::vector<char> dense(cols * size);
+        macko_fault found{};
+        for (int64_t row = begin; row < end && !found.kind; row++) {
+            found = macko_bitmap_expand_cpu(&m, row, row + 1, dense.data());
+            if (!found.kind)
+                macko_pack_count_cpu(dense.data(), m.dtype, int(delta_bits), cols, 0, 1, counts.data() + row);
+        }
+        return found;
+    });
+    if (fault.kind) fail_for("bitmap_unpack", fault, m);
+    Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
+    auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
+    const int64_t stored = sum_counts("bitmap_unpack", counts, pointers);
+    const int64_t capacity = (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
+    Tensor values = torch::stable::new_empty(values_in, {capacity});
+    clear_values(values, stored, size);
+    Tensor deltas = torch::stable::new_zeros(values_in, {capacity * delta_bits / 8}, ScalarType::Byte);
+    for_rows(m.rows, cols, [&](int64_t begin, int64_t end) {
+        std::vector<char> dense(cols * size);
+        for (int64_t row = begin; row < end; row++) {
+            macko_bitmap_expand_cpu(&m, row, row + 1, dense.data());
+            macko_pack_write_cpu(dense.data(), m.dtype, int(delta_bits), cols, 0, 1, pointers + row,
+                                 values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
+        }
+    });
+    return {values, deltas, row_ptr};
+}
+
+Tensor bitmap_check(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols) {
+    const macko_bitmap m = matrix_of("bitmap_check", values, bits, row_ptr, cols);
+    Tensor found = torch::stable::new_empty(values, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
+    auto *fault = static_cast<macko_fault *>(found.mutable_data_ptr());
+    *fault = first_fault(m.rows, mean_row(m),
+                         [&](int64_t begin, int64_t end) { return macko_bitmap_check_cpu(&m, begin, end); });
+    if (!fault->kind) *fault = macko_bitmap_check_cpu(&m, m.rows, m.rows);
+    return found;
+}
+
+Tensor bitmap_spmv(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols, const Tensor &x_any) {
+    const macko_bitmap m = matrix_of("bitmap_spmv", values, bits, row_ptr, cols);
+    check_device("bitmap_spmv", "x", x_any, "values", values);
+    check_dtype("bitmap_spmv", "x", x_any, values.scalar_type());
+    check_dim("bitmap_spmv", "x", x_any, 1);
+    if (x_any.numel() != cols)
+        fail("bitmap_spmv", "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
+    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    Tensor y = torch::stable::new_empty(values, {m.rows});
+    multiply("bitmap_spmv", m, x, 1, nullptr, y);
+    return y;
+}
+
+Tensor bitmap_linear(const Tensor &x_any, const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols,
+                     const std::optional<Tensor> &bias_any) {
+    const macko_bitmap m = matrix_of("bitmap_linear", values, bits, row_ptr, cols);
+    check_device("bitmap_linear", "x", x_any, "values", values);
+    check_dtype("bitmap_linear", "x", x_any, values.scalar_type());
+    if (x_any.dim() < 1 || x_any.size(-1) != cols)
+        fail("bitmap_linear", "x has shape ", shape_name(x_any), ", expected [..., ", cols, "]");
+    std::optional<Tensor> bias;
+    if (bias_any) {
+        check_device("bitmap_linear", "bias", *bias_any, "values", values);
+        check_dtype("bitmap_linear", "bias", *bias_any, values.scalar_type());
+        check_dim("bitmap_linear", "bias", *bias_any, 1);
+        if (bias_any->numel() != m.rows)
+            fail("bitmap_linear", "bias has ", bias_any->numel(), " elements, the matrix has ", m.rows, " rows");
+        bias = bias_any->is_contiguous() ? *bias_any : torch::stable::contiguous(*bias_any);
+    }
+    int64_t tokens = 1;
+    std::vector<int64_t> shape;
+    for (int64_t i = 0; i + 1 < x_any.dim(); i++) {
+        shape.push_back(x_any.size(i));
+        tokens *= x_any.size(i);
+    }
+    shape.push_back(m.rows);
+    Tensor y = torch::stable::new_empty(values, shape);
+    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    static int64_t SPMV_TOKENS = getenv("ST") ? atoll(getenv("ST")) : 16;
+    if (tokens <= SPMV_TOKENS) {
+        multiply("bitmap_linear", m, x, tokens, bias ? &*bias : nullptr, y);
+        return y;
+    }
+    Tensor y2 = torch::stable::view(y, {tokens, m.rows});
+    const macko_fault fault = linear_by_blocks(
+        torch::stable::view(x, {tokens, cols}), m.rows, bias, y2,
+        [&](int64_t begin, int64_t end, void *w) { return macko_bitmap_expand_cpu(&m, begin, end, w); });
+    if (fault.kind) fail_for("bitmap_linear", fault, m);
+    return y;
+}
+
+} // namespace macko
+#endif

@@ -1,0 +1,249 @@
+// The sell layout's ops: check, allocate, guard the device, call. There is no CPU implementation: there the checks fail.
+#include "ops.h"
+
+#include <array>
+#include <vector>
+
+#include "../macko/ops.h"
+#include "sell.h"
+
+namespace macko {
+namespace {
+
+void check_cuda(const char *op, const char *name, const Tensor &t) {
+    if (!t.is_cuda())
+        fail(op, name, " is on ", device_name(t),
+             ", expected a CUDA device: sell is the layout in which a GPU runs a macko matrix");
+}
+
+#ifdef USE_CUDA
+using DeviceGuard = torch::stable::accelerator::DeviceGuard;
+
+constexpr int BLOCK_FIELDS = sizeof(sell_block) / sizeof(int32_t);
+static_assert(BLOCK_FIELDS == 8, "blocks is an int32 tensor [num_blocks, 8]");
+
+// The struct over the four tensors, once they have passed every check that needs no look at their content.
+sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm,
+                      int64_t cols, int64_t gap_bits, int64_t warps, int64_t head) {
+    check_cuda(op, "data", data);
+    check_device(op, "bases", bases, "data", data);
+    check_device(op, "blocks", blocks, "data", data);
+    check_device(op, "perm", perm, "data", data);
+    const macko_dtype dtype = check_value_dtype(op, "data", data);
+    check_dtype(op, "bases", bases, ScalarType::Short);
+    check_dtype(op, "blocks", blocks, ScalarType::Int);
+    check_dtype(op, "perm", perm, ScalarType::Int);
+    if (gap_bits < SELL_MIN_GAP_BITS || gap_bits > SELL_MAX_GAP_BITS)
+        fail(op, "gap_bits is ", gap_bits, ", expected ", int(SELL_MIN_GAP_BITS), " to ", int(SELL_MAX_GAP_BITS));
+    if (warps < 2 || warps % 2 || warps > SELL_MAX_WARPS)
+        fail(op, "warps is ", warps, ", expected an even number up to ", int(SELL_MAX_WARPS));
+    if (head < 0 || head > SELL_MAX_HEAD) fail(op, "head is ", head, ", expected 0 to ", int(SELL_MAX_HEAD));
+    if (cols < 0 || cols > SELL_MAX_COLS) fail(op, "cols is ", cols, ", expected 0 to ", int(SELL_MAX_COLS));
+    check_dim(op, "blocks", blocks, 2);
+    check_dim(op, "perm", perm, 1);
+    if (blocks.size(1) != BLOCK_FIELDS)
+        fail(op, "blocks has shape ", shape_name(blocks), ", expected [blocks, ", BLOCK_FIELDS, "]");
+    const int64_t num_blocks = blocks.size(0), slot_bytes = sell_slot_bytes(int(gap_bits));
+    if (data.numel() * 2 % slot_bytes || data.numel() * 2 < num_blocks * warps * head * slot_bytes)
+        fail(op, "data has ", data.numel(), " elements, expected whole slots of ", slot_bytes / 2, ", ",
+             num_blocks * warps * head, " at least");
+    if (bases.numel() % SELL_LANES || bases.numel() < num_blocks * warps * SELL_LANES)
+        fail(op, "bases has ", bases.numel(), " elements, expected a multiple of ", int(SELL_LANES), ", ",
+             num_blocks * warps * SELL_LANES, " at least");
+    check_contiguous(op, "data", data);
+    check_contiguous(op, "bases", bases);
+    check_contiguous(op, "blocks", blocks);
+    check_contiguous(op, "perm", perm);
+    return {static_cast<const uint8_t *>(data.const_data_ptr()),
+            static_cast<const uint16_t *>(bases.const_data_ptr()),
+            static_cast<const sell_block *>(blocks.const_data_ptr()),
+            static_cast<const int32_t *>(perm.const_data_ptr()),
+            perm.numel(),
+            cols,
+            int(num_blocks),
+            int(gap_bits),
+            int(warps),
+            int(head),
+            dtype};
+}
+
+std::optional<Tensor> check_bias(const char *op, const sell_matrix &m, const std::optional<Tensor> &bias,
+                                 const Tensor &data) {
+    if (!bias) return std::nullopt;
+    check_device(op, "bias", *bias, "data", data);
+    check_dtype(op, "bias", *bias, data.scalar_type());
+    check_dim(op, "bias", *bias, 1);
+    if (bias->numel() != m.rows) fail(op, "bias has ", bias->numel(), " elements, the matrix has ", m.rows, " rows");
+    return bias->is_contiguous() ? bias : torch::stable::contiguous(*bias);
+}
+
+// y of a shape that holds m.rows elements = W x + bias, all checked.
+Tensor multiply(const sell_matrix &m, const Tensor &x_any, const std::optional<Tensor> &bias,
+                const std::vector<int64_t> &shape) {
+    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    Tensor y = torch::stable::new_empty(x, shape);
+    STD_CUDA_CHECK(sell_spmv_cuda(&m, x.const_data_ptr(), bias ? bias->const_data_ptr() : nullptr, y.mutable_data_ptr(),
+                                  current_stream(x)));
+    return y;
+}
+
+Tensor unpack_matrix(const sell_matrix &m, const Tensor &data) {
+    Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
+    STD_CUDA_CHECK(sell_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(data)));
+    return w;
+}
+#endif
+
+} // namespace
+
+#ifdef USE_CUDA
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
+sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
+          int64_t gap_bits) {
+    const char *op = "sell_pack";
+    check_cuda(op, "values", values);
+    const macko_matrix m = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
+    if (gap_bits && (gap_bits < SELL_MIN_GAP_BITS || gap_bits > SELL_MAX_GAP_BITS))
+        fail(op, "gap_bits is ", gap_bits, ", expected ", int(SELL_MIN_GAP_BITS), " to ", int(SELL_MAX_GAP_BITS),
+             ", or 0 to choose the smallest");
+    if (cols > SELL_MAX_COLS)
+        fail(op, "cols is ", cols, ", expected at most ", int(SELL_MAX_COLS), ": use the macko format");
+    const DeviceGuard guard(values.get_device_index());
+    const cudaStream_t stream = current_stream(values);
+    const int64_t rows = m.rows;
+
+    Tensor totals_tensor = torch::stable::new_empty(values, {int64_t(sizeof(sell_totals) / 8)}, ScalarType::Long);
+    auto *device_totals = static_cast<sell_totals *>(totals_tensor.mutable_data_ptr());
+    sell_totals totals;
+    const auto read_totals = [&] {
+        STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
+        STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
+    };
+    Tensor counts = torch::stable::new_empty(values, {SELL_GAP_WIDTHS, rows}, ScalarType::Int);
+    auto *counts_data = static_cast<int32_t *>(counts.mutable_data_ptr());
+    STD_CUDA_CHECK(sell_count_cuda(&m, counts_data, device_totals, stream));
+    read_totals();
+    if (totals.faults)
+        fail(op, totals.faults, " rows point outside of values or of the ", cols, " columns; macko::check says which");
+    if (!gap_bits) {
+        gap_bits = SELL_MIN_GAP_BITS;
+        const auto bytes = [&](int64_t width) {
+            return totals.stored[width - SELL_MIN_GAP_BITS] * sell_slot_bytes(int(width));
+        };
+        for (int64_t width = SELL_MIN_GAP_BITS + 1; width <= SELL_MAX_GAP_BITS; width++)
+            if (bytes(width) < bytes(gap_bits)) gap_bits = width;
+    }
+    const int64_t stored = totals.stored[gap_bits - SELL_MIN_GAP_BITS];
+
+    sell_device device;
+    STD_CUDA_CHECK(sell_device_cuda(&device));
+    sell_shape shape = sell_pack_shape(rows, cols, int(gap_bits), device);
+    if (!shape.stages)
+        fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,
+             " bytes of shared memory of this GPU: use the macko format");
+    Tensor perm = torch::stable::new_empty(values, {rows}, ScalarType::Int);
+    Tensor starts = torch::stable::new_empty(values, {rows + 1}, ScalarType::Long);
+    Tensor line = torch::stable::new_empty(values, {rows}, ScalarType::Long);
+    auto *starts_data = static_cast<int64_t *>(starts.mutable_data_ptr());
+    const auto cut = [&] {
+        Tensor blocks = torch::stable::new_empty(values, {shape.num_blocks, BLOCK_FIELDS}, ScalarType::Int);
+        STD_CUDA_CHECK(sell_plan_cuda(counts_data + (gap_bits - SELL_MIN_GAP_BITS) * rows, rows, shape.warps,
+                                      shape.num_blocks, static_cast<int32_t *>(perm.mutable_data_ptr()), starts_data,
+                                      static_cast<int64_t *>(line.mutable_data_ptr()),
+                                      static_cast<sell_block *>(blocks.mutable_data_ptr()), device_totals, stream));
+        read_totals();
+        return blocks;
+    };
+    Tensor blocks = cut();
+    while (totals.sums > SELL_MAX_SUMS) {
+        shape.num_blocks *= 2;
+        blocks = cut();
+    }
+
+    Tensor data = torch::stable::new_empty(values, {totals.slots * sell_slot_bytes(int(gap_bits)) / 2});
+    Tensor bases = torch::stable::new_empty(values, {totals.groups * SELL_LANES}, ScalarType::Short);
+    Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
+    auto *scratch_data = static_cast<uint16_t *>(scratch.mutable_data_ptr());
+    const sell_matrix s = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, shape.warps, totals.head);
+    STD_CUDA_CHECK(sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
+                                   static_cast<uint8_t *>(data.mutable_data_ptr()),
+                                   static_cast<uint16_t *>(bases.mutable_data_ptr()), stream));
+    return {data, bases, blocks, perm, gap_bits, shape.warps, totals.head, stored};
+}
+
+Tensor sell_unpack(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
+                   int64_t gap_bits, int64_t warps, int64_t head) {
+    const sell_matrix m = matrix_of("sell_unpack", data, bases, blocks, perm, cols, gap_bits, warps, head);
+    const DeviceGuard guard(data.get_device_index());
+    return unpack_matrix(m, data);
+}
+
+Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
+                 int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x_any,
+                 const std::optional<Tensor> &bias_any) {
+    const char *op = "sell_spmv";
+    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    check_device(op, "x", x_any, "data", data);
+    check_dtype(op, "x", x_any, data.scalar_type());
+    check_dim(op, "x", x_any, 1);
+    if (x_any.numel() != cols) fail(op, "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
+    const DeviceGuard guard(data.get_device_index());
+    const std::optional<Tensor> bias = check_bias(op, m, bias_any, data);
+    return multiply(m, x_any, bias, {m.rows});
+}
+
+Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases, const Tensor &blocks,
+                   const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head,
+                   const std::optional<Tensor> &bias_any) {
+    const char *op = "sell_linear";
+    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    check_device(op, "x", x_any, "data", data);
+    check_dtype(op, "x", x_any, data.scalar_type());
+    if (x_any.dim() < 1 || x_any.size(-1) != cols)
+        fail(op, "x has shape ", shape_name(x_any), ", expected [..., ", cols, "]");
+    const DeviceGuard guard(data.get_device_index());
+    const std::optional<Tensor> bias = check_bias(op, m, bias_any, data);
+    std::vector<int64_t> shape;
+    int64_t tokens = 1;
+    for (int64_t i = 0; i + 1 < x_any.dim(); i++) {
+        shape.push_back(x_any.size(i));
+        tokens *= x_any.size(i);
+    }
+    if (tokens == 1) {
+        shape.push_back(m.rows);
+        return multiply(m, x_any, bias, shape);
+    }
+    // More tokens: a dense copy for the time of one product.
+    const Tensor w = unpack_matrix(m, data);
+    std::array<StableIValue, 3> stack{torch::stable::detail::from(x_any), torch::stable::detail::from(w),
+                                      torch::stable::detail::from(bias)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+#else
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
+sell_pack(const Tensor &values, const Tensor &, const Tensor &, int64_t, int64_t, int64_t) {
+    check_cuda("sell_pack", "values", values);
+    fail("sell_pack", "no CUDA tensor reaches the CPU library");
+}
+
+Tensor sell_unpack(const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, int64_t,
+                   int64_t) {
+    check_cuda("sell_unpack", "data", data);
+    return data;
+}
+
+Tensor sell_spmv(const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, int64_t, int64_t,
+                 const Tensor &, const std::optional<Tensor> &) {
+    check_cuda("sell_spmv", "data", data);
+    return data;
+}
+
+Tensor sell_linear(const Tensor &, const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t,
+                   int64_t, int64_t, const std::optional<Tensor> &) {
+    check_cuda("sell_linear", "data", data);
+    return data;
+}
+#endif
+
+} // namespace macko

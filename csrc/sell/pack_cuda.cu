@@ -1,0 +1,502 @@
+// The sell layout made from the canonical format on the device, and the dense matrix from it.
+#include "../core/cuda.cuh"
+#include "sell.h"
+
+using namespace macko;
+
+namespace {
+
+constexpr int WARPS = 8; // of the blocks whose warps own a row each
+constexpr int SCAN_THREADS = 1024;
+
+__device__ __forceinline__ int delta_at(const macko_matrix &m, int64_t entry) {
+    const int64_t bit = entry * m.delta_bits;
+    return m.deltas[bit >> 3] >> (bit & 7) & ((1 << m.delta_bits) - 1);
+}
+
+template <typename N>
+__device__ __forceinline__ N warp_inclusive_sum(N value, int lane) {
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const N below = __shfl_up_sync(FULL_WARP, value, distance);
+        if (lane >= distance) value += below;
+    }
+    return value;
+}
+
+// A non-zero of the canonical format, as a lane of walk_row sees it.
+struct Entry {
+    bool stored; // false: an explicit zero, or behind the row's end
+    uint16_t value;
+    int col, gap; // columns skipped since the last non-zero of the row, explicit zeros among them
+};
+
+// Calls visit(Entry) with 32 consecutive entries at a time, one a lane. Returns the columns that the row reaches.
+template <typename Visit>
+__device__ __forceinline__ int64_t walk_row(const macko_matrix &m, int64_t start, int64_t stop, int lane, Visit visit) {
+    const uint16_t *values = (const uint16_t *)m.values;
+    int64_t reached = 0; // columns passed by the entries before this tile
+    int next = 0;        // column behind the last non-zero before this tile
+    for (int64_t tile = start; tile < stop; tile += WARP) {
+        const bool inside = tile + lane < stop;
+        const uint16_t value = inside ? values[tile + lane] : 0;
+        const int passed = warp_inclusive_sum(inside ? delta_at(m, tile + lane) + 1 : 0, lane);
+        const int col = (int)reached + passed - 1;
+        const bool stored = value & 0x7fff;
+        const unsigned before = __ballot_sync(FULL_WARP, stored) & ((1u << lane) - 1);
+        const int previous = __shfl_sync(FULL_WARP, col, before ? 31 - __clz(before) : 0);
+        visit(Entry{stored, value, col, col - (before ? previous + 1 : next)});
+        const unsigned all = __ballot_sync(FULL_WARP, stored);
+        const int last = __shfl_sync(FULL_WARP, col, all ? 31 - __clz(all) : 0);
+        if (all) next = last + 1;
+        reached += __shfl_sync(FULL_WARP, passed, WARP - 1);
+    }
+    return reached;
+}
+
+// A warp owns a row. The gap widths from 2 bits on, all at once.
+__global__ void count_entries(macko_matrix m, int32_t *counts, sell_totals *totals) {
+    const int64_t row = blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
+    if (row >= m.rows) return;
+    const int64_t start = m.row_ptr[row], stop = m.row_ptr[row + 1];
+    const bool sound = start >= 0 && start <= stop && stop <= m.capacity && (row > 0 || start == 0);
+    int count[SELL_GAP_WIDTHS] = {};
+    const int64_t reached = walk_row(m, start, sound ? stop : start, lane, [&](Entry e) {
+        for (int width = 0; width < SELL_GAP_WIDTHS; width++)
+            if (e.stored) count[width] += 1 + (e.gap >> (SELL_MIN_GAP_BITS + width));
+    });
+    for (int width = 0; width < SELL_GAP_WIDTHS; width++) {
+        const int total = __reduce_add_sync(FULL_WARP, count[width]);
+        if (lane) continue;
+        counts[width * m.rows + row] = total;
+        atomicAdd((unsigned long long *)&totals->stored[width], (unsigned long long)total);
+    }
+    if (lane == 0 && (!sound || reached > m.cols)) atomicAdd((unsigned long long *)&totals->faults, 1ull);
+}
+
+// A warp owns a row and counts the rows that come before it: rows^2 compares, 0.1 ms at 16384 rows, and stable.
+__global__ void rank_rows(const int32_t *counts, int rows, int32_t *perm) {
+    const int row = blockIdx.x * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (row >= rows) return;
+    const int own = counts[row];
+    int rank = 0;
+    for (int other = lane; other < rows; other += WARP) {
+        const int count = counts[other];
+        rank += count > own || (count == own && other < row);
+    }
+    rank = __reduce_add_sync(FULL_WARP, rank);
+    if (lane == 0) perm[rank] = row;
+}
+
+// Exclusive sum over the threads of a block of SCAN_THREADS; the sum of all to *total.
+__device__ int64_t block_exclusive_sum(int64_t value, int64_t *total) {
+    __shared__ int64_t sums[SCAN_THREADS / WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int64_t inclusive = warp_inclusive_sum(value, lane);
+    __syncthreads(); // the last call's reads are done
+    if (lane == WARP - 1) sums[warp] = inclusive;
+    __syncthreads();
+    const int64_t below = warp_inclusive_sum(sums[lane], lane);
+    *total = __shfl_sync(FULL_WARP, below, WARP - 1);
+    const int64_t offset = __shfl_sync(FULL_WARP, below, warp ? warp - 1 : 0);
+    return inclusive - value + (warp ? offset : 0);
+}
+
+__device__ __forceinline__ int steps_of(int count) {
+    return (int)ceil_div(count, SELL_STEP);
+}
+
+/*
+ * The cut into blocks of equal work. Rows lie on a line, each as long as its steps (plus a little for writing its
+ * result); num_blocks equal lengths of the line are the blocks, rounded to whole rows. A block is padded to its longest
+ * row, so where the count falls from one row to the next the line has a gap, of a whole block's length when the count
+ * halves: within a block counts differ by less than a half, whatever the matrix. A row longer than a block counts as one block.
+ */
+struct Cut {
+    const int32_t *counts, *perm;
+    int64_t *line; // [rows] where each row begins
+    int64_t rows, extra, target;
+    static constexpr int SCALE = 64; // parts of a step, so that small gaps count
+
+    __device__ int count(int64_t row) const {
+        return counts[perm[row]];
+    }
+    __device__ int64_t length(int64_t row) const {
+        const int64_t whole = (steps_of(count(row)) + extra) * SCALE;
+        return whole < target ? whole : target;
+    }
+    __device__ int64_t gap_before(int64_t row) const {
+        if (row == 0) return 0;
+        const float before = steps_of(count(row - 1)) + extra, after = steps_of(count(row)) + extra;
+        const float gap = target * fminf(1, 2 * log2f(before / after));
+        return (int64_t)gap;
+    }
+    // The first row of the block that begins at a point of the line.
+    __device__ int64_t row_at(int64_t point, int64_t end) const {
+        int64_t low = 0, high = rows; // the first row that begins at the point or behind it
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (line[middle] < point)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        if (low == 0) return 0;
+        const int64_t stop = low == rows ? end : line[low] - gap_before(low); // where row low - 1 ends
+        if (point >= stop) return low;
+        return point - line[low - 1] < stop - point ? low - 1 : low;
+    }
+};
+
+// One thread block. starts: first entry of each sorted row in scratch; line: scratch.
+__global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t rows, int num_blocks, int64_t *starts,
+                         int64_t *line, sell_block *blocks) {
+    int64_t steps = 0, total;
+    for (int64_t row = threadIdx.x; row < rows; row += SCAN_THREADS) steps += steps_of(counts[row]);
+    block_exclusive_sum(steps, &steps);
+    Cut cut{counts, perm, line, rows, 0, 0};
+    cut.extra = 1 + steps / ((int64_t)num_blocks * 1024); // so that no block has more than some 2048 rows
+    cut.target = (steps + rows * cut.extra) * Cut::SCALE / num_blocks;
+    int64_t entries = 0, end = 0;
+    for (int64_t tile = 0; tile < rows; tile += SCAN_THREADS) {
+        const int64_t row = tile + threadIdx.x;
+        const bool inside = row < rows;
+        const int64_t gap = inside ? cut.gap_before(row) : 0;
+        const int64_t begin = end + block_exclusive_sum(inside ? gap + cut.length(row) : 0, &total) + gap;
+        if (inside) line[row] = begin;
+        end += total;
+        const int64_t first = entries + block_exclusive_sum(inside ? cut.count(row) : 0, &total);
+        if (inside) starts[row] = first;
+        entries += total;
+    }
+    if (threadIdx.x == 0) starts[rows] = entries;
+    __syncthreads();
+    for (int block = threadIdx.x; block < num_blocks; block += SCAN_THREADS) {
+        const int64_t begin = cut.row_at(end / num_blocks * block, end);
+        const int64_t stop = block + 1 == num_blocks ? rows : cut.row_at(end / num_blocks * (block + 1), end);
+        sell_block b = {};
+        b.row = (int32_t)begin;
+        b.rows = (int32_t)(stop - begin);
+        b.stages = b.rows ? cut.count(begin) : 0; // for choose_chunks, which puts the stages there
+        b.steps = 1;
+        blocks[block] = b;
+    }
+}
+
+// A warp owns a block and tries every number of chunks, one a lane. The cost is in steps: those stored, those that the
+// slowest warp does, 0.3 for the start and end of a group, and holes in the first two stages, which the head would hold.
+__global__ void choose_chunks(int warps, sell_block *blocks) {
+    sell_block best = blocks[blockIdx.x];
+    const int lane = threadIdx.x, steps = steps_of(best.stages);
+    if (!best.rows || !steps) { // no chunk, no stage
+        if (lane == 0) blocks[blockIdx.x].stages = 0;
+        return;
+    }
+    const int least = (int)ceil_div(steps, SELL_MAX_CHUNK), most = SELL_MAX_SUMS / (best.rows | 1);
+    float best_cost = INFINITY;
+    for (int chunks = least + lane; chunks <= max(least, min(steps, most)); chunks += WARP) {
+        sell_block b = best;
+        b.chunks = chunks;
+        b.steps = (int)ceil_div(steps, chunks);
+        b.long_chunks = chunks - (b.steps * chunks - steps);
+        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
+        const int holes = 2 * warps - sell_slots_before(&b, warps, 2);
+        const float stored = groups * (b.steps - 1 + 0.3f) + long_groups + 0.5f * holes;
+        const float slowest = sell_steps_of_warp(&b, warps, 0) + 0.3f * sell_groups_of_warp(groups, warps, 0);
+        const float cost = 0.7f * stored + 0.3f * warps * slowest;
+        if (cost < best_cost) {
+            best_cost = cost;
+            best = b;
+        }
+    }
+    for (int distance = WARP / 2; distance; distance /= 2) {
+        const float cost = __shfl_xor_sync(FULL_WARP, best_cost, distance);
+        const int chunks = __shfl_xor_sync(FULL_WARP, best.chunks, distance);
+        const int long_chunks = __shfl_xor_sync(FULL_WARP, best.long_chunks, distance);
+        const int length = __shfl_xor_sync(FULL_WARP, best.steps, distance);
+        if (cost < best_cost || (cost == best_cost && chunks < best.chunks)) {
+            best_cost = cost;
+            best.chunks = chunks;
+            best.long_chunks = long_chunks;
+            best.steps = length;
+        }
+    }
+    best.stages = sell_steps_of_warp(&best, warps, 0);
+    if (lane == 0) blocks[blockIdx.x] = best;
+}
+
+// One thread block. The head is as many stages as cost at most 1/32 of the slots in blocks that do not fill them.
+__global__ void place_blocks(int warps, int num_blocks, sell_block *blocks, sell_totals *totals) {
+    int64_t held[SELL_MAX_HEAD + 1] = {}, slots = 0; // slots of the first 0..4 stages
+    int sums = 0;
+    for (int block = threadIdx.x; block < num_blocks; block += SCAN_THREADS) {
+        sums = max(sums, blocks[block].chunks * (blocks[block].rows | 1));
+        slots += sell_slots_before(&blocks[block], warps, INT32_MAX);
+        for (int stages = 1; stages <= SELL_MAX_HEAD; stages++)
+            held[stages] += sell_slots_before(&blocks[block], warps, stages);
+    }
+    block_exclusive_sum(slots, &slots);
+    if (threadIdx.x == 0) totals->sums = 0;
+    __syncthreads();
+    if (sums > SELL_MAX_SUMS) atomicMax((unsigned long long *)&totals->sums, (unsigned long long)sums);
+    int head = 0;
+    for (int stages = 1; stages <= SELL_MAX_HEAD; stages++) {
+        block_exclusive_sum(held[stages], &held[stages]);
+        if ((int64_t)num_blocks * stages * warps - held[stages] <= slots / 32) head = stages;
+    }
+    int64_t slot = 0, group = 0, total;
+    for (int tile = 0; tile < num_blocks; tile += SCAN_THREADS) {
+        const int block = tile + threadIdx.x;
+        const bool inside = block < num_blocks;
+        const sell_block b = blocks[inside ? block : 0];
+        const int groups = max(0, sell_groups(&b) - warps);
+        const int behind = sell_slots_before(&b, warps, INT32_MAX) - sell_slots_before(&b, warps, head);
+        const int64_t first_slot = slot + block_exclusive_sum(inside ? behind : 0, &total);
+        slot += total;
+        const int64_t first_group = group + block_exclusive_sum(inside ? groups : 0, &total);
+        group += total;
+        if (!inside) continue;
+        blocks[block].slot = (int32_t)first_slot;
+        blocks[block].group = (int32_t)first_group;
+    }
+    if (threadIdx.x) return;
+    totals->slots = (int64_t)num_blocks * head * warps + slot;
+    totals->groups = (int64_t)num_blocks * warps + group;
+    totals->head = head;
+}
+
+// A warp owns a row: its entries at this gap width, as values and columns.
+__global__ void expand_rows(macko_matrix m, sell_matrix s, const int64_t *starts, uint16_t *values, uint16_t *columns) {
+    const int64_t sorted = blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
+    if (sorted >= s.rows) return;
+    const int row = s.perm[sorted];
+    int64_t written = starts[sorted];
+    walk_row(m, m.row_ptr[row], m.row_ptr[row + 1], lane, [&](Entry e) {
+        const int zeros = e.stored ? e.gap >> s.gap_bits : 0, entries = e.stored ? zeros + 1 : 0;
+        const int last = warp_inclusive_sum(entries, lane);
+        int64_t entry = written + last - entries;
+        for (int zero = 1; zero <= zeros; zero++, entry++) {
+            values[entry] = 0;
+            columns[entry] = (uint16_t)(e.col - e.gap - 1 + (zero << s.gap_bits));
+        }
+        if (e.stored) {
+            values[entry] = e.value;
+            columns[entry] = (uint16_t)e.col;
+        }
+        written += __shfl_sync(FULL_WARP, last, WARP - 1);
+    });
+}
+
+// Where byte j of the fields and its half of a step lie: entry of field `a` of pair j.
+__device__ __forceinline__ int entry_of(int field, int pair) {
+    return (field >> 1) * 8 + 2 * pair + (field & 1);
+}
+
+__device__ __forceinline__ int nibble_shift(int pair) {
+    return 4 * (pair == 1 ? 2 : pair == 2 ? 1 : pair);
+}
+
+__device__ __forceinline__ void write_gaps(const int (&gaps)[SELL_STEP], int gap_bits, int lane, uint8_t *at) {
+    uint32_t fields[4];
+    for (int pair = 0; pair < 4; pair++) {
+        fields[pair] = 0;
+        for (int field = 0; field < 4; field++) fields[pair] |= gaps[entry_of(field, pair)] << (gap_bits * field);
+    }
+    for (int plane = 0; plane < gap_bits / 2; plane++, at += SELL_LANES * 4) {
+        uint32_t word = 0;
+        for (int pair = 0; pair < 4; pair++) word |= (fields[pair] >> (8 * plane) & 0xff) << (8 * pair);
+        ((uint32_t *)at)[lane] = word;
+    }
+    uint32_t nibbles = 0;
+    for (int pair = 0; pair < 4; pair++) nibbles |= (fields[pair] >> (8 * (gap_bits / 2))) << nibble_shift(pair);
+    if (gap_bits % 2) ((uint16_t *)at)[lane] = (uint16_t)nibbles;
+}
+
+__device__ __forceinline__ void read_gaps(const uint8_t *at, int gap_bits, int lane, int (&gaps)[SELL_STEP]) {
+    uint32_t fields[4] = {};
+    for (int plane = 0; plane < gap_bits / 2; plane++, at += SELL_LANES * 4)
+        for (int pair = 0; pair < 4; pair++)
+            fields[pair] |= (((const uint32_t *)at)[lane] >> (8 * pair) & 0xff) << (8 * plane);
+    const uint32_t nibbles = gap_bits % 2 ? ((const uint16_t *)at)[lane] : 0;
+    for (int pair = 0; pair < 4; pair++) {
+        fields[pair] |= (nibbles >> nibble_shift(pair) & 15) << (8 * (gap_bits / 2));
+        for (int field = 0; field < 4; field++)
+            gaps[entry_of(field, pair)] = fields[pair] >> (gap_bits * field) & ((1 << gap_bits) - 1);
+    }
+}
+
+// sell_slot for many steps of one block: the steps of its pairs of warps are counted once.
+struct Places {
+    int64_t head_slot, tail_slot;
+    int warps, head, steps[SELL_MAX_WARPS / 2];
+
+    __device__ Places(const sell_matrix &s, const sell_block &b, int block) : warps(s.warps), head(s.head) {
+        head_slot = (int64_t)block * head * warps;
+        tail_slot = (int64_t)s.num_blocks * head * warps + b.slot - sell_slots_before(&b, warps, head);
+        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++)
+            steps[pair] = 2 * pair < warps ? sell_steps_of_warp(&b, warps, 2 * pair) : 0;
+    }
+    __device__ int64_t slot(int stage, int warp) const {
+        if (stage < head) return head_slot + stage * warps + warp;
+        int before = 0;
+        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(steps[pair], stage);
+        return tail_slot + before + warp;
+    }
+};
+
+// blockIdx.x is the block of the layout, whose groups are shared by the warps of gridDim.y thread blocks.
+__global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t *values, const uint16_t *columns,
+                            uint8_t *data, uint16_t *bases) {
+    const sell_block b = s.blocks[blockIdx.x];
+    const int lane = threadIdx.x % WARP, slot_bytes = sell_slot_bytes(s.gap_bits);
+    const int groups = max(sell_groups(&b), s.warps), long_groups = sell_long_groups(&b);
+    const Places places(s, b, blockIdx.x);
+    for (int group = blockIdx.y * WARPS + threadIdx.x / WARP; group < groups; group += gridDim.y * WARPS) {
+        const int task = group * SELL_LANES + lane, warp = group % s.warps, turn = group / s.warps;
+        const bool owned = task < b.rows * b.chunks;
+        const int chunk = owned ? task / b.rows : 0, sorted = b.row + (owned ? task - chunk * b.rows : 0);
+        // Entries of the chunk: [entry, stop) of the scratch; the row begins at `first`.
+        const int64_t first = owned ? starts[sorted] : 0;
+        const int64_t entry = first + (int64_t)sell_chunk_start(&b, chunk) * SELL_STEP;
+        const int64_t chunk_stop = first + (int64_t)sell_chunk_start(&b, chunk + 1) * SELL_STEP;
+        const int64_t stop = owned ? min(starts[sorted + 1], chunk_stop) : entry;
+        int next = entry >= stop ? (int)s.cols : entry > first ? columns[entry - 1] + 1 : 0;
+        bases[sell_base(&b, blockIdx.x, s.num_blocks, s.warps, group) + lane] = (uint16_t)next;
+
+        // The stages of this group: behind those of the warp's earlier groups.
+        const int stage = turn * (b.steps - 1) + sell_min(turn, sell_groups_of_warp(long_groups, s.warps, warp));
+        int steps = group < sell_groups(&b) ? b.steps - (group >= long_groups) : 0;
+        // The last group of a warp also fills the rest of the head, and of its slots beside the other warp of the pair.
+        if (group + s.warps >= groups)
+            steps = max(max(s.head, sell_steps_of_warp(&b, s.warps, warp & ~1)) - stage, steps);
+        for (int step = 0; step < steps; step++) {
+            uint16_t kept[SELL_STEP];
+            int gaps[SELL_STEP];
+            for (int i = 0; i < SELL_STEP; i++) {
+                const int64_t at = entry + step * SELL_STEP + i;
+                const bool inside = at < stop;
+                kept[i] = inside ? values[at] : 0;
+                gaps[i] = inside ? columns[at] - next : 0;
+                next += gaps[i] + 1;
+            }
+            uint8_t *slot = data + slot_bytes * places.slot(stage + step, warp);
+            for (int half = 0; half < 2; half++) {
+                uint4 packed;
+                uint32_t *words = &packed.x;
+                for (int i = 0; i < 4; i++)
+                    words[i] = kept[half * 8 + 2 * i] | (uint32_t)kept[half * 8 + 2 * i + 1] << 16;
+                ((uint4 *)slot)[half * SELL_LANES + lane] = packed;
+            }
+            write_gaps(gaps, s.gap_bits, lane, slot + SELL_LANES * SELL_STEP * 2);
+        }
+    }
+}
+
+// A warp owns a row, and each lane a step of it at a time: where a step begins is the sum of all gaps before. The lanes
+// scatter into a row of shared memory, which is written once, coalesced. (With a lane a chunk most lanes had no work.)
+__global__ void unpack_rows(sell_matrix s, uint16_t *w) {
+    extern __shared__ uint4 shared_rows[];
+    const int lane = threadIdx.x % WARP, row_words = (int)ceil_div(s.cols, 8), slot_bytes = sell_slot_bytes(s.gap_bits);
+    const int64_t sorted = blockIdx.x * (int64_t)(blockDim.x / WARP) + threadIdx.x / WARP;
+    if (sorted >= s.rows) return;
+    uint4 *dense = shared_rows + threadIdx.x / WARP * row_words;
+    for (int i = lane; i < row_words; i += WARP) dense[i] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+
+    int block = 0, high = s.num_blocks - 1; // the last block whose first row is not behind this one
+    while (block < high) {
+        const int middle = (block + high + 1) / 2;
+        if (s.blocks[middle].row <= sorted)
+            block = middle;
+        else
+            high = middle - 1;
+    }
+    const sell_block b = s.blocks[block];
+    const Places places(s, b, block);
+    const int long_groups = sell_long_groups(&b), long_steps = b.long_chunks * b.steps;
+    const int steps = sell_chunk_start(&b, b.chunks);
+    int reached = 0;
+    for (int tile = 0; tile < steps; tile += WARP) {
+        const int at = min(tile + lane, steps - 1);
+        const bool inside = tile + lane < steps;
+        const int chunk = at < long_steps ? at / b.steps : b.long_chunks + (at - long_steps) / (b.steps - 1);
+        const int task = chunk * b.rows + (int)(sorted - b.row), group = task / SELL_LANES, owner = task % SELL_LANES;
+        const int warp = group % s.warps, turn = group / s.warps;
+        const int stage = turn * (b.steps - 1) + sell_min(turn, sell_groups_of_warp(long_groups, s.warps, warp)) + at -
+                          sell_chunk_start(&b, chunk);
+        const uint8_t *slot = s.data + slot_bytes * places.slot(stage, warp);
+        int gaps[SELL_STEP];
+        read_gaps(slot + SELL_LANES * SELL_STEP * 2, s.gap_bits, owner, gaps);
+        int passed = 0;
+        for (int i = 0; i < SELL_STEP; i++) passed += inside ? gaps[i] + 1 : 0;
+        const int behind = reached + warp_inclusive_sum(passed, lane);
+        reached = __shfl_sync(FULL_WARP, behind, WARP - 1);
+        int col = behind - passed - 1;
+        for (int half = 0; half < 2; half++) {
+            const uint4 packed = ((const uint4 *)slot)[half * SELL_LANES + owner];
+            const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+            for (int i = 0; i < 8; i++) {
+                const uint16_t value = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
+                col += gaps[half * 8 + i] + 1;
+                if (inside && value && col < s.cols) ((uint16_t *)dense)[col] = value;
+            }
+        }
+    }
+    __syncwarp();
+    uint16_t *out = w + s.perm[sorted] * s.cols;
+    if ((uintptr_t)out % 16 == 0 && s.cols % 8 == 0)
+        for (int i = lane; i < row_words; i += WARP) ((uint4 *)out)[i] = dense[i];
+    else
+        for (int i = lane; i < s.cols; i += WARP) out[i] = ((const uint16_t *)dense)[i];
+}
+
+} // namespace
+
+cudaError_t sell_device_cuda(sell_device *device) {
+    int index;
+    cudaError_t error = cudaGetDevice(&index);
+    if (!error) error = cudaDeviceGetAttribute(&device->num_sms, cudaDevAttrMultiProcessorCount, index);
+    if (!error)
+        error = cudaDeviceGetAttribute(&device->shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
+    if (!error)
+        error = cudaDeviceGetAttribute(&device->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+    return error;
+}
+
+cudaError_t sell_count_cuda(const macko_matrix *m, int32_t *counts, sell_totals *totals, cudaStream_t stream) {
+    cudaMemsetAsync(totals, 0, sizeof *totals, stream);
+    if (m->rows) count_entries<<<ceil_div(m->rows, WARPS), WARPS * WARP, 0, stream>>>(*m, counts, totals);
+    return cudaGetLastError();
+}
+
+cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int warps, int num_blocks, int32_t *perm,
+                           int64_t *starts, int64_t *line, sell_block *blocks, sell_totals *totals,
+                           cudaStream_t stream) {
+    if (rows) rank_rows<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(counts, (int)rows, perm);
+    cut_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, perm, rows, num_blocks, starts, line, blocks);
+    choose_chunks<<<num_blocks, WARP, 0, stream>>>(warps, blocks);
+    place_blocks<<<1, SCAN_THREADS, 0, stream>>>(warps, num_blocks, blocks, totals);
+    return cudaGetLastError();
+}
+
+cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const int64_t *starts, uint16_t *values,
+                            uint16_t *columns, uint8_t *data, uint16_t *bases, cudaStream_t stream) {
+    if (s->rows) expand_rows<<<ceil_div(s->rows, WARPS), WARPS * WARP, 0, stream>>>(*m, *s, starts, values, columns);
+    write_slots<<<dim3(s->num_blocks, 8), WARPS * WARP, 0, stream>>>(*s, starts, values, columns, data, bases);
+    return cudaGetLastError();
+}
+
+cudaError_t sell_unpack_cuda(const sell_matrix *s, void *w, cudaStream_t stream) {
+    if (!s->rows || !s->cols) return cudaSuccess;
+    sell_device device;
+    cudaError_t error = sell_device_cuda(&device);
+    if (error) return error;
+    const int row_bytes = (int)ceil_div(s->cols, 8) * 16;
+    const int warps = max(1, min(WARPS, device.shared_per_block / 2 / row_bytes));
+    error = cudaFuncSetAttribute(unpack_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_block);
+    if (error) return error;
+    const int64_t blocks = ceil_div(s->rows, warps);
+    unpack_rows<<<(unsigned)blocks, warps * WARP, warps * row_bytes, stream>>>(*s, (uint16_t *)w);
+    return cudaGetLastError();
+}

@@ -1,0 +1,259 @@
+/*
+ * The sell layout: how a GPU runs a matrix of the macko format. This header is its only specification.
+ *
+ * It is made on the device for that device's number of SMs, held instead of the canonical tensors, never saved; it
+ * converts back bit for bit. It stores what the canonical format stores, a value and the columns skipped before it, but
+ *   gaps have 2 to 6 bits, whatever makes this matrix smallest (an explicit zero stands at every 2^gap_bits-th column
+ *   of a longer run, as in the canonical format);
+ *   every lane of a warp walks its own run of entries, so that decoding needs no prefix sum over the warp;
+ *   all lanes have the same amount of work, and a block's work is contiguous, so that one bulk copy brings it in.
+ *
+ * Order of the entries, from the matrix down:
+ *   perm     the rows sorted by stored entries, most first (equal ones in their order). "row" below is a sorted row.
+ *   block    `rows` consecutive rows, the work of one thread block. Blocks hold about the same number of steps.
+ *   step     SELL_STEP consecutive entries of one row, read by one lane at once. A row is padded to whole steps with
+ *            (value 0, gap 0), and to the steps of the first row of its block.
+ *   chunk    consecutive steps of one row, the work of one lane. Each row of a block is cut into `chunks` chunks at the
+ *            same places: the first `long_chunks` of `steps` steps, the others of steps - 1.
+ *   task     chunk c of row r of the block is task c * rows + r. 32 tasks are a group, one a lane; lanes without a task
+ *            are padding. Group g belongs to warp g mod warps. A group lasts as long as its first task.
+ *   slot     what a warp reads at once, one step of a group: SELL_LANES x 16 B of values of entries 0..7, the same of
+ *            entries 8..15, then the gaps, see below.
+ *   stage    what a block reads at once: stage i holds, warp after warp, the slots of step i of each warp that has one
+ *            (a warp's steps are those of its groups, one group after the other; no warp has fewer than a later one).
+ *            Warps go in pairs: the second has a slot wherever the first has one, so that every stage begins at a
+ *            multiple of 128 B (at 64 B, each line of a bulk copy takes two requests).
+ *
+ * Where things are. A block can start to fetch before it has read its own header: the first `head` stages of all
+ * blocks lie first in `data`, at a fixed distance, and hold a slot for every warp; so do the bases of each warp's first
+ * group. The rest follows block after block at the offsets in the header.
+ *
+ * The gaps of a step: entry e has gap g[e]. For pair j = 0..3 the four gaps g[2j], g[2j + 1], g[8 + 2j], g[9 + 2j] form
+ * a number of 4 gap_bits bits, first gap lowest. Byte b of it is byte j of the lane's word in plane b (SELL_LANES
+ * x 4 B a plane); where gap_bits is odd, the highest 4 bits are nibble {0, 2, 1, 3}[j] of the lane's 16-bit word behind
+ * the planes. So a mask gives four gaps in the four bytes of a register, ready for the prefix sum by multiplication.
+ *
+ * Bytes a stored value: (2 + gap_bits / 8) / (1 - (1 - d)^(2^gap_bits)) for density d, and 1-2 % of padding.
+ */
+#ifndef MACKO_SELL_H
+#define MACKO_SELL_H
+
+#include "../core/types.h"
+
+#ifdef __CUDACC__
+#define SELL_FN static __host__ __device__ inline
+#else
+#define SELL_FN static inline
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    SELL_STEP = 16,
+    SELL_LANES = 32,
+    SELL_MIN_GAP_BITS = 2,
+    SELL_MAX_GAP_BITS = 6,
+    SELL_GAP_WIDTHS = SELL_MAX_GAP_BITS - SELL_MIN_GAP_BITS + 1,
+    SELL_MAX_WARPS = 12, /* and an even number */
+    SELL_MIN_STAGES = 4, /* of the ring */
+    SELL_MAX_STAGES = 8,
+    SELL_MAX_HEAD = 4,     /* stages at a fixed distance: what is fetched before the header has come */
+    SELL_MAX_COLS = 65535, /* base columns have 16 bits; cols itself is the base of a lane without a task */
+    SELL_MAX_CHUNK = 128,  /* steps of a chunk, so that padding runs at most this many steps past the columns */
+    SELL_MAX_SUMS = 2176,  /* partial sums of a block: chunks * (rows | 1) */
+    SELL_PAD = SELL_STEP * SELL_MAX_CHUNK, /* zeros behind x in shared memory: where padding points */
+};
+
+typedef struct sell_block {
+    int32_t slot;        /* of the block's first stage behind the head, counted from the end of all heads */
+    int32_t group;       /* of group `warps` of the block, counted from the end of all first groups */
+    int32_t row;         /* its first row */
+    int32_t rows;        /* may be 0 */
+    int32_t chunks;      /* 0 if its rows are empty */
+    int32_t long_chunks; /* 1..chunks */
+    int32_t steps;       /* of a long chunk */
+    int32_t stages;      /* steps of warp 0 */
+} sell_block;
+
+typedef struct sell_matrix {
+    const uint8_t *data;      /* [slots * sell_slot_bytes(gap_bits)] */
+    const uint16_t *bases;    /* [groups * SELL_LANES] column before which each task starts */
+    const sell_block *blocks; /* [num_blocks] */
+    const int32_t *perm;      /* [rows] row of the matrix of each sorted row */
+    int64_t rows, cols;
+    int32_t num_blocks, gap_bits, warps, head;
+    macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
+} sell_matrix;
+
+SELL_FN int sell_min(int a, int b) {
+    return a < b ? a : b;
+}
+
+SELL_FN int sell_slot_bytes(int gap_bits) {
+    return SELL_LANES * (SELL_STEP * 2 + gap_bits * 2);
+}
+
+SELL_FN int sell_groups(const sell_block *b) {
+    return (b->rows * b->chunks + SELL_LANES - 1) / SELL_LANES;
+}
+
+/* Groups of `steps` steps; the others have one less. */
+SELL_FN int sell_long_groups(const sell_block *b) {
+    return (b->rows * b->long_chunks + SELL_LANES - 1) / SELL_LANES;
+}
+
+/* How many of the first `groups` groups belong to a warp. */
+SELL_FN int sell_groups_of_warp(int groups, int warps, int warp) {
+    return (groups + warps - 1 - warp) / warps;
+}
+
+/* Steps of a warp; never more than of the warp before it. */
+SELL_FN int sell_steps_of_warp(const sell_block *b, int warps, int warp) {
+    return sell_groups_of_warp(sell_groups(b), warps, warp) * (b->steps - 1) +
+           sell_groups_of_warp(sell_long_groups(b), warps, warp);
+}
+
+/* Slots of the first `stages` stages of a block. */
+SELL_FN int sell_slots_before(const sell_block *b, int warps, int stages) {
+    int slots = 0;
+    for (int warp = 0; warp < warps; warp += 2) slots += 2 * sell_min(sell_steps_of_warp(b, warps, warp), stages);
+    return slots;
+}
+
+/* Slot in data of a warp's step (= stage) of a block. */
+SELL_FN int64_t sell_slot(const sell_block *b, int block, int num_blocks, int warps, int head, int stage, int warp) {
+    if (stage < head) return ((int64_t)block * head + stage) * warps + warp;
+    return (int64_t)num_blocks * head * warps + b->slot + sell_slots_before(b, warps, stage) -
+           sell_slots_before(b, warps, head) + warp;
+}
+
+/* First task of a group in bases. */
+SELL_FN int64_t sell_base(const sell_block *b, int block, int num_blocks, int warps, int group) {
+    const int64_t index =
+        group < warps ? (int64_t)block * warps + group : (int64_t)num_blocks * warps + b->group + group - warps;
+    return index * SELL_LANES;
+}
+
+/* First step of a chunk within its row. */
+SELL_FN int sell_chunk_start(const sell_block *b, int chunk) {
+    return chunk * (b->steps - 1) + sell_min(chunk, b->long_chunks);
+}
+
+/* What the launch shape depends on, of one device. */
+typedef struct sell_device {
+    int num_sms;
+    int shared_per_sm;    /* bytes */
+    int shared_per_block; /* bytes, the most that a block can ask for */
+} sell_device;
+
+typedef struct sell_shape {
+    int warps;         /* that decode */
+    int blocks_per_sm; /* resident at once: 1 or 2 */
+    int num_blocks;
+    int stages;       /* of the ring; 0: the matrix does not fit this device */
+    int shared_bytes; /* of a block */
+} sell_shape;
+
+SELL_FN int sell_x_bytes(int64_t cols) {
+    return (int)((cols + SELL_PAD) * 2 + 127) / 128 * 128;
+}
+
+/* Shared memory of a block but for the ring: x, zeros behind it, one partial sum a task. */
+SELL_FN int sell_fixed_bytes(int64_t cols) {
+    return sell_x_bytes(cols) + SELL_MAX_SUMS * 4;
+}
+
+/*
+ * Ring and shared memory for a matrix packed for `warps` warps. 80 KB in flight an SM measured best on an H200 at
+ * 8192 x 8192 (41 KB: 20 % slower; 143 KB: 2-5 % slower), as two blocks of 8 warps where x fits twice, else one of 12.
+ * A block takes so much shared memory that no third one fits: the next launch's would be placed unevenly (+15 %).
+ */
+SELL_FN sell_shape sell_launch_shape(int64_t cols, int gap_bits, int warps, sell_device device) {
+    const int stage = warps * sell_slot_bytes(gap_bits), fixed = sell_fixed_bytes(cols), barriers = 512;
+    sell_shape shape = {warps, warps > 8 ? 1 : 2, 0, 0, 0};
+    int room = sell_min(device.shared_per_sm / 2 - 1024, device.shared_per_block) - barriers;
+    if (shape.blocks_per_sm == 1 || room < fixed + SELL_MIN_STAGES * stage) {
+        shape.blocks_per_sm = 1;
+        room = device.shared_per_block - barriers;
+    }
+    if (room < fixed + SELL_MIN_STAGES * stage) return shape;
+    const int wanted = (80 * 1024 / shape.blocks_per_sm + stage / 2) / stage;
+    const int alone = device.shared_per_sm / (shape.blocks_per_sm + 1); /* with this much, no further block fits */
+    shape.stages = sell_min((room - fixed) / stage,
+                            wanted < SELL_MIN_STAGES ? SELL_MIN_STAGES : sell_min(wanted, SELL_MAX_STAGES));
+    shape.shared_bytes = fixed + shape.stages * stage;
+    if (shape.shared_bytes < alone) shape.shared_bytes = sell_min(alone, room);
+    return shape;
+}
+
+/*
+ * How to cut a matrix: one wave of blocks, so that each SM has the same work and none is waited for by another; more
+ * only where a block would exceed its table of partial sums (sell_totals.sums says so; then pack again with twice as many).
+ */
+SELL_FN sell_shape sell_pack_shape(int64_t rows, int64_t cols, int gap_bits, sell_device device) {
+    sell_shape shape = sell_launch_shape(cols, gap_bits, 8, device);
+    if (shape.stages == 0 || shape.blocks_per_sm == 1) {
+        shape = sell_launch_shape(cols, gap_bits, SELL_MAX_WARPS, device);
+        if (shape.stages == 0) shape = sell_launch_shape(cols, gap_bits, 4, device); /* an SM with 100 KB */
+    }
+    int64_t blocks = (int64_t)device.num_sms * shape.blocks_per_sm;
+    if (blocks > rows) blocks = rows;
+    if (blocks < rows / 1024) blocks = rows / 1024;
+    shape.num_blocks = blocks > 0 ? (int)blocks : 1;
+    return shape;
+}
+
+/* Totals of a packing, found on the device and read by the host where it has to allocate. */
+typedef struct sell_totals {
+    int64_t stored[SELL_GAP_WIDTHS]; /* entries at each gap width, from SELL_MIN_GAP_BITS */
+    int64_t faults;                  /* rows of the canonical matrix that point outside of it */
+    int64_t slots, groups;           /* of data and bases, heads included */
+    int64_t head;
+    int64_t sums; /* the most partial sums of a block; over SELL_MAX_SUMS the cut is not usable */
+} sell_totals;
+
+#ifdef __CUDACC__
+#define SELL_HAVE_CUDA
+#elif defined(USE_CUDA)
+#define SELL_HAVE_CUDA
+#endif
+#ifdef SELL_HAVE_CUDA
+#include <cuda_runtime_api.h>
+
+#include "../macko/macko.h"
+
+/*
+ * Packing, in three calls between which the host reads *totals (device memory) and allocates. Everything is enqueued on
+ * `stream` of the current device; nothing synchronises or allocates. Pointers are device pointers.
+ */
+
+/* Entries of each row at every gap width, counts [SELL_GAP_WIDTHS][rows], and their totals. */
+cudaError_t sell_count_cuda(const macko_matrix *m, int32_t *counts, sell_totals *totals, cudaStream_t stream);
+
+/* The cut into blocks. counts [rows] of the chosen width; writes perm, blocks, totals and starts [rows + 1], the first
+ * entry of each sorted row in the scratch of the next call. line [rows] is scratch. */
+cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int warps, int num_blocks, int32_t *perm,
+                           int64_t *starts, int64_t *line, sell_block *blocks, sell_totals *totals,
+                           cudaStream_t stream);
+
+/* All of data and bases. scratch: values and columns, [stored] uint16 each. */
+cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const int64_t *starts, uint16_t *values,
+                            uint16_t *columns, uint8_t *data, uint16_t *bases, cudaStream_t stream);
+
+/* The dense matrix w [rows, cols]. */
+cudaError_t sell_unpack_cuda(const sell_matrix *s, void *w, cudaStream_t stream);
+
+/* y = W x + bias; bias may be NULL. Same bits every run. */
+cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias, void *y, cudaStream_t stream);
+
+/* The current device's sizes. */
+cudaError_t sell_device_cuda(sell_device *device);
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

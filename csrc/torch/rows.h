@@ -1,0 +1,69 @@
+// Loops over the rows of a packed matrix on torch's CPU threads.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <vector>
+
+#include "check.h"
+
+namespace macko {
+
+// body(begin, end) for rows [begin, end), about `entries_per_row` of work each.
+template <typename Body>
+void for_rows(int64_t rows, int64_t entries_per_row, const Body &body) {
+    constexpr int64_t GRAIN_ENTRIES = 1 << 15; // some 10 us of work: below, a thread costs more than it brings
+    torch::stable::parallel_for(0, rows, std::max<int64_t>(1, GRAIN_ENTRIES / std::max<int64_t>(1, entries_per_row)),
+                                body);
+}
+
+// As for_rows, for a body that returns a fault: the one of the lowest row, for one row the kind that is looked for first.
+template <typename Body>
+macko_fault first_fault(int64_t rows, int64_t entries_per_row, const Body &body) {
+    std::mutex mutex;
+    macko_fault first{};
+    for_rows(rows, entries_per_row, [&](int64_t begin, int64_t end) {
+        const macko_fault fault = body(begin, end);
+        if (fault.kind) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (!first.kind || fault.row < first.row || (fault.row == first.row && fault.kind < first.kind))
+                first = fault;
+        }
+    });
+    return first;
+}
+
+// y [tokens, rows] = x [tokens, cols] W^T + bias by torch's dense product, over blocks of rows that fill(begin, end, w)
+// writes densely to w, or returns a fault. A block's memory is used again while the cache has it; a whole dense copy would
+// cost a page fault every 4 KiB, at each call.
+template <typename Fill>
+macko_fault linear_by_blocks(const Tensor &x, int64_t rows, const std::optional<Tensor> &bias, Tensor &y,
+                             const Fill &fill) {
+    static int64_t BLOCK_BYTES = getenv("BB") ? atoll(getenv("BB")) : 4 << 20;
+    const int64_t cols = x.size(1), row_bytes = std::max<int64_t>(1, cols * x.element_size());
+    const int64_t block_rows = std::min(rows, std::max<int64_t>(64, BLOCK_BYTES / row_bytes));
+    Tensor block = torch::stable::new_empty(x, {block_rows, cols});
+    for (int64_t begin = 0; begin < rows; begin += block_rows) {
+        const int64_t count = std::min(block_rows, rows - begin);
+        const macko_fault fault = first_fault(count, cols, [&](int64_t from, int64_t to) {
+            return fill(begin + from, begin + to,
+                        static_cast<char *>(block.mutable_data_ptr()) + from * cols * x.element_size());
+        });
+        if (fault.kind) return fault;
+        std::optional<Tensor> part;
+        if (bias) {
+            Tensor whole = *bias;
+            part = torch::stable::narrow(whole, 0, begin, count);
+        }
+        std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
+                                          torch::stable::detail::from(torch::stable::narrow(block, 0, 0, count)),
+                                          torch::stable::detail::from(part)};
+        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+        Tensor to = torch::stable::narrow(y, 1, begin, count);
+        torch::stable::copy_(to, torch::stable::detail::to<Tensor>(stack[0]));
+    }
+    return {};
+}
+
+} // namespace macko

@@ -1,0 +1,221 @@
+"""Calibration: what goes into each linear layer, block after block, for the pruning methods that look at data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layers import FoundLinear
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Prune = Callable[[FoundLinear, Tensor | None], None]
+#: By id, a tensor (so that its id stays its own) and where it was moved to.
+Moved = dict[int, tuple[Tensor, Tensor]]
+
+
+def calibrate(
+    model: nn.Module,
+    layers: list[FoundLinear],
+    batches: list[Any],
+    statistic: Callable[[Tensor], Tensor],
+    prune: Prune,
+    device: torch.device | str | None,
+) -> None:
+    """Calls prune(layer, seen) for each layer: those of the blocks in their order, then what hangs elsewhere."""
+    blocks = _blocks(model, layers)
+    calls = _record(model, blocks, batches, device) if blocks else None
+    if calls:
+        inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
+        for i, block in enumerate(blocks):
+            own = [layer for layer in layers if inside.get(id(layer.module)) == i]
+            with _at(block, device):
+                seen = _gather(own, statistic, block, calls[i])
+                for layer in own:
+                    prune(layer, seen.pop(layer.name, None))
+                if i + 1 < len(blocks):
+                    calls[i + 1] = [
+                        _with_hidden(then, _hidden(block(*args, **kwargs)))
+                        for then, (args, kwargs) in zip(calls[i + 1], calls[i], strict=True)
+                    ]
+            calls[i] = []
+        layers = [layer for layer in layers if id(layer.module) not in inside]
+    if layers:
+        with _at(model, device):
+            seen = _gather(layers, statistic, model, [_as_call(model, batch) for batch in batches])
+        for layer in layers:
+            prune(layer, seen.pop(layer.name, None))
+
+
+def _gather(
+    layers: list[FoundLinear], statistic: Callable[[Tensor], Tensor], module: nn.Module, calls: list[Call]
+) -> dict[str, Tensor]:
+    """The statistic of each layer's inputs over the calls of the module, by name."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["input"]
+            if x.numel():
+                new = statistic(x.reshape(-1, x.shape[-1]).float())
+                seen[name] = seen[name] + new if name in seen else new
+
+        return hook
+
+    handles = [layer.module.register_forward_pre_hook(watch(layer.name), with_kwargs=True) for layer in layers]
+    try:
+        for args, kwargs in calls if layers else []:
+            module(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _blocks(model: nn.Module, layers: list[FoundLinear]) -> list[nn.Module]:
+    """The model's one outermost list of modules that holds such layers, or nothing where there are none or several."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inner = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inner:
+            holds = {id(m) for m in module.modules()}
+            if any(id(layer.module) in holds for layer in layers):
+                found[name] = module
+    return list(next(iter(found.values()))) if len(found) == 1 else []
+
+
+class _LastBlock(Exception):
+    """Ends a pass at the last block: what follows is of no interest."""
+
+
+def _record(
+    model: nn.Module, blocks: list[nn.Module], batches: list[Any], device: torch.device | str | None
+) -> list[list[Call]] | None:
+    """What each block is called with, [block][batch], without running more than the first block.
+
+    The others get the first one's output, and hand it on: masks and the like come from the model's own code, different
+    from block to block as may be, and the true hidden states are put in later. None where the blocks are not a plain
+    chain: each called once, in order, with the output of the one before it.
+    """
+    calls: list[list[Call]] = [[] for _ in blocks]
+    own = [vars(block).get("forward") for block in blocks]
+    first: Any = blocks[0].forward
+    output: Any = None
+    plain = True
+    moved: Moved = {}
+
+    def stand_in(i: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal output, plain
+            given: Any = args[0] if args else kwargs.get("hidden_states")
+            ordered = all(len(c) == len(calls[i]) + (j < i) for j, c in enumerate(calls))
+            plain = plain and ordered and isinstance(given, Tensor) and (i == 0 or given is _hidden(output))
+            if not plain:
+                raise _LastBlock
+            call = _without_cache((args, kwargs))
+            calls[i].append(_to(call if i == 0 else _with_hidden(call, None), device, moved))
+            if i == 0:
+                output = _to(first(*calls[0][-1][0], **calls[0][-1][1]), given.device)
+                plain = isinstance(_hidden(output), Tensor) and _hidden(output).shape == given.shape
+            if i + 1 == len(blocks):
+                raise _LastBlock
+            return output
+
+        return forward
+
+    try:
+        with _at(blocks[0], device):
+            for i, block in enumerate(blocks):
+                block.forward = stand_in(i)  # type: ignore[method-assign]
+            for batch in batches:
+                moved.clear()
+                args, kwargs = _as_call(model, batch)
+                try:
+                    model(*args, **kwargs)
+                except _LastBlock:
+                    pass
+                else:
+                    plain = False
+                if not plain:
+                    return None
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            del block.forward
+            if forward is not None:
+                block.forward = forward  # type: ignore[method-assign]
+    return calls
+
+
+def _hidden(output: Any) -> Any:
+    """The hidden states among a block's arguments or outputs."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _with_hidden(call: Call, hidden: Tensor | None) -> Call:
+    args, kwargs = call
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}
+
+
+def _without_cache(call: Call) -> Call:
+    """Blocks run more than once on one call: keys and values must not pile up."""
+    args, kwargs = call
+    return args, {name: None if name.startswith("past_key_value") else value for name, value in kwargs.items()}
+
+
+def _to(value: Any, device: torch.device | str | None, moved: Moved | None = None) -> Any:
+    """The tensors in nested tuples, lists and dicts on a device; each one once, where `moved` remembers them."""
+    if device is None:
+        return value
+    moved = {} if moved is None else moved
+    if isinstance(value, Tensor):
+        return moved.setdefault(id(value), (value, value.to(device)))[1]
+    if type(value) in (tuple, list):
+        return type(value)(_to(item, device, moved) for item in value)
+    if type(value) is dict:
+        return {key: _to(item, device, moved) for key, item in value.items()}
+    return value
+
+
+def _as_call(model: nn.Module, batch: Any) -> Call:
+    """A batch as the arguments of the model, where the model is."""
+    home = next((p.device for p in model.parameters()), None)
+    if hasattr(batch, "keys"):
+        return (), _to(dict(batch), home)
+    return _to(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), home), {}
+
+
+@contextmanager
+def _at(module: nn.Module, device: torch.device | str | None) -> Iterator[None]:
+    """Within it, the module is on the device."""
+    home = next((p.device for p in module.parameters()), None)
+    if device is None or home is None or home == torch.device(device):
+        yield
+        return
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(home)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it, no module is in training mode, and no Hugging Face model keeps keys and values."""
+    training = [module for module in model.modules() if module.training]
+    configs: dict[int, Any] = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {key: config for key, config in configs.items() if getattr(config, "use_cache", None) is True}
+    try:
+        model.eval()
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+        for module in training:
+            module.training = True

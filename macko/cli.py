@@ -1,0 +1,218 @@
+"""The command `macko`: prune, convert, inspect, bench, doctor. Each is a few lines over the package."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .convert import MIN_SPARSITY
+from .files import Checkpoint
+from .layers import format_bytes, packed_share, patterns
+from .prune import METHODS, STATISTICS, prune_
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="macko", description="Pruned neural networks, smaller and faster.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = _command(commands, prune, "set weights of a checkpoint to zero")
+    command.add_argument("source", metavar="IN", help="folder of a dense checkpoint")
+    command.add_argument("target", metavar="OUT", help="folder to write")
+    command.add_argument("--sparsity", type=float, help="share of zeros (default 0.5, or what the pattern says)")
+    command.add_argument("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
+    command.add_argument("--method", choices=METHODS, default="wanda")
+    command.add_argument("--calibration", metavar="FILE", help="a text to calibrate on (wanda, sparsegpt)")
+    command.add_argument("--samples", type=int, default=128, help="pieces of the text (default 128)")
+    command.add_argument("--length", type=int, default=2048, help="tokens in a piece (default 2048)")
+    command.add_argument("--ignore", nargs="*", default=["lm_head"], help="layers to leave (default lm_head)")
+    command.add_argument("--device", help="where to prune, one block at a time (default: a GPU if there is one)")
+
+    command = _command(commands, convert, "pack a pruned checkpoint")
+    command.add_argument("source", metavar="IN", help="folder with dense weights, or sparse ones of compressed-tensors")
+    command.add_argument("target", metavar="OUT", help="folder to write")
+    command.add_argument("--format", default="auto")
+    command.add_argument("--ignore", nargs="*", default=["lm_head"], help="layers to leave dense (default lm_head)")
+    command.add_argument("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
+    command.add_argument("--device", help="where to pack (default: a GPU if there is one)")
+
+    command = _command(commands, inspect, "density, patterns and bytes of every matrix of a checkpoint")
+    command.add_argument("source", metavar="FOLDER", help="folder or .safetensors file")
+
+    command = _command(commands, bench, "time a model dense against sparse")
+    command.add_argument("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
+    command.add_argument("--sparsity", type=float, help="prune by magnitude first (default 0.5 for a random model)")
+    command.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    command.add_argument("--prompt-tokens", type=int, default=128)
+    command.add_argument("--new-tokens", type=int, default=32)
+    command.add_argument(
+        "--dtype", choices=("float16", "bfloat16", "float32"), help="default: float16, on a CPU bfloat16"
+    )
+    command.add_argument("--compile", action="store_true", help="a static cache and torch.compile, on both sides")
+    command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
+
+    _command(commands, doctor, "what is installed, and a self-test (python -m macko)")
+
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options) or 0
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        print(f"macko {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _command(commands: Any, run: Any, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(run.__name__, help=text, description=text.capitalize() + ".")
+    command.set_defaults(run=run)
+    return command
+
+
+def prune(options: argparse.Namespace) -> None:
+    """IN to OUT with zeros in it, dense still."""
+    transformers = _transformers()
+    _is_new(options.target)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.source, dtype="auto")
+    batches: list[Tensor] | None = None
+    if options.method in STATISTICS:
+        if options.calibration is None:
+            raise ValueError(f"--method {options.method} needs --calibration FILE, a text of the kind the model is for")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.source)
+        tokens = tokenizer(Path(options.calibration).read_text(), return_tensors="pt").input_ids[0]
+        batches = pieces(tokens, options.samples, options.length)
+    report = prune_(
+        model, options.sparsity, options.method, pattern=options.pattern, calibration=batches, ignore=options.ignore,
+        device=_device(options.device),
+    )  # fmt: skip
+    print(report)
+    model.save_pretrained(options.target)
+    _copy_others(options.source, options.target)
+
+
+def pieces(tokens: Tensor, samples: int, length: int) -> list[Tensor]:
+    """Batches [1, length] of a text [tokens], spread evenly over it; fewer where it is short."""
+    samples = min(samples, len(tokens) // length)
+    if samples < 1:
+        raise ValueError(f"the calibration text has {len(tokens)} tokens, less than one piece of {length}")
+    starts = torch.linspace(0, len(tokens) - length, samples).long().tolist()
+    return [tokens[None, start : start + length] for start in starts]
+
+
+def convert(options: argparse.Namespace) -> None:
+    """IN to OUT with packed weights."""
+    _transformers()
+    from .integrations.transformers import MackoConfig, load_packed
+
+    _is_new(options.target)
+    config = MackoConfig(format=options.format, ignore=options.ignore, min_sparsity=options.min_sparsity)
+    device = _device(options.device)
+    model = load_packed(options.source, config, **({"device_map": device} if device != "cpu" else {}))
+    report = model.hf_quantizer.report
+    print(report)
+    if not report.changed:
+        raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first (macko prune)")
+    model.save_pretrained(options.target)
+    _copy_others(options.source, options.target)
+    before, after = (sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+                     for folder in (options.source, options.target))  # fmt: skip
+    print(f"{options.target}: {format_bytes(after)}, {after / max(1, before):.3f} of {format_bytes(before)}")
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """A table of the matrices of a checkpoint."""
+    from rich.console import Console
+    from rich.table import Table
+    from tqdm.auto import tqdm
+
+    from .integrations.compressed_tensors import lazy_state, sparsity_format
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("matrix", "shape", "density (sparse)", "n:m", "format", "bytes", "as macko", "decode, at best"):
+        table.add_column(title, justify="left" if title in ("matrix", "n:m", "format") else "right", no_wrap=True)
+    total = [0, 0]
+    form: str | None
+    with Checkpoint(options.source) as file:
+        masked = sparsity_format(file.config)
+        names: dict[str, Any] = dict.fromkeys(file.layers)
+        if masked:
+            names |= {n.removesuffix(".weight"): t for n, t in lazy_state(file).items() if f"{n[:-7]}.bitmask" in file}
+        matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
+        for name in tqdm([*names, *matrices], delay=1, leave=False):
+            if name in file.layers:
+                packed = file.packed(name)
+                dense, form, size = packed.to_dense(), packed.format, packed.nbytes
+            elif name in names:
+                dense, form = names[name][...], masked
+                size = sum(file[k].nbytes for k in (f"{name}.bitmask", f"{name}.compressed"))
+            else:
+                dense, form = file[name], "dense"
+                size = dense.nbytes
+            density = int(dense.count_nonzero()) / max(1, dense.numel())
+            share = min(1.0, packed_share(density, 8 * dense.element_size()))
+            after = size if name in file.layers else round(dense.nbytes * share)
+            total = [total[0] + size, total[1] + after]
+            gain = f"{dense.nbytes / after:.2f}x" if after < dense.nbytes else "-"
+            shape = "x".join(map(str, dense.shape))
+            row = (
+                shape,
+                f"{density:.3f} ({1 - density:5.1%})",
+                " ".join(patterns(dense)),
+                str(form),
+                format_bytes(size),
+            )
+            table.add_row(name, *row, format_bytes(after), gain)
+    table.add_section()
+    table.add_row("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Dense against sparse, prefill and decode."""
+    _transformers()
+    from .bench import run
+
+    run(options)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """python -m macko."""
+    from .__main__ import main as check
+
+    return check()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("this command needs transformers 5: pip install 'transformers>=5'") from None
+    return transformers
+
+
+def _device(asked: str | None) -> str:
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _is_new(target: str) -> None:
+    folder = Path(target)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{target} is not empty")
+
+
+def _copy_others(source: str, target: str) -> None:
+    """Tokenizer, chat template, licence: whatever is no weight and was not written."""
+    for file in sorted(Path(source).iterdir()):
+        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or ".index." in file.name
+        if file.is_file() and not weights and not (Path(target) / file.name).exists():
+            shutil.copyfile(file, Path(target) / file.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

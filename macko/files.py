@@ -1,0 +1,255 @@
+"""Models with sparse layers in safetensors files: the canonical format, never an execution layout.
+
+Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hugging Face folder: under
+"quantization_config" of config.json), the version of the files and for each packed layer its format and sizes:
+
+    {"version": 1, "layers": {"up": {"format": "macko", "rows": 11008, "cols": 4096, "delta_bits": 4}}, "shared": {}}
+
+The layer's tensors lie under its name and the format's field names: up.values, up.deltas, up.row_ptr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .formats import MackoWeight, PackedWeight
+from .layers import tied_parameters
+from .linear import SparseLinear, format_class
+
+#: Of the files; a reader refuses a higher one.
+VERSION = 1
+
+
+def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes all parameters and buffers of a model to one safetensors file, packed weights as they are.
+
+    Args:
+        model: any module; its SparseLinear layers are written in the canonical format.
+        path: the file to write. It is replaced only when the new one is complete.
+
+    Raises:
+        TypeError: the model has a state that is no tensor.
+    """
+    from safetensors.torch import save_file
+
+    state, layers = packed_state(model)
+    tensors, shared = _without_sharing(state)
+    about = {"version": VERSION, "layers": layers, "shared": shared}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt", "macko": json.dumps(about)})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load_model(
+    model: nn.Module, path: str | os.PathLike[str], *, device: torch.device | str | None = None
+) -> nn.Module:
+    """Reads a file of save_model, or the folder of a sparse transformers model, into a model of that kind.
+
+    Linear layers whose weight is packed in the file become SparseLinear, in place, with no dense weight on the way.
+    Every packed weight is validated before it is used.
+
+    Args:
+        model: the module that the file is of, dense or sparse. One on the meta device takes the file's dtypes; any
+            other keeps its own. Buffers that are not saved stay on the meta device, for the caller to fill.
+        path: a file, or a folder of files.
+        device: where the model goes; default: where it is, the CPU for one on the meta device.
+
+    Returns:
+        The model; a new layer where the model is itself one nn.Linear.
+
+    Raises:
+        ValueError: the file is of a newer version, does not fit the model, or holds a packed weight that breaks its
+            format; names the layer. The model is then to be thrown away.
+    """
+    with Checkpoint(path) as file:
+        for name in file.layers:
+            model = _make_sparse(model, name)
+        ties = {tuple(names) for names in tied_parameters(model).values()}
+        on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        state = {name: file[name] for name in file}
+        state |= {alias: state[name] for alias, name in file.shared.items() if name in state}
+        state |= {join(name, "_extra_state"): as_extra_state(about) for name, about in file.layers.items()}
+        for names in ties:  # a folder of transformers holds one of them
+            state |= {name: state[there] for there in names if there in state for name in names if name not in state}
+        if on_meta and device is not None:
+            state = {name: tensor.to(device) for name, tensor in state.items()}
+        try:
+            model.load_state_dict(state, assign=on_meta)
+        except RuntimeError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+    for first, *others in ties if on_meta else ():  # each name has been given a Parameter of its own
+        for other in others:
+            parent, _, last = other.rpartition(".")
+            model.get_submodule(parent)._parameters[last] = model.get_parameter(first)
+    return model if device is None or on_meta else model.to(device)
+
+
+def packed_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The model's state_dict with packed weights in the canonical format, and of each of these its format and sizes."""
+    state = model.state_dict()
+    layers: dict[str, dict[str, Any]] = {}
+    canonical: dict[int, MackoWeight] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, SparseLinear):
+            continue
+        if id(module) not in canonical:
+            packed = module.packed
+            # What is made for the file goes to the CPU at once: the device need not hold the model twice.
+            canonical[id(module)] = packed if isinstance(packed, MackoWeight) else packed.to_macko().to("cpu")
+        weight = canonical[id(module)]
+        for key in (*module.packed.tensors(), "_extra_state"):
+            state.pop(join(name, key), None)
+        state |= {join(name, key): tensor for key, tensor in weight.tensors().items()}
+        layers[name] = {"format": weight.format, **weight.sizes()}
+    return state, layers
+
+
+def as_extra_state(about: Mapping[str, Any]) -> Tensor:
+    """What SparseLinear's state_dict keeps under _extra_state."""
+    return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
+
+
+def check_version(about: Mapping[str, Any], where: str) -> None:
+    """ValueError for files of a newer macko, or of none."""
+    version = about.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise ValueError(f"{where}: version is {version!r}, expected a whole number from 1 to {VERSION}")
+    if version > VERSION:
+        raise ValueError(
+            f"{where} is of version {version} of macko's files; this macko reads up to version {VERSION}: "
+            "install a newer one"
+        )
+
+
+def join(layer: str, key: str) -> str:
+    """The name of a layer's tensor; the layer "" is the model itself."""
+    return f"{layer}.{key}" if layer else key
+
+
+class Checkpoint:
+    """The tensors of a safetensors file or of a folder of them, read when asked for; a context manager.
+
+    Attributes:
+        layers: of each packed layer its format and sizes.
+        shared: for each name that is not in the file, the name of the tensor that it shares.
+        config: config.json of a folder, else {}.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        from safetensors import safe_open
+
+        self.path = Path(path)
+        self.config: dict[str, Any] = {}
+        files = [self.path]
+        if self.path.is_dir():
+            files = sorted(self.path.glob("*.safetensors"))
+            if (index := self.path / "model.safetensors.index.json").exists():
+                names = set(json.loads(index.read_text())["weight_map"].values())
+                files = sorted(self.path / Path(name).name for name in names)
+            if (config := self.path / "config.json").exists():
+                self.config = json.loads(config.read_text())
+        if not files:
+            raise FileNotFoundError(f"{self.path} has no *.safetensors")
+        about: dict[str, Any] = {}
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        with contextlib.ExitStack() as opened:
+            for name in files:
+                file = opened.enter_context(safe_open(name, framework="pt"))
+                self._files |= dict.fromkeys(file.keys(), file)
+                if "macko" in (metadata := file.metadata() or {}):
+                    about = json.loads(metadata["macko"])
+            quantization = self.config.get("quantization_config") or {}
+            if quantization.get("quant_method") == "macko":
+                about = quantization
+            if about:
+                check_version(about, str(self.path))
+            self._stack = opened.pop_all()
+        self.layers: dict[str, dict[str, Any]] = dict(about.get("layers") or {})
+        self.shared: dict[str, str] = dict(about.get("shared") or {})
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def packed(self, layer: str) -> PackedWeight:
+        """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
+        sizes = dict(self.layers[layer])
+        try:
+            kind = format_class(str(sizes.pop("format", "")))
+            names = [f.name for f in dataclasses.fields(kind) if f.name not in sizes]  # type: ignore[arg-type]
+            weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)
+            weight.validate()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.path}: layer {layer}: {error}") from None
+        return weight
+
+
+def _make_sparse(model: nn.Module, name: str) -> nn.Module:
+    """Puts an empty SparseLinear in the place of the linear layer of this name."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"the file has a packed layer {name}, the model has no such module") from None
+    if isinstance(layer, SparseLinear):
+        return model
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
+    blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
+    sparse = SparseLinear.from_packed(blank, layer.bias).train(layer.training)
+    if not name:
+        return sparse
+    for place, module in list(model.named_modules(remove_duplicate=False)):
+        if module is layer:
+            model.set_submodule(place, sparse)
+    return model
+
+
+def _without_sharing(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Contiguous tensors with memory of their own, and of each name left out the name that has its content."""
+    tensors: dict[str, Tensor] = {}
+    shared: dict[str, str] = {}
+    views: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; safetensors files hold tensors only")
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and view in views:
+            shared[name] = views[view]
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone().contiguous() if storage in storages else tensor.detach().contiguous()
+        views[view] = name
+        if tensor.numel():
+            storages.add(storage)
+    return tensors, shared

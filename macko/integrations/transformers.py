@@ -1,0 +1,324 @@
+"""transformers 5: `quantization_config=macko.MackoConfig()`, save_pretrained and from_pretrained of sparse models."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..convert import MIN_SPARSITY, convert_layer
+from ..files import VERSION, Checkpoint, check_version, join, packed_state
+from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
+from ..linear import SparseLinear, format_class
+from .compressed_tensors import lazy_state, sparsity_format
+
+
+@register_quantization_config("macko")
+class MackoConfig(QuantizationConfigMixin):
+    """How from_pretrained packs a pruned checkpoint, and what config.json keeps of a packed one.
+
+    Args:
+        format, ignore, min_sparsity: as in macko.sparsify_.
+        version, layers: of a packed checkpoint; see macko.files.
+
+    Raises:
+        ValueError: an option is out of its range, or the files are of a newer version than this macko reads.
+        TypeError: an option or an entry of layers is not of its type.
+    """
+
+    def __init__(
+        self,
+        format: str = "auto",
+        ignore: Iterable[str] = ("lm_head",),
+        min_sparsity: float = MIN_SPARSITY,
+        version: int = VERSION,
+        layers: dict[str, dict[str, Any]] | None = None,
+        **foreign: Any,
+    ) -> None:
+        self.quant_method = "macko"  # type: ignore[assignment]
+        check_version({"version": version}, "quantization_config")
+        format_class(format)
+        if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
+            raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
+        self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+        if not all(isinstance(name, str) for name in self.ignore):
+            raise TypeError(f"ignore is {self.ignore!r}, expected names")
+        self.format, self.min_sparsity, self.version = format, min_sparsity, version
+        self.layers = {} if layers is None else layers
+        for name, about in self.layers.items():
+            if not isinstance(about, dict) or not all(type(v) is int or k == "format" for k, v in about.items()):
+                raise TypeError(f"layers[{name!r}] is {about!r}, expected a format and whole numbers")
+
+
+@register_quantizer("macko")
+class MackoHfQuantizer(HfQuantizer):
+    """Packs each linear layer as it is read, or puts what was packed in its place.
+
+    Attributes:
+        report: what became of each linear layer in the last from_pretrained that converted.
+    """
+
+    requires_calibration = False
+    quantization_config: MackoConfig
+    is_trainable = True  # adapters on it: a packed weight hands gradients through and has none itself
+    is_compileable = True
+
+    def __init__(self, quantization_config: MackoConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.report = Report([])
+        self._found: dict[str, FoundLinear] = {}
+        self._packed_names: set[str] = set()
+        #: What the caller of from_pretrained wants, of each packed layer.
+        self._dtypes: dict[str, torch.dtype] = {}
+        #: Bytes of a packed weight over those of the dense one, as far as known before it is read.
+        self._share = 1.0
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        places = set(device_map.values()) if isinstance(device_map, dict) else set()
+        offloaded = {str(place) for place in places if str(place) in ("cpu", "disk")}
+        if "disk" in offloaded or (offloaded and len(places) > 1):
+            raise ValueError(
+                f"device_map puts layers on {' and '.join(sorted(offloaded))} to fetch them when they are needed, "
+                "which macko's kernels do not: use a device_map of GPUs alone, or of the CPU alone"
+            )
+
+    # ---- Before loading ----
+
+    def _process_model_before_weight_loading(  # type: ignore[override]
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if self.pre_quantized:
+            self._place_packed(model, checkpoint_files or [])
+            return
+        tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
+        for layer in find_linears(model, self.quantization_config.ignore, None):
+            reason = layer.left_out or ("its weight is tied" if f"{layer.name}.weight" in tied else "")
+            if not reason and type(layer.module) is nn.Linear:
+                self._found[layer.name] = layer
+            else:
+                shape = tuple(layer.module.weight.shape)
+                size = layer.module.weight.numel() * layer.module.weight.element_size()
+                kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
+                self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
+        self._share = _expected_share(checkpoint_files or [])
+
+    def _place_packed(self, model: Any, checkpoint_files: list[str]) -> None:
+        """Empty sparse layers on the meta device, of the sizes that the files have."""
+        shapes = _tensor_shapes(checkpoint_files)
+        prefix = f"{model.base_model_prefix}."
+        for saved, about in self.quantization_config.layers.items():
+            # A model with a head reads the checkpoint of one without, and the other way round.
+            names = (saved, f"{prefix}{saved}", saved.removeprefix(prefix))
+            name = next((n for n in names if _submodule(model, n) is not None), None)
+            if name is None:
+                continue  # transformers reports the tensors as unexpected
+            linear = _submodule(model, name)
+            if not isinstance(linear, nn.Linear):
+                raise ValueError(f"{saved} is a packed layer, in the model it is a {type(linear).__name__}")
+            sizes = {key: value for key, value in about.items() if key != "format"}
+            try:
+                kind = format_class(str(about.get("format")))
+                tensors = {}
+                fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+                for key in (field.name for field in fields if field.name not in sizes):
+                    # What is not found here has another name in the file; transformers puts what it loads in its place.
+                    shape, stored = shapes.get(join(saved, key), ((0,), None))
+                    tensors[key] = torch.empty(shape, dtype=stored or linear.weight.dtype, device="meta")
+                packed = kind(**tensors, **sizes)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{saved}: {error}") from None
+            if packed.shape != linear.weight.shape:
+                raise ValueError(
+                    f"{saved}: the checkpoint has shape {list(packed.shape)}, the model {list(linear.weight.shape)}"
+                )
+            sparse = _Loading.from_packed(packed, linear.bias)
+            sparse._is_hf_initialized = True  # or transformers would give it random weights
+            model.set_submodule(name, sparse)
+            self._dtypes[name] = linear.weight.dtype
+            self._packed_names |= {join(name, key) for key in tensors}
+
+    # ---- While loading ----
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        layer, _, key = param_name.rpartition(".")
+        return param_name in self._packed_names or (key == "weight" and layer in self._found)
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        size = param.element_size()
+        return (
+            size * self._share if not self.pre_quantized and self.param_needs_quantization(model, param_name) else size
+        )
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        # A value may round to zero in another type, and a zero is not stored: so packed tensors come as they are.
+        if converter.target_patterns[0] in self._packed_names:
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
+    def get_quantize_ops(self) -> Any:
+        from transformers.core_model_loading import ConversionOps
+
+        quantizer = self
+
+        class Pack(ConversionOps):
+            """The dense weight of a layer into a SparseLinear in its place, or back as it is where it would not pay."""
+
+            def convert(  # type: ignore[override]
+                self,
+                input_dict: Any,
+                model: Any = None,
+                full_layer_name: str = "",
+                missing_keys: Any = None,
+                **kwargs: Any,
+            ) -> dict[str, Tensor]:
+                value = next(iter(input_dict.values()))
+                value = value[0] if isinstance(value, list) else value
+                if not quantizer._pack(model, full_layer_name.rpartition(".")[0], value):
+                    return {full_layer_name: value}
+                if missing_keys is not None:
+                    missing_keys.discard(full_layer_name)
+                return {}
+
+        return Pack()
+
+    def _pack(self, model: Any, name: str, weight: Tensor) -> bool:
+        layer = self._found.pop(name)  # or it would keep the dense weight
+        bias = layer.module.bias  # may still be to come
+        layer.module.weight = nn.Parameter(weight, requires_grad=False)
+        layer.module.bias = None  # type: ignore[assignment]
+        config = self.quantization_config
+        row, sparse = convert_layer(layer, format_class(config.format), config.min_sparsity, None, {})
+        self.report.layers.append(row)
+        layer.module.bias = bias
+        if sparse is None:
+            return False
+        sparse.bias = bias
+        sparse._is_hf_initialized = True
+        for parent, attribute in layer.places:
+            setattr(parent, attribute, sparse)
+        return True
+
+    # ---- After loading ----
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        for name, module in model.named_modules():
+            if type(module) is _Loading:
+                module.__class__ = SparseLinear  # type: ignore[assignment]
+                for key, tensor in (*module.named_buffers(), *module.named_parameters()):
+                    if not getattr(tensor, "_is_hf_initialized", False):
+                        raise ValueError(f"{name}: the checkpoint has no {key}")
+                try:
+                    module.packed.validate()
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+                if module.dtype != self._dtypes[name]:
+                    module.to(self._dtypes[name])
+        if not self.pre_quantized:
+            self.report.layers += unpackable(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        state, layers = packed_state(model)
+        self.quantization_config.layers = layers
+        return state, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, SparseLinear):
+                model.set_submodule(name, module.to_linear().to(dtype))
+        return model
+
+
+class _Loading(SparseLinear):
+    """A SparseLinear whose sizes come from config.json: it asks for no _extra_state in the file."""
+
+    get_extra_state = nn.Module.get_extra_state  # type: ignore[assignment]
+    set_extra_state = nn.Module.set_extra_state
+
+
+def mark(model: nn.Module) -> None:
+    """Makes save_pretrained of a transformers model write its sparse layers packed."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or isinstance(getattr(model, "hf_quantizer", None), MackoHfQuantizer):
+        return
+    quantizer = MackoHfQuantizer(MackoConfig())
+    any_model: Any = model
+    any_model.hf_quantizer = quantizer
+    any_model.config.quantization_config = quantizer.quantization_config
+    any_model.is_quantized, any_model.quantization_method = True, "macko"
+
+
+def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: Any) -> Any:
+    """The model of a dense or compressed-tensors folder, packed as it is read; its class is the one that was saved."""
+    import transformers
+
+    folder = os.fspath(folder)
+    about = transformers.AutoConfig.from_pretrained(folder)
+    if not about.architectures:
+        raise ValueError(f"{folder}/config.json does not name an architecture")
+    kind = getattr(transformers, about.architectures[0], None)
+    if kind is None:
+        raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
+    with Checkpoint(folder) as file:
+        if sparsity_format(file.config) is None:
+            return kind.from_pretrained(folder, quantization_config=config, **{"dtype": "auto", **options})
+        for name in ("quantization_config", "compression_config", "sparsity_config"):
+            if hasattr(about, name):
+                delattr(about, name)
+        dtype = options.pop("dtype", about.dtype)
+        state = lazy_state(file)
+        return kind.from_pretrained(
+            None, config=about, state_dict=state, quantization_config=config, dtype=dtype, **options
+        )
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8, "I8": torch.int8}
+_DTYPES |= {"I16": torch.int16, "U16": torch.uint16, "I32": torch.int32, "I64": torch.int64}
+
+
+def _tensor_shapes(files: list[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """Shape and dtype of every tensor of safetensors files."""
+    from safetensors import safe_open
+
+    found = {}
+    for name in files:
+        if name.endswith(".safetensors"):
+            with safe_open(name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  it has no __iter__
+                    tensor = file.get_slice(key)
+                    found[key] = (tuple(tensor.get_shape()), _DTYPES.get(tensor.get_dtype()))
+    return found
+
+
+def _expected_share(files: list[str]) -> float:
+    """Packed over dense bytes, from the density of a few rows of some matrices: for planning where layers go."""
+    from safetensors import safe_open
+
+    nonzero = total = 0
+    for name in files:
+        if name.endswith(".safetensors"):
+            with torch.device("cpu"), safe_open(name, framework="pt") as file:  # not the meta device of the caller
+                matrices = [k for k in file.keys() if k.endswith("proj.weight") or k.endswith("dense.weight")]  # noqa: SIM118
+                for key in matrices[:: max(1, len(matrices) // 8)]:
+                    rows = file.get_slice(key)[:16]
+                    nonzero += int(rows.count_nonzero())
+                    total += rows.numel()
+    return min(1.0, packed_share(nonzero / total)) if total else 1.0

@@ -1,0 +1,304 @@
+"""Files: bit-equal round trips without a dense weight, ties kept, and nothing in a file believed."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import macko
+from macko import formats
+from macko.files import VERSION, Checkpoint
+from tests.common import CPU_DTYPES, assert_same_bits, device_dtypes, random_weight
+
+
+class Model(nn.Module):
+    """What a file can get wrong: a bias and none, tied and shared layers, buffers, an empty and a full row."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 40, dtype=dtype)
+        self.up = nn.Linear(40, 72, dtype=dtype)
+        self.down = nn.Linear(72, 40, bias=False, dtype=dtype)
+        self.again = self.down
+        self.norm = nn.LayerNorm(40, dtype=dtype)
+        self.head = nn.Linear(40, 11, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.norm(self.again(self.down(self.up(x)).repeat(1, 2)[:, :72].relu())))
+
+
+def sparse_model(dtype: torch.dtype = torch.bfloat16) -> Model:
+    model = Model(dtype).requires_grad_(False)
+    model.up.weight.copy_(random_weight(72, 40, 0.4, dtype, kind="uneven_both"))
+    model.up.weight[3], model.up.weight[71] = 0, 1
+    model.down.weight.copy_(random_weight(40, 72, 0.1, dtype))
+    report = macko.sparsify_(model)
+    assert [row.name for row in report.changed] == ["up", "down"]
+    return model
+
+
+def on_meta() -> Model:
+    with torch.device("meta"):
+        return Model()
+
+
+def assert_same_model(got: nn.Module, wanted: nn.Module) -> None:
+    state, other = got.state_dict(), wanted.state_dict()
+    assert state.keys() == other.keys()
+    for name, tensor in state.items():
+        assert_same_bits(tensor, other[name])
+
+
+@pytest.mark.parametrize("start", [Model, on_meta, sparse_model])
+def test_round_trip(tmp_path: Path, start: Callable[[], nn.Module]) -> None:
+    model = sparse_model()
+    macko.save_model(model, tmp_path / "folder" / "model.safetensors")
+    loaded = macko.load_model(start(), tmp_path / "folder" / "model.safetensors")
+    assert_same_model(loaded, model)
+    assert isinstance(loaded.up, macko.SparseLinear)
+    assert loaded.again is loaded.down
+    assert loaded.head.weight is loaded.embed.weight
+    assert type(loaded.up.bias) is nn.Parameter
+    tokens = torch.arange(5)
+    if start is not on_meta:  # there the buffer that is not saved has no content
+        assert_same_bits(loaded(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+def test_every_dtype_on_every_device(tmp_path: Path, device: str, dtype: torch.dtype) -> None:
+    model = sparse_model(dtype).to(device)
+    macko.save_model(model, tmp_path / "model.safetensors")
+    for loaded in (
+        macko.load_model(Model(dtype).to(device), tmp_path / "model.safetensors"),
+        macko.load_model(on_meta(), tmp_path / "model.safetensors", device=device),
+    ):
+        assert_same_model(loaded, model)
+        assert loaded.up.device.type == device
+
+
+def test_a_model_keeps_its_dtype(tmp_path: Path) -> None:
+    macko.save_model(sparse_model(torch.float32), tmp_path / "model.safetensors")
+    loaded = macko.load_model(Model(torch.bfloat16), tmp_path / "model.safetensors")
+    assert {loaded.up.dtype, loaded.embed.weight.dtype} == {torch.bfloat16}
+    assert_same_bits(loaded.up.weight, sparse_model(torch.float32).up.weight.bfloat16())
+
+
+def test_a_model_that_is_one_layer(tmp_path: Path) -> None:
+    layer = macko.SparseLinear.from_linear(nn.Linear(8, 4))
+    macko.save_model(layer, tmp_path / "layer.safetensors")
+    loaded = macko.load_model(nn.Linear(8, 4), tmp_path / "layer.safetensors")
+    assert_same_model(loaded, layer)
+
+
+def test_no_dense_weight_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sparse_model()
+    for name in ("from_dense", "to_dense"):
+        monkeypatch.setattr(formats.MackoWeight, name, lambda *_, **__: pytest.fail("made a dense weight"))
+    macko.save_model(model, tmp_path / "model.safetensors")
+    assert_same_model(macko.load_model(on_meta(), tmp_path / "model.safetensors"), model)
+
+
+def test_what_the_file_holds(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    macko.save_model(sparse_model(), path)
+    with safe_open(path, framework="pt") as file:
+        names, about = set(file.keys()), json.loads(file.metadata()["macko"])
+    assert about["version"] == VERSION
+    assert about["layers"]["up"] == {"format": "macko", "rows": 72, "cols": 40, "delta_bits": 4}
+    assert {name for name in names if name.startswith("up.")} == {"up.values", "up.deltas", "up.row_ptr", "up.bias"}
+    assert about["shared"] == {
+        "again.values": "down.values", "again.deltas": "down.deltas", "again.row_ptr": "down.row_ptr",
+        "head.weight": "embed.weight",
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    model = sparse_model()
+    macko.save_model(model, path)
+    before = path.read_bytes()
+
+    def fail(tensors: Any, name: Any, metadata: Any = None) -> None:
+        Path(name).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        macko.save_model(model, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_overwriting_the_file_that_was_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model = sparse_model()
+    macko.save_model(model, path)
+    loaded = macko.load_model(on_meta(), path)  # its tensors may be the file's own pages
+    macko.save_model(sparse_model(torch.float16), path)
+    assert_same_model(loaded, model)
+
+
+def test_overlapping_views_are_saved_apart(tmp_path: Path) -> None:
+    model = nn.Module()
+    whole = torch.arange(10.0)
+    for name, view in (("whole", whole), ("part", whole[2:5]), ("turned", whole.view(2, 5).t())):
+        model.register_buffer(name, view)
+    macko.save_model(model, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert {name: t.tolist() for name, t in loaded.items()} == {n: t.tolist() for n, t in model.named_buffers()}
+
+
+def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def get_extra_state(self) -> Any:
+            return {"any": "thing"}
+
+    with pytest.raises(TypeError, match="_extra_state is a dict"):
+        macko.save_model(Odd(), tmp_path / "model.safetensors")
+
+
+# ---- Untrusted files -------------------------------------------------------------------------------------------------
+
+
+def damaged(path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> Path:
+    """A file of the sparse model, with its tensors and metadata changed."""
+    macko.save_model(sparse_model(), path)
+    tensors = {name: t.clone() for name, t in load_file(path).items()}
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["macko"])
+    change(tensors, about)
+    save_file(tensors, path, metadata={"format": "pt", "macko": json.dumps(about)})
+    return path
+
+
+def put(name: str, index: int, value: int) -> Callable[[dict[str, Tensor], dict[str, Any]], None]:
+    return lambda tensors, about: tensors[name].__setitem__(index, value)
+
+
+DAMAGE: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]] = {
+    "row_ptr falls": put("up.row_ptr", 5, 0),
+    "row_ptr is negative": put("up.row_ptr", 5, -1),
+    "row_ptr overruns": put("up.row_ptr", -1, 2**31 - 1),
+    "row_ptr does not begin at 0": put("up.row_ptr", 0, 1),
+    "a column past the end": put("up.deltas", 0, 0xFF),
+    "values cut": lambda tensors, about: tensors.update({"up.values": tensors["up.values"][:-8]}),
+    "deltas cut": lambda tensors, about: tensors.update({"up.deltas": tensors["up.deltas"][:4]}),
+    "no rows": lambda tensors, about: tensors.update({"up.row_ptr": tensors["up.row_ptr"][:0]}),
+    "values of another type": lambda tensors, about: tensors.update(
+        {"up.values": tensors["up.values"].view(torch.int16)}
+    ),
+    "deltas of another type": lambda tensors, about: tensors.update(
+        {"up.deltas": tensors["up.deltas"].view(torch.int8)}
+    ),
+    "row_ptr of another type": lambda tensors, about: tensors.update({"up.row_ptr": tensors["up.row_ptr"].float()}),
+    "two dimensions": lambda tensors, about: tensors.update({"up.values": tensors["up.values"].view(2, -1)}),
+    "no values": lambda tensors, about: tensors.pop("up.values"),
+    "more columns": lambda tensors, about: about["layers"]["up"].update(cols=41),
+    "fewer columns": lambda tensors, about: about["layers"]["up"].update(cols=39),
+    "more rows": lambda tensors, about: about["layers"]["up"].update(rows=73),
+    "negative columns": lambda tensors, about: about["layers"]["up"].update(cols=-40),
+    "huge columns": lambda tensors, about: about["layers"]["up"].update(cols=2**62),
+    "columns are text": lambda tensors, about: about["layers"]["up"].update(cols="40"),
+    "columns are a list": lambda tensors, about: about["layers"]["up"].update(cols=[40]),
+    "a bool for a number": lambda tensors, about: about["layers"]["up"].update(rows=True),
+    "other delta bits": lambda tensors, about: about["layers"]["up"].update(delta_bits=8),
+    "impossible delta bits": lambda tensors, about: about["layers"]["up"].update(delta_bits=3),
+    "no columns": lambda tensors, about: about["layers"]["up"].pop("cols"),
+    "an unknown size": lambda tensors, about: about["layers"]["up"].update(elves=3),
+    "an unknown format": lambda tensors, about: about["layers"]["up"].update(format="elves"),
+    "no format": lambda tensors, about: about["layers"]["up"].pop("format"),
+    "format is a list": lambda tensors, about: about["layers"]["up"].update(format=["macko"]),
+}
+
+
+@pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize("start", [Model, on_meta])
+def test_a_damaged_layer_is_refused_by_name(tmp_path: Path, start: Callable[[], nn.Module], change: Any) -> None:
+    path = damaged(tmp_path / "model.safetensors", change)
+    with pytest.raises(ValueError, match=r"\bup\b"):
+        macko.load_model(start(), path)
+
+
+@pytest.mark.parametrize("change", [c for n, c in DAMAGE.items() if n not in ("more columns", "a bool for a number")])
+def test_a_damaged_layer_is_refused_without_a_model(tmp_path: Path, change: Any) -> None:
+    path = damaged(tmp_path / "model.safetensors", change)
+    with Checkpoint(path) as file, pytest.raises(ValueError, match="layer up: "):
+        file.packed("up")
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, 10**9, 0, -1, None, "1", 1.0])
+def test_an_unknown_version_is_refused(tmp_path: Path, version: Any) -> None:
+    path = damaged(tmp_path / "model.safetensors", lambda tensors, about: about.update(version=version))
+    wanted = "install a newer one" if isinstance(version, int) and version > VERSION else "expected a whole number"
+    with pytest.raises(ValueError, match=wanted):
+        macko.load_model(Model(), path)
+
+
+def test_foreign_metadata_is_let_be(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    macko.save_model(sparse_model(), path)
+    with safe_open(path, framework="pt") as file:
+        metadata = {**file.metadata(), "somebody": "else"}
+    about = {**json.loads(metadata["macko"]), "note": "of mine"}
+    save_file(load_file(path), path, metadata={**metadata, "macko": json.dumps(about)})
+    assert_same_model(macko.load_model(Model(), path), sparse_model_like(path))
+
+
+def sparse_model_like(path: Path) -> nn.Module:
+    return macko.load_model(on_meta(), path)
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    macko.save_model(sparse_model(), path)
+    other = Model()
+    del other.up
+    with pytest.raises(ValueError, match="a packed layer up, the model has no such module"):
+        macko.load_model(other, path)
+    other = Model()
+    other.up = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="a packed layer up, in the model it is a Identity"):
+        macko.load_model(other, path)
+    other = Model()
+    other.up = nn.Linear(40, 73)
+    with pytest.raises(ValueError, match=r"up: size mismatch: the state has shape \[72, 40\], the layer \[73, 40\]"):
+        macko.load_model(other, path)
+    other = Model()
+    other.extra = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"extra\.weight"):
+        macko.load_model(other, path)
+
+
+def test_a_dense_file_loads_too(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
+    assert_same_model(macko.load_model(nn.Sequential(nn.Linear(3, 3)), tmp_path / "model.safetensors"), model)
+
+
+def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    macko.save_model(sparse_model(), tmp_path / "model.safetensors")
+    (tmp_path / "folder").mkdir()
+    index = {"weight_map": {"up.values": "../model.safetensors"}}
+    (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError):
+        Checkpoint(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_deepcopy_of_what_was_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "model.safetensors"
+    macko.save_model(sparse_model(dtype), path)
+    loaded = macko.load_model(on_meta(), path)
+    assert_same_model(copy.deepcopy(loaded), loaded)

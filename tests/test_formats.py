@@ -1,0 +1,108 @@
+"""Packed weights as dataclasses: what they say of themselves, moving them, and validating what comes from outside."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from macko import FORMATS, MackoWeight
+from macko.formats import PackedWeight
+from tests.common import assert_same_bits, devices, random_weight
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("device", devices())
+def test_every_format_has_the_same_face(name: str, device: str) -> None:
+    w = random_weight(33, 77, 0.4, torch.float16).to(device)
+    packed = FORMATS[name].from_dense(w)
+    assert isinstance(packed, PackedWeight)
+    assert packed.format == name
+    assert packed.shape == (packed.rows, packed.cols) == (33, 77)
+    assert packed.dtype == torch.float16
+    assert packed.device.type == device
+    assert packed.density == int(w.count_nonzero()) / w.numel()
+    assert packed.stored >= int(w.count_nonzero())
+    assert packed.nbytes == sum(t.nbytes for t in packed.tensors().values())
+    assert_same_bits(packed.to_dense(), w)
+    packed.validate()
+    again = type(packed)(**packed.tensors(), **packed.sizes())
+    assert_same_bits(again.to_dense(), w)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        packed.rows = 3
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_another_dtype_keeps_the_options(bits: int) -> None:
+    packed = MackoWeight.from_dense(random_weight(9, 77, 0.4, torch.bfloat16), delta_bits=bits)
+    wide = packed.to(dtype=torch.float32)
+    assert wide.delta_bits == bits
+    assert_same_bits(wide.to_dense(), packed.to_dense().float())
+
+
+@pytest.mark.parametrize("w", [torch.zeros(3), torch.zeros(2, 3, dtype=torch.int32), None])
+def test_from_dense_names_what_came(w: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"macko::pack.*w"):
+        MackoWeight.from_dense(w)
+
+
+def corrupted(**changes: Any) -> MackoWeight:
+    """Rows [1 0 2 3 0...], [], [4], with every gap under 16, and what is to be changed."""
+    w = torch.zeros(3, 40, dtype=torch.float16)
+    w[0, 0], w[0, 2], w[0, 3], w[2, 20] = 1, 2, 3, 4
+    packed = MackoWeight.from_dense(w)  # row 2: a zero at column 15, then 4
+    assert packed.row_ptr.tolist() == [0, 3, 3, 5]
+    assert packed.values.tolist() == [1, 2, 3, 0, 4, 0, 0, 0]
+    assert packed.deltas.tolist() == [0x10, 0xF0, 0x04, 0]
+    return dataclasses.replace(packed, **changes)
+
+
+def test_the_uncorrupted_one_is_valid() -> None:
+    corrupted().validate()
+
+
+def halves(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float16)
+
+
+def octets(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_ptr": ints(1, 3, 3, 5)}, r"row_ptr\[0\] is 1, expected 0"),
+        ({"row_ptr": ints(0, 3, 2, 5)}, "row_ptr falls to 2 at index 2"),
+        ({"row_ptr": ints(0, 3, 3, 9)}, r"row_ptr\[3\] is 9, values has 8 entries"),
+        ({"row_ptr": ints(0, 3, 3, -1)}, "row_ptr falls to -1 at index 3"),
+        ({"row_ptr": ints(0, 3, 5)}, "row_ptr has 3 entries, expected 4 for 3 rows"),
+        ({"values": halves(1, 2, 3, 0, 4, *[0] * 11), "deltas": octets(0x10, 0xF0, 4, *[0] * 5)},
+         r"row_ptr\[3\] is 5, values has 16 entries"),
+        ({"cols": 20}, "row 2, entry 4: the deltas put it at column 20, the matrix has 20 columns"),
+        ({"cols": 0}, "row 0, entry 0: the deltas put it at column 0, the matrix has 0 columns"),
+        ({"values": halves(1, 0, 3, 0, 4, 0, 0, 0)}, r"row 0, entry 1: a zero .* its delta is 1"),
+        ({"values": halves(1, 2, 3, -0.0, 4, 0, 0, 0)}, "row 2, entry 3: a zero"),
+        ({"values": halves(1, 2, 3, 0, 0, 0, 0, 0)}, "row 2, entry 4: a zero"),
+        ({"values": halves(1, 2, 3, 0, 4, 0, 5, 0)}, "entry 6, behind the last one"),
+        ({"deltas": octets(0x10, 0xF0, 0x04, 1)}, "entry 6, behind the last one"),
+        ({"deltas": octets(0x10, 0xF0, 0x04)}, "deltas has 3 bytes, expected 4"),
+        ({"deltas": torch.zeros(4, dtype=torch.int8)}, "deltas has dtype int8"),
+        ({"row_ptr": torch.zeros(4, dtype=torch.int64)}, "row_ptr has dtype int64"),
+        ({"values": halves(1, 2, 3)}, "values has 3 entries, expected a multiple of 8"),
+        ({"delta_bits": 3}, "delta_bits is 3"),
+    ],
+)  # fmt: skip
+def test_validate_names_row_and_entry(device: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"not a macko weight: .*{message}"):
+        corrupted(**changes).to(device).validate()
+
+
+def test_tensors_on_two_devices() -> None:
+    with pytest.raises(ValueError, match="its tensors are on cpu and meta"):
+        corrupted(deltas=torch.zeros(4, dtype=torch.uint8, device="meta")).validate()

@@ -1,0 +1,424 @@
+"""SparseLinear stands in for nn.Linear: shapes, gradients, moves, copies, files, compile; never dense, never wrong."""
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import macko
+from macko import MackoWeight, SparseLinear
+from tests.common import (
+    HALVES,
+    assert_close_spmv,
+    assert_same_bits,
+    device_dtypes,
+    devices,
+    needs_capture,
+    random_vector,
+    random_weight,
+)
+
+ROWS, COLS = 48, 200
+
+
+def dense_layer(
+    dtype: torch.dtype = torch.bfloat16, device: str = "cpu", bias: bool = True, density: float = 0.5
+) -> nn.Linear:
+    layer = nn.Linear(COLS, ROWS, bias=bias, dtype=dtype, device=device)
+    with torch.no_grad():
+        layer.weight.copy_(random_weight(ROWS, COLS, density, dtype))
+        if bias:
+            layer.bias.copy_(random_vector(ROWS, dtype=dtype, seed=2))
+    return layer
+
+
+def sparse_layer(*args: Any, **kwargs: Any) -> SparseLinear:
+    return SparseLinear.from_linear(dense_layer(*args, **kwargs))
+
+
+def assert_same_layer(got: nn.Module, wanted: SparseLinear) -> None:
+    assert isinstance(got, SparseLinear)
+    assert got.format == wanted.format
+    assert got.packed.sizes() == wanted.packed.sizes()
+    for name, tensor in wanted.packed.tensors().items():
+        assert_same_bits(got.packed.tensors()[name], tensor)
+    assert (got.bias is None) == (wanted.bias is None)
+    if wanted.bias is not None:
+        assert_same_bits(got.bias.detach(), wanted.bias.detach())
+
+
+# What a caller sees of nn.Linear.
+
+
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+def test_looks_like_linear(device: str, dtype: torch.dtype) -> None:
+    layer = sparse_layer(dtype, device)
+    assert isinstance(layer, nn.Linear)
+    assert (layer.in_features, layer.out_features) == (COLS, ROWS)
+    assert layer.dtype == dtype
+    assert layer.device.type == device
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
+    assert all(t.is_contiguous() for t in layer.state_dict().values())
+    text = repr(layer)
+    for part in (f"in_features={COLS}", f"out_features={ROWS}", "density=0.5", "% sparse", "format=macko", "bytes="):
+        assert part in text
+
+
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lead", [(), (1,), (5,), (1, 1), (2, 3), (0,), (4, 0), (2, 1, 2)])
+def test_any_leading_shape(device: str, dtype: torch.dtype, bias: bool, lead: tuple[int, ...]) -> None:
+    dense = dense_layer(dtype, device, bias)
+    layer = SparseLinear.from_linear(dense)
+    x = random_vector(*lead, COLS, dtype=dtype).to(device)
+    y = layer(x)
+    assert y.shape == (*lead, ROWS)
+    assert_close_spmv(y.detach(), dense.weight.detach(), x, None if dense.bias is None else dense.bias.detach())
+
+
+@pytest.mark.parametrize("device", devices())
+def test_x_with_gaps_between_its_elements(device: str) -> None:
+    layer = sparse_layer(device=device)
+    x = random_vector(COLS, 3, dtype=torch.bfloat16).to(device)
+    assert_close_spmv(layer(x.t()).detach(), layer.weight, x.t(), layer.bias.detach())
+    assert_close_spmv(layer(x[:, 1]).detach(), layer.weight, x[:, 1], layer.bias.detach())
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 8), (8, 0), (0, 0), (1, 1)])
+def test_empty_weights(rows: int, cols: int) -> None:
+    linear = nn.Linear(cols, rows, dtype=torch.float16)
+    layer = SparseLinear.from_linear(linear)
+    x = torch.ones(3, cols, dtype=torch.float16)
+    assert_same_bits(layer(x).detach(), linear(x).detach())
+
+
+def test_wrong_input_names_what_came() -> None:
+    layer = sparse_layer()
+    with pytest.raises(RuntimeError, match=r"x has shape \[3, 7\]"):
+        layer(torch.zeros(3, 7, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="x has dtype float32, expected bfloat16"):
+        layer(torch.zeros(COLS))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_autocast_takes_float32(device: str) -> None:
+    layer = sparse_layer(device=device)
+    x = random_vector(2, COLS, dtype=torch.float32).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+    assert_same_bits(y.detach(), layer(x.bfloat16()).detach())
+
+
+# The weight: packed, exact, frozen.
+
+
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
+def test_to_linear_is_exact(device: str, dtype: torch.dtype) -> None:
+    dense = dense_layer(dtype, device)
+    back = SparseLinear.from_linear(dense).to_linear()
+    assert type(back) is nn.Linear
+    assert_same_bits(back.weight.detach(), torch.where(dense.weight == 0, 0, dense.weight).detach())
+    assert back.bias is dense.bias
+
+
+def test_weight_is_made_on_demand_and_never_kept() -> None:
+    layer = sparse_layer()
+    held = sum(t.nbytes for t in [*layer.parameters(), *layer.buffers()])
+    assert layer.weight is not layer.weight
+    assert layer.weight.shape == (ROWS, COLS)
+    assert not layer.weight.requires_grad
+    assert sum(t.nbytes for t in [*layer.parameters(), *layer.buffers()]) == held
+    assert "weight" not in layer.state_dict()
+
+
+@pytest.mark.parametrize("value", [nn.Parameter(torch.zeros(ROWS, COLS)), torch.zeros(ROWS, COLS), None])
+def test_setting_weight_is_refused(value: Tensor | None) -> None:
+    layer = sparse_layer()
+    before = layer.weight
+    with pytest.raises(AttributeError, match="packed and cannot be set"):
+        layer.weight = value  # type: ignore[misc,assignment]
+    assert_same_bits(layer.weight, before)
+
+
+def test_reset_parameters_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="no random start"):
+        sparse_layer().reset_parameters()
+
+
+def test_unknown_format_is_named() -> None:
+    with pytest.raises(ValueError, match="format is 'csr', expected one of auto, macko"):
+        SparseLinear.from_linear(dense_layer(), format="csr")
+
+
+def test_float64_is_refused() -> None:
+    with pytest.raises(TypeError, match="float64"):
+        SparseLinear.from_linear(nn.Linear(4, 4, dtype=torch.float64))
+    with pytest.raises(TypeError, match="float64"):
+        SparseLinear(4, 4, dtype=torch.float64)
+
+
+def test_a_new_layer_holds_zeros() -> None:
+    layer = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
+    assert layer.packed.stored == 0
+    assert not layer(random_vector(2, COLS, dtype=torch.bfloat16)).any()
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("tokens", [(), (1,), (3,), (2, 2)])
+def test_gradients_of_x_and_bias(device: str, tokens: tuple[int, ...]) -> None:
+    dense = dense_layer(torch.float16, device)
+    layer = SparseLinear.from_linear(copy.deepcopy(dense))
+    x = random_vector(*tokens, COLS, dtype=torch.float16).to(device)
+    grads = []
+    for module in (dense, layer):
+        leaf = x.clone().requires_grad_()
+        module(leaf).backward(torch.ones(*tokens, ROWS, dtype=torch.float16, device=device))
+        grads.append((leaf.grad, module.bias.grad))
+    ones = torch.ones(*tokens, ROWS, dtype=torch.float16)
+    assert_close_spmv(grads[1][0], dense.weight.detach().t(), ones)  # dx = W^T dy
+    assert_same_bits(grads[1][1], grads[0][1])
+
+
+def test_frozen_layer_needs_no_graph() -> None:
+    layer = sparse_layer(bias=False)
+    assert not layer(random_vector(COLS, dtype=torch.bfloat16)).requires_grad
+
+
+# Moves and copies.
+
+
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float32])
+def test_another_dtype_converts_as_linear_does(source: torch.dtype, target: torch.dtype) -> None:
+    dense = dense_layer(source)
+    with torch.no_grad():
+        # In float16: to zero, to a subnormal, to infinity. A value that becomes zero is no longer stored.
+        dense.weight[0, :4] = torch.tensor([1e-30, 3e-8, 2.0**-15, 3e38]).to(source)
+    layer = SparseLinear.from_linear(copy.deepcopy(dense)).to(target)
+    dense = dense.to(target)
+    assert layer.dtype == layer.bias.dtype == target
+    assert_same_bits(layer.weight, torch.where(dense.weight == 0, 0, dense.weight).detach())
+    layer.packed.validate()
+
+
+def test_half_bfloat16_float_methods() -> None:
+    model = nn.Sequential(sparse_layer(torch.float32), nn.Linear(ROWS, 3))
+    assert model.half()[0].dtype == torch.float16
+    assert model.bfloat16()[0].dtype == torch.bfloat16
+    assert model.float()[0].dtype == torch.float32
+    assert model[0].packed.row_ptr.dtype == torch.int32
+
+
+def test_double_is_refused_and_changes_nothing() -> None:
+    layer = sparse_layer()
+    before = copy.deepcopy(layer)
+    with pytest.raises(TypeError, match="float64"):
+        layer.double()
+    with pytest.raises(TypeError, match=r"use \.to\(dtype\), not \.type"):
+        layer.type(torch.float16)
+    assert_same_layer(layer, before)
+
+
+@pytest.mark.gpu
+def test_there_and_back() -> None:
+    layer = sparse_layer()
+    moved = copy.deepcopy(layer).cuda()
+    assert moved.device.type == moved.bias.device.type == "cuda"
+    x = random_vector(COLS, dtype=torch.bfloat16)
+    assert_close_spmv(moved(x.cuda()).detach(), layer.weight, x, layer.bias.detach())
+    assert_same_layer(moved.cpu(), layer)
+
+
+@pytest.mark.gpu
+def test_float32_does_not_move_to_cuda() -> None:
+    layer = sparse_layer(torch.float32)
+    with pytest.raises(TypeError, match="float32, which macko holds on the CPU only"):
+        layer.cuda()
+    assert layer.device.type == "cpu"
+    assert layer.to("cuda", torch.float16).dtype == torch.float16
+    assert layer.to("cpu", torch.float32).dtype == torch.float32
+
+
+def test_deepcopy_and_pickle() -> None:
+    layer = sparse_layer().eval()
+    for clone in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert_same_layer(clone, layer)
+        assert not clone.training
+        assert clone.values.data_ptr() != layer.values.data_ptr()
+
+
+def test_meta() -> None:
+    layer = sparse_layer().to("meta")
+    assert layer.device.type == layer.weight.device.type == "meta"
+    assert layer.weight.shape == (ROWS, COLS)
+    assert copy.deepcopy(layer).half().dtype == torch.float16
+    assert "format=macko" in repr(layer)
+    assert layer(torch.empty(3, COLS, dtype=torch.bfloat16, device="meta")).shape == (3, ROWS)
+
+
+# Files.
+
+
+def test_state_dict_into_a_new_layer() -> None:
+    layer = sparse_layer()
+    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
+    assert other.load_state_dict(layer.state_dict()).missing_keys == []
+    assert_same_layer(other, layer)
+    assert other.values.data_ptr() != layer.values.data_ptr()
+
+
+def test_state_dict_over_other_content_and_sizes() -> None:
+    layer = sparse_layer(density=0.3)
+    other = SparseLinear.from_packed(
+        MackoWeight.from_dense(random_weight(ROWS, COLS, 0.8, torch.bfloat16), delta_bits=2)
+    )
+    other.bias = nn.Parameter(torch.zeros(ROWS, dtype=torch.bfloat16))
+    nn.Sequential(other).load_state_dict(nn.Sequential(layer).state_dict())
+    assert_same_layer(other, layer)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_of_another_dtype(assign: bool) -> None:
+    layer = sparse_layer(torch.float32)
+    other = SparseLinear(COLS, ROWS, dtype=torch.float16)
+    other.load_state_dict(layer.state_dict(), assign=assign)
+    assert_same_layer(other, layer if assign else copy.deepcopy(layer).half())
+
+
+def test_state_dict_assigned_to_meta() -> None:
+    layer = sparse_layer()
+    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16, device="meta")
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert_same_layer(other, layer)
+
+
+def test_state_dict_through_files(tmp_path: Path) -> None:
+    layer = sparse_layer()
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert_same_layer(other, layer)
+
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
+    other.load_state_dict(safetensors.load_file(tmp_path / "layer.safetensors"))
+    assert_same_layer(other, layer)
+
+
+def test_state_dict_without_its_extra_state() -> None:
+    layer = sparse_layer()
+    state = layer.state_dict()
+    del state["_extra_state"]
+    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
+    other.load_state_dict(state)
+    assert_same_layer(other, layer)
+
+
+def test_dense_state_dict_is_refused_with_its_keys() -> None:
+    layer = sparse_layer()
+    before = copy.deepcopy(layer)
+    with pytest.raises(RuntimeError, match=r'(?s)Missing key.*"values".*Unexpected key.*"weight"'):
+        layer.load_state_dict(dense_layer().state_dict())
+    assert_same_layer(before, layer)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("row_ptr", torch.full((ROWS + 1,), 5, dtype=torch.int32), r"row_ptr\[0\] is 5"),
+        ("row_ptr", torch.zeros(ROWS, dtype=torch.int32), "not a macko weight"),
+        ("deltas", torch.zeros(8, dtype=torch.uint8), "deltas has 8 bytes"),
+        ("deltas", [1, 2], "expected tensors"),
+        ("values", torch.zeros(8, dtype=torch.int64), "int64"),
+        ("_extra_state", torch.zeros(3, dtype=torch.uint8), "_extra_state does not say"),
+        (
+            "_extra_state",
+            torch.tensor(list(b'{"format": "macko", "rows": 1e9}'), dtype=torch.uint8),
+            "expected integers",
+        ),
+        ("_extra_state", torch.tensor(list(b'{"format": "elves"}'), dtype=torch.uint8), "format is 'elves'"),
+        (
+            "_extra_state",
+            torch.tensor(list(b'{"format": "macko", "rows": 48, "cols": 8, "delta_bits": 4}'), dtype=torch.uint8),
+            r"size mismatch: the state has shape \[48, 8\]",
+        ),
+    ],
+)
+def test_hostile_state_dict(key: str, value: Any, message: str) -> None:
+    layer = sparse_layer()
+    before = copy.deepcopy(layer)
+    state = {**layer.state_dict(), key: value}
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(state)
+    assert_same_layer(layer, before)
+
+
+# torch.compile, CUDA graphs, streams.
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("bias", [True, False])
+def test_compile_fullgraph_with_dynamic_tokens(device: str, bias: bool) -> None:
+    torch.compiler.reset()
+    layer = sparse_layer(device=device, bias=bias)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for lead in [(1,), (3,), (17,), (1, 1), (2, 5)]:
+            x = random_vector(*lead, COLS, dtype=torch.bfloat16).to(device)
+            assert_same_bits(compiled(x), layer(x))
+
+
+def test_compile_trains_an_adapter() -> None:
+    torch.compiler.reset()
+    layer = sparse_layer(torch.float32)
+    x = random_vector(3, COLS, dtype=torch.float32).requires_grad_()
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert_close_spmv(x.grad, layer.weight.t(), torch.ones(3, ROWS))
+
+
+@pytest.mark.gpu
+@needs_capture
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_cuda_graph_replays_eager(dtype: torch.dtype, tokens: int) -> None:
+    model = nn.Sequential(sparse_layer(dtype), nn.Linear(ROWS, COLS, dtype=dtype), sparse_layer(dtype)).cuda()
+    x = torch.zeros(tokens, COLS, dtype=dtype, device="cuda")
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for seed in range(3):
+            x.copy_(random_vector(tokens, COLS, dtype=dtype, seed=seed))
+            graph.replay()
+            assert_same_bits(y, model(x))
+
+
+@pytest.mark.gpu
+def test_second_gpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    layer = sparse_layer().to("cuda:1")
+    x = random_vector(COLS, dtype=torch.bfloat16)
+    y = layer(x.to("cuda:1"))
+    assert y.device.index == 1
+    assert_close_spmv(y.detach(), layer.weight, x, layer.bias.detach())
+
+
+def test_package_names() -> None:
+    assert set(macko.__all__) <= set(dir(macko))

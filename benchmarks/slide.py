@@ -1,20 +1,25 @@
 """Quantised and structured-sparse linears on a GPU: the whole linear, from a 16-bit x to a 16-bit y.
 
     python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
+    python -m benchmarks.slide results.jsonl --table      writes macko/slide_times.json, which macko.choose reads
 
 Ours: `slide_linear` (quantise, lift, GEMM with scales and bias) on a dense weight and on the patterns 2:4, 4:6, 6:8.
 Torch's, for int8: our quantiser (faster than any torch has), `_int_mm`, and one compiled kernel that scales and casts;
 for float8: our quantiser and `_scaled_mm` by row; for both: bfloat16 F.linear. Up to 512 tokens a call reads cold
-weights (a graph over rotating copies). Above, sides take turns, each at least 60 ms under load before it is timed, since
-the power limit sets the clock. Every output is compared before it is timed. Rows below 1.0 are printed like all others.
+weights (a graph over rotating copies). Above, sides take turns, each at least 60 ms under load before it is timed,
+since the power limit sets the clock. Every output is compared before it is timed. Rows below 1.0 are printed like all others.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,7 +118,7 @@ class Sustained:
                 events[timed // 2].synchronize()
                 clocks[name].append(clock.mhz())
                 events[-1].synchronize()
-                times[name] += [a.elapsed_time(b) / self.launches[name] * 1e3 for a, b in zip(events, events[1:], strict=False)]
+                times[name] += [a.elapsed_time(b) / self.launches[name] * 1e3 for a, b in pairwise(events)]
         return {name: (statistics.median(times[name]), round(statistics.median(clocks[name]))) for name in times}
 
 
@@ -132,6 +137,12 @@ def sides_of(name: str, weights: dict[str, Any], x: Tensor, bias: Tensor) -> dic
         sides["torch"] = [lambda w=w, s=s: int_mm(x, w, s, bias) for w, s in held]
     elif name == "fp8":
         sides["torch"] = [lambda w=w, s=s: scaled_mm(x, w, s, bias) for w, s in held]
+    if "torch" in sides:
+        try:
+            sides["torch"][0]()
+        except RuntimeError as error:  # cuBLAS has no kernel for some few tokens
+            print(f"torch refuses {name} at {tokens} tokens: {str(error).splitlines()[0][:70]}")
+            del sides["torch"]
     held = weights["bf16"] if cold else weights["bf16"][:1]
     sides["bf16"] = [lambda w=w: F.linear(x, w, bias) for (w,) in held]
     return sides
@@ -161,6 +172,40 @@ def check(sides: dict[str, Calls], name: str) -> None:
     assert off < allowed, f"dense {name} is off by {off:.3g}, at most {allowed:.3g} is due to quantising"
 
 
+def time_quantiser(name: str, shape: str, tokens: int, results: str, where: dict[str, Any]) -> None:
+    """The quantiser alone, with the bytes that it has to read and write."""
+    rows, cols = SHAPES[shape]
+    x = torch.randn(tokens, cols, device="cuda").bfloat16()
+    inputs = [c[0] for c in copies([x])] if tokens > COLD_TOKENS else [x]
+    for pattern, n in PATTERNS.items():
+        lifted, _ = ops.slide_quant_fused(x, n, TYPES[name])
+        nbytes = x.numel() * 2 + lifted.numel() * lifted.element_size()
+        calls = [lambda v=v, n=n: torch.ops.macko.slide_quant_fused(v, n, TYPES[name]) for v in inputs]
+        us = time_graph(calls).median_us
+        side = f"quantise {pattern}"
+        append_jsonl(results, type=name, cols=cols, tokens=tokens, side=side, us=us, bytes=nbytes, **where)
+        print(f"{name:5}{shape:15}{tokens:7} {side:14}{us:9.1f} us {nbytes / us / 1e3:7.0f} GB/s", flush=True)
+
+
+def write_table(results: str) -> None:
+    """Adds the geometric means over shapes of dense / pattern to the package's table, in place of this GPU's old ones."""
+    times: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for line in Path(results).read_text().splitlines():
+        r = json.loads(line)
+        if "shape" in r:
+            times[r["gpu"], r["type"], r["shape"], str(r["tokens"])][r["side"]] = r["us"]
+    ratios: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for (gpu, name, _, tokens), sides in times.items():
+        for pattern in list(PATTERNS)[1:]:
+            ratios[gpu, name, pattern, tokens].append(sides["dense"] / sides[pattern])
+    path = Path(__file__).parent.parent / "macko/slide_times.json"
+    table = json.loads(path.read_text()) if path.exists() else {}
+    for (gpu, name, pattern, tokens), values in ratios.items():
+        column = table.setdefault(gpu, {}).setdefault(name, {}).setdefault(pattern, {})
+        column[tokens] = round(statistics.geometric_mean(values), 3)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="?", default="benchmarks/results/slide.jsonl")
@@ -170,7 +215,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm-ms", type=float, default=60)
     parser.add_argument("--timed-ms", type=float, default=40)
+    parser.add_argument("--table", action="store_true", help="measure nothing, write the table from the results")
     args = parser.parse_args()
+    if args.table:
+        return write_table(args.results)
     where, clock = provenance(), Clock()
     columns = [*PATTERNS, "torch", "bf16"]
     print(f"{where['gpu']}, torch {where['torch']}; us a linear, in brackets dense / it\n")
@@ -192,19 +240,14 @@ def main() -> None:
                     fields = {"type": name, "shape": shape, "rows": rows, "cols": cols, "tokens": tokens, "side": side}
                     append_jsonl(args.results, **fields, us=us, sm_mhz_under_load=mhz, **where)
                 dense_us = measured["dense"][0]
-                cells = [f"{measured[c][0]:9.1f} ({dense_us / measured[c][0]:4.2f})" if c in measured else "-" for c in columns]
+                cells = [
+                    f"{measured[c][0]:9.1f} ({dense_us / measured[c][0]:4.2f})" if c in measured else "-"
+                    for c in columns
+                ]
                 print(f"{name:5}{shape:15}{tokens:7} " + "".join(f"{c:>16}" for c in cells), flush=True)
                 del sides, x
-            # the quantiser alone, against the bytes it has to read and write
             for tokens in (16, 8192):
-                x = torch.randn(tokens, cols, device="cuda").bfloat16()
-                for pattern, n in PATTERNS.items():
-                    lifted, _ = ops.slide_quant_fused(x, n, TYPES[name])
-                    nbytes = x.numel() * 2 + lifted.numel() * lifted.element_size()
-                    inputs = [c[0] for c in copies([x])] if tokens > 16 else [x]
-                    us = time_graph([lambda v=v, n=n: torch.ops.macko.slide_quant_fused(v, n, TYPES[name]) for v in inputs]).median_us
-                    append_jsonl(args.results, type=name, cols=cols, tokens=tokens, side=f"quantise {pattern}", us=us, bytes=nbytes, **where)
-                    print(f"{name:5}{shape:15}{tokens:7} quantise {pattern:6}{us:9.1f} us {nbytes / us / 1e3:7.0f} GB/s", flush=True)
+                time_quantiser(name, shape, tokens, args.results, where)
             del weights
             torch.cuda.empty_cache()
 

@@ -73,6 +73,11 @@ class PackedWeight:
         return torch.Size((self.rows, self.cols))
 
     @property
+    def label(self) -> str:
+        """The format, and what of its options a reader of a report wants to know."""
+        return self.format
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
@@ -360,20 +365,22 @@ class SlideWeight(PackedWeight):
     source: int
 
     @classmethod
-    def from_dense(cls, w: Tensor, n: int = -1, element: int = 0, source: int = -1, prune: bool = False) -> Self:
+    def from_dense(cls, w: Tensor, n: int = -1, element: int = -1, source: int = -1, prune: bool = False) -> Self:
         """Packs w [rows, cols].
 
         Args:
-            n: 2 to 8 for (2n-2):2n; 0 for dense; -1 for the sparsest pattern that w fits.
-            element: index into SLIDE_ELEMENTS; 16-bit ones have to be w's dtype.
-            source: type of activations; -1: w's.
+            n: 2 to 8 for (2n-2):2n; 0 for dense; -1 for the sparsest pattern that w fits, or dense.
+            element: index into SLIDE_ELEMENTS; 16-bit ones have to be w's dtype; -1: w's dtype, which loses nothing.
+            source: type of activations; -1: w's dtype.
             prune: whether groups with too many non-zeros lose the smallest.
 
         Raises:
-            ValueError: w fits no pattern (n = -1), or not this one: names the first row, group and count.
+            ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay.
         """
-        if n < 0 and (n := sparsest_pattern(w)) is None:
-            raise ValueError("the weight fits no pattern from 2:4 to 14:16")
+        if element < 0 and w.dtype not in SLIDE_ELEMENTS:
+            raise ValueError(f"the slide format holds int8, float8, float16 and bfloat16, the weight is {w.dtype}")
+        n = sparsest_pattern(w) if n < 0 else n
+        element = SLIDE_ELEMENTS.index(w.dtype) if element < 0 else element
         try:
             packed, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
         except RuntimeError as error:
@@ -391,6 +398,12 @@ class SlideWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.slide_linear(x, *self._packed, bias)
+
+    @property
+    def label(self) -> str:
+        """As "slide 6:8 int8"."""
+        pattern = f"{2 * self.n - 2}:{2 * self.n}" if self.n else "dense"
+        return f"slide {pattern} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
 
     @property
     def _packed(self) -> tuple[Tensor, Tensor, int, int, torch.dtype]:
@@ -448,7 +461,12 @@ class SlideWeight(PackedWeight):
     @property
     def stored(self) -> int:
         """Values held, zeros that fill windows among them."""
-        return self.packed.shape[0] * self.packed.shape[1] * (4096 if self.n else 8192) // SLIDE_ELEMENTS[self.element].itemsize
+        return (
+            self.packed.shape[0]
+            * self.packed.shape[1]
+            * (4096 if self.n else 8192)
+            // SLIDE_ELEMENTS[self.element].itemsize
+        )
 
     @property
     def density(self) -> float:
@@ -457,13 +475,13 @@ class SlideWeight(PackedWeight):
         return int((codes.float() != 0).sum()) / max(1, self.rows * self.cols)
 
 
-def sparsest_pattern(w: Tensor) -> int | None:
-    """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or None."""
+def sparsest_pattern(w: Tensor) -> int:
+    """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or 0."""
     for n in SLIDE_PATTERNS.values():
         groups = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % (2 * n))).view(w.shape[0], -1, 2 * n)
-        if int(groups.sum(-1).amax() if groups.numel() else 0) <= 2 * n - 2:
+        if not groups.numel() or int(groups.sum(-1).amax()) <= 2 * n - 2:
             return n
-    return None
+    return 0
 
 
 #: Every format by name.

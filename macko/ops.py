@@ -61,7 +61,13 @@ def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, 
 
 
 def linear(
-    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None, delta_bits: int = 4
+    x: Tensor,
+    values: Tensor,
+    deltas: Tensor,
+    row_ptr: Tensor,
+    cols: int,
+    bias: Tensor | None = None,
+    delta_bits: int = 4,
 ) -> Tensor:
     """x W^T + bias, as torch.nn.functional.linear with the packed W; differentiable in x and bias.
 
@@ -168,15 +174,19 @@ def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: in
 @torch.library.register_fake("macko::spmv")
 def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
     torch._check(x.dim() == 1, lambda: f"macko::spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
-    torch._check(
-        x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
-    )
+    torch._check(x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns")
     return values.new_empty(row_ptr.shape[0] - 1)
 
 
 @torch.library.register_fake("macko::linear")
 def _(
-    x: Tensor, values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None, delta_bits: int = 4
+    x: Tensor,
+    values: Tensor,
+    deltas: Tensor,
+    row_ptr: Tensor,
+    cols: int,
+    bias: Tensor | None = None,
+    delta_bits: int = 4,
 ) -> Tensor:
     torch._check(
         x.dim() >= 1 and x.shape[-1] == cols,
@@ -201,7 +211,9 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
+    grad_x = (
+        grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
+    )
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
     return grad_x, None, None, None, None, grad_bias, None
 
@@ -376,7 +388,7 @@ def slide_linear(
 
 def _slide_depth(cols: Any, n: int) -> Any:
     expanded = (cols + 2 * n - 1) // (2 * n) * 4 * (n - 1) if n else cols
-    return max(expanded + 31, 32) // 32 * 32
+    return max(expanded + 127, 128) // 128 * 128
 
 
 @torch.library.register_fake("macko::slide_pack")

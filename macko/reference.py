@@ -105,7 +105,7 @@ def slide_column(window: int, n: int) -> int:
 def slide_depth(cols: int, n: int) -> int:
     """Expanded columns of a weight with that many columns: n = 0 is dense, else the pattern (2n-2):2n."""
     expanded = -(-cols // (2 * n)) * 4 * (n - 1) if n else cols
-    return max(1, -(-expanded // 32)) * 32
+    return max(1, -(-expanded // 128)) * 128
 
 
 def slide_expand(w: Tensor, n: int) -> Tensor:
@@ -188,6 +188,8 @@ def slide_pack(codes: Tensor, n: int) -> Tensor:
 
 def slide_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """In float64: quantise x as codes is, multiply, scale by token and by row, add the bias."""
-    q, token_scale = (x.cpu(), torch.ones(x.shape[:-1])) if codes.element_size() == 2 else slide_quantise(x, codes.dtype)
+    q, token_scale = (
+        (x.cpu(), torch.ones(x.shape[:-1])) if codes.element_size() == 2 else slide_quantise(x, codes.dtype)
+    )
     y = (q.double() @ codes.cpu().double().t()) * token_scale.double()[..., None] * scale.cpu().double()
     return y if bias is None else y + bias.cpu().double()

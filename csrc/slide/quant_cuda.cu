@@ -10,7 +10,7 @@ namespace {
 
 constexpr int MAX_THREADS = 1024;
 constexpr int VECTOR = 8;      // 16-bit numbers of a 16-byte load
-constexpr int ZERO_COLS = 64;  // behind a token: the last group and the windows that fill the depth read there
+constexpr int ZERO_COLS = 160;  // behind a token: the last group and the windows that fill the depth read there
 
 template <typename T> __device__ __forceinline__ float2 pair_of(uint32_t bits);
 template <> __device__ __forceinline__ float2 pair_of<__half>(uint32_t bits) {
@@ -77,16 +77,18 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const T *__restrict__ x,
     }
     uint32_t *out = (uint32_t *)lifted + token * windows;
     const auto codes = [&](uint32_t window, auto scaled) {
-        const float2 low = pair_of<T>(pairs[first_pair(window)]), high = pair_of<T>(pairs[first_pair(window) + 1]);
-        out[window] = slide_codes4<TYPE>(scaled(low.x), scaled(low.y), scaled(high.x), scaled(high.y));
+        const uint32_t pair = first_pair(window), col = 2 * pair;
+        const float2 low = pair_of<T>(pairs[pair]), high = pair_of<T>(pairs[pair + 1]);
+        out[window] = slide_codes4<TYPE>(scaled(low.x, col), scaled(low.y, col + 1), scaled(high.x, col + 2),
+                                         scaled(high.y, col + 3));
     };
-    if (by.before == 1) {
+    if (by.before == 1 && by.factor == by.factor) {
 #pragma unroll 4
         for (uint32_t window = threadIdx.x; window < windows; window += blockDim.x)
-            codes(window, [&](float v) { return v * by.factor; });
-    } else {
+            codes(window, [&](float v, uint32_t) { return v * by.factor; });
+    } else {  // tiny numbers; or NaN, which must not reach the zeros behind the token
         for (uint32_t window = threadIdx.x; window < windows; window += blockDim.x)
-            codes(window, [&](float v) { return v * by.before * by.factor; });
+            codes(window, [&](float v, uint32_t col) { return col < cols ? v * by.before * by.factor : 0.0f; });
     }
 }
 

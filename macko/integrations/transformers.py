@@ -197,7 +197,7 @@ class MackoHfQuantizer(HfQuantizer):
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
         layer.module.bias = None  # type: ignore[assignment]
         config = self.quantization_config
-        row, sparse = convert_layer(layer, format_class(config.format), config.min_sparsity, None, {})
+        row, sparse = convert_layer(layer, format_class(config.format).from_dense, config.min_sparsity, None, {})
         self.report.layers.append(row)
         layer.module.bias = bias
         if sparse is None:

@@ -47,7 +47,7 @@ lint: $(ENV) ## ruff, mypy and clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m clang_format --dry-run --Werror $$(find csrc -type f)
+	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror $$(find csrc -type f)
 
 wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

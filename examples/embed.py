@@ -51,16 +51,17 @@ def embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return nn.functional.normalize((hidden * kept).sum(1) / kept.sum(1), dim=-1)
 
 
-def best_time(call: Callable[[], object], device: torch.device, seconds: float = 1.0) -> float:
-    """The shortest of the calls that fit into `seconds`, at least five, in seconds."""
-    best, calls, stop = float("inf"), 0, time.perf_counter() + seconds
-    while calls < 5 or time.perf_counter() < stop:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-        calls += 1
+def best_times(calls: list[Callable[[], object]], device: torch.device, seconds: float = 2.0) -> list[float]:
+    """The shortest time of each call in seconds, by turns for `seconds`, five times at least."""
+    best, turns, stop = [float("inf")] * len(calls), 0, time.perf_counter() + seconds
+    while turns < 5 or time.perf_counter() < stop:
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            best[index] = min(best[index], time.perf_counter() - start)
+        turns += 1
     return best
 
 
@@ -85,8 +86,8 @@ def sentence_model(device: torch.device) -> None:
 
     print(f"\nThe {len(SENTENCES)} sentences at once, and one alone, {str(dtype).removeprefix('torch.')} on {device}:")
     for label, batch in (("all", inputs), ("one", {name: t[:1] for name, t in inputs.items()})):
-        dense_ms, sparse_ms = (1e3 * best_time(partial(embed, m, batch), device) for m in (pruned, sparse))
-        print(f"  {label}: dense {dense_ms:.2f} ms, sparse {sparse_ms:.2f} ms: {verdict(dense_ms / sparse_ms)}")
+        dense_s, sparse_s = best_times([partial(embed, m, batch) for m in (pruned, sparse)], device)
+        print(f"  {label}: dense {1e3 * dense_s:.2f} ms, sparse {1e3 * sparse_s:.2f} ms: {verdict(dense_s / sparse_s)}")
     print("  (Many tokens at once run through a temporary dense weight; one token, as below, through the packed one.)")
 
 
@@ -102,7 +103,7 @@ def decode_layers(device: torch.device) -> None:
             macko.prune_(dense, sparsity=0.5, progress=False)
             sparse = macko.SparseLinear.from_linear(dense)
             x = torch.randn(1, cols, device=device, dtype=torch.bfloat16)
-            figures = dense.weight.nbytes, sparse.packed.nbytes, layer_time(dense, x), layer_time(sparse, x)
+            figures = dense.weight.nbytes, sparse.packed.nbytes, *layer_times(dense, sparse, x)
             lines.append((f"{name} {rows}x{cols}", figures))
             block = tuple(total + count * figure for total, figure in zip(block, figures, strict=True))
     for label, (before, after, dense_us, sparse_us) in [*lines, ("the block's seven", block)]:
@@ -111,18 +112,18 @@ def decode_layers(device: torch.device) -> None:
         print(f"  {label:22} {sizes}   {times}")
 
 
-def layer_time(layer: nn.Linear, x: Tensor) -> float:
+def layer_times(dense: nn.Linear, sparse: macko.SparseLinear, x: Tensor) -> tuple[float, float]:
     """Microseconds of one call. On a GPU in a graph that rotates over copies, so that the weights come from memory."""
     if x.device.type == "cpu":
         with torch.inference_mode():
-            return 1e6 * best_time(partial(layer, x), x.device, seconds=2)
-    if isinstance(layer, macko.SparseLinear):
-        packed = layer.packed
-        names = list(packed.tensors())
-        many = copies(list(packed.tensors().values()))
-        weights = [type(packed)(**dict(zip(names, ts, strict=True)), **packed.sizes()) for ts in many]
-        return time_graph([partial(w.linear, x) for w in weights]).median_us
-    return time_graph([partial(nn.functional.linear, x, w) for (w,) in copies([layer.weight])]).median_us
+            dense_s, sparse_s = best_times([partial(dense, x), partial(sparse, x)], x.device)
+        return 1e6 * dense_s, 1e6 * sparse_s
+    packed = sparse.packed
+    names = list(packed.tensors())
+    many = [dict(zip(names, tensors, strict=True)) for tensors in copies(list(packed.tensors().values()))]
+    dense_calls = [partial(nn.functional.linear, x, weight) for (weight,) in copies([dense.weight])]
+    sparse_calls = [partial(type(packed)(**tensors, **packed.sizes()).linear, x) for tensors in many]
+    return time_graph(dense_calls).median_us, time_graph(sparse_calls).median_us
 
 
 def verdict(ratio: float) -> str:

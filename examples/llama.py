@@ -45,15 +45,16 @@ class Run:
 
 
 def generate(model: Any, prompt: Tensor, new_tokens: int) -> Run:
-    """Greedy tokens after prompt [1, length], timed behind a short warm-up."""
+    """Greedy tokens after prompt [1, length]; the second of two runs is timed."""
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
-    model.generate(prompt, max_new_tokens=4, min_new_tokens=4, **options)
+    options |= {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    model.generate(prompt, **options)
     on_gpu = prompt.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     start = time.perf_counter()
-    out = model.generate(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
+    out = model.generate(prompt, **options)
     tokens = out.sequences[0, prompt.shape[1] :].cpu()  # waits for the GPU
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
@@ -67,7 +68,7 @@ def dense_float32(model: nn.Module) -> nn.Module:
         if isinstance(module, macko.SparseLinear):
             parent, _, attribute = name.rpartition(".")
             setattr(wide.get_submodule(parent), attribute, module.to_linear().float())
-    return wide.float()
+    return nn.Module.float(wide)  # transformers' own refuses models whose weights it takes for quantised
 
 
 def explain_divergence(model: nn.Module, prompt: Tensor, dense: Run, sparse: Run) -> bool:

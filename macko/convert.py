@@ -147,6 +147,8 @@ def convert_layer(
         row.reason = f"its weight is shared with {', '.join(others)}"
     else:
         row.reason = unsupported(dense.dtype, target) or ""
+        if target.type not in packed_as.device_types:
+            row.reason = row.reason or f"{packed_as.format} runs on {' and '.join(packed_as.device_types)} only"
     row.reason = layer.left_out or row.reason
     if not row.reason:
         dense = dense.to(target)

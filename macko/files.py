@@ -55,7 +55,11 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_model(
-    model: nn.Module, path: str | os.PathLike[str], *, device: torch.device | str | None = None
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    format: str = "auto",
 ) -> nn.Module:
     """Reads a file of save_model, or the folder of a sparse transformers model, into a model of that kind.
 
@@ -67,6 +71,7 @@ def load_model(
             other keeps its own. Buffers that are not saved stay on the meta device, for the caller to fill.
         path: a file, or a folder of files.
         device: where the model goes; default: where it is, the CPU for one on the meta device.
+        format: what to hold the weights in, as in macko.sparsify_; the file has the canonical one.
 
     Returns:
         The model; a new layer where the model is itself one nn.Linear.
@@ -75,6 +80,7 @@ def load_model(
         ValueError: the file is of a newer version, does not fit the model, or holds a packed weight that breaks its
             format; names the layer. The model is then to be thrown away.
     """
+    format_class(format)
     with Checkpoint(path) as file:
         for name in file.layers:
             model = _make_sparse(model, name)
@@ -95,14 +101,19 @@ def load_model(
         for other in others:
             parent, _, last = other.rpartition(".")
             model.get_submodule(parent)._parameters[last] = model.get_parameter(first)
-    return model if device is None or on_meta else model.to(device)
+    if device is not None and not on_meta:
+        model = model.to(device)
+    for module in model.modules():
+        if isinstance(module, SparseLinear):
+            module.reformat_(format)
+    return model
 
 
 def packed_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The model's state_dict with packed weights in the canonical format, and of each of these its format and sizes."""
     state = model.state_dict()
     layers: dict[str, dict[str, Any]] = {}
-    canonical: dict[int, MackoWeight] = {}
+    canonical: dict[int, PackedWeight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, SparseLinear):
             continue
@@ -123,16 +134,30 @@ def as_extra_state(about: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
-def check_version(about: Mapping[str, Any], where: str) -> None:
-    """ValueError for files of a newer macko, or of none."""
+def check_about(about: Any, where: str) -> None:
+    """ValueError for what a file says of itself, where it is of a newer macko or not of the form above."""
+    if not isinstance(about, Mapping):
+        raise ValueError(f"{where}: expected a JSON object about macko's layers, got {about!r}")
     version = about.get("version")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise ValueError(f"{where}: version is {version!r}, expected a whole number from 1 to {VERSION}")
     if version > VERSION:
         raise ValueError(
             f"{where} is of version {version} of macko's files; this macko reads up to version {VERSION}: "
             "install a newer one"
         )
+    layers, shared = ({} if about.get(key) is None else about[key] for key in ("layers", "shared"))
+    if not isinstance(layers, dict) or not isinstance(shared, dict):
+        raise ValueError(
+            f"{where}: layers and shared are {type(layers).__name__} and {type(shared).__name__}, not dicts"
+        )
+    for name, sizes in layers.items():
+        good = isinstance(sizes, dict) and isinstance(sizes.get("format"), str)
+        if not good or any(type(size) is not int for key, size in sizes.items() if key != "format"):
+            raise ValueError(f"{where}: layers[{name!r}] is {sizes!r}, expected a format and whole numbers")
+    for alias, name in shared.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{where}: shared[{alias!r}] is {name!r}, expected a name")
 
 
 def join(layer: str, key: str) -> str:
@@ -158,10 +183,10 @@ class Checkpoint:
         if self.path.is_dir():
             files = sorted(self.path.glob("*.safetensors"))
             if (index := self.path / "model.safetensors.index.json").exists():
-                names = set(json.loads(index.read_text())["weight_map"].values())
+                names = set(_json(index.read_text(encoding="utf-8"), index).get("weight_map", {}).values())
                 files = sorted(self.path / Path(name).name for name in names)
             if (config := self.path / "config.json").exists():
-                self.config = json.loads(config.read_text())
+                self.config = _json(config.read_text(encoding="utf-8"), config)
         if not files:
             raise FileNotFoundError(f"{self.path} has no *.safetensors")
         about: dict[str, Any] = {}
@@ -172,12 +197,12 @@ class Checkpoint:
                 file = opened.enter_context(safe_open(name, framework="pt"))
                 self._files |= dict.fromkeys(file.keys(), file)
                 if "macko" in (metadata := file.metadata() or {}):
-                    about = json.loads(metadata["macko"])
+                    about = _json(metadata["macko"], name)
             quantization = self.config.get("quantization_config") or {}
             if quantization.get("quant_method") == "macko":
                 about = quantization
-            if about:
-                check_version(about, str(self.path))
+            if about != {}:
+                check_about(about, str(self.path))
             self._stack = opened.pop_all()
         self.layers: dict[str, dict[str, Any]] = dict(about.get("layers") or {})
         self.shared: dict[str, str] = dict(about.get("shared") or {})
@@ -212,6 +237,16 @@ class Checkpoint:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
+
+
+def _json(text: str, where: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {value!r}")
+    return value
 
 
 def _make_sparse(model: nn.Module, name: str) -> nn.Module:

@@ -27,11 +27,18 @@ class PackedWeight:
     """What every format's dataclass has and, behind `shape`, shares."""
 
     format: ClassVar[str]
+    #: Types of device that run it.
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     rows: int
     cols: int
 
     @classmethod
     def from_dense(cls, w: Tensor) -> Self:
+        raise NotImplementedError
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """For an execution layout: made from the canonical format, held in its place, never saved."""
         raise NotImplementedError
 
     def to_dense(self) -> Tensor:
@@ -82,16 +89,32 @@ class PackedWeight:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+    @classmethod
+    def is_layout(cls) -> bool:
+        """Whether it is an execution layout."""
+        return cls.from_macko.__func__ is not PackedWeight.from_macko.__func__  # type: ignore[attr-defined]
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
         """The same weight elsewhere, or the dense weight's conversion to dtype packed anew.
 
         A value may round to zero, and a zero is not stored: so another dtype means another packing, made on `device`.
+        A layout that does not run there becomes the canonical weight.
         """
         device = self.device if device is None else torch.device(device)
-        if dtype not in (None, self.dtype):
-            options = {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
-            return self.from_dense(self.to_dense().to(device, dtype), **options)
-        return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
+        runs = device.type in (*self.device_types, "meta")
+        if runs and dtype in (None, self.dtype):
+            return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
+        if self.is_layout():
+            moved = self.to_macko().to(device, dtype)
+            assert isinstance(moved, MackoWeight)
+            return self.from_macko(moved) if runs else moved
+        options = {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
+        return self.from_dense(self.to_dense().to(device, dtype), **options)
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """A canonical weight in this format."""
+        return cls.from_dense(weight.to_dense())
 
     def to_macko(self) -> MackoWeight:
         """The same weight in the canonical format, which is what files hold."""
@@ -142,6 +165,10 @@ class MackoWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.linear(x, self.values, self.deltas, self.row_ptr, self.cols, bias, self.delta_bits)
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        return cls(weight.values, weight.deltas, weight.row_ptr, weight.rows, weight.cols, weight.delta_bits)
 
     def to_macko(self) -> MackoWeight:
         return self
@@ -214,6 +241,7 @@ class SellWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "sell"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
 
     data: Tensor
     bases: Tensor
@@ -230,10 +258,11 @@ class SellWeight(PackedWeight):
     @classmethod
     def from_macko(cls, weight: MackoWeight, gap_bits: int = 0) -> Self:
         """Lays out a macko weight that is on a GPU. gap_bits 2 to 6, or 0 for the smallest."""
-        *tensors, gap_bits, warps, head, entries = ops.sell_pack(
+        data, bases, blocks, perm, gap_bits, warps, head, entries = ops.sell_pack(
             weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits, gap_bits
         )
-        return cls(*tensors, weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits)
+        sizes = weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits
+        return cls(data, bases, blocks, perm, *sizes)
 
     def to_macko(self) -> MackoWeight:
         """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""
@@ -259,12 +288,6 @@ class SellWeight(PackedWeight):
     @property
     def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
         return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """As PackedWeight.to; a conversion to another dtype has to be on a GPU."""
-        if dtype in (None, self.dtype):
-            return super().to(device)
-        return self.from_dense(self.to_dense().to(device, dtype), self.delta_bits)
 
     def validate(self) -> None:
         """Checks that this is what packing its own matrix gives on this GPU.

@@ -44,9 +44,9 @@ class UnpackedWeight(Tensor):
         method = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
         if (method or name in cls._IN_PLACE) and args and isinstance(args[0], cls):
             raise RuntimeError(
-                "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge an "
-                "adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it with "
-                "SparseLinear.from_linear"
+                "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge "
+                "an adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it "
+                "with SparseLinear.from_linear"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -139,6 +139,13 @@ class SparseLinear(nn.Linear):
         dense.bias = self.bias
         return dense.train(self.training)
 
+    def reformat_(self, format: str = "auto") -> SparseLinear:
+        """Holds the same weight in another format, in place; nothing where it is held so already."""
+        wanted = format_class(format)
+        if not isinstance(self.packed, wanted):
+            self._hold(wanted.from_macko(self.packed.to_macko()))
+        return self
+
     @property
     def packed(self) -> PackedWeight:
         """The packed weight: a view of the buffers."""
@@ -203,9 +210,20 @@ class SparseLinear(nn.Linear):
         if (target.dtype, target.device) != (packed.dtype, packed.device):
             if reason := unsupported(target.dtype, target.device):
                 raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
-            if target.dtype != packed.dtype and "meta" not in (target.device.type, packed.device.type):
+            elsewhere = target.dtype != packed.dtype or target.device.type not in packed.device_types
+            if elsewhere and "meta" not in (target.device.type, packed.device.type):
                 self._hold(packed.to(target.device, target.dtype))
         return super()._apply(fn, recurse)  # type: ignore[return-value]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As any module; an execution layout goes as the canonical format, on the CPU to spare the device."""
+        held = self.packed
+        if held.is_layout() and held.device.type != "meta":
+            self._hold(held.to_macko().to("cpu"))
+        try:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        finally:
+            self._hold(held)
 
     def get_extra_state(self) -> Tensor:
         """The format's name and sizes, as the bytes of a JSON text: a tensor, so that every file format takes it."""
@@ -226,13 +244,19 @@ class SparseLinear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
-        dtype, extra = self.dtype, f"{prefix}_extra_state"
+        held, extra = self._format, f"{prefix}_extra_state"
         try:
             packed = self._read(state_dict, prefix)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
             return
         if packed is not None:
+            elsewhere = self.device.type not in packed.device_types
+            if not local_metadata.get("assign_to_params_buffers"):
+                elsewhere |= packed.dtype != self.dtype
+            if elsewhere and "meta" not in (self.device.type, packed.device.type):
+                packed = packed.to(self.device, self.dtype)
+                state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
             blank = {name: torch.empty_like(t, device=self.device) for name, t in packed.tensors().items()}
             self._hold(type(packed)(**blank, **packed.sizes()))
         super()._load_from_state_dict(
@@ -240,8 +264,8 @@ class SparseLinear(nn.Linear):
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
-        if self.dtype != dtype and self.device.type != "meta" and not local_metadata.get("assign_to_params_buffers"):
-            self._hold(self.packed.to(dtype=dtype))
+        if held.is_layout() and isinstance(self.packed, MackoWeight) and self.device.type in held.device_types:
+            self._hold(held.from_macko(self.packed))
 
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
         """The validated packed weight of a state_dict, or None where a tensor of it is missing."""

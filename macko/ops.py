@@ -21,7 +21,7 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
         delta_bits: 2, 4 or 8, the width of a delta.
 
     Returns:
-        values [capacity] of w's dtype, deltas [capacity * delta_bits / 8] uint8, row_ptr [rows + 1] int32, on w's device.
+        values [capacity] of w's dtype, deltas [capacity * delta_bits / 8] uint8, row_ptr [rows + 1] int32, where w is.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or more than 2^31 - 1 stored entries.

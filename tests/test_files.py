@@ -169,6 +169,26 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
         macko.save_model(Odd(), tmp_path / "model.safetensors")
 
 
+EXECUTION = sorted(set(formats.FORMATS) - {"macko"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", EXECUTION)
+def test_execution_layouts_are_not_saved(tmp_path: Path, format: str) -> None:
+    model, canonical = sparse_model().cuda(), sparse_model().cuda()
+    try:
+        for layer in (model.up, model.down):
+            layer.reformat_(format)  # type: ignore[operator]
+    except (RuntimeError, TypeError) as error:
+        pytest.skip(f"{format} is not for this device or dtype: {error}")
+    assert {model.up.format, model.again.format} == {format}
+    macko.save_model(model, tmp_path / "model.safetensors")
+    loaded = macko.load_model(on_meta(), tmp_path / "model.safetensors", device="cuda")
+    assert_same_model(loaded, canonical)
+    loaded = macko.load_model(on_meta(), tmp_path / "model.safetensors", device="cuda", format=format)
+    assert_same_model(loaded, model)
+
+
 # ---- Untrusted files -------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +239,7 @@ DAMAGE: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]] = {
     "an unknown size": lambda tensors, about: about["layers"]["up"].update(elves=3),
     "an unknown format": lambda tensors, about: about["layers"]["up"].update(format="elves"),
     "no format": lambda tensors, about: about["layers"]["up"].pop("format"),
+    "no sizes at all": lambda tensors, about: about["layers"].update(up="macko"),
     "format is a list": lambda tensors, about: about["layers"]["up"].update(format=["macko"]),
 }
 
@@ -231,11 +252,21 @@ def test_a_damaged_layer_is_refused_by_name(tmp_path: Path, start: Callable[[], 
         macko.load_model(start(), path)
 
 
-@pytest.mark.parametrize("change", [c for n, c in DAMAGE.items() if n not in ("more columns", "a bool for a number")])
-def test_a_damaged_layer_is_refused_without_a_model(tmp_path: Path, change: Any) -> None:
-    path = damaged(tmp_path / "model.safetensors", change)
-    with Checkpoint(path) as file, pytest.raises(ValueError, match="layer up: "):
+@pytest.mark.parametrize("name", [name for name in DAMAGE if name != "more columns"])
+def test_a_damaged_layer_is_refused_without_a_model(tmp_path: Path, name: str) -> None:
+    path = damaged(tmp_path / "model.safetensors", DAMAGE[name])
+    with pytest.raises(ValueError, match=r"\bup\b"), Checkpoint(path) as file:
         file.packed("up")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "{", '{"version": 1, "layers": []}', '{"version": 1, "shared": {"a": 3}}']
+)
+def test_damaged_metadata_is_refused_with_the_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1)}, path, metadata={"macko": text})
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        Checkpoint(path)
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, 10**9, 0, -1, None, "1", 1.0])

@@ -1,10 +1,11 @@
 """SparseLinear stands in for nn.Linear: shapes, gradients, moves, copies, files, compile; never dense, never wrong."""
 
 import copy
+import dataclasses
 import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -362,6 +363,62 @@ def test_hostile_state_dict(key: str, value: Any, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(state)
     assert_same_layer(layer, before)
+
+
+# Execution layouts: made from the canonical format, held in its place, never saved.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout(MackoWeight):
+    """A layout for one type of device: the canonical tensors under other names would do as well."""
+
+    format: ClassVar[str] = "layout"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> "Layout":
+        assert weight.device.type == "cpu"
+        return cls(**weight.tensors(), **weight.sizes())
+
+    def to_macko(self) -> MackoWeight:
+        return MackoWeight(**self.tensors(), **self.sizes())
+
+
+def laid_out(layer: SparseLinear) -> SparseLinear:
+    return SparseLinear.from_packed(Layout.from_macko(layer.packed), layer.bias)
+
+
+def test_a_layout_is_saved_as_canonical_and_loaded_as_layout() -> None:
+    layer = sparse_layer()
+    state = laid_out(layer).state_dict()
+    assert list(state) == list(layer.state_dict())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
+    other = laid_out(SparseLinear(COLS, ROWS, dtype=torch.bfloat16))
+    other.load_state_dict(state)
+    assert_same_layer(other, laid_out(layer))
+    SparseLinear(COLS, ROWS, dtype=torch.bfloat16).load_state_dict(state)
+
+
+def test_a_layout_keeps_its_kind_in_another_dtype() -> None:
+    layer = laid_out(sparse_layer()).half()
+    assert layer.format == "layout"
+    assert layer.dtype == torch.float16
+
+
+@pytest.mark.gpu
+def test_a_layout_becomes_canonical_on_another_device() -> None:
+    layer = sparse_layer()
+    moved = laid_out(layer).cuda()
+    assert moved.format == "macko"
+    assert_same_layer(moved.cpu(), layer)
+
+
+@pytest.mark.gpu
+def test_state_of_float32_into_a_layer_on_cuda() -> None:
+    layer = sparse_layer(torch.float32)
+    other = SparseLinear(COLS, ROWS, dtype=torch.float16, device="cuda")
+    other.load_state_dict(layer.state_dict())
+    assert_same_layer(other.cpu(), layer.half())
 
 
 # torch.compile, CUDA graphs, streams.

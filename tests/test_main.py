@@ -30,4 +30,4 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_an_op_that_is_not_tested_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(_library, "op_names", (*_library.op_names, "new_op"))
     assert main.main() == 1
-    assert "not called: new_op" in capsys.readouterr().out
+    assert "not called: new_op\n" in capsys.readouterr().out

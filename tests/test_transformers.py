@@ -258,6 +258,17 @@ def test_greedy_tokens_of_a_trained_model(tiny_llama: TinyLlama, tmp_path: Path)
     assert torch.equal(sparse.generate(prompt, **options), wanted)
 
 
+@pytest.mark.gpu
+def test_execution_layouts_are_not_saved(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    model = load(
+        pruned[1], quantization_config=macko.MackoConfig(format="sell"), device_map="cuda", dtype=torch.float16
+    )
+    assert model.model.layers[0].mlp.up_proj.format == "sell"
+    model.save_pretrained(tmp_path / "sparse")
+    assert "model.layers.0.mlp.up_proj.values" in load_file(tmp_path / "sparse" / "model.safetensors")
+    assert_same_model(load(tmp_path / "sparse", device_map="cuda"), model)  # config.json remembers the format
+
+
 # ---- Untrusted folders -----------------------------------------------------------------------------------------------
 
 LAYER = "model.layers.0.mlp.up_proj"

@@ -60,15 +60,16 @@ struct Sum {
     uint32_t highest = 0; // position: past the limit in a corrupted row
 };
 
-// Adds a step; `position` is the one behind the entry before the step, and moves on to behind its last.
-template <typename T, int BITS, Place PLACE, Part PART>
-__device__ __forceinline__ void add_step(Step<BITS> step, const Row &row, uint32_t first_chunk, uint32_t limit,
-                                         const T *x_global, uint32_t &position, Sum &sum) {
+// Adds a step; `position` is the one behind the entry before the step, and moves on to behind its last. `part` is a
+// constant once this is inlined.
+template <typename T, int BITS, Place PLACE>
+__device__ __forceinline__ void add_step(Part part, Step<BITS> step, const Row &row, uint32_t first_chunk,
+                                         uint32_t limit, const T *x_global, uint32_t &position, Sum &sum) {
     extern __shared__ uint4 x_shared[];
     const int lane = threadIdx.x % WARP;
     uint32_t kept[LANE_CHUNKS] = {0, 0};   // bits: the chunk's entries that are the row's
     uint32_t behind[LANE_CHUNKS] = {0, 0}; // how many of the chunk lie behind the row
-    if (PART == Part::EDGE) {
+    if (part == Part::EDGE) {
 #pragma unroll
         for (int i = 0; i < LANE_CHUNKS; i++) {
             const uint32_t entry = (first_chunk + i * WARP + lane) * MACKO_CHUNK;
@@ -91,8 +92,8 @@ __device__ __forceinline__ void add_step(Step<BITS> step, const Row &row, uint32
 
 #pragma unroll
     for (int i = 0; i < LANE_CHUNKS; i++) {
-        if (PART == Part::EDGE && (first_chunk + i * WARP) * MACKO_CHUNK >= row.stop) break;
-        if (PART == Part::WHOLE || kept[i])
+        if (part == Part::EDGE && (first_chunk + i * WARP) * MACKO_CHUNK >= row.stop) break;
+        if (part == Part::WHOLE || kept[i])
             sum.highest = max(sum.highest, offsets[i].at(MACKO_CHUNK - 1, positions[i], 1) - behind[i]);
         // The only check of bounds that the gathers need: `reach` zeros lie behind x.
         const uint32_t base = min(positions[i], limit);
@@ -105,8 +106,8 @@ __device__ __forceinline__ void add_step(Step<BITS> step, const Row &row, uint32
             else
                 x = to_float(x_global[min(offsets[i].at(k, base, 1) - MARGIN, limit - MARGIN - 1)]);
             const float2 pair = to_float2<T>(words[k / 2]);
-            float &part = k & 1 ? sum.odd : sum.even;
-            if (PART == Part::WHOLE || (kept[i] & 1u << k)) part = fmaf(k & 1 ? pair.y : pair.x, x, part);
+            float &half = k & 1 ? sum.odd : sum.even;
+            if (part == Part::WHOLE || (kept[i] & 1u << k)) half = fmaf(k & 1 ? pair.y : pair.x, x, half);
         }
     }
 }
@@ -168,9 +169,9 @@ __global__ void __launch_bounds__(THREADS, 1) spmv(macko_matrix m, const T *x, c
             else
                 next_step = load_first_step(next_row);
             if (this_chunk * MACKO_CHUNK >= row.start && chunk * MACKO_CHUNK <= row.stop)
-                add_step<T, BITS, PLACE, Part::WHOLE>(step, row, this_chunk, limit, x, position, sum);
+                add_step<T, BITS, PLACE>(Part::WHOLE, step, row, this_chunk, limit, x, position, sum);
             else
-                add_step<T, BITS, PLACE, Part::EDGE>(step, row, this_chunk, limit, x, position, sum);
+                add_step<T, BITS, PLACE>(Part::EDGE, step, row, this_chunk, limit, x, position, sum);
         } while (chunk * MACKO_CHUNK < row.stop);
 
         const bool good = sum.highest < limit && row.start <= row.stop;

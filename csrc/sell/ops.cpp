@@ -60,6 +60,7 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
             static_cast<const int32_t *>(perm.const_data_ptr()),
             perm.numel(),
             cols,
+            data.numel() * 2 / slot_bytes,
             int(num_blocks),
             int(gap_bits),
             int(warps),

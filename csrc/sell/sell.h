@@ -82,7 +82,7 @@ typedef struct sell_matrix {
     const uint16_t *bases;    /* [groups * SELL_LANES] column before which each task starts */
     const sell_block *blocks; /* [num_blocks] */
     const int32_t *perm;      /* [rows] row of the matrix of each sorted row */
-    int64_t rows, cols;
+    int64_t rows, cols, slots;
     int32_t num_blocks, gap_bits, warps, head;
     macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
 } sell_matrix;

@@ -136,6 +136,10 @@ __device__ __forceinline__ void multiply_step(LaneSlot at, uint32_t offset, uint
                                 gap_field<GAP_BITS>(planes, 2 * half + 1), address, sum);
 }
 
+__device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 // What sm_90 added. A barrier's phase ends when all arrivals and all announced bytes are in.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -173,13 +177,12 @@ __device__ __forceinline__ int stage_slots(int steps_of_lane, int stage) {
 
 // a / b for 0 <= a < 2^12 and 0 < b < 2^12: a twentieth of the latency of an integer division.
 __device__ __forceinline__ int small_quotient(int a, int b) {
-    return (int)((a + 0.5f) * __frcp_rn((float)b));
+    return (int)__fdividef(a + 0.5f, (float)b);
 }
 
 struct Launch {
     int stages; // of the ring, at most SELL_MAX_STAGES
     int early;  // stages to fetch before the previous kernel's end is waited for
-    int x_bulk; // elements of x that a bulk copy can bring: all but the last few, or none where x is not aligned
 };
 
 /*
@@ -196,52 +199,41 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
     {
 #endif
         extern __shared__ __align__(128) uint8_t shared[];
-        __shared__ __align__(8) uint64_t barriers[1 + 2 * SELL_MAX_STAGES];
+        __shared__ __align__(8) uint64_t barriers[2 * SELL_MAX_STAGES]; // for each stage: filled, emptied
         constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
-        const int warps = m.warps, stage_bytes = warps * SLOT, cols = (int)m.cols;
+        const int warps = m.warps, threads = warps * WARP, stage_bytes = warps * SLOT, cols = (int)m.cols;
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        float *sums = (float *)(shared + sell_x_bytes(cols));
         const uint32_t x_at = shared_address(shared), ring = x_at + sell_fixed_bytes(cols);
-        // x is there, then for each stage: filled, emptied.
-        const uint32_t x_there = shared_address(barriers), filled = x_there + 8, emptied = filled + 8 * SELL_MAX_STAGES;
+        const uint32_t filled = shared_address(barriers), emptied = filled + 8 * SELL_MAX_STAGES;
         const uint8_t *head_data = m.data + (int64_t)blockIdx.x * m.head * stage_bytes;
+        const sell_block b = load_block(m.blocks + blockIdx.x); // half a microsecond away
+        const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
 
 #if __CUDA_ARCH__ >= 900
         if (COPY == BULK && warp == warps) {
-            const sell_block b = load_block(m.blocks + blockIdx.x);
             const int blind = min(m.head, launch.stages);
-            uint64_t once, keep;
+            uint64_t once;
             asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-            asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
-            if (lane < launch.stages) {
-                barrier_init(filled + 8 * lane, 1);
-                barrier_init(emptied + 8 * lane, warps);
-            }
-            if (lane == 0) barrier_init(x_there, 1);
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            __syncwarp();
             if (lane == 0) {
-                asm volatile("griddepcontrol.launch_dependents;");
+#pragma unroll 1
+                for (int stage = 0; stage < launch.stages; stage++) barrier_init(filled + 8 * stage, 1);
+                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#pragma unroll 1
                 for (int stage = 0; stage < blind; stage++) {
-                    if (stage == launch.early) break;
+                    if (stage == launch.early) asm volatile("griddepcontrol.wait;" ::: "memory");
                     fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes,
                                filled + 8 * stage, once);
                 }
-                asm volatile("griddepcontrol.wait;" ::: "memory");
-                if (launch.x_bulk)
-                    fetch_bulk(x_at, x, launch.x_bulk * 2, x_there, keep);
-                else
-                    barrier_arrive(x_there);
-                for (int stage = launch.early; stage < blind; stage++)
-                    fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes,
-                               filled + 8 * stage, once);
+                asm volatile("griddepcontrol.launch_dependents;");
+#pragma unroll 1
+                for (int stage = 0; stage < launch.stages; stage++) barrier_init(emptied + 8 * stage, warps);
             }
             __syncwarp();
             __syncthreads();
             const int own_steps = lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
-            const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
             int place = blind % launch.stages;
             uint32_t parity = blind < launch.stages; // of the round before: 0 from the second round on
+#pragma unroll 1
             for (int stage = blind; stage < b.stages; stage++) {
                 const bool in_head = stage < m.head;
                 const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
@@ -254,44 +246,40 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 if (++place == launch.stages) place = 0, parity ^= 1;
             }
             // A block may not end while a copy is under way: the stages of the head that nobody needed.
+#pragma unroll 1
             for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
             __syncthreads();
             return;
         }
 #endif
-
         uint32_t base = m.bases[((int64_t)blockIdx.x * warps + warp) * SELL_LANES + lane];
-        const sell_block b = load_block(m.blocks + blockIdx.x);
-        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
-        const int threads = warps * WARP;
 
-        // Zeros behind x, and what of x does not come by a bulk copy.
-        const int zeros_at = (cols + 7) / 8;
+        // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
+        // Before the wait there are weights only, so that their way from memory is over when x comes.
+        const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
         if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)shared)[cols + threadIdx.x] = 0;
+#pragma unroll 1
         for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
             ((uint4 *)shared)[i] = make_uint4(0, 0, 0, 0);
-        if (launch.x_bulk < cols) {
 #if __CUDA_ARCH__ >= 900
-            asm volatile("griddepcontrol.wait;" ::: "memory");
+        asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-            const int whole = COPY == CP_ASYNC && (uintptr_t)x % 16 == 0 ? cols / 8 : 0;
-            for (int i = threadIdx.x; i < whole; i += threads) ((uint4 *)shared)[i] = ((const uint4 *)x)[i];
-            for (int i = max(launch.x_bulk, whole * 8) + threadIdx.x; i < cols; i += threads) ((T *)shared)[i] = x[i];
-        }
+#pragma unroll 1
+        for (int i = threadIdx.x; i < whole; i += threads) copy_16(x_at + i * 16, x + i * 8);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#pragma unroll 1
+        for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)shared)[i] = x[i];
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
         const int lane_steps = COPY == CP_ASYNC && lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
         const int own_steps = COPY == CP_ASYNC ? __shfl_sync(FULL_WARP, lane_steps, warp) : 0;
-        const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
         int fetched = 0;
         auto fetch_own = [&](uint32_t offset) {
             const int slots = stage_slots(lane_steps, fetched);
             if (fetched < own_steps) {
                 const uint8_t *from = (fetched < m.head ? head_data + fetched * stage_bytes : next) + warp * SLOT;
                 const uint32_t to = ring + offset + warp * SLOT;
-                for (int piece = lane * 16; piece < SLOT; piece += WARP * 16)
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + piece), "l"(from + piece)
-                                 : "memory");
+                for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_16(to + piece, from + piece);
             }
             asm volatile("cp.async.commit_group;" ::: "memory"); // an empty one too, to keep count
             if (fetched >= m.head) next += slots * SLOT;
@@ -299,19 +287,22 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         };
         if (COPY == CP_ASYNC)
             for (int place = 0; place < CP_ASYNC_STAGES; place++) fetch_own(place * stage_bytes);
-        __syncthreads();
-        if (COPY == BULK) barrier_wait(x_there, 0);
 
         // Lanes that will write y: 2^log_lanes of them a row.
+        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
         const int rows = max(b.rows, 1), group_chunks = small_quotient(threads, rows);
         const int log_lanes = group_chunks ? min(31 - __clz(group_chunks), 5) : 0;
         const int first_row = threadIdx.x >> log_lanes, part = threadIdx.x & ((1 << log_lanes) - 1);
         int out = first_row < b.rows ? m.perm[b.row + first_row] : 0;
 
         // Partial sums lie chunk by chunk, an odd number of them a chunk, so that those of a row are in different banks.
+        float *sums = (float *)(shared + sell_x_bytes(cols));
         const int stride = b.rows | 1;
         const int group_rows = threads - group_chunks * rows; // from a group of this warp to the next
         int chunk = small_quotient(threadIdx.x, rows), row = (int)threadIdx.x - chunk * rows;
+
+        asm volatile("cp.async.wait_group %0;" ::"n"(COPY == CP_ASYNC ? CP_ASYNC_STAGES : 0) : "memory"); // x is there
+        __syncthreads();
         const LaneSlot slot = lane_slot<GAP_BITS>(ring + warp * SLOT, lane);
         const uint32_t ring_bytes = held((COPY == BULK ? launch.stages : CP_ASYNC_STAGES) * stage_bytes);
         const uint32_t first_barrier = held(filled);
@@ -322,6 +313,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             if (offset == ring_bytes) offset = 0, barrier = first_barrier, parity ^= 1;
         };
         int stages_left = b.stages;
+#pragma unroll 1
         for (int group = warp; group < groups; group += warps) {
             uint32_t address = x_at + 2 * base;
             if (group + warps < groups)
@@ -351,6 +343,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             if (row >= rows) row -= rows, chunk++;
         }
         if (COPY == BULK) // the ring waits for all warps, so those with less to do go along
+#pragma unroll 1
             for (; stages_left > 0; stages_left--) {
                 barrier_wait(barrier, parity);
                 if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
@@ -358,10 +351,12 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             }
         __syncthreads();
 
+#pragma unroll 1
         for (int r = first_row; r - first_row < b.rows; r += threads >> log_lanes) {
             float sum = 0;
             if (r < b.rows)
                 for (int c = part; c < b.chunks; c += 1 << log_lanes) sum += sums[c * stride + r];
+#pragma unroll 1
             for (int distance = 1 << log_lanes >> 1; distance; distance /= 2)
                 sum += __shfl_xor_sync(FULL_WARP, sum, distance);
             if (r < b.rows && part == 0) {
@@ -377,16 +372,32 @@ bool is(const char *knob, const char *value) {
     return set && !strcmp(set, value);
 }
 
+// Lets a kernel ask for all of an SM's shared memory: once for each device, and not in the way of a launch after that.
+cudaError_t allow_all_shared(const void *kernel, bool (&allowed)[64]) {
+    int device;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error || (device < 64 && allowed[device])) return error;
+    int most;
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - 1024);
+    if (!error)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                     cudaSharedmemCarveoutMaxShared);
+    if (!error && device < 64) allowed[device] = true;
+    return error;
+}
+
 template <typename T, int GAP_BITS, Copy COPY>
 cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *x, const T *bias, T *y, bool chained,
                         cudaStream_t stream) {
-    cudaError_t error =
-        cudaFuncSetAttribute(spmv<T, GAP_BITS, COPY>, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+    static bool allowed[64];
+    const cudaError_t error = allow_all_shared((const void *)spmv<T, GAP_BITS, COPY>, allowed);
     if (error) return error;
-    Launch launch = {shape.stages, 0, 0};
-    if (COPY == BULK && (uintptr_t)x % 16 == 0) launch.x_bulk = (int)m.cols / 8 * 8;
-    if (chained) launch.early = shape.stages / 2; // all of them: 1-2 % slower
-    if (chained && getenv("TUNE_EARLY")) launch.early = atoi(getenv("TUNE_EARLY"));
+    // Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200,
+    // 2 against all of them: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22 (11008 x 4096),
+    // 20.0 / 19.7 with 32 (8192 x 8192).
+    const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
+    const Launch launch = {shape.stages, few ? 2 : shape.stages};
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -400,6 +411,29 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *
     return cudaLaunchKernelEx(&config, spmv<T, GAP_BITS, COPY>, m, x, bias, y, launch);
 }
 
+// Whether to launch so that this kernel's start may overlap with the end of the one before. Behind an ordinary kernel
+// that costs 0.2 us in a CUDA graph (H200), so while a graph is captured it is done only behind a kernel like this one:
+// as many threads, and much shared memory. It is right behind any kernel: before its wait a block reads weights only.
+bool may_overlap(cudaStream_t stream, unsigned threads) {
+    if (is("MACKO_PDL", "0") || is("MACKO_PDL", "1")) return is("MACKO_PDL", "1");
+    cudaStreamCaptureStatus status;
+    const cudaGraphNode_t *before;
+    size_t count;
+#if CUDART_VERSION >= 13000
+    const cudaGraphEdgeData *edges;
+    const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &before, &edges, &count);
+#else
+    const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, &before, &count);
+#endif
+    if (!error && status == cudaStreamCaptureStatusNone) return true;
+    cudaGraphNodeType type;
+    cudaKernelNodeParams kernel;
+    const bool known = !error && count == 1 && !cudaGraphNodeGetType(before[0], &type) &&
+                       type == cudaGraphNodeTypeKernel && !cudaGraphKernelNodeGetParams(before[0], &kernel);
+    cudaGetLastError(); // a kernel that this runtime does not know is no error
+    return known && kernel.blockDim.x == threads && kernel.sharedMemBytes >= 64 * 1024;
+}
+
 template <typename T, int GAP_BITS>
 cudaError_t launch_copy(const sell_matrix &m, const sell_shape &shape, const void *x, const void *bias, void *y,
                         cudaStream_t stream) {
@@ -409,7 +443,8 @@ cudaError_t launch_copy(const sell_matrix &m, const sell_shape &shape, const voi
     if (error) return error;
     const bool bulk = major >= 9 && !is("MACKO_COPY", "cp_async");
     const auto launch = bulk ? launch_spmv<T, GAP_BITS, BULK> : launch_spmv<T, GAP_BITS, CP_ASYNC>;
-    return launch(m, shape, (const T *)x, (const T *)bias, (T *)y, bulk && !is("MACKO_PDL", "0"), stream);
+    const bool chained = bulk && may_overlap(stream, (m.warps + 1) * WARP);
+    return launch(m, shape, (const T *)x, (const T *)bias, (T *)y, chained, stream);
 }
 
 template <typename T>

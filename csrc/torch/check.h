@@ -15,6 +15,11 @@
 #include <cuda_runtime_api.h>
 #endif
 
+// Newer headers have this name for it, those of torch 2.10 and 2.11 have not.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace macko {
 
 using torch::headeronly::ScalarType;

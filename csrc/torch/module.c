@@ -9,7 +9,8 @@
 #define STRING_(a) #a
 #define STRING(a) STRING_(a)
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, STRING(MACKO_MODULE), NULL, -1, NULL, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, STRING(MACKO_MODULE), NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
 /* The build says in MACKO_CUDA_ARCHES what _C_cuda was compiled for, separated by spaces; empty: there is no _C_cuda. */
 PyMODINIT_FUNC CONCAT(PyInit_, MACKO_MODULE)(void) {

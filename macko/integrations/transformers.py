@@ -14,7 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..convert import MIN_SPARSITY, convert_layer
-from ..files import VERSION, Checkpoint, check_version, join, packed_state
+from ..files import VERSION, Checkpoint, check_about, join, packed_state
 from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
 from ..linear import SparseLinear, format_class
 from .compressed_tensors import lazy_state, sparsity_format
@@ -29,8 +29,7 @@ class MackoConfig(QuantizationConfigMixin):
         version, layers: of a packed checkpoint; see macko.files.
 
     Raises:
-        ValueError: an option is out of its range, or the files are of a newer version than this macko reads.
-        TypeError: an option or an entry of layers is not of its type.
+        ValueError: an option is out of its range or not of its type, or the files are of a newer version.
     """
 
     def __init__(
@@ -43,18 +42,15 @@ class MackoConfig(QuantizationConfigMixin):
         **foreign: Any,
     ) -> None:
         self.quant_method = "macko"  # type: ignore[assignment]
-        check_version({"version": version}, "quantization_config")
+        check_about({"version": version, "layers": layers}, "quantization_config")
         format_class(format)
         if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
             raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
         self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
         if not all(isinstance(name, str) for name in self.ignore):
-            raise TypeError(f"ignore is {self.ignore!r}, expected names")
+            raise ValueError(f"ignore is {self.ignore!r}, expected names")
         self.format, self.min_sparsity, self.version = format, min_sparsity, version
         self.layers = {} if layers is None else layers
-        for name, about in self.layers.items():
-            if not isinstance(about, dict) or not all(type(v) is int or k == "format" for k, v in about.items()):
-                raise TypeError(f"layers[{name!r}] is {about!r}, expected a format and whole numbers")
 
 
 @register_quantizer("macko")
@@ -110,7 +106,7 @@ class MackoHfQuantizer(HfQuantizer):
                 size = layer.module.weight.numel() * layer.module.weight.element_size()
                 kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
                 self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
-        self._share = _expected_share(checkpoint_files or [])
+        self._share = _expected_share(checkpoint_files or [], self._found)
 
     def _place_packed(self, model: Any, checkpoint_files: list[str]) -> None:
         """Empty sparse layers on the meta device, of the sizes that the files have."""
@@ -223,6 +219,8 @@ class MackoHfQuantizer(HfQuantizer):
                     raise ValueError(f"{name}: {error}") from None
                 if module.dtype != self._dtypes[name]:
                     module.to(self._dtypes[name])
+                module.reformat_(self.quantization_config.format)
+        self._found.clear()
         if not self.pre_quantized:
             self.report.layers += unpackable(model)
         return model
@@ -256,7 +254,6 @@ def mark(model: nn.Module) -> None:
     any_model: Any = model
     any_model.hf_quantizer = quantizer
     any_model.config.quantization_config = quantizer.quantization_config
-    any_model.is_quantized, any_model.quantization_method = True, "macko"
 
 
 def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: Any) -> Any:
@@ -308,15 +305,17 @@ def _tensor_shapes(files: list[str]) -> dict[str, tuple[tuple[int, ...], torch.d
     return found
 
 
-def _expected_share(files: list[str]) -> float:
-    """Packed over dense bytes, from the density of a few rows of some matrices: for planning where layers go."""
+def _expected_share(files: list[str], layers: Iterable[str]) -> float:
+    """Packed over dense bytes, by the density of a few rows of some layers: for planning where layers go."""
     from safetensors import safe_open
 
+    wanted = tuple(f"{layer}.weight" for layer in layers)
     nonzero = total = 0
     for name in files:
         if name.endswith(".safetensors"):
-            with torch.device("cpu"), safe_open(name, framework="pt") as file:  # not the meta device of the caller
-                matrices = [k for k in file.keys() if k.endswith("proj.weight") or k.endswith("dense.weight")]  # noqa: SIM118
+            # Not the meta device of the caller, who is about to build the model there.
+            with torch.device("cpu"), safe_open(name, framework="pt") as file:
+                matrices = [key for key in file.keys() if key.endswith(wanted)]  # noqa: SIM118
                 for key in matrices[:: max(1, len(matrices) // 8)]:
                     rows = file.get_slice(key)[:16]
                     nonzero += int(rows.count_nonzero())

@@ -1,7 +1,7 @@
 """Quantised and structured-sparse linears on a GPU: the whole linear, from a 16-bit x to a 16-bit y.
 
     python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
-    python -m benchmarks.slide results.jsonl --table      writes macko/slide_times.json, which macko.choose reads
+    python -m benchmarks.slide results.jsonl --table      writes macko/slide_times.json, which macko.slide_choice reads
 
 Ours: `slide_linear` (quantise, lift, GEMM with scales and bias) on a dense weight and on the patterns 2:4, 4:6, 6:8.
 Torch's, for int8: our quantiser (faster than any torch has), `_int_mm`, and one compiled kernel that scales and casts;
@@ -174,7 +174,7 @@ def check(sides: dict[str, Calls], name: str) -> None:
 
 def time_quantiser(name: str, shape: str, tokens: int, results: str, where: dict[str, Any]) -> None:
     """The quantiser alone, with the bytes that it has to read and write."""
-    rows, cols = SHAPES[shape]
+    cols = SHAPES[shape][1]
     x = torch.randn(tokens, cols, device="cuda").bfloat16()
     inputs = [c[0] for c in copies([x])] if tokens > COLD_TOKENS else [x]
     for pattern, n in PATTERNS.items():

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import slide_packer
+from .slide_choice import slide_packer
 from .formats import PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, format_class, unsupported
@@ -69,7 +69,7 @@ def sparsify_(
         progress: show a bar when it takes more than a second.
         pattern, dtype, tokens: of format "slide" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
             layer fits; "int8", "fp8", or None to keep the layer's dtype; and the usual number of tokens, for which
-            `macko.choose` picks the pattern's kernel or the dense one. A layer that does not fit stays dense.
+            macko.slide_choice picks the pattern's kernel or the dense one. A layer that does not fit stays dense.
 
     Returns:
         A Report: every nn.Linear, with its density, bytes, and why it was skipped.

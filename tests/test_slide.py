@@ -10,7 +10,7 @@ from torch import Tensor
 
 import macko
 import macko.ops as ops
-from macko import SparseLinear, choose, reference
+from macko import SparseLinear, reference, slide_choice
 from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
 from tests.common import HALVES, assert_same_bits, device_dtypes, devices
 
@@ -451,8 +451,8 @@ def test_sparsify_with_a_pattern() -> None:
 
 def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"GPU": {"int8": {"6:8": {"16": 1.1, "4096": 0.97}}}}
-    monkeypatch.setattr(choose, "_table", lambda: table)
-    assert choose.slide_gain("GPU", INT8, 4, 1) == 1.1
-    assert choose.slide_gain("GPU", INT8, 4, 9000) == 0.97
-    assert choose.slide_gain("GPU", INT8, 3, 1) is None
-    assert choose.slide_gain("other", INT8, 4, 1) is None
+    monkeypatch.setattr(slide_choice, "_table", lambda: table)
+    assert slide_choice.slide_gain("GPU", INT8, 4, 1) == 1.1
+    assert slide_choice.slide_gain("GPU", INT8, 4, 9000) == 0.97
+    assert slide_choice.slide_gain("GPU", INT8, 3, 1) is None
+    assert slide_choice.slide_gain("other", INT8, 4, 1) is None

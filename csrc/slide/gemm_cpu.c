@@ -51,26 +51,20 @@ static float dot_f32_scalar(const float *a, const float *b, int64_t padded) {
     DOT_F32_BODY
 }
 
-static int32_t dot_s8_scalar(const int8_t *a, const int8_t *b, int64_t padded) {
-    DOT_S8_BODY
-}
+static int32_t dot_s8_scalar(const int8_t *a, const int8_t *b, int64_t padded){DOT_S8_BODY}
 
 #if MACKO_X86
-MACKO_TARGET_AVX2 static float dot_f32_avx2(const float *a, const float *b, int64_t padded) {
-    DOT_F32_BODY
-}
+MACKO_TARGET_AVX2 static float dot_f32_avx2(const float *a, const float *b, int64_t padded){DOT_F32_BODY}
 
-MACKO_TARGET_AVX2 static int32_t dot_s8_avx2(const int8_t *a, const int8_t *b, int64_t padded) {
-    DOT_S8_BODY
-}
+MACKO_TARGET_AVX2 static int32_t dot_s8_avx2(const int8_t *a, const int8_t *b, int64_t padded){DOT_S8_BODY}
 
 MACKO_TARGET_AVX512 static float dot_f32_avx512(const float *a, const float *b, int64_t padded) {
     DOT_F32_BODY
 }
 
 /* vpdpbusd wants one side unsigned: b + 128, and 128 * sum(a) is taken off at the end. */
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) static int32_t dot_s8_vnni(const int8_t *a, const int8_t *b,
-                                                                                          int64_t padded) {
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) static int32_t
+dot_s8_vnni(const int8_t *a, const int8_t *b, int64_t padded) {
     __m512i products = _mm512_setzero_si512(), extra = _mm512_setzero_si512();
     const __m512i top = _mm512_set1_epi8((char)0x80);
     for (int64_t k = 0; k < padded; k += 64) {
@@ -106,15 +100,19 @@ static float bias_at(const macko_slide_gemm_args *args, int64_t row) {
 }
 
 static void store(const macko_slide_gemm_args *args, int64_t i, float value) {
-    if (args->out_dtype == MACKO_F32) ((float *)args->out)[i] = value;
-    else ((uint16_t *)args->out)[i] = args->out_dtype == MACKO_F16 ? macko_f16_from_f32(value) : macko_bf16_from_f32(value);
+    if (args->out_dtype == MACKO_F32)
+        ((float *)args->out)[i] = value;
+    else
+        ((uint16_t *)args->out)[i] =
+            args->out_dtype == MACKO_F16 ? macko_f16_from_f32(value) : macko_bf16_from_f32(value);
 }
 
 int macko_slide_gemm_cpu(const macko_slide_gemm_args *args, int64_t begin, int64_t end) {
     const macko_slide_shape *shape = &args->weight.shape;
     const macko_slide_type type = shape->type;
     const int64_t depth = macko_slide_depth(shape->cols, shape->n);
-    const int64_t padded = macko_slide_k_tiles(shape->cols, shape->n, type) * (MACKO_SLIDE_TILE_BYTES / macko_slide_element_bytes(type));
+    const int64_t padded =
+        macko_slide_k_tiles(shape->cols, shape->n, type) * (MACKO_SLIDE_TILE_BYTES / macko_slide_element_bytes(type));
     const dot_f32_fn dot_f32 = choose_dot_f32();
     const dot_s8_fn dot_s8 = choose_dot_s8();
     const int is_s8 = type == MACKO_SLIDE_S8;
@@ -130,8 +128,10 @@ int macko_slide_gemm_cpu(const macko_slide_gemm_args *args, int64_t begin, int64
         for (int r = 0; r < num_rows; r++) {
             expand_row(&args->weight, row + r, padded, codes);
             for (int64_t k = 0; k < padded; k++) {
-                if (is_s8) bytes[r * padded + k] = (int8_t)codes[k];
-                else floats[r * padded + k] = code_to_f32(codes[k], type);
+                if (is_s8)
+                    bytes[r * padded + k] = (int8_t)codes[k];
+                else
+                    floats[r * padded + k] = code_to_f32(codes[k], type);
             }
         }
         for (int64_t token = 0; token < args->tokens; token++) {

@@ -7,10 +7,14 @@
 
 namespace macko {
 
-extern template cudaError_t slide_run<MACKO_SLIDE_S8>(slide_kind, int, const macko_slide_gemm_args &, int, cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_E4M3>(slide_kind, int, const macko_slide_gemm_args &, int, cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, int, const macko_slide_gemm_args &, int, cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, int, const macko_slide_gemm_args &, int, cudaStream_t);
+extern template cudaError_t slide_run<MACKO_SLIDE_S8>(slide_kind, int, const macko_slide_gemm_args &, int,
+                                                      cudaStream_t);
+extern template cudaError_t slide_run<MACKO_SLIDE_E4M3>(slide_kind, int, const macko_slide_gemm_args &, int,
+                                                        cudaStream_t);
+extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, int, const macko_slide_gemm_args &, int,
+                                                       cudaStream_t);
+extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, int, const macko_slide_gemm_args &, int,
+                                                        cudaStream_t);
 
 cudaError_t slide_map(CUtensorMap *map, CUtensorMapDataType type, const void *data, int64_t inner, int64_t outer,
                       int64_t inner_bytes, int box_inner, int box_outer) {
@@ -24,9 +28,9 @@ cudaError_t slide_map(CUtensorMap *map, CUtensorMapDataType type, const void *da
     if (!encode) return cudaErrorNotSupported;
     const cuuint64_t extents[2] = {(cuuint64_t)inner, (cuuint64_t)outer}, strides[1] = {(cuuint64_t)inner_bytes};
     const cuuint32_t box[2] = {(cuuint32_t)box_inner, (cuuint32_t)box_outer}, steps[2] = {1, 1};
-    const CUresult result = encode(map, type, 2, const_cast<void *>(data), extents, strides, box, steps,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode(map, type, 2, const_cast<void *>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -51,8 +55,8 @@ int tokens_of_tile(slide_kind kind, int64_t tokens, int64_t rows, int num_sms) {
     return best;
 }
 
-}  // namespace
-}  // namespace macko
+} // namespace
+} // namespace macko
 
 cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_t stream) {
     using namespace macko;

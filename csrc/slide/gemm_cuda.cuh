@@ -28,11 +28,12 @@ struct slide_task {
     const uint16_t *bias;
     int64_t rows;
     int tokens, row_blocks, k_tiles, row_tiles, token_tiles;
-    int splits;   // blocks that share the stages of one small tile
-    int is_bf16;  // the output and the bias; else fp16
+    int splits;  // blocks that share the stages of one small tile
+    int is_bf16; // the output and the bias; else fp16
 };
 
-template <macko_slide_type TYPE, slide_kind KIND, int TOKENS> struct slide_tile {
+template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+struct slide_tile {
     static constexpr int WARPGROUPS = TOKENS >= 128 ? 2 : 1;
     static constexpr int CLUSTER = TOKENS >= 128 ? 2 : 1;
     static constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
@@ -40,13 +41,13 @@ template <macko_slide_type TYPE, slide_kind KIND, int TOKENS> struct slide_tile 
     static constexpr int META_BYTES = KIND == SLIDE_DENSE ? 0 : TYPE <= MACKO_SLIDE_E4M3 ? 1024 : 512;
     static constexpr int VALUE_BYTES = KIND == SLIDE_DENSE ? 8192 : 4096;
     static constexpr int TILE_BYTES = VALUE_BYTES + META_BYTES;
-    static constexpr int TOKEN_BYTES = TOKENS * 128, WEIGHT_BYTES = WARPGROUPS * TILE_BYTES;  // of a stage
-    static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32;  // tokens whose output is stored at once, at most a warp's
+    static constexpr int TOKEN_BYTES = TOKENS * 128, WEIGHT_BYTES = WARPGROUPS * TILE_BYTES; // of a stage
+    static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32; // tokens whose output is stored at once, at most a warp's
     static constexpr int CHUNK_BYTES = CHUNK * 128;
     // An SM has 228 KB, of which each block loses 1 KB.
     static constexpr int BUDGET = 228 * 1024 / BLOCKS_PER_SM - 1024;
     static constexpr int MAX_SPLITS = CLUSTER > 1 ? 1 : TOKENS == 64 ? 2 : 4;
-    static constexpr int PARTIAL_BYTES = TOKENS * 256;  // 64 rows of sums
+    static constexpr int PARTIAL_BYTES = TOKENS * 256; // 64 rows of sums
     static constexpr int FIXED = WARPGROUPS * 2 * CHUNK_BYTES + (MAX_SPLITS - 1) * PARTIAL_BYTES + 256;
     static constexpr int FIT = (BUDGET - FIXED) / (TOKEN_BYTES + WEIGHT_BYTES);
     static constexpr int STAGES = FIT < 15 ? FIT : 15;
@@ -54,7 +55,7 @@ template <macko_slide_type TYPE, slide_kind KIND, int TOKENS> struct slide_tile 
     static constexpr int STAGING = STAGES * TOKEN_BYTES;
     static constexpr int WEIGHTS = STAGING + WARPGROUPS * 2 * CHUNK_BYTES;
     static constexpr int PARTIALS = WEIGHTS + STAGES * WEIGHT_BYTES;
-    static constexpr int BARRIERS = PARTIALS + (MAX_SPLITS - 1) * PARTIAL_BYTES;  // full, empty, sums are here
+    static constexpr int BARRIERS = PARTIALS + (MAX_SPLITS - 1) * PARTIAL_BYTES; // full, empty, sums are here
     static constexpr int SMEM_BYTES = BARRIERS + STAGES * 16 + 8;
     // 128 sums a thread need more registers than 384 threads get: the producer gives its own to the consumers.
     static constexpr bool MOVES_REGISTERS = TOKENS == 256;
@@ -72,7 +73,8 @@ __device__ __forceinline__ void slide_place(const slide_task &task, int tile, in
 }
 
 // Position in the ring of stages: the phase flips at each turn.
-template <int STAGES> struct slide_ring {
+template <int STAGES>
+struct slide_ring {
     int stage = 0;
     uint32_t phase = 0;
     __device__ __forceinline__ void next() {
@@ -84,7 +86,8 @@ template <int STAGES> struct slide_ring {
 };
 
 // The stages of one of the blocks that share a tile: whole pairs.
-template <class TILE> __device__ __forceinline__ int slide_first_k_tile(const slide_task &task, int split) {
+template <class TILE>
+__device__ __forceinline__ int slide_first_k_tile(const slide_task &task, int split) {
     if (TILE::MAX_SPLITS == 1) return split ? task.k_tiles : 0;
     return task.k_tiles / 2 * split / task.splits * 2;
 }
@@ -105,10 +108,12 @@ __device__ __forceinline__ float slide_bias(const slide_task &task, int64_t row)
 }
 
 // One thread of a block: fills the ring with the tokens and the weights of all tiles of its cluster.
-template <class TILE> __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, int split) {
+template <class TILE>
+__device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, int split) {
     constexpr int SHARE = TILE::TOKEN_BYTES / TILE::CLUSTER;
     const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
-    const int first_k_tile = slide_first_k_tile<TILE>(task, split), last_k_tile = slide_first_k_tile<TILE>(task, split + 1);
+    const int first_k_tile = slide_first_k_tile<TILE>(task, split),
+              last_k_tile = slide_first_k_tile<TILE>(task, split + 1);
     const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8;
     slide_ring<TILE::STAGES> ring;
     for (int tile = blockIdx.x / blocks; tile < task.row_tiles * task.token_tiles; tile += gridDim.x / blocks) {
@@ -127,8 +132,10 @@ template <class TILE> __device__ void slide_produce(const slide_task &task, uint
             sm90::barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
             sm90::barrier_expect(barrier, TILE::TOKEN_BYTES + TILE::WEIGHT_BYTES);
             const uint32_t tokens = smem + ring.stage * TILE::TOKEN_BYTES + rank * SHARE;
-            if (TILE::CLUSTER == 1) sm90::copy_box(tokens, &task.lifted, k_tile * 128, token, barrier);
-            else sm90::copy_box_to_all(tokens, &task.lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
+            if (TILE::CLUSTER == 1)
+                sm90::copy_box(tokens, &task.lifted, k_tile * 128, token, barrier);
+            else
+                sm90::copy_box_to_all(tokens, &task.lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
 #pragma unroll
             for (int i = 0; i < TILE::WARPGROUPS; i++)
                 sm90::copy_bytes(smem + TILE::WEIGHTS + ring.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
@@ -147,8 +154,8 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
     const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
     const int k_tiles = slide_first_k_tile<TILE>(task, split + 1) - slide_first_k_tile<TILE>(task, split);
-    const uint64_t first_weights = sm90::descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(
-        smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
+    const uint64_t first_weights =
+        sm90::descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
     const uint64_t first_tokens = sm90::descriptor<128>(smem);
     const uint32_t first_meta = smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES + TILE::VALUE_BYTES + thread * 4;
     const uint32_t staging = smem + TILE::STAGING + warpgroup * 2 * TILE::CHUNK_BYTES;
@@ -157,8 +164,10 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
     // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
     const auto release = [&](int stage) {
         if (lane || warp >= TILE::CLUSTER) return;
-        if (TILE::CLUSTER == 1) sm90::barrier_arrive(empty + stage * 8);
-        else sm90::barrier_arrive_remote(empty + stage * 8, warp);
+        if (TILE::CLUSTER == 1)
+            sm90::barrier_arrive(empty + stage * 8);
+        else
+            sm90::barrier_arrive_remote(empty + stage * 8, warp);
     };
 
     slide_ring<TILE::STAGES> ring;
@@ -178,10 +187,10 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             token_scale[chunk] =
                 task.token_scale ? task.token_scale[min(first_token + chunk * TILE::CHUNK + lane, task.tokens - 1)] : 1;
 
-        typename MMA::acc sums[TOKENS / 2];  // written, not added to, by the first product
+        typename MMA::acc sums[TOKENS / 2]; // written, not added to, by the first product
         int previous = -1;
         // The instruction reads its metadata registers while it runs, after the next stage's were loaded: two sets, in turn.
-        const auto multiply = [&](int k_tile, uint32_t(&meta)[2]) {
+        const auto multiply = [&](int k_tile, uint32_t (&meta)[2]) {
             const int stage = ring.stage;
             sm90::barrier_wait(full + stage * 8, ring.phase);
             const uint64_t tokens = first_tokens + stage * (TILE::TOKEN_BYTES >> 4);
@@ -224,8 +233,8 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             if (split > 0) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; i++)
-                    sm90::store_remote(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4, 0,
-                                       sums[i]);
+                    sm90::store_remote(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4,
+                                       0, sums[i]);
                 sm90::barrier_arrive_release(sums_here, 0);
                 return;
             }
@@ -254,13 +263,14 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
                     const auto *sum = sums + (chunk * TILE::CHUNK + token) / 2;
                     rounded[2 * half] = slide_pack2(fmaf(scale_low, by[0] * (float)sum[0], bias_low),
                                                     fmaf(scale_low, by[1] * (float)sum[1], bias_low), task.is_bf16);
-                    rounded[2 * half + 1] = slide_pack2(fmaf(scale_high, by[0] * (float)sum[2], bias_high),
-                                                        fmaf(scale_high, by[1] * (float)sum[3], bias_high), task.is_bf16);
+                    rounded[2 * half + 1] =
+                        slide_pack2(fmaf(scale_high, by[0] * (float)sum[2], bias_high),
+                                    fmaf(scale_high, by[1] * (float)sum[3], bias_high), task.is_bf16);
                 }
                 const int token = part * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
                 sm90::store_matrices_transposed(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
             }
-            if (thread == 0) sm90::stores_have_read();  // the other buffer is free behind the barrier
+            if (thread == 0) sm90::stores_have_read(); // the other buffer is free behind the barrier
             sm90::fence_for_copies();
             sm90::warpgroup_sync(warpgroup);
             if (thread == 0) sm90::store_box(&task.out, (int)first_row, first_token + chunk * TILE::CHUNK, to);
@@ -270,7 +280,8 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
 }
 
 template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
-__global__ void __launch_bounds__(slide_tile<TYPE, KIND, TOKENS>::THREADS, slide_tile<TYPE, KIND, TOKENS>::BLOCKS_PER_SM)
+__global__ void __launch_bounds__(slide_tile<TYPE, KIND, TOKENS>::THREADS,
+                                  slide_tile<TYPE, KIND, TOKENS>::BLOCKS_PER_SM)
     slide_gemm_kernel(const __grid_constant__ slide_task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using TILE = slide_tile<TYPE, KIND, TOKENS>;
@@ -300,7 +311,7 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, TOKENS>::THREADS, slide
         slide_consume<TYPE, KIND, TOKENS>(task, smem, rank, split, warpgroup);
     }
     __syncwarp();
-    if (TILE::CLUSTER > 1) sm90::cluster_sync();  // no block may leave while its neighbour copies into it
+    if (TILE::CLUSTER > 1) sm90::cluster_sync(); // no block may leave while its neighbour copies into it
 #endif
 }
 
@@ -344,8 +355,8 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
         status = slide_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
                            args.out_stride * 2, 64, TILE::CHUNK);
     if (status == cudaSuccess)
-        status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, TOKENS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      TILE::SMEM_BYTES);
+        status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, TOKENS>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::SMEM_BYTES);
     if (status != cudaSuccess) return status;
     const int cluster = TILE::CLUSTER * task.splits;
     cudaLaunchAttribute attribute{};
@@ -373,9 +384,10 @@ cudaError_t slide_run_kind(int tokens, const macko_slide_gemm_args &args, int nu
 }
 
 template <macko_slide_type TYPE>
-cudaError_t slide_run(slide_kind kind, int tokens, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
+cudaError_t slide_run(slide_kind kind, int tokens, const macko_slide_gemm_args &args, int num_sms,
+                      cudaStream_t stream) {
     return kind == SLIDE_SPARSE ? slide_run_kind<TYPE, SLIDE_SPARSE>(tokens, args, num_sms, stream)
                                 : slide_run_kind<TYPE, SLIDE_DENSE>(tokens, args, num_sms, stream);
 }
 
-}  // namespace macko
+} // namespace macko

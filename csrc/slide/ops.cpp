@@ -171,11 +171,12 @@ macko_slide_source source_of(const char *op, const Tensor &w, ScalarType dtype) 
     if (same && dtype == ScalarType::Float8_e4m3fn) return MACKO_SLIDE_FROM_E4M3;
     const auto source = static_cast<macko_slide_source>(check_value_dtype(op, "w", w));
     if (!same && !is_8_bit(type_of(op, dtype)))
-        fail(op, "w has dtype ", dtype_name(w.scalar_type()), ", expected ", dtype_name(dtype), ", which is to be kept");
+        fail(op, "w has dtype ", dtype_name(w.scalar_type()), ", expected ", dtype_name(dtype),
+             ", which is to be kept");
     return source;
 }
 
-}  // namespace
+} // namespace
 
 std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, ScalarType dtype, bool prune) {
     const char *op = "slide_pack";
@@ -190,7 +191,8 @@ std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, Sc
     const Tensor w = as_contiguous(w_any);
     const macko_slide_shape shape{rows, cols, int(n), type};
     Tensor packed = torch::stable::new_empty(
-        w, {macko_slide_row_blocks(rows), macko_slide_k_tiles(cols, int(n), type), macko_slide_tile_bytes(int(n), type)},
+        w,
+        {macko_slide_row_blocks(rows), macko_slide_k_tiles(cols, int(n), type), macko_slide_tile_bytes(int(n), type)},
         ScalarType::Byte);
     Tensor scale = torch::stable::new_empty(w, {rows}, ScalarType::Float);
     Tensor dropped = torch::stable::new_zeros(w, {2}, ScalarType::Long);
@@ -201,10 +203,10 @@ std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, Sc
 #ifdef USE_CUDA
     const DeviceGuard guard(w.get_device_index());
     int64_t found[2];
-    STD_CUDA_CHECK(macko_slide_pack_cuda(&shape, w.const_data_ptr(), source, prune, bytes, scales, counted,
-                                         current_stream(w)));
+    STD_CUDA_CHECK(
+        macko_slide_pack_cuda(&shape, w.const_data_ptr(), source, prune, bytes, scales, counted, current_stream(w)));
     STD_CUDA_CHECK(cudaMemcpyAsync(found, counted, sizeof found, cudaMemcpyDeviceToHost, current_stream(w)));
-    STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(w)));  // whether w fits its pattern decides the outcome
+    STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(w))); // whether w fits its pattern decides the outcome
     const int64_t groups = n ? macko_slide_groups(cols, int(n)) : 0;
     const int64_t key = INT64_MAX - found[1];
     if (found[1]) first = {(key >> 8) / groups, (key >> 8) % groups, key & 255, found[0]};
@@ -304,12 +306,11 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
     const DeviceGuard guard(packed.get_device_index());
 #endif
     const Tensor x = as_contiguous(x_any);
-    macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, bias ? bias->const_data_ptr() : nullptr,
-                               nullptr, tokens, from, cols, 0};
+    macko_slide_gemm_args args{
+        weight, x.const_data_ptr(), nullptr, bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, from, cols, 0};
     // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
     const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
-                       (cols == macko_slide_depth(cols, int(n)) ||
-                        (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&
+                       (cols == macko_slide_depth(cols, int(n)) || (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&
                        reinterpret_cast<uintptr_t>(args.lifted) % 16 == 0;
     std::optional<std::tuple<Tensor, Tensor>> lifted;
     if (!as_is) {
@@ -321,4 +322,4 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
     return multiply(op, args, x, x.scalar_type());
 }
 
-}  // namespace macko
+} // namespace macko

@@ -16,4 +16,4 @@ Tensor slide_gemm(const Tensor &lifted, const Tensor &token_scale, const Tensor 
 Tensor slide_linear(const Tensor &x, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n,
                     ScalarType dtype, const std::optional<Tensor> &bias);
 
-}  // namespace macko
+} // namespace macko

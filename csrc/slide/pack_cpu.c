@@ -52,9 +52,13 @@ int macko_slide_pack_cpu(const macko_slide_shape *shape, const void *w, macko_sl
             scale[row] = keeps_bits ? 1.0f : by.scale;
             for (int64_t col = 0; col < cols; col++) {
                 const int64_t i = row * cols + col;
-                if (values[col] == 0) codes[col] = 0;
-                else if (!keeps_bits) codes[col] = macko_slide_quantise(values[col], by, shape->type);
-                else codes[col] = macko_slide_element_bytes(shape->type) == 2 ? ((const uint16_t *)w)[i] : ((const uint8_t *)w)[i];
+                if (values[col] == 0)
+                    codes[col] = 0;
+                else if (!keeps_bits)
+                    codes[col] = macko_slide_quantise(values[col], by, shape->type);
+                else
+                    codes[col] = macko_slide_element_bytes(shape->type) == 2 ? ((const uint16_t *)w)[i]
+                                                                             : ((const uint8_t *)w)[i];
             }
         }
         uint8_t *tiles = packed + row / MACKO_SLIDE_BLOCK_ROWS * k_tiles * tile_bytes;

@@ -93,13 +93,13 @@ __global__ void unpack_rows(macko_slide_weight weight, uint8_t *codes) {
                               (int)(row % MACKO_SLIDE_BLOCK_ROWS), k_tile, line);
 }
 
-}  // namespace
+} // namespace
 
 cudaError_t macko_slide_pack_cuda(const macko_slide_shape *shape, const void *w, macko_slide_source source, int prune,
                                   uint8_t *packed, float *scale, int64_t found[2], cudaStream_t stream) {
     if (!shape->rows) return cudaSuccess;
-    const int keeps_bits = source == MACKO_SLIDE_FROM_S8 || source == MACKO_SLIDE_FROM_E4M3 ||
-                           macko_slide_element_bytes(shape->type) == 2;
+    const int keeps_bits =
+        source == MACKO_SLIDE_FROM_S8 || source == MACKO_SLIDE_FROM_E4M3 || macko_slide_element_bytes(shape->type) == 2;
     const int padded = (int)shape->cols + 2 * MACKO_SLIDE_MAX_N; /* zeros up to a whole group */
     const cudaError_t status = cudaFuncSetAttribute(pack_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, padded * 2);
     if (status != cudaSuccess) return status;

@@ -24,8 +24,10 @@ int macko_slide_quant_cpu(const void *x, macko_dtype dtype, int64_t cols, int n,
             uint16_t code = 0;
             if (!n && k < cols) code = codes[k];
             if (k / 4 < windows) code = codes[macko_slide_column(k / 4, n) + k % 4];
-            if (bytes == 2) ((uint16_t *)lifted)[token * depth + k] = code;
-            else ((uint8_t *)lifted)[token * depth + k] = (uint8_t)code;
+            if (bytes == 2)
+                ((uint16_t *)lifted)[token * depth + k] = code;
+            else
+                ((uint8_t *)lifted)[token * depth + k] = (uint8_t)code;
         }
     }
     free(values);

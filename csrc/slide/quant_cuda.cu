@@ -10,13 +10,16 @@ namespace {
 
 constexpr int MAX_THREADS = 1024;
 constexpr int VECTOR = 8;      // 16-bit numbers of a 16-byte load
-constexpr int ZERO_COLS = 160;  // behind a token: the last group and the windows that fill the depth read there
+constexpr int ZERO_COLS = 160; // behind a token: the last group and the windows that fill the depth read there
 
-template <typename T> __device__ __forceinline__ float2 pair_of(uint32_t bits);
-template <> __device__ __forceinline__ float2 pair_of<__half>(uint32_t bits) {
+template <typename T>
+__device__ __forceinline__ float2 pair_of(uint32_t bits);
+template <>
+__device__ __forceinline__ float2 pair_of<__half>(uint32_t bits) {
     return __half22float2(*reinterpret_cast<const __half2 *>(&bits));
 }
-template <> __device__ __forceinline__ float2 pair_of<__nv_bfloat16>(uint32_t bits) {
+template <>
+__device__ __forceinline__ float2 pair_of<__nv_bfloat16>(uint32_t bits) {
     return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
 }
 
@@ -34,7 +37,7 @@ __device__ uint32_t read_token(const uint16_t *__restrict__ token, int cols, boo
         const uint4 *from = (const uint4 *)token;
 #pragma unroll 4
         for (int i = threadIdx.x; i < cols / VECTOR; i += blockDim.x) {
-            const uint4 v = __ldcs(from + i);  // read once: L2 is for the codes, which the GEMM reads next
+            const uint4 v = __ldcs(from + i); // read once: L2 is for the codes, which the GEMM reads next
             line[i] = v;
             most = larger(larger(larger(larger(most, v.x), v.y), v.z), v.w);
         }
@@ -57,8 +60,8 @@ __device__ uint32_t read_token(const uint16_t *__restrict__ token, int cols, boo
 // four windows a thread, for 16-byte stores, six lanes met in a bank and lifting took 1.6 times as long on an H200).
 // inverse = ceil(2^32 / (n - 1)): the group of window v is the high word of v * inverse (exact: v < 2^16, n - 1 < 8).
 template <typename T, macko_slide_type TYPE>
-__global__ void __launch_bounds__(MAX_THREADS) quantise(const T *__restrict__ x, int cols, int depth, uint32_t inverse,
-                                                        bool aligned, void *lifted, float *scale) {
+__global__ void __launch_bounds__(MAX_THREADS)
+    quantise(const T *__restrict__ x, int cols, int depth, uint32_t inverse, bool aligned, void *lifted, float *scale) {
     extern __shared__ uint4 line[];
     constexpr bool KEEPS_BITS = TYPE >= MACKO_SLIDE_F16;
     const int64_t token = blockIdx.x;
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const T *__restrict__ x,
 #pragma unroll 4
         for (uint32_t window = threadIdx.x; window < windows; window += blockDim.x)
             codes(window, [&](float v, uint32_t) { return v * by.factor; });
-    } else {  // tiny numbers; or NaN, which must not reach the zeros behind the token
+    } else { // tiny numbers; or NaN, which must not reach the zeros behind the token
         for (uint32_t window = threadIdx.x; window < windows; window += blockDim.x)
             codes(window, [&](float v, uint32_t col) { return col < cols ? v * by.before * by.factor : 0.0f; });
     }
@@ -112,7 +115,7 @@ cudaError_t launch(const void *x, int64_t tokens, int cols, int n, void *lifted,
     return cudaGetLastError();
 }
 
-}  // namespace
+} // namespace
 
 cudaError_t macko_slide_quant_cuda(const void *x, macko_dtype dtype, int64_t tokens, int64_t cols, int n,
                                    macko_slide_type type, void *lifted, float *scale, cudaStream_t stream) {

@@ -23,4 +23,4 @@ __device__ __forceinline__ uint8_t slide_code(float value, macko_slide_type type
                                             : slide_codes4<MACKO_SLIDE_E4M3>(value, 0, 0, 0));
 }
 
-}  // namespace macko
+} // namespace macko

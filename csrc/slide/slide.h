@@ -41,10 +41,11 @@ extern "C" {
 #endif
 
 enum {
-    MACKO_SLIDE_MAX_N = 8,          /* 14:16 */
-    MACKO_SLIDE_BLOCK_ROWS = 64,    /* rows of a tile: one instruction's */
-    MACKO_SLIDE_TILE_BYTES = 128,   /* of expanded columns: one row of the 128-byte swizzle */
-    MACKO_SLIDE_DEPTH_UNIT = 128,   /* columns: lifted rows begin at whole lines of L2 (else up to 15 % slower at few tokens) */
+    MACKO_SLIDE_MAX_N = 8,        /* 14:16 */
+    MACKO_SLIDE_BLOCK_ROWS = 64,  /* rows of a tile: one instruction's */
+    MACKO_SLIDE_TILE_BYTES = 128, /* of expanded columns: one row of the 128-byte swizzle */
+    MACKO_SLIDE_DEPTH_UNIT =
+        128, /* columns: lifted rows begin at whole lines of L2 (else up to 15 % slower at few tokens) */
     MACKO_SLIDE_VALUE_BYTES = 4096, /* of a sparse tile, metadata behind them */
     MACKO_SLIDE_MAX_COLS = 114688,  /* a row of 16-bit numbers has to fit into shared memory */
 };
@@ -122,7 +123,8 @@ MACKO_SLIDE_FN int macko_slide_value_offset(int n, int row, int byte) {
 MACKO_SLIDE_FN int macko_slide_meta_offset(macko_slide_type type, int row, int window) {
     const int first_lane = row / 16 * 32 + row % 8 * 4, upper = row / 8 % 2;
     if (macko_slide_element_bytes(type) == 1)
-        return MACKO_SLIDE_VALUE_BYTES + window / 16 * 512 + (first_lane + window / 8 % 2 * 2 + upper) * 4 + window % 8 / 2;
+        return MACKO_SLIDE_VALUE_BYTES + window / 16 * 512 + (first_lane + window / 8 % 2 * 2 + upper) * 4 +
+               window % 8 / 2;
     return MACKO_SLIDE_VALUE_BYTES + (first_lane + window / 4) * 4 + upper * 2 + window % 4 / 2;
 }
 

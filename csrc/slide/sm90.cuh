@@ -103,9 +103,11 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, int by
 }
 
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, int x, int y, uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            to),
+        "l"(map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
 }
 
 // To the same place, and the same barrier, of every block of the cluster in `ranks`.
@@ -145,11 +147,13 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uin
                  : "memory");
 }
 
-template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-template <int REGISTERS> __device__ __forceinline__ void give_registers() {
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
@@ -161,7 +165,8 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
+template <int LEFT>
+__device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
@@ -174,33 +179,39 @@ MACKO_LOAD(int32_t, ".s32", "=r")
 MACKO_LOAD(float, ".f32", "=f")
 
 // Keeps the compiler from moving uses of the sums in front of this place, among the products.
-template <int COUNT> __device__ __forceinline__ void settle(float (&sums)[COUNT]) {
+template <int COUNT>
+__device__ __forceinline__ void settle(float (&sums)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-template <int COUNT> __device__ __forceinline__ void settle(int32_t (&sums)[COUNT]) {
+template <int COUNT>
+__device__ __forceinline__ void settle(int32_t (&sums)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(sums[i])::"memory");
 }
 
 // Descriptor of a K-major operand: rows of SWIZZLE bytes, eight rows together. Add (bytes >> 4) to move along K.
-template <int SWIZZLE> __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+template <int SWIZZLE>
+__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
     static_assert(SWIZZLE == 64 || SWIZZLE == 128);
     return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(SWIZZLE * 8 >> 4) << 32 |
            (SWIZZLE == 128 ? 1ull : 2ull) << 62;
 }
 
-template <macko_slide_type TYPE> struct accumulator {
+template <macko_slide_type TYPE>
+struct accumulator {
     using type = float;
 };
-template <> struct accumulator<MACKO_SLIDE_S8> {
+template <>
+struct accumulator<MACKO_SLIDE_S8> {
     using type = int32_t;
 };
 
 // d (64 rows x TOKENS) = A * B, or += where `add`; one step along K is 32 bytes of A and 32 (dense) or 64 bytes of B.
 // SELECT: which half of the lanes gives the metadata of a 16-bit step.
-template <macko_slide_type TYPE, int TOKENS> struct wgmma;
+template <macko_slide_type TYPE, int TOKENS>
+struct wgmma;
 
 // The registers of d as text, %3 to %(TOKENS / 2 + 2): the operands before d have the same numbers for every TOKENS.
 #define MACKO_TEN(t) "%" t "0, %" t "1, %" t "2, %" t "3, %" t "4, %" t "5, %" t "6, %" t "7, %" t "8, %" t "9, "
@@ -210,8 +221,7 @@ template <macko_slide_type TYPE, int TOKENS> struct wgmma;
 #define MACKO_NAMES_16 MACKO_3_TO_9 "%10"
 #define MACKO_NAMES_32 MACKO_3_TO_9 "%10, %11, %12, %13, %14, %15, %16, %17, %18"
 #define MACKO_NAMES_64 MACKO_3_TO_9 MACKO_TEN("1") MACKO_TEN("2") "%30, %31, %32, %33, %34"
-#define MACKO_NAMES_128                                                                                                \
-    MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TEN("5") "%60, %61, %62, %63, %64, %65, %66"
+#define MACKO_NAMES_128 MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TEN("5") "%60, %61, %62, %63, %64, %65, %66"
 #define MACKO_NAMES_256                                                                                                \
     MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TENS_5_9 MACKO_TEN("10") MACKO_TEN("11") MACKO_TEN("12") "%130"
 
@@ -228,21 +238,21 @@ template <macko_slide_type TYPE, int TOKENS> struct wgmma;
 
 // ONE: the immediates behind the predicate (signs of A and B; of 16-bit types also "not transposed", twice).
 #define MACKO_WGMMA(TYPE, TOKENS, KIND, K_SPARSE, K_DENSE, C, ONE)                                                     \
-    template <> struct wgmma<TYPE, TOKENS> {                                                                           \
+    template <>                                                                                                        \
+    struct wgmma<TYPE, TOKENS> {                                                                                       \
         using acc = accumulator<TYPE>::type;                                                                           \
         static __device__ __forceinline__ void dense(acc (&d)[TOKENS / 2], uint64_t a, uint64_t b, int add) {          \
             asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %2, 0;\n"                                               \
-                         "wgmma.mma_async.sync.aligned.m64n" #TOKENS K_DENSE KIND                                      \
-                         " {" MACKO_NAMES_##TOKENS "}, %0, %1, add" ONE ";\n}"                                         \
+                         "wgmma.mma_async.sync.aligned.m64n" #TOKENS K_DENSE KIND " {" MACKO_NAMES_##TOKENS            \
+                         "}, %0, %1, add" ONE ";\n}"                                                                   \
                          : "+l"(a), "+l"(b), "+r"(add), MACKO_OPERANDS_##TOKENS(C));                                   \
         }                                                                                                              \
         template <int SELECT>                                                                                          \
         static __device__ __forceinline__ void sparse(acc (&d)[TOKENS / 2], uint64_t a, uint64_t b, uint32_t meta,     \
                                                       int add) {                                                       \
             asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %2, 0;\n"                                               \
-                         "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS K_SPARSE KIND                                  \
-                         " {" MACKO_NAMES_##TOKENS "}, %0, %1, %" MACKO_META_##TOKENS ", %" MACKO_SELECT_##TOKENS       \
-                         ", add" ONE ";\n}"                                                                            \
+                         "wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS K_SPARSE KIND " {" MACKO_NAMES_##TOKENS        \
+                         "}, %0, %1, %" MACKO_META_##TOKENS ", %" MACKO_SELECT_##TOKENS ", add" ONE ";\n}"             \
                          : "+l"(a), "+l"(b), "+r"(add), MACKO_OPERANDS_##TOKENS(C)                                     \
                          : "r"(meta), "n"(SELECT));                                                                    \
         }                                                                                                              \
@@ -270,4 +280,4 @@ MACKO_WGMMA_TYPE(MACKO_SLIDE_E4M3, ".f32.e4m3.e4m3", "k64", "k32", "+f", ", 1, 1
 MACKO_WGMMA_TYPE(MACKO_SLIDE_F16, ".f32.f16.f16", "k32", "k16", "+f", ", 1, 1, 0, 0")
 MACKO_WGMMA_TYPE(MACKO_SLIDE_BF16, ".f32.bf16.bf16", "k32", "k16", "+f", ", 1, 1, 0, 0")
 
-}  // namespace macko::sm90
+} // namespace macko::sm90

@@ -35,8 +35,7 @@ MACKO_SLIDE_FN macko_slide_taken macko_slide_take(unsigned there) {
 
 MACKO_SLIDE_FN unsigned macko_slide_nonzeros(const uint16_t *group, int n, macko_slide_type type) {
     unsigned mask = 0;
-    for (int i = 0; i < 2 * n; i++)
-        mask |= (unsigned)!macko_slide_is_zero(group[i], type) << i;
+    for (int i = 0; i < 2 * n; i++) mask |= (unsigned)!macko_slide_is_zero(group[i], type) << i;
     return mask;
 }
 
@@ -91,7 +90,8 @@ MACKO_SLIDE_FN void macko_slide_read_tile(const uint8_t *tile, int64_t cols, int
         if (n) {
             const int window = i / 2;
             const int pair = tile[macko_slide_meta_offset(type, row, window & ~1)];
-            col = macko_slide_column(k_tile * (tile_cols / 4) + window, n) + (pair >> (4 * (window & 1) + 2 * (i & 1)) & 3);
+            col = macko_slide_column(k_tile * (tile_cols / 4) + window, n) +
+                  (pair >> (4 * (window & 1) + 2 * (i & 1)) & 3);
         }
         if (col >= cols || macko_slide_is_zero(code, type)) continue;
         if (bytes == 2)

@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: help demo test build bench sanitize lint wheel clean
+.PHONY: help demo test build bench report sanitize lint wheel clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -37,7 +37,10 @@ test: build ## the whole suite; GPU tests skip where there is no GPU
 	$(PY) -m pytest
 
 bench: build ## decode times against dense, written to benchmarks/results/
-	$(PY) -m benchmarks.spmv
+	$(PY) -m benchmarks.spmv --gpu
+
+report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
+	$(PY) -m benchmarks.report
 
 sanitize: build ## the GPU suite under compute-sanitizer (memcheck, then racecheck)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) -m pytest -m gpu -q

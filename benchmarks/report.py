@@ -256,6 +256,18 @@ def packing_table(problems: dict[Key, dict[str, Line]]) -> str:
     return table(["rows x cols", "ms", "GB/s of dense bytes"], rows)
 
 
+def models_table(path: Path) -> str:
+    """Steps of benchmarks.models; the last line of each counts."""
+    steps = {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
+    rows = [
+        [name, f"{line['seconds']:.2f}", f"{line['peak_bytes'] / 1e9:.2f}", f"{line['held_bytes'] / 1e9:.2f}",
+         f"{line['bytes'] / 1e9:.2f}" if "bytes" in line else ""]
+        for name, line in steps.items()
+    ]  # fmt: skip
+    head = ["step", "seconds", "peak GPU memory, GB", "held after it, GB", "written, GB"]
+    return f"{where(next(reversed(steps.values())))}\n\n{table(head, rows)}"
+
+
 def plot_densities(problems: dict[Key, dict[str, Line]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -353,8 +365,9 @@ def main() -> None:
         "spmv break-even": lambda: break_even_text(problems),
         "spmv masks": lambda: masks_table(problems),
         "spmv packing": lambda: packing_table(problems),
+        "models": lambda: models_table(path.parent / "models.jsonl"),
     }
-    for document in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         fill(document, parts)
 
 

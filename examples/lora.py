@@ -83,9 +83,10 @@ def main() -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.bfloat16)
         model = model.to(device)
     else:
+        torch.set_num_threads(1)  # so small a model only waits for the other threads
         tokens = torch.tensor(list(text.encode()))
         model = small_llama().to(device)
-        train(model, tokens, 600, args.length, 3e-3, "training a base")
+        train(model, tokens, 400, args.length, 3e-3, "training a base")
         model = model.to(torch.bfloat16)
     print(f"dense                  loss {loss(model, tokens, args.length):.3f}")
     macko.prune_(model, args.sparsity)

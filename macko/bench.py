@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
     dense_logits = _logits(model, prompts[:1])
     results = [measure("dense", model, prompts[:batch], options) for batch in options.batch]
-    report = sparsify_(model)
+    report = sparsify_(model, format=options.format)
     if not report.changed:
         raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity")
     error = (_logits(model, prompts[:1]) - dense_logits).abs().max().item()
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         about = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
-            "source": options.source, "sparsity": sparsity, "dtype": str(dtype), "compile": options.compile,
+            "source": options.source, "sparsity": sparsity, "dtype": str(dtype), "format": options.format, "compile": options.compile,
             "prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens, "max_logit_error": error,
         }  # fmt: skip
         with open(options.json, "a") as file:

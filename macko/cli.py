@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = _command(commands, bench, "time a model dense against sparse")
     command.add_argument("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
     command.add_argument("--sparsity", type=float, help="prune by magnitude first (default 0.5 for a random model)")
+    command.add_argument("--format", default="auto")
     command.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     command.add_argument("--prompt-tokens", type=int, default=128)
     command.add_argument("--new-tokens", type=int, default=32)

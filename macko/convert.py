@@ -13,10 +13,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .slide_choice import slide_packer
+from .choose import Auto, format_class
 from .formats import PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
-from .linear import SparseLinear, format_class, unsupported
+from .linear import SparseLinear, unsupported
+from .slide_choice import SlidePacking
 
 #: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
 #: at 0.2, and at 0.3 saves an eighth. One token costs at least the reading of these bytes, so less than that is soon
@@ -77,7 +78,7 @@ def sparsify_(
     Raises:
         ValueError: no such format; min_sparsity outside 0 to 1; the model is itself an nn.Linear.
     """
-    pack = slide_packer(pattern, dtype, tokens) if format == "slide" else format_class(format).from_dense
+    packed_as = SlidePacking(pattern, dtype, tokens) if format == "slide" else format_class(format)
     if format != "slide" and (pattern, dtype) != ("auto", None):
         raise ValueError(f'pattern and dtype are of format "slide", the format is {format!r}')
     if min_sparsity is None:
@@ -97,7 +98,7 @@ def sparsify_(
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:
                 bar.set_description(layer.name, refresh=False)
-                row, sparse = convert_layer(layer, pack, min_sparsity, target, tied)
+                row, sparse = convert_layer(layer, packed_as, min_sparsity, target, tied)
                 rows.append(row)
                 rows += [
                     LayerReport(n, row.shape, row.density, row.format, 0, 0, f"is {row.name}") for n in layer.aliases
@@ -119,7 +120,7 @@ def sparsify_(
 
 def convert_layer(
     layer: FoundLinear,
-    pack: Callable[[Tensor], PackedWeight],
+    packed_as: type[PackedWeight] | type[Auto] | SlidePacking,
     min_sparsity: float,
     device: torch.device | None,
     tied: dict[int, list[str]],
@@ -159,7 +160,7 @@ def convert_layer(
         row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
         return row, None
     try:
-        packed = pack(dense)
+        packed = packed_as.from_dense(dense)
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return row, None
@@ -169,7 +170,7 @@ def convert_layer(
     bias = module.bias
     if bias is not None and bias.device != target:
         bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
-    sparse = SparseLinear.from_packed(packed, bias).train(module.training)
+    sparse = SparseLinear.from_packed(packed, bias, auto=packed_as is Auto).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in _HOOKS})
     row.format, row.bytes_after = packed.label, packed.nbytes
     return row, sparse

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .formats import MackoWeight, PackedWeight
+from .choose import format_class
+from .formats import MackoWeight, PackedWeight, format_named
 from .layers import tied_parameters
-from .linear import SparseLinear, format_class
+from .linear import SparseLinear
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1
@@ -230,7 +231,7 @@ class Checkpoint:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
         sizes = dict(self.layers[layer])
         try:
-            kind = format_class(str(sizes.pop("format", "")))
+            kind = format_named(str(sizes.pop("format", "")))
             names = [f.name for f in dataclasses.fields(kind) if f.name not in sizes]  # type: ignore[arg-type]
             weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)
             weight.validate()

@@ -29,16 +29,13 @@ class PackedWeight:
     format: ClassVar[str]
     #: Types of device that run it.
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    #: An execution layout is made from the canonical format, held in its place, and never saved.
+    is_layout: ClassVar[bool] = False
     rows: int
     cols: int
 
     @classmethod
     def from_dense(cls, w: Tensor) -> Self:
-        raise NotImplementedError
-
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """For an execution layout: made from the canonical format, held in its place, never saved."""
         raise NotImplementedError
 
     def to_dense(self) -> Tensor:
@@ -89,11 +86,6 @@ class PackedWeight:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
-    @classmethod
-    def is_layout(cls) -> bool:
-        """Whether it is an execution layout."""
-        return cls.from_macko.__func__ is not PackedWeight.from_macko.__func__  # type: ignore[attr-defined]
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
         """The same weight elsewhere, or the dense weight's conversion to dtype packed anew.
 
@@ -104,7 +96,7 @@ class PackedWeight:
         runs = device.type in (*self.device_types, "meta")
         if runs and dtype in (None, self.dtype):
             return type(self)(**{name: t.to(device) for name, t in self.tensors().items()}, **self.sizes())
-        if self.is_layout():
+        if self.is_layout:
             moved = self.to_macko().to(device, dtype)
             assert isinstance(moved, MackoWeight)
             return self.from_macko(moved) if runs else moved
@@ -146,6 +138,11 @@ class MackoWeight(PackedWeight):
     def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
         """Packs w [rows, cols]."""
         return cls(*ops.pack(w, delta_bits), rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
+
+    @classmethod
+    def smallest(cls, w: Tensor) -> Self:
+        """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
+        return min((cls.from_dense(w, delta_bits) for delta_bits in (4, 2, 8)), key=lambda weight: weight.nbytes)
 
     @classmethod
     def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
@@ -242,6 +239,7 @@ class SellWeight(PackedWeight):
 
     format: ClassVar[str] = "sell"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    is_layout: ClassVar[bool] = True
 
     data: Tensor
     bases: Tensor
@@ -509,3 +507,10 @@ def sparsest_pattern(w: Tensor) -> int:
 
 #: Every format by name.
 FORMATS: dict[str, type[PackedWeight]] = {kind.format: kind for kind in (MackoWeight, SellWeight, SlideWeight)}
+
+
+def format_named(name: str) -> type[PackedWeight]:
+    """The dataclass of a format; ValueError where there is none of that name."""
+    if name not in FORMATS:
+        raise ValueError(f"format is {name!r}, expected one of {', '.join(FORMATS)}")
+    return FORMATS[name]

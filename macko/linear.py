@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .formats import FORMATS, MackoWeight, PackedWeight
+from .choose import Auto, format_class
+from .formats import MackoWeight, PackedWeight, format_named
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -83,6 +84,7 @@ class SparseLinear(nn.Linear):
     out_features: int
     _format: type[PackedWeight]
     _sizes: dict[str, int]
+    _auto: bool  # the format is ours to choose, again where the layer moves to another kind of device
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class SparseLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         packed = MackoWeight.zeros(out_features, in_features, dtype or torch.get_default_dtype(), device)
+        self._auto = True
         self._setup(packed, torch.zeros(out_features, dtype=packed.dtype, device=packed.device) if bias else None)
 
     def _setup(self, packed: PackedWeight, bias: Tensor | None) -> None:
@@ -112,10 +115,14 @@ class SparseLinear(nn.Linear):
         self._format, self._sizes = type(packed), packed.sizes()
 
     @classmethod
-    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None) -> SparseLinear:
-        """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is."""
+    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, auto: bool = False) -> SparseLinear:
+        """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is.
+
+        With auto the format is chosen anew when the layer moves to another kind of device.
+        """
         layer = cls.__new__(cls)
         layer._setup(packed, bias)
+        layer._auto = auto
         return layer
 
     @classmethod
@@ -129,7 +136,7 @@ class SparseLinear(nn.Linear):
         weight = linear.weight.detach()
         if reason := unsupported(weight.dtype, weight.device):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
-        layer = cls.from_packed(format_class(format).from_dense(weight), linear.bias)
+        layer = cls.from_packed(format_class(format).from_dense(weight), linear.bias, auto=format == Auto.format)
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -141,9 +148,12 @@ class SparseLinear(nn.Linear):
 
     def reformat_(self, format: str = "auto") -> SparseLinear:
         """Holds the same weight in another format, in place; nothing where it is held so already."""
-        wanted = format_class(format)
-        if not isinstance(self.packed, wanted):
-            self._hold(wanted.from_macko(self.packed.to_macko()))
+        wanted, packed = format_class(format), self.packed
+        self._auto = wanted is Auto
+        if self._auto and not isinstance(packed, MackoWeight) and not packed.is_layout:
+            return self  # ec and slide are a user's own choice
+        if self._auto or not isinstance(packed, wanted):
+            self._hold(wanted.from_macko(packed.to_macko()))
         return self
 
     @property
@@ -211,14 +221,18 @@ class SparseLinear(nn.Linear):
             if reason := unsupported(target.dtype, target.device):
                 raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
             elsewhere = target.dtype != packed.dtype or target.device.type not in packed.device_types
-            if elsewhere and "meta" not in (target.device.type, packed.device.type):
-                self._hold(packed.to(target.device, target.dtype))
+            rechosen = self._auto and target.device.type != packed.device.type
+            if (elsewhere or rechosen) and "meta" not in (target.device.type, packed.device.type):
+                moved = packed.to_macko() if rechosen else packed
+                self._hold(moved.to(target.device, target.dtype))
+                if rechosen:
+                    self.reformat_()
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """As any module; an execution layout goes as the canonical format, on the CPU to spare the device."""
         held = self.packed
-        if held.is_layout() and held.device.type != "meta":
+        if held.is_layout and held.device.type != "meta":
             self._hold(held.to_macko().to("cpu"))
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -264,8 +278,11 @@ class SparseLinear(nn.Linear):
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
-        if held.is_layout() and isinstance(self.packed, MackoWeight) and self.device.type in held.device_types:
-            self._hold(held.from_macko(self.packed))
+        if isinstance(self.packed, MackoWeight) and self.device.type != "meta":
+            if self._auto:
+                self.reformat_()
+            elif held.is_layout and self.device.type in held.device_types:
+                self._hold(held.from_macko(self.packed))
 
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
         """The validated packed weight of a state_dict, or None where a tensor of it is missing."""
@@ -273,7 +290,7 @@ class SparseLinear(nn.Linear):
         if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
             try:
                 sizes = json.loads(bytes(extra.tolist()))
-                format = format_class(sizes.pop("format"))
+                format = format_named(sizes.pop("format"))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
             if bad := {name: size for name, size in sizes.items() if type(size) is not int}:
@@ -293,12 +310,3 @@ class SparseLinear(nn.Linear):
         if packed.device.type != "meta":
             packed.validate()
         return packed
-
-
-def format_class(name: str) -> type[PackedWeight]:
-    """The dataclass of a format; "auto" is the canonical one until there is a choice to make."""
-    if name == "auto":
-        return MackoWeight
-    if name not in FORMATS:
-        raise ValueError(f"format is {name!r}, expected one of {', '.join(['auto', *FORMATS])}")
-    return FORMATS[name]

@@ -6,10 +6,11 @@ each type, pattern and number of tokens. `python -m benchmarks.slide --table` ma
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,22 +43,36 @@ def slide_layout(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> int:
     return n if gain is None or gain >= 1 else 0
 
 
-def slide_packer(pattern: str, dtype: str | None, tokens: int) -> Callable[[Tensor], SlideWeight]:
-    """What packs a weight for `sparsify_(format="slide")`.
+@dataclasses.dataclass(frozen=True)
+class SlidePacking:
+    """What `sparsify_(format="slide")` packs with; stands where a format's class would.
+
+    Attributes:
+        pattern: "2:4" to "14:16", or "auto" for the sparsest that a weight fits.
+        dtype: "int8", "fp8", or None for the weight's.
+        tokens: of a usual call, for which the kernel is chosen.
 
     Raises:
         ValueError: there is no such pattern or dtype.
     """
-    if pattern != "auto" and pattern not in SLIDE_PATTERNS:
-        raise ValueError(f"pattern is {pattern!r}, expected one of auto, {', '.join(SLIDE_PATTERNS)}")
-    if dtype is not None and dtype not in SLIDE_DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
 
-    def pack(w: Tensor) -> SlideWeight:
-        element = SLIDE_ELEMENTS.index(SLIDE_DTYPES[dtype]) if dtype else -1
-        n = sparsest_pattern(w) if pattern == "auto" else SLIDE_PATTERNS[pattern]
-        packed = SlideWeight.from_dense(w, n, element)  # refuses what does not fit, whichever kernel it is for
-        layout = slide_layout(w, n, SLIDE_ELEMENTS[packed.element], tokens)
+    pattern: str
+    dtype: str | None
+    tokens: int
+
+    format: ClassVar[str] = SlideWeight.format
+    device_types: ClassVar[tuple[str, ...]] = SlideWeight.device_types
+
+    def __post_init__(self) -> None:
+        if self.pattern != "auto" and self.pattern not in SLIDE_PATTERNS:
+            raise ValueError(f"pattern is {self.pattern!r}, expected one of auto, {', '.join(SLIDE_PATTERNS)}")
+        if self.dtype is not None and self.dtype not in SLIDE_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
+
+    def from_dense(self, w: Tensor) -> SlideWeight:
+        """Packs w [rows, cols]; ValueError where it does not fit the pattern, whichever kernel is the faster one."""
+        element = SLIDE_ELEMENTS.index(SLIDE_DTYPES[self.dtype]) if self.dtype else -1
+        n = sparsest_pattern(w) if self.pattern == "auto" else SLIDE_PATTERNS[self.pattern]
+        packed = SlideWeight.from_dense(w, n, element)
+        layout = slide_layout(w, n, SLIDE_ELEMENTS[packed.element], self.tokens)
         return packed if layout == n else SlideWeight.from_dense(w, layout, element)
-
-    return pack

@@ -243,10 +243,10 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     original = SparseLinear.from_packed
     calls = iter(range(1000))
 
-    def from_packed(*args: Any) -> SparseLinear:
+    def from_packed(*args: Any, **options: Any) -> SparseLinear:
         if next(calls) == count:
             raise Stop
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(SparseLinear, "from_packed", from_packed)
 
@@ -288,9 +288,9 @@ def test_dense_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     alive = []
     original = SparseLinear.from_packed
 
-    def from_packed(*args: Any) -> SparseLinear:
+    def from_packed(*args: Any, **options: Any) -> SparseLinear:
         alive.append(sum(w() is not None for w in weights))
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(SparseLinear, "from_packed", from_packed)
     gc.disable()  # freed by the last reference, not by the collector

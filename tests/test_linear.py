@@ -318,10 +318,10 @@ def test_state_dict_through_files(tmp_path: Path) -> None:
 
 
 def test_state_dict_without_its_extra_state() -> None:
-    layer = sparse_layer()
+    layer = SparseLinear.from_linear(dense_layer(), format="macko")
     state = layer.state_dict()
     del state["_extra_state"]
-    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
+    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16).reformat_("macko")
     other.load_state_dict(state)
     assert_same_layer(other, layer)
 
@@ -374,6 +374,7 @@ class Layout(MackoWeight):
 
     format: ClassVar[str] = "layout"
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    is_layout: ClassVar[bool] = True
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> "Layout":

@@ -13,10 +13,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..choose import format_class
 from ..convert import MIN_SPARSITY, convert_layer
 from ..files import VERSION, Checkpoint, check_about, join, packed_state
+from ..formats import format_named
 from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
-from ..linear import SparseLinear, format_class
+from ..linear import SparseLinear
 from .compressed_tensors import lazy_state, sparsity_format
 
 
@@ -123,7 +125,7 @@ class MackoHfQuantizer(HfQuantizer):
                 raise ValueError(f"{saved} is a packed layer, in the model it is a {type(linear).__name__}")
             sizes = {key: value for key, value in about.items() if key != "format"}
             try:
-                kind = format_class(str(about.get("format")))
+                kind = format_named(str(about.get("format")))
                 tensors = {}
                 fields = dataclasses.fields(kind)  # type: ignore[arg-type]
                 for key in (field.name for field in fields if field.name not in sizes):
@@ -193,7 +195,7 @@ class MackoHfQuantizer(HfQuantizer):
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
         layer.module.bias = None  # type: ignore[assignment]
         config = self.quantization_config
-        row, sparse = convert_layer(layer, format_class(config.format).from_dense, config.min_sparsity, None, {})
+        row, sparse = convert_layer(layer, format_class(config.format), config.min_sparsity, None, {})
         self.report.layers.append(row)
         layer.module.bias = bias
         if sparse is None:

@@ -1,0 +1,53 @@
+"""format="auto": which format a weight is held in, by where it is, its shape and its density."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .formats import FORMATS, MackoWeight, PackedWeight, SellWeight, format_named
+
+#: Shared memory that the sell kernel wants besides x, in bytes: its ring of stages, partial sums, zeros behind x.
+SELL_SHARED_BYTES = 64 * 1024
+
+
+def choose(weight: MackoWeight) -> type[PackedWeight]:
+    """The format in which this weight takes the least time for one token on its device.
+
+    On a GPU that is sell, at every density measured (docs/performance.md), where its kernel has room for x in shared
+    memory and its 16-bit base columns reach.
+    """
+    if weight.device.type == "cuda":
+        shared = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        if weight.cols < 2**16 and 2 * weight.cols + SELL_SHARED_BYTES <= shared:
+            return SellWeight
+    return MackoWeight
+
+
+class Auto:
+    """Stands where a format's class would: what it makes is of the format chosen for the weight that it is given."""
+
+    format: ClassVar[str] = "auto"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    @classmethod
+    def from_dense(cls, w: Tensor) -> PackedWeight:
+        """Packs w [rows, cols] on its device, with the width of deltas that makes its file smallest."""
+        return cls.from_macko(MackoWeight.smallest(w))
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> PackedWeight:
+        """The canonical weight in the format chosen for it."""
+        kind = choose(weight)
+        return weight if kind is MackoWeight else kind.from_macko(weight)
+
+
+def format_class(name: str) -> type[PackedWeight] | type[Auto]:
+    """The dataclass of a format, or Auto. ValueError where there is no such format."""
+    if name == Auto.format:
+        return Auto
+    if name not in FORMATS:
+        raise ValueError(f"format is {name!r}, expected one of {', '.join([Auto.format, *FORMATS])}")
+    return format_named(name)

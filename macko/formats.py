@@ -368,7 +368,7 @@ class SlideWeight(PackedWeight):
     With 8-bit elements activations are quantised token by token, and `to_dense` gives the quantised weight.
 
     Attributes:
-        packed: [row_blocks, k_tiles, tile_bytes], uint8. scale: [rows], float32.
+        tiles: [row_blocks, k_tiles, tile_bytes], uint8. scale: [rows], float32.
         rows, cols: shape of the dense weight.
         n: the pattern (2n-2):2n as which it is packed, 0 for dense.
         element: index into SLIDE_ELEMENTS, the type of packed values.
@@ -377,13 +377,19 @@ class SlideWeight(PackedWeight):
 
     format: ClassVar[str] = "slide"
 
-    packed: Tensor
+    tiles: Tensor
     scale: Tensor
     rows: int
     cols: int
     n: int
     element: int
     source: int
+
+    @staticmethod
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there is a kernel that keeps weights of this dtype as they are: on the CPU and on sm_90."""
+        here = device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0)
+        return here and dtype in SLIDE_ELEMENTS
 
     @classmethod
     def from_dense(cls, w: Tensor, n: int = -1, element: int = -1, source: int = -1, prune: bool = False) -> Self:
@@ -403,13 +409,13 @@ class SlideWeight(PackedWeight):
         n = sparsest_pattern(w) if n < 0 else n
         element = SLIDE_ELEMENTS.index(w.dtype) if element < 0 else element
         try:
-            packed, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
+            tiles, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
         except RuntimeError as error:
             if "does not fit the pattern" not in str(error):
                 raise
             raise ValueError(str(error).removeprefix("macko::slide_pack: ")) from None
         source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
-        return cls(packed, scale, w.shape[0], w.shape[1], n, element, source)
+        return cls(tiles, scale, w.shape[0], w.shape[1], n, element, source)
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
@@ -428,14 +434,14 @@ class SlideWeight(PackedWeight):
 
     @property
     def _packed(self) -> tuple[Tensor, Tensor, int, int, torch.dtype]:
-        return self.packed, self.scale, self.cols, self.n, SLIDE_ELEMENTS[self.element]
+        return self.tiles, self.scale, self.cols, self.n, SLIDE_ELEMENTS[self.element]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same weight elsewhere. Of an 8-bit one dtype changes the activations only."""
         device = self.device if device is None else torch.device(device)
         if dtype in (None, self.dtype) or self.element < 2:
             source = SLIDE_SOURCES.index(dtype or self.dtype)
-            return dataclasses.replace(self, packed=self.packed.to(device), scale=self.scale.to(device), source=source)
+            return dataclasses.replace(self, tiles=self.tiles.to(device), scale=self.scale.to(device), source=source)
         element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
         if element < 2:
             raise TypeError(f"a slide weight of 16-bit values cannot become {dtype}")
@@ -465,8 +471,8 @@ class SlideWeight(PackedWeight):
                 if "macko::" not in str(error):
                     raise
                 raise ValueError(f"not a slide weight: {error}") from None
-            if not torch.equal(again, self.packed):
-                block, tile = (again != self.packed).any(2).nonzero()[0].tolist()
+            if not torch.equal(again, self.tiles):
+                block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
                 reason = f"row block {block}, tile {tile} is not what packing its values gives"
         if reason:
             raise ValueError(f"not a slide weight: {reason}")
@@ -477,14 +483,14 @@ class SlideWeight(PackedWeight):
 
     @property
     def device(self) -> torch.device:
-        return self.packed.device
+        return self.tiles.device
 
     @property
     def stored(self) -> int:
         """Values held, zeros that fill windows among them."""
         return (
-            self.packed.shape[0]
-            * self.packed.shape[1]
+            self.tiles.shape[0]
+            * self.tiles.shape[1]
             * (4096 if self.n else 8192)
             // SLIDE_ELEMENTS[self.element].itemsize
         )
@@ -499,8 +505,8 @@ class SlideWeight(PackedWeight):
 def sparsest_pattern(w: Tensor) -> int:
     """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or 0."""
     for n in SLIDE_PATTERNS.values():
-        groups = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % (2 * n))).view(w.shape[0], -1, 2 * n)
-        if not groups.numel() or int(groups.sum(-1).amax()) <= 2 * n - 2:
+        nonzero = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % (2 * n)))
+        if not w.numel() or int(nonzero.view(w.shape[0], -1, 2 * n).sum(-1).amax()) <= 2 * n - 2:
             return n
     return 0
 

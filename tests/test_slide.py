@@ -405,12 +405,12 @@ def test_packed_weight(n: int, element: int, device: str) -> None:
     packed = SlideWeight.from_dense(w, n, element)
     packed.validate()
     assert packed.dtype == dtype
-    codes = ops.slide_unpack(packed.packed, packed.scale, 130, n, SLIDE_ELEMENTS[element])
+    codes = ops.slide_unpack(packed.tiles, packed.scale, 130, n, SLIDE_ELEMENTS[element])
     assert packed.density == int((codes.float() != 0).sum()) / codes.numel()
     if element >= 2:
         assert_same_bits(packed.to_dense(), w)
     x = torch.randn(3, 130).to(dtype).to(device)
-    assert_close_slide(packed.linear(x), x, w, (packed.packed, packed.scale, SLIDE_ELEMENTS[element]), n)
+    assert_close_slide(packed.linear(x), x, w, (packed.tiles, packed.scale, SLIDE_ELEMENTS[element]), n)
     if element < 2:
         assert packed.to(dtype=torch.float16).linear(x.half()).dtype == torch.float16
 
@@ -418,7 +418,7 @@ def test_packed_weight(n: int, element: int, device: str) -> None:
 def test_hostile_bytes_are_named_and_harmless() -> None:
     packed = SlideWeight.from_dense(weight(72, 130, 4, torch.float16), 4, 0)
     for place in (0, 4096, 4097, 5119):
-        broken = packed.packed.clone()
+        broken = packed.tiles.clone()
         broken[1, 0, place] ^= 0x5A
         hostile = SlideWeight(broken, packed.scale, 72, 130, 4, 0, 0)
         if place:
@@ -431,17 +431,17 @@ def test_hostile_bytes_are_named_and_harmless() -> None:
 
 
 def test_sparsify_with_a_pattern() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 40), torch.nn.Linear(40, 8)).half()
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in ((256, 192), (192, 128), (128, 128)))).half()
     with torch.no_grad():
-        model[0].weight.copy_(weight(48, 64, 4, torch.float16))
-        model[1].weight.copy_(weight(40, 48, 2, torch.float16))
+        model[0].weight.copy_(weight(192, 256, 4, torch.float16))
+        model[1].weight.copy_(weight(128, 192, 2, torch.float16))
     report = macko.sparsify_(model, format="slide", pattern="6:8", dtype="int8")
     assert isinstance(model[0], SparseLinear)
     assert [row.format for row in report.layers] == ["slide 6:8 int8", "slide 6:8 int8", "dense"]
     assert "row 0, group 0" in report.layers[2].reason
-    x = torch.randn(5, 64).half()
-    assert model(x).shape == (5, 8)
-    again = torch.nn.Sequential(SparseLinear(64, 48, dtype=torch.float16))
+    x = torch.randn(5, 256).half()
+    assert model(x).shape == (5, 128)
+    again = torch.nn.Sequential(SparseLinear(256, 192, dtype=torch.float16))
     again.load_state_dict(torch.nn.Sequential(model[0]).state_dict())
     assert_same_bits(again(x), model[0](x))
     with pytest.raises(ValueError, match="pattern is '5:8'"):

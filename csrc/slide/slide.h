@@ -41,11 +41,10 @@ extern "C" {
 #endif
 
 enum {
-    MACKO_SLIDE_MAX_N = 8,        /* 14:16 */
-    MACKO_SLIDE_BLOCK_ROWS = 64,  /* rows of a tile: one instruction's */
-    MACKO_SLIDE_TILE_BYTES = 128, /* of expanded columns: one row of the 128-byte swizzle */
-    MACKO_SLIDE_DEPTH_UNIT =
-        128, /* columns: lifted rows begin at whole lines of L2 (else up to 15 % slower at few tokens) */
+    MACKO_SLIDE_MAX_N = 8,          /* 14:16 */
+    MACKO_SLIDE_BLOCK_ROWS = 64,    /* rows of a tile: one instruction's */
+    MACKO_SLIDE_TILE_BYTES = 128,   /* of expanded columns: one row of the 128-byte swizzle */
+    MACKO_SLIDE_DEPTH_UNIT = 128,   /* columns: lifted rows begin at whole lines of L2 */
     MACKO_SLIDE_VALUE_BYTES = 4096, /* of a sparse tile, metadata behind them */
     MACKO_SLIDE_MAX_COLS = 114688,  /* a row of 16-bit numbers has to fit into shared memory */
 };

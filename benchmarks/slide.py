@@ -7,7 +7,7 @@ Ours: `slide_linear` (quantise, lift, GEMM with scales and bias) on a dense weig
 Torch's, for int8: our quantiser (faster than any torch has), `_int_mm`, and one compiled kernel that scales and casts;
 for float8: our quantiser and `_scaled_mm` by row; for both: bfloat16 F.linear. Up to 512 tokens a call reads cold
 weights (a graph over rotating copies). Above, sides take turns, each at least 60 ms under load before it is timed,
-since the power limit sets the clock. Every output is compared before it is timed. Rows below 1.0 are printed like all others.
+since the power limit sets the clock. Ours is compared with bfloat16 before it is timed. Rows below 1.0 are printed too.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def time_quantiser(name: str, shape: str, tokens: int, results: str, where: dict
 
 
 def write_table(results: str) -> None:
-    """Adds the geometric means over shapes of dense / pattern to the package's table, in place of this GPU's old ones."""
+    """Puts the geometric means over shapes of dense / pattern into the package's table."""
     times: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for line in Path(results).read_text().splitlines():
         r = json.loads(line)

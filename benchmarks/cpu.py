@@ -1,8 +1,10 @@
-"""Times pack, unpack and spmv on the CPU against torch: python -m benchmarks.cpu [--sizes 4096 8192].
+"""Times the CPU kernels against torch: python -m benchmarks.cpu [--sizes 4096 8192] [--clock cpu] [--tokens 1 4 64].
 
 Every result is compared with float64 before it is timed. Weights rotate over copies of more than 300 MB in all, so
-that no cache holds them. Calls of macko and torch take turns; the minimum of the rounds counts, because a shared
-machine only ever adds time. Torch's time is the better of F.linear and torch.mv. Rows are appended to --out as JSON.
+that no cache holds them. The calls take turns; the minimum of the rounds counts, because a shared machine only ever
+adds time. --clock cpu counts the CPU time of one thread, which is what remains true on a machine that is busy with
+other work. Torch's time is the better of F.linear and torch.mv (F.linear for more tokens). Rows are appended to --out
+as JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,17 +27,7 @@ from macko import ops
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
 ROTATED_BYTES = 300e6
-
-
-def seconds(calls: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
-    """The least time of each call(i), i counting rounds; the calls take turns."""
-    best = dict.fromkeys(calls, float("inf"))
-    for i in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call(i)
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+Calls = dict[str, Callable[[int], object]]
 
 
 def copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -43,91 +36,128 @@ def copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
 
 
-def machine() -> dict[str, object]:
+def seconds(calls: Calls, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+    """The least time of each call(round); the calls take turns."""
+    best = dict.fromkeys(calls, float("inf"))
+    for i in range(rounds):
+        for name, call in calls.items():
+            start = clock()
+            call(i)
+            best[name] = min(best[name], clock() - start)
+    return best
+
+
+def on_path(path: str, call: Callable[[int], object], i: int) -> object:
+    os.environ["MACKO_CPU"] = path
+    return call(i)
+
+
+def machine(clock: str) -> dict[str, object]:
     info = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith(("model name", "cpu family"))]
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     return {
         "commit": commit,
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": " family ".join(reversed(names[:2])) if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
+        "clock": clock,
+        "load": os.getloadavg()[0],
         "torch": torch.__version__,
-        "best_path": cpu_paths()[-1],
     }
 
 
-def bench_spmv(w: Tensor, packed: tuple[Tensor, ...], bits: int, paths: list[str], rounds: int) -> dict[str, float]:
-    """Times of torch's linear and mv and of spmv on each path."""
-    x = random_vector(w.shape[1], dtype=w.dtype)
-    dense, sparse = copies(w), copies(*packed)
-
-    def spmv(path: str) -> Callable[[int], object]:
-        def call(i: int) -> Tensor:
-            os.environ["MACKO_CPU"] = path
-            return ops.spmv(*sparse[i % len(sparse)], w.shape[1], x, bits)  # type: ignore[misc]
-
-        assert_close_spmv(call(0)[:256], w[:256], x)
-        return call
-
-    calls: dict[str, Callable[[int], object]] = {path: spmv(path) for path in paths}
-    calls["linear"] = lambda i: F.linear(x, dense[i % len(dense)][0])
-    calls["mv"] = lambda i: torch.mv(dense[i % len(dense)][0], x)
-    return seconds(calls, rounds)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192], help="square matrices")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.7, 0.5, 0.3, 0.1])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--delta-bits", type=int, nargs="+", default=[4])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--paths", nargs="+", default=cpu_paths())
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/canonical.jsonl"))
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/kernels.jsonl"))
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1 if args.clock == "cpu" else args.threads)
+    clock = time.thread_time if args.clock == "cpu" else time.perf_counter
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    about = machine()
 
     def report(**row: object) -> None:
         with args.out.open("a") as out:
-            out.write(json.dumps({**about, **row}) + "\n")
+            out.write(json.dumps({**machine(args.clock), **row}) + "\n")
         print("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
     for size in args.sizes:
-        for dtype_name in args.dtypes:
-            dtype = getattr(torch, dtype_name)
+        for dtype in (getattr(torch, name) for name in args.dtypes):
             for density in args.densities:
                 w = random_weight(size, size, density, dtype)
                 for bits in args.delta_bits:
-                    shared = {"rows": size, "cols": size, "dtype": dtype_name, "density": density, "delta_bits": bits}
-                    packed = ops.pack(w, bits)
-                    packed_bytes = sum(t.nbytes for t in packed)
-                    times = bench_spmv(w, packed, bits, args.paths, args.rounds)
-                    torch_best = min(times["linear"], times["mv"])
-                    for path in args.paths:
-                        os.environ["MACKO_CPU"] = path
-                        report(
-                            op="spmv",
-                            path=path,
-                            **shared,
-                            ms=times[path] * 1e3,
-                            torch_linear_ms=times["linear"] * 1e3,
-                            torch_mv_ms=times["mv"] * 1e3,
-                            speedup=torch_best / times[path],
-                            gbps=packed_bytes / times[path] / 1e9,
-                        )
-                        assert_same_bits(ops.unpack(*packed, size, bits), w)  # type: ignore[misc]
-                        calls: dict[str, Callable[[int], object]] = {
-                            "pack": lambda i, w=w, bits=bits: ops.pack(w, bits),
-                            "unpack": lambda i, p=packed, bits=bits, cols=size: ops.unpack(*p, cols, bits),
-                            "check": lambda i, p=packed, bits=bits, cols=size: ops.check(*p, cols, bits),
-                        }
-                        for op, best in seconds(calls, 3).items():
-                            report(op=op, path=path, **shared, ms=best * 1e3, dense_gbps=w.nbytes / best / 1e9)
-                    os.environ.pop("MACKO_CPU")
+                    bench(w, density, bits, args, clock, report)
+
+
+def bench(
+    w: Tensor,
+    density: float,
+    bits: int,
+    args: argparse.Namespace,
+    clock: Callable[[], float],
+    report: Callable[..., None],
+) -> None:
+    """One weight: every multiplication on every path, then the conversions."""
+    rows, cols = w.shape
+    shared = {"rows": rows, "cols": cols, "dtype": str(w.dtype).removeprefix("torch."), "density": density}
+    packed = ops.pack(w, bits)
+    bitmap = ops.bitmap_pack(*packed, cols, bits)
+    assert_same_bits(ops.unpack(*ops.bitmap_unpack(*bitmap, cols, bits), cols, bits), w)
+    dense, macko, maps = copies(w), copies(*packed), copies(*bitmap)
+    size = {"macko": sum(t.nbytes for t in packed), "bitmap": sum(t.nbytes for t in bitmap)}
+    for tokens in args.tokens:
+        x = random_vector(*([tokens] if tokens > 1 else []), cols, dtype=w.dtype)
+        formats: Calls = {
+            "macko": lambda i, x=x: ops.linear(x, *macko[i % len(macko)], cols, None, bits),  # type: ignore[misc]
+            "bitmap": lambda i, x=x: ops.bitmap_linear(x, *maps[i % len(maps)], cols),  # type: ignore[misc]
+        }
+        calls: Calls = {f"{f} {path}": partial(on_path, path, c) for f, c in formats.items() for path in args.paths}
+        for call in calls.values():
+            y = call(0)
+            assert isinstance(y, Tensor)
+            assert_close_spmv(y[..., :256], w[:256], x)
+        calls["linear"] = lambda i, x=x: F.linear(x, dense[i % len(dense)][0])
+        if tokens == 1:
+            calls["mv"] = lambda i, x=x: torch.mv(dense[i % len(dense)][0], x)
+        times = seconds(calls, args.rounds, clock)
+        best = min(times["linear"], times.get("mv", float("inf")))
+        for name in calls:
+            kind, _, path = name.partition(" ")
+            if path:
+                report(
+                    op="linear",
+                    format=kind,
+                    path=path,
+                    tokens=tokens,
+                    delta_bits=bits if kind == "macko" else None,
+                    **shared,
+                    ms=times[name] * 1e3,
+                    torch_linear_ms=times["linear"] * 1e3,
+                    torch_mv_ms=times.get("mv", float("nan")) * 1e3,
+                    speedup=best / times[name],
+                    packed_gbps=size[kind] / times[name] / 1e9,
+                    size=size[kind] / w.nbytes,
+                )
+    conversions: Calls = {
+        "pack": lambda i: ops.pack(dense[i % len(dense)][0], bits),
+        "unpack": lambda i: ops.unpack(*macko[i % len(macko)], cols, bits),
+        "check": lambda i: ops.check(*macko[i % len(macko)], cols, bits),
+        "bitmap_pack": lambda i: ops.bitmap_pack(*macko[i % len(macko)], cols, bits),
+        "bitmap_unpack": lambda i: ops.bitmap_unpack(*maps[i % len(maps)], cols, bits),
+    }
+    calls = {f"{op} {path}": partial(on_path, path, c) for op, c in conversions.items() for path in args.paths}
+    for name, best in seconds(calls, 3, clock).items():
+        op, _, path = name.partition(" ")
+        report(op=op, path=path, delta_bits=bits, **shared, ms=best * 1e3, dense_gbps=w.nbytes / best / 1e9)
+    os.environ.pop("MACKO_CPU", None)
 
 
 if __name__ == "__main__":

@@ -201,25 +201,18 @@ def sweep(problems: dict[Key, dict[str, Line]], shape: tuple[int, ...], name: st
     )
 
 
-def break_even(points: list[tuple[float, float]]) -> float | None:
-    """Density at which the speed-up falls through 1, between two measured ones."""
+def break_even(points: list[tuple[float, float]]) -> str:
+    """The density at which the speed-up falls through 1, between two measured ones."""
     for (d0, s0), (d1, s1) in pairwise(points):
         if s0 >= 1 > s1:
-            return d0 + (d1 - d0) * (s0 - 1) / (s0 - s1)
-    return None
+            return f"{d0 + (d1 - d0) * (s0 - 1) / (s0 - s1):.2f}"
+    return f"above {points[-1][0]:.2f}" if points[-1][1] >= 1 else f"below {points[0][0]:.2f}"
 
 
-def break_even_text(problems: dict[Key, dict[str, Line]]) -> str:
-    rows = []
-    for shape in sorted({key[:2] for key in problems}):
-        cells = []
-        for name in ("sell", "sell_chain", "macko", "cusparse"):
-            points = sweep(problems, shape, name)
-            at = break_even(points) if len(points) >= 5 else None
-            never = points and max(s for _, s in points) < 1
-            cells.append(f"{at:.2f}" if at else "slower at every density measured" if never else "")
-        if any(cells):
-            rows.append([f"{shape[0]} x {shape[1]}", *cells])
+def break_even_table(problems: dict[Key, dict[str, Line]]) -> str:
+    names = ("sell", "sell_chain", "macko", "cusparse")
+    shapes = [s for s in sorted({key[:2] for key in problems}) if len(sweep(problems, s, "sell")) >= 5]
+    rows = [[f"{s[0]} x {s[1]}", *(break_even(sweep(problems, s, name)) for name in names)] for s in shapes]
     return table(["rows x cols", "sell", "chained", "canonical", "cuSPARSE CSR"], rows)
 
 
@@ -362,7 +355,7 @@ def main() -> None:
         "spmv others": lambda: others_table(problems),
         "spmv behind": lambda: behind_table(problems),
         "spmv densities": lambda: densities_table(problems),
-        "spmv break-even": lambda: break_even_text(problems),
+        "spmv break-even": lambda: break_even_table(problems),
         "spmv masks": lambda: masks_table(problems),
         "spmv packing": lambda: packing_table(problems),
         "models": lambda: models_table(path.parent / "models.jsonl"),

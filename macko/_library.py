@@ -39,9 +39,9 @@ else:
         cuda_missing = f"macko's CUDA library does not load under torch {torch.__version__}: {error}"
 
 
-def _explain(name: str) -> None:
+def _explain(name: str, reason: str) -> None:
     def stub(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(f"macko::{name} got CUDA tensors, and there is no kernel for them: {cuda_missing}")
+        raise RuntimeError(f"macko::{name} got CUDA tensors, and there is no kernel for them: {reason}")
 
     torch.library.impl(f"macko::{name}", "CUDA", stub)
 
@@ -50,6 +50,8 @@ def _explain(name: str) -> None:
 op_names: tuple[str, ...] = tuple(
     sorted(name.removeprefix("macko::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("macko::"))
 )
-if cuda_missing is not None:
-    for _name in op_names:
-        _explain(_name)
+for _name in op_names:
+    if _name.startswith("bitmap_"):
+        _explain(_name, "the bitmap layout is for the CPU, on a GPU use the format macko or sell")
+    elif cuda_missing is not None:
+        _explain(_name, cuda_missing)

@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         about = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
-            "source": options.source, "sparsity": sparsity, "dtype": str(dtype), "format": options.format, "compile": options.compile,
+            "source": options.source, "sparsity": sparsity, "dtype": str(dtype), "format": options.format,
+            "compile": options.compile,
             "prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens, "max_logit_error": error,
         }  # fmt: skip
         with open(options.json, "a") as file:

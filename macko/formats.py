@@ -354,6 +354,115 @@ class SellWeight(PackedWeight):
         return int(values.count_nonzero()) / max(1, self.rows * self.cols)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class BitmapWeight(PackedWeight):
+    """How a CPU runs a macko weight; csrc/bitmap/bitmap.h specifies the bytes. CPU only.
+
+    Held instead of the canonical tensors, never saved: `to_macko` gives what is.
+
+    Attributes:
+        values: [non-zeros + 32], float16, bfloat16 or float32.
+        bits: [rows, ceil(cols / 64) * 8], uint8.
+        row_ptr: [rows + 1], int32.
+        rows, cols: shape of the dense weight.
+        delta_bits: of the canonical weight that it was made from.
+    """
+
+    format: ClassVar[str] = "bitmap"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    is_layout: ClassVar[bool] = True
+
+    values: Tensor
+    bits: Tensor
+    row_ptr: Tensor
+    rows: int
+    cols: int
+    delta_bits: int = 4
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """Lays out a macko weight that is on the CPU."""
+        tensors = ops.bitmap_pack(weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits)
+        return cls(*tensors, rows=weight.rows, cols=weight.cols, delta_bits=weight.delta_bits)
+
+    def to_macko(self) -> MackoWeight:
+        """The canonical weight that this one was made from, bit for bit."""
+        tensors = ops.bitmap_unpack(self.values, self.bits, self.row_ptr, self.cols, self.delta_bits)
+        return MackoWeight(*tensors, rows=self.rows, cols=self.cols, delta_bits=self.delta_bits)
+
+    @classmethod
+    def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
+        """Packs w [rows, cols], which is on the CPU."""
+        return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
+
+    @classmethod
+    def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
+        """A weight without a non-zero; on the meta device too."""
+        return cls(
+            values=torch.zeros(32, dtype=dtype, device=device),
+            bits=torch.zeros(rows, (cols + 63) // 64 * 8, dtype=torch.uint8, device=device),
+            row_ptr=torch.zeros(rows + 1, dtype=torch.int32, device=device),
+            rows=rows,
+            cols=cols,
+        )
+
+    def to_dense(self) -> Tensor:
+        """The dense [rows, cols] weight."""
+        return self.to_macko().to_dense()
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [..., cols]."""
+        return ops.bitmap_linear(x, self.values, self.bits, self.row_ptr, self.cols, bias)
+
+    def validate(self) -> None:
+        """Checks every rule of the layout, once.
+
+        Raises:
+            ValueError: a rule is broken; names the row, the entry and what is wrong with it.
+        """
+        try:
+            fault = ops.bitmap_check(self.values, self.bits, self.row_ptr, self.cols)
+        except RuntimeError as error:
+            if "macko::" not in str(error):
+                raise
+            raise ValueError(f"not a bitmap weight: {error}") from None
+        if self.row_ptr.shape[0] != self.rows + 1:
+            raise ValueError(
+                f"not a bitmap weight: row_ptr has {self.row_ptr.shape[0]} entries, expected {self.rows + 1} "
+                f"for {self.rows} rows"
+            )
+        kind, row, entry, found = fault.tolist()
+        wrong = {
+            0: "",
+            1: f"row_ptr[{row}] is {found}: it starts at 0 and never falls; values has {self.values.shape[0]} elements",
+            2: f"row {row} has {found} bits set, row_ptr has another number of values",
+            3: f"row {row} has a bit set at column {found}, the matrix has {self.cols} columns",
+            4: f"row {row}, entry {entry}: a zero is stored",
+            5: f"row_ptr[{row}] is {found}, values has {self.values.shape[0]} elements, expected 32 more",
+            6: f"entry {entry}, behind the last one of the last row, is not zero",
+        }.get(kind, f"row {row}, entry {entry}: fault {kind}, found {found}")
+        if wrong:
+            raise ValueError(f"not a bitmap weight: {wrong}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def stored(self) -> int:
+        """Non-zeros held."""
+        return int(self.row_ptr[-1])
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all."""
+        return self.stored / max(1, self.rows * self.cols)
+
+
 #: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
 SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16)
 SLIDE_SOURCES = (torch.float16, torch.bfloat16, torch.float32)
@@ -512,7 +621,9 @@ def sparsest_pattern(w: Tensor) -> int:
 
 
 #: Every format by name.
-FORMATS: dict[str, type[PackedWeight]] = {kind.format: kind for kind in (MackoWeight, SellWeight, SlideWeight)}
+FORMATS: dict[str, type[PackedWeight]] = {
+    kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, SlideWeight)
+}
 
 
 def format_named(name: str) -> type[PackedWeight]:

@@ -150,6 +150,59 @@ def sell_linear(
     return torch.ops.macko.sell_linear(x, data, bases, blocks, perm, cols, gap_bits, warps, head, bias)
 
 
+def bitmap_pack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The layout in which a CPU runs a macko matrix; csrc/bitmap/bitmap.h says what the tensors hold. CPU only.
+
+    Args:
+        values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols].
+
+    Returns:
+        values of the same dtype, non-zeros only; bits [rows, ceil(cols / 64) * 8] uint8; row_ptr [rows + 1] int32.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
+    """
+    return torch.ops.macko.bitmap_pack(values, deltas, row_ptr, cols, delta_bits)
+
+
+def bitmap_unpack(
+    values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The values, deltas and row_ptr of the macko format, bit for bit those that bitmap_pack was given.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
+    """
+    return torch.ops.macko.bitmap_unpack(values, bits, row_ptr, cols, delta_bits)
+
+
+def bitmap_check(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+    """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row, entry, found."""
+    return torch.ops.macko.bitmap_check(values, bits, row_ptr, cols)
+
+
+def bitmap_spmv(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
+    """y = W x for one vector x [cols], as `spmv`; differentiable in x.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
+    """
+    return torch.ops.macko.bitmap_spmv(values, bits, row_ptr, cols, x)
+
+
+def bitmap_linear(
+    x: Tensor, values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None
+) -> Tensor:
+    """x W^T + bias for x [..., cols], as `linear`; differentiable in x and bias.
+
+    Few tokens are multiplied from the packed weight, four at a time; many by torch's dense product, from blocks of rows
+    that are written densely for its time.
+    """
+    return torch.ops.macko.bitmap_linear(x, values, bits, row_ptr, cols, bias)
+
+
 @torch.library.register_fake("macko::pack")
 def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
@@ -306,6 +359,76 @@ def _sell_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 torch.library.register_autograd("macko::sell_spmv", _sell_spmv_backward, setup_context=_save_sell_spmv)
 torch.library.register_autograd("macko::sell_linear", _sell_linear_backward, setup_context=_save_sell_linear)
+
+
+@torch.library.register_fake("macko::bitmap_pack")
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        values.new_empty(torch.library.get_ctx().new_dynamic_size()),
+        values.new_empty(row_ptr.shape[0] - 1, (cols + 63) // 64 * 8, dtype=torch.uint8),
+        torch.empty_like(row_ptr),
+    )
+
+
+@torch.library.register_fake("macko::bitmap_unpack")
+def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    chunks = torch.library.get_ctx().new_dynamic_size()
+    return (
+        values.new_empty(chunks * 8),
+        values.new_empty(chunks * delta_bits, dtype=torch.uint8),
+        torch.empty_like(row_ptr),
+    )
+
+
+@torch.library.register_fake("macko::bitmap_check")
+def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+    return values.new_empty(4, dtype=torch.int64)
+
+
+@torch.library.register_fake("macko::bitmap_spmv")
+def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
+    torch._check(
+        x.dim() == 1 and x.shape[0] == cols,
+        lambda: f"macko::bitmap_spmv: x has shape {list(x.shape)}, expected [{cols}]",
+    )
+    return values.new_empty(row_ptr.shape[0] - 1)
+
+
+@torch.library.register_fake("macko::bitmap_linear")
+def _(x: Tensor, values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None) -> Tensor:
+    torch._check(
+        x.dim() >= 1 and x.shape[-1] == cols,
+        lambda: f"macko::bitmap_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
+    )
+    return values.new_empty(*x.shape[:-1], row_ptr.shape[0] - 1)
+
+
+def _bitmap_dense(ctx: Any) -> Tensor:
+    return torch.ops.macko.unpack(*torch.ops.macko.bitmap_unpack(*ctx.saved_tensors, ctx.cols), ctx.cols)
+
+
+def _save_bitmap_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.cols = inputs[3]
+
+
+def _bitmap_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return None, None, None, None, _bitmap_dense(ctx).t() @ grad
+
+
+def _save_bitmap_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:4])
+    ctx.cols = inputs[4]
+
+
+def _bitmap_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad @ _bitmap_dense(ctx) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
+    return grad_x, None, None, None, None, grad_bias
+
+
+torch.library.register_autograd("macko::bitmap_spmv", _bitmap_spmv_backward, setup_context=_save_bitmap_spmv)
+torch.library.register_autograd("macko::bitmap_linear", _bitmap_linear_backward, setup_context=_save_bitmap_linear)
 
 
 def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:

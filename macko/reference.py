@@ -96,6 +96,17 @@ def _sell_gaps(words: Tensor, gap_bits: int) -> Tensor:
     return four.view(32, 4, 2, 2).transpose(1, 2).reshape(32, 16)
 
 
+def bitmap_pack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The bitmap layout (csrc/bitmap/bitmap.h) of a macko matrix."""
+    w = unpack(values, deltas, row_ptr, cols, delta_bits)
+    kept = torch.nn.functional.pad(w != 0, (0, -cols % 64)).view(w.shape[0], -(-cols // 64) * 8, 8)
+    bits = (kept * 2 ** torch.arange(8)).sum(2).to(torch.uint8)
+    pointers = torch.nn.functional.pad((w != 0).sum(1).cumsum(0), (1, 0)).int()
+    return torch.cat([w[w != 0], w.new_zeros(32)]), bits, pointers
+
+
 def slide_column(window: int, n: int) -> int:
     """First column of window v of a row: n - 1 windows a group of 2n columns, two columns apart."""
     group, place = divmod(window, n - 1)

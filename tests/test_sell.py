@@ -1,5 +1,11 @@
 """The sell layout: bytes by its specification, round trips, spmv on every path, hostile shapes."""
 
+import ctypes
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -263,3 +269,113 @@ def test_cpu_tensors_are_refused_with_the_reason() -> None:
         SellWeight.from_macko(weight)
     with pytest.raises(RuntimeError, match="data is on cpu, expected a CUDA device"):
         ops.sell_linear(torch.ones(2).half(), *[torch.zeros(0)] * 4, 2, 4, 8, 0)
+
+
+#: The functions of sell.h as symbols: it is plain C, so that its arithmetic is tested without a GPU.
+GEOMETRY = """
+#include "sell.h"
+int64_t slot(sell_block *b, int block, int blocks, int warps, int head, int stage, int warp) {
+    return sell_slot(b, block, blocks, warps, head, stage, warp);
+}
+int64_t base(sell_block *b, int block, int blocks, int warps, int group) {
+    return sell_base(b, block, blocks, warps, group);
+}
+int groups(sell_block *b) { return sell_groups(b); }
+int long_groups(sell_block *b) { return sell_long_groups(b); }
+int slots_before(sell_block *b, int warps, int stages) { return sell_slots_before(b, warps, stages); }
+int steps_of_warp(sell_block *b, int warps, int warp) { return sell_steps_of_warp(b, warps, warp); }
+int chunk_start(sell_block *b, int chunk) { return sell_chunk_start(b, chunk); }
+sell_shape pack_shape(int64_t rows, int64_t cols, int gap_bits, sell_device device) {
+    return sell_pack_shape(rows, cols, gap_bits, device);
+}
+sell_shape launch_shape(int64_t cols, int gap_bits, int warps, sell_device device) {
+    return sell_launch_shape(cols, gap_bits, warps, device);
+}
+"""
+
+
+class Block(ctypes.Structure):
+    names = ("slot", "group", "row", "rows", "chunks", "long_chunks", "steps", "stages")
+    _fields_ = [(name, ctypes.c_int32) for name in names]
+
+
+class Device(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("num_sms", "shared_per_sm", "shared_per_block")]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("warps", "blocks_per_sm", "num_blocks", "stages", "shared_bytes")]
+
+
+@pytest.fixture(scope="module")
+def geometry(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    headers = Path(__file__).parent.parent / "csrc" / "sell"
+    if not shutil.which("cc") or not headers.exists():
+        pytest.skip("needs cc and the sources")
+    target = tmp_path_factory.mktemp("geometry") / "geometry.so"
+    command = ["cc", "-std=c17", "-shared", "-fPIC", "-x", "c", "-", f"-I{headers}", "-o", str(target)]
+    subprocess.run(command, input=GEOMETRY, text=True, check=True)
+    library = ctypes.CDLL(str(target))
+    library.slot.restype = library.base.restype = ctypes.c_int64
+    library.pack_shape.restype = library.launch_shape.restype = Shape
+    library.pack_shape.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, Device]
+    library.launch_shape.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int, Device]
+    return library
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_slots_and_bases_are_used_once_without_holes(geometry: ctypes.CDLL, seed: int) -> None:
+    choose = random.Random(seed)
+    warps, head, num_blocks = choose.choice((4, 8, 12)), choose.randrange(5), choose.randrange(1, 6)
+    blocks, slot, group = [], 0, 0
+    for _ in range(num_blocks):
+        rows, steps = choose.choice((0, 1, 7, 31, 40)), choose.choice((0, 1, 5, 60, 150))
+        b = Block(slot=slot, group=group, rows=rows, steps=1)
+        if rows and steps:
+            b.chunks = choose.randrange(1, steps + 1)
+            b.steps = -(-steps // b.chunks)
+            b.long_chunks = b.chunks - (b.steps * b.chunks - steps)
+            assert geometry.chunk_start(ctypes.byref(b), b.chunks) == steps
+        blocks.append(b)
+        at = ctypes.byref(b)
+        slot += geometry.slots_before(at, warps, 2**30) - geometry.slots_before(at, warps, head)
+        group += max(0, geometry.groups(at) - warps)
+    slots, bases = [], []
+    for i, b in enumerate(blocks):
+        at = ctypes.byref(b)
+        groups, long_groups = geometry.groups(at), geometry.long_groups(at)
+        lengths = [geometry.steps_of_warp(at, warps, warp) for warp in range(warps)]
+        mine = [range(warp, groups, warps) for warp in range(warps)]
+        assert lengths == [sum(b.steps - (g >= long_groups) for g in own) for own in mine]
+        assert lengths == sorted(lengths, reverse=True)
+        for stage in range(max(head, lengths[0])):
+            width = warps if stage < head else sum(lengths[warp & ~1] > stage for warp in range(warps))
+            stage_slots = [geometry.slot(at, i, num_blocks, warps, head, stage, warp) for warp in range(width)]
+            assert stage_slots == list(range(stage_slots[0], stage_slots[0] + width))  # one bulk copy
+            assert stage_slots[0] % 2 == 0  # at a multiple of 128 bytes
+            slots += stage_slots
+        bases += [geometry.base(at, i, num_blocks, warps, g) for g in range(max(groups, warps))]
+    assert sorted(slots) == list(range(num_blocks * warps * head + slot))
+    assert sorted(bases) == list(range(0, 32 * (num_blocks * warps + group), 32))
+
+
+@pytest.mark.parametrize("gap_bits", GAPS)
+@pytest.mark.parametrize("cols", [1, 4096, 11008, 28672, 49152, 65535])
+def test_launch_shape_fits_the_device(geometry: ctypes.CDLL, cols: int, gap_bits: int) -> None:
+    for device in (
+        Device(132, 228 * 1024, 227 * 1024),
+        Device(108, 164 * 1024, 163 * 1024),
+        Device(128, 102400, 101376),
+    ):
+        shape = geometry.pack_shape(5000, cols, gap_bits, device)
+        again = geometry.launch_shape(cols, gap_bits, shape.warps, device)
+        assert (again.stages, again.shared_bytes) == (shape.stages, shape.shared_bytes)
+        if not shape.stages:
+            assert 2 * cols > device.shared_per_block // 2  # x alone is most of it
+            continue
+        # One kilobyte a block is the system's, half of one the barriers'.
+        assert shape.shared_bytes + 512 <= device.shared_per_block
+        assert shape.blocks_per_sm * (shape.shared_bytes + 1024 + 512) <= device.shared_per_sm
+        assert (shape.blocks_per_sm + 1) * (shape.shared_bytes + 1024) > device.shared_per_sm
+        assert 4 <= shape.stages <= 8
+        assert shape.num_blocks == device.num_sms * shape.blocks_per_sm

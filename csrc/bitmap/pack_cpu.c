@@ -92,13 +92,13 @@ static MACKO_TARGET_AVX512 int64_t expand_avx512(const macko_bitmap *m, const ui
         const uint64_t mask = macko_bitmap_word(bits, col / MACKO_BITMAP_WORD);
         if (m->dtype == MACKO_F32) {
             for (int i = 0; i < MACKO_BITMAP_WORD; i += 16) {
-                const __m512i v = _mm512_loadu_si512((const uint32_t *)m->values + at);
+                const __m512i v = macko_load_512((const uint32_t *)m->values + at);
                 _mm512_storeu_si512((uint32_t *)w + col + i, _mm512_maskz_expand_epi32((__mmask16)(mask >> i), v));
                 at += __builtin_popcount((uint16_t)(mask >> i));
             }
         } else {
             for (int i = 0; i < MACKO_BITMAP_WORD; i += 32) {
-                const __m512i v = _mm512_loadu_si512((const uint16_t *)m->values + at);
+                const __m512i v = macko_load_512((const uint16_t *)m->values + at);
                 _mm512_storeu_si512((uint16_t *)w + col + i, _mm512_maskz_expand_epi16((__mmask32)(mask >> i), v));
                 at += __builtin_popcount((uint32_t)(mask >> i));
             }

@@ -60,27 +60,25 @@ MACKO_INLINE MACKO_TARGET_AVX2 int dot_avx2(const context *c, macko_dtype dtype,
         const int64_t base = next, second = next + unit[0].span;
         next = delta_bits == 8 ? second + unit[1].span : second;
         if (next > m->cols) return 0;
-#define COLUMN(k)                                                                                                      \
-    (delta_bits == 8 && (k) >= 8 ? second + macko_offset(&unit[1], 8, (k) - 8)                                         \
-                                 : base + macko_offset(&unit[0], delta_bits, (k)))
+/* Place of entry k behind `base`, or behind `second` for the second unit, and x there. */
+#define X(k)                                                                                                           \
+    (delta_bits == 8 && (k) >= 8 ? x[1][macko_offset(&unit[1], 8, (k) - 8)]                                            \
+                                 : x[0][macko_offset(&unit[0], delta_bits, (k))])
         if (dtype == MACKO_F32) {
-            const float *x = c->x, *v = (const float *)m->values + entry;
-#define X(k) x[COLUMN(k)]
+            const float *const x[2] = {(const float *)c->x + base, (const float *)c->x + second};
+            const float *v = (const float *)m->values + entry;
             sums[0] = _mm256_fmadd_ps(_mm256_loadu_ps(v),
                                       _mm256_setr_ps(X(0), X(1), X(2), X(3), X(4), X(5), X(6), X(7)), sums[0]);
             sums[1] = _mm256_fmadd_ps(_mm256_loadu_ps(v + 8),
                                       _mm256_setr_ps(X(8), X(9), X(10), X(11), X(12), X(13), X(14), X(15)), sums[1]);
-#undef X
         } else {
-            const int16_t *x = c->x;
+            const int16_t *const x[2] = {(const int16_t *)c->x + base, (const int16_t *)c->x + second};
             const __m256i v = _mm256_loadu_si256((const __m256i *)((const uint16_t *)m->values + entry));
-#define X(k) x[COLUMN(k)]
             const __m128i x0 = _mm_setr_epi16(X(0), X(1), X(2), X(3), X(4), X(5), X(6), X(7));
             const __m128i x1 = _mm_setr_epi16(X(8), X(9), X(10), X(11), X(12), X(13), X(14), X(15));
-#undef X
             macko_fma_16(sums, dtype, v, _mm256_set_m128i(x1, x0));
         }
-#undef COLUMN
+#undef X
     }
     if (add_scalar(c, dtype, delta_bits, entry, stop, next, &ends) < 0) return 0;
     *sum = ends + macko_sum_8(_mm256_add_ps(sums[0], sums[1]));
@@ -147,9 +145,13 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_32(const context *c, macko_dtype dt
                                pick_unit(window_at(c, next + near.span), far), 1);
     }
     const uint16_t *values = (const uint16_t *)m->values + entry;
-    const __m512i v = count == 32 ? _mm512_loadu_si512(values) : _mm512_maskz_loadu_epi16(kept, values);
+    const __m512i v = count == 32 ? macko_load_512(values) : _mm512_maskz_loadu_epi16(kept, values);
     if (count < 32) x = _mm512_maskz_mov_epi16(kept, x); /* 0 times an Inf that is not the row's would be NaN */
-    macko_fma_32(sums, dtype, v, x);
+    __m512 wide_v[2], wide_x[2];
+    macko_widen_32(wide_v, dtype, v);
+    macko_widen_32(wide_x, dtype, x);
+    sums[0] = _mm512_fmadd_ps(wide_v[0], wide_x[0], sums[0]);
+    sums[1] = _mm512_fmadd_ps(wide_v[1], wide_x[1], sums[1]);
     return behind;
 }
 

@@ -169,6 +169,9 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     STD_CUDA_CHECK(sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
                                    static_cast<uint8_t *>(data.mutable_data_ptr()),
                                    static_cast<uint16_t *>(bases.mutable_data_ptr()), stream));
+    // A kernel that may start early reads the weights before it waits for the one before it, so that one must not be the
+    // one that writes them.
+    STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
     return {data, bases, blocks, perm, gap_bits, shape.warps, totals.head, stored};
 }
 

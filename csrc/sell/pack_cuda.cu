@@ -109,8 +109,9 @@ __device__ __forceinline__ int steps_of(int count) {
 /*
  * The cut into blocks of equal work. Rows lie on a line, each as long as its steps (plus a little for writing its
  * result); num_blocks equal lengths of the line are the blocks, rounded to whole rows. A block is padded to its longest
- * row, so where the count falls from one row to the next the line has a gap, of a whole block's length when the count
- * halves: within a block counts differ by less than a half, whatever the matrix. A row longer than a block counts as one block.
+ * row, so where the count falls from one row to the next the line has a gap: as long as a block where it falls by 30 %,
+ * less where it falls by less. So rows of very different length do not share a block, whatever the matrix. A row longer
+ * than a block counts as one block.
  */
 struct Cut {
     const int32_t *counts, *perm;

@@ -185,6 +185,50 @@ struct Launch {
     int early;  // stages to fetch before the previous kernel's end is waited for
 };
 
+// The work of the warp that keeps the ring full: fetches the head, lets the others begin, fetches what is behind.
+template <int SLOT>
+__device__ __forceinline__ void fill_ring(const sell_matrix &m, const sell_block &b, const Launch &launch,
+                                          uint32_t ring, uint32_t filled, uint32_t emptied, const uint8_t *head_data,
+                                          const uint8_t *next, int lane) {
+    const int stage_bytes = m.warps * SLOT, blind = min(m.head, launch.stages);
+    uint64_t once; // the weights do not push x out of L2
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    if (lane == 0) {
+#pragma unroll 1
+        for (int stage = 0; stage < launch.stages; stage++) barrier_init(filled + 8 * stage, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#pragma unroll 1
+        for (int stage = 0; stage < blind; stage++) {
+            if (stage == launch.early) asm volatile("griddepcontrol.wait;" ::: "memory");
+            fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes, filled + 8 * stage,
+                       once);
+        }
+        asm volatile("griddepcontrol.launch_dependents;");
+#pragma unroll 1
+        for (int stage = 0; stage < launch.stages; stage++) barrier_init(emptied + 8 * stage, m.warps);
+    }
+    __syncwarp();
+    __syncthreads();
+    const int own_steps = lane < m.warps ? sell_steps_of_warp(&b, m.warps, lane) : 0;
+    int place = blind % launch.stages;
+    uint32_t parity = blind < launch.stages; // of the round before: 0 from the second round on
+#pragma unroll 1
+    for (int stage = blind; stage < b.stages; stage++) {
+        const bool in_head = stage < m.head;
+        const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
+        if (lane == 0) {
+            if (stage >= launch.stages) barrier_wait(emptied + 8 * place, parity);
+            fetch_bulk(ring + place * stage_bytes, in_head ? head_data + stage * stage_bytes : next, bytes,
+                       filled + 8 * place, once);
+        }
+        if (!in_head) next += bytes;
+        if (++place == launch.stages) place = 0, parity ^= 1;
+    }
+    // A block may not end while a copy is under way: the stages of the head that nobody needed.
+#pragma unroll 1
+    for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
+}
+
 /*
  * A block owns the rows of a block of the layout. Shared memory holds x (and zeros behind it, for padding), a partial
  * sum a task, and a ring of stages. m.warps warps decode: a lane walks a chunk of a row, then the next one. With BULK
@@ -211,43 +255,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 
 #if __CUDA_ARCH__ >= 900
         if (COPY == BULK && warp == warps) {
-            const int blind = min(m.head, launch.stages);
-            uint64_t once;
-            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-            if (lane == 0) {
-#pragma unroll 1
-                for (int stage = 0; stage < launch.stages; stage++) barrier_init(filled + 8 * stage, 1);
-                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#pragma unroll 1
-                for (int stage = 0; stage < blind; stage++) {
-                    if (stage == launch.early) asm volatile("griddepcontrol.wait;" ::: "memory");
-                    fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes,
-                               filled + 8 * stage, once);
-                }
-                asm volatile("griddepcontrol.launch_dependents;");
-#pragma unroll 1
-                for (int stage = 0; stage < launch.stages; stage++) barrier_init(emptied + 8 * stage, warps);
-            }
-            __syncwarp();
-            __syncthreads();
-            const int own_steps = lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
-            int place = blind % launch.stages;
-            uint32_t parity = blind < launch.stages; // of the round before: 0 from the second round on
-#pragma unroll 1
-            for (int stage = blind; stage < b.stages; stage++) {
-                const bool in_head = stage < m.head;
-                const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
-                if (lane == 0) {
-                    if (stage >= launch.stages) barrier_wait(emptied + 8 * place, parity);
-                    fetch_bulk(ring + place * stage_bytes, in_head ? head_data + stage * stage_bytes : next, bytes,
-                               filled + 8 * place, once);
-                }
-                if (!in_head) next += bytes;
-                if (++place == launch.stages) place = 0, parity ^= 1;
-            }
-            // A block may not end while a copy is under way: the stages of the head that nobody needed.
-#pragma unroll 1
-            for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
+            fill_ring<SLOT>(m, b, launch, ring, filled, emptied, head_data, next, lane);
             __syncthreads();
             return;
         }

@@ -1,0 +1,343 @@
+"""The CPU's execution layout: from the macko format and back, multiplication, hostile content, the ops' manners."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from macko import ops, reference
+from macko.formats import BitmapWeight, MackoWeight
+from tests.common import (
+    CPU_DTYPES,
+    MASKS,
+    assert_close_spmv,
+    assert_same_bits,
+    cpu_paths,
+    integer_problem,
+    random_vector,
+    random_weight,
+    torch_threads,
+)
+
+Packed = tuple[Tensor, Tensor, Tensor]
+
+all_dtypes = pytest.mark.parametrize("dtype", CPU_DTYPES)
+COLS = (1, 7, 8, 15, 16, 31, 32, 33, 63, 64, 65, 100, 127, 128, 200, 1003)
+
+
+def laid_out(w: Tensor, bits: int = 4) -> Packed:
+    """The layout of w, which is the reference's and goes back to the same bytes of the macko format."""
+    packed = ops.pack(w, bits)
+    layout = ops.bitmap_pack(*packed, w.shape[1], bits)
+    for got, wanted in zip(layout, reference.bitmap_pack(*packed, w.shape[1], bits), strict=True):
+        assert_same_bits(got, wanted)
+    for got, wanted in zip(ops.bitmap_unpack(*layout, w.shape[1], bits), packed, strict=True):
+        assert_same_bits(got, wanted)
+    assert ops.bitmap_check(*layout, w.shape[1]).tolist() == [0, 0, -1, 0]
+    return layout
+
+
+def chain(w: Tensor, path: str) -> int:
+    """Roundings behind a product, as bitmap.h promises, and one for the bias."""
+    longest = int(w.count_nonzero(1).max()) if w.numel() else 0
+    return 1 + (longest + 2 if path == "scalar" else w.shape[1] // 16 + 16)
+
+
+def is_packed(tokens: int, dtype: torch.dtype) -> bool:
+    """Whether that many tokens are multiplied from the packed weight, not by torch's dense product."""
+    return dtype == torch.float16 or tokens <= {torch.bfloat16: 2, torch.float32: 8}[dtype]
+
+
+def test_bytes_by_hand() -> None:
+    w = torch.zeros(3, 70, dtype=torch.bfloat16)
+    w[0, 0], w[0, 9], w[2, 69] = 1, -2, 3
+    values, bits, row_ptr = ops.bitmap_pack(*ops.pack(w), 70)
+    assert values.tolist() == [1, -2, 3] + [0] * 32
+    assert bits.tolist() == [[1, 2] + [0] * 14, [0] * 16, [0] * 8 + [1 << 5] + [0] * 7]
+    assert row_ptr.tolist() == [0, 2, 2, 3]
+
+
+@all_dtypes
+@pytest.mark.parametrize("kind", MASKS)
+def test_there_and_back(cpu_path: str, dtype: torch.dtype, kind: str) -> None:
+    for bits in (2, 4, 8):
+        for cols in (*COLS, 777):
+            for density in (0.03, 0.5, 1.0):
+                laid_out(random_weight(5, cols, density, dtype, kind=kind), bits)
+
+
+@all_dtypes
+def test_empty_rows_and_matrices(cpu_path: str, dtype: torch.dtype) -> None:
+    w = random_weight(6, 70, 0.4, dtype)
+    w[[0, 1, 3, 5]] = 0
+    cases = [w, *(torch.zeros(shape, dtype=dtype) for shape in ((0, 5), (5, 0), (0, 0), (3, 100)))]
+    for w in cases:
+        layout, x = laid_out(w), random_vector(w.shape[1], dtype=dtype)
+        assert_close_spmv(ops.bitmap_spmv(*layout, w.shape[1], x), w, x, chain=chain(w, cpu_path))
+        for tokens in (0, 3, 40):
+            x = random_vector(tokens, w.shape[1], dtype=dtype)
+            assert_close_spmv(ops.bitmap_linear(x, *layout, w.shape[1]), w, x)
+
+
+@given(
+    rows=st.integers(0, 8),
+    cols=st.integers(0, 300),
+    density=st.sampled_from([0.0, 0.005, 0.05, 0.3, 0.7, 1.0]),
+    dtype=st.sampled_from(CPU_DTYPES),
+    bits=st.sampled_from((2, 4, 8)),
+    seed=st.integers(0, 2**32 - 1),
+    path=st.sampled_from(cpu_paths()),
+)
+def test_any_bits_survive(
+    rows: int, cols: int, density: float, dtype: torch.dtype, bits: int, seed: int, path: str
+) -> None:
+    """NaN, Inf and subnormal numbers among them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MACKO_CPU", path)
+        generator = torch.Generator().manual_seed(seed)
+        integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        limit = torch.iinfo(integer)
+        w = torch.randint(limit.min, limit.max, (rows, cols), dtype=integer, generator=generator).view(dtype)
+        laid_out(torch.where(torch.rand(rows, cols, generator=generator) < density, w, torch.zeros_like(w)), bits)
+
+
+@all_dtypes
+def test_spmv_and_linear_within_the_bound(cpu_path: str, dtype: torch.dtype) -> None:
+    for cols in COLS:
+        for density in (0.1, 0.5, 1.0):
+            w, bias = random_weight(11, cols, density, dtype), random_vector(11, dtype=dtype, seed=5)
+            layout = laid_out(w)
+            for tokens in (1, 2, 3, 4, 5, 7, 8):
+                x = random_vector(tokens, cols, dtype=dtype)
+                y = ops.bitmap_linear(x, *layout, cols, bias)
+                if is_packed(tokens, dtype):
+                    assert_close_spmv(y, w, x, bias, chain=chain(w, cpu_path))
+                y = ops.bitmap_linear(x, *layout, cols)
+                assert_close_spmv(y, w, x)
+                if is_packed(tokens, dtype):
+                    assert_same_bits(y[0], ops.bitmap_spmv(*layout, cols, x[0]))
+
+
+@all_dtypes
+def test_integers_are_exact(cpu_path: str, dtype: torch.dtype) -> None:
+    for rows, cols, density in ((65, 1003, 0.4), (33, 4096, 0.1), (130, 130, 1.0), (7, 9000, 0.5)):
+        w, x, y = integer_problem(rows, cols, density, dtype)
+        layout = laid_out(w)
+        assert_same_bits(ops.bitmap_spmv(*layout, cols, x) + 0, y)
+        for tokens in (3, 6, 70):  # 70: by blocks of rows
+            many = x.expand(tokens, cols) * torch.tensor([1, -1, 0])[torch.arange(tokens) % 3, None]
+            wanted = y.expand(tokens, rows) * torch.tensor([1, -1, 0])[torch.arange(tokens) % 3, None]
+            assert_same_bits(ops.bitmap_linear(many.to(dtype), *layout, cols) + 0, wanted.to(dtype) + 0)
+
+
+@all_dtypes
+@pytest.mark.parametrize("leading", [(), (1,), (0,), (2,), (3, 0), (2, 3), (70,), (4, 20), (1, 1, 1)])
+def test_linear_of_any_leading_shape(dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    w, x, bias = (
+        random_weight(30, 70, 0.4, dtype),
+        random_vector(*leading, 70, dtype=dtype),
+        random_vector(30, dtype=dtype),
+    )
+    layout = laid_out(w)
+    y = ops.bitmap_linear(x, *layout, 70)
+    assert y.shape == (*leading, 30)
+    assert_close_spmv(y, w, x)
+    assert ops.bitmap_linear(x.double().to(dtype).expand(*leading, 70), *layout, 70, bias).shape == (*leading, 30)
+    if leading:
+        turned = x.transpose(0, -2).contiguous().transpose(0, -2)
+        assert_same_bits(ops.bitmap_linear(turned, *layout, 70), y)
+
+
+@all_dtypes
+def test_many_rows_of_many_tokens(dtype: torch.dtype) -> None:
+    """More rows than one block of the dense product has."""
+    rows, cols = 1500, 3000
+    w, x, y = integer_problem(rows, cols, 0.3, dtype)
+    layout = ops.bitmap_pack(*ops.pack(w), cols)
+    assert_same_bits(ops.bitmap_linear(x.expand(65, cols), *layout, cols) + 0, y.expand(65, rows) + 0)
+    assert_same_bits(ops.linear(x.expand(65, cols), *ops.pack(w), cols) + 0, y.expand(65, rows) + 0)
+
+
+@all_dtypes
+def test_subnormal_numbers_count(cpu_path: str, dtype: torch.dtype) -> None:
+    """No path takes them as zero, as the instruction for bf16 pairs would."""
+    kind = torch.finfo(dtype)
+    w = torch.full((3, 130), kind.smallest_normal / 4, dtype=dtype)
+    x = torch.full((130,), 64.0, dtype=dtype)
+    wanted = (w.double() @ x.double()).to(dtype)
+    assert (wanted > 0).all()
+    assert_same_bits(ops.bitmap_spmv(*laid_out(w), 130, x), wanted)
+    assert_same_bits(ops.spmv(*ops.pack(w), 130, x), wanted)
+
+
+@all_dtypes
+def test_nan_and_inf_reach_only_their_row(cpu_path: str, dtype: torch.dtype) -> None:
+    w = random_weight(40, 333, 0.5, dtype)
+    w[3, 7], w[20, 332], w[39, 0] = float("nan"), float("inf"), float("-inf")
+    x = random_vector(333, dtype=dtype)
+    x[[0, 332]] = 1
+    y = ops.bitmap_spmv(*laid_out(w), 333, x)
+    assert_close_spmv(y, w, x)
+    assert y.isfinite().sum() == 37
+
+
+@all_dtypes
+def test_same_bits_for_any_number_of_threads_and_tokens(cpu_path: str, dtype: torch.dtype) -> None:
+    w, x = random_weight(500, 1000, 0.4, dtype), random_vector(8, 1000, dtype=dtype)
+    layout = laid_out(w)
+    wanted = torch.stack([ops.bitmap_spmv(*layout, 1000, token) for token in x])
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
+            for tokens in range(1, 9 if dtype != torch.bfloat16 else 3):
+                assert_same_bits(ops.bitmap_linear(x[:tokens], *layout, 1000), wanted[:tokens])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
+    rows, cols = 200, 500
+    values, bits, row_ptr = laid_out(random_weight(rows, cols, 0.5, torch.bfloat16))
+    x = random_vector(cols, dtype=torch.bfloat16)
+    cases: list[tuple[Tensor, tuple[int, ...], int, str]] = [
+        (row_ptr, (0,), 1, r"row_ptr\[0\] is 1|row_ptr has"),
+        (row_ptr, (0,), -1, r"row_ptr\[0\] is -1|row_ptr has"),
+        (row_ptr, (100,), -5, r"row_ptr\[100\] is -5"),
+        (row_ptr, (100,), -(2**31), r"row_ptr\[100\] is -2147483648"),
+        (row_ptr, (100,), 2**31 - 1, r"row_ptr\[100\] is 2147483647"),
+        (row_ptr, (rows,), values.numel(), rf"row_ptr\[{rows}\] is"),
+        (row_ptr, (100,), int(row_ptr[101]), "bits has .* set in row 99, row_ptr has"),
+        (row_ptr, (100,), int(row_ptr[100]) + 1, "bits has .* set in row 99, row_ptr has"),
+        (bits, (150, 3), int(bits[150, 3]) ^ 16, "bits has .* set in row 150, row_ptr has"),
+        (bits, (rows - 1, 62), int(bits[rows - 1, 62]) ^ 8, "bits has .* set in row 199, row_ptr has"),
+        (bits, (77, 63), 128, "bits has .* set in row 77, row_ptr has"),
+    ]
+    with torch_threads(threads):
+        for tensor, index, value, message in cases:
+            broken = [t.clone() if t is tensor else t for t in (values, bits, row_ptr)]
+            next(b for b, t in zip(broken, (values, bits, row_ptr), strict=True) if t is tensor)[index] = value
+            for name, call in (
+                ("spmv", lambda b=broken: ops.bitmap_spmv(*b, cols, x)),
+                ("linear", lambda b=broken: ops.bitmap_linear(x, *b, cols)),
+                ("linear", lambda b=broken: ops.bitmap_linear(x.expand(6, cols), *b, cols)),
+                ("linear", lambda b=broken: ops.bitmap_linear(x.expand(100, cols), *b, cols)),
+                ("unpack", lambda b=broken: ops.bitmap_unpack(*b, cols)),
+            ):
+                with pytest.raises(RuntimeError, match=f"macko::bitmap_{name}: ({message})"):
+                    call()
+            with pytest.raises(ValueError, match="not a bitmap weight: "):
+                BitmapWeight(*broken, rows=rows, cols=cols).validate()  # type: ignore[misc]
+        # A bit behind the last column in the place of another: as many as row_ptr says.
+        moved = bits.clone()
+        moved[77, 63] = 128
+        moved[77, 0] ^= int(moved[77, 0]) & -int(moved[77, 0])
+        if moved[77, 0] != bits[77, 0]:
+            with pytest.raises(RuntimeError, match="bits has one at column 511 of row 77, the matrix has 500 columns"):
+                ops.bitmap_spmv(values, moved, row_ptr, cols, x)
+    packed = ops.pack(torch.ones(4, 64, dtype=torch.float16))
+    with pytest.raises(RuntimeError, match="macko::bitmap_pack: deltas put entry"):
+        ops.bitmap_pack(packed[0], packed[1] | 1, packed[2], 64)
+
+
+def test_validate_finds_what_does_not_stop_the_reading() -> None:
+    weight = BitmapWeight.from_dense(random_weight(7, 90, 0.5, torch.float16))
+    weight.validate()
+    for index, value, message in (
+        (3, 0.0, "entry 3: a zero is stored"),
+        (-32, 1.0, "behind the last one of the last row, is not zero"),
+        (-1, -0.0, "behind the last one of the last row, is not zero"),
+    ):
+        values = weight.values.clone()
+        values[index] = value
+        with pytest.raises(ValueError, match=message):
+            BitmapWeight(values, weight.bits, weight.row_ptr, 7, 90).validate()
+    with pytest.raises(ValueError, match="expected 32 more"):
+        BitmapWeight(torch.cat([weight.values, weight.values[-8:]]), weight.bits, weight.row_ptr, 7, 90).validate()
+    with pytest.raises(ValueError, match="row_ptr has 8 entries, expected 9"):
+        BitmapWeight(weight.values, weight.bits, weight.row_ptr, 8, 90).validate()
+
+
+def test_wrong_arguments_are_named() -> None:
+    values, bits, row_ptr = laid_out(random_weight(16, 40, 0.5, torch.float16))
+    x = torch.ones(40, dtype=torch.float16)
+    for message, call in (
+        ("values has dtype float64", lambda: ops.bitmap_spmv(values.double(), bits, row_ptr, 40, x)),
+        ("values has 31 elements, expected at least 32", lambda: ops.bitmap_spmv(values[:31], bits, row_ptr, 40, x)),
+        ("bits has dtype int8, expected uint8", lambda: ops.bitmap_spmv(values, bits.view(torch.int8), row_ptr, 40, x)),
+        (r"bits has shape \[15, 8\], expected \[16, 8\]", lambda: ops.bitmap_spmv(values, bits[1:], row_ptr, 40, x)),
+        (r"bits has shape \[16, 8\], expected \[16, 16\]", lambda: ops.bitmap_unpack(values, bits, row_ptr, 65)),
+        ("row_ptr has dtype int64, expected int32", lambda: ops.bitmap_spmv(values, bits, row_ptr.long(), 40, x)),
+        ("row_ptr is empty", lambda: ops.bitmap_unpack(values, bits, row_ptr[:0], 40)),
+        ("cols is -1", lambda: ops.bitmap_unpack(values, bits, row_ptr, -1)),
+        ("delta_bits is 3", lambda: ops.bitmap_unpack(values, bits, row_ptr, 40, 3)),
+        ("x has 39 elements, the matrix has 40 columns", lambda: ops.bitmap_spmv(values, bits, row_ptr, 40, x[1:])),
+        ("x has dtype bfloat16, expected float16", lambda: ops.bitmap_spmv(values, bits, row_ptr, 40, x.bfloat16())),
+        (r"x has shape \[39\], expected \[..., 40\]", lambda: ops.bitmap_linear(x[1:], values, bits, row_ptr, 40)),
+        ("bias has 40 elements, the matrix has 16 rows", lambda: ops.bitmap_linear(x, values, bits, row_ptr, 40, x)),
+        ("bits is None", lambda: ops.bitmap_spmv(values, None, row_ptr, 40, x)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+@pytest.mark.gpu
+def test_on_cuda_it_says_that_it_is_for_the_cpu() -> None:
+    values, bits, row_ptr = (t.cuda() for t in laid_out(random_weight(16, 40, 0.5, torch.float16)))
+    with pytest.raises(RuntimeError, match=r"bitmap_spmv .*the bitmap layout is for the CPU"):
+        ops.bitmap_spmv(values, bits, row_ptr, 40, torch.ones(40, dtype=torch.float16, device="cuda"))
+
+
+@all_dtypes
+def test_opcheck(dtype: torch.dtype) -> None:
+    packed = ops.pack(random_weight(12, 40, 0.4, dtype))
+    layout = ops.bitmap_pack(*packed, 40)
+    x, bias = random_vector(40, dtype=dtype), random_vector(12, dtype=dtype)
+    macko = torch.ops.macko
+    torch.library.opcheck(macko.bitmap_pack, (*packed, 40))
+    torch.library.opcheck(macko.bitmap_unpack, (*layout, 40))
+    torch.library.opcheck(macko.bitmap_check, (*layout, 40))
+    for grad in (False, True):
+        x_ = x.clone().requires_grad_(grad)
+        torch.library.opcheck(macko.bitmap_spmv, (*layout, 40, x_))
+        torch.library.opcheck(macko.bitmap_linear, (x_, *layout, 40, bias.clone().requires_grad_(grad)))
+        torch.library.opcheck(macko.bitmap_linear, (x_.expand(3, 40), *layout, 40, None))
+
+
+def test_gradients_are_those_of_the_dense_layer() -> None:
+    w = random_weight(24, 40, 0.4, torch.float32)
+    layout = laid_out(w)
+    for leading in ((), (5,), (2, 30)):
+        x, bias = random_vector(*leading, 40, dtype=w.dtype).requires_grad_(), torch.zeros(24).requires_grad_()
+        grad = random_vector(*leading, 24, dtype=w.dtype, seed=2)
+        found = torch.autograd.grad(ops.bitmap_linear(x, *layout, 40, bias), (x, bias), grad)
+        assert_close_spmv(found[0], w.t(), grad)
+        columns = grad.reshape(-1, 24).t()
+        assert_close_spmv(found[1], columns, torch.ones(columns.shape[1]))
+    x = random_vector(40, dtype=w.dtype).requires_grad_()
+    (found_x,) = torch.autograd.grad(ops.bitmap_spmv(*layout, 40, x), x, grad[0, 0])
+    assert_close_spmv(found_x, w.t(), grad[0, 0])
+
+
+def test_compiles_whole_with_dynamic_shapes() -> None:
+    layout = laid_out(random_weight(24, 40, 0.4, torch.float16))
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def layer(x: Tensor) -> Tensor:
+        return ops.bitmap_linear(x, *layout, 40) * 2
+
+    for leading in ((), (1,), (3,), (2, 3), (40, 6)):
+        x = random_vector(*leading, 40, dtype=torch.float16)
+        assert_same_bits(layer(x), ops.bitmap_linear(x, *layout, 40) * 2)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_weight_goes_back_to_the_macko_weight_that_it_was(bits: int) -> None:
+    weight = MackoWeight.from_dense(random_weight(20, 400, 0.1, torch.float16), bits)
+    back = BitmapWeight.from_macko(weight).to_macko()
+    assert back.sizes() == weight.sizes()
+    for got, wanted in zip(back.tensors().values(), weight.tensors().values(), strict=True):
+        assert_same_bits(got, wanted)
+    empty = BitmapWeight.zeros(3, 70, torch.bfloat16)
+    empty.validate()
+    assert_same_bits(empty.to_dense(), torch.zeros(3, 70, dtype=torch.bfloat16))

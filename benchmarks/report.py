@@ -261,6 +261,16 @@ def models_table(path: Path) -> str:
     return f"{where(next(reversed(steps.values())))}\n\n{table(head, rows)}"
 
 
+def bench_table(path: Path) -> str:
+    """Lines of `macko bench --json`."""
+    rows = [
+        [line["model"], str(line["batch"]), f"{line['prefill_ms']:.1f}", f"{line['decode_tokens_per_s']:.1f}",
+         f"{line['peak_bytes'] / 1e9:.2f}"]
+        for line in map(json.loads, path.read_text().splitlines())
+    ]  # fmt: skip
+    return table(["model", "batch", "prefill ms", "decode tokens/s", "peak GPU memory, GB"], rows)
+
+
 def plot_densities(problems: dict[Key, dict[str, Line]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -359,6 +369,7 @@ def main() -> None:
         "spmv masks": lambda: masks_table(problems),
         "spmv packing": lambda: packing_table(problems),
         "models": lambda: models_table(path.parent / "models.jsonl"),
+        "bench": lambda: bench_table(path.parent / "bench.jsonl"),
     }
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         fill(document, parts)

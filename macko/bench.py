@@ -33,9 +33,10 @@ def run(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" else "bfloat16"))
     model = _load(options.source, device, dtype)
-    sparsity = 0.5 if options.sparsity is None and options.source.startswith("random:") else options.sparsity
-    if sparsity is not None:
-        prune_(model, sparsity)
+    if options.sparsity is None and options.source.startswith("random:"):
+        options.sparsity = 0.5
+    if options.sparsity is not None:
+        prune_(model, options.sparsity)
     torch.manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, (max(options.batch), options.prompt_tokens), device=device)
 
@@ -53,11 +54,16 @@ def run(options: argparse.Namespace) -> None:
     print(f"logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype}, {options.prompt_tokens} tokens)")
     if options.json:
         about = {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
-            "source": options.source, "sparsity": sparsity, "dtype": str(dtype), "format": options.format,
-            "compile": options.compile,
-            "prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens, "max_logit_error": error,
-        }  # fmt: skip
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "dtype": str(dtype),
+            "max_logit_error": error,
+            **{
+                name: value
+                for name, value in vars(options).items()
+                if name not in ("batch", "command", "dtype", "json", "run")
+            },
+        }
         with open(options.json, "a") as file:
             file.writelines(json.dumps({**about, **dataclasses.asdict(result)}) + "\n" for result in results)
 

@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .formats import FORMATS, MackoWeight, PackedWeight, SellWeight, format_named
+from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SellWeight, format_named
 
+#: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas: docs/cpu.md.
+BITMAP_DENSITY = 0.15
 #: Shared memory that the sell kernel wants besides x, in bytes: its ring of stages, partial sums, zeros behind x.
 SELL_SHARED_BYTES = 64 * 1024
 
@@ -23,6 +25,8 @@ def choose(weight: MackoWeight) -> type[PackedWeight]:
         shared = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
         if weight.cols < 2**16 and 2 * weight.cols + SELL_SHARED_BYTES <= shared:
             return SellWeight
+    if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY:
+        return BitmapWeight
     return MackoWeight
 
 

@@ -164,6 +164,8 @@ def convert_layer(
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return row, None
+    if packed.nbytes >= size and packed_as is Auto:
+        packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     if packed.nbytes >= size:
         row.reason = f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
         return row, None

@@ -60,7 +60,7 @@ def load_model(
     path: str | os.PathLike[str],
     *,
     device: torch.device | str | None = None,
-    format: str = "auto",
+    format: str | None = None,
 ) -> nn.Module:
     """Reads a file of save_model, or the folder of a sparse transformers model, into a model of that kind.
 
@@ -72,7 +72,8 @@ def load_model(
             other keeps its own. Buffers that are not saved stay on the meta device, for the caller to fill.
         path: a file, or a folder of files.
         device: where the model goes; default: where it is, the CPU for one on the meta device.
-        format: what to hold the weights in, as in macko.sparsify_; the file has the canonical one.
+        format: what to hold the weights in, as in macko.sparsify_; default: as the model's sparse layers do, and "auto"
+            where they are dense.
 
     Returns:
         The model; a new layer where the model is itself one nn.Linear.
@@ -81,7 +82,8 @@ def load_model(
         ValueError: the file is of a newer version, does not fit the model, or holds a packed weight that breaks its
             format; names the layer. The model is then to be thrown away.
     """
-    format_class(format)
+    if format is not None:
+        format_class(format)
     with Checkpoint(path) as file:
         for name in file.layers:
             model = _make_sparse(model, name)
@@ -105,28 +107,18 @@ def load_model(
     if device is not None and not on_meta:
         model = model.to(device)
     for module in model.modules():
-        if isinstance(module, SparseLinear):
+        if isinstance(module, SparseLinear) and format is not None:
             module.reformat_(format)
     return model
 
 
 def packed_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """The model's state_dict with packed weights in the canonical format, and of each of these its format and sizes."""
+    """The model's state_dict without _extra_state of its sparse layers, and what that said: their formats and sizes."""
     state = model.state_dict()
     layers: dict[str, dict[str, Any]] = {}
-    canonical: dict[int, PackedWeight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, SparseLinear):
-            continue
-        if id(module) not in canonical:
-            packed = module.packed
-            # What is made for the file goes to the CPU at once: the device need not hold the model twice.
-            canonical[id(module)] = packed if isinstance(packed, MackoWeight) else packed.to_macko().to("cpu")
-        weight = canonical[id(module)]
-        for key in (*module.packed.tensors(), "_extra_state"):
-            state.pop(join(name, key), None)
-        state |= {join(name, key): tensor for key, tensor in weight.tensors().items()}
-        layers[name] = {"format": weight.format, **weight.sizes()}
+        if isinstance(module, SparseLinear):
+            layers[name] = json.loads(bytes(state.pop(join(name, "_extra_state")).tolist()))
     return state, layers
 
 
@@ -261,7 +253,7 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
     blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = SparseLinear.from_packed(blank, layer.bias).train(layer.training)
+    sparse = SparseLinear.from_packed(blank, layer.bias, auto=True).train(layer.training)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

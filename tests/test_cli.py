@@ -46,7 +46,7 @@ def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytes
 
     pruned, sparse = str(tmp_path / "pruned"), str(tmp_path / "sparse")
     assert main(["prune", str(dense), pruned, "--method", "magnitude", "--pattern", "2:4"]) == 0
-    assert main(["convert", pruned, sparse]) == 0
+    assert main(["convert", pruned, sparse, "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "model.layers.0.mlp.up_proj" in printed
     assert "14 of 15 layers changed" in printed
@@ -248,7 +248,7 @@ def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, 
     assert main(["inspect", str(old)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "layers.0.mlp.up_proj" in line)
     assert about["format"] in line.split()
-    assert main(["convert", str(old), str(sparse)]) == 0
+    assert main(["convert", str(old), str(sparse), "--device", "cpu"]) == 0
     loaded = AutoModelForCausalLM.from_pretrained(sparse)
     wanted = AutoModelForCausalLM.from_pretrained(pruned)
     assert sum(isinstance(module, macko.SparseLinear) for module in loaded.modules()) == 14

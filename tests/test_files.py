@@ -169,24 +169,29 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
         macko.save_model(Odd(), tmp_path / "model.safetensors")
 
 
-EXECUTION = sorted(set(formats.FORMATS) - {"macko"})
+LAYOUTS = [
+    pytest.param(name, kind.device_types[0], marks=[pytest.mark.gpu] if kind.device_types == ("cuda",) else [])
+    for name, kind in formats.FORMATS.items()
+    if kind.is_layout
+]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("format", EXECUTION)
-def test_execution_layouts_are_not_saved(tmp_path: Path, format: str) -> None:
-    model, canonical = sparse_model().cuda(), sparse_model().cuda()
-    try:
-        for layer in (model.up, model.down):
-            layer.reformat_(format)  # type: ignore[operator]
-    except (RuntimeError, TypeError) as error:
-        pytest.skip(f"{format} is not for this device or dtype: {error}")
+@pytest.mark.parametrize(("format", "device"), LAYOUTS)
+def test_execution_layouts_are_not_saved(tmp_path: Path, format: str, device: str) -> None:
+    model = sparse_model().to(device)
+    canonical = copy.deepcopy(model)
+    for layer in (model.up, model.down):
+        layer.reformat_(format)  # type: ignore[operator]
     assert {model.up.format, model.again.format} == {format}
     macko.save_model(model, tmp_path / "model.safetensors")
-    loaded = macko.load_model(on_meta(), tmp_path / "model.safetensors", device="cuda")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["macko"])["layers"]["up"]["format"] == "macko"
+    loaded = macko.load_model(on_meta(), tmp_path / "model.safetensors", device=device)
     assert_same_model(loaded, canonical)
-    loaded = macko.load_model(on_meta(), tmp_path / "model.safetensors", device="cuda", format=format)
-    assert_same_model(loaded, model)
+    for start, options in ((on_meta(), {"device": device, "format": format}), (copy.deepcopy(model), {})):
+        loaded = macko.load_model(start, tmp_path / "model.safetensors", **options)  # type: ignore[arg-type]
+        assert loaded.up.format == format
+        assert_same_model(loaded, canonical)
 
 
 # ---- Untrusted files -------------------------------------------------------------------------------------------------

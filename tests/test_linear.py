@@ -39,7 +39,7 @@ def dense_layer(
 
 
 def sparse_layer(*args: Any, **kwargs: Any) -> SparseLinear:
-    return SparseLinear.from_linear(dense_layer(*args, **kwargs))
+    return SparseLinear.from_linear(dense_layer(*args, **kwargs), format="macko")
 
 
 def assert_same_layer(got: nn.Module, wanted: SparseLinear) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import FORMATS, __version__, _library, ops
-from .formats import PackedWeight
+from .formats import PackedWeight, SlideWeight
 from .linear import DTYPES
 
 
@@ -40,7 +40,7 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
     bias = torch.randint(-9, 10, (rows,), generator=generator).double()
     w = wide.to(device, dtype)
     for name, format in FORMATS.items():
-        if device.type not in format.device_types:
+        if device.type not in format.device_types or (format is SlideWeight and not SlideWeight.runs(device, dtype)):
             continue
         packed = format.from_dense(w)
         packed.validate()
@@ -53,6 +53,11 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
         if op in _library.op_names:
             y = getattr(ops, op)(**_arguments(getattr(ops, op), packed), x=x[0].to(device, dtype))
             assert torch.equal(y.cpu().double(), wide @ x[0]), f"{op} is off"
+    if SlideWeight.runs(device, dtype):
+        packed = SlideWeight.from_dense(w)
+        lifted = ops.slide_quant_fused(x.to(device, dtype), packed.n, dtype)
+        y = ops.slide_gemm(*lifted, packed.tiles, packed.scale, cols, packed.n, dtype)
+        assert torch.equal(y.cpu().double(), x @ wide.t()), "slide_gemm is off"
 
 
 def _arguments(op: Callable[..., Any], packed: PackedWeight) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .choose import Auto, format_class
 from .formats import PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported
+from .slide_choice import SlidePacking
 
 #: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
 #: at 0.2, and at 0.3 saves an eighth. One token costs at least the reading of these bytes, so less than that is soon
@@ -45,9 +46,12 @@ def sparsify_(
     format: str = "auto",
     ignore: Iterable[str] = ("lm_head",),
     filter_fn: Filter | None = None,
-    min_sparsity: float = MIN_SPARSITY,
+    min_sparsity: float | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
+    pattern: str = "auto",
+    dtype: str | None = None,
+    tokens: int = 2048,
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -60,9 +64,13 @@ def sparsify_(
         format: a name in macko.FORMATS, or "auto".
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
-        min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller.
+        min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
+            default: 0 for format "slide", else 0.3.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
+        pattern, dtype, tokens: of format "slide" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
+            layer fits; "int8", "fp8", or None to keep the layer's dtype; and the usual number of tokens, for which
+            macko.slide_choice picks the pattern's kernel or the dense one. A layer that does not fit stays dense.
 
     Returns:
         A Report: every nn.Linear, with its density, bytes, and why it was skipped.
@@ -70,7 +78,11 @@ def sparsify_(
     Raises:
         ValueError: no such format; min_sparsity outside 0 to 1; the model is itself an nn.Linear.
     """
-    packed_as = format_class(format)
+    packed_as = SlidePacking(pattern, dtype, tokens) if format == "slide" else format_class(format)
+    if format != "slide" and (pattern, dtype) != ("auto", None):
+        raise ValueError(f'pattern and dtype are of format "slide", the format is {format!r}')
+    if min_sparsity is None:
+        min_sparsity = 0.0 if format == "slide" else MIN_SPARSITY
     if not 0 <= min_sparsity <= 1:
         raise ValueError(f"min_sparsity is {min_sparsity}, expected 0 to 1")
     if isinstance(model, nn.Linear):
@@ -108,7 +120,7 @@ def sparsify_(
 
 def convert_layer(
     layer: FoundLinear,
-    packed_as: type[PackedWeight] | type[Auto],
+    packed_as: type[PackedWeight] | type[Auto] | SlidePacking,
     min_sparsity: float,
     device: torch.device | None,
     tied: dict[int, list[str]],
@@ -147,7 +159,11 @@ def convert_layer(
     if 1 - row.density < min_sparsity:
         row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
         return row, None
-    packed = packed_as.from_dense(dense)
+    try:
+        packed = packed_as.from_dense(dense)
+    except ValueError as error:  # the format does not hold every weight
+        row.reason = str(error)
+        return row, None
     if packed.nbytes >= size and packed_as is Auto:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     if packed.nbytes >= size:
@@ -158,7 +174,7 @@ def convert_layer(
         bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
     sparse = SparseLinear.from_packed(packed, bias, auto=packed_as is Auto).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in _HOOKS})
-    row.format, row.bytes_after = packed.format, packed.nbytes
+    row.format, row.bytes_after = packed.label, packed.nbytes
     return row, sparse
 
 

@@ -77,6 +77,11 @@ class PackedWeight:
         return torch.Size((self.rows, self.cols))
 
     @property
+    def label(self) -> str:
+        """The format, and what of its options a reader of a report wants to know."""
+        return self.format
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
@@ -585,9 +590,166 @@ class EcWeight(PackedWeight):
         return int(self.block_values.count_nonzero()) / max(1, self.rows * self.cols)
 
 
+#: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
+SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16)
+SLIDE_SOURCES = (torch.float16, torch.bfloat16, torch.float32)
+#: Patterns (2n-2):2n by n.
+SLIDE_PATTERNS = {f"{2 * n - 2}:{2 * n}": n for n in range(2, 9)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlideWeight(PackedWeight):
+    """A weight of pattern (2n-2):2n for 2:4 tensor cores, or a dense one for the same kernel; csrc/slide/slide.h.
+
+    With 8-bit elements activations are quantised token by token, and `to_dense` gives the quantised weight.
+
+    Attributes:
+        tiles: [row_blocks, k_tiles, tile_bytes], uint8. scale: [rows], float32.
+        rows, cols: shape of the dense weight.
+        n: the pattern (2n-2):2n as which it is packed, 0 for dense.
+        element: index into SLIDE_ELEMENTS, the type of packed values.
+        source: index into SLIDE_SOURCES, the type of activations and outputs.
+    """
+
+    format: ClassVar[str] = "slide"
+
+    tiles: Tensor
+    scale: Tensor
+    rows: int
+    cols: int
+    n: int
+    element: int
+    source: int
+
+    @staticmethod
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there is a kernel that keeps weights of this dtype as they are: on the CPU and on sm_90."""
+        here = device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0)
+        return here and dtype in SLIDE_ELEMENTS
+
+    @classmethod
+    def from_dense(cls, w: Tensor, n: int = -1, element: int = -1, source: int = -1, prune: bool = False) -> Self:
+        """Packs w [rows, cols].
+
+        Args:
+            n: 2 to 8 for (2n-2):2n; 0 for dense; -1 for the sparsest pattern that w fits, or dense.
+            element: index into SLIDE_ELEMENTS; 16-bit ones have to be w's dtype; -1: w's dtype, which loses nothing.
+            source: type of activations; -1: w's dtype.
+            prune: whether groups with too many non-zeros lose the smallest.
+
+        Raises:
+            ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay.
+        """
+        if element < 0 and w.dtype not in SLIDE_ELEMENTS:
+            raise ValueError(f"the slide format holds int8, float8, float16 and bfloat16, the weight is {w.dtype}")
+        n = sparsest_pattern(w) if n < 0 else n
+        element = SLIDE_ELEMENTS.index(w.dtype) if element < 0 else element
+        try:
+            tiles, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
+        except RuntimeError as error:
+            if "does not fit the pattern" not in str(error):
+                raise
+            raise ValueError(str(error).removeprefix("macko::slide_pack: ")) from None
+        source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
+        return cls(tiles, scale, w.shape[0], w.shape[1], n, element, source)
+
+    def to_dense(self) -> Tensor:
+        """The dense [rows, cols] weight, as quantised."""
+        codes = ops.slide_unpack(*self._packed)
+        return codes if self.element >= 2 else (codes.float() * self.scale[:, None]).to(self.dtype)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [..., cols]."""
+        return ops.slide_linear(x, *self._packed, bias)
+
+    @property
+    def label(self) -> str:
+        """As "slide 6:8 int8"."""
+        pattern = f"{2 * self.n - 2}:{2 * self.n}" if self.n else "dense"
+        return f"slide {pattern} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
+
+    @property
+    def _packed(self) -> tuple[Tensor, Tensor, int, int, torch.dtype]:
+        return self.tiles, self.scale, self.cols, self.n, SLIDE_ELEMENTS[self.element]
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same weight elsewhere. Of an 8-bit one dtype changes the activations only."""
+        device = self.device if device is None else torch.device(device)
+        if dtype in (None, self.dtype) or self.element < 2:
+            source = SLIDE_SOURCES.index(dtype or self.dtype)
+            return dataclasses.replace(self, tiles=self.tiles.to(device), scale=self.scale.to(device), source=source)
+        element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
+        if element < 2:
+            raise TypeError(f"a slide weight of 16-bit values cannot become {dtype}")
+        return self.from_dense(self.to_dense().to(device, dtype), self.n, element)
+
+    def validate(self) -> None:
+        """Checks that this is what packing its own values gives.
+
+        Raises:
+            ValueError: it is not; names the first tile that differs.
+        """
+        reason = ""
+        if not 0 <= self.element < len(SLIDE_ELEMENTS) or not 0 <= self.source < len(SLIDE_SOURCES):
+            reason = f"element {self.element} or source {self.source} is no type"
+        elif self.element >= 2 and SLIDE_ELEMENTS[self.element] != self.dtype:
+            reason = f"its values are {SLIDE_ELEMENTS[self.element]}, its activations {self.dtype}"
+        elif self.scale.shape != (self.rows,):
+            reason = f"scale has shape {list(self.scale.shape)}, expected [{self.rows}]"
+        elif self.element >= 2 and bool((self.scale != 1).any()):
+            reason = "scale is not 1, but its values are not quantised"
+        elif bool((self.scale < 0).any()):
+            reason = f"the scale of row {int((self.scale < 0).nonzero()[0])} is negative"
+        else:
+            try:
+                again = ops.slide_pack(ops.slide_unpack(*self._packed), self.n, SLIDE_ELEMENTS[self.element])[0]
+            except RuntimeError as error:
+                if "macko::" not in str(error):
+                    raise
+                raise ValueError(f"not a slide weight: {error}") from None
+            if not torch.equal(again, self.tiles):
+                block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
+                reason = f"row block {block}, tile {tile} is not what packing its values gives"
+        if reason:
+            raise ValueError(f"not a slide weight: {reason}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return SLIDE_SOURCES[self.source]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tiles.device
+
+    @property
+    def stored(self) -> int:
+        """Values held, zeros that fill windows among them."""
+        return (
+            self.tiles.shape[0]
+            * self.tiles.shape[1]
+            * (4096 if self.n else 8192)
+            // SLIDE_ELEMENTS[self.element].itemsize
+        )
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all; waits for the device."""
+        codes = ops.slide_unpack(*self._packed)
+        return int((codes.float() != 0).sum()) / max(1, self.rows * self.cols)
+
+
+def sparsest_pattern(w: Tensor) -> int:
+    """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or 0."""
+    for n in SLIDE_PATTERNS.values():
+        nonzero = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % (2 * n)))
+        if not w.numel() or int(nonzero.view(w.shape[0], -1, 2 * n).sum(-1).amax()) <= 2 * n - 2:
+            return n
+    return 0
+
+
 #: Every format by name.
 FORMATS: dict[str, type[PackedWeight]] = {
-    kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, EcWeight)
+    kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, EcWeight, SlideWeight)
 }
 
 

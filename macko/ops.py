@@ -734,3 +734,155 @@ def _ec_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 torch.library.register_autograd("macko::ec_spmv", _ec_spmv_backward, setup_context=_save_ec_spmv)
 torch.library.register_autograd("macko::ec_linear", _ec_linear_backward, setup_context=_save_ec_linear)
+
+
+def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Packs a weight of pattern (2n-2):2n for the 2:4 tensor cores, or a dense one for the same kernel (SlideSparse).
+
+    Args:
+        w: [rows, cols], float16 or bfloat16 (float32 too on the CPU), or codes that are of `dtype` already.
+        n: 2 to 8 for at most 2n-2 non-zeros in each 2n consecutive columns; 0 for a dense weight.
+        dtype: int8 or float8_e4m3fn (quantised per row by its largest magnitude), or w's own 16-bit type.
+        prune: whether a group with too many non-zeros loses its smallest, instead of being an error.
+
+    Returns:
+        packed uint8 [row_blocks, k_tiles, tile_bytes] (csrc/slide/slide.h), scale float32 [rows] (1 where nothing was
+        quantised), and how many non-zeros pruning dropped, int64 [1].
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or a group that does not fit: named by row, group and count.
+    """
+    return torch.ops.macko.slide_pack(w, n, dtype, prune)
+
+
+def slide_unpack(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Tensor:
+    """The codes [rows, cols] of dtype: the weight itself for 16-bit types, weight / scale rounded for 8-bit ones."""
+    return torch.ops.macko.slide_unpack(packed, scale, cols, n, dtype)
+
+
+def slide_quant_fused(x: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantises each token by its largest magnitude and lifts it to the expanded columns of pattern n, in one launch.
+
+    Args:
+        x: [..., cols], float16 or bfloat16 (float32 too on the CPU); x's own dtype only lifts.
+        n, dtype: as in slide_pack.
+
+    Returns:
+        lifted [..., depth] of dtype and scale float32 [...]; a token with NaN or Inf has scale NaN or Inf.
+    """
+    return torch.ops.macko.slide_quant_fused(x, n, dtype)
+
+
+def slide_gemm(
+    lifted: Tensor,
+    token_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    cols: int,
+    n: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """One launch: out = scale * (token_scale * (lifted W^T)) + bias, from the unrounded sum, as out_dtype.
+
+    Args:
+        lifted, token_scale: what slide_quant_fused gives.
+        packed, scale, cols, n: the packed weight.
+        out_dtype: float16 or bfloat16 (float32 too on the CPU), bias's too.
+        bias: [rows] or None.
+
+    Returns:
+        [..., rows]. For int8 the sums are exact, for the others kept in float32 (float8 on the GPU: what its tensor
+        cores keep).
+    """
+    return torch.ops.macko.slide_gemm(lifted, token_scale, packed, scale, cols, n, out_dtype, bias)
+
+
+def slide_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """x W^T + bias with the packed W: quantise and lift, then one GEMM; differentiable in x and bias.
+
+    Args:
+        x: [..., cols], float16 or bfloat16 (float32 too on the CPU); of dtype where that has 16 bits.
+        packed, scale, cols, n, dtype: the packed weight.
+        bias: [rows] of x's dtype, or None.
+
+    Returns:
+        [..., rows] of x's dtype. The gradient in x is that of the dequantised weight.
+    """
+    return torch.ops.macko.slide_linear(x, packed, scale, cols, n, dtype, bias)
+
+
+def _slide_depth(cols: Any, n: int) -> Any:
+    expanded = (cols + 2 * n - 1) // (2 * n) * 4 * (n - 1) if n else cols
+    return max(expanded + 127, 128) // 128 * 128
+
+
+@torch.library.register_fake("macko::slide_pack")
+def _(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    torch._check(w.dim() == 2, lambda: f"macko::slide_pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
+    k_tiles = (_slide_depth(w.shape[1], n) * dtype.itemsize + 255) // 256 * 2
+    tile_bytes = (4096 + 1024 // dtype.itemsize) if n else 8192
+    return (
+        w.new_empty((w.shape[0] + 63) // 64, k_tiles, tile_bytes, dtype=torch.uint8),
+        w.new_empty(w.shape[0], dtype=torch.float32),
+        w.new_empty(1, dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("macko::slide_unpack")
+def _(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(scale.shape[0], cols, dtype=dtype)
+
+
+@torch.library.register_fake("macko::slide_quant_fused")
+def _(x: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return (
+        x.new_empty(*x.shape[:-1], _slide_depth(x.shape[-1], n), dtype=dtype),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("macko::slide_gemm")
+def _(
+    lifted: Tensor,
+    token_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    cols: int,
+    n: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return lifted.new_empty(*lifted.shape[:-1], scale.shape[0], dtype=out_dtype)
+
+
+@torch.library.register_fake("macko::slide_linear")
+def _(
+    x: Tensor, packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    torch._check(
+        x.dim() >= 1 and x.shape[-1] == cols,
+        lambda: f"macko::slide_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
+    )
+    return x.new_empty(*x.shape[:-1], scale.shape[0])
+
+
+def _save_slide_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+    ctx.layout = inputs[3:6]
+
+
+def _slide_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        packed, scale = ctx.saved_tensors
+        codes = torch.ops.macko.slide_unpack(packed, scale, *ctx.layout)
+        grad_x = (grad * scale).to(grad.dtype) @ codes.to(grad.dtype)
+    if any(ctx.needs_input_grad[6:7]):
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad_x, None, None, None, None, None, grad_bias
+
+
+torch.library.register_autograd("macko::slide_linear", _slide_linear_backward, setup_context=_save_slide_linear)

@@ -105,3 +105,102 @@ def bitmap_pack(
     bits = (kept * 2 ** torch.arange(8)).sum(2).to(torch.uint8)
     pointers = torch.nn.functional.pad((w != 0).sum(1).cumsum(0), (1, 0)).int()
     return torch.cat([w[w != 0], w.new_zeros(32)]), bits, pointers
+
+
+def slide_column(window: int, n: int) -> int:
+    """First column of window v of a row: n - 1 windows a group of 2n columns, two columns apart."""
+    group, place = divmod(window, n - 1)
+    return group * 2 * n + 2 * place
+
+
+def slide_depth(cols: int, n: int) -> int:
+    """Expanded columns of a weight with that many columns: n = 0 is dense, else the pattern (2n-2):2n."""
+    expanded = -(-cols // (2 * n)) * 4 * (n - 1) if n else cols
+    return max(1, -(-expanded // 128)) * 128
+
+
+def slide_expand(w: Tensor, n: int) -> Tensor:
+    """The 2:4 weight [rows, depth]: each window takes the first two non-zeros of its four columns not yet taken."""
+    rows, cols = w.shape
+    left = torch.zeros(rows, cols + 2 * n)
+    left[:, :cols] = w
+    expanded = torch.zeros(rows, slide_depth(cols, n))
+    if not n:
+        expanded[:, :cols] = left
+        return expanded.to(w.dtype)
+    for window in range(-(-cols // (2 * n)) * (n - 1)):
+        here = left[:, slide_column(window, n) :][:, :4]
+        nonzero = here != 0
+        taken = nonzero & (nonzero.cumsum(1) <= 2)
+        expanded[:, 4 * window : 4 * window + 4][taken] = here[taken]
+        here[taken] = 0
+    assert not left.any(), f"w does not fit the pattern {2 * n - 2}:{2 * n}"
+    return expanded.to(w.dtype)
+
+
+def slide_lift(x: Tensor, n: int) -> Tensor:
+    """x [..., cols] in expanded columns: lifted[4 v + d] = x[slide_column(v) + d], zeros behind."""
+    bits = x.cpu().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    padded = torch.nn.functional.pad(bits, (0, 2 * n))
+    lifted = bits.new_zeros(*x.shape[:-1], slide_depth(x.shape[-1], n))
+    if not n:
+        lifted[..., : x.shape[-1]] = bits
+        return lifted.view(x.dtype)
+    for window in range(-(-x.shape[-1] // (2 * n)) * (n - 1)):
+        start = slide_column(window, n)
+        lifted[..., 4 * window : 4 * window + 4] = padded[..., start : start + 4]
+    return lifted.view(x.dtype)
+
+
+def slide_quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes [..., cols] and float32 scales [...]: scale = absmax / Q, code = round(x * (Q / absmax))."""
+    most = 127.0 if dtype == torch.int8 else 448.0
+    wide = x.cpu().float()
+    absmax = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.new_zeros(*x.shape[:-1], 1)
+    before = torch.where(absmax < 2.0**-64, 2.0**64, 1.0)
+    factor = torch.where(absmax == 0, 0.0, torch.tensor(most) / (absmax * before))  # a float / tensor is no division
+    scaled = (wide * before * factor).clamp(-most, most)
+    codes = scaled.nan_to_num().round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
+    return codes, (absmax / most).squeeze(-1)
+
+
+def slide_pack(codes: Tensor, n: int) -> Tensor:
+    """The packed bytes (csrc/slide/slide.h) of a weight [rows, cols] that is of its final type."""
+    size = codes.element_size()
+    expanded = slide_expand(codes, n)
+    tile_cols = 128 // size
+    blocks, k_tiles = -(-codes.shape[0] // 64), -(-expanded.shape[1] // (2 * tile_cols)) * 2
+    full = torch.zeros(blocks * 64, k_tiles * tile_cols, dtype=codes.dtype)
+    full[: expanded.shape[0], : expanded.shape[1]] = expanded
+    tiles = full.view(blocks, 64, k_tiles, tile_cols).transpose(1, 2)
+    row = torch.arange(64)[:, None]
+    if not n:
+        chunks = tiles.contiguous().view(torch.uint8).view(blocks, k_tiles, 64, 8, 16)
+        return chunks[:, :, row, torch.arange(8) ^ row % 8].reshape(blocks, k_tiles, -1)
+    windows = tiles.reshape(*tiles.shape[:3], -1, 4)
+    values = torch.zeros(*windows.shape[:-1], 2, dtype=codes.dtype)
+    places = torch.zeros(*windows.shape[:-1], dtype=torch.int64)
+    for index in torch.cartesian_prod(*map(torch.arange, windows.shape[:-1])).tolist():
+        window = windows[tuple(index)]
+        kept = window.float().nonzero().flatten().tolist()
+        pair = kept if len(kept) == 2 else [0, 3] if kept == [3] else [*kept, 3] if kept else [0, 1]
+        values[tuple(index)] = window[pair]
+        places[tuple(index)] = pair[0] | pair[1] << 2
+    chunks = values.view(torch.uint8).view(blocks, k_tiles, 64, 4, 16)
+    chunks = chunks[:, :, row, torch.arange(4) ^ row // 2 % 4].reshape(blocks, k_tiles, -1)
+    # [.., warp, row + 8, row, window] -> the order of the 32-bit words that threads hold
+    if size == 1:
+        places = places.view(blocks, k_tiles, 4, 2, 8, 2, 2, 8).permute(0, 1, 5, 2, 4, 6, 3, 7)
+    else:
+        places = places.view(blocks, k_tiles, 4, 2, 8, 2, 2, 4).permute(0, 1, 2, 4, 5, 6, 3, 7)
+    nibbles = places.reshape(blocks, k_tiles, -1, 2)
+    return torch.cat([chunks, (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8)], -1)
+
+
+def slide_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """In float64: quantise x as codes is, multiply, scale by token and by row, add the bias."""
+    q, token_scale = (
+        (x.cpu(), torch.ones(x.shape[:-1])) if codes.element_size() == 2 else slide_quantise(x, codes.dtype)
+    )
+    y = (q.double() @ codes.cpu().double().t()) * token_scale.double()[..., None] * scale.cpu().double()
+    return y if bias is None else y + bias.cpu().double()

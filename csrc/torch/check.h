@@ -46,6 +46,7 @@ inline const char *dtype_name(ScalarType dtype) {
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     case ScalarType::Bool: return "bool";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
     default: return "an unsupported dtype";
     }
 }

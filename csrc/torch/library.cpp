@@ -3,6 +3,7 @@
 #include "../ec/ops.h"
 #include "../macko/ops.h"
 #include "../sell/ops.h"
+#include "../slide/ops.h"
 
 // clang-format off
 #define MACKO_OPS(OP) \
@@ -23,7 +24,13 @@
     OP(ec_unpack, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols) -> Tensor") \
     OP(ec_check, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols) -> Tensor") \
     OP(ec_spmv, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols, Tensor x) -> Tensor") \
-    OP(ec_linear, "(Tensor x, Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols, Tensor? bias=None) -> Tensor")
+    OP(ec_linear, "(Tensor x, Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols, Tensor? bias=None) -> Tensor") \
+    /* csrc/slide: (2n-2):2n patterns on 2:4 tensor cores, and their dense twin (n = 0) */ \
+    OP(slide_pack, "(Tensor w, int n, ScalarType dtype, bool prune=False) -> (Tensor, Tensor, Tensor)") \
+    OP(slide_unpack, "(Tensor packed, Tensor scale, int cols, int n, ScalarType dtype) -> Tensor") \
+    OP(slide_quant_fused, "(Tensor x, int n, ScalarType dtype) -> (Tensor, Tensor)") \
+    OP(slide_gemm, "(Tensor lifted, Tensor token_scale, Tensor packed, Tensor scale, int cols, int n, ScalarType out_dtype, Tensor? bias=None) -> Tensor") \
+    OP(slide_linear, "(Tensor x, Tensor packed, Tensor scale, int cols, int n, ScalarType dtype, Tensor? bias=None) -> Tensor")
 
 #define MACKO_CPU_OPS(OP) \
     /* csrc/bitmap: the CPU's execution layout */ \

@@ -1,0 +1,256 @@
+"""Quantised and structured-sparse linears on a GPU: the whole linear, from a 16-bit x to a 16-bit y.
+
+    python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
+    python -m benchmarks.slide results.jsonl --table      writes macko/slide_times.json, which macko.slide_choice reads
+
+Ours: `slide_linear` (quantise, lift, GEMM with scales and bias) on a dense weight and on the patterns 2:4, 4:6, 6:8.
+Torch's, for int8: our quantiser (faster than any torch has), `_int_mm`, and one compiled kernel that scales and casts;
+for float8: our quantiser and `_scaled_mm` by row; for both: bfloat16 F.linear. Up to 512 tokens a call reads cold
+weights (a graph over rotating copies). Above, sides take turns, each at least 60 ms under load before it is timed,
+since the power limit sets the clock. Ours is compared with bfloat16 before it is timed. Rows below 1.0 are printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import macko.ops as ops
+from benchmarks.timing import append_jsonl, copies, provenance, time_graph
+
+#: Linears of Qwen2.5-7B (q, k and v as one, gate and up as one) and of Llama-2-7B.
+SHAPES = {
+    "qkv": (4608, 3584),
+    "o": (3584, 3584),
+    "gate_up": (37888, 3584),
+    "down": (3584, 18944),
+    "llama_qkv": (12288, 4096),
+    "llama_o": (4096, 4096),
+    "llama_gate_up": (22016, 4096),
+    "llama_down": (4096, 11008),
+}
+PATTERNS = {"dense": 0, "2:4": 2, "4:6": 3, "6:8": 4}
+TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+#: Most tokens whose time depends on where the weights are.
+COLD_TOKENS = 512
+
+Calls = Sequence[Callable[[], Tensor]]
+
+
+class Clock:
+    """The SM clock in MHz at this moment, 0 where NVML is missing."""
+
+    def __init__(self) -> None:
+        self.handle = ctypes.c_void_p()
+        try:
+            self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
+            self.nvml.nvmlInit_v2()
+            self.nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.handle))
+        except (OSError, AttributeError):
+            self.nvml = None
+
+    def mhz(self) -> int:
+        value = ctypes.c_uint()
+        if self.nvml:
+            self.nvml.nvmlDeviceGetClockInfo(self.handle, 1, ctypes.byref(value))
+        return value.value
+
+
+@torch.compile(dynamic=True)
+def dequantise(sums: Tensor, token_scale: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return (sums * token_scale[:, None] * scale + bias).to(torch.bfloat16)
+
+
+def int_mm(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    q, token_scale = ops.slide_quant_fused(x, 0, torch.int8)
+    return dequantise(torch._int_mm(q[:, : x.shape[1]], w.t()), token_scale, scale, bias)
+
+
+def scaled_mm(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    q, token_scale = ops.slide_quant_fused(x, 0, torch.float8_e4m3fn)
+    q = q[:, : x.shape[1]]
+    args = {"bias": bias, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return torch._scaled_mm(q, w.t(), token_scale[:, None], scale[None], **args)
+
+
+class Sustained:
+    """Times sides in turn under load: each is run for warm_ms, then timed; medians over the rounds."""
+
+    def __init__(self, sides: dict[str, Calls], graph_ms: float = 5.0) -> None:
+        self.graphs, self.launches, self.graph_ms = {}, {}, graph_ms
+        for name, calls in sides.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            calls[0]()
+            start.record()
+            calls[-1]()
+            end.record()
+            end.synchronize()
+            self.launches[name] = max(1, int(graph_ms / max(start.elapsed_time(end), 0.01)))
+            self.graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[name]):
+                for i in range(self.launches[name]):
+                    calls[i % len(calls)]()
+
+    def run(self, clock: Clock, rounds: int, warm_ms: float, timed_ms: float) -> dict[str, tuple[float, int]]:
+        times: dict[str, list[float]] = {name: [] for name in self.graphs}
+        clocks: dict[str, list[int]] = {name: [] for name in self.graphs}
+        for turn in range(rounds):
+            for name in sorted(self.graphs, reverse=turn % 2 == 1):
+                warm, timed = (max(1, int(ms / self.graph_ms)) for ms in (warm_ms, timed_ms))
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(timed + 1)]
+                for _ in range(warm):
+                    self.graphs[name].replay()
+                events[0].record()
+                for event in events[1:]:
+                    self.graphs[name].replay()
+                    event.record()
+                events[timed // 2].synchronize()
+                clocks[name].append(clock.mhz())
+                events[-1].synchronize()
+                times[name] += [a.elapsed_time(b) / self.launches[name] * 1e3 for a, b in pairwise(events)]
+        return {name: (statistics.median(times[name]), round(statistics.median(clocks[name]))) for name in times}
+
+
+def sides_of(name: str, weights: dict[str, Any], x: Tensor, bias: Tensor) -> dict[str, Calls]:
+    """What is timed at these tokens: name -> the same call on different copies of the weight."""
+    dtype, tokens, cols = TYPES[name], *x.shape
+    cold = tokens <= COLD_TOKENS
+    sides: dict[str, Calls] = {}
+    for pattern, n in PATTERNS.items():
+        held = weights[pattern] if cold else weights[pattern][:1]
+        sides[pattern] = [
+            lambda p=p, s=s, n=n: torch.ops.macko.slide_linear(x, p, s, cols, n, dtype, bias) for p, s in held
+        ]
+    held = weights["torch"] if cold else weights["torch"][:1]
+    if name == "int8" and tokens > 16:  # _int_mm takes no fewer
+        sides["torch"] = [lambda w=w, s=s: int_mm(x, w, s, bias) for w, s in held]
+    elif name == "fp8":
+        sides["torch"] = [lambda w=w, s=s: scaled_mm(x, w, s, bias) for w, s in held]
+    if "torch" in sides:
+        try:
+            sides["torch"][0]()
+        except RuntimeError as error:  # cuBLAS has no kernel for some few tokens
+            print(f"torch refuses {name} at {tokens} tokens: {str(error).splitlines()[0][:70]}")
+            del sides["torch"]
+    held = weights["bf16"] if cold else weights["bf16"][:1]
+    sides["bf16"] = [lambda w=w: F.linear(x, w, bias) for (w,) in held]
+    return sides
+
+
+def weights_of(name: str, rows: int, cols: int) -> dict[str, Any]:
+    """Packed and plain weights, in as many copies as exceed L2."""
+    dense = torch.randn(rows, cols, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    weights: dict[str, Any] = {"bf16": copies([dense])}
+    for pattern, n in PATTERNS.items():
+        packed, scale, _ = ops.slide_pack(dense, n, TYPES[name], prune=True)
+        weights[pattern] = copies([packed, scale])
+        if pattern == "dense":
+            weights["torch"] = copies([ops.slide_unpack(packed, scale, cols, 0, TYPES[name]), scale])
+    return weights
+
+
+def check(sides: dict[str, Calls], name: str) -> None:
+    """Ours on the dense weight against bfloat16, in the norm: rounding alone, and the steps of the quantised numbers.
+
+    A step is absmax / 127 of int8, absmax being some 5 deviations; float8's is 2^-3 of the number. Errors of the two
+    sides are independent, and each is at most half a step.
+    """
+    wanted = sides["bf16"][0]().float()
+    off = ((sides["dense"][0]().float() - wanted).norm() / wanted.norm()).item()
+    allowed = 2**0.5 * {"int8": 5 / 127 / 2, "fp8": 2.0**-4, "bf16": 0}[name] + 2.0**-8
+    assert off < allowed, f"dense {name} is off by {off:.3g}, at most {allowed:.3g} is due to quantising"
+
+
+def time_quantiser(name: str, shape: str, tokens: int, results: str, where: dict[str, Any]) -> None:
+    """The quantiser alone, with the bytes that it has to read and write."""
+    cols = SHAPES[shape][1]
+    x = torch.randn(tokens, cols, device="cuda").bfloat16()
+    inputs = [c[0] for c in copies([x])] if tokens > COLD_TOKENS else [x]
+    for pattern, n in PATTERNS.items():
+        lifted, _ = ops.slide_quant_fused(x, n, TYPES[name])
+        nbytes = x.numel() * 2 + lifted.numel() * lifted.element_size()
+        calls = [lambda v=v, n=n: torch.ops.macko.slide_quant_fused(v, n, TYPES[name]) for v in inputs]
+        us = time_graph(calls).median_us
+        side = f"quantise {pattern}"
+        append_jsonl(results, type=name, cols=cols, tokens=tokens, side=side, us=us, bytes=nbytes, **where)
+        print(f"{name:5}{shape:15}{tokens:7} {side:14}{us:9.1f} us {nbytes / us / 1e3:7.0f} GB/s", flush=True)
+
+
+def write_table(results: str) -> None:
+    """Puts the geometric means over shapes of dense / pattern into the package's table."""
+    times: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for line in Path(results).read_text().splitlines():
+        r = json.loads(line)
+        if "shape" in r:
+            times[r["gpu"], r["type"], r["shape"], str(r["tokens"])][r["side"]] = r["us"]
+    ratios: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for (gpu, name, _, tokens), sides in times.items():
+        for pattern in list(PATTERNS)[1:]:
+            ratios[gpu, name, pattern, tokens].append(sides["dense"] / sides[pattern])
+    path = Path(__file__).parent.parent / "macko/slide_times.json"
+    table = json.loads(path.read_text()) if path.exists() else {}
+    for (gpu, name, pattern, tokens), values in ratios.items():
+        column = table.setdefault(gpu, {}).setdefault(name, {}).setdefault(pattern, {})
+        column[tokens] = round(statistics.geometric_mean(values), 3)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="?", default="benchmarks/results/slide.jsonl")
+    parser.add_argument("--shapes", default="qkv,o,gate_up,down")
+    parser.add_argument("--tokens", default="1,16,32,64,128,256,512,2048,4096,8192,16384")
+    parser.add_argument("--types", default="int8,fp8")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warm-ms", type=float, default=60)
+    parser.add_argument("--timed-ms", type=float, default=40)
+    parser.add_argument("--table", action="store_true", help="measure nothing, write the table from the results")
+    args = parser.parse_args()
+    if args.table:
+        return write_table(args.results)
+    where, clock = provenance(), Clock()
+    columns = [*PATTERNS, "torch", "bf16"]
+    print(f"{where['gpu']}, torch {where['torch']}; us a linear, in brackets dense / it\n")
+    print(f"{'type':5}{'shape':15}{'tokens':>7} " + "".join(f"{c:>16}" for c in columns))
+    for name in args.types.split(","):
+        for shape in args.shapes.split(","):
+            rows, cols = SHAPES[shape]
+            weights = weights_of(name, rows, cols)
+            bias = torch.randn(rows, device="cuda").bfloat16()
+            for tokens in map(int, args.tokens.split(",")):
+                x = torch.randn(tokens, cols, device="cuda").bfloat16()
+                sides = sides_of(name, weights, x, bias)
+                check(sides, name)
+                if tokens <= COLD_TOKENS:
+                    measured = {side: (time_graph(calls).median_us, 0) for side, calls in sides.items()}
+                else:
+                    measured = Sustained(sides).run(clock, args.rounds, args.warm_ms, args.timed_ms)
+                for side, (us, mhz) in measured.items():
+                    fields = {"type": name, "shape": shape, "rows": rows, "cols": cols, "tokens": tokens, "side": side}
+                    append_jsonl(args.results, **fields, us=us, sm_mhz_under_load=mhz, **where)
+                dense_us = measured["dense"][0]
+                cells = [
+                    f"{measured[c][0]:9.1f} ({dense_us / measured[c][0]:4.2f})" if c in measured else "-"
+                    for c in columns
+                ]
+                print(f"{name:5}{shape:15}{tokens:7} " + "".join(f"{c:>16}" for c in cells), flush=True)
+                del sides, x
+            for tokens in (16, 8192):
+                time_quantiser(name, shape, tokens, args.results, where)
+            del weights
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

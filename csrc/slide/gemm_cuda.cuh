@@ -1,0 +1,393 @@
+// The GEMM kernel of sm_90a: out[token][row] from packed weights, sparse or dense, and lifted activations.
+//
+// The weight is operand A, so that it can be the sparse one: a block makes 64 or 128 rows x TOKENS tokens of the output.
+// One thread keeps a ring of stages full, each 128 bytes of expanded columns: the tokens by tensor copies into the
+// 128-byte swizzle, the weight's tiles as they are. One or two warpgroups of consumers, 64 rows each, multiply. Blocks
+// are persistent. Large tiles run in clusters of two blocks with neighbouring rows: each fetches half of the tokens for
+// both (without it 50 % slower on an H200). Few small tiles are shared by clusters of two or four blocks, which take a
+// part of the columns each and add their sums. The epilogue scales the unrounded sums and stores the output in bulk.
+//
+// Sparse wgmma reads its tokens at twice the dense rate, 128 B a clock with the weights: what shared memory can give.
+// So a sparse step of 64 x 256 takes 144 clocks instead of 128, and a stage 625 of 512 (H200, 2026-11-21).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "sm90.cuh"
+
+namespace macko {
+
+enum slide_kind { SLIDE_DENSE = 0, SLIDE_SPARSE = 1 };
+
+// What the launcher prepares. Tiles are counted in clusters.
+struct slide_task {
+    CUtensorMap lifted, out;
+    const uint8_t *packed;
+    const float *scale, *token_scale;
+    const uint16_t *bias;
+    int64_t rows;
+    int tokens, row_blocks, k_tiles, row_tiles, token_tiles;
+    int splits;  // blocks that share the stages of one small tile
+    int is_bf16; // the output and the bias; else fp16
+};
+
+template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+struct slide_tile {
+    static constexpr int WARPGROUPS = TOKENS >= 128 ? 2 : 1;
+    static constexpr int CLUSTER = TOKENS >= 128 ? 2 : 1;
+    static constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
+    static constexpr int THREADS = 128 * (WARPGROUPS + 1);
+    static constexpr int META_BYTES = KIND == SLIDE_DENSE ? 0 : TYPE <= MACKO_SLIDE_E4M3 ? 1024 : 512;
+    static constexpr int VALUE_BYTES = KIND == SLIDE_DENSE ? 8192 : 4096;
+    static constexpr int TILE_BYTES = VALUE_BYTES + META_BYTES;
+    static constexpr int TOKEN_BYTES = TOKENS * 128, WEIGHT_BYTES = WARPGROUPS * TILE_BYTES; // of a stage
+    static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32; // tokens whose output is stored at once, at most a warp's
+    static constexpr int CHUNK_BYTES = CHUNK * 128;
+    // An SM has 228 KB, of which each block loses 1 KB.
+    static constexpr int BUDGET = 228 * 1024 / BLOCKS_PER_SM - 1024;
+    static constexpr int MAX_SPLITS = CLUSTER > 1 ? 1 : TOKENS == 64 ? 2 : 4;
+    static constexpr int PARTIAL_BYTES = TOKENS * 256; // 64 rows of sums
+    static constexpr int FIXED = WARPGROUPS * 2 * CHUNK_BYTES + (MAX_SPLITS - 1) * PARTIAL_BYTES + 256;
+    static constexpr int FIT = (BUDGET - FIXED) / (TOKEN_BYTES + WEIGHT_BYTES);
+    static constexpr int STAGES = FIT < 15 ? FIT : 15;
+    // Offsets in shared memory; the swizzles want multiples of 1024 (tokens, staging, dense tiles) and 512.
+    static constexpr int STAGING = STAGES * TOKEN_BYTES;
+    static constexpr int WEIGHTS = STAGING + WARPGROUPS * 2 * CHUNK_BYTES;
+    static constexpr int PARTIALS = WEIGHTS + STAGES * WEIGHT_BYTES;
+    static constexpr int BARRIERS = PARTIALS + (MAX_SPLITS - 1) * PARTIAL_BYTES; // full, empty, sums are here
+    static constexpr int SMEM_BYTES = BARRIERS + STAGES * 16 + 8;
+    // 128 sums a thread need more registers than 384 threads get: the producer gives its own to the consumers.
+    static constexpr bool MOVES_REGISTERS = TOKENS == 256;
+    static_assert(STAGES >= 4 && SMEM_BYTES <= BUDGET && STAGES <= 15);
+    static_assert((240 * WARPGROUPS + 24) * 128 <= 168 * THREADS || !MOVES_REGISTERS, "setmaxnreg would hang");
+};
+
+// Tiles in groups of a few row tiles, all token tiles of a group together: both operands are found in L2.
+__device__ __forceinline__ void slide_place(const slide_task &task, int tile, int &row_tile, int &token_tile) {
+    constexpr int GROUP = 8;
+    const int group = tile / (GROUP * task.token_tiles), in_group = tile - group * GROUP * task.token_tiles;
+    const int rows = min(GROUP, task.row_tiles - group * GROUP);
+    token_tile = in_group / rows;
+    row_tile = group * GROUP + in_group - token_tile * rows;
+}
+
+// Position in the ring of stages: the phase flips at each turn.
+template <int STAGES>
+struct slide_ring {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// The stages of one of the blocks that share a tile: whole pairs.
+template <class TILE>
+__device__ __forceinline__ int slide_first_k_tile(const slide_task &task, int split) {
+    if (TILE::MAX_SPLITS == 1) return split ? task.k_tiles : 0;
+    return task.k_tiles / 2 * split / task.splits * 2;
+}
+
+__device__ __forceinline__ uint32_t slide_pack2(float low, float high, int is_bf16) {
+    if (is_bf16) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return *reinterpret_cast<const uint32_t *>(&pair);
+    }
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+__device__ __forceinline__ float slide_bias(const slide_task &task, int64_t row) {
+    if (!task.bias || row >= task.rows) return 0;
+    const uint16_t bits = task.bias[row];
+    return task.is_bf16 ? __uint_as_float((uint32_t)bits << 16) : __half2float(__ushort_as_half(bits));
+}
+
+// One thread of a block: fills the ring with the tokens and the weights of all tiles of its cluster.
+template <class TILE>
+__device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, int split) {
+    constexpr int SHARE = TILE::TOKEN_BYTES / TILE::CLUSTER;
+    const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
+    const int first_k_tile = slide_first_k_tile<TILE>(task, split),
+              last_k_tile = slide_first_k_tile<TILE>(task, split + 1);
+    const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8;
+    slide_ring<TILE::STAGES> ring;
+    for (int tile = blockIdx.x / blocks; tile < task.row_tiles * task.token_tiles; tile += gridDim.x / blocks) {
+        int row_tile, token_tile;
+        slide_place(task, tile, row_tile, token_tile);
+        const int token = token_tile * (TILE::TOKEN_BYTES / 128) + rank * (SHARE / 128);
+        const uint8_t *weights[TILE::WARPGROUPS];
+#pragma unroll
+        for (int i = 0; i < TILE::WARPGROUPS; i++) {
+            // Behind the last row block: any rows do, their output is not stored.
+            const int block = min((row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS + i, task.row_blocks - 1);
+            weights[i] = task.packed + (int64_t)block * task.k_tiles * TILE::TILE_BYTES;
+        }
+        for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, ring.next()) {
+            const uint32_t barrier = full + ring.stage * 8;
+            sm90::barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+            sm90::barrier_expect(barrier, TILE::TOKEN_BYTES + TILE::WEIGHT_BYTES);
+            const uint32_t tokens = smem + ring.stage * TILE::TOKEN_BYTES + rank * SHARE;
+            if (TILE::CLUSTER == 1)
+                sm90::copy_box(tokens, &task.lifted, k_tile * 128, token, barrier);
+            else
+                sm90::copy_box_to_all(tokens, &task.lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
+#pragma unroll
+            for (int i = 0; i < TILE::WARPGROUPS; i++)
+                sm90::copy_bytes(smem + TILE::WEIGHTS + ring.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
+                                 weights[i] + (int64_t)k_tile * TILE::TILE_BYTES, TILE::TILE_BYTES, barrier);
+        }
+    }
+}
+
+// A warpgroup: 64 rows. Thread (warp, lane) holds rows 16 warp + lane / 4 (+ 8), tokens 8 j + 2 (lane % 4) (+ 1).
+template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+__device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, int split, int warpgroup) {
+    using TILE = slide_tile<TYPE, KIND, TOKENS>;
+    using MMA = sm90::wgmma<TYPE, TOKENS>;
+    constexpr int CHUNKS = TOKENS / TILE::CHUNK;
+    const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8, sums_here = empty + TILE::STAGES * 8;
+    const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+    const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
+    const int k_tiles = slide_first_k_tile<TILE>(task, split + 1) - slide_first_k_tile<TILE>(task, split);
+    const uint64_t first_weights =
+        sm90::descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
+    const uint64_t first_tokens = sm90::descriptor<128>(smem);
+    const uint32_t first_meta = smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES + TILE::VALUE_BYTES + thread * 4;
+    const uint32_t staging = smem + TILE::STAGING + warpgroup * 2 * TILE::CHUNK_BYTES;
+    int buffer = 0;
+
+    // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
+    const auto release = [&](int stage) {
+        if (lane || warp >= TILE::CLUSTER) return;
+        if (TILE::CLUSTER == 1)
+            sm90::barrier_arrive(empty + stage * 8);
+        else
+            sm90::barrier_arrive_remote(empty + stage * 8, warp);
+    };
+
+    slide_ring<TILE::STAGES> ring;
+    for (int tile = blockIdx.x / blocks; tile < task.row_tiles * task.token_tiles; tile += gridDim.x / blocks) {
+        int row_tile, token_tile;
+        slide_place(task, tile, row_tile, token_tile);
+        const int64_t first_row = ((int64_t)(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS + warpgroup) * 64;
+        const int first_token = token_tile * TOKENS;
+        // Loaded now, used behind the products: their latency is hidden. Each warp holds the scales of all tokens.
+        const int64_t row = first_row + warp * 16 + lane / 4;
+        const float scale_low = row < task.rows ? task.scale[row] : 0;
+        const float scale_high = row + 8 < task.rows ? task.scale[row + 8] : 0;
+        const float bias_low = slide_bias(task, row), bias_high = slide_bias(task, row + 8);
+        float token_scale[CHUNKS];
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++)
+            token_scale[chunk] =
+                task.token_scale ? task.token_scale[min(first_token + chunk * TILE::CHUNK + lane, task.tokens - 1)] : 1;
+
+        typename MMA::acc sums[TOKENS / 2]; // written, not added to, by the first product
+        int previous = -1;
+        // The instruction reads its metadata registers while it runs, after the next stage's were loaded: two sets, in turn.
+        const auto multiply = [&](int k_tile, uint32_t (&meta)[2]) {
+            const int stage = ring.stage;
+            sm90::barrier_wait(full + stage * 8, ring.phase);
+            const uint64_t tokens = first_tokens + stage * (TILE::TOKEN_BYTES >> 4);
+            const uint64_t weights = first_weights + stage * (TILE::WEIGHT_BYTES >> 4);
+            if constexpr (KIND == SLIDE_DENSE) {
+                sm90::wgmma_begin();
+#pragma unroll
+                for (int step = 0; step < 4; step++)
+                    MMA::dense(sums, weights + 2 * step, tokens + 2 * step, step ? 1 : k_tile);
+            } else if constexpr (TYPE <= MACKO_SLIDE_E4M3) {
+                sm90::load(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
+                sm90::load(meta[1], first_meta + stage * TILE::WEIGHT_BYTES + 512);
+                sm90::wgmma_begin();
+                MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
+                MMA::template sparse<0>(sums, weights + 2, tokens + 4, meta[1], 1);
+            } else {
+                sm90::load(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
+                sm90::wgmma_begin();
+                MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
+                MMA::template sparse<1>(sums, weights + 2, tokens + 4, meta[0], 1);
+            }
+            sm90::wgmma_commit();
+            sm90::wgmma_wait<1>();
+            if (previous >= 0) release(previous);
+            previous = stage;
+            ring.next();
+        };
+        uint32_t even_meta[2], odd_meta[2];
+#pragma unroll 1
+        for (int k_tile = 0; k_tile < k_tiles; k_tile += 2) {
+            multiply(k_tile, even_meta);
+            multiply(k_tile + 1, odd_meta);
+        }
+        sm90::wgmma_wait<0>();
+        sm90::settle(sums);
+        release(previous);
+
+        if constexpr (TILE::MAX_SPLITS > 1) {
+            // The first block of a shared tile adds the others' sums, in order. A cluster has one tile then.
+            if (split > 0) {
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; i++)
+                    sm90::store_remote(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4,
+                                       0, sums[i]);
+                sm90::barrier_arrive_release(sums_here, 0);
+                return;
+            }
+            if (task.splits > 1) sm90::barrier_wait_acquire(sums_here, 0);
+            for (int other = 0; other < task.splits - 1; other++) {
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; i++) {
+                    typename MMA::acc part;
+                    sm90::load(part, smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
+                    sums[i] += part;
+                }
+            }
+        }
+
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++, buffer ^= 1) {
+            const uint32_t to = staging + buffer * TILE::CHUNK_BYTES;
+#pragma unroll
+            for (int part = 0; part < TILE::CHUNK / 16; part++) {
+                uint32_t rounded[4];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int token = part * 16 + half * 8;
+                    const float by[2] = {__shfl_sync(0xffffffffu, token_scale[chunk], token + lane % 4 * 2),
+                                         __shfl_sync(0xffffffffu, token_scale[chunk], token + lane % 4 * 2 + 1)};
+                    const auto *sum = sums + (chunk * TILE::CHUNK + token) / 2;
+                    rounded[2 * half] = slide_pack2(fmaf(scale_low, by[0] * (float)sum[0], bias_low),
+                                                    fmaf(scale_low, by[1] * (float)sum[1], bias_low), task.is_bf16);
+                    rounded[2 * half + 1] =
+                        slide_pack2(fmaf(scale_high, by[0] * (float)sum[2], bias_high),
+                                    fmaf(scale_high, by[1] * (float)sum[3], bias_high), task.is_bf16);
+                }
+                const int token = part * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
+                sm90::store_matrices_transposed(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
+            }
+            if (thread == 0) sm90::stores_have_read(); // the other buffer is free behind the barrier
+            sm90::fence_for_copies();
+            sm90::warpgroup_sync(warpgroup);
+            if (thread == 0) sm90::store_box(&task.out, (int)first_row, first_token + chunk * TILE::CHUNK, to);
+        }
+    }
+    if (thread == 0) sm90::stores_are_done();
+}
+
+template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+__global__ void __launch_bounds__(slide_tile<TYPE, KIND, TOKENS>::THREADS,
+                                  slide_tile<TYPE, KIND, TOKENS>::BLOCKS_PER_SM)
+    slide_gemm_kernel(const __grid_constant__ slide_task task) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using TILE = slide_tile<TYPE, KIND, TOKENS>;
+    extern __shared__ __align__(1024) uint8_t memory[];
+    const uint32_t smem = sm90::smem_address(memory), barriers = smem + TILE::BARRIERS;
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    // The blocks of a cluster either share tokens, for rows of their own, or share the stages of one tile.
+    const int rank = blockIdx.x % TILE::CLUSTER, split = TILE::CLUSTER > 1 ? 0 : blockIdx.x % task.splits;
+    const bool clustered = TILE::CLUSTER > 1 || task.splits > 1;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < TILE::STAGES; stage++) {
+            sm90::barrier_init(barriers + stage * 8, 1);
+            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::WARPGROUPS * TILE::CLUSTER);
+        }
+        sm90::barrier_init(barriers + TILE::STAGES * 16, 128 * (task.splits - 1) + 1);
+        if (task.splits > 1) sm90::barrier_arrive(barriers + TILE::STAGES * 16);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        sm90::fence_for_copies();
+    }
+    __syncthreads();
+    if (clustered) sm90::cluster_sync();
+    if (warpgroup == TILE::WARPGROUPS) {
+        if (TILE::MOVES_REGISTERS) sm90::give_registers<24>();
+        if (threadIdx.x == TILE::WARPGROUPS * 128) slide_produce<TILE>(task, smem, rank, split);
+    } else {
+        if (TILE::MOVES_REGISTERS) sm90::take_registers<240>();
+        slide_consume<TYPE, KIND, TOKENS>(task, smem, rank, split, warpgroup);
+    }
+    __syncwarp();
+    if (TILE::CLUSTER > 1) sm90::cluster_sync(); // no block may leave while its neighbour copies into it
+#endif
+}
+
+// Launches the task on tiles of `tokens` tokens; defined for each TYPE in its own file.
+template <macko_slide_type TYPE>
+cudaError_t slide_run(slide_kind kind, int tokens, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream);
+
+// A 2-dimensional tensor map with the 128-byte swizzle. inner_bytes is a multiple of 16.
+cudaError_t slide_map(CUtensorMap *map, CUtensorMapDataType type, const void *data, int64_t inner, int64_t outer,
+                      int64_t inner_bytes, int box_inner, int box_outer);
+
+template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
+    using TILE = slide_tile<TYPE, KIND, TOKENS>;
+    const macko_slide_shape &shape = args.weight.shape;
+    const int64_t token_bytes = args.lifted_cols * macko_slide_element_bytes(TYPE);
+    slide_task task{};
+    task.packed = args.weight.packed;
+    task.scale = args.weight.scale;
+    task.token_scale = args.token_scale;
+    task.bias = (const uint16_t *)args.bias;
+    task.rows = shape.rows;
+    task.tokens = (int)args.tokens;
+    task.row_blocks = (int)macko_slide_row_blocks(shape.rows);
+    task.k_tiles = (int)macko_slide_k_tiles(shape.cols, shape.n, TYPE);
+    task.row_tiles = (task.row_blocks + TILE::WARPGROUPS * TILE::CLUSTER - 1) / (TILE::WARPGROUPS * TILE::CLUSTER);
+    task.token_tiles = (int)((args.tokens + TOKENS - 1) / TOKENS);
+    task.is_bf16 = args.out_dtype == MACKO_BF16;
+    // Few tiles: blocks share them, as many as are on the GPU at once. With short sums left (under 16 stages a block) it
+    // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain).
+    const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles, slots = num_sms * TILE::BLOCKS_PER_SM;
+    task.splits = 1;
+    while (task.splits < TILE::MAX_SPLITS && task.k_tiles >= task.splits * 16) {
+        const int64_t blocks = tiles * task.splits * 2;
+        if (blocks > slots || (blocks > num_sms && task.k_tiles < task.splits * 32)) break;
+        task.splits *= 2;
+    }
+    cudaError_t status = slide_map(&task.lifted, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes, args.tokens,
+                                   token_bytes, 128, TOKENS / TILE::CLUSTER);
+    if (status == cudaSuccess)
+        status = slide_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
+                           args.out_stride * 2, 64, TILE::CHUNK);
+    if (status == cudaSuccess)
+        status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, TOKENS>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::SMEM_BYTES);
+    if (status != cudaSuccess) return status;
+    const int cluster = TILE::CLUSTER * task.splits;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {(unsigned)cluster, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)((tiles < slots / cluster ? tiles : slots / cluster) * cluster));
+    config.blockDim = dim3(TILE::THREADS);
+    config.dynamicSmemBytes = TILE::SMEM_BYTES;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, slide_gemm_kernel<TYPE, KIND, TOKENS>, task);
+}
+
+template <macko_slide_type TYPE, slide_kind KIND>
+cudaError_t slide_run_kind(int tokens, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
+    switch (tokens) {
+    case 16: return slide_launch<TYPE, KIND, 16>(args, num_sms, stream);
+    case 32: return slide_launch<TYPE, KIND, 32>(args, num_sms, stream);
+    case 64: return slide_launch<TYPE, KIND, 64>(args, num_sms, stream);
+    case 128: return slide_launch<TYPE, KIND, 128>(args, num_sms, stream);
+    default: return slide_launch<TYPE, KIND, 256>(args, num_sms, stream);
+    }
+}
+
+template <macko_slide_type TYPE>
+cudaError_t slide_run(slide_kind kind, int tokens, const macko_slide_gemm_args &args, int num_sms,
+                      cudaStream_t stream) {
+    return kind == SLIDE_SPARSE ? slide_run_kind<TYPE, SLIDE_SPARSE>(tokens, args, num_sms, stream)
+                                : slide_run_kind<TYPE, SLIDE_DENSE>(tokens, args, num_sms, stream);
+}
+
+} // namespace macko

@@ -1,0 +1,459 @@
+"""The slide format: bytes, every mask, quantising, products exact in integers, what is refused."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import macko
+import macko.ops as ops
+from macko import SparseLinear, reference, slide_choice
+from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
+from tests.common import HALVES, assert_same_bits, device_dtypes, devices
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+TYPES = (INT8, FP8, torch.float16, torch.bfloat16)
+PATTERNS = (0, 2, 3, 4, 5, 6, 8)
+
+
+def all_masks(n: int) -> Tensor:
+    """Every mask of 2n columns with at most 2n-2 set, [masks, 2n]."""
+    masks = torch.tensor(list(product((0, 1), repeat=2 * n)))
+    return masks[masks.sum(1) <= 2 * n - 2].bool()
+
+
+def random_mask(rows: int, cols: int, n: int, seed: int = 0) -> Tensor:
+    """Groups of n that mostly are full, some of them with fewer non-zeros than allowed; cols as it comes."""
+    g = torch.Generator().manual_seed(seed)
+    if not n:
+        return torch.rand(rows, cols, generator=g) < 0.9
+    groups = -(-cols // (2 * n))
+    order = torch.rand(rows, groups, 2 * n, generator=g).argsort(-1)
+    fewer = torch.randint(0, 8, (rows, groups, 1), generator=g).clamp(max=2 * n - 2) * (
+        torch.rand(rows, groups, 1, generator=g) < 0.3
+    )
+    return (order < 2 * n - 2 - fewer).view(rows, -1)[:, :cols]
+
+
+def weight(rows: int, cols: int, n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Signed normal values, none zero by chance, under a mask of the pattern."""
+    w = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+    return torch.where(random_mask(rows, cols, n, seed), torch.where(w.abs() < 1e-3, 1.0, w), 0.0).to(dtype)
+
+
+def integers(*shape: int, most: int, seed: int = 0) -> Tensor:
+    """Signed integers, none of them zero."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(1, most + 1, shape, generator=g) * (torch.randint(0, 2, shape, generator=g) * 2 - 1)
+
+
+def source_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype.itemsize == 1 else dtype
+
+
+def assert_codes(got: Tensor, wanted: Tensor) -> None:
+    """Same bytes; any NaN of float8 equals any other."""
+    assert got.dtype == wanted.dtype
+    nan = wanted.float().isnan()
+    assert torch.equal(got.cpu().float().isnan(), nan)
+    zero = torch.zeros((), dtype=torch.uint8)
+    bits = torch.uint8 if wanted.element_size() == 1 else torch.int16
+    assert torch.equal(*(torch.where(nan, zero, t.cpu().contiguous().view(bits)) for t in (got, wanted)))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("n", PATTERNS)
+def test_bytes_are_the_specified_ones(n: int, dtype: torch.dtype, device: str) -> None:
+    for rows, cols in ((1, 1), (3, 17), (65, 77), (70, 203)):
+        codes = integers(rows, cols, most=7) * random_mask(rows, cols, n)
+        codes = codes.to(dtype)
+        packed, scale, dropped = ops.slide_pack(codes.to(device), n, dtype)
+        assert_same_bits(packed, reference.slide_pack(codes, n))
+        assert_same_bits(scale, torch.ones(rows))
+        assert dropped.item() == 0
+        assert_codes(ops.slide_unpack(packed, scale, cols, n, dtype), codes)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [INT8, torch.float16])
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_every_mask_loses_nothing(n: int, dtype: torch.dtype, device: str) -> None:
+    masks = all_masks(n)
+    w = (integers(*masks.shape, most=100) * masks).to(dtype)
+    # Each mask alone, then behind and before others: windows of a tile begin inside groups.
+    for codes in (w, torch.cat([w, w.flip(0), w.roll(7, 0)], 1)):
+        packed, scale, _ = ops.slide_pack(codes.to(device), n, dtype)
+        assert_same_bits(ops.slide_unpack(packed, scale, codes.shape[1], n, dtype), codes)
+        identity = torch.eye(codes.shape[1], dtype=torch.float16, device=device)
+        if device == "cpu" or dtype == torch.float16:
+            y = ops.slide_linear(
+                identity,
+                *ops.slide_pack(codes.half().to(device), n, torch.float16)[:2],
+                codes.shape[1],
+                n,
+                torch.float16,
+            )
+            assert torch.equal(y.cpu(), codes.half().t())
+
+
+@given(st.sampled_from([6, 7, 8]), st.integers(1, 90), st.integers(1, 300), st.integers(0, 2**31))
+def test_random_masks_of_wide_patterns_lose_nothing(n: int, rows: int, cols: int, seed: int) -> None:
+    codes = weight(rows, cols, n, torch.bfloat16, seed)
+    packed, scale, _ = ops.slide_pack(codes, n, torch.bfloat16)
+    assert_same_bits(ops.slide_unpack(packed, scale, cols, n, torch.bfloat16), codes)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_weight_is_quantised_by_row(dtype: torch.dtype, device: str) -> None:
+    w = weight(130, 333, 4, torch.bfloat16)
+    w[3] = 0
+    w[7, w[7] != 0] = 1e-38
+    packed, scale, _ = ops.slide_pack(w.to(device), 4, dtype)
+    codes, wanted = reference.slide_quantise(w, dtype)
+    assert_same_bits(scale, wanted)
+    assert_codes(
+        ops.slide_unpack(packed, scale, 333, 4, dtype), torch.where(codes.float() == 0, 0, codes.float()).to(dtype)
+    )
+
+
+@pytest.mark.parametrize("device", devices())
+def test_too_full_group_is_named(device: str) -> None:
+    w = weight(200, 100, 4, torch.float16)
+    w[130, 40:48] = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1])
+    w[131, 0:8] = 1
+    with pytest.raises(
+        RuntimeError, match=r"6:8: row 130, group 5 \(columns 40 to 47\) has 7 non-zeros, expected at most 6"
+    ):
+        ops.slide_pack(w.to(device), 4, INT8)
+    packed, scale, dropped = ops.slide_pack(w.to(device), 4, torch.float16, prune=True)
+    assert dropped.item() == 3
+    kept = ops.slide_unpack(packed, scale, 100, 4, torch.float16).cpu()
+    assert torch.equal(kept[:130], w[:130])
+    assert kept[131, :8].tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+
+
+def test_pruning_drops_the_smallest() -> None:
+    w = torch.tensor([[3.0, -1, 2, float("nan")], [5, 4, -float("inf"), 4]])
+    packed, scale, dropped = ops.slide_pack(w.half(), 2, torch.float16, prune=True)
+    kept = ops.slide_unpack(packed, scale, 4, 2, torch.float16)
+    assert dropped.item() == 4
+    assert kept.nan_to_num(99, neginf=-98).tolist() == [[3, 0, 0, 99], [5, 0, -98, 0]]
+
+
+@pytest.mark.parametrize(("device", "source"), device_dtypes())
+@pytest.mark.parametrize("n", PATTERNS)
+def test_tokens_are_quantised_and_lifted(n: int, source: torch.dtype, device: str) -> None:
+    for tokens, cols in ((1, 1), (3, 24), (5, 257), (2, 3584), (2, 20001)):
+        x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(cols)).to(source)
+        for dtype in (INT8, FP8, *([source] if source in HALVES else [])):
+            lifted, scale = ops.slide_quant_fused(x.to(device), n, dtype)
+            codes, wanted = (x, torch.ones(tokens)) if dtype == source else reference.slide_quantise(x, dtype)
+            assert_same_bits(scale, wanted)
+            assert_codes(lifted, reference.slide_lift(codes, n))
+
+
+@pytest.mark.parametrize(("device", "source"), device_dtypes())
+def test_tokens_of_special_numbers(device: str, source: torch.dtype) -> None:
+    kind = torch.finfo(source)
+    x = torch.randn(8, 96, generator=torch.Generator().manual_seed(0)).to(source)
+    x[0] = 0
+    x[1, 5] = float("nan")
+    x[2, 95] = float("-inf")
+    x[3] = kind.smallest_normal
+    x[4] = kind.max
+    x[5] *= kind.smallest_normal * 8
+    x[6, :] = -0.0
+    for dtype, n in product((INT8, FP8), (0, 4)):
+        lifted, scale = ops.slide_quant_fused(x.to(device), n, dtype)
+        codes, wanted = reference.slide_quantise(x, dtype)
+        assert torch.equal(scale.cpu().isnan(), wanted.isnan())
+        assert_same_bits(scale.cpu().nan_to_num(), wanted.nan_to_num())
+        assert_codes(lifted, reference.slide_lift(codes, n))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_nan_and_inf_stay_in_their_token(dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).half()
+    x[1, 3], x[3, 9] = float("nan"), float("inf")
+    weights = ops.slide_pack(weight(40, 64, 4, torch.float16).to(device), 4, dtype)[:2]
+    y = ops.slide_linear(x.to(device), *weights, 64, 4, dtype).cpu()
+    assert torch.equal(y.isnan().all(1), torch.tensor([False, True, False, True, False]))
+    assert y[::2].isfinite().all()
+
+
+#: tokens, rows, cols: every token tile, edges of 16, 32, 64, 128, 256, rows that no bulk store can write.
+SIZES = [(1, 8, 8), (1, 1, 1), (16, 64, 128), (17, 200, 384), (37, 520, 1000), (64, 65, 515), (100, 136, 2048),
+         (129, 264, 300), (300, 513, 777), (515, 1032, 1056)]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("n", PATTERNS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> None:
+    for tokens, rows, cols in SIZES if device == "cuda" or (n, dtype) == (4, INT8) else SIZES[:6]:
+        # Sums stay within what fp32, and what float8's tensor cores, count exactly; the output rounds once.
+        few = {INT8: cols, FP8: 200}.get(dtype, 1000)
+        codes = integers(rows, cols, most=100 if dtype == INT8 else 3, seed=rows) * random_mask(rows, cols, n)
+        q = integers(tokens, cols, most=127 if dtype == INT8 else 3, seed=tokens)
+        q *= torch.rand(cols, generator=torch.Generator().manual_seed(1)).argsort() < few
+        bias = integers(rows, most=50, seed=3).to(torch.bfloat16)
+        packed, scale, _ = ops.slide_pack(codes.to(dtype).to(device), n, dtype)
+        scale = torch.where(torch.arange(rows) % 2 == 0, 0.5, 1.0).to(device)
+        token_scale = torch.where(torch.arange(tokens) % 3 == 0, 2.0, 1.0)
+        lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype)
+        for out_dtype in (torch.bfloat16, torch.float16):
+            y = ops.slide_gemm(
+                lifted.to(device),
+                token_scale.to(device),
+                packed,
+                scale,
+                cols,
+                n,
+                out_dtype,
+                bias.to(out_dtype).to(device),
+            )
+            wanted = (q.double() @ codes.double().t()) * token_scale.double()[:, None] * scale.cpu().double()
+            assert_same_bits(y, (wanted + bias.double()).float().to(out_dtype))
+
+
+def assert_close_slide(y: Tensor, x: Tensor, w: Tensor, packed: tuple, n: int, bias: Tensor | None = None) -> None:
+    """y against the float64 product of the quantised numbers, within what the way of summing allows.
+
+    int8 sums are exact: the sum's, the token scale's and the row scale's roundings to fp32 are left, then the output's.
+    Others: each of the `depth` additions rounds to fp32; float8 tensor cores keep at least 13 bits behind the largest.
+    """
+    dtype = packed[2]
+    codes = ops.slide_unpack(packed[0], packed[1], w.shape[1], n, dtype).cpu()
+    wanted = reference.slide_linear(x, codes, packed[1], bias)
+    size = reference.slide_linear(x.abs(), codes.double().abs(), packed[1]) if dtype.itemsize == 2 else None
+    if size is None:
+        q, token_scale = reference.slide_quantise(x, dtype)
+        size = (
+            (q.double().abs() @ codes.double().abs().t()) * token_scale.double()[..., None] * packed[1].cpu().double()
+        )
+    steps = 4 if dtype == INT8 else reference.slide_depth(w.shape[1], n) + 4
+    error = size * steps * 2.0**-24
+    if dtype == FP8 and y.is_cuda:
+        error += size * (reference.slide_depth(w.shape[1], n) // 32 + 1) * 2.0**-13
+    if bias is not None:
+        error += (wanted.abs() + bias.cpu().double().abs()) * 2.0**-23
+    kind = torch.finfo(y.dtype)
+    error += (wanted.abs() + error) * kind.eps / 2 + kind.smallest_normal * kind.eps
+    off = (y.cpu().double() - wanted).abs()
+    assert (off <= error).all(), f"worst {(off / error).max():.3g} of the bound"
+
+
+@pytest.mark.parametrize(("device", "source"), device_dtypes())
+@pytest.mark.parametrize("n", [0, 2, 4])
+def test_linear_within_its_bound(n: int, source: torch.dtype, device: str) -> None:
+    for tokens, rows, cols in ((1, 72, 640), (33, 200, 1203), (70, 128, 500)):
+        w = weight(rows, cols, n, source)
+        x = torch.randn(2, tokens, cols, generator=torch.Generator().manual_seed(1)).to(source)
+        bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(source)
+        for dtype in (INT8, FP8, *([source] if source in HALVES else [])):
+            packed = ops.slide_pack(w.to(device), n, dtype)[:2]
+            y = ops.slide_linear(x.to(device), *packed, cols, n, dtype, bias.to(device))
+            assert y.shape == (2, tokens, rows)
+            assert_close_slide(y, x, w, (*packed, dtype), n, bias)
+            plain = ops.slide_linear(x.to(device), *packed, cols, n, dtype)
+            assert_close_slide(plain, x, w, (*packed, dtype), n)
+
+
+def test_cpu_paths_agree(cpu_path: str) -> None:
+    w, x = weight(70, 700, 4, torch.float32), torch.randn(9, 700)
+    for dtype in (INT8, FP8):
+        packed = ops.slide_pack(w, 4, dtype)[:2]
+        assert_close_slide(ops.slide_linear(x, *packed, 700, 4, dtype), x, w, (*packed, dtype), 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("n", [0, 2, 4])
+def test_gpu_gives_the_bits_of_the_cpu(n: int, dtype: torch.dtype) -> None:
+    source = source_of(dtype)
+    w, x = weight(300, 900, n, source), torch.randn(130, 900).to(source)
+    cpu, gpu = ops.slide_pack(w, n, dtype), ops.slide_pack(w.cuda(), n, dtype)
+    for a, b in zip(cpu, gpu, strict=True):
+        assert_same_bits(a, b.cpu())
+    if dtype == INT8:
+        assert_same_bits(
+            ops.slide_linear(x.cuda(), *gpu[:2], 900, n, dtype), ops.slide_linear(x, *cpu[:2], 900, n, dtype)
+        )
+
+
+@pytest.mark.gpu
+def test_nothing_behind_the_output_is_written() -> None:
+    w = weight(200, 512, 4, torch.bfloat16).cuda()
+    packed = ops.slide_pack(w, 4, INT8)[:2]
+    for tokens in (1, 20, 70, 300):
+        before = torch.full((1 << 22,), 7, dtype=torch.bfloat16, device="cuda")
+        del before  # its memory is what the next output gets
+        y = ops.slide_linear(torch.randn(tokens, 512, device="cuda").bfloat16(), *packed, 512, 4, INT8)
+        assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0), (0, 0)])
+def test_empty(shape: tuple[int, int], device: str) -> None:
+    for n, dtype in product((0, 2, 4), (INT8, torch.float16)):
+        packed, scale, _ = ops.slide_pack(torch.zeros(shape, dtype=torch.float16, device=device), n, dtype)
+        x = torch.ones(2, shape[1], dtype=torch.float16, device=device)
+        bias = torch.ones(shape[0], dtype=torch.float16, device=device)
+        y = ops.slide_linear(x, packed, scale, shape[1], n, dtype, bias)
+        assert torch.equal(y.cpu(), torch.ones(2, shape[0], dtype=torch.float16))
+        assert ops.slide_linear(x[:0], packed, scale, shape[1], n, dtype).shape == (0, shape[0])
+
+
+def test_errors_name_the_argument() -> None:
+    w = weight(8, 16, 4, torch.float16)
+    packed, scale, _ = ops.slide_pack(w, 4, INT8)
+    x = torch.ones(2, 16, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match=r"n is 1, expected 2 to 8"):
+        ops.slide_pack(w, 1, INT8)
+    with pytest.raises(RuntimeError, match=r"dtype is float64, expected int8"):
+        ops.slide_pack(w, 4, torch.float64)
+    with pytest.raises(RuntimeError, match=r"w has dtype float16, expected bfloat16, which is to be kept"):
+        ops.slide_pack(w, 4, torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"packed has shape \[1, 2, 5120\], expected \[1, 2, 8192\]"):
+        ops.slide_linear(x, packed, scale, 16, 0, INT8)
+    with pytest.raises(RuntimeError, match=r"x has shape \[2, 15\], expected \[..., 16\]"):
+        ops.slide_linear(x[:, :15], packed, scale, 16, 4, INT8)
+    with pytest.raises(RuntimeError, match=r"bias has 7 elements, the weight has 8 rows"):
+        ops.slide_linear(x, packed, scale, 16, 4, INT8, torch.ones(7, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [INT8, torch.float16])
+def test_opcheck(dtype: torch.dtype, device: str) -> None:
+    w = weight(72, 96, 4, torch.float16).to(device)
+    x = torch.randn(3, 5, 96).half().to(device)
+    bias = torch.randn(72).half().to(device)
+    packed, scale, _ = ops.slide_pack(w, 4, dtype)
+    lifted, token_scale = ops.slide_quant_fused(x, 4, dtype)
+    namespace = torch.ops.macko
+    checks = (
+        (namespace.slide_pack, (w, 4, dtype)),
+        (namespace.slide_unpack, (packed, scale, 96, 4, dtype)),
+        (namespace.slide_quant_fused, (x, 4, dtype)),
+        (namespace.slide_gemm, (lifted, token_scale, packed, scale, 96, 4, torch.float16, bias)),
+        (
+            namespace.slide_linear,
+            (x.clone().requires_grad_(), packed, scale, 96, 4, dtype, bias.clone().requires_grad_()),
+        ),
+    )
+    for op, arguments in checks:
+        torch.library.opcheck(op, arguments)
+
+
+def test_gradient_is_that_of_the_dequantised_weight() -> None:
+    w = weight(20, 33, 4, torch.float32)
+    packed, scale, _ = ops.slide_pack(w, 4, INT8)
+    dense = ops.slide_unpack(packed, scale, 33, 4, INT8).float() * scale[:, None]
+    x, bias, grad = torch.randn(4, 33, requires_grad=True), torch.zeros(20, requires_grad=True), torch.randn(4, 20)
+    ops.slide_linear(x, packed, scale, 33, 4, INT8, bias).backward(grad)
+    torch.testing.assert_close(x.grad, grad @ dense)
+    torch.testing.assert_close(bias.grad, grad.sum(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [INT8, FP8, torch.bfloat16])
+def test_captured_and_compiled(dtype: torch.dtype) -> None:
+    w = weight(264, 512, 4, torch.bfloat16).cuda()
+    packed, scale, _ = ops.slide_pack(w, 4, dtype)
+    x = torch.randn(70, 512, device="cuda").bfloat16()
+
+    def call(x: Tensor) -> Tensor:
+        return ops.slide_linear(x, packed, scale, 512, 4, dtype)
+
+    wanted = call(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(x)
+    y.fill_(float("nan"))
+    graph.replay()
+    assert_same_bits(y, wanted)
+    assert_same_bits(torch.compile(call, fullgraph=True, dynamic=True)(x), wanted)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        other = call(x)
+    side.synchronize()
+    assert_same_bits(other, wanted)
+
+
+def test_sparsest_pattern() -> None:
+    for n in (2, 3, 4, 5, 6, 7, 8):
+        full = torch.zeros(2, 2 * n * 9, dtype=torch.float16)
+        full.view(2, -1, 2 * n)[:, :, 1:-1] = 1
+        assert sparsest_pattern(full) == n
+    assert sparsest_pattern(torch.ones(2, 64)) == 0
+    assert sparsest_pattern(torch.zeros(0, 64)) == 2
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("element", range(4))
+@pytest.mark.parametrize("n", [0, 2, 4])
+def test_packed_weight(n: int, element: int, device: str) -> None:
+    dtype = source_of(SLIDE_ELEMENTS[element])
+    w = weight(72, 130, n, dtype).to(device)
+    packed = SlideWeight.from_dense(w, n, element)
+    packed.validate()
+    assert packed.dtype == dtype
+    codes = ops.slide_unpack(packed.tiles, packed.scale, 130, n, SLIDE_ELEMENTS[element])
+    assert packed.density == int((codes.float() != 0).sum()) / codes.numel()
+    if element >= 2:
+        assert_same_bits(packed.to_dense(), w)
+    x = torch.randn(3, 130).to(dtype).to(device)
+    assert_close_slide(packed.linear(x), x, w, (packed.tiles, packed.scale, SLIDE_ELEMENTS[element]), n)
+    if element < 2:
+        assert packed.to(dtype=torch.float16).linear(x.half()).dtype == torch.float16
+
+
+def test_hostile_bytes_are_named_and_harmless() -> None:
+    packed = SlideWeight.from_dense(weight(72, 130, 4, torch.float16), 4, 0)
+    for place in (0, 4096, 4097, 5119):
+        broken = packed.tiles.clone()
+        broken[1, 0, place] ^= 0x5A
+        hostile = SlideWeight(broken, packed.scale, 72, 130, 4, 0, 0)
+        if place:
+            with pytest.raises(ValueError, match="row block 1, tile 0"):
+                hostile.validate()
+        hostile.linear(torch.ones(2, 130, dtype=torch.float16))
+    for changes in ({"n": 3}, {"cols": 900}, {"element": 7}, {"rows": 5}, {"scale": -packed.scale}):
+        with pytest.raises(ValueError, match="not a slide weight"):
+            SlideWeight(**{**packed.tensors(), **packed.sizes(), **changes}).validate()
+
+
+def test_sparsify_with_a_pattern() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in ((256, 192), (192, 128), (128, 128)))).half()
+    with torch.no_grad():
+        model[0].weight.copy_(weight(192, 256, 4, torch.float16))
+        model[1].weight.copy_(weight(128, 192, 2, torch.float16))
+    report = macko.sparsify_(model, format="slide", pattern="6:8", dtype="int8")
+    assert isinstance(model[0], SparseLinear)
+    assert [row.format for row in report.layers] == ["slide 6:8 int8", "slide 6:8 int8", "dense"]
+    assert "row 0, group 0" in report.layers[2].reason
+    x = torch.randn(5, 256).half()
+    assert model(x).shape == (5, 128)
+    again = torch.nn.Sequential(SparseLinear(256, 192, dtype=torch.float16))
+    again.load_state_dict(torch.nn.Sequential(model[0]).state_dict())
+    assert_same_bits(again(x), model[0](x))
+    with pytest.raises(ValueError, match="pattern is '5:8'"):
+        macko.sparsify_(model, format="slide", pattern="5:8")
+    with pytest.raises(ValueError, match='pattern and dtype are of format "slide"'):
+        macko.sparsify_(model, pattern="6:8")
+
+
+def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"GPU": {"int8": {"6:8": {"16": 1.1, "4096": 0.97}}}}
+    monkeypatch.setattr(slide_choice, "_table", lambda: table)
+    assert slide_choice.slide_gain("GPU", INT8, 4, 1) == 1.1
+    assert slide_choice.slide_gain("GPU", INT8, 4, 9000) == 0.97
+    assert slide_choice.slide_gain("GPU", INT8, 3, 1) is None
+    assert slide_choice.slide_gain("other", INT8, 4, 1) is None

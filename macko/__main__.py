@@ -49,10 +49,11 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
             wanted = tokens @ wide.t() + bias
             got = packed.linear(tokens.to(device, dtype), bias.to(device, dtype))
             assert torch.equal(got.cpu().double(), wanted), f"{name}: linear of {list(tokens.shape)} is off"
-        op = "spmv" if name == "macko" else f"{name}_spmv"
-        if op in _library.op_names:
-            y = getattr(ops, op)(**_arguments(getattr(ops, op), packed), x=x[0].to(device, dtype))
-            assert torch.equal(y.cpu().double(), wide @ x[0]), f"{op} is off"
+        prefix = "" if name == "macko" else f"{name}_"
+        for op, given in ((f"{prefix}spmv", x[0]), (f"{prefix}spmm", x)):
+            if op in _library.op_names:
+                y = getattr(ops, op)(**_arguments(getattr(ops, op), packed), x=given.to(device, dtype))
+                assert torch.equal(y.cpu().double(), given @ wide.t()), f"{op} is off"
     if SlideWeight.runs(device, dtype):
         packed = SlideWeight.from_dense(w)
         lifted = ops.slide_quant_fused(x.to(device, dtype), packed.n, dtype)

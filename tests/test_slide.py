@@ -12,7 +12,7 @@ import macko
 import macko.ops as ops
 from macko import SparseLinear, reference, slide_choice
 from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
-from tests.common import HALVES, assert_same_bits, device_dtypes, devices
+from tests.common import HALVES, assert_same_bits, device_dtypes, devices, needs_capture
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 TYPES = (INT8, FP8, torch.float16, torch.bfloat16)
@@ -362,6 +362,7 @@ def test_gradient_is_that_of_the_dequantised_weight() -> None:
 
 
 @pytest.mark.gpu
+@needs_capture
 @pytest.mark.parametrize("dtype", [INT8, FP8, torch.bfloat16])
 def test_captured_and_compiled(dtype: torch.dtype) -> None:
     w = weight(264, 512, 4, torch.bfloat16).cuda()

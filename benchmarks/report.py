@@ -73,9 +73,12 @@ def uniform(problems: dict[Key, dict[str, Line]], density: float) -> dict[tuple[
     return {shape: kernels for shape, kernels in found.items() if any(name in kernels for name in DENSE)}
 
 
-def where(line: Line) -> str:
+def where(lines: Iterable[Line]) -> str:
+    """What the lines were measured on, and with which commits."""
+    *_, line = lines = list(lines)
+    commits = " and ".join(dict.fromkeys(each["commit"] for each in lines))
     return (
-        f"{line['gpu']}, driver {line['driver']}, torch {line['torch']}, commit {line['commit']}, "
+        f"{line['gpu']}, driver {line['driver']}, torch {line['torch']}, commit {commits}, "
         f"memory clock {line.get('memory_mhz', '?')} MHz, SM clock up to {line.get('max_sm_mhz', '?')} MHz."
     )
 
@@ -301,7 +304,7 @@ def models_table(path: Path) -> str:
         for name, line in steps.items()
     ]  # fmt: skip
     head = ["step", "seconds", "peak GPU memory, GB", "held after it, GB", "written, GB"]
-    return f"{where(next(reversed(steps.values())))}\n\n{table(head, rows)}"
+    return f"{where(steps.values())}\n\n{table(head, rows)}"
 
 
 def bench_table(path: Path) -> str:
@@ -402,9 +405,8 @@ def main() -> None:
     plot_floor(problems, IMAGES / "spmv_floor.svg")
     tokens = load_tokens(path.parent / "spmm.jsonl")
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
-    some = problems[next(reversed(problems))]
     parts: dict[str, Callable[[], str]] = {
-        "spmv where": lambda: where(next(iter(some.values()))),
+        "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
         "spmv paper": lambda: shapes_table(problems, sorted(uniform(problems, 0.5), key=lambda s: s[0] * s[1])),
         "spmv others": lambda: others_table(problems),

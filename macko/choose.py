@@ -7,10 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from . import _library
 from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SellWeight, format_named
 
-#: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas: docs/cpu.md.
-BITMAP_DENSITY = 0.15
+#: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas; by vector path, docs/cpu.md.
+BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
 #: Shared memory that the sell kernel wants besides x, in bytes: its ring of stages, partial sums, zeros behind x.
 SELL_SHARED_BYTES = 64 * 1024
 
@@ -25,7 +26,7 @@ def choose(weight: MackoWeight) -> type[PackedWeight]:
         shared = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
         if weight.cols < 2**16 and 2 * weight.cols + SELL_SHARED_BYTES <= shared:
             return SellWeight
-    if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY:
+    if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight
     return MackoWeight
 

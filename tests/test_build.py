@@ -110,3 +110,16 @@ def test_library_that_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "macko" / "_C.abi3.so").write_bytes(b"not a library")
     ran = python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import macko")
     assert f"does not load under torch {torch.__version__}" in ran.stderr
+
+
+def test_every_data_file_is_packaged() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib is in Python 3.11 and newer")
+    folder = Path(macko.__file__).parent
+    pyproject = folder.parent / "pyproject.toml"
+    if not pyproject.exists():
+        pytest.skip("macko is installed, its source is not here")
+    settings = tomllib.loads(pyproject.read_text())["tool"]["setuptools"]
+    assert {p.parent.name for p in folder.rglob("*.py")} == {name.rpartition(".")[2] for name in settings["packages"]}
+    kept = {path for pattern in settings["package-data"]["macko"] for path in folder.glob(pattern)}
+    data = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".so")}
+    assert data == kept

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SellWeight, format_named
+from .formats import BitmapWeight, MackoWeight, PackedWeight, SellWeight, format_named
 
 #: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas; by vector path, docs/cpu.md.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
@@ -51,8 +51,4 @@ class Auto:
 
 def format_class(name: str) -> type[PackedWeight] | type[Auto]:
     """The dataclass of a format, or Auto. ValueError where there is no such format."""
-    if name == Auto.format:
-        return Auto
-    if name not in FORMATS:
-        raise ValueError(f"format is {name!r}, expected one of {', '.join([Auto.format, *FORMATS])}")
-    return format_named(name)
+    return Auto if name == Auto.format else format_named(name, Auto.format)

@@ -753,8 +753,8 @@ FORMATS: dict[str, type[PackedWeight]] = {
 }
 
 
-def format_named(name: str) -> type[PackedWeight]:
-    """The dataclass of a format; ValueError where there is none of that name."""
+def format_named(name: str, *others: str) -> type[PackedWeight]:
+    """The dataclass of a format; ValueError, which offers `others` too, where there is none of that name."""
     if name not in FORMATS:
-        raise ValueError(f"format is {name!r}, expected one of {', '.join(FORMATS)}")
+        raise ValueError(f"format is {name!r}, expected one of {', '.join([*others, *FORMATS])}")
     return FORMATS[name]

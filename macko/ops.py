@@ -29,13 +29,19 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.macko.pack(w, delta_bits)
 
 
-def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
+def unpack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, check: bool = True
+) -> Tensor:
     """The dense [rows, cols] matrix: `unpack(*pack(w), w.shape[1])` is w bit for bit, but for the sign of zeros.
+
+    Args:
+        values, deltas, row_ptr, cols, delta_bits: the packed matrix.
+        check: False does not wait for a GPU to look at the content: rows that point outside the matrix are NaN.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
     """
-    return torch.ops.macko.unpack(values, deltas, row_ptr, cols, delta_bits)
+    return torch.ops.macko.unpack(values, deltas, row_ptr, cols, delta_bits, check)
 
 
 def check(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
@@ -367,7 +373,9 @@ def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.register_fake("macko::unpack")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
+def _(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, check: bool = True
+) -> Tensor:
     return values.new_empty(row_ptr.shape[0] - 1, cols)
 
 
@@ -407,7 +415,8 @@ def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return None, None, None, None, torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits).t() @ grad, None
+    w = torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits, False)
+    return None, None, None, None, w.t() @ grad, None
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -416,9 +425,9 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = (
-        grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
-    )
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits, False)
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
     return grad_x, None, None, None, None, grad_bias, None
 

@@ -184,12 +184,16 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
     return {values, deltas, row_ptr};
 }
 
-Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
+Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
+              bool check) {
     const macko_matrix m = matrix_of("unpack", values, deltas, row_ptr, cols, delta_bits);
 #ifdef USE_CUDA
     const DeviceGuard guard(values.get_device_index());
-#endif
+    if (check) check_bounds("unpack", m, values);
+#else
+    (void)check; // a check on the CPU waits for nobody
     check_bounds("unpack", m, values);
+#endif
     return unpack_unchecked(m, values);
 }
 

@@ -10,13 +10,15 @@ constexpr int RING = 2048;   // columns of a row that lie in shared memory: twic
 constexpr int SEGMENT = 256; // columns that a warp writes at once, 16 bytes a lane
 constexpr int STEPS = WARP;  // of each row that are fetched together
 constexpr int STAGE_VALUES = ROWS * STEPS * SELL_STEP * 2;
+constexpr int RING_BYTES = RING * 2; // and what a ring is aligned to, so that a place in it is one instruction
+constexpr int ALIGNMENT = 1024;
 
 __host__ __device__ constexpr int stage_bytes(int gap_bits) {
     return STAGE_VALUES + ROWS * STEPS * gap_bits * 2;
 }
 
 constexpr int shared_bytes(int gap_bits, int stages) {
-    return ROWS * RING * 2 + stages * stage_bytes(gap_bits);
+    return ROWS * RING_BYTES + stages * stage_bytes(gap_bits) + RING_BYTES - ALIGNMENT;
 }
 
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from) {
@@ -24,6 +26,10 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from) {
 }
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 __device__ __forceinline__ void store_shared_2(uint32_t at, uint16_t value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(value) : "memory");
@@ -42,25 +48,43 @@ __device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, i
     return block;
 }
 
-// Where the steps of one row of a block lie in data.
+// Where the steps of one row of a block lie in data. Held in shared memory: what a fetch needs of it is read each time.
 struct RowSteps {
-    Places places;
+    int64_t head_slot, tail_slot; // as in Places
+    int pair_steps[SELL_MAX_WARPS / 2];
+    int least_steps; // of a warp
+    int count;       // steps of the row
     int rows, row, steps, long_steps, long_chunks, long_groups;
+    float per_step, per_short_step; // one over the steps of a chunk
 
-    __device__ RowSteps(const sell_matrix &s, const sell_block &b, int block, int row)
-        : places(s, b, block), rows(b.rows), row(row), steps(b.steps), long_steps(b.long_chunks * b.steps),
-          long_chunks(b.long_chunks), long_groups(sell_long_groups(&b)) {
+    __device__ void find(const sell_matrix &s, int block, int64_t sorted) {
+        const sell_block b = load_block(s.blocks + block);
+        const Places places(s, b, block);
+        head_slot = places.head_slot, tail_slot = places.tail_slot;
+        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) pair_steps[pair] = places.steps[pair];
+        least_steps = sell_steps_of_warp(&b, s.warps, s.warps - 2);
+        count = sell_chunk_start(&b, b.chunks);
+        rows = b.rows, row = (int)(sorted - b.row), steps = b.steps;
+        long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
+        per_step = 1.0f / b.steps, per_short_step = 1.0f / (b.steps - 1);
     }
-    // The slot of a step, and in *lane whose share of it the step is.
-    __device__ int64_t slot(int at, int *lane) const {
+    // The slot of a step, and in *lane whose share of it the step is. Quotients as in small_quotient.
+    __device__ int64_t slot(const sell_matrix &s, float per_warp, int at, int *lane) const {
         const bool is_long = at < long_steps;
-        const int length = steps - !is_long, behind = is_long ? at : at - long_steps;
-        const int passed = small_quotient(behind, length), chunk = is_long ? passed : long_chunks + passed;
-        const int task = chunk * rows + row, group = task / SELL_LANES;
-        const int turn = small_quotient(group, places.warps), warp = group - turn * places.warps;
-        const int long_turns = small_quotient(long_groups + places.warps - 1 - warp, places.warps);
+        const int behind = is_long ? at : at - long_steps, length = steps - !is_long;
+        const int passed = (int)((behind + 0.5f) * (is_long ? per_step : per_short_step));
+        const int task = (passed + (is_long ? 0 : long_chunks)) * rows + row, group = task / SELL_LANES;
+        const int turn = (int)((group + 0.5f) * per_warp), warp = group - turn * s.warps;
+        const int long_turns = (int)((long_groups + s.warps - 1 - warp + 0.5f) * per_warp);
+        const int stage = turn * (steps - 1) + min(turn, long_turns) + behind - passed * length;
         *lane = task % SELL_LANES;
-        return places.slot(turn * (steps - 1) + min(turn, long_turns) + behind - passed * length, warp);
+        if (stage < s.head) return head_slot + stage * s.warps + warp;
+        int before = stage * s.warps;
+        if (stage > least_steps) {
+            before = 0;
+            for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(pair_steps[pair], stage);
+        }
+        return tail_slot + before + warp;
     }
 };
 
@@ -85,28 +109,26 @@ __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
 template <int GAP_BITS>
 __global__ void __launch_bounds__(ROWS *WARP, 4)
     unpack_rows(const sell_matrix s, int64_t first, int64_t stop, const int32_t *row_at, uint16_t *w, int stages) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ int block_of[ROWS], steps_of[ROWS];
+    extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
+    __shared__ RowSteps row_steps[ROWS];
     constexpr int PLANES = GAP_BITS / 2, PLANE_BYTES = ROWS * STEPS * 4, NIBBLES = STAGE_VALUES + PLANES * PLANE_BYTES;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64_t begin = first + blockIdx.x * (int64_t)ROWS, sorted = begin + warp;
-    uint4 *ring = (uint4 *)(shared + warp * RING * 2);
-    const uint32_t ring_at = shared_address(ring), stage_at = shared_address(shared) + ROWS * RING * 2;
-    for (int i = lane; i < RING / 8; i += WARP) ring[i] = make_uint4(0, 0, 0, 0);
+    const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
+    const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + warp * RING_BYTES);
+    for (int i = lane; i < RING / 8; i += WARP) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
     const int block = block_of_row(s, min(sorted, stop - 1), lane);
-    if (lane == 0) block_of[warp] = block;
-    __syncthreads();
-
-    const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
-    const sell_block b = load_block(s.blocks + block_of[their_row]);
-    const RowSteps fetched(s, b, block_of[their_row], (int)(min(begin + their_row, stop - 1) - b.row));
-    const int their_steps = begin + their_row < stop ? sell_chunk_start(&b, b.chunks) : 0;
-    if (their_step == 0) steps_of[their_row] = their_steps;
+    if (lane == 0) {
+        row_steps[warp].find(s, block, min(sorted, stop - 1));
+        if (sorted >= stop) row_steps[warp].count = 0;
+    }
     __syncthreads();
     int steps = 0; // of the longest row
-    for (int row = 0; row < ROWS; row++) steps = max(steps, steps_of[row]);
-    const int own_steps = steps_of[warp];
+    for (int row = 0; row < ROWS; row++) steps = max(steps, row_steps[row].count);
+    const int own_steps = row_steps[warp].count;
 
+    const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
+    const float per_warp = 1.0f / s.warps;
     const uint32_t to_values = stage_at + values_at(their_step, their_row);
     const uint32_t to_gaps = gaps_at(their_step, their_row);
     int place = 0; // of the stage that is fetched next
@@ -118,9 +140,10 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     };
     auto fetch = [&](int tile) {
         const int at = tile + their_step;
-        if (at < their_steps) {
+        if (at < row_steps[their_row].count) {
             int owner;
-            const uint8_t *slot = s.data + sell_slot_bytes(GAP_BITS) * fetched.slot(at, &owner);
+            const int64_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
+            const uint8_t *slot = s.data + sell_slot_bytes(GAP_BITS) * number;
             const uint32_t stage = place * stage_bytes(GAP_BITS);
             for (int half = 0; half < 2; half++)
                 copy_async_16(to_values + stage + half * (STAGE_VALUES / 2), slot + (half * SELL_LANES + owner) * 16);
@@ -139,22 +162,23 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     // The ring holds the columns from `window` on, counted from the 16-byte boundary at or before the row's begin.
     uint16_t *out = w + (row_at ? row_at[min(sorted, stop - 1)] : sorted - first) * s.cols;
     const int skew = (int)((uintptr_t)out / 2 % 8), end = sorted < stop ? skew + (int)s.cols : 0;
-    out -= skew;
+    out += lane * 8 - skew; // of the lane's part of the segment at `window`
     int window = 0;
     auto write_segment = [&] {
-        uint4 *from = ring + window % RING / 8 + lane;
-        const uint4 chunk = *from;
-        *from = make_uint4(0, 0, 0, 0);
-        const int at = window + lane * 8;
-        if (at >= skew && at + 8 <= end) {
-            *(uint4 *)(out + at) = chunk;
+        const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + lane * 16;
+        const uint4 chunk = load_shared_16(from);
+        store_shared_16(from, make_uint4(0, 0, 0, 0));
+        if ((window || !skew) && window + SEGMENT <= end) {
+            *(uint4 *)out = chunk;
         } else {
             const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+            const int at = window + lane * 8;
 #pragma unroll
             for (int i = 0; i < 8; i++)
-                if (at + i >= skew && at + i < end) out[at + i] = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
+                if (at + i >= skew && at + i < end) out[i] = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
         }
         window += SEGMENT;
+        out += SEGMENT;
     };
 
     for (int stage = 0; stage + 1 < stages; stage++) {
@@ -199,31 +223,43 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
             middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
             behind[half] = middle[half] + (to_odd[half] >> 24) + 1;
         }
-        const bool inside = tile + lane < own_steps;
-        const int passed = inside ? behind[0] + behind[1] : 0;
-        const int before = reached;
+        if (tile + STEPS > own_steps && tile + lane >= own_steps) { // behind the row: zeros, where nothing is
+            for (int i = 0; i < 8; i++) words[i] = 0;
+            for (int half = 0; half < 2; half++) to_even[half] = to_odd[half] = middle[half] = behind[half] = 0;
+        }
+        const int passed = behind[0] + behind[1], before = reached;
         const int start = before + (int)warp_inclusive_sum((uint32_t)passed) - passed;
         reached = __shfl_sync(FULL_WARP, start + passed, WARP - 1);
         __syncwarp();
 #pragma unroll 1
         while (window + SEGMENT <= before) write_segment();
-        const uint32_t room = inside ? 2 * RING : 0;
+        __syncwarp();
+        // place(entry, base): bytes from `base` to an entry.
+        auto place = [&](int entry, uint32_t base) {
+            const int half = entry / 8, pair = entry % 8 / 2;
+            if (half) base += 2 * behind[0];
+            if (GAP_BITS == 6 && pair >= 2) base += 2 * middle[half];
+            return __dp4a(entry % 2 ? to_odd[half] : to_even[half], 2u << (8 * pair), base);
+        };
+        auto value = [&](int entry) { return (uint16_t)(words[entry / 2] >> (16 * (entry % 2))); };
+        if (reached < window + RING) {
+#pragma unroll
+            for (int entry = 0; entry < SELL_STEP; entry++)
+                store_shared_2((place(entry, 2 * start) & (RING_BYTES - 1)) | ring_at, value(entry));
+            continue;
+        }
 #pragma unroll 1
-        while (true) {
-            __syncwarp();
-            const uint32_t base = 2 * (start - window), turn = 2 * window;
+        while (true) { // the steps span more columns than the ring has
 #pragma unroll
             for (int entry = 0; entry < SELL_STEP; entry++) {
-                const int half = entry / 8, pair = entry % 8 / 2;
-                const uint32_t first_byte = base + 2 * ((half ? behind[0] : 0) + (pair >= 2 ? middle[half] : 0));
-                const uint32_t byte = __dp4a(entry % 2 ? to_odd[half] : to_even[half], 2u << (8 * pair), first_byte);
-                const uint16_t value = (uint16_t)(words[entry / 2] >> (16 * (entry % 2)));
-                if (value && byte < room) store_shared_2(((byte + turn) & (2 * RING - 1)) + ring_at, value);
+                const uint32_t at = place(entry, 2 * (start - window));
+                if (at < RING_BYTES) store_shared_2(((at + 2 * window) & (RING_BYTES - 1)) | ring_at, value(entry));
             }
-            if (reached <= window + RING || window + RING >= end) break;
+            if (reached < window + RING || window + RING >= end) break;
             __syncwarp();
 #pragma unroll 1
             for (int segment = 0; segment < RING / SEGMENT; segment++) write_segment();
+            __syncwarp();
         }
     }
     __syncwarp();

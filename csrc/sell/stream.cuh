@@ -1,9 +1,6 @@
 // How kernels read the sell layout: slots, gaps into bytes, the barriers of a ring of bulk copies.
 #pragma once
 
-#include <stdlib.h>
-#include <string.h>
-
 #include "../core/cuda.cuh"
 #include "sell.h"
 
@@ -144,34 +141,5 @@ struct Places {
         return tail_slot + before + warp;
     }
 };
-
-// Whether an environment knob has this value.
-inline bool is(const char *knob, const char *value) {
-    const char *set = getenv(knob);
-    return set && !strcmp(set, value);
-}
-
-// Whether to launch so that this kernel's start may overlap with the end of the one before. Behind an ordinary kernel
-// that costs 0.2 us in a CUDA graph (H200), so while a graph is captured it is done only behind a kernel like this one:
-// as many threads, and much shared memory. It is right behind any kernel: before its wait a block reads weights only.
-inline bool may_overlap(cudaStream_t stream, unsigned threads) {
-    if (is("MACKO_PDL", "0") || is("MACKO_PDL", "1")) return is("MACKO_PDL", "1");
-    cudaStreamCaptureStatus status;
-    const cudaGraphNode_t *before;
-    size_t count;
-#if CUDART_VERSION >= 13000
-    const cudaGraphEdgeData *edges;
-    const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &before, &edges, &count);
-#else
-    const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, &before, &count);
-#endif
-    if (!error && status == cudaStreamCaptureStatusNone) return true;
-    cudaGraphNodeType type;
-    cudaKernelNodeParams kernel;
-    const bool known = !error && count == 1 && !cudaGraphNodeGetType(before[0], &type) &&
-                       type == cudaGraphNodeTypeKernel && !cudaGraphKernelNodeGetParams(before[0], &kernel);
-    cudaGetLastError(); // a kernel that this runtime does not know is no error
-    return known && kernel.blockDim.x == threads && kernel.sharedMemBytes >= 64 * 1024;
-}
 
 } // namespace macko

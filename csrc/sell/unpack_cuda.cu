@@ -21,20 +21,6 @@ constexpr int shared_bytes(int gap_bits, int stages) {
     return ROWS * RING_BYTES + stages * stage_bytes(gap_bits) + RING_BYTES - ALIGNMENT;
 }
 
-__device__ __forceinline__ void copy_async_16(uint32_t to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-__device__ __forceinline__ void store_shared_2(uint32_t at, uint16_t value) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(value) : "memory");
-}
-
 // The last block whose first row is not behind `row`: 32 candidates at a time, as each look costs the latency of a load.
 __device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, int lane) {
     int block = 0;

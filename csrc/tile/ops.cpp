@@ -84,7 +84,8 @@ void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Ten
     };
     Tensor x = x_any;
     if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
-    if (!padding && !fits(x)) x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
+    if (!padding && !fits(x))
+        x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
     const int64_t stride = tokens == 1 ? m.cols + padding : x.stride(0);
     STD_CUDA_CHECK(tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, bias ? bias->const_data_ptr() : nullptr,
                                 y.mutable_data_ptr(), current_stream(x)));

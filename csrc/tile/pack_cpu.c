@@ -27,8 +27,8 @@ void tile_count_cpu(const void *w, int64_t rows, int64_t cols, int64_t first, in
         const int64_t row = tile / col_blocks * TILE_ROWS, col = tile % col_blocks * TILE_COLS;
         int values = 0;
         for (int r = 0; r < min_int64(rows - row, TILE_ROWS); r++)
-            values += __builtin_popcountll(
-                nonzeros(w, MACKO_F16, (row + r) * cols + col, min_int64(cols - col, TILE_COLS)));
+            values +=
+                __builtin_popcountll(nonzeros(w, MACKO_F16, (row + r) * cols + col, min_int64(cols - col, TILE_COLS)));
         offsets[tile + 1] = tile_units(values);
     }
 }

@@ -8,7 +8,6 @@ namespace {
 
 constexpr int PART_ROWS = TILE_ROWS / TILE_PARTS;
 constexpr int THREADS = TILE_PARTS * WARP; // a thread block owns a tile at a time
-constexpr int ROUND = 8;                   // tiles of a row block that one unpacks: the next one's masks come meanwhile
 constexpr int SCAN_THREADS = 1024;
 
 // A lane's elements of a part of the dense w, and which are values.
@@ -138,81 +137,104 @@ __global__ void __launch_bounds__(THREADS)
     if (part == TILE_PARTS - 1 && (uint8_t *)behind < end) *behind = 0;
 }
 
+// What unpack_tiles has to know of a part to fetch it: where its values begin and end, in bytes from the tile's start.
+struct PartHead {
+    const uint8_t *tile;
+    int begin, end;
+};
+
+// A warp's room in shared memory: what it fetches, twice, and dense rows of a part. These have 8 elements more than they
+// need, so that neither the pairs that are written nor the 16 bytes that are read meet in a bank.
+struct PartRoom {
+    static constexpr int STRIDE = TILE_COLS + 8, VALUE_ROOM = PART_ROWS * TILE_COLS * 2 + 2 * TILE_UNIT;
+    uint4 masks[2][TILE_LANES * 4 / 16];
+    uint4 values[2][VALUE_ROOM / 16];
+    uint4 dense[PART_ROWS * STRIDE / 8];
+};
+
 /*
- * A thread block owns ROUND tiles of a row block, a warp one part of each. A lane's values come straight from memory,
- * those of a group side by side with its neighbours'; the dense rows are put together in shared memory, where a row has
- * room for 8 elements more, so that neither the pairs that are written nor the 16 bytes that are read meet in a bank.
+ * A thread block owns `round` tiles of a row block, a warp one part of each: the next one is on its way meanwhile. In a
+ * group the lanes' values lie side by side. A value is read whether it is there or not: what is not, the selector of prmt
+ * leaves out.
  */
 __global__ void __launch_bounds__(THREADS, 8)
-    unpack_tiles(const tile_matrix m, int64_t first, int64_t stop, uint16_t *w) {
-    constexpr int STRIDE = TILE_COLS + 8;
-    __shared__ __align__(16) uint16_t dense[TILE_PARTS][PART_ROWS * STRIDE];
+    unpack_tiles(const tile_matrix m, int64_t first, int64_t stop, int round, uint16_t *w) {
+    __shared__ PartRoom rooms[TILE_PARTS];
     const int part = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t col_blocks = tile_col_blocks(m.cols), rounds = ceil_div(col_blocks, ROUND);
+    const int64_t col_blocks = tile_col_blocks(m.cols), rounds = ceil_div(col_blocks, round);
     const int64_t block = first / TILE_ROWS + blockIdx.x / rounds, row = block * TILE_ROWS + part * PART_ROWS;
-    const int64_t first_col = blockIdx.x % rounds * ROUND;
-    const int round = (int)min((int64_t)ROUND, col_blocks - first_col);
+    const int first_col = (int)(blockIdx.x % rounds) * round, tiles = min(round, (int)col_blocks - first_col);
     if (row >= stop || row + PART_ROWS <= first) return;
     const int32_t *offsets = m.offsets + block * col_blocks + first_col;
-    uint16_t *own = dense[part];
-    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
+    PartRoom &room = rooms[part];
+    const uint32_t masks_at = shared_address(room.masks), values_at = shared_address(room.values);
+    uint16_t *dense = (uint16_t *)room.dense + lane / 4 * PartRoom::STRIDE + lane % 4 * 2;
 
-    const auto load_offset = [&](int i) { return i < round ? offsets[i] : 0; };
-    const auto load_mask = [&](const uint8_t *tile, int i) {
-        return i < round ? load_stream((const uint32_t *)tile + part * TILE_LANES + lane) : 0;
+    auto head_of = [&](int i) {
+        PartHead head{};
+        if (i >= tiles) return head;
+        const int begin = __ldg(offsets + i), end = __ldg(offsets + i + 1);
+        head.tile = m.data + (int64_t)begin * TILE_UNIT;
+        const uint16_t *starts = (const uint16_t *)(head.tile + TILE_STARTS) + part;
+        head.begin = __ldg(starts);
+        head.end = part + 1 < TILE_PARTS ? __ldg(starts + 1) : (end - begin) * TILE_UNIT;
+        return head;
     };
-    const auto load_start = [&](const uint8_t *tile, int i) {
-        return i < round ? load_stream((const uint16_t *)(tile + TILE_STARTS) + part) : 0;
+    auto fetch = [&](const PartHead &head, int stage) {
+        const int from = head.begin / TILE_UNIT * TILE_UNIT, bytes = head.end - from;
+        const uint8_t *masks = head.tile + part * (TILE_LANES * 4) + lane * 16, *values = head.tile + from + lane * 16;
+        const uint32_t to = values_at + stage * sizeof room.values[0] + lane * 16;
+        if (head.tile && lane < TILE_LANES * 4 / 16)
+            copy_async_16(masks_at + stage * sizeof room.masks[0] + lane * 16, masks);
+#pragma unroll
+        for (int at = 0; at < PartRoom::VALUE_ROOM; at += WARP * 16)
+            if (lane * 16 + at < bytes) copy_async_16(to + at, values + at);
+        asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    int64_t ahead = load_offset(1);
-    const uint8_t *next = m.data + (int64_t)load_offset(0) * TILE_UNIT;
-    uint32_t next_mask = load_mask(next, 0);
-    int next_start = load_start(next, 0);
+    PartHead here = head_of(0), next = head_of(1);
+    fetch(here, 0);
+    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
+    const bool whole = aligned && row >= first && row + PART_ROWS <= stop;
+    uint16_t *out = w + (row + lane / 8 - first) * m.cols + (int64_t)first_col * TILE_COLS + lane % 8 * 8;
 #pragma unroll 1
-    for (int i = 0; i < round; i++) {
-        const uint32_t mask = next_mask;
-        const uint16_t *values = (const uint16_t *)(next + next_start);
-        next = m.data + ahead * TILE_UNIT;
-        next_mask = load_mask(next, i + 1);
-        next_start = load_start(next, i + 1);
-        ahead = load_offset(i + 2);
+    for (int i = 0; i < tiles; i++) {
+        const int stage = i % 2, start = here.begin % TILE_UNIT;
+        fetch(next, !stage);
+        here = next;
+        next = head_of(i + 2);
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        __syncwarp();
+        const uint32_t mask = ((const uint32_t *)room.masks[stage])[lane];
         const Places places(mask);
-        uint32_t pairs[TILE_GROUPS][2];
+        const uint32_t values = values_at + stage * sizeof room.values[0] + start;
 #pragma unroll
         for (int j = 0; j < TILE_GROUPS; j++) {
-            const uint16_t *at = values + places.at[j];
-#pragma unroll
-            for (int pair = 0; pair < 2; pair++) {
-                const bool low = mask >> (16 * pair + j) & 1, high = mask >> (16 * pair + 8 + j) & 1;
-                uint32_t word = low ? (uint32_t)__ldg(at) : 0;
-                at += low;
-                if (high) word |= (uint32_t)__ldg(at) << 16;
-                at += high;
-                pairs[j][pair] = word;
-            }
+            const uint32_t bits = mask >> j & 0x01010101u, at = values + 2 * places.at[j];
+            const uint32_t v[TILE_QUAD] = {load_shared_2(at), load_shared_2(__dp4a(bits, 0x02u, at)),
+                                           load_shared_2(__dp4a(bits, 0x0202u, at)),
+                                           load_shared_2(__dp4a(bits, 0x020202u, at))};
+            // Bytes 0 and 1 of the first and the second, or, as what was read has 16 bits, the zeros in 2 and 3.
+            *(uint32_t *)(dense + 8 * j) = __byte_perm(v[0], v[1], 0x7632u - 0x22u * bits);
+            *(uint32_t *)(dense + 8 * j + 8 * PartRoom::STRIDE) =
+                __byte_perm(v[2], v[3], 0x7632u - 0x22u * (bits >> 16));
         }
-#pragma unroll
-        for (int j = 0; j < TILE_GROUPS; j++)
-#pragma unroll
-            for (int pair = 0; pair < 2; pair++)
-                *(uint32_t *)(own + tile_row(lane, 2 * pair) * STRIDE + tile_col(lane, j, 0)) = pairs[j][pair];
         __syncwarp();
-        const int64_t col = (first_col + i) * TILE_COLS + lane % 8 * 8;
+        const int64_t col = (int64_t)(first_col + i) * TILE_COLS + lane % 8 * 8;
+        const uint4 *rows = room.dense + lane / 8 * (PartRoom::STRIDE / 8) + lane % 8;
+        if (whole && (first_col + i + 1) * TILE_COLS <= m.cols) {
 #pragma unroll
-        for (int four = 0; four < PART_ROWS; four += 4) {
-            const int r = four + lane / 8;
-            const uint4 chunk = *(const uint4 *)(own + r * STRIDE + lane % 8 * 8);
-            if (row + r < first || row + r >= stop) continue;
-            uint16_t *out = w + (row + r - first) * m.cols + col;
-            if (aligned && col + 8 <= m.cols) {
-                *(uint4 *)out = chunk;
-            } else {
-                const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
+            for (int four = 0; four < PART_ROWS; four += 4)
+                *(uint4 *)(out + four * m.cols) = rows[four * (PartRoom::STRIDE / 8)];
+        } else {
+#pragma unroll 1
+            for (int four = 0; four < PART_ROWS; four += 4) {
+                const int64_t r = row + four + lane / 8;
+                const uint16_t *from = (const uint16_t *)(rows + four * (PartRoom::STRIDE / 8));
                 for (int k = 0; k < 8; k++)
-                    if (col + k < m.cols) out[k] = (uint16_t)(words[k / 2] >> (16 * (k % 2)));
+                    if (r >= first && r < stop && col + k < m.cols) out[four * m.cols + k] = from[k];
             }
         }
+        out += TILE_COLS;
         __syncwarp();
     }
 }
@@ -222,8 +244,7 @@ __global__ void __launch_bounds__(THREADS, 8)
 cudaError_t tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets, tile_totals *totals,
                             cudaStream_t stream) {
     const int64_t tiles = tile_count(rows, cols);
-    if (tiles)
-        count_tiles<<<(unsigned)tiles, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, offsets, totals);
+    if (tiles) count_tiles<<<(unsigned)tiles, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, offsets, totals);
     return cudaGetLastError();
 }
 
@@ -241,8 +262,14 @@ cudaError_t tile_write_cuda(const tile_matrix *m, const void *w, uint8_t *data, 
 
 cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count, void *w, cudaStream_t stream) {
     if (!count || !m->cols) return cudaSuccess;
-    const int64_t blocks = (first + count - 1) / TILE_ROWS - first / TILE_ROWS + 1;
-    const int64_t rounds = ceil_div(tile_col_blocks(m->cols), ROUND);
-    unpack_tiles<<<(unsigned)(blocks * rounds), THREADS, 0, stream>>>(*m, first, first + count, (uint16_t *)w);
+    Device device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    // As many tiles a thread block as make one wave of them: it fetches one while it unpacks another.
+    const int64_t blocks = (first + count - 1) / TILE_ROWS - first / TILE_ROWS + 1,
+                  col_blocks = tile_col_blocks(m->cols);
+    const int round =
+        (int)std::min(std::max<int64_t>(ceil_div(blocks * col_blocks, 8 * device.num_sms), 2), col_blocks);
+    unpack_tiles<<<(unsigned)(blocks * ceil_div(col_blocks, round)), THREADS, 0, stream>>>(*m, first, first + count,
+                                                                                           round, (uint16_t *)w);
     return cudaGetLastError();
 }

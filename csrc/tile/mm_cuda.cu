@@ -6,8 +6,11 @@
 // copies. A block has `down` row blocks and cuts their columns into `parts`, a warpgroup each; a cluster of `splits`
 // blocks cuts the columns once more. The sums meet in shared memory, each block of the cluster adding up its share in a
 // fixed order.
+#include <type_traits>
+
 #include "../core/cuda.cuh"
 #include "../core/sm90.cuh"
+#include "decode.cuh"
 #include "tile.h"
 #include "wgmma.cuh"
 
@@ -15,7 +18,9 @@ namespace macko {
 namespace {
 
 constexpr int MAX_SPLITS = 8;
+constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
+constexpr int MIN_STAGES = PRODUCERS; // and one is multiplied, one prepared, one waits for its last product
 
 struct tile_task {
     CUtensorMap x; // boxes of TILE_COLS columns and the kernel's number of tokens
@@ -29,23 +34,26 @@ struct tile_task {
     int groups, token_tiles; // of all blocks' work
     int splits;              // blocks of a cluster
     int stages, run_bytes;   // room for the weights of a row block in a stage
-    int early;               // stages whose weights are fetched before the kernel in front is done
+    int sums_in_ring;        // one round only: the sums take the place of the stages
 };
 
 template <int TOKENS>
 struct tile_shape {
-    static constexpr int WARPGROUPS = TOKENS <= 64 ? 4 : 2;
-    static constexpr int THREADS = WARPGROUPS * 128 + (TOKENS == 256 ? 128 : WARP);
+    static constexpr int WARPGROUPS = TOKENS <= 64 ? 4 : TOKENS == 128 ? 3 : 2;
+    // The registers of an SM: the producer, a warpgroup for that reason, leaves its own to the others.
+    static constexpr int THREADS = (WARPGROUPS + 1) * 128;
+    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 152 : 232;
+    static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : WARPGROUPS == 3 ? 56 : 40;
     static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a k tile
-    static constexpr bool MOVES_REGISTERS = TOKENS == 256;
+    static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
 // Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
 struct tile_memory {
-    uint32_t tokens, weights, sums, full, empty, sums_full, sums_free, places;
+    uint32_t tokens, weights, sums, full, empty, sums_full, sums_free, places, no_tile;
 };
 
-__host__ __device__ inline int tile_sums_bytes(int tokens, int warpgroups, int down, int parts, int splits) {
+__host__ __device__ inline int tile_sums_bytes(int tokens, int down, int parts, int splits) {
     if (parts * splits == 1) return 0;
     const int units = down * tokens / 2;
     return (units + splits - 1) / splits * splits * parts * 512;
@@ -57,12 +65,14 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
     tile_memory m;
     m.tokens = base;
     m.weights = m.tokens + task.stages * task.parts * SHAPE::TOKEN_BYTES;
-    m.sums = m.weights + task.stages * task.down * task.run_bytes;
-    m.full = m.sums + tile_sums_bytes(TOKENS, SHAPE::WARPGROUPS, task.down, task.parts, task.splits);
+    const uint32_t ring_end = m.weights + task.stages * task.down * task.run_bytes;
+    m.sums = task.sums_in_ring ? base : ring_end;
+    m.full = ring_end + (task.sums_in_ring ? 0 : tile_sums_bytes(TOKENS, task.down, task.parts, task.splits));
     m.empty = m.full + MAX_STAGES * 8;
     m.sums_full = m.empty + MAX_STAGES * 8;
     m.sums_free = m.sums_full + 8;
-    m.places = m.sums_free + 8; // of each warpgroup's tile in each stage; 0: it has none
+    m.places = m.sums_free + 8;             // of each warpgroup's tile in each stage
+    m.no_tile = m.places + MAX_STAGES * 16; // masks without a bit, for a warpgroup that has none
     return m;
 }
 
@@ -85,164 +95,76 @@ __device__ __forceinline__ void copy_weights(uint32_t to, const void *from, int 
                  : "memory");
 }
 
-// A warp: fills the ring. Its lanes hold the offsets of the next stages, 32 / down tiles of each row block.
+// Four warps fill the ring, a stage in turn: one alone took longer for a stage than its copies take. A warp's lanes hold
+// the offsets of its next four stages, eight each: of every row block the tiles of the stage and the one behind.
 template <int TOKENS>
-__device__ void tile_produce(const tile_task &task, const tile_memory &memory, int rank, int first, int last) {
+__device__ void tile_produce(const tile_task &task, const tile_memory &memory, int first, int last) {
     using SHAPE = tile_shape<TOKENS>;
-    const int lane = threadIdx.x % WARP, lanes = WARP / task.down, per_chunk = (lanes - 1) / task.parts;
+    constexpr int AT_ONCE = 4;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
     const int clusters = gridDim.x / task.splits, total = task.groups * task.token_tiles;
+    const int first_work = blockIdx.x / task.splits, per_work = last - first, run = task.parts + 1;
+    if (per_work <= 0) return;
+    const int stages = (total - first_work + clusters - 1) / clusters * per_work; // of all rounds
+    const int entry = lane % 8, entry_row = entry / run, entry_tile = entry % run;
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    const auto load_offsets = [&](int work, int stage) {
-        const int row_block = work / task.token_tiles * task.down + lane / lanes;
-        const int tile = min(stage * task.parts + lane % lanes, task.col_blocks);
-        return work < total && row_block < task.row_blocks ? task.offsets[(int64_t)row_block * task.col_blocks + tile]
-                                                           : 0;
+    const auto load_offsets = [&](int count) {
+        count += lane / 8 * PRODUCERS;
+        const int work = first_work + count / per_work * clusters;
+        const int row_block = work / task.token_tiles * task.down + entry_row;
+        const int tile = min((first + count % per_work) * task.parts + entry_tile, task.col_blocks);
+        return count < stages && entry_row < task.down && row_block < task.row_blocks
+                   ? task.offsets[(int64_t)row_block * task.col_blocks + tile]
+                   : 0;
     };
-    const auto fetch_tokens = [&](int stage, uint32_t slot, int token) { // by one lane
-        for (int i = 0; i < task.parts && stage * task.parts + i < task.col_blocks; i++)
-            sm90::copy_box(memory.tokens + (slot * task.parts + i) * SHAPE::TOKEN_BYTES, &task.x,
-                           (stage * task.parts + i) * TILE_COLS, token, memory.full + slot * 8);
-    };
-    tile_ring ring;
-    int count = 0;
-    int work = blockIdx.x / task.splits;
-    int offset = load_offsets(work, first);
-    for (; work < total; work += clusters) {
-        const int token = work % task.token_tiles * TOKENS;
-        for (int chunk = first; chunk < last; chunk += per_chunk) {
-            const int here = offset;
-            offset =
-                chunk + per_chunk < last ? load_offsets(work, chunk + per_chunk) : load_offsets(work + clusters, first);
-            for (int stage = chunk; stage < min(chunk + per_chunk, last); stage++, ring.next(task.stages), count++) {
-                const uint32_t barrier = memory.full + ring.stage * 8;
-                // Lane r < down: the run of tiles of row block r. Copies begin at multiples of 128 bytes of data: else
-                // each line would take two requests.
-                const int in_chunk = (stage - chunk) * task.parts;
-                const int from = __shfl_sync(FULL_WARP, here, lane % task.down * lanes + in_chunk);
-                const int to = __shfl_sync(FULL_WARP, here, lane % task.down * lanes + in_chunk + task.parts);
-                const int64_t begin = (int64_t)from * TILE_UNIT & ~(int64_t)127;
-                const int bytes = lane < task.down && to > from ? int((int64_t)to * TILE_UNIT - begin) : 0;
-                const uint32_t slot = memory.weights + ring.stage * task.down * task.run_bytes;
-                // Lane w: where warpgroup w finds its tile.
-                const int row = lane % task.down, part = lane / task.down;
-                const int own = __shfl_sync(FULL_WARP, here, min(row * lanes + in_chunk + part, WARP - 1));
-                const int own_end = __shfl_sync(FULL_WARP, here, min(row * lanes + in_chunk + part + 1, WARP - 1));
-                const int64_t row_begin = (int64_t)from * TILE_UNIT & ~(int64_t)127;
-                const uint32_t place =
-                    own_end > own ? slot + row * task.run_bytes + uint32_t((int64_t)own * TILE_UNIT - row_begin) : 0;
-                int sum = bytes;
-                for (int distance = 1; distance < task.down; distance *= 2)
-                    sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-                sm90::barrier_wait(memory.empty + ring.stage * 8, ring.phase ^ 1);
-                if (lane < SHAPE::WARPGROUPS)
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + ring.stage * 16 + lane * 4), "r"(place)
-                                 : "memory");
-                __syncwarp();
-                if (lane == 0)
-                    sm90::barrier_expect(barrier, sum + min(task.parts, task.col_blocks - stage * task.parts) *
-                                                            SHAPE::TOKEN_BYTES);
-                __syncwarp();
-                if (bytes) copy_weights(slot + lane * task.run_bytes, task.data + begin, bytes, barrier, policy);
-                if (count + 1 == task.early ||
-                    (count < task.early && stage + 1 == last && work == (int)blockIdx.x / task.splits)) {
-                    asm volatile("griddepcontrol.wait;" ::: "memory");
-                    if (lane == 0)
-                        for (int i = 0; i <= count; i++) fetch_tokens(first + i, i, token);
-                    count = task.early;
-                } else if (count >= task.early && lane == 0) {
-                    fetch_tokens(stage, ring.stage, token);
-                }
-            }
+    // Lane r < down: the run of tiles of row block r. Lane w: where warpgroup w finds its tile.
+    const int row = lane % task.down, part = min(lane / task.down, task.parts - 1);
+    int offsets = 0, next_offsets = load_offsets(warp), slot = warp;
+    uint32_t phase = 1;
+    int work = first_work, stage = first + warp;
+    for (int count = warp; count < stages; count += PRODUCERS) {
+        const int turn = count / PRODUCERS % AT_ONCE;
+        if (turn == 0) {
+            offsets = next_offsets;
+            next_offsets = load_offsets(count + AT_ONCE * PRODUCERS);
+        }
+        while (stage >= last) {
+            stage -= per_work;
+            work += clusters;
+        }
+        const int here = turn * 8 + row * run;
+        const int from = __shfl_sync(FULL_WARP, offsets, here), to = __shfl_sync(FULL_WARP, offsets, here + task.parts);
+        const int own = __shfl_sync(FULL_WARP, offsets, here + part);
+        const int own_end = __shfl_sync(FULL_WARP, offsets, here + part + 1);
+        // Copies begin at multiples of 128 bytes: else each line would take two requests.
+        const int begin = from & ~7, bytes = lane < task.down && to > from ? (to - begin) * TILE_UNIT : 0;
+        const uint32_t weights = memory.weights + (slot * task.down + row) * task.run_bytes;
+        const uint32_t place = own_end > own ? weights + (own - begin) * TILE_UNIT : memory.no_tile;
+        const int sum = __reduce_add_sync(FULL_WARP, bytes);
+        const uint32_t barrier = memory.full + slot * 8;
+        sm90::barrier_wait(memory.empty + slot * 8, phase);
+        if (lane < SHAPE::WARPGROUPS)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + lane * 4), "r"(place) : "memory");
+        __syncwarp();
+        if (lane == 0) sm90::barrier_expect(barrier, sum + task.parts * SHAPE::TOKEN_BYTES);
+        __syncwarp();
+        if (bytes) copy_weights(weights, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
+        // Weights may be fetched before the kernel in front is done, tokens not.
+        if (count == warp) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (lane < task.parts)
+            sm90::copy_box(memory.tokens + (slot * task.parts + lane) * SHAPE::TOKEN_BYTES, &task.x,
+                           (stage * task.parts + lane) * TILE_COLS, work % task.token_tiles * TOKENS, barrier);
+        __syncwarp();
+        stage += PRODUCERS;
+        slot += PRODUCERS;
+        if (slot >= task.stages) {
+            slot -= task.stages;
+            phase ^= 1;
         }
     }
     asm volatile("griddepcontrol.launch_dependents;");
 }
-
-__device__ __forceinline__ uint32_t load_value(uint32_t at) {
-    uint32_t value;
-    asm("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }" : "=r"(value) : "r"(at));
-    return value;
-}
-
-// prmt itself: __byte_perm would mask the selector first.
-__device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
-    uint32_t bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
-    return bytes;
-}
-
-// A lane's part of a tile: its mask and where its values of each group begin.
-struct tile_lane {
-    uint32_t mask, at[TILE_GROUPS];
-
-    __device__ __forceinline__ void begin(uint32_t place, int part, int lane) {
-        uint32_t start;
-        sm90::load(mask, place + part * (TILE_LANES * 4) + lane * 4);
-        asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
-                     : "=r"(start)
-                     : "r"(place + TILE_STARTS + part * 2)
-                     : "memory");
-        start += place;
-        // Values of each group, a byte each, and their sums over the lanes: at most 128.
-        uint32_t own[2], sum[2], total[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t counts = 0;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const uint32_t bits = mask >> (half * 4 + j) & 0x01010101u;
-                counts += __dp4a(bits, 0x01010101u, 0u) << (8 * j);
-            }
-            own[half] = counts;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) sum[half] = own[half];
-#pragma unroll
-        for (int distance = 1; distance < WARP; distance *= 2)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                asm volatile("{ .reg .pred p; .reg .u32 r;\n"
-                             "  shfl.sync.up.b32 r|p, %0, %1, 0, 0xffffffff;\n"
-                             "  @p add.u32 %0, %0, r; }"
-                             : "+r"(sum[half])
-                             : "r"(distance));
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            total[half] = __shfl_sync(FULL_WARP, sum[half], WARP - 1);
-            sum[half] -= own[half];
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint32_t base[4] = {start, __dp4a(total[half], 0x00000002u, start),
-                                      __dp4a(total[half], 0x00000202u, start), __dp4a(total[half], 0x00020202u, start)};
-#pragma unroll
-            for (int j = 0; j < 4; j++) at[half * 4 + j] = __dp4a(sum[half], 2u << (8 * j), base[j]);
-            start = __dp4a(total[half], 0x02020202u, start);
-        }
-    }
-
-    __device__ __forceinline__ uint32_t bits(int j) const {
-        return mask >> j & 0x01010101u;
-    }
-
-    // The values at the lane's place of group j on, one for each element: whether it belongs to it, the mask says.
-    __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD]) const {
-        const uint32_t b = bits(j);
-        values[0] = load_value(at[j]);
-        values[1] = load_value(__dp4a(b, 0x00000002u, at[j]));
-        values[2] = load_value(__dp4a(b, 0x00000202u, at[j]));
-        values[3] = load_value(__dp4a(b, 0x00020202u, at[j]));
-    }
-
-    // Two registers of the operand. Elements without a value take the zeros above another one's 16 bits.
-    __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
-                                          uint32_t &high) const {
-        const uint32_t selectors = 0x76327632u - 0x22u * bits(j);
-        low = byte_permute(values[0], values[1], selectors);
-        high = byte_permute(values[2], values[3], selectors >> 16);
-    }
-};
 
 template <typename T>
 __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, int token, float sum) {
@@ -276,40 +198,56 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
         uint32_t a[4][4];
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
+        // A tile is prepared while the one before it is multiplied; so are its first values fetched.
+        tile_lane here, next;
+        uint32_t values[2][2][TILE_QUAD], place;
+        const auto find = [&](const tile_ring &at) {
+            sm90::barrier_wait(memory.full + at.stage * 8, at.phase);
+            sm90::load(place, memory.places + at.stage * 16 + warpgroup * 4);
+        };
         int previous = -1;
+        tile_ring ahead = ring;
+        if (first < last) {
+            find(ring);
+            next.prepare<0>(place, part, lane);
+            next.prepare<1>(place, part, lane);
+            next.prepare<2>(place, part, lane);
+            next.prepare<3>(place, part, lane);
+            next.load(0, values[0][0]);
+            next.load(1, values[0][1]);
+            ahead.next(task.stages);
+        }
 #pragma unroll 1
-        for (int stage = first; stage < last; stage++, ring.next(task.stages)) {
-            sm90::barrier_wait(memory.full + ring.stage * 8, ring.phase);
-            uint32_t place;
-            sm90::load(place, memory.places + ring.stage * 16 + warpgroup * 4);
-            if (place) {
-                tile_lane tile;
-                tile.begin(place, part, lane);
-                uint32_t values[2][2][TILE_QUAD];
-                tile.load(0, values[0][0]);
-                tile.load(1, values[0][1]);
-#pragma unroll
-                for (int b = 0; b < 4; b++) {
-                    if (b < 3) {
-                        tile.load(2 * b + 2, values[(b + 1) % 2][0]);
-                        tile.load(2 * b + 3, values[(b + 1) % 2][1]);
-                    }
-                    sm90::wgmma_wait<3>(); // the product that read these registers last
-                    tile.place(2 * b, values[b % 2][0], a[b][0], a[b][1]);
-                    tile.place(2 * b + 1, values[b % 2][1], a[b][2], a[b][3]);
-                    sm90::wgmma_begin();
-                    tile_wgmma<T, TOKENS>::multiply(sums, a[b], tokens + ring.stage * stage_tokens + 2 * b);
-                    sm90::wgmma_commit();
+        for (int stage = first; stage < last; stage++) {
+            here = next;
+            if (stage + 1 < last) find(ahead);
+            const uint64_t b = tokens + ring.stage * stage_tokens;
+            const auto multiply = [&](auto step) {
+                constexpr int STEP = decltype(step)::value;
+                if (STEP < 3) {
+                    here.load(2 * STEP + 2, values[(STEP + 1) % 2][0]);
+                    here.load(2 * STEP + 3, values[(STEP + 1) % 2][1]);
                 }
-                release(previous); // its last product was waited for
-                previous = ring.stage;
-            } else {
-                sm90::wgmma_wait<0>();
-                sm90::warpgroup_sync(warpgroup); // all its warps have read that they have none
-                release(previous);
-                release(ring.stage);
-                previous = -1;
-            }
+                next.prepare<STEP>(place, part, lane); // behind the last tile: that one again
+                if (STEP == 3) {
+                    next.load(0, values[0][0]);
+                    next.load(1, values[0][1]);
+                }
+                sm90::wgmma_wait<3>(); // the product that read these registers last
+                here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
+                here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
+                sm90::wgmma_begin();
+                tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
+                sm90::wgmma_commit();
+            };
+            multiply(std::integral_constant<int, 0>());
+            multiply(std::integral_constant<int, 1>());
+            multiply(std::integral_constant<int, 2>());
+            multiply(std::integral_constant<int, 3>());
+            release(previous); // its last product was waited for
+            previous = ring.stage;
+            ring = ahead;
+            ahead.next(task.stages);
         }
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
@@ -326,6 +264,7 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
         // Unit u: the sums that register u % SUMS of the 128 threads of row block u / SUMS holds. A block adds up those
         // of its share, [units][parts * splits][128].
         if (!waited) asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); // all blocks are there
+        if (task.sums_in_ring) sm90::cluster_sync();                             // and done with their stages
         waited = true;
         const int units = task.down * SUMS, addends = task.parts * task.splits;
         const int addend = rank * task.parts + across;
@@ -367,8 +306,12 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using SHAPE = tile_shape<TOKENS>;
     extern __shared__ __align__(1024) uint8_t shared[];
-    const tile_memory memory = tile_memory_of<TOKENS>(task, sm90::smem_address(shared));
+    uint32_t base; // by way of asm, so that it is held and not made again in every loop
+    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::smem_address(shared)));
+    const tile_memory memory = tile_memory_of<TOKENS>(task, base);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), rank = blockIdx.x % task.splits;
+    for (int i = threadIdx.x; i < TILE_VALUES / 4; i += SHAPE::THREADS)
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < task.stages; stage++) {
             sm90::barrier_init(memory.full + stage * 8, 1);
@@ -385,12 +328,116 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     const int stages = (task.col_blocks + task.parts - 1) / task.parts;
     const int first = stages * rank / task.splits, last = stages * (rank + 1) / task.splits;
     if (warpgroup == SHAPE::WARPGROUPS) {
-        if (SHAPE::MOVES_REGISTERS) sm90::give_registers<24>();
-        if (threadIdx.x < SHAPE::WARPGROUPS * 128 + WARP) tile_produce<TOKENS>(task, memory, rank, first, last);
+        sm90::give_registers<SHAPE::PRODUCER_REGISTERS>();
+        tile_produce<TOKENS>(task, memory, first, last);
+        __syncwarp(); // what follows wants whole warps
         if (shares) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+        if (shares && task.sums_in_ring) sm90::cluster_sync();
     } else {
-        if (SHAPE::MOVES_REGISTERS) sm90::take_registers<240>();
+        sm90::take_registers<SHAPE::REGISTERS>();
         tile_consume<T, TOKENS>(task, memory, rank, first, last, warpgroup);
+    }
+#endif
+}
+
+// The same product for GPUs before sm_90: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS x 8
+// tokens; four groups of four warps take a k tile each of a stage. Tokens are read through L1.
+constexpr int MMA_ACROSS = 4, MMA_THREADS = MMA_ACROSS * TILE_PARTS * WARP;
+
+template <typename T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+#define MACKO_TILE_MMA(T, KIND)                                                                                        \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void mma<T>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {          \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND                                            \
+                     ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                  \
+    }
+MACKO_TILE_MMA(__half, "f16")
+MACKO_TILE_MMA(__nv_bfloat16, "bf16")
+
+template <typename T, int OCTETS>
+__global__ void __launch_bounds__(MMA_THREADS)
+    tile_mma_kernel(const __grid_constant__ tile_task task, const uint16_t *x, int64_t x_stride, int cols) {
+#if __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const uint32_t base = (uint32_t)__cvta_generic_to_shared(shared);
+    const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP % TILE_PARTS;
+    const int across = threadIdx.x / (WARP * TILE_PARTS);
+    const int32_t *offsets = task.offsets + (int64_t)blockIdx.x * task.col_blocks;
+    const int stages = (task.col_blocks + MMA_ACROSS - 1) / MMA_ACROSS, first_token = blockIdx.y * OCTETS * 8;
+    const auto run = [&](int stage, int i) { return offsets[min(stage * MMA_ACROSS + i, task.col_blocks)]; };
+    const auto fetch = [&](int stage) {
+        if (stage < stages) {
+            const int from = run(stage, 0), units = run(stage, MMA_ACROSS) - from;
+            for (int i = threadIdx.x; i < units; i += MMA_THREADS)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                                 base + stage % task.stages * task.run_bytes + i * TILE_UNIT),
+                             "l"(task.data + ((int64_t)from + i) * TILE_UNIT)
+                             : "memory");
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    float sums[OCTETS][4] = {};
+    for (int stage = 0; stage + 1 < task.stages; stage++) fetch(stage);
+    for (int stage = 0; stage < stages; stage++) {
+        if (task.stages >= 4)
+            asm volatile("cp.async.wait_group 2;" ::: "memory");
+        else
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
+        fetch(stage + task.stages - 1);
+        const int k_tile = stage * MMA_ACROSS + across;
+        if (k_tile >= task.col_blocks) continue;
+        tile_lane tile;
+        const uint32_t place =
+            base + stage % task.stages * task.run_bytes + (run(stage, across) - run(stage, 0)) * TILE_UNIT;
+        tile.prepare<0>(place, part, lane);
+        tile.prepare<1>(place, part, lane);
+        tile.prepare<2>(place, part, lane);
+        tile.prepare<3>(place, part, lane);
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            uint32_t a[4], values[2][TILE_QUAD];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                tile.load(2 * step + half, values[half]);
+                tile.place(2 * step + half, values[half], a[2 * half], a[2 * half + 1]);
+            }
+#pragma unroll
+            for (int octet = 0; octet < OCTETS; octet++) {
+                const int token = first_token + octet * 8 + lane / 4;
+                uint32_t b[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int col = k_tile * TILE_COLS + step * 16 + half * 8 + lane % 4 * 2;
+                    b[half] = 0;
+                    if (token < task.tokens && col < cols) b[half] = *(const uint32_t *)(x + token * x_stride + col);
+                    if (col + 1 == cols) b[half] &= 0xffff;
+                }
+                mma<T>(sums[octet], a, b[0], b[1]);
+            }
+        }
+    }
+    // The groups' sums, added in order by the first.
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    float *others = (float *)shared;
+    if (across) {
+#pragma unroll
+        for (int i = 0; i < OCTETS * 4; i++)
+            others[((across - 1) * OCTETS * 4 + i) * 128 + part * WARP + lane] = sums[i / 4][i % 4];
+    }
+    __syncthreads();
+    if (across) return;
+    const int64_t row = (int64_t)blockIdx.x * TILE_ROWS + part * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < OCTETS * 4; i++) {
+        float sum = sums[i / 4][i % 4];
+        for (int other = 0; other < MMA_ACROSS - 1; other++)
+            sum += others[(other * OCTETS * 4 + i) * 128 + part * WARP + lane];
+        tile_store<T>(task, row + i / 2 % 2 * 8, first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sum);
     }
 #endif
 }
@@ -450,29 +497,30 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     const int k_stages = (int)ceil_div(task.col_blocks, task.parts), work = task.groups * task.token_tiles;
 
     // The most even way to give the SMs the same work.
-    int clusters = 0;
+    const int stage_bytes = task.parts * SHAPE::TOKEN_BYTES + task.down * task.run_bytes;
+    const int fixed = MAX_STAGES * 48 + 16 + TILE_VALUES;
+    int clusters = 0, sums_bytes = 0;
     double least = 1e30;
     for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
         int at_once;
         error = clusters_at_once<T, TOKENS>(device, splits, device.shared_bytes - 1024, &at_once);
         if (error) return error;
-        const double rounds = (double)ceil_div(work, at_once);
+        const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, task.down, task.parts, splits);
+        const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
+        if (device.shared_bytes - fixed - (in_ring ? 0 : sums) < MIN_STAGES * stage_bytes) continue;
         const double time = rounds * (ceil_div(k_stages, splits) + (splits > 1 ? 1.0 : 0.5));
         if (knob("MACKO_TILE_SPLITS", splits) == splits && time < least * 0.99) {
             least = time;
             task.splits = splits;
             clusters = std::min(at_once, work);
+            task.sums_in_ring = in_ring;
+            sums_bytes = in_ring ? 0 : sums;
         }
     }
-    const int fixed =
-        tile_sums_bytes(TOKENS, SHAPE::WARPGROUPS, task.down, task.parts, task.splits) + MAX_STAGES * 32 + 16;
-    const int stage_bytes = task.parts * SHAPE::TOKEN_BYTES + task.down * task.run_bytes;
-    task.stages =
-        std::min({(device.shared_bytes - fixed) / stage_bytes, knob("MACKO_TILE_STAGES", MAX_STAGES), MAX_STAGES});
-    if (task.stages < 2) return cudaErrorInvalidValue;
-    const int lanes = WARP / task.down;
+    if (!clusters) return cudaErrorInvalidValue;
+    task.stages = std::min({(device.shared_bytes - fixed - sums_bytes) / stage_bytes,
+                            std::max(MIN_STAGES, knob("MACKO_TILE_STAGES", MAX_STAGES)), MAX_STAGES});
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
-    task.early = std::min(task.stages, (lanes - 1) / task.parts);
     error =
         sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS, TOKENS);
     if (error) return error;
@@ -484,16 +532,53 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     cudaLaunchConfig_t config{};
     config.gridDim = dim3((unsigned)(clusters * task.splits));
     config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = fixed + task.stages * stage_bytes;
+    config.dynamicSmemBytes = fixed + sums_bytes + task.stages * stage_bytes;
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = overlaps ? 2 : 1;
     return cudaLaunchKernelEx(&config, tile_mm_kernel<T, TOKENS>, task);
 }
 
+template <typename T, int OCTETS>
+cudaError_t tile_launch_mma(const tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
+                            void *y, cudaStream_t stream) {
+    Device device;
+    cudaError_t error = current_device(&device);
+    if (!error) error = allow_all_shared_memory<tile_mma_kernel<T, OCTETS>>(device);
+    if (error) return error;
+    tile_task task{};
+    task.data = m.data;
+    task.offsets = m.offsets;
+    task.bias = bias;
+    task.y = y;
+    task.rows = m.rows;
+    task.tokens = (int)tokens;
+    task.col_blocks = (int)tile_col_blocks(m.cols);
+    task.run_bytes = std::max(MMA_ACROSS * m.widest * TILE_UNIT, 512) + 128; // what is read behind the last value
+    task.stages = device.shared_bytes / task.run_bytes < 4 ? 2 : 4;
+    const int sums_bytes = (MMA_ACROSS - 1) * OCTETS * 4 * 128 * 4;
+    const int shared_bytes = std::max(task.stages * task.run_bytes, sums_bytes);
+    if (shared_bytes > device.shared_bytes) return cudaErrorInvalidValue;
+    const dim3 grid((unsigned)tile_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
+    tile_mma_kernel<T, OCTETS>
+        <<<grid, MMA_THREADS, shared_bytes, stream>>>(task, (const uint16_t *)x, x_stride, (int)m.cols);
+    return cudaGetLastError();
+}
+
 template <typename T>
 cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias, void *y,
                      cudaStream_t stream) {
+    int index, major = 0;
+    cudaError_t error = cudaGetDevice(&index);
+    if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    if (error) return error;
+    if (major != 9 || is("MACKO_COPY", "cp_async")) { // wgmma is of sm_90 alone
+        const auto run = tokens <= 8    ? tile_launch_mma<T, 1>
+                         : tokens <= 16 ? tile_launch_mma<T, 2>
+                         : tokens <= 32 ? tile_launch_mma<T, 4>
+                                        : tile_launch_mma<T, 8>;
+        return run(m, tokens, x, x_stride, bias, y, stream);
+    }
     const auto run = tokens <= 8     ? tile_launch<T, 8>
                      : tokens <= 16  ? tile_launch<T, 16>
                      : tokens <= 32  ? tile_launch<T, 32>

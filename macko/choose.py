@@ -20,10 +20,10 @@ def choose(weight: MackoWeight, batch: bool = False) -> type[PackedWeight]:
     """The format in which this weight takes the least time on its device, for one token or for a batch of them.
 
     For one token on a GPU that is sell, at every density measured (docs/performance.md), where its kernel has room for
-    x in shared memory and its 16-bit base columns reach. For a batch it is tile, on the GPUs that its kernel is for.
+    x in shared memory and its 16-bit base columns reach. For a batch it is tile.
     """
     if weight.device.type == "cuda":
-        if batch and torch.cuda.get_device_capability(weight.device) == (9, 0):
+        if batch:
             return TileWeight
         shared = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
         if weight.cols < 2**16 and 2 * weight.cols + SELL_SHARED_BYTES <= shared:

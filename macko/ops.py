@@ -216,8 +216,7 @@ def tile_linear(
 ) -> Tensor:
     """x W^T + bias for x [..., cols], as `linear`; differentiable in x and bias.
 
-    On a GPU with wgmma (sm_90) one launch for any number of tokens, the same bits at every run; elsewhere through dense
-    rows in a workspace of at most 64 MB.
+    On a GPU one launch for any number of tokens, the same bits at every run; on the CPU through dense rows.
     """
     return torch.ops.macko.tile_linear(x, data, offsets, rows, cols, widest, bias)
 

@@ -21,12 +21,10 @@ namespace {
 #ifdef USE_CUDA
 using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 
-// Whether the current device has the instructions of tile_mm_cuda.
-bool multiplies_here() {
-    int index, major = 0;
-    STD_CUDA_CHECK(cudaGetDevice(&index));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
-    return major == 9;
+// Up to how many tokens tile_mm_cuda multiplies; more go through dense rows and the library's GEMM.
+int64_t packed_tokens() {
+    const char *knob = getenv("MACKO_TILE_TOKENS");
+    return knob ? atoll(knob) : INT64_MAX;
 }
 #endif
 
@@ -249,7 +247,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
 #ifdef USE_CUDA
-    if (cols && multiplies_here())
+    if (cols && tokens <= packed_tokens())
         multiply(m, x, bias, y);
     else
         linear_by_tiles(x, rows, bias, y, [&](int64_t first, int64_t count, void *w) {

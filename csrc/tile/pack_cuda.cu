@@ -1,5 +1,6 @@
 // The tile layout from dense rows, and back, on CUDA. A warp owns a part: 16 rows and 64 columns, in the order of tile.h.
 #include "../core/cuda.cuh"
+#include "decode.cuh"
 #include "tile.h"
 
 using namespace macko;
@@ -28,41 +29,16 @@ struct Elements {
     }
 };
 
-// Values of a lane's masks in each group, as bytes: groups 0 to 3 and 4 to 7.
-struct Counts {
-    uint32_t low, high;
-
-    __device__ explicit Counts(uint32_t mask) : low(0), high(0) {
-        for (int j = 0; j < TILE_GROUPS / 2; j++) {
-            low |= __popc(mask >> j & 0x01010101u) << (8 * j);
-            high |= __popc(mask >> (j + 4) & 0x01010101u) << (8 * j);
-        }
-    }
-    __device__ int of(int j) const {
-        return (j < 4 ? low : high) >> (8 * (j % 4)) & 255;
-    }
-};
-
-// Where a lane's values of each group begin, in values from the part's first; a group has 128 at most, which a byte holds.
-struct Places {
-    int at[TILE_GROUPS], total;
-
-    __device__ explicit Places(uint32_t mask) {
-        const Counts own(mask);
-        Counts through = own;
-        through.low = warp_inclusive_sum(own.low);
-        through.high = warp_inclusive_sum(own.high);
-        Counts all = own;
-        all.low = __shfl_sync(FULL_WARP, through.low, WARP - 1);
-        all.high = __shfl_sync(FULL_WARP, through.high, WARP - 1);
-        total = 0;
-#pragma unroll
-        for (int j = 0; j < TILE_GROUPS; j++) {
-            at[j] = total + through.of(j) - own.of(j);
-            total += all.of(j);
-        }
-    }
-};
+// Where a lane's values of each group begin, for values of the part from `start` on; start then is where they end.
+__device__ __forceinline__ tile_lane places_of(uint32_t mask, uint32_t start) {
+    tile_lane own;
+    own.mask = mask;
+    own.start = start;
+    own.prepare<1>(0, 0, 0);
+    own.prepare<2>(0, 0, 0);
+    own.prepare<3>(0, 0, 0);
+    return own;
+}
 
 __global__ void __launch_bounds__(THREADS)
     count_tiles(const uint16_t *w, int64_t rows, int64_t cols, int32_t *offsets, tile_totals *totals) {
@@ -112,29 +88,28 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_tiles(int64_t tiles, int32_
 
 __global__ void __launch_bounds__(THREADS)
     write_tiles(const int32_t *offsets, int64_t rows, int64_t cols, const uint16_t *w, uint8_t *data) {
-    __shared__ int counts[TILE_PARTS];
+    __shared__ int bytes[TILE_PARTS]; // of each part's values
     const int part = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64_t col_blocks = tile_col_blocks(cols), tile = blockIdx.x;
     Elements own;
     own.load(w, rows, cols, tile / col_blocks * TILE_ROWS + part * PART_ROWS, tile % col_blocks * TILE_COLS, lane);
-    const Places places(own.mask);
-    if (lane == 0) counts[part] = places.total;
+    const tile_lane places = places_of(own.mask, 0);
+    if (lane == 0) bytes[part] = places.start;
     __syncthreads();
     uint8_t *begin = data + (int64_t)offsets[tile] * TILE_UNIT, *end = data + (int64_t)offsets[tile + 1] * TILE_UNIT;
     int start = TILE_VALUES;
-    for (int other = 0; other < part; other++) start += 2 * counts[other];
+    for (int other = 0; other < part; other++) start += bytes[other];
     ((uint32_t *)begin)[part * TILE_LANES + lane] = own.mask;
     if (lane == 0) *(uint16_t *)(begin + TILE_STARTS + part * 2) = (uint16_t)start;
-    uint16_t *values = (uint16_t *)(begin + start);
 #pragma unroll
     for (int j = 0; j < TILE_GROUPS; j++) {
-        int at = places.at[j];
+        uint16_t *to = (uint16_t *)(begin + start + places.at[j]);
 #pragma unroll
         for (int e = 0; e < TILE_QUAD; e++)
-            if (own.mask >> (8 * e + j) & 1) values[at++] = own.values[j][e];
+            if (own.mask >> (8 * e + j) & 1) *to++ = own.values[j][e];
     }
-    uint16_t *behind = values + places.total + lane;
-    if (part == TILE_PARTS - 1 && (uint8_t *)behind < end) *behind = 0;
+    uint8_t *behind = begin + start + places.start + 2 * lane;
+    if (part == TILE_PARTS - 1 && behind < end) *(uint16_t *)behind = 0;
 }
 
 // What unpack_tiles has to know of a part to fetch it: where its values begin and end, in bytes from the tile's start.
@@ -153,9 +128,7 @@ struct PartRoom {
 };
 
 /*
- * A thread block owns `round` tiles of a row block, a warp one part of each: the next one is on its way meanwhile. In a
- * group the lanes' values lie side by side. A value is read whether it is there or not: what is not, the selector of prmt
- * leaves out.
+ * A thread block owns `round` tiles of a row block, a warp one part of each: the next one is on its way meanwhile.
  */
 __global__ void __launch_bounds__(THREADS, 8)
     unpack_tiles(const tile_matrix m, int64_t first, int64_t stop, int round, uint16_t *w) {
@@ -204,19 +177,15 @@ __global__ void __launch_bounds__(THREADS, 8)
         next = head_of(i + 2);
         asm volatile("cp.async.wait_group 1;" ::: "memory");
         __syncwarp();
-        const uint32_t mask = ((const uint32_t *)room.masks[stage])[lane];
-        const Places places(mask);
-        const uint32_t values = values_at + stage * sizeof room.values[0] + start;
+        const tile_lane own =
+            places_of(((const uint32_t *)room.masks[stage])[lane], values_at + stage * sizeof room.values[0] + start);
 #pragma unroll
         for (int j = 0; j < TILE_GROUPS; j++) {
-            const uint32_t bits = mask >> j & 0x01010101u, at = values + 2 * places.at[j];
-            const uint32_t v[TILE_QUAD] = {load_shared_2(at), load_shared_2(__dp4a(bits, 0x02u, at)),
-                                           load_shared_2(__dp4a(bits, 0x0202u, at)),
-                                           load_shared_2(__dp4a(bits, 0x020202u, at))};
-            // Bytes 0 and 1 of the first and the second, or, as what was read has 16 bits, the zeros in 2 and 3.
-            *(uint32_t *)(dense + 8 * j) = __byte_perm(v[0], v[1], 0x7632u - 0x22u * bits);
-            *(uint32_t *)(dense + 8 * j + 8 * PartRoom::STRIDE) =
-                __byte_perm(v[2], v[3], 0x7632u - 0x22u * (bits >> 16));
+            uint32_t values[TILE_QUAD], low, high;
+            own.load(j, values);
+            own.place(j, values, low, high);
+            *(uint32_t *)(dense + 8 * j) = low;
+            *(uint32_t *)(dense + 8 * j + 8 * PartRoom::STRIDE) = high;
         }
         __syncwarp();
         const int64_t col = (int64_t)(first_col + i) * TILE_COLS + lane % 8 * 8;

@@ -154,7 +154,7 @@ def test_every_shape(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_dense_rows_keep_to_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the products do that are faster so: knob for now, whatever the choice by tokens is."""
+    """Whatever the choice by tokens is, both ways are there."""
     monkeypatch.setenv("MACKO_TILE_TOKENS", "0")
     w, x, bias = (
         random_weight(8448, 4096, 0.3, torch.float16),
@@ -168,7 +168,7 @@ def test_dense_rows_keep_to_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
     torch.cuda.reset_peak_memory_stats()
     y = tile.linear(on_gpu, bias_on_gpu)
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak <= (64 << 20) + y.numel() * y.element_size() + (1 << 20)
+    assert peak <= (64 << 20) + 2 * y.numel() * y.element_size() + (1 << 20)
     assert_close_library(y.cpu(), w, x, bias)
 
 

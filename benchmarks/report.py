@@ -263,15 +263,18 @@ def load_tokens(path: Path) -> dict[tuple[float, int, str], dict[tuple[int, int]
 
 
 def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+    named = {"sell": "sell", "tile": "tile", "tile_alone": "tile, alone", "stream": "sell's stream, chained",
+             "stream_alone": "sell's stream, alone", "tiles": "sell by dense rows"}  # fmt: skip
+    named = {name: title for name, title in named.items() if name in {key[2] for key in found}}
     rows = []
     for density, tokens in sorted({key[:2] for key in found}, key=lambda key: (-key[0], key[1])):
         cells = []
-        for name in ("stream", "stream_alone", "tiles"):
+        for name in named:
             speedups = found.get((density, tokens, name), {}).values()
             cells.append(f"{geomean(speedups):.2f}x (least {min(speedups):.2f}x)" if speedups else "")
         shapes = {len(found[key]) for key in found if key[:2] == (density, tokens)}
         rows.append([f"{density:.2f}", f"{tokens}", *cells, f"{max(shapes)}"])
-    return table(["density", "tokens", "stream, chained", "stream, alone", "dense tiles", "shapes"], rows)
+    return table(["density", "tokens", *named.values(), "shapes"], rows)
 
 
 def plot_tokens(found: dict[tuple[float, int, str], dict[tuple[int, int], float]], path: Path) -> None:
@@ -279,7 +282,7 @@ def plot_tokens(found: dict[tuple[float, int, str], dict[tuple[int, int], float]
 
     figure, axis = plt.subplots(figsize=(7, 4))
     for density, colour in ((0.5, "tab:blue"), (0.3, "tab:orange")):
-        for name, label, dashes in (("stream", "packed stream", "-"), ("tiles", "dense tiles", "--")):
+        for name, label, dashes in (("tile", "tile", "-"), ("sell", "sell", "--")):
             keys = sorted(key for key in found if key[0] == density and key[2] == name)
             means = [geomean(found[key].values()) for key in keys]
             axis.plot([key[1] for key in keys], means, dashes, color=colour, marker="o", markersize=3,

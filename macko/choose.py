@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from .formats import BitmapWeight, MackoWeight, PackedWeight, SellWeight, format_named
+from .formats import BitmapWeight, MackoWeight, PackedWeight, SellWeight, TileWeight, format_named
 
 #: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas; by vector path, docs/cpu.md.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
@@ -16,13 +16,15 @@ BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
 SELL_SHARED_BYTES = 64 * 1024
 
 
-def choose(weight: MackoWeight) -> type[PackedWeight]:
-    """The format in which this weight takes the least time for one token on its device.
+def choose(weight: MackoWeight, batch: bool = False) -> type[PackedWeight]:
+    """The format in which this weight takes the least time on its device, for one token or for a batch of them.
 
-    On a GPU that is sell, at every density measured (docs/performance.md), where its kernel has room for x in shared
-    memory and its 16-bit base columns reach.
+    For one token on a GPU that is sell, at every density measured (docs/performance.md), where its kernel has room for
+    x in shared memory and its 16-bit base columns reach. For a batch it is tile.
     """
     if weight.device.type == "cuda":
+        if batch:
+            return TileWeight
         shared = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
         if weight.cols < 2**16 and 2 * weight.cols + SELL_SHARED_BYTES <= shared:
             return SellWeight
@@ -35,6 +37,7 @@ class Auto:
     """Stands where a format's class would: what it makes is of the format chosen for the weight that it is given."""
 
     format: ClassVar[str] = "auto"
+    batch: ClassVar[bool] = False
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     @classmethod
@@ -45,8 +48,14 @@ class Auto:
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> PackedWeight:
         """The canonical weight in the format chosen for it."""
-        kind = choose(weight)
+        kind = choose(weight, cls.batch)
         return weight if kind is MackoWeight else kind.from_macko(weight)
+
+
+class AutoBatch(Auto):
+    """The same for weights that are multiplied by several tokens at a time."""
+
+    batch: ClassVar[bool] = True
 
 
 def format_class(name: str) -> type[PackedWeight] | type[Auto]:

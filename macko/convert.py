@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import Auto, format_class
+from .choose import Auto, AutoBatch, format_class
 from .formats import PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported
@@ -51,7 +51,7 @@ def sparsify_(
     progress: bool = True,
     pattern: str = "auto",
     dtype: str | None = None,
-    tokens: int = 2048,
+    tokens: int | str | None = None,
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -68,19 +68,20 @@ def sparsify_(
             default: 0 for format "slide", else 0.3.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
-        pattern, dtype, tokens: of format "slide" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
-            layer fits; "int8", "fp8", or None to keep the layer's dtype; and the usual number of tokens, for which
-            macko.slide_choice picks the pattern's kernel or the dense one. A layer that does not fit stays dense.
+        pattern, dtype: of format "slide" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a layer fits;
+            "int8", "fp8", or None to keep the layer's dtype. A layer that does not fit stays dense.
+        tokens: how many tokens a layer is usually given at a time. For format "auto" None is one, as when a model
+            generates a single text, and "batch" is several, for which a GPU has another layout. For "slide" it is a
+            number, by which macko.slide_choice picks the pattern's kernel or the dense one; None is 2048.
 
     Returns:
         A Report: every nn.Linear, with its density, bytes, and why it was skipped.
 
     Raises:
-        ValueError: no such format; min_sparsity outside 0 to 1; the model is itself an nn.Linear.
+        ValueError: no such format; min_sparsity outside 0 to 1; tokens or pattern that the format does not take; the
+            model is itself an nn.Linear.
     """
-    packed_as = SlidePacking(pattern, dtype, tokens) if format == "slide" else format_class(format)
-    if format != "slide" and (pattern, dtype) != ("auto", None):
-        raise ValueError(f'pattern and dtype are of format "slide", the format is {format!r}')
+    packed_as = _packing(format, pattern, dtype, tokens)
     if min_sparsity is None:
         min_sparsity = 0.0 if format == "slide" else MIN_SPARSITY
     if not 0 <= min_sparsity <= 1:
@@ -116,6 +117,24 @@ def sparsify_(
 
         mark(model)
     return Report(rows + unpackable(model))
+
+
+def _packing(
+    format: str, pattern: str, dtype: str | None, tokens: int | str | None
+) -> type[PackedWeight] | type[Auto] | SlidePacking:
+    """What packs the weights, for the arguments of sparsify_ of these names."""
+    if format == "slide":
+        if isinstance(tokens, str):
+            raise ValueError(f'tokens is {tokens!r}, expected a number for format "slide"')
+        return SlidePacking(pattern, dtype, 2048 if tokens is None else tokens)
+    packed_as = format_class(format)
+    if (pattern, dtype) != ("auto", None):
+        raise ValueError(f'pattern and dtype are of format "slide", the format is {format!r}')
+    if tokens is None:
+        return packed_as
+    if packed_as is not Auto or tokens != "batch":
+        raise ValueError(f'tokens is {tokens!r}, expected "batch" or None, for format "auto"; the format is {format!r}')
+    return AutoBatch
 
 
 def convert_layer(
@@ -164,7 +183,8 @@ def convert_layer(
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return row, None
-    if packed.nbytes >= size and packed_as is Auto:
+    auto = packed_as if isinstance(packed_as, type) and issubclass(packed_as, Auto) else None
+    if packed.nbytes >= size and auto:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     if packed.nbytes >= size:
         row.reason = f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
@@ -172,7 +192,7 @@ def convert_layer(
     bias = module.bias
     if bias is not None and bias.device != target:
         bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
-    sparse = SparseLinear.from_packed(packed, bias, auto=packed_as is Auto).train(module.training)
+    sparse = SparseLinear.from_packed(packed, bias, auto=auto).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in _HOOKS})
     row.format, row.bytes_after = packed.label, packed.nbytes
     return row, sparse

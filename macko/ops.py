@@ -29,13 +29,19 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.macko.pack(w, delta_bits)
 
 
-def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
+def unpack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, check: bool = True
+) -> Tensor:
     """The dense [rows, cols] matrix: `unpack(*pack(w), w.shape[1])` is w bit for bit, but for the sign of zeros.
+
+    Args:
+        values, deltas, row_ptr, cols, delta_bits: the packed matrix.
+        check: False does not wait for a GPU to look at the content: rows that point outside the matrix are NaN.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
     """
-    return torch.ops.macko.unpack(values, deltas, row_ptr, cols, delta_bits)
+    return torch.ops.macko.unpack(values, deltas, row_ptr, cols, delta_bits, check)
 
 
 def check(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
@@ -172,6 +178,47 @@ def sell_linear(
     One token runs as sell_spmv, a few as sell_spmm, more through dense rows in a workspace of at most 64 MB.
     """
     return torch.ops.macko.sell_linear(x, data, bases, blocks, perm, cols, gap_bits, warps, head, bias)
+
+
+def tile_pack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
+) -> tuple[Tensor, Tensor, int, int]:
+    """The layout in which a GPU multiplies a macko matrix by many tokens; csrc/tile/tile.h says what the tensors hold.
+
+    Args:
+        values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols], float16 or bfloat16.
+
+    Returns:
+        data of values' dtype, offsets [tiles + 1] int32, the size of the largest tile, the number of non-zeros. The
+        CPU's and CUDA's are the same bytes.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
+    """
+    return torch.ops.macko.tile_pack(values, deltas, row_ptr, cols, delta_bits)
+
+
+def tile_unpack(data: Tensor, offsets: Tensor, rows: int, cols: int, widest: int) -> Tensor:
+    """The dense [rows, cols] matrix, bit for bit what was packed. Trusts the content, does not wait for the device."""
+    return torch.ops.macko.tile_unpack(data, offsets, rows, cols, widest)
+
+
+def tile_check(data: Tensor, offsets: Tensor, rows: int, cols: int, widest: int) -> Tensor:
+    """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row block, tile, found.
+
+    What comes from outside is checked once; the other ops trust the content. Runs on the CPU.
+    """
+    return torch.ops.macko.tile_check(data, offsets, rows, cols, widest)
+
+
+def tile_linear(
+    x: Tensor, data: Tensor, offsets: Tensor, rows: int, cols: int, widest: int, bias: Tensor | None = None
+) -> Tensor:
+    """x W^T + bias for x [..., cols], as `linear`; differentiable in x and bias.
+
+    On a GPU one launch for any number of tokens, the same bits at every run; on the CPU through dense rows.
+    """
+    return torch.ops.macko.tile_linear(x, data, offsets, rows, cols, widest, bias)
 
 
 def bitmap_pack(
@@ -367,7 +414,7 @@ def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.register_fake("macko::unpack")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, check: bool = True) -> Tensor:
     return values.new_empty(row_ptr.shape[0] - 1, cols)
 
 
@@ -407,7 +454,8 @@ def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return None, None, None, None, torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits).t() @ grad, None
+    w = torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits, False)
+    return None, None, None, None, w.t() @ grad, None
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -416,9 +464,9 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = (
-        grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
-    )
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits, False)
     grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
     return grad_x, None, None, None, None, grad_bias, None
 
@@ -537,6 +585,48 @@ def _sell_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 torch.library.register_autograd("macko::sell_spmv", _sell_spmv_backward, setup_context=_save_sell_spmv)
 torch.library.register_autograd("macko::sell_spmm", _sell_spmm_backward, setup_context=_save_sell_spmv)
 torch.library.register_autograd("macko::sell_linear", _sell_linear_backward, setup_context=_save_sell_linear)
+
+
+@torch.library.register_fake("macko::tile_pack")
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Any, ...]:
+    units, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
+    tiles = (row_ptr.shape[0] + 62) // 64 * ((cols + 63) // 64)
+    return values.new_empty(units * 8), values.new_empty(tiles + 1, dtype=torch.int32), *sizes
+
+
+@torch.library.register_fake("macko::tile_unpack")
+def _(data: Tensor, offsets: Tensor, rows: int, cols: int, widest: int) -> Tensor:
+    return data.new_empty(rows, cols)
+
+
+@torch.library.register_fake("macko::tile_check")
+def _(data: Tensor, offsets: Tensor, rows: int, cols: int, widest: int) -> Tensor:
+    return data.new_empty(4, dtype=torch.int64)
+
+
+@torch.library.register_fake("macko::tile_linear")
+def _(
+    x: Tensor, data: Tensor, offsets: Tensor, rows: int, cols: int, widest: int, bias: Tensor | None = None
+) -> Tensor:
+    torch._check(
+        x.dim() >= 1 and x.shape[-1] == cols,
+        lambda: f"macko::tile_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
+    )
+    return data.new_empty(*x.shape[:-1], rows)
+
+
+def _save_tile_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+    ctx.sizes = inputs[3:6]
+
+
+def _tile_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad @ torch.ops.macko.tile_unpack(*ctx.saved_tensors, *ctx.sizes) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[6:]) else None
+    return grad_x, *[None] * 5, grad_bias
+
+
+torch.library.register_autograd("macko::tile_linear", _tile_linear_backward, setup_context=_save_tile_linear)
 
 
 @torch.library.register_fake("macko::bitmap_pack")

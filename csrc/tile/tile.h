@@ -100,6 +100,21 @@ void tile_write_cpu(const tile_matrix *m, const void *w, uint8_t *data, int64_t 
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
 void tile_unpack_cpu(const tile_matrix *m, int64_t first, int64_t count, void *w);
 
+/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the tile. */
+enum {
+    TILE_OK = 0,
+    TILE_OFFSETS, /* offsets[entry] is not 0 at the start, or not 33 to 545 more than the one before; found: itself */
+    TILE_WIDEST,  /* the largest tile has not m->widest units; found: how many */
+    TILE_END,     /* the last offset is not the size of data; found: the offset */
+    TILE_COUNT,   /* the tile has another size than its masks say; found: the values that they say */
+    TILE_START,   /* a part's values do not begin behind those before; found: where they begin */
+    TILE_OUTSIDE, /* a value behind the last row or column; found: the part */
+    TILE_ZERO,    /* a zero is stored, or one is not +0.0 behind the values; found: byte of the tile */
+};
+
+/* What packing cannot have made, first of all where reading would be unsafe. units: those of data. */
+macko_fault tile_check_cpu(const tile_matrix *m, int64_t units);
+
 #ifdef __CUDACC__
 #define TILE_HAVE_CUDA
 #elif defined(USE_CUDA)
@@ -110,14 +125,18 @@ void tile_unpack_cpu(const tile_matrix *m, int64_t first, int64_t count, void *w
 
 /*
  * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
- * pointers but for the structs. Packing takes two calls, between which the host reads *totals (device memory).
+ * pointers but for the structs. Packing: count for all rows, piece by piece; scan; the host reads *totals (device memory)
+ * and allocates; write for all rows. A piece begins at a row block; its m has the offsets of its first tile on.
  */
 
-/* offsets [tiles + 1] whole, and the totals, of the dense w [rows, cols] (16-bit). */
+/* offsets[i + 1] = units of tile i of the dense w [rows, cols] (16-bit); adds to totals->stored. */
 cudaError_t tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets, tile_totals *totals,
                             cudaStream_t stream);
 
-/* All of data; m has the offsets. */
+/* Adds the offsets [tiles + 1] up, and writes the other totals. */
+cudaError_t tile_scan_cuda(int64_t tiles, int32_t *offsets, tile_totals *totals, cudaStream_t stream);
+
+/* The tiles of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
 cudaError_t tile_write_cuda(const tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
 
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */

@@ -164,7 +164,9 @@ class MackoWeight(PackedWeight):
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
         """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
-        return min((cls.from_dense(w, delta_bits) for delta_bits in (4, 2, 8)), key=lambda weight: weight.nbytes)
+        values, deltas, row_ptr = ops.pack(w, delta_bits=0)
+        delta_bits = 8 * deltas.numel() // values.numel() if values.numel() else cls.delta_bits
+        return cls(values, deltas, row_ptr, rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
 
     @classmethod
     def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:

@@ -19,7 +19,7 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         w: [rows, cols], float16 or bfloat16 (float32 too on the CPU); any strides.
-        delta_bits: 2, 4 or 8, the width of a delta.
+        delta_bits: 2, 4 or 8, the width of a delta; 0 takes the one of fewest bytes, 4 where they tie.
 
     Returns:
         values [capacity] of w's dtype, deltas [capacity * delta_bits / 8] uint8, row_ptr [rows + 1] int32, where w is.
@@ -342,10 +342,11 @@ def slide_linear(
 @torch.library.register_fake("macko::pack")
 def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    chunks = torch.library.get_ctx().new_dynamic_size()
+    context = torch.library.get_ctx()
+    chunks = context.new_dynamic_size()
     return (
         w.new_empty(chunks * 8),
-        w.new_empty(chunks * delta_bits, dtype=torch.uint8),
+        w.new_empty(chunks * delta_bits if delta_bits else context.new_dynamic_size(), dtype=torch.uint8),
         w.new_empty(w.shape[0] + 1, dtype=torch.int32),
     )
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from macko import ops, reference
+from macko import MackoWeight, ops, reference
 from tests.common import (
     CPU_DTYPES,
     HALVES,
@@ -114,6 +114,21 @@ def test_run_of_exactly_16_zeros(device: str) -> None:
     assert values.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert deltas.tolist() == [15, 0, 0, 0]
     assert row_ptr.tolist() == [0, 2]
+
+
+@on_device_dtypes
+def test_width_of_fewest_bytes(device: str, dtype: torch.dtype) -> None:
+    chosen = set()
+    for density in (0.0, 0.01, 0.1, 0.3, 0.5, 1.0):
+        for rows, cols in ((40, 300), (5, 0), (0, 5), (1, 1)):
+            w = random_weight(rows, cols, density, dtype).to(device)
+            widths = {bits: ops.pack(w, bits) for bits in (4, 2, 8)}
+            bits = min(widths, key=lambda bits: sum(t.nbytes for t in widths[bits]))
+            for got, wanted in zip(ops.pack(w, 0), widths[bits], strict=True):
+                assert_same_bits(got, wanted)
+            assert MackoWeight.smallest(w).delta_bits == bits
+            chosen.add(bits)
+    assert chosen == {2, 4, 8}
 
 
 @all_bits
@@ -437,9 +452,10 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
     w = random_weight(12, 40, 0.4, dtype).to(device)
     x = random_vector(40, dtype=dtype).to(device)
     bias = random_vector(12, dtype=dtype).to(device)
+    macko = torch.ops.macko
+    torch.library.opcheck(macko.pack, (w, 0))
     for bits in BITS:
         packed = ops.pack(w, bits)
-        macko = torch.ops.macko
         torch.library.opcheck(macko.pack, (w, bits))
         torch.library.opcheck(macko.unpack, (*packed, 40, bits))
         torch.library.opcheck(macko.check, (*packed, 40, bits))

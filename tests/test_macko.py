@@ -489,6 +489,20 @@ def test_gradients_are_those_of_the_dense_layer(device: str) -> None:
 
 
 @on_devices
+def test_no_grad_gives_the_same_without_a_gradient(device: str) -> None:
+    packed = ops.pack(random_weight(24, 40, 0.4, torch.float16).to(device))
+    x = random_vector(3, 40, dtype=torch.float16).to(device).requires_grad_()
+    y = ops.linear(x, *packed, 40)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            same = ops.linear(x, *packed, 40)
+            assert_same_bits(ops.spmv(*packed, 40, x[0]), y[0].detach())
+        assert_same_bits(same, y.detach())
+        assert y.requires_grad
+        assert not same.requires_grad
+
+
+@on_devices
 def test_compiles_whole_with_dynamic_shapes(device: str) -> None:
     w = random_weight(24, 40, 0.4, torch.float16).to(device)
     packed, bias = ops.pack(w), random_vector(24, dtype=torch.float16).to(device)

@@ -391,17 +391,6 @@ class BitmapWeight(PackedWeight):
         """Packs w [rows, cols], which is on the CPU."""
         return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
 
-    @classmethod
-    def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
-        """A weight without a non-zero; on the meta device too."""
-        return cls(
-            values=torch.zeros(32, dtype=dtype, device=device),
-            bits=torch.zeros(rows, (cols + 63) // 64 * 8, dtype=torch.uint8, device=device),
-            row_ptr=torch.zeros(rows + 1, dtype=torch.int32, device=device),
-            rows=rows,
-            cols=cols,
-        )
-
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
         return self.to_macko().to_dense()

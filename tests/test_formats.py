@@ -51,6 +51,8 @@ def test_second_gpu(name: str) -> None:
                 got = packed.linear(x.to(at).expand(tokens, 520), torch.ones(264, dtype=w.dtype, device=at))
                 assert str(got.device) == at
                 assert_same_bits(got.cpu() + 0, y.expand(tokens, 264) + 1)
+            with pytest.raises(RuntimeError, match=f"x is on cuda:{current}, .* is on {at}"):
+                packed.linear(x.to(f"cuda:{current}"))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -212,8 +212,3 @@ def test_errors_name_the_argument() -> None:
         sell.spmm(x.bfloat16())
     with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
         sell.spmm(x, random_vector(29, dtype=torch.float16).cuda())
-
-
-def test_cpu_tensors_are_refused_with_the_reason() -> None:
-    with pytest.raises(RuntimeError, match="data is on cpu, expected a CUDA device"):
-        torch.ops.macko.sell_spmm(*[torch.zeros(0)] * 4, 2, 4, 8, 0, torch.ones(2, 2).half())

@@ -484,14 +484,18 @@ def _rows(given: dict[str, Any]) -> Any:
     return given["rows"] if "rows" in given else given["perm" if "perm" in given else "scale"].shape[0]
 
 
-def _times(grad: Tensor, format: str, packed: Sequence[Any]) -> Tensor:
-    """grad W for grad [..., rows] and the packed W."""
-    if format == "slide":
-        codes = torch.ops.macko.slide_unpack(*packed)
-        return (grad * packed[1]).to(grad.dtype) @ codes.to(grad.dtype)
+def _unpack_of(format: str) -> Any:
+    return getattr(torch.ops.macko, f"{format}_unpack" if format else "unpack").default
+
+
+def _times(grad: Tensor, format: str, packed: dict[str, Any]) -> Tensor:
+    """grad W for grad [..., rows] and what unpack takes of the packed W."""
+    w = _unpack_of(format)(**packed)
     if format == "bitmap":
-        format, packed = "", (*torch.ops.macko.bitmap_unpack(*packed), packed[-1])
-    return grad @ getattr(torch.ops.macko, f"{format}_unpack" if format else "unpack")(*packed)
+        w = torch.ops.macko.unpack(*w, packed["cols"])
+    if format == "slide":
+        grad, w = (grad * packed["scale"]).to(grad.dtype), w.to(grad.dtype)
+    return grad @ w
 
 
 def _register_product(name: str) -> None:
@@ -499,6 +503,7 @@ def _register_product(name: str) -> None:
     format, _, kind = name.rpartition("_")
     bind = _binder(name)
     names = list(bind((), {}))
+    packed_names = [argument.name for argument in _unpack_of(format)._schema.arguments if argument.name in names]
 
     def fake(*args: Any, **kwargs: Any) -> Tensor:
         given = bind(args, kwargs)
@@ -510,15 +515,17 @@ def _register_product(name: str) -> None:
         return x.new_empty(*x.shape[:-1], _rows(given))
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        packed = [value for argument, value in bind(inputs, {}).items() if argument not in ("x", "bias")]
-        ctx.save_for_backward(*(value for value in packed if isinstance(value, Tensor)))
-        ctx.sizes = [value for value in packed if not isinstance(value, Tensor)]
+        given = bind(inputs, {})
+        tensors = {name: given[name] for name in packed_names if isinstance(given[name], Tensor)}
+        ctx.save_for_backward(*tensors.values())
+        ctx.tensor_names, ctx.sizes = list(tensors), {name: given[name] for name in packed_names if name not in tensors}
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
         gradients: dict[str, Tensor | None] = dict.fromkeys(names)
         if wanted["x"]:
-            gradients["x"] = _times(grad, format, (*ctx.saved_tensors, *ctx.sizes))
+            packed = {**dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True)), **ctx.sizes}
+            gradients["x"] = _times(grad, format, packed)
         if wanted.get("bias"):
             gradients["bias"] = grad.sum_to_size(grad.shape[-1])
         return tuple(gradients.values())

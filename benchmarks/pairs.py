@@ -50,7 +50,7 @@ class Part(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    target = Path(__file__).with_suffix(".so")
+    target = Path(__file__).with_name("libpairs.so")
     if target.exists():
         return ctypes.CDLL(str(target))
     target = Path(tempfile.mkdtemp()) / "pairs.so"

@@ -14,8 +14,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import append_jsonl
+from benchmarks.timing import append_jsonl, commit
 from macko import EcWeight, MackoWeight
 from macko.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight
 from tests.common import MASKS, random_weight, torch_threads
@@ -247,8 +245,7 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write the docs only")
     parser.add_argument("--only", nargs="+", default=[], choices=PACKED, metavar="FORMAT", help="sizes of these alone")
     args = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    common = {"commit": commit or os.environ.get("MACKO_COMMIT", "unknown")}
+    common = {"commit": commit()}
     if not args.docs and not args.only:
         w = random_weight(4096, 4096, 0.3, torch.float16)
         for format in ("macko", "EC paper, 4 bits", "EC paper, 8 bits", "EC", "EC smallest"):

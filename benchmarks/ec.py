@@ -24,7 +24,7 @@ from benchmarks.timing import Timing, append_jsonl, copies, provenance, time_gra
 from macko.formats import SellWeight
 from tests.common import assert_close_spmv
 
-#: The paper's layout with both widths; the same without blocks; fewer lanes a row.
+#: The paper's layout with both widths; the same without blocks; fewer lanes a row; what is smallest on most masks.
 VARIANTS: dict[str, dict[str, int]] = {
     "paper, 4 bits": {"delta_bits": 4},
     "paper, 8 bits": {"delta_bits": 8},
@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, int]] = {
     "16 lanes": {"delta_bits": 0, "max_height": 1, "lanes": 16},
     "8 lanes": {"delta_bits": 0, "max_height": 1, "lanes": 8},
     "4 lanes": {"delta_bits": 0, "max_height": 1, "lanes": 4},
+    "1 lane": {"delta_bits": 0, "max_height": 1, "lanes": 1, "tile_rows": 1024, "max_slabs": 4},
 }
 
 
@@ -115,14 +116,10 @@ def packing_llama(density: float, **options: int) -> dict[str, Any]:
 def main() -> None:
     results = sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/ec.jsonl"
     ran_on = provenance()
-    for options in VARIANTS.values():
-        line = packing(4096, 4096, 0.3, **options)
-        append_jsonl(results, **ran_on, **line)
-        print(line, flush=True)
-    for options in VARIANTS.values():
-        line = packing_llama(0.3, **options)
-        append_jsonl(results, **ran_on, **line)
-        print(line, flush=True)
+    for variant, options in VARIANTS.items():
+        for line in (packing(4096, 4096, 0.3, **options), packing_llama(0.3, **options)):
+            append_jsonl(results, **ran_on, variant=variant, **line)
+            print(variant, line, flush=True)
     for rows, cols in SHAPES:
         for density in (0.3, 0.2):
             best: dict[str, float] = {}

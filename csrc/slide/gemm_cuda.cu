@@ -44,7 +44,7 @@ int tokens_of_tile(slide_kind kind, int64_t tokens, int64_t rows, int num_sms) {
     if (tokens <= 64) return tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64;
     const struct {
         int tokens, rows, per_sm, time[2];
-    } tiles[] = {{64, 64, 2, {45, 54}}, {128, 128, 1, {59, 66}}, {256, 128, 1, {100, 100}}};
+    } tiles[] = {{64, 64, 2, {45, 54}}, {128, 128, 1, {59, 66}}, {192, 128, 1, {78, 80}}, {256, 128, 1, {100, 100}}};
     int best = 0;
     int64_t least = INT64_MAX;
     for (const auto &tile : tiles) {

@@ -286,7 +286,7 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
     const Tensor lifted = as_contiguous(lifted_any), token_scale = as_contiguous(token_scale_any);
     return multiply(op,
                     {weight, lifted.const_data_ptr(), static_cast<const float *>(token_scale.const_data_ptr()),
-                     bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, to, depth, 0},
+                     bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, to, depth, 0, 0},
                     lifted, out_dtype);
 }
 
@@ -307,7 +307,7 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
 #endif
     const Tensor x = as_contiguous(x_any);
     macko_slide_gemm_args args{
-        weight, x.const_data_ptr(), nullptr, bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, from, cols, 0};
+        weight, x.const_data_ptr(), nullptr, bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, from, cols, 0, 0};
     // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
     const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
                        (cols == macko_slide_depth(cols, int(n)) || (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&
@@ -318,6 +318,7 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
         args.lifted = std::get<0>(*lifted).const_data_ptr();
         args.token_scale = static_cast<const float *>(std::get<1>(*lifted).const_data_ptr());
         args.lifted_cols = macko_slide_depth(cols, int(n));
+        args.follows_quantiser = tokens > 0;
     }
     return multiply(op, args, x, x.scalar_type());
 }

@@ -20,6 +20,24 @@ namespace macko {
 
 enum slide_kind { SLIDE_DENSE = 0, SLIDE_SPARSE = 1 };
 
+// Rows x tokens of a block's tile: a warpgroup has 64 rows.
+enum slide_size : int {
+    SLIDE_64x16 = 64 << 16 | 16,
+    SLIDE_64x32 = 64 << 16 | 32,
+    SLIDE_64x64 = 64 << 16 | 64,
+    SLIDE_64x128 = 64 << 16 | 128,
+    SLIDE_128x128 = 128 << 16 | 128,
+    SLIDE_128x192 = 128 << 16 | 192,
+    SLIDE_128x256 = 128 << 16 | 256,
+};
+
+__host__ __device__ constexpr int slide_size_rows(slide_size size) {
+    return size >> 16;
+}
+__host__ __device__ constexpr int slide_size_tokens(slide_size size) {
+    return size & 0xffff;
+}
+
 // What the launcher prepares. Tiles are counted in clusters.
 struct slide_task {
     CUtensorMap lifted, out;
@@ -32,9 +50,10 @@ struct slide_task {
     int is_bf16; // the output and the bias; else fp16
 };
 
-template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 struct slide_tile {
-    static constexpr int WARPGROUPS = TOKENS >= 128 ? 2 : 1;
+    static constexpr int TOKENS = slide_size_tokens(SIZE);
+    static constexpr int WARPGROUPS = slide_size_rows(SIZE) / 64;
     static constexpr int CLUSTER = TOKENS >= 128 ? 2 : 1;
     static constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
@@ -135,7 +154,7 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
     slide_ring<TILE::STAGES> ring;
     for (int tile = blockIdx.x / blocks; tile < num_tiles; tile += gridDim.x / blocks) {
         slide_place(task, tile, row_tile, token_tile);
-        const int token = token_tile * (TILE::TOKEN_BYTES / 128) + rank * (SHARE / 128);
+        const int token = token_tile * TILE::TOKENS + rank * (SHARE / 128);
         const uint8_t *weights[TILE::WARPGROUPS];
 #pragma unroll
         for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(row_tile, i);
@@ -157,9 +176,10 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
 }
 
 // A warpgroup: 64 rows. Thread (warp, lane) holds rows 16 warp + lane / 4 (+ 8), tokens 8 j + 2 (lane % 4) (+ 1).
-template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, int split, int warpgroup) {
-    using TILE = slide_tile<TYPE, KIND, TOKENS>;
+    using TILE = slide_tile<TYPE, KIND, SIZE>;
+    constexpr int TOKENS = TILE::TOKENS;
     using MMA = sm90::wgmma<TYPE, TOKENS>;
     constexpr int CHUNKS = TOKENS / TILE::CHUNK;
     const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8, sums_here = empty + TILE::STAGES * 8;
@@ -302,12 +322,11 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
     if (thread == 0) sm90::stores_are_done();
 }
 
-template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
-__global__ void __launch_bounds__(slide_tile<TYPE, KIND, TOKENS>::THREADS,
-                                  slide_tile<TYPE, KIND, TOKENS>::BLOCKS_PER_SM)
+template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
+__global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_tile<TYPE, KIND, SIZE>::BLOCKS_PER_SM)
     slide_gemm_kernel(const __grid_constant__ slide_task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using TILE = slide_tile<TYPE, KIND, TOKENS>;
+    using TILE = slide_tile<TYPE, KIND, SIZE>;
     extern __shared__ __align__(1024) uint8_t memory[];
     const uint32_t smem = sm90::smem_address(memory), barriers = smem + TILE::BARRIERS;
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -334,24 +353,25 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, TOKENS>::THREADS,
     } else {
         if (TILE::MOVES_REGISTERS) sm90::take_registers<240>();
         sm90::wait_for_previous_launch(); // which made the tokens' scales
-        slide_consume<TYPE, KIND, TOKENS>(task, smem, rank, split, warpgroup);
+        slide_consume<TYPE, KIND, SIZE>(task, smem, rank, split, warpgroup);
     }
     __syncwarp();
     if (clustered) sm90::cluster_sync(); // no block may leave while its neighbour writes into it
 #endif
 }
 
-// Launches the task on tiles of `tokens` tokens; defined for each TYPE in its own file.
+// Launches the task on tiles of this size; defined for each TYPE in its own file.
 template <macko_slide_type TYPE>
-cudaError_t slide_run(slide_kind kind, int tokens, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream);
+cudaError_t slide_run(slide_kind kind, slide_size size, const macko_slide_gemm_args &args, int num_sms,
+                      cudaStream_t stream);
 
 // A 2-dimensional tensor map with the 128-byte swizzle. inner_bytes is a multiple of 16.
 cudaError_t slide_map(CUtensorMap *map, CUtensorMapDataType type, const void *data, int64_t inner, int64_t outer,
                       int64_t inner_bytes, int box_inner, int box_outer);
 
-template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
-    using TILE = slide_tile<TYPE, KIND, TOKENS>;
+    using TILE = slide_tile<TYPE, KIND, SIZE>;
     const macko_slide_shape &shape = args.weight.shape;
     const int64_t token_bytes = args.lifted_cols * macko_slide_element_bytes(TYPE);
     slide_task task{};
@@ -364,7 +384,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     task.row_blocks = (int)macko_slide_row_blocks(shape.rows);
     task.k_tiles = (int)macko_slide_k_tiles(shape.cols, shape.n, TYPE);
     task.row_tiles = (task.row_blocks + TILE::WARPGROUPS * TILE::CLUSTER - 1) / (TILE::WARPGROUPS * TILE::CLUSTER);
-    task.token_tiles = (int)((args.tokens + TOKENS - 1) / TOKENS);
+    task.token_tiles = (int)((args.tokens + TILE::TOKENS - 1) / TILE::TOKENS);
     task.is_bf16 = args.out_dtype == MACKO_BF16;
     // Few tiles: blocks share them, as many as are on the GPU at once. With short sums left (under 16 stages a block) it
     // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain).
@@ -376,13 +396,13 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
         task.splits *= 2;
     }
     cudaError_t status = slide_map(&task.lifted, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes, args.tokens,
-                                   token_bytes, 128, TOKENS / TILE::CLUSTER);
+                                   token_bytes, 128, TILE::TOKENS / TILE::CLUSTER);
     if (status == cudaSuccess)
         status = slide_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
                            args.out_stride * 2, 64, TILE::CHUNK);
     if (status == cudaSuccess)
-        status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, TOKENS>,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::SMEM_BYTES);
+        status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, SIZE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      TILE::SMEM_BYTES);
     if (status != cudaSuccess) return status;
     const int cluster = TILE::CLUSTER * task.splits;
     cudaLaunchAttribute attributes[2] = {};
@@ -397,26 +417,28 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = args.follows_quantiser ? 2 : 1;
-    return cudaLaunchKernelEx(&config, slide_gemm_kernel<TYPE, KIND, TOKENS>, task);
+    return cudaLaunchKernelEx(&config, slide_gemm_kernel<TYPE, KIND, SIZE>, task);
 }
 
 template <macko_slide_type TYPE, slide_kind KIND>
-cudaError_t slide_run_kind(int tokens, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
-    switch (tokens) {
-    case 16: return slide_launch<TYPE, KIND, 16>(args, num_sms, stream);
-    case 32: return slide_launch<TYPE, KIND, 32>(args, num_sms, stream);
-    case 64: return slide_launch<TYPE, KIND, 64>(args, num_sms, stream);
-    case 128: return slide_launch<TYPE, KIND, 128>(args, num_sms, stream);
-    case 192: return slide_launch<TYPE, KIND, 192>(args, num_sms, stream);
-    default: return slide_launch<TYPE, KIND, 256>(args, num_sms, stream);
+cudaError_t slide_run_kind(slide_size size, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
+    switch (size) {
+    case SLIDE_64x16: return slide_launch<TYPE, KIND, SLIDE_64x16>(args, num_sms, stream);
+    case SLIDE_64x32: return slide_launch<TYPE, KIND, SLIDE_64x32>(args, num_sms, stream);
+    case SLIDE_64x64: return slide_launch<TYPE, KIND, SLIDE_64x64>(args, num_sms, stream);
+    case SLIDE_64x128: return slide_launch<TYPE, KIND, SLIDE_64x128>(args, num_sms, stream);
+    case SLIDE_128x128: return slide_launch<TYPE, KIND, SLIDE_128x128>(args, num_sms, stream);
+    case SLIDE_128x192: return slide_launch<TYPE, KIND, SLIDE_128x192>(args, num_sms, stream);
+    case SLIDE_128x256: return slide_launch<TYPE, KIND, SLIDE_128x256>(args, num_sms, stream);
     }
+    return cudaErrorInvalidValue;
 }
 
 template <macko_slide_type TYPE>
-cudaError_t slide_run(slide_kind kind, int tokens, const macko_slide_gemm_args &args, int num_sms,
+cudaError_t slide_run(slide_kind kind, slide_size size, const macko_slide_gemm_args &args, int num_sms,
                       cudaStream_t stream) {
-    return kind == SLIDE_SPARSE ? slide_run_kind<TYPE, SLIDE_SPARSE>(tokens, args, num_sms, stream)
-                                : slide_run_kind<TYPE, SLIDE_DENSE>(tokens, args, num_sms, stream);
+    return kind == SLIDE_SPARSE ? slide_run_kind<TYPE, SLIDE_SPARSE>(size, args, num_sms, stream)
+                                : slide_run_kind<TYPE, SLIDE_DENSE>(size, args, num_sms, stream);
 }
 
 } // namespace macko

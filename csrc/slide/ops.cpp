@@ -307,7 +307,8 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
 #endif
     const Tensor x = as_contiguous(x_any);
     macko_slide_gemm_args args{
-        weight, x.const_data_ptr(), nullptr, bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, from, cols, 0, 0};
+        weight, x.const_data_ptr(), nullptr, bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, from, cols, 0,
+        0};
     // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
     const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
                        (cols == macko_slide_depth(cols, int(n)) || (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&

@@ -78,10 +78,10 @@ __device__ __forceinline__ void write_plain(const uint4 *line, int vectors, uint
         }
         const float2 a = pair_of<T>(v.x), b = pair_of<T>(v.y), c = pair_of<T>(v.z), d = pair_of<T>(v.w);
         const int col = i * VECTOR;
-        const uint32_t low = slide_codes4<TYPE>(scaled(a.x, col), scaled(a.y, col + 1), scaled(b.x, col + 2),
-                                                scaled(b.y, col + 3));
-        const uint32_t high = slide_codes4<TYPE>(scaled(c.x, col + 4), scaled(c.y, col + 5), scaled(d.x, col + 6),
-                                                 scaled(d.y, col + 7));
+        const uint32_t low =
+            slide_codes4<TYPE>(scaled(a.x, col), scaled(a.y, col + 1), scaled(b.x, col + 2), scaled(b.y, col + 3));
+        const uint32_t high =
+            slide_codes4<TYPE>(scaled(c.x, col + 4), scaled(c.y, col + 5), scaled(d.x, col + 6), scaled(d.y, col + 7));
         ((uint2 *)to)[i] = make_uint2(low, high);
     }
 }
@@ -112,9 +112,6 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
     extern __shared__ uint4 memory[];
     __shared__ uint32_t of_warp[2][MAX_THREADS / WARP];
     constexpr bool KEEPS_BITS = TYPE >= MACKO_SLIDE_F16;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;"); // the GEMM may fetch weights
-#endif
     uint64_t once;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     const int vectors = (int)ceil_div(task.cols, VECTOR);
@@ -147,6 +144,10 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
             wait_for_copies<0>();
         const uint4 *here = memory + line * task.line_vectors;
         const uint32_t most = largest(here, KEEPS_BITS ? 0 : vectors, of_warp[turn & 1]);
+#if __CUDA_ARCH__ >= 900
+        // The GEMM may fetch weights, now that they do not stand in x's way.
+        asm volatile("griddepcontrol.launch_dependents;");
+#endif
         // Everybody is through with the token before: its line is free.
         const int before = line == 0 ? task.lines - 1 : line - 1;
         if (task.lines > 1) fetch(token + (task.lines - 1) * stride, before);

@@ -236,8 +236,8 @@ struct wgmma;
 #define MACKO_NAMES_64 MACKO_3_TO_9 MACKO_TEN("1") MACKO_TEN("2") "%30, %31, %32, %33, %34"
 #define MACKO_NAMES_128 MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TEN("5") "%60, %61, %62, %63, %64, %65, %66"
 #define MACKO_NAMES_192                                                                                                \
-    MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TEN("5")                                                                         \
-    MACKO_TEN("6") MACKO_TEN("7") MACKO_TEN("8") "%90, %91, %92, %93, %94, %95, %96, %97, %98"
+    MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TEN("5") MACKO_TEN("6") MACKO_TEN("7")                                           \
+        MACKO_TEN("8") "%90, %91, %92, %93, %94, %95, %96, %97, %98"
 #define MACKO_NAMES_256                                                                                                \
     MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TENS_5_9 MACKO_TEN("10") MACKO_TEN("11") MACKO_TEN("12") "%130"
 

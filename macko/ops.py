@@ -799,7 +799,16 @@ def slide_gemm(
 
 
 def slide_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype, bias: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    cols: int,
+    n: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    dense: Tensor | None = None,
+    sparse_from: int = 0,
+    sparse_to: int = 0,
 ) -> Tensor:
     """x W^T + bias with the packed W: quantise and lift, then one GEMM; differentiable in x and bias.
 
@@ -807,11 +816,12 @@ def slide_linear(
         x: [..., cols], float16 or bfloat16 (float32 too on the CPU); of dtype where that has 16 bits.
         packed, scale, cols, n, dtype: the packed weight.
         bias: [rows] of x's dtype, or None.
+        dense: the same weight packed with n = 0, which runs for fewer than sparse_from or more than sparse_to tokens.
 
     Returns:
         [..., rows] of x's dtype. The gradient in x is that of the dequantised weight.
     """
-    return torch.ops.macko.slide_linear(x, packed, scale, cols, n, dtype, bias)
+    return torch.ops.macko.slide_linear(x, packed, scale, cols, n, dtype, bias, dense, sparse_from, sparse_to)
 
 
 def _slide_depth(cols: Any, n: int) -> Any:
@@ -860,7 +870,16 @@ def _(
 
 @torch.library.register_fake("macko::slide_linear")
 def _(
-    x: Tensor, packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype, bias: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    cols: int,
+    n: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    dense: Tensor | None = None,
+    sparse_from: int = 0,
+    sparse_to: int = 0,
 ) -> Tensor:
     torch._check(
         x.dim() >= 1 and x.shape[-1] == cols,
@@ -882,7 +901,7 @@ def _slide_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_x = (grad * scale).to(grad.dtype) @ codes.to(grad.dtype)
     if any(ctx.needs_input_grad[6:7]):
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-    return grad_x, None, None, None, None, None, grad_bias
+    return grad_x, None, None, None, None, None, grad_bias, None, None, None
 
 
 torch.library.register_autograd("macko::slide_linear", _slide_linear_backward, setup_context=_save_slide_linear)

@@ -1,5 +1,6 @@
 """The slide format: bytes, every mask, quantising, products exact in integers, what is refused."""
 
+import dataclasses
 from itertools import product
 
 import pytest
@@ -421,12 +422,13 @@ def test_hostile_bytes_are_named_and_harmless() -> None:
     for place in (0, 4096, 4097, 5119):
         broken = packed.tiles.clone()
         broken[1, 0, place] ^= 0x5A
-        hostile = SlideWeight(broken, packed.scale, 72, 130, 4, 0, 0)
+        hostile = SlideWeight(broken, packed.scale, packed.dense_tiles, 72, 130, 4, 0, 0)
         if place:
             with pytest.raises(ValueError, match="row block 1, tile 0"):
                 hostile.validate()
         hostile.linear(torch.ones(2, 130, dtype=torch.float16))
-    for changes in ({"n": 3}, {"cols": 900}, {"element": 7}, {"rows": 5}, {"scale": -packed.scale}):
+    changed = ({"n": 3}, {"cols": 900}, {"element": 7}, {"rows": 5}, {"scale": -packed.scale}, {"sparse_to": 9})
+    for changes in (*changed, {"dense_tiles": packed.tiles}):
         with pytest.raises(ValueError, match="not a slide weight"):
             SlideWeight(**{**packed.tensors(), **packed.sizes(), **changes}).validate()
 
@@ -447,14 +449,112 @@ def test_sparsify_with_a_pattern() -> None:
     assert_same_bits(again(x), model[0](x))
     with pytest.raises(ValueError, match="pattern is '5:8'"):
         macko.sparsify_(model, format="slide", pattern="5:8")
-    with pytest.raises(ValueError, match='pattern and dtype are of format "slide"'):
+    with pytest.raises(ValueError, match='pattern, dtype and keep_dense are of format "slide"'):
         macko.sparsify_(model, pattern="6:8")
 
 
 def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {"GPU": {"int8": {"6:8": {"16": 1.1, "4096": 0.97}}}}
+    times = {"100 x 100": {"16": 1.1, "4096": 0.9}, "9000 x 100": {"1": 1.5}}
+    monkeypatch.setattr(slide_choice, "_table", lambda: {"GPU": {"int8": {"6:8": times}}})
+    small = (90, 120)
+    assert slide_choice.slide_gain("GPU", INT8, 4, small, 1) == 1.1
+    assert slide_choice.slide_gain("GPU", INT8, 4, small, 9000) == 0.9
+    assert slide_choice.slide_gain("GPU", INT8, 4, small, 256) == pytest.approx(1.0)
+    assert slide_choice.slide_gain("GPU", INT8, 4, (5000, 120), 9000) == 1.5
+    assert slide_choice.slide_gain("GPU", INT8, 3, small, 1) is None
+    assert slide_choice.slide_gain("other", INT8, 4, small, 1) is None
+
+
+def test_range_of_tokens_where_the_pattern_pays() -> None:
+    everywhere = (0, 2**31 - 1)
+    assert slide_choice.sparse_range(lambda m: 1.0, 2048) == everywhere
+    assert slide_choice.sparse_range(lambda m: 0.9, 2048) == (1, 0)
+    assert slide_choice.sparse_range(lambda m: 1.1 if m <= 64 else 0.9, 2048) == (0, 64)
+    assert slide_choice.sparse_range(lambda m: 1.1 if m >= 512 else 0.9, 1) == (512, everywhere[1])
+    assert slide_choice.sparse_range(lambda m: 1.1 if m <= 4 or 64 <= m <= 512 else 0.9, 100) == (64, 512)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("element", range(4))
+def test_sparse_and_dense_side_by_side(element: int, device: str) -> None:
+    dtype = source_of(SLIDE_ELEMENTS[element])
+    w = weight(72, 130, 4, dtype).to(device)
+    both = SlideWeight.from_dense(w, 4, element, sparse_from=4, sparse_to=20)
+    both.validate()
+    sparse, dense = SlideWeight.from_dense(w, 4, element), SlideWeight.from_dense(w, 0, element)
+    assert both.label == sparse.label + ", dense under 4 and over 20 tokens"
+    assert both.nbytes == sparse.nbytes + dense.tiles.numel()
+    for tokens in (0, 1, 3, 4, 20, 21, 70):
+        x = torch.randn(tokens, 130, device=device).to(dtype)
+        assert_same_bits(both.linear(x), (sparse if 4 <= tokens <= 20 else dense).linear(x))
+    broken = both.dense_tiles.clone()
+    broken[1, 0, 0] ^= 0x5A
+    with pytest.raises(ValueError, match="dense_tiles is not the same weight"):
+        dataclasses.replace(both, dense_tiles=broken).validate()
+    if element < 2:
+        assert both.to(dtype=torch.float16).sparse_to == 20
+    layer = SparseLinear.from_packed(both)
+    again = SparseLinear(130, 72, dtype=dtype, device=device)
+    again.load_state_dict({**layer.state_dict(), "bias": torch.zeros(72, dtype=dtype)})
+    assert again.packed.label == both.label
+
+
+def test_both_weights_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    times = {"128 x 256": {"16": 1.1, "4096": 0.9}}
+    monkeypatch.setattr(slide_choice, "_table", lambda: {"GPU": {"int8": {"6:8": times}}})
+    w = weight(128, 256, 4, torch.float16)
+    on_gpu = FakeDevice(w)
+    for tokens, keep_dense, label in (
+        (4096, False, "slide dense int8"),
+        (8, False, "slide 6:8 int8"),
+        (4096, True, "slide 6:8 int8, dense over 256 tokens"),
+    ):
+        packed = slide_choice.SlidePacking("6:8", "int8", tokens, keep_dense).from_dense(on_gpu)
+        assert packed.label == label
+
+
+class FakeDevice(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> Tensor:
+        return tensor.as_subclass(cls)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def test_groups_that_straddle_shards_are_named() -> None:
+    slide_choice.check_shards(4096, 2, "6:8")
+    slide_choice.check_shards(11008, 8, "2:4")
+    with pytest.raises(ValueError, match=r"group 917 of 4:6 \(columns 5502 to 5507\) straddles shards 0 and 1 of 2"):
+        slide_choice.check_shards(11008, 2, "4:6")
+
+
+def test_sharded_weight_is_left_dense_by_name() -> None:
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        model = torch.nn.Sequential(torch.nn.Linear(60, 16, bias=False), torch.nn.Linear(48, 16, bias=False)).half()
+        for layer in model:
+            layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+        report = macko.sparsify_(model, format="slide", pattern="6:8", dtype="int8")
+    finally:
+        destroy_process_group()
+    assert "group 2 of 6:8 (columns 16 to 23) straddles shards 0 and 1 of 3" in report.layers[0].reason
+    assert "to_local()" in report.layers[1].reason
+
+
+@pytest.mark.gpu
+def test_measured_table_is_what_the_choice_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = slide_choice.measure(dtypes=["int8"], patterns=["2:4"], shapes=[(256, 512)], tokens=[1, 64])
     monkeypatch.setattr(slide_choice, "_table", lambda: table)
-    assert slide_choice.slide_gain("GPU", INT8, 4, 1) == 1.1
-    assert slide_choice.slide_gain("GPU", INT8, 4, 9000) == 0.97
-    assert slide_choice.slide_gain("GPU", INT8, 3, 1) is None
-    assert slide_choice.slide_gain("other", INT8, 4, 1) is None
+    gain = slide_choice.slide_gain(torch.cuda.get_device_name(), INT8, 2, (256, 512), 64)
+    assert gain is not None and 0.2 < gain < 5

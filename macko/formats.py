@@ -672,7 +672,8 @@ class SlideWeight(PackedWeight):
             dense_tiles = ops.slide_pack(ops.slide_unpack(tiles, scale, w.shape[1], n, dtype), 0, dtype)[0]
         else:
             dense_tiles, sparse_from, sparse_to = tiles.new_empty(0, 0, 0), 0, 0
-        return cls(tiles, scale, dense_tiles, *w.shape, n, element, source, sparse_from, sparse_to)
+        rows, cols = w.shape
+        return cls(tiles, scale, dense_tiles, rows, cols, n, element, source, sparse_from, sparse_to)
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
@@ -710,8 +711,8 @@ class SlideWeight(PackedWeight):
         element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
         if element < 2:
             raise TypeError(f"a slide weight of 16-bit values cannot become {dtype}")
-        ends = {"sparse_from": self.sparse_from, "sparse_to": self.sparse_to}
-        return self.from_dense(self.to_dense().to(device, dtype), self.n, element, **ends)
+        dense = self.to_dense().to(device, dtype)
+        return self.from_dense(dense, self.n, element, sparse_from=self.sparse_from, sparse_to=self.sparse_to)
 
     def validate(self) -> None:
         """Checks that this is what packing its own values gives.

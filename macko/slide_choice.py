@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -27,13 +28,26 @@ SLIDE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SHAPES = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (12288, 4096), (22016, 4096), (4096, 11008))
 TOKENS = (1, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
-#: gpu -> type -> pattern -> "rows x cols" -> tokens -> gain, as JSON has it.
-Table = dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]]
+#: The range of all numbers of tokens.
+EVERYWHERE = (0, 2**31 - 1)
+
+#: type -> pattern -> "rows x cols" -> tokens -> gain, of one GPU.
+Table = dict[str, dict[str, dict[str, dict[str, float]]]]
+
+
+def cache_file(gpu: str) -> Path:
+    """What `macko tune` has measured on this machine: the part "slide" of this file."""
+    name = "".join(c if c.isalnum() or c in "-._" else "_" for c in gpu) + ".json"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "macko" / name
 
 
 @cache
-def _table() -> Table:
-    return json.loads((Path(__file__).parent / "slide_times.json").read_text())
+def _table(gpu: str) -> Table:
+    table = json.loads((Path(__file__).parent / "slide_times.json").read_text()).get(gpu, {})
+    if (own := cache_file(gpu)).exists():
+        for name, patterns in json.loads(own.read_text()).get("slide", {}).items():
+            table[name] = {**table.get(name, {}), **patterns}
+    return table
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -51,7 +65,7 @@ def slide_gain(gpu: str, dtype: torch.dtype, n: int, shape: Sequence[int], token
     Returns:
         None where nobody measured.
     """
-    measured = _table().get(gpu, {}).get(name_of(dtype), {}).get(f"{2 * n - 2}:{2 * n}")
+    measured = _table(gpu).get(name_of(dtype), {}).get(f"{2 * n - 2}:{2 * n}")
     if not measured:
         return None
 
@@ -67,10 +81,18 @@ def slide_gain(gpu: str, dtype: torch.dtype, n: int, shape: Sequence[int], token
     return gain0 + (gain1 - gain0) * (at - x0) / (x1 - x0)
 
 
+def slide_layout(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> int:
+    """n where the pattern's kernel is the faster one for these tokens, or nobody measured; 0, dense, elsewhere."""
+    if not n or w.device.type != "cuda":
+        return n
+    gain = slide_gain(torch.cuda.get_device_name(w.device), dtype, n, w.shape, tokens)
+    return n if gain is None or gain >= 1 else 0
+
+
 def sparse_range(gain: Callable[[int], float | None], tokens: int) -> tuple[int, int]:
     """The range of tokens around `tokens` in which the gain is at least 1, or the one nearest to it; (1, 0): none."""
     tried = sorted({round(2 ** (i / 4)) for i in range(4 * 15)} | {max(1, tokens)})
-    pays = [(gain(m) or 0) >= 1 for m in tried]
+    pays = [gains is None or gains >= 1 for gains in map(gain, tried)]
     runs = []
     for i, good in enumerate(pays):
         if good and (i == 0 or not pays[i - 1]):
@@ -81,7 +103,7 @@ def sparse_range(gain: Callable[[int], float | None], tokens: int) -> tuple[int,
         return 1, 0
     here = tried.index(max(1, tokens))
     first, last = min(runs, key=lambda run: max(run[0] - here, here - run[1], 0))
-    return (0 if first == 0 else tried[first], 2**31 - 1 if last == len(tried) - 1 else tried[last])
+    return (0 if first == 0 else tried[first], EVERYWHERE[1] if last == len(tried) - 1 else tried[last])
 
 
 def check_shards(cols: int, shards: int, pattern: str) -> None:
@@ -104,12 +126,13 @@ def check_shards(cols: int, shards: int, pattern: str) -> None:
 
 def refused_shards(weight: Tensor, pattern: str) -> str | None:
     """Why a DTensor is no weight to pack, or None for any other tensor."""
-    if not hasattr(weight, "placements"):
+    placements, mesh = getattr(weight, "placements", None), getattr(weight, "device_mesh", None)
+    if placements is None or mesh is None:
         return None
-    for dim, placement in enumerate(weight.placements):
+    for dim, placement in enumerate(placements):
         if placement.is_shard(1) and pattern != "auto":
             try:
-                check_shards(weight.shape[1], weight.device_mesh.size(dim), pattern)
+                check_shards(weight.shape[1], mesh.size(dim), pattern)
             except ValueError as error:
                 return str(error)
     return "its weight is a DTensor: pack the shard, to_local(), in a layer of its own"
@@ -123,8 +146,8 @@ class SlidePacking:
         pattern: "2:4" to "14:16", or "auto" for the sparsest that a weight fits.
         dtype: "int8", "fp8", or None for the weight's.
         tokens: of a usual call, for which the kernel is chosen.
-        keep_dense: whether to hold the dense weight too where the pattern's kernel is the faster one for some numbers of
-            tokens only.
+        keep_dense: whether to hold the dense weight too where the pattern's kernel is the faster one for some numbers
+            of tokens only.
 
     Raises:
         ValueError: there is no such pattern or dtype.
@@ -149,21 +172,14 @@ class SlidePacking:
         element = SLIDE_ELEMENTS.index(SLIDE_DTYPES[self.dtype]) if self.dtype else -1
         n = sparsest_pattern(w) if self.pattern == "auto" else SLIDE_PATTERNS[self.pattern]
         packed = SlideWeight.from_dense(w, n, element)
-        if not n or w.device.type != "cuda":
-            return packed
-        gpu, dtype = torch.cuda.get_device_name(w.device), SLIDE_ELEMENTS[packed.element]
-
-        def gain(tokens: int) -> float | None:
-            return slide_gain(gpu, dtype, n, w.shape, tokens)
-
-        here = gain(self.tokens)
-        if here is None:  # nobody measured
-            return packed
-        first, last = sparse_range(gain, self.tokens)
-        everywhere = (first, last) == (0, 2**31 - 1)
-        if self.keep_dense and last and not everywhere:
-            return SlideWeight.from_dense(w, n, element, sparse_from=first, sparse_to=last)
-        return packed if here >= 1 else SlideWeight.from_dense(w, 0, element)
+        dtype = SLIDE_ELEMENTS[packed.element]
+        if self.keep_dense and n and w.device.type == "cuda":
+            gpu = torch.cuda.get_device_name(w.device)
+            first, last = sparse_range(lambda tokens: slide_gain(gpu, dtype, n, w.shape, tokens), self.tokens)
+            if last and (first, last) != EVERYWHERE:
+                return SlideWeight.from_dense(w, n, element, sparse_from=first, sparse_to=last)
+        layout = slide_layout(w, n, dtype, self.tokens)
+        return packed if layout == n else SlideWeight.from_dense(w, layout, element)
 
 
 def microseconds(calls: Sequence[Callable[[], Any]], launches: int = 32, replays: int = 5) -> float:
@@ -197,12 +213,11 @@ def measure(
     tokens: Iterable[int] = TOKENS,
     cold_bytes: int = 100_000_000,
 ) -> Table:
-    """Times dense and pattern kernels on a GPU, in turn, and returns what a table holds of it.
+    """Times dense and pattern kernels on a GPU, in turn, and returns what a table holds of that GPU.
 
     Weights rotate over copies of `cold_bytes` together, so that they come from memory as in a model. About a minute.
     """
-    gpu = torch.cuda.get_device_name(device)
-    table: Table = {gpu: {}}
+    table: Table = {}
     with torch.cuda.device(device):
         for (rows, cols), name in ((shape, name) for shape in shapes for name in dtypes):
             dtype = SLIDE_DTYPES[name]
@@ -223,6 +238,6 @@ def measure(
                     us[n] = min(us[n], microseconds(calls, launches=32 if m <= 512 else 4))
                 for n in held:
                     if n:
-                        of_shape = table[gpu].setdefault(name, {}).setdefault(f"{2 * n - 2}:{2 * n}", {})
+                        of_shape = table.setdefault(name, {}).setdefault(f"{2 * n - 2}:{2 * n}", {})
                         of_shape.setdefault(f"{rows} x {cols}", {})[str(m)] = round(us[0] / us[n], 3)
     return table

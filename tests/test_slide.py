@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,6 +222,46 @@ def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> 
             )
             wanted = (q.double() @ codes.double().t()) * token_scale.double()[:, None] * scale.cpu().double()
             assert_same_bits(y, (wanted + bias.double()).float().to(out_dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ["64x16", "64x32", "64x64", "128x128", "128x192", "128x256"])
+@pytest.mark.parametrize("n", [0, 4])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_tile(dtype: torch.dtype, n: int, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MACKO_SLIDE_TILE", tile)
+    of_tile = int(tile.split("x")[1])
+    # Small tiles: long enough for two and four blocks to share one, and short. Large: several tiles of a block, too.
+    for tokens, rows, cols in ((of_tile - 3, 72, 4400 // dtype.itemsize), (of_tile + 5, 136, 200)):
+        codes = integers(rows, cols, most=3, seed=rows) * random_mask(rows, cols, n)
+        q = integers(tokens, cols, most=3, seed=tokens)
+        q *= torch.rand(cols, generator=torch.Generator().manual_seed(1)).argsort() < 200
+        packed, scale, _ = ops.slide_pack(codes.to(dtype).cuda(), n, dtype)
+        lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
+        y = ops.slide_gemm(lifted, torch.ones(tokens, device="cuda"), packed, scale, cols, n, torch.bfloat16)
+        assert_same_bits(y, (q.double() @ codes.double().t()).to(torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_blocks_go_on_to_other_tiles() -> None:
+    packed, scale, _ = ops.slide_pack(weight(5000, 256, 4, torch.bfloat16).cuda(), 4, INT8)
+    x = torch.randn(2100, 256, device="cuda").bfloat16()
+    y = ops.slide_linear(x, packed, scale, 256, 4, INT8)
+    parts = [ops.slide_linear(part, packed, scale, 256, 4, INT8) for part in x.split(100)]
+    assert_same_bits(y, torch.cat(parts))
+
+
+@pytest.mark.gpu
+def test_output_of_more_than_2_31_numbers() -> None:
+    tokens, rows, cols = 70_000, 32_768, 64
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB")
+    packed, scale, _ = ops.slide_pack(weight(rows, cols, 4, torch.bfloat16).cuda(), 4, INT8)
+    x = torch.randn(tokens, cols, device="cuda").bfloat16()
+    y = ops.slide_linear(x, packed, scale, cols, 4, INT8)
+    for first in (0, 65_500, tokens - 50):
+        part = ops.slide_linear(x[first : first + 50].clone(), packed, scale, cols, 4, INT8)
+        assert_same_bits(y[first : first + 50], part)
 
 
 def assert_close_slide(y: Tensor, x: Tensor, w: Tensor, packed: tuple, n: int, bias: Tensor | None = None) -> None:
@@ -455,7 +496,7 @@ def test_sparsify_with_a_pattern() -> None:
 
 def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"100 x 100": {"16": 1.1, "4096": 0.9}, "9000 x 100": {"1": 1.5}}
-    monkeypatch.setattr(slide_choice, "_table", lambda: {"GPU": {"int8": {"6:8": times}}})
+    monkeypatch.setattr(slide_choice, "_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
     small = (90, 120)
     assert slide_choice.slide_gain("GPU", INT8, 4, small, 1) == 1.1
     assert slide_choice.slide_gain("GPU", INT8, 4, small, 9000) == 0.9
@@ -502,7 +543,7 @@ def test_sparse_and_dense_side_by_side(element: int, device: str) -> None:
 def test_both_weights_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     times = {"128 x 256": {"16": 1.1, "4096": 0.9}}
-    monkeypatch.setattr(slide_choice, "_table", lambda: {"GPU": {"int8": {"6:8": times}}})
+    monkeypatch.setattr(slide_choice, "_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
     w = weight(128, 256, 4, torch.float16)
     on_gpu = FakeDevice(w)
     for tokens, keep_dense, label in (
@@ -518,7 +559,7 @@ class FakeDevice(Tensor):
     """A tensor that says that it is on a GPU."""
 
     @staticmethod
-    def __new__(cls, tensor: Tensor) -> Tensor:
+    def __new__(cls, tensor: Tensor) -> "FakeDevice":
         return tensor.as_subclass(cls)
 
     @property
@@ -552,9 +593,22 @@ def test_sharded_weight_is_left_dense_by_name() -> None:
     assert "to_local()" in report.layers[1].reason
 
 
+def test_own_table_counts_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = slide_choice.cache_file("NVIDIA H200")
+    assert own == tmp_path / "macko" / "NVIDIA_H200.json"
+    own.parent.mkdir()
+    own.write_text('{"slide": {"int8": {"2:4": {"64 x 64": {"1": 0.5}}}}}')
+    slide_choice._table.cache_clear()
+    assert slide_choice.slide_gain("NVIDIA H200", INT8, 2, (64, 64), 1) == 0.5
+    assert slide_choice.slide_gain("NVIDIA H200", FP8, 2, (64, 64), 1) != 0.5
+    slide_choice._table.cache_clear()
+
+
 @pytest.mark.gpu
 def test_measured_table_is_what_the_choice_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     table = slide_choice.measure(dtypes=["int8"], patterns=["2:4"], shapes=[(256, 512)], tokens=[1, 64])
-    monkeypatch.setattr(slide_choice, "_table", lambda: table)
+    monkeypatch.setattr(slide_choice, "_table", lambda gpu: table)
     gain = slide_choice.slide_gain(torch.cuda.get_device_name(), INT8, 2, (256, 512), 64)
-    assert gain is not None and 0.2 < gain < 5
+    assert gain is not None
+    assert 0.2 < gain < 5

@@ -51,7 +51,6 @@ slide_size size_of_tile(slide_kind kind, int64_t tokens, int64_t rows, int num_s
         slide_size size;
         int share[2], alone[2]; // by kind
     } tiles[] = {{SLIDE_64x64, {23, 27}, {39, 46}},
-                 {SLIDE_64x128, {31, 34}, {50, 55}},
                  {SLIDE_128x128, {54, 60}, {54, 60}},
                  {SLIDE_128x192, {78, 80}, {78, 80}},
                  {SLIDE_128x256, {100, 100}, {100, 100}}};

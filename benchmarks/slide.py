@@ -22,7 +22,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import macko.ops as ops
+from benchmarks.floor import floor
 from benchmarks.timing import append_jsonl, copies, provenance, time_graph
 from macko.slide_choice import slide_gain
 
@@ -199,9 +200,8 @@ def check(sides: dict[str, Calls], name: str) -> None:
     assert off < allowed, f"dense {name} is off by {off:.3g}, at most {allowed:.3g} is due to quantising"
 
 
-def time_quantiser(name: str, shape: str, tokens: int, results: str, where: dict[str, Any]) -> None:
-    """The quantiser alone, with the bytes that it has to read and write."""
-    cols = SHAPES[shape][1]
+def time_quantiser(name: str, cols: int, tokens: int, results: str, where: dict[str, Any]) -> None:
+    """The quantiser alone, with the bytes that it has to read and write and the time of only reading as many."""
     x = torch.randn(tokens, cols, device="cuda").bfloat16()
     inputs = [c[0] for c in copies([x])] if tokens > COLD_TOKENS else [x]
     for pattern, n in PATTERNS.items():
@@ -210,8 +210,10 @@ def time_quantiser(name: str, shape: str, tokens: int, results: str, where: dict
         calls = [lambda v=v, n=n: torch.ops.macko.slide_quant_fused(v, n, TYPES[name]) for v in inputs]
         us = time_graph(calls).median_us
         side = f"quantise {pattern}"
-        append_jsonl(results, type=name, cols=cols, tokens=tokens, side=side, us=us, bytes=nbytes, **where)
-        print(f"{name:5}{shape:15}{tokens:7} {side:14}{us:9.1f} us {nbytes / us / 1e3:7.0f} GB/s", flush=True)
+        floor_us = floor(nbytes).median_us
+        about = {"type": name, "cols": cols, "tokens": tokens, "side": side, "us": us, "bytes": nbytes}
+        append_jsonl(results, **about, floor_us=floor_us, **where)
+        print(f"{name:5}{cols:15}{tokens:7} {side:14}{us:9.1f} us, {floor_us / us:.2f} of floor", flush=True)
 
 
 def read(results: str) -> dict[tuple[str, str, str, int], dict[str, float]]:
@@ -294,10 +296,10 @@ def main() -> None:
                     ]
                     print(f"{name:5}{shape:15}{tokens:7} " + "".join(f"{c:>16}" for c in cells), mode, flush=True)
                 del sides, x
-            for tokens in (16, 8192):
-                time_quantiser(name, shape, tokens, args.results, where)
             del weights
             torch.cuda.empty_cache()
+        for cols, tokens in product(dict.fromkeys(SHAPES[shape][1] for shape in args.shapes.split(",")), (16, 8192)):
+            time_quantiser(name, cols, tokens, args.results, where)
 
 
 if __name__ == "__main__":

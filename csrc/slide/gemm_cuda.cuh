@@ -69,6 +69,7 @@ struct slide_tile {
     static constexpr int FIXED = WARPGROUPS * 2 * CHUNK_BYTES + (MAX_SPLITS - 1) * PARTIAL_BYTES + 256;
     static constexpr int FIT = (BUDGET - FIXED) / (TOKEN_BYTES + WEIGHT_BYTES);
     static constexpr int STAGES = FIT < 15 ? FIT : 15;
+    static constexpr int RELEASES = WARPGROUPS * CLUSTER * (KIND == SLIDE_SPARSE ? 4 : 1); // of a stage
     static constexpr int PREFETCH = 65536 / WEIGHT_BYTES; // stages, so that all blocks' together fit L2
     // Offsets in shared memory; the swizzles want multiples of 1024 (tokens, staging, dense tiles) and 512.
     static constexpr int STAGING = STAGES * TOKEN_BYTES;
@@ -210,13 +211,16 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         stored++;
     };
 
-    // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
+    // The whole warpgroup is behind a wgmma once one of its warps is, so one warp's lanes could hand a stage back for all.
+    // But ordinary loads of metadata are ordered by their own warp's arrival only.
     const auto release = [&](int stage) {
-        if (lane || warp >= TILE::CLUSTER) return;
+        if (KIND == SLIDE_SPARSE) __syncwarp();
+        const int rank_to = KIND == SLIDE_SPARSE ? lane : lane ? TILE::CLUSTER : warp;
+        if (rank_to >= TILE::CLUSTER) return;
         if (TILE::CLUSTER == 1)
             sm90::barrier_arrive(empty + stage * 8);
         else
-            sm90::barrier_arrive_remote(empty + stage * 8, warp);
+            sm90::barrier_arrive_remote(empty + stage * 8, rank_to);
     };
 
     slide_ring<TILE::STAGES> ring;
@@ -335,7 +339,7 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < TILE::STAGES; stage++) {
             sm90::barrier_init(barriers + stage * 8, 1);
-            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::WARPGROUPS * TILE::CLUSTER);
+            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::RELEASES);
         }
         sm90::prefetch_map(&task.lifted);
         sm90::prefetch_map(&task.out);

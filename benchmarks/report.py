@@ -385,8 +385,9 @@ def load_slide(path: Path) -> tuple[SlideLines, list[Line]]:
     linears: SlideLines = {}
     quantiser = []
     for line in map(json.loads, path.read_text().splitlines()):
-        if "shape" in line:
-            linears.setdefault((line["type"], line["shape"], line["tokens"], line["mode"]), {})[line["side"]] = line
+        if "shape" in line:  # the oldest lines have one mode at each number of tokens, and do not name it
+            mode = line.get("mode", "sustained" if line["tokens"] > 512 else "burst")
+            linears.setdefault((line["type"], line["shape"], line["tokens"], mode), {})[line["side"]] = line
         else:
             quantiser.append(line)
     return linears, quantiser

@@ -229,17 +229,6 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         slide_place(task, tile, row_tile, token_tile);
         const int64_t first_row = ((int64_t)(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS + warpgroup) * 64;
         const int first_token = token_tile * TOKENS;
-        // Loaded now, used behind the products: their latency is hidden. Each warp holds the scales of all tokens.
-        const int64_t row = first_row + warp * 16 + lane / 4;
-        const float scale_low = row < task.rows ? task.scale[row] : 0;
-        const float scale_high = row + 8 < task.rows ? task.scale[row + 8] : 0;
-        const float bias_low = slide_bias(task, row), bias_high = slide_bias(task, row + 8);
-        float token_scale[CHUNKS];
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++)
-            token_scale[chunk] =
-                task.token_scale ? task.token_scale[min(first_token + chunk * TILE::CHUNK + lane, task.tokens - 1)] : 1;
-
         typename MMA::acc sums[TOKENS / 2]; // written, not added to, by the first product
         int previous = -1;
         // The instruction reads its metadata registers while it runs, after the next stage's were loaded: two sets, in turn.
@@ -279,6 +268,17 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             if (stored < CHUNKS) store_next();
         }
         while (stored < CHUNKS) store_next();
+        // Loaded behind the last products, which still run: earlier there are no registers for them. Each warp holds the
+        // scales of all tokens.
+        const int64_t row = first_row + warp * 16 + lane / 4;
+        const float scale_low = row < task.rows ? task.scale[row] : 0;
+        const float scale_high = row + 8 < task.rows ? task.scale[row + 8] : 0;
+        const float bias_low = slide_bias(task, row), bias_high = slide_bias(task, row + 8);
+        float token_scale[CHUNKS];
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++)
+            token_scale[chunk] =
+                task.token_scale ? task.token_scale[min(first_token + chunk * TILE::CHUNK + lane, task.tokens - 1)] : 1;
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release(previous);

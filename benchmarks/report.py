@@ -526,7 +526,6 @@ def main() -> None:
         }
         for name in ("int8", "fp8", "bf16"):
             parts[f"slide {name}"] = lambda name=name: slide_table(slide, name)
-            parts[f"slide {name} llama"] = lambda name=name: slide_table(slide, name, True)
             parts[f"slide {name} us"] = lambda name=name: slide_times_table(slide, name)
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         fill(document, parts)

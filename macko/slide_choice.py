@@ -42,7 +42,8 @@ def cache_file(gpu: str) -> Path:
 
 
 @cache
-def _table(gpu: str) -> Table:
+def slide_table(gpu: str) -> Table:
+    """What is known of a GPU: what this machine has measured before what came with the package."""
     table = json.loads((Path(__file__).parent / "slide_times.json").read_text()).get(gpu, {})
     if (own := cache_file(gpu)).exists():
         for name, patterns in json.loads(own.read_text()).get("slide", {}).items():
@@ -65,7 +66,7 @@ def slide_gain(gpu: str, dtype: torch.dtype, n: int, shape: Sequence[int], token
     Returns:
         None where nobody measured.
     """
-    measured = _table(gpu).get(name_of(dtype), {}).get(f"{2 * n - 2}:{2 * n}")
+    measured = slide_table(gpu).get(name_of(dtype), {}).get(f"{2 * n - 2}:{2 * n}")
     if not measured:
         return None
 

@@ -496,7 +496,7 @@ def test_sparsify_with_a_pattern() -> None:
 
 def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"100 x 100": {"16": 1.1, "4096": 0.9}, "9000 x 100": {"1": 1.5}}
-    monkeypatch.setattr(slide_choice, "_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
+    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
     small = (90, 120)
     assert slide_choice.slide_gain("GPU", INT8, 4, small, 1) == 1.1
     assert slide_choice.slide_gain("GPU", INT8, 4, small, 9000) == 0.9
@@ -543,7 +543,7 @@ def test_sparse_and_dense_side_by_side(element: int, device: str) -> None:
 def test_both_weights_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     times = {"128 x 256": {"16": 1.1, "4096": 0.9}}
-    monkeypatch.setattr(slide_choice, "_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
+    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
     w = weight(128, 256, 4, torch.float16)
     on_gpu = FakeDevice(w)
     for tokens, keep_dense, label in (
@@ -599,16 +599,16 @@ def test_own_table_counts_before_the_shipped_one(tmp_path: Path, monkeypatch: py
     assert own == tmp_path / "macko" / "NVIDIA_H200.json"
     own.parent.mkdir()
     own.write_text('{"slide": {"int8": {"2:4": {"64 x 64": {"1": 0.5}}}}}')
-    slide_choice._table.cache_clear()
+    slide_choice.slide_table.cache_clear()
     assert slide_choice.slide_gain("NVIDIA H200", INT8, 2, (64, 64), 1) == 0.5
     assert slide_choice.slide_gain("NVIDIA H200", FP8, 2, (64, 64), 1) != 0.5
-    slide_choice._table.cache_clear()
+    slide_choice.slide_table.cache_clear()
 
 
 @pytest.mark.gpu
 def test_measured_table_is_what_the_choice_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     table = slide_choice.measure(dtypes=["int8"], patterns=["2:4"], shapes=[(256, 512)], tokens=[1, 64])
-    monkeypatch.setattr(slide_choice, "_table", lambda gpu: table)
+    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: table)
     gain = slide_choice.slide_gain(torch.cuda.get_device_name(), INT8, 2, (256, 512), 64)
     assert gain is not None
     assert 0.2 < gain < 5

@@ -45,8 +45,9 @@ struct slide_task {
     const uint16_t *bias;
     int64_t rows;
     int tokens, row_blocks, k_tiles, row_tiles, token_tiles;
-    int splits;  // blocks that share the stages of one small tile
-    int is_bf16; // the output and the bias; else fp16
+    int splits;        // blocks that share the stages of one small tile
+    int begins_beside; // the launch begins while the quantiser still runs
+    int is_bf16;       // the output and the bias; else fp16
 };
 
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
@@ -69,7 +70,6 @@ struct slide_tile {
     static constexpr int FIXED = WARPGROUPS * 2 * CHUNK_BYTES + (MAX_SPLITS - 1) * PARTIAL_BYTES + 256;
     static constexpr int FIT = (BUDGET - FIXED) / (TOKEN_BYTES + WEIGHT_BYTES);
     static constexpr int STAGES = FIT < 15 ? FIT : 15;
-    static constexpr int RELEASES = WARPGROUPS * CLUSTER * (KIND == SLIDE_SPARSE ? 4 : 1); // of a stage
     static constexpr int PREFETCH = 65536 / WEIGHT_BYTES; // stages, so that all blocks' together fit L2
     // Offsets in shared memory; the swizzles want multiples of 1024 (tokens, staging, dense tiles) and 512.
     static constexpr int STAGING = STAGES * TOKEN_BYTES;
@@ -143,7 +143,7 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
     };
     const int num_tiles = task.row_tiles * task.token_tiles;
     int row_tile, token_tile;
-    if ((int)blockIdx.x / blocks < num_tiles) {
+    if (task.begins_beside && (int)blockIdx.x / blocks < num_tiles) {
         // The weights are there before the tokens are: what the ring will ask for first comes to L2 meanwhile.
         slide_place(task, blockIdx.x / blocks, row_tile, token_tile);
         for (int i = 0; i < TILE::WARPGROUPS; i++)
@@ -211,16 +211,13 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         stored++;
     };
 
-    // The whole warpgroup is behind a wgmma once one of its warps is, so one warp's lanes could hand a stage back for all.
-    // But ordinary loads of metadata are ordered by their own warp's arrival only.
+    // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
     const auto release = [&](int stage) {
-        if (KIND == SLIDE_SPARSE) __syncwarp();
-        const int rank_to = KIND == SLIDE_SPARSE ? lane : lane ? TILE::CLUSTER : warp;
-        if (rank_to >= TILE::CLUSTER) return;
+        if (lane || warp >= TILE::CLUSTER) return;
         if (TILE::CLUSTER == 1)
             sm90::barrier_arrive(empty + stage * 8);
         else
-            sm90::barrier_arrive_remote(empty + stage * 8, rank_to);
+            sm90::barrier_arrive_remote(empty + stage * 8, warp);
     };
 
     slide_ring<TILE::STAGES> ring;
@@ -229,6 +226,17 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         slide_place(task, tile, row_tile, token_tile);
         const int64_t first_row = ((int64_t)(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS + warpgroup) * 64;
         const int first_token = token_tile * TOKENS;
+        // Loaded now, used behind the products: their latency is hidden. Each warp holds the scales of all tokens.
+        const int64_t row = first_row + warp * 16 + lane / 4;
+        const float scale_low = row < task.rows ? task.scale[row] : 0;
+        const float scale_high = row + 8 < task.rows ? task.scale[row + 8] : 0;
+        const float bias_low = slide_bias(task, row), bias_high = slide_bias(task, row + 8);
+        float token_scale[CHUNKS];
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++)
+            token_scale[chunk] =
+                task.token_scale ? task.token_scale[min(first_token + chunk * TILE::CHUNK + lane, task.tokens - 1)] : 1;
+
         typename MMA::acc sums[TOKENS / 2]; // written, not added to, by the first product
         int previous = -1;
         // The instruction reads its metadata registers while it runs, after the next stage's were loaded: two sets, in turn.
@@ -268,17 +276,6 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             if (stored < CHUNKS) store_next();
         }
         while (stored < CHUNKS) store_next();
-        // Loaded behind the last products, which still run: earlier there are no registers for them. Each warp holds the
-        // scales of all tokens.
-        const int64_t row = first_row + warp * 16 + lane / 4;
-        const float scale_low = row < task.rows ? task.scale[row] : 0;
-        const float scale_high = row + 8 < task.rows ? task.scale[row + 8] : 0;
-        const float bias_low = slide_bias(task, row), bias_high = slide_bias(task, row + 8);
-        float token_scale[CHUNKS];
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++)
-            token_scale[chunk] =
-                task.token_scale ? task.token_scale[min(first_token + chunk * TILE::CHUNK + lane, task.tokens - 1)] : 1;
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release(previous);
@@ -339,7 +336,7 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < TILE::STAGES; stage++) {
             sm90::barrier_init(barriers + stage * 8, 1);
-            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::RELEASES);
+            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::WARPGROUPS * TILE::CLUSTER);
         }
         sm90::prefetch_map(&task.lifted);
         sm90::prefetch_map(&task.out);
@@ -412,7 +409,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     // which the quantiser still is pile up on others (down at 16 tokens 26.9 us instead of 25.2); of many tokens the
     // blocks fall out of step, and large GEMMs take 1 to 3 % longer (H200).
     const int64_t blocks = tiles * cluster;
-    const bool beside =
+    task.begins_beside =
         args.follows_quantiser && args.tokens <= 512 && (args.tokens <= 4 || blocks <= num_sms || blocks >= slots);
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -425,7 +422,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     config.dynamicSmemBytes = TILE::SMEM_BYTES;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = beside ? 2 : 1;
+    config.numAttrs = task.begins_beside ? 2 : 1;
     return cudaLaunchKernelEx(&config, slide_gemm_kernel<TYPE, KIND, SIZE>, task);
 }
 

@@ -61,7 +61,8 @@ def sparsify_(
 
     Args:
         model: any module that holds nn.Linear.
-        format: a name in macko.FORMATS, or "auto".
+        format: a name in macko.FORMATS; "auto" for the least time a token where the layer is, as measured, chosen again
+            when it moves; "smallest" for the fewest bytes of memory where it is, found by packing it in every format.
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;

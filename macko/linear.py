@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto, format_class
+from .choose import Auto, chooser, format_class
 from .formats import MackoWeight, PackedWeight, format_named
 
 #: Element types of a packed weight's values.
@@ -139,8 +139,7 @@ class SparseLinear(nn.Linear):
         if reason := unsupported(weight.dtype, weight.device):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
         packed_as = format_class(format)
-        auto = packed_as if issubclass(packed_as, Auto) else None
-        layer = cls.from_packed(packed_as.from_dense(weight), linear.bias, auto=auto)
+        layer = cls.from_packed(packed_as.from_dense(weight), linear.bias, auto=chooser(packed_as))
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -156,8 +155,8 @@ class SparseLinear(nn.Linear):
         "auto" chooses for batches where sparsify_ was asked to.
         """
         wanted, packed = format_class(format), self.packed
-        if issubclass(wanted, Auto):
-            self._auto = self._auto or wanted
+        if (auto := chooser(wanted)) is not None:
+            self._auto = self._auto or auto
             if packed.is_layout or isinstance(packed, MackoWeight):  # ec and slide are a user's own choice
                 self._hold(self._auto.from_macko(packed.to_macko()))
             return self

@@ -8,12 +8,6 @@
 
 namespace macko {
 
-__device__ __forceinline__ uint32_t load_value(uint32_t at) {
-    uint32_t value;
-    asm("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }" : "=r"(value) : "r"(at));
-    return value;
-}
-
 // prmt itself: __byte_perm would mask the selector first.
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t bytes;
@@ -53,11 +47,13 @@ struct tile_lane {
             uint32_t both = 0;
 #pragma unroll
             for (int j = 0; j < 4; j++) both += __dp4a(mask >> j & 0x11111111u, 0x01010101u, 0u) << (8 * j);
-            sum[0] = own[0] = both & 0x0f0f0f0fu;
-            sum[1] = own[1] = both >> 4 & 0x0f0f0f0fu;
+            own[0] = both & 0x0f0f0f0fu;
+            own[1] = both >> 4 & 0x0f0f0f0fu;
+            add_from_below(both, 1); // at most 8 still
+            sum[0] = both & 0x0f0f0f0fu;
+            sum[1] = both >> 4 & 0x0f0f0f0fu;
 #pragma unroll
-            for (int distance = 1; distance < 4; distance *= 2)
-                for (int half = 0; half < 2; half++) add_from_below(sum[half], distance);
+            for (int half = 0; half < 2; half++) add_from_below(sum[half], 2);
         } else if (STEP == 2) {
 #pragma unroll
             for (int distance = 4; distance < WARP; distance *= 2)
@@ -79,13 +75,27 @@ struct tile_lane {
         return mask >> j & 0x01010101u;
     }
 
-    // The values at the lane's place of group j on, one for each element: whether it belongs to it, the mask says.
+    // The values of group j. An element without one keeps what was there: a value's 16 bits with zeros above.
     __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD]) const {
         const uint32_t b = bits(j);
-        values[0] = load_value(at[j]);
-        values[1] = load_value(__dp4a(b, 0x00000002u, at[j]));
-        values[2] = load_value(__dp4a(b, 0x00000202u, at[j]));
-        values[3] = load_value(__dp4a(b, 0x00020202u, at[j]));
+        load_value(values[0], 1u << j, at[j]);
+        load_value(values[1], 1u << (8 + j), __dp4a(b, 0x00000002u, at[j]));
+        load_value(values[2], 1u << (16 + j), __dp4a(b, 0x00000202u, at[j]));
+        load_value(values[3], 1u << (24 + j), __dp4a(b, 0x00020202u, at[j]));
+    }
+
+    // Loads where the mask has the bit: lanes that do not load have no conflicts of banks (1.2 for 1.4 wavefronts).
+    __device__ __forceinline__ void load_value(uint32_t &value, uint32_t bit, uint32_t at) const {
+#ifdef ALWAYS
+        asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
+#else
+        asm("{ .reg .pred p; .reg .b32 set;\n"
+            "  and.b32 set, %2, %3;\n"
+            "  setp.ne.u32 p, set, 0;\n"
+            "  @p ld.shared.u16 %0, [%1]; }"
+            : "+r"(value)
+            : "r"(at), "r"(mask), "r"(bit));
+#endif
     }
 
     // Two registers of the operand. Elements without a value take the zeros above another one's 16 bits.

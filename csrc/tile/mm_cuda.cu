@@ -38,13 +38,16 @@ struct tile_task {
 
 template <int TOKENS>
 struct tile_shape {
-    static constexpr int WARPGROUPS = TOKENS <= 64 ? 4 : TOKENS == 128 ? 3 : 2;
-    // The registers of an SM: the producer, a warpgroup for that reason, leaves its own to the others.
+    // Up to 64 tokens two blocks share an SM: one starts and ends while the other is at full speed.
+    static constexpr int BLOCKS_PER_SM = TOKENS <= 64 ? 2 : 1;
+    static constexpr int WARPGROUPS = TOKENS == 128 ? 3 : 2;
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
-    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 152 : 232;
-    static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : WARPGROUPS == 3 ? 56 : 40;
+    // The producers are a warpgroup so that they can leave their registers to the others.
+    static constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * BLOCKS_PER_SM) / 8 * 8;
+    static constexpr int REGISTERS = TOKENS <= 64 ? 104 : TOKENS == 128 ? 152 : 232;
+    static constexpr int PRODUCER_REGISTERS = TOKENS <= 64 ? 32 : TOKENS == 128 ? 56 : 40;
     static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a k tile
-    static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
+    static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= LAUNCH_REGISTERS * (WARPGROUPS + 1));
 };
 
 // Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
@@ -96,32 +99,39 @@ __device__ __forceinline__ void copy_weights(uint32_t to, const void *from, int 
 
 // A warp for each warpgroup of consumers: it fetches their tiles, and one of those that share tokens these. (One warp for
 // all took longer for a stage than its copies take.) Its lanes hold the offsets of the next 32 tiles.
-template <int TOKENS>
-__device__ void tile_produce(const tile_task &task, const tile_memory &memory, int first, int last) {
-    using SHAPE = tile_shape<TOKENS>;
-    const int lane = threadIdx.x % WARP, warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARP % 4, 0);
-    const int down = warpgroup % task.down, across = warpgroup / task.down;
-    const int clusters = gridDim.x / task.splits, total = task.groups * task.token_tiles;
-    const int first_work = blockIdx.x / task.splits, per_work = last - first;
-    if (warpgroup >= SHAPE::WARPGROUPS || per_work <= 0) return;
-    // The tile of stage `count` of all rounds, and how many units it has: none behind the matrix.
-    int from = 0, units = 0, next_from, next_units;
-    const auto find = [&](int count, int &tile_from, int &tile_units) {
-        int work = first_work;
+struct tile_finder {
+    const tile_task &task;
+    int warpgroup, first, per_work;
+
+    // The tile of a warpgroup in stage `count` of all rounds, and how many units it has: none behind the matrix.
+    __device__ __forceinline__ void find(int count, int &from, int &units) const {
+        int work = blockIdx.x / task.splits;
         if (count >= per_work) {
-            work += count / per_work * clusters;
+            if (!per_work) return;
+            work += count / per_work * (gridDim.x / task.splits);
             count %= per_work;
         }
-        const int row_block = (task.token_tiles == 1 ? work : work / task.token_tiles) * task.down + down;
-        const int col_block = (first + count) * task.parts + across;
-        tile_from = tile_units = 0;
-        if (work < total && row_block < task.row_blocks && col_block < task.col_blocks) {
+        const int row_block =
+            (task.token_tiles == 1 ? work : work / task.token_tiles) * task.down + warpgroup % task.down;
+        const int col_block = (first + count) * task.parts + warpgroup / task.down;
+        from = units = 0;
+        if (work < task.groups * task.token_tiles && row_block < task.row_blocks && col_block < task.col_blocks) {
             const int32_t *offset = task.offsets + (int64_t)row_block * task.col_blocks + col_block;
-            tile_from = offset[0];
-            tile_units = offset[1] - tile_from;
+            from = offset[0];
+            units = offset[1] - from;
         }
-    };
-    find(lane, next_from, next_units);
+    }
+};
+
+template <int TOKENS>
+__device__ void tile_produce(const tile_task &task, const tile_memory &memory, const tile_finder &finder, int last,
+                             int next_from, int next_units) {
+    using SHAPE = tile_shape<TOKENS>;
+    const int lane = threadIdx.x % WARP, warpgroup = finder.warpgroup, first = finder.first;
+    const int down = warpgroup % task.down, across = warpgroup / task.down;
+    const int clusters = gridDim.x / task.splits, total = task.groups * task.token_tiles;
+    const int first_work = blockIdx.x / task.splits;
+    int from = 0, units = 0;
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     uint32_t phase = 1;
@@ -134,7 +144,7 @@ __device__ void tile_produce(const tile_task &task, const tile_memory &memory, i
             if (count % WARP == 0) {
                 from = next_from;
                 units = next_units;
-                find(count + WARP + lane, next_from, next_units);
+                finder.find(count + WARP + lane, next_from, next_units);
             }
             const int begin = __shfl_sync(FULL_WARP, from, count % WARP);
             const int size = __shfl_sync(FULL_WARP, units, count % WARP);
@@ -162,7 +172,6 @@ __device__ void tile_produce(const tile_task &task, const tile_memory &memory, i
             }
         }
     }
-    asm volatile("griddepcontrol.launch_dependents;");
 }
 
 template <typename T>
@@ -199,7 +208,7 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         // A tile is prepared while the one before it is multiplied; so are its first values fetched.
         tile_lane here, next;
-        uint32_t values[2][2][TILE_QUAD], place;
+        uint32_t values[2][2][TILE_QUAD] = {}, place;
         const auto find = [&](const tile_ring &at) {
             sm90::barrier_wait(memory.full + at.stage * 8, at.phase);
             sm90::load(place, memory.places + at.stage * 16 + warpgroup * 4);
@@ -223,7 +232,7 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
             const uint64_t b = tokens + ring.stage * stage_tokens;
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
-                if (STEP < 3) {
+                if constexpr (STEP < 3) {
                     here.load(2 * STEP + 2, values[(STEP + 1) % 2][0]);
                     here.load(2 * STEP + 3, values[(STEP + 1) % 2][1]);
                 }
@@ -300,7 +309,7 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
 }
 
 template <typename T, int TOKENS>
-__global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
+__global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, tile_shape<TOKENS>::BLOCKS_PER_SM)
     tile_mm_kernel(const __grid_constant__ tile_task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using SHAPE = tile_shape<TOKENS>;
@@ -309,9 +318,18 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::smem_address(shared)));
     const tile_memory memory = tile_memory_of<TOKENS>(task, base);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), rank = blockIdx.x % task.splits;
-    for (int i = threadIdx.x; i < TILE_VALUES / 4; i += SHAPE::THREADS)
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
-    if (threadIdx.x == 0) {
+    const int stages = (task.col_blocks + task.parts - 1) / task.parts;
+    const int first = stages * rank / task.splits, last = stages * (rank + 1) / task.splits;
+    const bool shares = task.parts * task.splits > 1;
+    const tile_finder finder{task, int(threadIdx.x / WARP % 4), first, last - first};
+    int from = 0, units = 0;
+    if (warpgroup == SHAPE::WARPGROUPS) { // the way to the first bytes is long, so it begins here
+        if (finder.warpgroup < SHAPE::WARPGROUPS) finder.find(threadIdx.x % WARP, from, units);
+        if (threadIdx.x % 128 == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
+    } else if (threadIdx.x >= WARP) {
+        for (int i = threadIdx.x - WARP; i < TILE_VALUES / 4; i += SHAPE::WARPGROUPS * 128 - WARP)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
+    } else if (threadIdx.x == 0) {
         for (int stage = 0; stage < task.stages; stage++) {
             sm90::barrier_init(memory.full + stage * 8, SHAPE::WARPGROUPS);
             sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS);
@@ -319,16 +337,14 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
         sm90::barrier_init(memory.sums_full, task.splits * SHAPE::WARPGROUPS * 4);
         sm90::barrier_init(memory.sums_free, task.splits * SHAPE::WARPGROUPS * 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        sm90::fence_for_copies();
     }
     __syncthreads();
-    const bool shares = task.parts * task.splits > 1;
-    if (shares) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-    const int stages = (task.col_blocks + task.parts - 1) / task.parts;
-    const int first = stages * rank / task.splits, last = stages * (rank + 1) / task.splits;
+    if (shares) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     if (warpgroup == SHAPE::WARPGROUPS) {
         sm90::give_registers<SHAPE::PRODUCER_REGISTERS>();
-        tile_produce<TOKENS>(task, memory, first, last);
+        if (finder.warpgroup < SHAPE::WARPGROUPS && first < last)
+            tile_produce<TOKENS>(task, memory, finder, last, from, units);
+        asm volatile("griddepcontrol.launch_dependents;");
         __syncwarp(); // what follows wants whole warps
         if (shares) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
         if (shares && task.sums_in_ring) sm90::cluster_sync();
@@ -396,14 +412,13 @@ __global__ void __launch_bounds__(MMA_THREADS)
         tile.prepare<1>(place, part, lane);
         tile.prepare<2>(place, part, lane);
         tile.prepare<3>(place, part, lane);
-#pragma unroll
-        for (int step = 0; step < 4; step++) {
-            uint32_t a[4], values[2][TILE_QUAD];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                tile.load(2 * step + half, values[half]);
-                tile.place(2 * step + half, values[half], a[2 * half], a[2 * half + 1]);
-            }
+        const auto multiply = [&](auto number) {
+            constexpr int step = decltype(number)::value;
+            uint32_t a[4], values[2][TILE_QUAD] = {};
+            tile.load(2 * step, values[0]);
+            tile.load(2 * step + 1, values[1]);
+            tile.place(2 * step, values[0], a[0], a[1]);
+            tile.place(2 * step + 1, values[1], a[2], a[3]);
 #pragma unroll
             for (int octet = 0; octet < OCTETS; octet++) {
                 const int token = first_token + octet * 8 + lane / 4;
@@ -417,7 +432,11 @@ __global__ void __launch_bounds__(MMA_THREADS)
                 }
                 mma<T>(sums[octet], a, b[0], b[1]);
             }
-        }
+        };
+        multiply(std::integral_constant<int, 0>());
+        multiply(std::integral_constant<int, 1>());
+        multiply(std::integral_constant<int, 2>());
+        multiply(std::integral_constant<int, 3>());
     }
     // The groups' sums, added in order by the first.
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -488,7 +507,7 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     task.tokens = (int)tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
     task.col_blocks = (int)tile_col_blocks(m.cols);
-    task.down = knob("MACKO_TILE_DOWN", TOKENS <= 8 ? 1 : TOKENS <= 16 ? 2 : SHAPE::WARPGROUPS);
+    task.down = knob("MACKO_TILE_DOWN", TOKENS <= 8 ? 1 : SHAPE::WARPGROUPS);
     task.parts = SHAPE::WARPGROUPS / task.down;
     task.groups = (int)ceil_div(task.row_blocks, task.down);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
@@ -498,15 +517,17 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     // The most even way to give the SMs the same work.
     const int stage_bytes = task.parts * SHAPE::TOKEN_BYTES + SHAPE::WARPGROUPS * task.tile_bytes;
     const int fixed = MAX_STAGES * 48 + 16 + TILE_VALUES;
+    // An SM has 1 KB more than a block can have, and each block loses 1 KB.
+    const int room = (device.shared_bytes + 1024) / SHAPE::BLOCKS_PER_SM - 1024;
     int clusters = 0, sums_bytes = 0;
     double least = 1e30;
     for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
         int at_once;
-        error = clusters_at_once<T, TOKENS>(device, splits, device.shared_bytes - 1024, &at_once);
+        error = clusters_at_once<T, TOKENS>(device, splits, room, &at_once);
         if (error) return error;
         const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, task.down, task.parts, splits);
         const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
-        if (device.shared_bytes - fixed - (in_ring ? 0 : sums) < MIN_STAGES * stage_bytes) continue;
+        if (room - fixed - (in_ring ? 0 : sums) < MIN_STAGES * stage_bytes) continue;
         const double time = rounds * (ceil_div(k_stages, splits) + (splits > 1 ? 1.0 : 0.5));
         if (knob("MACKO_TILE_SPLITS", splits) == splits && time < least * 0.99) {
             least = time;
@@ -517,7 +538,7 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
         }
     }
     if (!clusters) return cudaErrorInvalidValue;
-    task.stages = std::min({(device.shared_bytes - fixed - sums_bytes) / stage_bytes,
+    task.stages = std::min({(room - fixed - sums_bytes) / stage_bytes,
                             std::max(MIN_STAGES, knob("MACKO_TILE_STAGES", MAX_STAGES)), MAX_STAGES});
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
     error =

@@ -8,6 +8,12 @@
 
 namespace macko {
 
+__device__ __forceinline__ uint32_t load_value(uint32_t at) {
+    uint32_t value;
+    asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
+    return value;
+}
+
 // prmt itself: __byte_perm would mask the selector first.
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t bytes;
@@ -75,27 +81,13 @@ struct tile_lane {
         return mask >> j & 0x01010101u;
     }
 
-    // The values of group j. An element without one keeps what was there: a value's 16 bits with zeros above.
+    // The values at the lane's place of group j on, one for each element: whether it belongs to it, the mask says.
     __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD]) const {
         const uint32_t b = bits(j);
-        load_value(values[0], 1u << j, at[j]);
-        load_value(values[1], 1u << (8 + j), __dp4a(b, 0x00000002u, at[j]));
-        load_value(values[2], 1u << (16 + j), __dp4a(b, 0x00000202u, at[j]));
-        load_value(values[3], 1u << (24 + j), __dp4a(b, 0x00020202u, at[j]));
-    }
-
-    // Loads where the mask has the bit: lanes that do not load have no conflicts of banks (1.2 for 1.4 wavefronts).
-    __device__ __forceinline__ void load_value(uint32_t &value, uint32_t bit, uint32_t at) const {
-#ifdef ALWAYS
-        asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
-#else
-        asm("{ .reg .pred p; .reg .b32 set;\n"
-            "  and.b32 set, %2, %3;\n"
-            "  setp.ne.u32 p, set, 0;\n"
-            "  @p ld.shared.u16 %0, [%1]; }"
-            : "+r"(value)
-            : "r"(at), "r"(mask), "r"(bit));
-#endif
+        values[0] = load_value(at[j]);
+        values[1] = load_value(__dp4a(b, 0x00000002u, at[j]));
+        values[2] = load_value(__dp4a(b, 0x00000202u, at[j]));
+        values[3] = load_value(__dp4a(b, 0x00020202u, at[j]));
     }
 
     // Two registers of the operand. Elements without a value take the zeros above another one's 16 bits.

@@ -18,8 +18,9 @@ namespace macko {
 namespace {
 
 constexpr int MAX_SPLITS = 8;
+constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-constexpr int MIN_STAGES = 4; // one is multiplied, one prepared, one waits for its last product
+constexpr int MIN_STAGES = PRODUCERS; // and one is multiplied, one prepared, one waits for its last product
 
 struct tile_task {
     CUtensorMap x; // boxes of TILE_COLS columns and the kernel's number of tokens
@@ -32,22 +33,19 @@ struct tile_task {
     int down, parts; // row blocks of a block, and how many k tiles of each a stage has; warpgroups = down * parts
     int groups, token_tiles; // of all blocks' work
     int splits;              // blocks of a cluster
-    int stages, tile_bytes;  // room for a tile in a stage
+    int stages, run_bytes;   // room for the weights of a row block in a stage
     int sums_in_ring;        // one round only: the sums take the place of the stages
 };
 
 template <int TOKENS>
 struct tile_shape {
-    // Up to 64 tokens two blocks share an SM: one starts and ends while the other is at full speed.
-    static constexpr int BLOCKS_PER_SM = TOKENS <= 64 ? 2 : 1;
-    static constexpr int WARPGROUPS = TOKENS == 128 ? 3 : 2;
+    static constexpr int WARPGROUPS = TOKENS <= 64 ? 4 : TOKENS == 128 ? 3 : 2;
+    // The registers of an SM: the producer, a warpgroup for that reason, leaves its own to the others.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
-    // The producers are a warpgroup so that they can leave their registers to the others.
-    static constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * BLOCKS_PER_SM) / 8 * 8;
-    static constexpr int REGISTERS = TOKENS <= 64 ? 104 : TOKENS == 128 ? 152 : 232;
-    static constexpr int PRODUCER_REGISTERS = TOKENS <= 64 ? 32 : TOKENS == 128 ? 56 : 40;
+    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 152 : 232;
+    static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : WARPGROUPS == 3 ? 56 : 40;
     static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a k tile
-    static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= LAUNCH_REGISTERS * (WARPGROUPS + 1));
+    static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
 // Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
@@ -67,7 +65,7 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
     tile_memory m;
     m.tokens = base;
     m.weights = m.tokens + task.stages * task.parts * SHAPE::TOKEN_BYTES;
-    const uint32_t ring_end = m.weights + task.stages * SHAPE::WARPGROUPS * task.tile_bytes;
+    const uint32_t ring_end = m.weights + task.stages * task.down * task.run_bytes;
     m.sums = task.sums_in_ring ? base : ring_end;
     m.full = ring_end + (task.sums_in_ring ? 0 : tile_sums_bytes(TOKENS, task.down, task.parts, task.splits));
     m.empty = m.full + MAX_STAGES * 8;
@@ -97,81 +95,81 @@ __device__ __forceinline__ void copy_weights(uint32_t to, const void *from, int 
                  : "memory");
 }
 
-// A warp for each warpgroup of consumers: it fetches their tiles, and one of those that share tokens these. (One warp for
-// all took longer for a stage than its copies take.) Its lanes hold the offsets of the next 32 tiles.
-struct tile_finder {
-    const tile_task &task;
-    int warpgroup, first, per_work;
-
-    // The tile of a warpgroup in stage `count` of all rounds, and how many units it has: none behind the matrix.
-    __device__ __forceinline__ void find(int count, int &from, int &units) const {
-        int work = blockIdx.x / task.splits;
-        if (count >= per_work) {
-            if (!per_work) return;
-            work += count / per_work * (gridDim.x / task.splits);
-            count %= per_work;
-        }
-        const int row_block =
-            (task.token_tiles == 1 ? work : work / task.token_tiles) * task.down + warpgroup % task.down;
-        const int col_block = (first + count) * task.parts + warpgroup / task.down;
-        from = units = 0;
-        if (work < task.groups * task.token_tiles && row_block < task.row_blocks && col_block < task.col_blocks) {
-            const int32_t *offset = task.offsets + (int64_t)row_block * task.col_blocks + col_block;
-            from = offset[0];
-            units = offset[1] - from;
-        }
-    }
-};
-
+// Four warps fill the ring, a stage in turn: one alone took longer for a stage than its copies take. A warp's lanes hold
+// the offsets of its next four stages, eight each: of every row block the tiles of the stage and the one behind.
 template <int TOKENS>
-__device__ void tile_produce(const tile_task &task, const tile_memory &memory, const tile_finder &finder, int last,
-                             int next_from, int next_units) {
+__device__ void tile_produce(const tile_task &task, const tile_memory &memory, int first, int last) {
     using SHAPE = tile_shape<TOKENS>;
-    const int lane = threadIdx.x % WARP, warpgroup = finder.warpgroup, first = finder.first;
-    const int down = warpgroup % task.down, across = warpgroup / task.down;
+    constexpr int AT_ONCE = 4;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
     const int clusters = gridDim.x / task.splits, total = task.groups * task.token_tiles;
-    const int first_work = blockIdx.x / task.splits;
-    int from = 0, units = 0;
+    const int first_work = blockIdx.x / task.splits, per_work = last - first, run = task.parts + 1;
+    if (per_work <= 0) return;
+    const int entry = lane % 8, entry_row = (entry >= run) + (entry >= 2 * run) + (entry >= 3 * run);
+    const int entry_tile = entry - entry_row * run;
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const auto load_offsets = [&](int count) {
+        count += lane / 8 * PRODUCERS;
+        int work = first_work, stage = count;
+        if (count >= per_work) { // a division takes as long as a stage of the ring
+            work += count / per_work * clusters;
+            stage = count % per_work;
+        }
+        const int row_block = (task.token_tiles == 1 ? work : work / task.token_tiles) * task.down + entry_row;
+        const int tile = min((first + stage) * task.parts + entry_tile, task.col_blocks);
+        return work < total && entry_row < task.down && row_block < task.row_blocks
+                   ? task.offsets[(int64_t)row_block * task.col_blocks + tile]
+                   : 0;
+    };
+    // Lane r < down: the run of tiles of row block r. Lane w: where warpgroup w finds its tile.
+    const int row = lane % task.down, part = min(lane / task.down, task.parts - 1);
+    int offsets = 0, next_offsets = load_offsets(warp), slot = warp;
     uint32_t phase = 1;
-    int slot = 0, count = 0;
-#pragma unroll 1
-    for (int work = first_work; work < total; work += clusters) {
-        const int token = task.token_tiles == 1 ? 0 : work % task.token_tiles * TOKENS;
-#pragma unroll 1
-        for (int stage = first; stage < last; stage++, count++) {
-            if (count % WARP == 0) {
-                from = next_from;
-                units = next_units;
-                finder.find(count + WARP + lane, next_from, next_units);
-            }
-            const int begin = __shfl_sync(FULL_WARP, from, count % WARP);
-            const int size = __shfl_sync(FULL_WARP, units, count % WARP);
-            if (lane == 0) {
-                const uint32_t barrier = memory.full + slot * 8;
-                const uint32_t to = memory.weights + (slot * SHAPE::WARPGROUPS + warpgroup) * task.tile_bytes;
-                // Copies begin at multiples of 128 bytes: else each line would take two requests.
-                const int aligned = begin & ~7, bytes = size ? (begin - aligned + size) * TILE_UNIT : 0;
-                const uint32_t place = size ? to + (begin - aligned) * TILE_UNIT : memory.no_tile;
-                sm90::barrier_wait(memory.empty + slot * 8, phase);
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + warpgroup * 4), "r"(place)
-                             : "memory");
-                sm90::barrier_expect(barrier, bytes + (down ? 0 : SHAPE::TOKEN_BYTES));
-                if (size) copy_weights(to, task.data + (int64_t)aligned * TILE_UNIT, bytes, barrier, policy);
-                if (down == 0) {
-                    // Weights may be fetched before the kernel in front is done, tokens not.
-                    if (count == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-                    sm90::copy_box(memory.tokens + (slot * task.parts + across) * SHAPE::TOKEN_BYTES, &task.x,
-                                   (stage * task.parts + across) * TILE_COLS, token, barrier);
-                }
-            }
-            if (++slot == task.stages) {
-                slot = 0;
-                phase ^= 1;
-            }
+    int work = first_work, stage = first + warp;
+    for (int count = warp;; count += PRODUCERS) {
+        while (stage >= last) {
+            stage -= per_work;
+            work += clusters;
+        }
+        if (work >= total) break;
+        const int turn = count / PRODUCERS % AT_ONCE;
+        if (turn == 0) {
+            offsets = next_offsets;
+            next_offsets = load_offsets(count + AT_ONCE * PRODUCERS);
+        }
+        const int here = turn * 8 + row * run;
+        const int from = __shfl_sync(FULL_WARP, offsets, here), to = __shfl_sync(FULL_WARP, offsets, here + task.parts);
+        const int own = __shfl_sync(FULL_WARP, offsets, here + part);
+        const int own_end = __shfl_sync(FULL_WARP, offsets, here + part + 1);
+        // Copies begin at multiples of 128 bytes: else each line would take two requests.
+        const int begin = from & ~7, bytes = lane < task.down && to > from ? (to - begin) * TILE_UNIT : 0;
+        const uint32_t weights = memory.weights + (slot * task.down + row) * task.run_bytes;
+        const uint32_t place = own_end > own ? weights + (own - begin) * TILE_UNIT : memory.no_tile;
+        const int sum = __reduce_add_sync(FULL_WARP, bytes);
+        const uint32_t barrier = memory.full + slot * 8;
+        sm90::barrier_wait(memory.empty + slot * 8, phase);
+        if (lane < SHAPE::WARPGROUPS)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + lane * 4), "r"(place) : "memory");
+        __syncwarp();
+        if (lane == 0) sm90::barrier_expect(barrier, sum + task.parts * SHAPE::TOKEN_BYTES);
+        __syncwarp();
+        if (bytes) copy_weights(weights, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
+        // Weights may be fetched before the kernel in front is done, tokens not.
+        if (count == warp) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (lane < task.parts)
+            sm90::copy_box(memory.tokens + (slot * task.parts + lane) * SHAPE::TOKEN_BYTES, &task.x,
+                           (stage * task.parts + lane) * TILE_COLS,
+                           task.token_tiles == 1 ? 0 : work % task.token_tiles * TOKENS, barrier);
+        __syncwarp();
+        stage += PRODUCERS;
+        slot += PRODUCERS;
+        if (slot >= task.stages) {
+            slot -= task.stages;
+            phase ^= 1;
         }
     }
+    asm volatile("griddepcontrol.launch_dependents;");
 }
 
 template <typename T>
@@ -208,7 +206,7 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         // A tile is prepared while the one before it is multiplied; so are its first values fetched.
         tile_lane here, next;
-        uint32_t values[2][2][TILE_QUAD] = {}, place;
+        uint32_t values[2][2][TILE_QUAD], place;
         const auto find = [&](const tile_ring &at) {
             sm90::barrier_wait(memory.full + at.stage * 8, at.phase);
             sm90::load(place, memory.places + at.stage * 16 + warpgroup * 4);
@@ -232,7 +230,7 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
             const uint64_t b = tokens + ring.stage * stage_tokens;
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
-                if constexpr (STEP < 3) {
+                if (STEP < 3) {
                     here.load(2 * STEP + 2, values[(STEP + 1) % 2][0]);
                     here.load(2 * STEP + 3, values[(STEP + 1) % 2][1]);
                 }
@@ -309,7 +307,7 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
 }
 
 template <typename T, int TOKENS>
-__global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, tile_shape<TOKENS>::BLOCKS_PER_SM)
+__global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     tile_mm_kernel(const __grid_constant__ tile_task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using SHAPE = tile_shape<TOKENS>;
@@ -318,33 +316,26 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, tile_shape<TOKENS
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::smem_address(shared)));
     const tile_memory memory = tile_memory_of<TOKENS>(task, base);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), rank = blockIdx.x % task.splits;
-    const int stages = (task.col_blocks + task.parts - 1) / task.parts;
-    const int first = stages * rank / task.splits, last = stages * (rank + 1) / task.splits;
-    const bool shares = task.parts * task.splits > 1;
-    const tile_finder finder{task, int(threadIdx.x / WARP % 4), first, last - first};
-    int from = 0, units = 0;
-    if (warpgroup == SHAPE::WARPGROUPS) { // the way to the first bytes is long, so it begins here
-        if (finder.warpgroup < SHAPE::WARPGROUPS) finder.find(threadIdx.x % WARP, from, units);
-        if (threadIdx.x % 128 == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
-    } else if (threadIdx.x >= WARP) {
-        for (int i = threadIdx.x - WARP; i < TILE_VALUES / 4; i += SHAPE::WARPGROUPS * 128 - WARP)
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
-    } else if (threadIdx.x == 0) {
+    for (int i = threadIdx.x; i < TILE_VALUES / 4; i += SHAPE::THREADS)
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
+    if (threadIdx.x == 0) {
         for (int stage = 0; stage < task.stages; stage++) {
-            sm90::barrier_init(memory.full + stage * 8, SHAPE::WARPGROUPS);
+            sm90::barrier_init(memory.full + stage * 8, 1);
             sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS);
         }
         sm90::barrier_init(memory.sums_full, task.splits * SHAPE::WARPGROUPS * 4);
         sm90::barrier_init(memory.sums_free, task.splits * SHAPE::WARPGROUPS * 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
     }
     __syncthreads();
+    const bool shares = task.parts * task.splits > 1;
     if (shares) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    const int stages = (task.col_blocks + task.parts - 1) / task.parts;
+    const int first = stages * rank / task.splits, last = stages * (rank + 1) / task.splits;
     if (warpgroup == SHAPE::WARPGROUPS) {
         sm90::give_registers<SHAPE::PRODUCER_REGISTERS>();
-        if (finder.warpgroup < SHAPE::WARPGROUPS && first < last)
-            tile_produce<TOKENS>(task, memory, finder, last, from, units);
-        asm volatile("griddepcontrol.launch_dependents;");
+        tile_produce<TOKENS>(task, memory, first, last);
         __syncwarp(); // what follows wants whole warps
         if (shares) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
         if (shares && task.sums_in_ring) sm90::cluster_sync();
@@ -388,7 +379,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
             const int from = run(stage, 0), units = run(stage, MMA_ACROSS) - from;
             for (int i = threadIdx.x; i < units; i += MMA_THREADS)
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                                 base + stage % task.stages * task.tile_bytes + i * TILE_UNIT),
+                                 base + stage % task.stages * task.run_bytes + i * TILE_UNIT),
                              "l"(task.data + ((int64_t)from + i) * TILE_UNIT)
                              : "memory");
         }
@@ -407,18 +398,19 @@ __global__ void __launch_bounds__(MMA_THREADS)
         if (k_tile >= task.col_blocks) continue;
         tile_lane tile;
         const uint32_t place =
-            base + stage % task.stages * task.tile_bytes + (run(stage, across) - run(stage, 0)) * TILE_UNIT;
+            base + stage % task.stages * task.run_bytes + (run(stage, across) - run(stage, 0)) * TILE_UNIT;
         tile.prepare<0>(place, part, lane);
         tile.prepare<1>(place, part, lane);
         tile.prepare<2>(place, part, lane);
         tile.prepare<3>(place, part, lane);
-        const auto multiply = [&](auto number) {
-            constexpr int step = decltype(number)::value;
-            uint32_t a[4], values[2][TILE_QUAD] = {};
-            tile.load(2 * step, values[0]);
-            tile.load(2 * step + 1, values[1]);
-            tile.place(2 * step, values[0], a[0], a[1]);
-            tile.place(2 * step + 1, values[1], a[2], a[3]);
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            uint32_t a[4], values[2][TILE_QUAD];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                tile.load(2 * step + half, values[half]);
+                tile.place(2 * step + half, values[half], a[2 * half], a[2 * half + 1]);
+            }
 #pragma unroll
             for (int octet = 0; octet < OCTETS; octet++) {
                 const int token = first_token + octet * 8 + lane / 4;
@@ -432,11 +424,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
                 }
                 mma<T>(sums[octet], a, b[0], b[1]);
             }
-        };
-        multiply(std::integral_constant<int, 0>());
-        multiply(std::integral_constant<int, 1>());
-        multiply(std::integral_constant<int, 2>());
-        multiply(std::integral_constant<int, 3>());
+        }
     }
     // The groups' sums, added in order by the first.
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -507,27 +495,25 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     task.tokens = (int)tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
     task.col_blocks = (int)tile_col_blocks(m.cols);
-    task.down = knob("MACKO_TILE_DOWN", TOKENS <= 8 ? 1 : SHAPE::WARPGROUPS);
+    task.down = knob("MACKO_TILE_DOWN", TOKENS <= 8 ? 1 : TOKENS == 128 ? 3 : 2);
     task.parts = SHAPE::WARPGROUPS / task.down;
     task.groups = (int)ceil_div(task.row_blocks, task.down);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
-    task.tile_bytes = (int)ceil_div((int64_t)m.widest * TILE_UNIT + 128 + 16, 128) * 128;
+    task.run_bytes = (int)ceil_div((int64_t)task.parts * m.widest * TILE_UNIT + 128 + 16, 128) * 128;
     const int k_stages = (int)ceil_div(task.col_blocks, task.parts), work = task.groups * task.token_tiles;
 
     // The most even way to give the SMs the same work.
-    const int stage_bytes = task.parts * SHAPE::TOKEN_BYTES + SHAPE::WARPGROUPS * task.tile_bytes;
+    const int stage_bytes = task.parts * SHAPE::TOKEN_BYTES + task.down * task.run_bytes;
     const int fixed = MAX_STAGES * 48 + 16 + TILE_VALUES;
-    // An SM has 1 KB more than a block can have, and each block loses 1 KB.
-    const int room = (device.shared_bytes + 1024) / SHAPE::BLOCKS_PER_SM - 1024;
     int clusters = 0, sums_bytes = 0;
     double least = 1e30;
     for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
         int at_once;
-        error = clusters_at_once<T, TOKENS>(device, splits, room, &at_once);
+        error = clusters_at_once<T, TOKENS>(device, splits, device.shared_bytes - 1024, &at_once);
         if (error) return error;
         const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, task.down, task.parts, splits);
         const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
-        if (room - fixed - (in_ring ? 0 : sums) < MIN_STAGES * stage_bytes) continue;
+        if (device.shared_bytes - fixed - (in_ring ? 0 : sums) < MIN_STAGES * stage_bytes) continue;
         const double time = rounds * (ceil_div(k_stages, splits) + (splits > 1 ? 1.0 : 0.5));
         if (knob("MACKO_TILE_SPLITS", splits) == splits && time < least * 0.99) {
             least = time;
@@ -538,7 +524,7 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
         }
     }
     if (!clusters) return cudaErrorInvalidValue;
-    task.stages = std::min({(room - fixed - sums_bytes) / stage_bytes,
+    task.stages = std::min({(device.shared_bytes - fixed - sums_bytes) / stage_bytes,
                             std::max(MIN_STAGES, knob("MACKO_TILE_STAGES", MAX_STAGES)), MAX_STAGES});
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
     error =
@@ -574,10 +560,10 @@ cudaError_t tile_launch_mma(const tile_matrix &m, int64_t tokens, const void *x,
     task.rows = m.rows;
     task.tokens = (int)tokens;
     task.col_blocks = (int)tile_col_blocks(m.cols);
-    task.tile_bytes = std::max(MMA_ACROSS * m.widest * TILE_UNIT, 512) + 128; // what is read behind the last value
-    task.stages = device.shared_bytes / task.tile_bytes < 4 ? 2 : 4;
+    task.run_bytes = std::max(MMA_ACROSS * m.widest * TILE_UNIT, 512) + 128; // what is read behind the last value
+    task.stages = device.shared_bytes / task.run_bytes < 4 ? 2 : 4;
     const int sums_bytes = (MMA_ACROSS - 1) * OCTETS * 4 * 128 * 4;
-    const int shared_bytes = std::max(task.stages * task.tile_bytes, sums_bytes);
+    const int shared_bytes = std::max(task.stages * task.run_bytes, sums_bytes);
     if (shared_bytes > device.shared_bytes) return cudaErrorInvalidValue;
     const dim3 grid((unsigned)tile_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
     tile_mma_kernel<T, OCTETS>

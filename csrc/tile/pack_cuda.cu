@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(THREADS, 8)
             places_of(((const uint32_t *)room.masks[stage])[lane], values_at + stage * sizeof room.values[0] + start);
 #pragma unroll
         for (int j = 0; j < TILE_GROUPS; j++) {
-            uint32_t values[TILE_QUAD] = {}, low, high;
+            uint32_t values[TILE_QUAD], low, high;
             own.load(j, values);
             own.place(j, values, low, high);
             *(uint32_t *)(dense + 8 * j) = low;

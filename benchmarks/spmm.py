@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -65,6 +65,13 @@ def time_calls(calls: list[Callable[[], Tensor]], tokens: int) -> Timing:
     return time_graph(calls) if tokens <= 64 else time_graph(calls, replays=5, warmup=1, min_launches=8)
 
 
+def time_unpack(packed: PackedWeight, rotated: Sequence[PackedWeight], w: Tensor) -> Timing:
+    """The whole dense matrix, which has to be w."""
+    if not torch.equal(packed.to_dense(), w):
+        raise SystemExit(f"{packed.format}: unpacking gives another matrix")
+    return time_graph([c.to_dense for c in rotated], replays=5, warmup=1, min_launches=8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", required=True, help="what is timed; there is no other yet")
@@ -111,6 +118,13 @@ def main() -> None:
                 packed = kind.from_macko(canonical)
                 rotated = packed_copies(packed)
                 shown = []
+                about = {"rows": rows, "cols": cols, "density": density, "dtype": args.dtype, "mask": "uniform", **what}
+                if kernel == packed.format:
+                    timing = time_unpack(packed, rotated, w)
+                    moved = packed.nbytes + w.nbytes
+                    shown.append(f"unpack: {timing.median_us:.2f} ({moved / timing.median_us / 1e6:.2f} TB/s)")
+                    times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
+                    append_jsonl(out, kernel=f"{kernel}_unpack", tokens=0, moved_bytes=moved, **times, **about)
                 for n, x in inputs.items():
                     if n not in sizes:
                         continue
@@ -122,16 +136,8 @@ def main() -> None:
                     logs.setdefault((density, n, kernel), []).append(math.log(speedup))
                     shown.append(f"{n}: {timing.median_us:.2f} ({speedup:.2f}x)")
                     times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
-                    about = {
-                        "rows": rows,
-                        "cols": cols,
-                        "density": density,
-                        "dtype": args.dtype,
-                        "tokens": n,
-                        "mask": "uniform",
-                    }
                     facts = {"dense_us": round(dense_us[n], 3), "held_bytes": packed.nbytes}
-                    append_jsonl(out, kernel=kernel, **about, **times, **facts, **what)
+                    append_jsonl(out, kernel=kernel, tokens=n, **times, **facts, **about)
                 print(f"{shape} {density} {kernel:6} us (x over dense)  {'  '.join(shown)}", flush=True)
                 del rotated, packed
             del canonical, w

@@ -19,10 +19,8 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-using DeviceGuard = torch::stable::accelerator::DeviceGuard;
-
-// Up to how many tokens tile_mm_cuda multiplies; more go through dense rows and the library's GEMM, which is faster than
-// decoding a tile once every 256 tokens when the dense rows are shared by that many (H200, 8192 x 8192, density 0.5).
+// Up to how many tokens tile_mm_cuda multiplies; more go through dense rows and the library's GEMM. A pass of 256 tokens
+// takes 62 us at 8192 x 8192 and density 0.5, unpacking 50 and the library's product 48 a pass (H200).
 int64_t packed_tokens() {
     const char *knob = getenv("MACKO_TILE_TOKENS");
     return knob ? atoll(knob) : 768;
@@ -86,8 +84,8 @@ void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Ten
     if (!padding && !fits(x))
         x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
     const int64_t stride = tokens == 1 ? m.cols + padding : x.stride(0);
-    STD_CUDA_CHECK(tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, bias ? bias->const_data_ptr() : nullptr,
-                                y.mutable_data_ptr(), current_stream(x)));
+    STD_CUDA_CHECK(
+        tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(), current_stream(x)));
 }
 #endif
 
@@ -99,6 +97,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     check_backend(op, "values", values);
     const macko_matrix source = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
     check_half(op, "values", values);
+    const DeviceOf guard(values);
+    check_content(op, source, values);
     const int64_t rows = source.rows, tiles = tile_count(rows, cols);
     Tensor offsets = torch::stable::new_empty(values, {tiles + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
@@ -107,8 +107,6 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     };
     tile_totals totals{};
 #ifdef USE_CUDA
-    const DeviceGuard guard(values.get_device_index());
-    check_content(op, source, values);
     const cudaStream_t stream = current_stream(values);
     Tensor totals_tensor = torch::stable::new_zeros(values, {int64_t(sizeof totals / 8)}, ScalarType::Long);
     auto *device_totals = static_cast<tile_totals *>(totals_tensor.mutable_data_ptr());
@@ -143,7 +141,6 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     // A product may read the weight before the kernel in front of it has ended, so that must not be the one that writes it.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
-    check_content(op, source, values);
     const int64_t col_blocks = tile_col_blocks(cols);
     const auto for_blocks = [&](auto body) {
         for_rows(tile_row_blocks(rows), cols * TILE_ROWS, [&](int64_t begin, int64_t end) {
@@ -186,9 +183,9 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
 
 Tensor tile_unpack(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
     const tile_matrix m = matrix_of("tile_unpack", data, offsets, rows, cols, widest);
+    const DeviceOf guard(data);
     Tensor w = torch::stable::new_empty(data, {rows, cols});
 #ifdef USE_CUDA
-    const DeviceGuard guard(data.get_device_index());
     STD_CUDA_CHECK(tile_unpack_cuda(&m, 0, rows, w.mutable_data_ptr(), current_stream(data)));
 #else
     for_rows(rows, cols, [&](int64_t begin, int64_t end) {
@@ -203,7 +200,7 @@ Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64
 #ifdef USE_CUDA
     // Content is looked at once, when it comes from outside, so on the CPU, where this is asked of the same op.
     (void)m;
-    const DeviceGuard guard(data.get_device_index());
+    const DeviceOf guard(data);
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
     using torch::stable::detail::from;
     std::array<StableIValue, 5> stack{from(torch::stable::to(data, cpu)), from(torch::stable::to(offsets, cpu)),
@@ -211,9 +208,8 @@ Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::tile_check", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), data.device());
 #else
-    Tensor found = torch::stable::new_empty(data, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
-    const macko_fault fault = tile_check_cpu(&m, data.numel() * 2 / TILE_UNIT);
-    std::memcpy(found.mutable_data_ptr(), &fault, sizeof fault);
+    Tensor found = new_fault(data);
+    *fault_in(found) = tile_check_cpu(&m, data.numel() * 2 / TILE_UNIT);
     return found;
 #endif
 }
@@ -222,29 +218,10 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
                    int64_t widest, const std::optional<Tensor> &bias_any) {
     const char *op = "tile_linear";
     const tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
-    check_device(op, "x", x_any, "data", data);
-    check_dtype(op, "x", x_any, data.scalar_type());
-    if (x_any.dim() < 1 || x_any.size(-1) != cols)
-        fail(op, "x has shape ", shape_name(x_any), ", expected [..., ", cols, "]");
-    std::optional<Tensor> bias;
-    if (bias_any) {
-        check_device(op, "bias", *bias_any, "data", data);
-        check_dtype(op, "bias", *bias_any, data.scalar_type());
-        check_dim(op, "bias", *bias_any, 1);
-        if (bias_any->numel() != rows)
-            fail(op, "bias has ", bias_any->numel(), " elements, the matrix has ", rows, " rows");
-        bias = bias_any->is_contiguous() ? *bias_any : torch::stable::contiguous(*bias_any);
-    }
-    int64_t tokens = 1;
-    std::vector<int64_t> shape;
-    for (int64_t i = 0; i + 1 < x_any.dim(); i++) {
-        shape.push_back(x_any.size(i));
-        tokens *= x_any.size(i);
-    }
-    shape.push_back(rows);
-#ifdef USE_CUDA
-    const DeviceGuard guard(data.get_device_index());
-#endif
+    check_tokens(op, x_any, "data", data, cols);
+    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), rows);
+    const DeviceOf guard(data);
+    const int64_t tokens = num_tokens(x_any);
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
 #ifdef USE_CUDA
@@ -260,7 +237,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
         return macko_fault{};
     });
 #endif
-    return torch::stable::reshape(y, shape);
+    return torch::stable::reshape(y, with_last(x_any, rows));
 }
 
 } // namespace macko

@@ -2,7 +2,7 @@
 //
 // A warpgroup decodes a tile into the registers of operand A, 16 columns at a time, and multiplies it with the tokens in
 // shared memory (wgmma, fp32 sums) while it decodes the next ones. No x is gathered and no dense tile is written, so the
-// cost of a token is the tensor cores' alone. One warp fills a ring of stages: weights by bulk copies, tokens by tensor
+// cost of a token is the tensor cores' alone. Four warps fill a ring of stages: weights by bulk copies, tokens by tensor
 // copies. A block has `down` row blocks and cuts their columns into `parts`, a warpgroup each; a cluster of `splits`
 // blocks cuts the columns once more. The sums meet in shared memory, each block of the cluster adding up its share in a
 // fixed order.
@@ -448,11 +448,6 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #endif
 }
 
-int knob(const char *name, int otherwise) {
-    const char *set = getenv(name);
-    return set ? atoi(set) : otherwise;
-}
-
 // How many clusters of this size run at once.
 template <typename T, int TOKENS>
 cudaError_t clusters_at_once(const Device &device, int splits, int shared_bytes, int *clusters) {
@@ -486,6 +481,7 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<tile_mm_kernel<T, TOKENS>>(device);
     if (error) return error;
+    cudaLaunchConfig_t config{};
     tile_task task{};
     task.data = m.data;
     task.offsets = m.offsets;
@@ -495,50 +491,53 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     task.tokens = (int)tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
     task.col_blocks = (int)tile_col_blocks(m.cols);
-    task.down = knob("MACKO_TILE_DOWN", TOKENS <= 8 ? 1 : TOKENS == 128 ? 3 : 2);
-    task.parts = SHAPE::WARPGROUPS / task.down;
-    task.groups = (int)ceil_div(task.row_blocks, task.down);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
-    task.run_bytes = (int)ceil_div((int64_t)task.parts * m.widest * TILE_UNIT + 128 + 16, 128) * 128;
-    const int k_stages = (int)ceil_div(task.col_blocks, task.parts), work = task.groups * task.token_tiles;
-
-    // The most even way to give the SMs the same work.
-    const int stage_bytes = task.parts * SHAPE::TOKEN_BYTES + task.down * task.run_bytes;
     const int fixed = MAX_STAGES * 48 + 16 + TILE_VALUES;
-    int clusters = 0, sums_bytes = 0;
-    double least = 1e30;
-    for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
-        int at_once;
-        error = clusters_at_once<T, TOKENS>(device, splits, device.shared_bytes - 1024, &at_once);
-        if (error) return error;
-        const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, task.down, task.parts, splits);
-        const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
-        if (device.shared_bytes - fixed - (in_ring ? 0 : sums) < MIN_STAGES * stage_bytes) continue;
-        const double time = rounds * (ceil_div(k_stages, splits) + (splits > 1 ? 1.0 : 0.5));
-        if (knob("MACKO_TILE_SPLITS", splits) == splits && time < least * 0.99) {
+    int clusters = 0;
+    // Row blocks of a block: as measured on an H200 at density 0.5; as many as can be where tiles are so full that the
+    // ring would not fit beside the sums.
+    for (int down : {TOKENS <= 8 ? 1 : TOKENS == 128 ? 3 : 2, SHAPE::WARPGROUPS}) {
+        const int parts = SHAPE::WARPGROUPS / down, k_stages = (int)ceil_div(task.col_blocks, parts);
+        const int groups = (int)ceil_div(task.row_blocks, down), work = groups * task.token_tiles;
+        const int run_bytes = (int)ceil_div((int64_t)parts * m.widest * TILE_UNIT + 128 + 16, 128) * 128;
+        const int stage_bytes = parts * SHAPE::TOKEN_BYTES + down * run_bytes;
+        double least = 1e30;
+        for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
+            int at_once;
+            error = clusters_at_once<T, TOKENS>(device, splits, device.shared_bytes - 1024, &at_once);
+            if (error) return error;
+            const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, down, parts, splits);
+            const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
+            const int room = device.shared_bytes - fixed - (in_ring ? 0 : sums);
+            // The most even way to give the SMs the same work, in stages; the sums take about one.
+            const double time = rounds * (ceil_div(k_stages, splits) + (splits > 1 ? 1.0 : 0.5));
+            if (room < MIN_STAGES * stage_bytes || time >= least * 0.99) continue;
             least = time;
-            task.splits = splits;
             clusters = std::min(at_once, work);
+            task.down = down;
+            task.parts = parts;
+            task.groups = groups;
+            task.run_bytes = run_bytes;
+            task.splits = splits;
             task.sums_in_ring = in_ring;
-            sums_bytes = in_ring ? 0 : sums;
+            task.stages = std::min(room / stage_bytes, MAX_STAGES);
+            config.dynamicSmemBytes = device.shared_bytes - room + task.stages * stage_bytes;
         }
+        if (clusters) break;
     }
     if (!clusters) return cudaErrorInvalidValue;
-    task.stages = std::min({(device.shared_bytes - fixed - sums_bytes) / stage_bytes,
-                            std::max(MIN_STAGES, knob("MACKO_TILE_STAGES", MAX_STAGES)), MAX_STAGES});
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
-    error =
-        sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS, TOKENS);
+    if (m.cols)
+        error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,
+                                 TOKENS);
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)task.splits, 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
     config.gridDim = dim3((unsigned)(clusters * task.splits));
     config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = fixed + sums_bytes + task.stages * stage_bytes;
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = overlaps ? 2 : 1;

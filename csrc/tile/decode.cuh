@@ -10,7 +10,7 @@ namespace macko {
 
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     uint32_t value;
-    asm("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }" : "=r"(value) : "r"(at));
+    asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
     return value;
 }
 
@@ -53,11 +53,13 @@ struct tile_lane {
             uint32_t both = 0;
 #pragma unroll
             for (int j = 0; j < 4; j++) both += __dp4a(mask >> j & 0x11111111u, 0x01010101u, 0u) << (8 * j);
-            sum[0] = own[0] = both & 0x0f0f0f0fu;
-            sum[1] = own[1] = both >> 4 & 0x0f0f0f0fu;
+            own[0] = both & 0x0f0f0f0fu;
+            own[1] = both >> 4 & 0x0f0f0f0fu;
+            add_from_below(both, 1); // at most 8 still
+            sum[0] = both & 0x0f0f0f0fu;
+            sum[1] = both >> 4 & 0x0f0f0f0fu;
 #pragma unroll
-            for (int distance = 1; distance < 4; distance *= 2)
-                for (int half = 0; half < 2; half++) add_from_below(sum[half], distance);
+            for (int half = 0; half < 2; half++) add_from_below(sum[half], 2);
         } else if (STEP == 2) {
 #pragma unroll
             for (int distance = 4; distance < WARP; distance *= 2)

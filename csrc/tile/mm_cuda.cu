@@ -2,7 +2,7 @@
 //
 // A warpgroup decodes a tile into the registers of operand A, 16 columns at a time, and multiplies it with the tokens in
 // shared memory (wgmma, fp32 sums) while it decodes the next ones. No x is gathered and no dense tile is written, so the
-// cost of a token is the tensor cores' alone. One warp fills a ring of stages: weights by bulk copies, tokens by tensor
+// cost of a token is the tensor cores' alone. Four warps fill a ring of stages: weights by bulk copies, tokens by tensor
 // copies. A block has `down` row blocks and cuts their columns into `parts`, a warpgroup each; a cluster of `splits`
 // blocks cuts the columns once more. The sums meet in shared memory, each block of the cluster adding up its share in a
 // fixed order.
@@ -18,8 +18,9 @@ namespace macko {
 namespace {
 
 constexpr int MAX_SPLITS = 8;
+constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-constexpr int MIN_STAGES = 4; // one is multiplied, one prepared, one waits for its last product
+constexpr int MIN_STAGES = PRODUCERS; // and one is multiplied, one prepared, one waits for its last product
 
 struct tile_task {
     CUtensorMap x; // boxes of TILE_COLS columns and the kernel's number of tokens
@@ -32,7 +33,7 @@ struct tile_task {
     int down, parts; // row blocks of a block, and how many k tiles of each a stage has; warpgroups = down * parts
     int groups, token_tiles; // of all blocks' work
     int splits;              // blocks of a cluster
-    int stages, tile_bytes;  // room for a tile in a stage
+    int stages, run_bytes;   // room for the weights of a row block in a stage
     int sums_in_ring;        // one round only: the sums take the place of the stages
 };
 
@@ -64,7 +65,7 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
     tile_memory m;
     m.tokens = base;
     m.weights = m.tokens + task.stages * task.parts * SHAPE::TOKEN_BYTES;
-    const uint32_t ring_end = m.weights + task.stages * SHAPE::WARPGROUPS * task.tile_bytes;
+    const uint32_t ring_end = m.weights + task.stages * task.down * task.run_bytes;
     m.sums = task.sums_in_ring ? base : ring_end;
     m.full = ring_end + (task.sums_in_ring ? 0 : tile_sums_bytes(TOKENS, task.down, task.parts, task.splits));
     m.empty = m.full + MAX_STAGES * 8;
@@ -94,72 +95,78 @@ __device__ __forceinline__ void copy_weights(uint32_t to, const void *from, int 
                  : "memory");
 }
 
-// A warp for each warpgroup of consumers: it fetches their tiles, and one of those that share tokens these. (One warp for
-// all took longer for a stage than its copies take.) Its lanes hold the offsets of the next 32 tiles.
+// Four warps fill the ring, a stage in turn: one alone took longer for a stage than its copies take. A warp's lanes hold
+// the offsets of its next four stages, eight each: of every row block the tiles of the stage and the one behind.
 template <int TOKENS>
 __device__ void tile_produce(const tile_task &task, const tile_memory &memory, int first, int last) {
     using SHAPE = tile_shape<TOKENS>;
-    const int lane = threadIdx.x % WARP, warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARP % 4, 0);
-    const int down = warpgroup % task.down, across = warpgroup / task.down;
+    constexpr int AT_ONCE = 4;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
     const int clusters = gridDim.x / task.splits, total = task.groups * task.token_tiles;
-    const int first_work = blockIdx.x / task.splits, per_work = last - first;
-    if (warpgroup >= SHAPE::WARPGROUPS || per_work <= 0) return;
-    // The tile of stage `count` of all rounds, and how many units it has: none behind the matrix.
-    int from = 0, units = 0, next_from, next_units;
-    const auto find = [&](int count, int &tile_from, int &tile_units) {
-        int work = first_work;
-        if (count >= per_work) {
-            work += count / per_work * clusters;
-            count %= per_work;
-        }
-        const int row_block = (task.token_tiles == 1 ? work : work / task.token_tiles) * task.down + down;
-        const int col_block = (first + count) * task.parts + across;
-        tile_from = tile_units = 0;
-        if (work < total && row_block < task.row_blocks && col_block < task.col_blocks) {
-            const int32_t *offset = task.offsets + (int64_t)row_block * task.col_blocks + col_block;
-            tile_from = offset[0];
-            tile_units = offset[1] - tile_from;
-        }
-    };
-    find(lane, next_from, next_units);
+    const int first_work = blockIdx.x / task.splits, per_work = last - first, run = task.parts + 1;
+    if (per_work <= 0) return;
+    const int entry = lane % 8, entry_row = (entry >= run) + (entry >= 2 * run) + (entry >= 3 * run);
+    const int entry_tile = entry - entry_row * run;
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const auto load_offsets = [&](int count) {
+        count += lane / 8 * PRODUCERS;
+        int work = first_work, stage = count;
+        if (count >= per_work) { // a division takes as long as a stage of the ring
+            work += count / per_work * clusters;
+            stage = count % per_work;
+        }
+        const int row_block = (task.token_tiles == 1 ? work : work / task.token_tiles) * task.down + entry_row;
+        const int tile = min((first + stage) * task.parts + entry_tile, task.col_blocks);
+        return work < total && entry_row < task.down && row_block < task.row_blocks
+                   ? task.offsets[(int64_t)row_block * task.col_blocks + tile]
+                   : 0;
+    };
+    // Lane r < down: the run of tiles of row block r. Lane w: where warpgroup w finds its tile.
+    const int row = lane % task.down, part = min(lane / task.down, task.parts - 1);
+    int offsets = 0, next_offsets = load_offsets(warp), slot = warp;
     uint32_t phase = 1;
-    int slot = 0, count = 0;
-#pragma unroll 1
-    for (int work = first_work; work < total; work += clusters) {
-        const int token = task.token_tiles == 1 ? 0 : work % task.token_tiles * TOKENS;
-#pragma unroll 1
-        for (int stage = first; stage < last; stage++, count++) {
-            if (count % WARP == 0) {
-                from = next_from;
-                units = next_units;
-                find(count + WARP + lane, next_from, next_units);
-            }
-            const int begin = __shfl_sync(FULL_WARP, from, count % WARP);
-            const int size = __shfl_sync(FULL_WARP, units, count % WARP);
-            if (lane == 0) {
-                const uint32_t barrier = memory.full + slot * 8;
-                const uint32_t to = memory.weights + (slot * SHAPE::WARPGROUPS + warpgroup) * task.tile_bytes;
-                // Copies begin at multiples of 128 bytes: else each line would take two requests.
-                const int aligned = begin & ~7, bytes = size ? (begin - aligned + size) * TILE_UNIT : 0;
-                const uint32_t place = size ? to + (begin - aligned) * TILE_UNIT : memory.no_tile;
-                sm90::barrier_wait(memory.empty + slot * 8, phase);
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + warpgroup * 4), "r"(place)
-                             : "memory");
-                sm90::barrier_expect(barrier, bytes + (down ? 0 : SHAPE::TOKEN_BYTES));
-                if (size) copy_weights(to, task.data + (int64_t)aligned * TILE_UNIT, bytes, barrier, policy);
-                if (down == 0) {
-                    // Weights may be fetched before the kernel in front is done, tokens not.
-                    if (count == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-                    sm90::copy_box(memory.tokens + (slot * task.parts + across) * SHAPE::TOKEN_BYTES, &task.x,
-                                   (stage * task.parts + across) * TILE_COLS, token, barrier);
-                }
-            }
-            if (++slot == task.stages) {
-                slot = 0;
-                phase ^= 1;
-            }
+    int work = first_work, stage = first + warp;
+    for (int count = warp;; count += PRODUCERS) {
+        while (stage >= last) {
+            stage -= per_work;
+            work += clusters;
+        }
+        if (work >= total) break;
+        const int turn = count / PRODUCERS % AT_ONCE;
+        if (turn == 0) {
+            offsets = next_offsets;
+            next_offsets = load_offsets(count + AT_ONCE * PRODUCERS);
+        }
+        const int here = turn * 8 + row * run;
+        const int from = __shfl_sync(FULL_WARP, offsets, here), to = __shfl_sync(FULL_WARP, offsets, here + task.parts);
+        const int own = __shfl_sync(FULL_WARP, offsets, here + part);
+        const int own_end = __shfl_sync(FULL_WARP, offsets, here + part + 1);
+        // Copies begin at multiples of 128 bytes: else each line would take two requests.
+        const int begin = from & ~7, bytes = lane < task.down && to > from ? (to - begin) * TILE_UNIT : 0;
+        const uint32_t weights = memory.weights + (slot * task.down + row) * task.run_bytes;
+        const uint32_t place = own_end > own ? weights + (own - begin) * TILE_UNIT : memory.no_tile;
+        const int sum = __reduce_add_sync(FULL_WARP, bytes);
+        const uint32_t barrier = memory.full + slot * 8;
+        sm90::barrier_wait(memory.empty + slot * 8, phase);
+        if (lane < SHAPE::WARPGROUPS)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + lane * 4), "r"(place) : "memory");
+        __syncwarp();
+        if (lane == 0) sm90::barrier_expect(barrier, sum + task.parts * SHAPE::TOKEN_BYTES);
+        __syncwarp();
+        if (bytes) copy_weights(weights, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
+        // Weights may be fetched before the kernel in front is done, tokens not.
+        if (count == warp) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (lane < task.parts)
+            sm90::copy_box(memory.tokens + (slot * task.parts + lane) * SHAPE::TOKEN_BYTES, &task.x,
+                           (stage * task.parts + lane) * TILE_COLS,
+                           task.token_tiles == 1 ? 0 : work % task.token_tiles * TOKENS, barrier);
+        __syncwarp();
+        stage += PRODUCERS;
+        slot += PRODUCERS;
+        if (slot >= task.stages) {
+            slot -= task.stages;
+            phase ^= 1;
         }
     }
     asm volatile("griddepcontrol.launch_dependents;");
@@ -313,17 +320,17 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < task.stages; stage++) {
-            sm90::barrier_init(memory.full + stage * 8, SHAPE::WARPGROUPS);
+            sm90::barrier_init(memory.full + stage * 8, 1);
             sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS);
         }
         sm90::barrier_init(memory.sums_full, task.splits * SHAPE::WARPGROUPS * 4);
         sm90::barrier_init(memory.sums_free, task.splits * SHAPE::WARPGROUPS * 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        sm90::fence_for_copies();
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
     }
     __syncthreads();
     const bool shares = task.parts * task.splits > 1;
-    if (shares) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+    if (shares) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     const int stages = (task.col_blocks + task.parts - 1) / task.parts;
     const int first = stages * rank / task.splits, last = stages * (rank + 1) / task.splits;
     if (warpgroup == SHAPE::WARPGROUPS) {
@@ -372,7 +379,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
             const int from = run(stage, 0), units = run(stage, MMA_ACROSS) - from;
             for (int i = threadIdx.x; i < units; i += MMA_THREADS)
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                                 base + stage % task.stages * task.tile_bytes + i * TILE_UNIT),
+                                 base + stage % task.stages * task.run_bytes + i * TILE_UNIT),
                              "l"(task.data + ((int64_t)from + i) * TILE_UNIT)
                              : "memory");
         }
@@ -391,7 +398,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
         if (k_tile >= task.col_blocks) continue;
         tile_lane tile;
         const uint32_t place =
-            base + stage % task.stages * task.tile_bytes + (run(stage, across) - run(stage, 0)) * TILE_UNIT;
+            base + stage % task.stages * task.run_bytes + (run(stage, across) - run(stage, 0)) * TILE_UNIT;
         tile.prepare<0>(place, part, lane);
         tile.prepare<1>(place, part, lane);
         tile.prepare<2>(place, part, lane);
@@ -441,11 +448,6 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #endif
 }
 
-int knob(const char *name, int otherwise) {
-    const char *set = getenv(name);
-    return set ? atoi(set) : otherwise;
-}
-
 // How many clusters of this size run at once.
 template <typename T, int TOKENS>
 cudaError_t clusters_at_once(const Device &device, int splits, int shared_bytes, int *clusters) {
@@ -479,6 +481,7 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<tile_mm_kernel<T, TOKENS>>(device);
     if (error) return error;
+    cudaLaunchConfig_t config{};
     tile_task task{};
     task.data = m.data;
     task.offsets = m.offsets;
@@ -488,50 +491,53 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     task.tokens = (int)tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
     task.col_blocks = (int)tile_col_blocks(m.cols);
-    task.down = knob("MACKO_TILE_DOWN", TOKENS <= 8 ? 1 : TOKENS <= 16 ? 2 : SHAPE::WARPGROUPS);
-    task.parts = SHAPE::WARPGROUPS / task.down;
-    task.groups = (int)ceil_div(task.row_blocks, task.down);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
-    task.tile_bytes = (int)ceil_div((int64_t)m.widest * TILE_UNIT + 128 + 16, 128) * 128;
-    const int k_stages = (int)ceil_div(task.col_blocks, task.parts), work = task.groups * task.token_tiles;
-
-    // The most even way to give the SMs the same work.
-    const int stage_bytes = task.parts * SHAPE::TOKEN_BYTES + SHAPE::WARPGROUPS * task.tile_bytes;
     const int fixed = MAX_STAGES * 48 + 16 + TILE_VALUES;
-    int clusters = 0, sums_bytes = 0;
-    double least = 1e30;
-    for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
-        int at_once;
-        error = clusters_at_once<T, TOKENS>(device, splits, device.shared_bytes - 1024, &at_once);
-        if (error) return error;
-        const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, task.down, task.parts, splits);
-        const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
-        if (device.shared_bytes - fixed - (in_ring ? 0 : sums) < MIN_STAGES * stage_bytes) continue;
-        const double time = rounds * (ceil_div(k_stages, splits) + (splits > 1 ? 1.0 : 0.5));
-        if (knob("MACKO_TILE_SPLITS", splits) == splits && time < least * 0.99) {
+    int clusters = 0;
+    // Row blocks of a block: as measured on an H200 at density 0.5; as many as can be where tiles are so full that the
+    // ring would not fit beside the sums.
+    for (int down : {TOKENS <= 8 ? 1 : TOKENS == 128 ? 3 : 2, SHAPE::WARPGROUPS}) {
+        const int parts = SHAPE::WARPGROUPS / down, k_stages = (int)ceil_div(task.col_blocks, parts);
+        const int groups = (int)ceil_div(task.row_blocks, down), work = groups * task.token_tiles;
+        const int run_bytes = (int)ceil_div((int64_t)parts * m.widest * TILE_UNIT + 128 + 16, 128) * 128;
+        const int stage_bytes = parts * SHAPE::TOKEN_BYTES + down * run_bytes;
+        double least = 1e30;
+        for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
+            int at_once;
+            error = clusters_at_once<T, TOKENS>(device, splits, device.shared_bytes - 1024, &at_once);
+            if (error) return error;
+            const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, down, parts, splits);
+            const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
+            const int room = device.shared_bytes - fixed - (in_ring ? 0 : sums);
+            // The most even way to give the SMs the same work, in stages; the sums take about one.
+            const double time = rounds * (ceil_div(k_stages, splits) + (splits > 1 ? 1.0 : 0.5));
+            if (room < MIN_STAGES * stage_bytes || time >= least * 0.99) continue;
             least = time;
-            task.splits = splits;
             clusters = std::min(at_once, work);
+            task.down = down;
+            task.parts = parts;
+            task.groups = groups;
+            task.run_bytes = run_bytes;
+            task.splits = splits;
             task.sums_in_ring = in_ring;
-            sums_bytes = in_ring ? 0 : sums;
+            task.stages = std::min(room / stage_bytes, MAX_STAGES);
+            config.dynamicSmemBytes = device.shared_bytes - room + task.stages * stage_bytes;
         }
+        if (clusters) break;
     }
     if (!clusters) return cudaErrorInvalidValue;
-    task.stages = std::min({(device.shared_bytes - fixed - sums_bytes) / stage_bytes,
-                            std::max(MIN_STAGES, knob("MACKO_TILE_STAGES", MAX_STAGES)), MAX_STAGES});
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
-    error =
-        sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS, TOKENS);
+    if (m.cols)
+        error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,
+                                 TOKENS);
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)task.splits, 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
     config.gridDim = dim3((unsigned)(clusters * task.splits));
     config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = fixed + sums_bytes + task.stages * stage_bytes;
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = overlaps ? 2 : 1;
@@ -553,10 +559,10 @@ cudaError_t tile_launch_mma(const tile_matrix &m, int64_t tokens, const void *x,
     task.rows = m.rows;
     task.tokens = (int)tokens;
     task.col_blocks = (int)tile_col_blocks(m.cols);
-    task.tile_bytes = std::max(MMA_ACROSS * m.widest * TILE_UNIT, 512) + 128; // what is read behind the last value
-    task.stages = device.shared_bytes / task.tile_bytes < 4 ? 2 : 4;
+    task.run_bytes = std::max(MMA_ACROSS * m.widest * TILE_UNIT, 512) + 128; // what is read behind the last value
+    task.stages = device.shared_bytes / task.run_bytes < 4 ? 2 : 4;
     const int sums_bytes = (MMA_ACROSS - 1) * OCTETS * 4 * 128 * 4;
-    const int shared_bytes = std::max(task.stages * task.tile_bytes, sums_bytes);
+    const int shared_bytes = std::max(task.stages * task.run_bytes, sums_bytes);
     if (shared_bytes > device.shared_bytes) return cudaErrorInvalidValue;
     const dim3 grid((unsigned)tile_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
     tile_mma_kernel<T, OCTETS>

@@ -138,13 +138,17 @@ Tensor unpack_matrix(const sell_matrix &m, const Tensor &data) {
 #ifdef USE_CUDA
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
 sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
-          int64_t gap_bits) {
+          int64_t gap_bits, int64_t warps, int64_t num_blocks) {
     const char *op = "sell_pack";
     check_cuda(op, "values", values);
     const macko_matrix m = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
     if (gap_bits && (gap_bits < SELL_MIN_GAP_BITS || gap_bits > SELL_MAX_GAP_BITS))
         fail(op, "gap_bits is ", gap_bits, ", expected ", int(SELL_MIN_GAP_BITS), " to ", int(SELL_MAX_GAP_BITS),
              ", or 0 to choose the smallest");
+    if (warps < 0 || warps % 2 || warps > SELL_MAX_WARPS)
+        fail(op, "warps is ", warps, ", expected an even number up to ", int(SELL_MAX_WARPS), ", or 0 to choose");
+    if (num_blocks < 0 || num_blocks > (1 << 20))
+        fail(op, "blocks is ", num_blocks, ", expected 1 to ", 1 << 20, ", or 0 to choose");
     if (cols > SELL_MAX_COLS)
         fail(op, "cols is ", cols, ", expected at most ", int(SELL_MAX_COLS), ": use the macko format");
     const DeviceGuard guard(values.get_device_index());
@@ -177,6 +181,8 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     sell_device device;
     STD_CUDA_CHECK(sell_device_cuda(&device));
     sell_shape shape = sell_pack_shape(rows, cols, int(gap_bits), device);
+    if (warps) shape.warps = int(warps);
+    if (num_blocks) shape.num_blocks = int(num_blocks);
     if (!shape.stages)
         fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,
              " bytes of shared memory of this GPU: use the macko format");
@@ -274,7 +280,7 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
 }
 #else
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
-sell_pack(const Tensor &values, const Tensor &, const Tensor &, int64_t, int64_t, int64_t) {
+sell_pack(const Tensor &values, const Tensor &, const Tensor &, int64_t, int64_t, int64_t, int64_t, int64_t) {
     check_cuda("sell_pack", "values", values);
     fail("sell_pack", "no CUDA tensor reaches the CPU library");
 }

@@ -83,7 +83,10 @@ def where(lines: Iterable[Line]) -> str:
     )
 
 
-def shapes_table(problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[int, int]]) -> str:
+def shapes_table(
+    problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[int, int]], published: dict[tuple[int, int], float]
+) -> str:
+    """published: times of the published kernel; with none there are no columns for it."""
     found = uniform(problems, 0.5)
     rows = []
     for shape in shapes:
@@ -102,6 +105,7 @@ def shapes_table(problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[in
                 f"{sell['floor_us']:.2f}",
                 f"{sell['held_bytes'] / sell['stored']:.3f}",
                 f"{sell['gap_bits']}",
+                *([f"{published[shape]:.1f} ({published[shape] / sell['median_us']:.2f}x)"] if published else []),
             ]
         )
     mine = [found[s] for s in shapes if s in found]
@@ -116,6 +120,10 @@ def shapes_table(problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[in
             "",
             "",
             "",
+            *(
+                [f"{geomean(published[s] / found[s]['sell']['median_us'] for s in shapes if s in found):.2f}x"]
+                * bool(published)
+            ),
         ]
     )
     head = [
@@ -128,8 +136,44 @@ def shapes_table(problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[in
         "floor us",
         "B a value",
         "gap bits",
+        *["published us, sell over it"] * bool(published),
     ]
     return table(head, rows)
+
+
+def load_published(path: Path) -> dict[tuple[int, int], float]:
+    lines = map(json.loads, path.read_text().splitlines())
+    return {(line["rows"], line["cols"]): line["median_us"] for line in lines}
+
+
+def variants_table(path: Path) -> str:
+    """Lines of benchmarks.spmv --variants: a row a variant, plain and chained time by shape."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    times = {(line["variant"], line["kernel"], (line["rows"], line["cols"])): line["median_us"] for line in lines}
+    shapes = list(dict.fromkeys((line["rows"], line["cols"]) for line in lines))
+    rows = []
+    for name in dict.fromkeys(line["variant"] for line in lines if line["kernel"] == "sell_plain"):
+        cells = []
+        for shape in shapes:
+            plain, chained = (times[name, f"sell_{way}", shape] for way in ("plain", "chained"))
+            cells.append(f"{plain:.2f} / {chained:.2f}")
+        rows.append([name, *cells])
+    return table(["us, plain / chained", *(f"{r} x {c}" for r, c in shapes)], rows)
+
+
+def sustained_table(path: Path) -> str:
+    """The lines of the same file for what runs without a rest."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    found = {(line["rows"], line["cols"], line["kernel"], line["variant"]): line for line in lines}
+    rows = []
+    for r, c in dict.fromkeys((line["rows"], line["cols"]) for line in lines):
+        cells = [f"{r} x {c}"]
+        for name, variant in (("sell", "as chosen"), ("dense", "dense")):
+            rested = found[r, c, "sell_plain" if name == "sell" else "dense_linear", variant]
+            tired = found[r, c, f"{name}_sustained", "sustained"]
+            cells += [f"{line['median_us']:.2f} at {line['clock_mhz']} MHz" for line in (rested, tired)]
+        rows.append(cells)
+    return table(["rows x cols", "sell us", "sell, a second on", "dense us", "dense, a second on"], rows)
 
 
 def others_table(problems: dict[Key, dict[str, Line]]) -> str:
@@ -407,8 +451,10 @@ def main() -> None:
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
-        "spmv eight": lambda: shapes_table(problems, EIGHT),
-        "spmv paper": lambda: shapes_table(problems, sorted(uniform(problems, 0.5), key=lambda s: s[0] * s[1])),
+        "spmv eight": lambda: shapes_table(problems, EIGHT, load_published(path.parent / "published.jsonl")),
+        "spmv paper": lambda: shapes_table(problems, sorted(uniform(problems, 0.5), key=lambda s: s[0] * s[1]), {}),
+        "spmv variants": lambda: variants_table(path.parent / "variants.jsonl"),
+        "spmv sustained": lambda: sustained_table(path.parent / "variants.jsonl"),
         "spmv others": lambda: others_table(problems),
         "spmv behind": lambda: behind_table(problems),
         "spmv densities": lambda: densities_table(problems),

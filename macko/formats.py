@@ -257,11 +257,11 @@ class SellWeight(PackedWeight):
     def from_macko(cls, weight: MackoWeight, gap_bits: int = 0, warps: int = 0, blocks: int = 0) -> Self:
         """Lays out a macko weight that is on a GPU. gap_bits 2 to 6, or 0 for the smallest; warps and blocks: see
         ops.sell_pack."""
-        *tensors, gap_bits, warps, head, entries = ops.sell_pack(
+        data, bases, row_blocks, perm, gap_bits, warps, head, entries = ops.sell_pack(
             weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits, gap_bits, warps, blocks
         )
         sizes = weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits
-        return cls(*tensors, *sizes)
+        return cls(data, bases, row_blocks, perm, *sizes)
 
     def to_macko(self) -> MackoWeight:
         """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const sell_block b = load_block(&header);
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
-        const uint8_t *head = m.data + (int64_t)blockIdx.x * m.head * stage_bytes;
+        const uint8_t *head = m.data + (int64_t)blockIdx.x * stage_bytes;
         const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
         const int lane_steps = COPY == CP_ASYNC && lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
         const int own_steps = COPY == CP_ASYNC ? __shfl_sync(FULL_WARP, lane_steps, warp) : 0;
@@ -127,7 +127,8 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         auto fetch_own = [&](uint32_t offset) {
             const int slots = stage_slots(lane_steps, fetched);
             if (fetched < own_steps) {
-                const uint8_t *from = (fetched < m.head ? head + fetched * stage_bytes : next) + warp * SLOT;
+                const uint8_t *from =
+                    (fetched < m.head ? head + fetched * (int64_t)m.num_blocks * stage_bytes : next) + warp * SLOT;
                 const uint32_t to = ring_at + offset + warp * SLOT;
                 for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_16(to + piece, from + piece);
             }

@@ -154,7 +154,8 @@ template <int SLOT>
 __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const Ring &ring, uint32_t ring_at,
                                           uint32_t filled, uint32_t emptied, const sell_block &header, int lane) {
     const int stage_bytes = m.warps * SLOT, blind = block < m.num_blocks ? min(m.head, ring.first) : 0;
-    const uint8_t *head = m.data + (int64_t)block * m.head * stage_bytes;
+    const int64_t stride = (int64_t)m.num_blocks * stage_bytes;
+    const uint8_t *head = m.data + (int64_t)block * stage_bytes;
     uint64_t once; // the weights do not push x out of L2
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     if (lane == 0) {
@@ -164,8 +165,7 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
             if (stage == ring.early) asm volatile("griddepcontrol.wait;" ::: "memory");
             if (stage < blind)
-                fetch_bulk(ring_at + stage * stage_bytes, head + stage * stage_bytes, stage_bytes, filled + 8 * stage,
-                           once);
+                fetch_bulk(ring_at + stage * stage_bytes, head + stage * stride, stage_bytes, filled + 8 * stage, once);
         }
         asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll 1
@@ -184,8 +184,8 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
         const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
         if (lane == 0) {
             if (stage >= ring.stages) barrier_wait(emptied + 8 * place, parity);
-            fetch_bulk(ring_at + place * stage_bytes, in_head ? head + stage * stage_bytes : next, bytes,
-                       filled + 8 * place, once);
+            fetch_bulk(ring_at + place * stage_bytes, in_head ? head + stage * stride : next, bytes, filled + 8 * place,
+                       once);
         }
         if (!in_head) next += bytes;
         if (++place == ring.stages) place = 0, parity ^= 1;
@@ -197,17 +197,18 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
 
 // sell_slot for many steps of one block: the steps of its pairs of warps are counted once.
 struct Places {
-    int64_t head_slot, tail_slot;
+    int64_t head_slot, head_stride, tail_slot;
     int warps, head, steps[SELL_MAX_WARPS / 2];
 
     __device__ Places(const sell_matrix &s, const sell_block &b, int block) : warps(s.warps), head(s.head) {
-        head_slot = (int64_t)block * head * warps;
+        head_slot = (int64_t)block * warps;
+        head_stride = (int64_t)s.num_blocks * warps;
         tail_slot = (int64_t)s.num_blocks * head * warps + b.slot - sell_slots_before(&b, warps, head);
         for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++)
             steps[pair] = 2 * pair < warps ? sell_steps_of_warp(&b, warps, 2 * pair) : 0;
     }
     __device__ int64_t slot(int stage, int warp) const {
-        if (stage < head) return head_slot + stage * warps + warp;
+        if (stage < head) return head_slot + stage * head_stride + warp;
         int before = 0;
         for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(steps[pair], stage);
         return tail_slot + before + warp;

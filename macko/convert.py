@@ -17,7 +17,7 @@ from .choose import Auto, format_class
 from .formats import PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported
-from .slide_choice import SlidePacking
+from .slide_choice import SlidePacking, refused_shards
 
 #: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
 #: at 0.2, and at 0.3 saves an eighth. One token costs at least the reading of these bytes, so less than that is soon
@@ -52,6 +52,7 @@ def sparsify_(
     pattern: str = "auto",
     dtype: str | None = None,
     tokens: int = 2048,
+    keep_dense: bool = False,
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -61,7 +62,8 @@ def sparsify_(
 
     Args:
         model: any module that holds nn.Linear.
-        format: a name in macko.FORMATS, or "auto".
+        format: a name in macko.FORMATS; "auto" for the least time a token where the layer is, as measured, chosen again
+            when it moves; "smallest" for the fewest bytes of memory where it is, found by packing it in every format.
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
@@ -71,6 +73,8 @@ def sparsify_(
         pattern, dtype, tokens: of format "slide" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
             layer fits; "int8", "fp8", or None to keep the layer's dtype; and the usual number of tokens, for which
             macko.slide_choice picks the pattern's kernel or the dense one. A layer that does not fit stays dense.
+        keep_dense: of format "slide" only. One weight a layer is held, for the kernel that was picked; with this the
+            dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
 
     Returns:
         A Report: every nn.Linear, with its density, bytes, and why it was skipped.
@@ -78,9 +82,9 @@ def sparsify_(
     Raises:
         ValueError: no such format; min_sparsity outside 0 to 1; the model is itself an nn.Linear.
     """
-    packed_as = SlidePacking(pattern, dtype, tokens) if format == "slide" else format_class(format)
-    if format != "slide" and (pattern, dtype) != ("auto", None):
-        raise ValueError(f'pattern and dtype are of format "slide", the format is {format!r}')
+    packed_as = SlidePacking(pattern, dtype, tokens, keep_dense) if format == "slide" else format_class(format)
+    if format != "slide" and (pattern, dtype, keep_dense) != ("auto", None, False):
+        raise ValueError(f'pattern, dtype and keep_dense are of format "slide", the format is {format!r}')
     if min_sparsity is None:
         min_sparsity = 0.0 if format == "slide" else MIN_SPARSITY
     if not 0 <= min_sparsity <= 1:
@@ -136,6 +140,8 @@ def convert_layer(
     if reason := _weight_out_of_reach(layer):
         shape = (module.out_features, module.in_features)
         size = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
+        if isinstance(packed_as, SlidePacking):
+            reason = refused_shards(module.weight, packed_as.pattern) or reason
         return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason), None
     dense = module.weight.detach()
     size = dense.numel() * dense.element_size()

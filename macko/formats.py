@@ -14,7 +14,8 @@ Its fields are tensors and plain ints. The ints besides rows and cols are the op
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class PackedWeight:
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     #: An execution layout is made from the canonical format, held in its place, and never saved.
     is_layout: ClassVar[bool] = False
+    #: The field that holds the values.
+    values_name: ClassVar[str] = "values"
     rows: int
     cols: int
 
@@ -48,20 +51,39 @@ class PackedWeight:
         raise NotImplementedError
 
     @property
-    def dtype(self) -> torch.dtype:
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        raise NotImplementedError
-
-    @property
     def stored(self) -> int:
         raise NotImplementedError
 
     @property
+    def dtype(self) -> torch.dtype:
+        return getattr(self, self.values_name).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return getattr(self, self.values_name).device
+
+    @property
     def density(self) -> float:
-        raise NotImplementedError
+        """Non-zeros over all; waits for the device."""
+        return int(self._values().count_nonzero()) / max(1, self.rows * self.cols)
+
+    def _values(self) -> Tensor:
+        """The values, with nothing among them that is not zero in the dense weight."""
+        return getattr(self, self.values_name)
+
+    def _fault(self, check: Callable[..., Tensor], *packed: Any) -> list[int]:
+        """What a format's check finds: kind (0: none), place, entry, found. ValueError where it cannot even look."""
+        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
+            self._refuse(f"its tensors are on {' and '.join(sorted(devices))}")
+        try:
+            return check(*packed).tolist()
+        except RuntimeError as error:
+            if "macko::" not in str(error):
+                raise
+            self._refuse(str(error))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ValueError(f"not {'an' if self.format[0] in 'aeiou' else 'a'} {self.format} weight: {reason}") from None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name, in order."""
@@ -142,7 +164,9 @@ class MackoWeight(PackedWeight):
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
         """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
-        return min((cls.from_dense(w, delta_bits) for delta_bits in (4, 2, 8)), key=lambda weight: weight.nbytes)
+        values, deltas, row_ptr = ops.pack(w, delta_bits=0)
+        delta_bits = 8 * deltas.numel() // values.numel() if values.numel() else cls.delta_bits
+        return cls(values, deltas, row_ptr, rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
 
     @classmethod
     def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
@@ -176,20 +200,11 @@ class MackoWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the row, the entry and what is wrong with it.
         """
-        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
-            raise ValueError(f"not a macko weight: its tensors are on {' and '.join(sorted(devices))}")
-        try:
-            fault = ops.check(self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits)
-        except RuntimeError as error:
-            if "macko::" not in str(error):
-                raise
-            raise ValueError(f"not a macko weight: {error}") from None
-        if self.row_ptr.shape[0] != self.rows + 1:
-            raise ValueError(
-                f"not a macko weight: row_ptr has {self.row_ptr.shape[0]} entries, expected {self.rows + 1} "
-                f"for {self.rows} rows"
-            )
-        kind, row, entry, found = fault.tolist()
+        kind, row, entry, found = self._fault(
+            ops.check, self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits
+        )
+        if (entries := self.row_ptr.shape[0]) != self.rows + 1:
+            self._refuse(f"row_ptr has {entries} entries, expected {self.rows + 1} for {self.rows} rows")
         wrong = {
             0: "",
             1: f"row_ptr[0] is {found}, expected 0",
@@ -201,25 +216,12 @@ class MackoWeight(PackedWeight):
             6: f"entry {entry}, behind the last one of the last row, is not zero",
         }.get(kind, f"row {row}, entry {entry}: fault {kind}, found {found}")
         if wrong:
-            raise ValueError(f"not a macko weight: {wrong}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+            self._refuse(wrong)
 
     @property
     def stored(self) -> int:
         """Entries held, non-zeros and explicit zeros; waits for the device."""
         return int(self.row_ptr[-1])
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all; waits for the device."""
-        return int(self.values.count_nonzero()) / max(1, self.rows * self.cols)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -240,6 +242,7 @@ class SellWeight(PackedWeight):
     format: ClassVar[str] = "sell"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
+    values_name: ClassVar[str] = "data"
 
     data: Tensor
     bases: Tensor
@@ -274,22 +277,22 @@ class SellWeight(PackedWeight):
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
-        return ops.sell_unpack(*self._packed)
+        return ops.sell_unpack(self._packed)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
-        return ops.sell_linear(x, *self._packed, bias)
+        return ops.sell_linear(x, self._packed, bias)
 
     def spmv(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """W x + bias for x [cols]."""
-        return ops.sell_spmv(*self._packed, x, bias)
+        return ops.sell_spmv(self._packed, x, bias)
 
     def spmm(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [tokens, cols], whatever their number, from the packed stream."""
-        return ops.sell_spmm(*self._packed, x, bias)
+        return ops.sell_spmm(self._packed, x, bias)
 
     @property
-    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
+    def _packed(self) -> ops.SellMatrix:
         return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head
 
     def validate(self) -> None:
@@ -308,7 +311,7 @@ class SellWeight(PackedWeight):
                 if not reason and not torch.equal(tensor.view(torch.int16), getattr(self, name).view(torch.int16)):
                     reason = f"{name} is not what packing its matrix gives"
         if reason:
-            raise ValueError(f"not a sell weight: {reason}")
+            self._refuse(reason)
 
     def _misplaced(self) -> str:
         """Why reading it would be unsafe, or nothing."""
@@ -340,23 +343,12 @@ class SellWeight(PackedWeight):
         return next((reason for reason, wrong in checks.items() if wrong), "")
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
     def stored(self) -> int:
         """Entries held, non-zeros and explicit zeros."""
         return self.entries
 
-    @property
-    def density(self) -> float:
-        """Non-zeros over all; waits for the device."""
-        values = self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
-        return int(values.count_nonzero()) / max(1, self.rows * self.cols)
+    def _values(self) -> Tensor:
+        return self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -400,17 +392,6 @@ class BitmapWeight(PackedWeight):
         """Packs w [rows, cols], which is on the CPU."""
         return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
 
-    @classmethod
-    def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
-        """A weight without a non-zero; on the meta device too."""
-        return cls(
-            values=torch.zeros(32, dtype=dtype, device=device),
-            bits=torch.zeros(rows, (cols + 63) // 64 * 8, dtype=torch.uint8, device=device),
-            row_ptr=torch.zeros(rows + 1, dtype=torch.int32, device=device),
-            rows=rows,
-            cols=cols,
-        )
-
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
         return self.to_macko().to_dense()
@@ -425,18 +406,9 @@ class BitmapWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the row, the entry and what is wrong with it.
         """
-        try:
-            fault = ops.bitmap_check(self.values, self.bits, self.row_ptr, self.cols)
-        except RuntimeError as error:
-            if "macko::" not in str(error):
-                raise
-            raise ValueError(f"not a bitmap weight: {error}") from None
-        if self.row_ptr.shape[0] != self.rows + 1:
-            raise ValueError(
-                f"not a bitmap weight: row_ptr has {self.row_ptr.shape[0]} entries, expected {self.rows + 1} "
-                f"for {self.rows} rows"
-            )
-        kind, row, entry, found = fault.tolist()
+        kind, row, entry, found = self._fault(ops.bitmap_check, self.values, self.bits, self.row_ptr, self.cols)
+        if (entries := self.row_ptr.shape[0]) != self.rows + 1:
+            self._refuse(f"row_ptr has {entries} entries, expected {self.rows + 1} for {self.rows} rows")
         wrong = {
             0: "",
             1: f"row_ptr[{row}] is {found}: it starts at 0 and never falls; values has {self.values.shape[0]} elements",
@@ -447,25 +419,12 @@ class BitmapWeight(PackedWeight):
             6: f"entry {entry}, behind the last one of the last row, is not zero",
         }.get(kind, f"row {row}, entry {entry}: fault {kind}, found {found}")
         if wrong:
-            raise ValueError(f"not a bitmap weight: {wrong}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+            self._refuse(wrong)
 
     @property
     def stored(self) -> int:
         """Non-zeros held."""
         return int(self.row_ptr[-1])
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all."""
-        return self.stored / max(1, self.rows * self.cols)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -476,6 +435,7 @@ class EcWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "ec"
+    values_name: ClassVar[str] = "block_values"
 
     block_values: Tensor
     delta_indices: Tensor
@@ -513,14 +473,21 @@ class EcWeight(PackedWeight):
 
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
-        """Packs w in the fewest bytes: few lanes a row, columns by density, widths by exact size.
+        """Packs w in the fewest bytes, which it finds by packing.
 
-        More lanes find less padding where rows are uneven, more where they are short. Slower than the default.
+        Tried are 8, 4, 2 and 1 lanes a row, with columns by density and widths of deltas by size, and 4 lanes with
+        shared blocks of at least 512 columns. More lanes find less padding where rows are uneven, fewer where they are
+        short; blocks pay where rows share most of their columns. Slower than the default.
         """
-        options = ({"lanes": 8}, *({"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)))
+        options: list[dict[str, int]] = [
+            {"lanes": 8},
+            {"lanes": 4, "delta_bits": 4, "max_height": 16, "min_width": 512},
+        ]
+        options += [{"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)]
         return min((cls.from_dense(w, **tried) for tried in options), key=lambda packed: packed.nbytes)
 
-    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+    @property
+    def _packed(self) -> ops.EcMatrix:
         return (
             self.block_values,
             self.delta_indices,
@@ -536,11 +503,11 @@ class EcWeight(PackedWeight):
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
-        return ops.ec_unpack(*self._packed())
+        return ops.ec_unpack(self._packed)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
-        return ops.ec_linear(x, *self._packed(), bias)
+        return ops.ec_linear(x, self._packed, bias)
 
     def validate(self) -> None:
         """Checks every rule of the format, once, on the CPU.
@@ -548,15 +515,7 @@ class EcWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the set, the entry and what is wrong with it.
         """
-        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
-            raise ValueError(f"not an ec weight: its tensors are on {' and '.join(sorted(devices))}")
-        try:
-            fault = ops.ec_check(*self._packed())
-        except RuntimeError as error:
-            if "macko::" not in str(error):
-                raise
-            raise ValueError(f"not an ec weight: {error}") from None
-        kind, set_index, entry, found = fault.tolist()
+        kind, set_index, entry, found = self._fault(ops.ec_check, self._packed)
         wrong = {
             0: "",
             1: f"sets[{set_index}] is no possible set, or not as long as its arrays",
@@ -570,25 +529,12 @@ class EcWeight(PackedWeight):
             9: f"col_order[{entry}] is {found}, which is no column or there twice",
         }.get(kind, f"set {set_index}, entry {entry}: fault {kind}, found {found}")
         if wrong:
-            raise ValueError(f"not an ec weight: {wrong}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.block_values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.block_values.device
+            self._refuse(wrong)
 
     @property
     def stored(self) -> int:
         """Entries held, non-zeros and explicit zeros."""
         return self.block_values.numel()
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all; waits for the device."""
-        return int(self.block_values.count_nonzero()) / max(1, self.rows * self.cols)
 
 
 #: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
@@ -606,21 +552,27 @@ class SlideWeight(PackedWeight):
 
     Attributes:
         tiles: [row_blocks, k_tiles, tile_bytes], uint8. scale: [rows], float32.
+        dense_tiles: the same weight packed dense as well, [row_blocks, k_tiles, tile_bytes]; empty: it is not held.
         rows, cols: shape of the dense weight.
         n: the pattern (2n-2):2n as which it is packed, 0 for dense.
         element: index into SLIDE_ELEMENTS, the type of packed values.
         source: index into SLIDE_SOURCES, the type of activations and outputs.
+        sparse_from, sparse_to: where dense_tiles are held, `tiles` run for this range of tokens, they for the others.
     """
 
     format: ClassVar[str] = "slide"
+    values_name: ClassVar[str] = "tiles"
 
     tiles: Tensor
     scale: Tensor
+    dense_tiles: Tensor
     rows: int
     cols: int
     n: int
     element: int
     source: int
+    sparse_from: int = 0
+    sparse_to: int = 0
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -629,7 +581,16 @@ class SlideWeight(PackedWeight):
         return here and dtype in SLIDE_ELEMENTS
 
     @classmethod
-    def from_dense(cls, w: Tensor, n: int = -1, element: int = -1, source: int = -1, prune: bool = False) -> Self:
+    def from_dense(
+        cls,
+        w: Tensor,
+        n: int = -1,
+        element: int = -1,
+        source: int = -1,
+        prune: bool = False,
+        sparse_from: int = 0,
+        sparse_to: int = 0,
+    ) -> Self:
         """Packs w [rows, cols].
 
         Args:
@@ -637,6 +598,8 @@ class SlideWeight(PackedWeight):
             element: index into SLIDE_ELEMENTS; 16-bit ones have to be w's dtype; -1: w's dtype, which loses nothing.
             source: type of activations; -1: w's dtype.
             prune: whether groups with too many non-zeros lose the smallest.
+            sparse_from, sparse_to: tokens for which the pattern's kernel runs; for others a dense weight is held as
+                well. sparse_to = 0: the pattern's alone.
 
         Raises:
             ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay.
@@ -652,7 +615,13 @@ class SlideWeight(PackedWeight):
                 raise
             raise ValueError(str(error).removeprefix("macko::slide_pack: ")) from None
         source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
-        return cls(tiles, scale, w.shape[0], w.shape[1], n, element, source)
+        dtype = SLIDE_ELEMENTS[element]
+        if sparse_to and n:
+            dense_tiles = ops.slide_pack(ops.slide_unpack(tiles, scale, w.shape[1], n, dtype), 0, dtype)[0]
+        else:
+            dense_tiles, sparse_from, sparse_to = tiles.new_empty(0, 0, 0), 0, 0
+        rows, cols = w.shape
+        return cls(tiles, scale, dense_tiles, rows, cols, n, element, source, sparse_from, sparse_to)
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
@@ -661,13 +630,20 @@ class SlideWeight(PackedWeight):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
-        return ops.slide_linear(x, *self._packed, bias)
+        if not self.sparse_to:
+            return ops.slide_linear(x, *self._packed, bias)
+        return ops.slide_linear(x, *self._packed, bias, self.dense_tiles, self.sparse_from, self.sparse_to)
 
     @property
     def label(self) -> str:
-        """As "slide 6:8 int8"."""
+        """As "slide 6:8 int8"; where both are held "slide 6:8 int8, dense under 8 and over 64 tokens"."""
         pattern = f"{2 * self.n - 2}:{2 * self.n}" if self.n else "dense"
-        return f"slide {pattern} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
+        text = f"slide {pattern} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
+        if not self.sparse_to:
+            return text
+        ends = [f"under {self.sparse_from}"] if self.sparse_from > 1 else []
+        ends += [f"over {self.sparse_to}"] if self.sparse_to < 2**31 - 1 else []
+        return f"{text}, dense {' and '.join(ends)} tokens"
 
     @property
     def _packed(self) -> tuple[Tensor, Tensor, int, int, torch.dtype]:
@@ -678,11 +654,13 @@ class SlideWeight(PackedWeight):
         device = self.device if device is None else torch.device(device)
         if dtype in (None, self.dtype) or self.element < 2:
             source = SLIDE_SOURCES.index(dtype or self.dtype)
-            return dataclasses.replace(self, tiles=self.tiles.to(device), scale=self.scale.to(device), source=source)
+            moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+            return dataclasses.replace(self, **moved, source=source)  # type: ignore[arg-type]
         element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
         if element < 2:
             raise TypeError(f"a slide weight of 16-bit values cannot become {dtype}")
-        return self.from_dense(self.to_dense().to(device, dtype), self.n, element)
+        dense = self.to_dense().to(device, dtype)
+        return self.from_dense(dense, self.n, element, sparse_from=self.sparse_from, sparse_to=self.sparse_to)
 
     def validate(self) -> None:
         """Checks that this is what packing its own values gives.
@@ -703,24 +681,26 @@ class SlideWeight(PackedWeight):
             reason = f"the scale of row {int((self.scale < 0).nonzero()[0])} is negative"
         else:
             try:
-                again = ops.slide_pack(ops.slide_unpack(*self._packed), self.n, SLIDE_ELEMENTS[self.element])[0]
+                codes = ops.slide_unpack(*self._packed)
+                again = ops.slide_pack(codes, self.n, SLIDE_ELEMENTS[self.element])[0]
+                dense = ops.slide_pack(codes, 0, SLIDE_ELEMENTS[self.element])[0] if self.sparse_to else None
             except RuntimeError as error:
                 if "macko::" not in str(error):
                     raise
-                raise ValueError(f"not a slide weight: {error}") from None
+                self._refuse(str(error))
             if not torch.equal(again, self.tiles):
                 block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
                 reason = f"row block {block}, tile {tile} is not what packing its values gives"
+            elif self.dense_tiles.numel() if dense is None else not torch.equal(dense, self.dense_tiles):
+                reason = "dense_tiles is not the same weight"
+            elif self.sparse_to and not 0 <= self.sparse_from <= self.sparse_to < 2**31:
+                reason = f"its range of tokens is {self.sparse_from} to {self.sparse_to}"
         if reason:
-            raise ValueError(f"not a slide weight: {reason}")
+            self._refuse(reason)
 
     @property
     def dtype(self) -> torch.dtype:
         return SLIDE_SOURCES[self.source]
-
-    @property
-    def device(self) -> torch.device:
-        return self.tiles.device
 
     @property
     def stored(self) -> int:

@@ -25,8 +25,13 @@ from tests.common import (
 )
 
 GAPS = (2, 3, 4, 5, 6)
-#: How a block fetches, and whether launches may overlap: MACKO_COPY, MACKO_PDL.
-PATHS: tuple[dict[str, str], ...] = ({}, {"MACKO_PDL": "0"}, {"MACKO_COPY": "cp_async"})
+#: How a block fetches, and whether launches may overlap: MACKO_COPY, MACKO_PDL; few stages before x is there.
+PATHS: tuple[dict[str, str], ...] = (
+    {},
+    {"MACKO_PDL": "0"},
+    {"MACKO_COPY": "cp_async"},
+    {"MACKO_PDL": "0", "MACKO_FIRST": "1"},
+)
 #: Lane groups that are not full, one row, one column, no row, cols that no bulk copy can end at, more blocks than rows.
 SHAPES = ((64, 256), (33, 203), (1, 1), (1, 4096), (500, 1), (7, 30), (600, 64), (0, 16), (5, 0), (40, 1001))
 
@@ -263,13 +268,12 @@ def test_layouts_made_for_another_gpu(warps: int, blocks: int) -> None:
 def test_errors_name_the_argument() -> None:
     sell = packed(random_weight(30, 50, 0.5, torch.float16))
     x = random_vector(50, dtype=torch.float16).cuda()
-    data, bases, blocks, perm, *sizes = sell._packed
     with pytest.raises(RuntimeError, match="x has 49 elements, the matrix has 50 columns"):
-        ops.sell_spmv(data, bases, blocks, perm, *sizes, x[:49])
+        ops.sell_spmv(sell._packed, x[:49])
     with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
-        ops.sell_spmv(data, bases, blocks, perm, *sizes, x.bfloat16())
+        ops.sell_spmv(sell._packed, x.bfloat16())
     with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        ops.sell_spmv(data, bases, blocks, perm, *sizes, x, x[:29])
+        ops.sell_spmv(sell._packed, x, x[:29])
     with pytest.raises(RuntimeError, match="gap_bits is 7"):
         ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 7)
     with pytest.raises(RuntimeError, match="warps is 7, expected an even number up to 12"):
@@ -282,10 +286,10 @@ def test_errors_name_the_argument() -> None:
 
 def test_cpu_tensors_are_refused_with_the_reason() -> None:
     weight = MackoWeight.from_dense(torch.ones(2, 2).half())
-    with pytest.raises(RuntimeError, match="values is on cpu, expected a CUDA device"):
+    with pytest.raises(RuntimeError, match=r"sell_pack got CPU tensors, .* the sell layout is for a GPU"):
         SellWeight.from_macko(weight)
-    with pytest.raises(RuntimeError, match="data is on cpu, expected a CUDA device"):
-        ops.sell_linear(torch.ones(2).half(), *[torch.zeros(0)] * 4, 2, 4, 8, 0)
+    with pytest.raises(RuntimeError, match=r"sell_linear got CPU tensors, .* the sell layout is for a GPU"):
+        torch.ops.macko.sell_linear(torch.ones(2).half(), *[torch.zeros(0)] * 4, 2, 4, 8, 0)
 
 
 #: The functions of sell.h as symbols: it is plain C, so that its arithmetic is tested without a GPU.

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 if (COPY == CP_ASYNC)
                     fetch_own(offset);
                 else if (lane == 0)
-                    barrier_arrive(barrier + 8 * SELL_MAX_STAGES); // before it is decoded: 0.3 us
+                    barrier_arrive(barrier + 8 * SELL_MAX_STAGES); // before decoding: all of the ring is on its way
                 multiply_step<T, GAP_BITS>(step, address, sum);
                 advance();
             } while (--steps);
@@ -249,6 +249,8 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *
     // 2 against all of them: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22 (11008 x 4096),
     // 20.0 / 19.7 with 32 (8192 x 8192).
     const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
+    // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
+    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
     const Ring ring = {shape.stages, number("MACKO_EARLY", few ? 2 : shape.stages),
                        chained ? shape.stages : sell_min(number("MACKO_FIRST", 3), shape.stages)};
     cudaLaunchAttribute attribute;

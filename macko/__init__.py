@@ -8,6 +8,7 @@ from .files import load_model, save_model
 from .formats import FORMATS, EcWeight, MackoWeight
 from .layers import LayerReport, Report
 from .linear import SparseLinear
+from .merge import merge_, split_
 from .prune import prune_
 
 __version__ = "0.1.0"
@@ -23,10 +24,12 @@ __all__ = [
     "Report",
     "SparseLinear",
     "load_model",
+    "merge_",
     "ops",
     "prune_",
     "save_model",
     "sparsify_",
+    "split_",
 ]
 
 integrations.register()

@@ -10,6 +10,7 @@ from .layers import LayerReport, Report
 from .linear import SparseLinear
 from .merge import merge_, split_
 from .prune import prune_
+from .tune import autotune
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "MackoWeight",
     "Report",
     "SparseLinear",
+    "autotune",
     "load_model",
     "merge_",
     "ops",

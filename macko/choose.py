@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from . import _library
-from .formats import BitmapWeight, MackoWeight, PackedWeight, SellWeight, format_named
+from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SellWeight, format_named, sparsest_pattern
+from .slide_choice import SlidePacking, slide_layout
+from .times import times_of
 
 #: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas; by vector path, docs/cpu.md.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
@@ -16,16 +19,28 @@ BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
 SELL_SHARED_BYTES = 64 * 1024
 
 
-def choose(weight: MackoWeight) -> type[PackedWeight]:
-    """The format in which this weight takes the least time for one token on its device.
+def expected_us(
+    rows: int, cols: int, density: float, dtype: torch.dtype, device: torch.device, tokens: int = 1
+) -> dict[str, float]:
+    """Microseconds of a layer by format, "dense" among them (macko.times): of the formats that hold it on that GPU.
 
-    On a GPU that is sell, at every density measured (docs/performance.md), where its kernel has room for x in shared
-    memory and its 16-bit base columns reach.
+    Empty on a CPU.
     """
+    if device.type != "cuda":
+        return {}
+    us = times_of(device).us(rows, cols, density, dtype, tokens)
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if cols >= 2**16 or 2 * cols + SELL_SHARED_BYTES > shared:
+        us.pop(SellWeight.format, None)
+    return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
+
+
+def choose(weight: MackoWeight) -> type[PackedWeight]:
+    """The format in which this weight takes the least time for one token on its device."""
     if weight.device.type == "cuda":
-        shared = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-        if weight.cols < 2**16 and 2 * weight.cols + SELL_SHARED_BYTES <= shared:
-            return SellWeight
+        us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device)
+        us.pop("dense", None)
+        return FORMATS[min(us, key=us.__getitem__)] if us else MackoWeight
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight
     return MackoWeight
@@ -49,6 +64,25 @@ class Auto:
         return weight if kind is MackoWeight else kind.from_macko(weight)
 
 
-def format_class(name: str) -> type[PackedWeight] | type[Auto]:
-    """The dataclass of a format, or Auto. ValueError where there is no such format."""
-    return Auto if name == Auto.format else format_named(name, Auto.format)
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """As Auto, but a weight of an n:m pattern whose slide kernel is the faster one is packed as slide."""
+
+    slide: SlidePacking
+
+    format: ClassVar[str] = "mixed"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    def from_dense(self, w: Tensor) -> PackedWeight:
+        """Packs w [rows, cols] on its device."""
+        element = self.slide.element(w)
+        if element is not None and (n := sparsest_pattern(w)) and slide_layout(w, n, element, self.slide.tokens) == n:
+            return self.slide.from_dense(w)
+        return Auto.from_dense(w)
+
+
+def format_class(name: str) -> type[PackedWeight] | type[Auto] | Mixed:
+    """The dataclass of a format, or what chooses one. ValueError where there is no such format."""
+    if name == Mixed.format:
+        return Mixed(SlidePacking("auto", None, 2048))
+    return Auto if name == Auto.format else format_named(name, Auto.format, Mixed.format)

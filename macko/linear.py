@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto, format_class
-from .formats import MackoWeight, PackedWeight, format_named
+from .choose import Auto, Mixed, format_class
+from .formats import MackoWeight, PackedWeight, SlideWeight, format_named
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -136,7 +136,9 @@ class SparseLinear(nn.Linear):
         weight = linear.weight.detach()
         if reason := unsupported(weight.dtype, weight.device):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
-        layer = cls.from_packed(format_class(format).from_dense(weight), linear.bias, auto=format == Auto.format)
+        packed = format_class(format).from_dense(weight)
+        auto = format == Auto.format or (format == Mixed.format and not isinstance(packed, SlideWeight))
+        layer = cls.from_packed(packed, linear.bias, auto=auto)
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -149,6 +151,8 @@ class SparseLinear(nn.Linear):
     def reformat_(self, format: str = "auto") -> SparseLinear:
         """Holds the same weight in another format, in place; nothing where it is held so already."""
         wanted, packed = format_class(format), self.packed
+        if isinstance(wanted, Mixed):
+            wanted = Auto
         self._auto = wanted is Auto
         if self._auto and not isinstance(packed, MackoWeight) and not packed.is_layout:
             return self  # ec and slide are a user's own choice

@@ -1,7 +1,7 @@
 """merge_: layers that multiply the same input as one matrix, because a launch has costs of its own.
 
-q, k and v of an attention, gate and up of an MLP: each stays a layer of its own name, with its own weight to look at and
-to save, and gives its rows of one product. The first of them that is called computes it.
+q, k and v of an attention, gate and up of an MLP: each stays a layer of its own name, with its own weight to look at
+and to save, and gives its rows of one product. The first of them that is called computes it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Shared:
 class MergedLinear(SparseLinear):
     """One of several layers of one input, whose weights are packed as one matrix; see merge_.
 
-    For callers it is the SparseLinear that it was. Its own packed weight is made at every look. What holds the matrix is
-    no submodule: `state_dict` has the tensors of each layer by itself, as if they were not merged.
+    For callers it is the SparseLinear that it was. Its own packed weight is made at every look. What holds the matrix
+    is no submodule: `state_dict` has the tensors of each layer by itself, as if they were not merged.
     """
 
     def __init__(self, shared: _Shared, index: int, rows: slice, auto: bool) -> None:
@@ -108,7 +108,9 @@ class MergedLinear(SparseLinear):
         SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        others[-1].append(f"{prefix.removesuffix('.')}: is merged with others; call macko.split_(model) before you load")
+        others[-1].append(
+            f"{prefix.removesuffix('.')}: is merged with others; call macko.split_(model) before you load"
+        )
 
     def reset_parameters(self) -> NoReturn:
         raise RuntimeError("MergedLinear: a packed weight has no random start")
@@ -117,12 +119,12 @@ class MergedLinear(SparseLinear):
 def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[str]:
     """Packs sparse layers of the same input as one matrix, in place, so that a token takes fewer launches.
 
-    Merged are SparseLinear siblings without a bias, of one parent, format and dtype. Outputs, names and what is saved stay
-    the same. A sibling that gets another input than the others is right still, but computes the product of all.
+    Merged are SparseLinear siblings without a bias, of one parent, format and dtype. Outputs, names and what is saved
+    stay the same. A sibling that gets another input than the others is right still, but computes the product of all.
 
     Args:
         model: after sparsify_, or as from_pretrained gave it.
-        siblings: names of layers, in the order of their calls, that get the same tensor wherever one module has them all.
+        siblings: names of layers, in the order of their calls, that get the same tensor where one module has them all.
 
     Returns:
         What was merged, as "model.layers.0.self_attn.{q_proj,k_proj,v_proj}".
@@ -132,14 +134,14 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
         if any(word in path.rpartition(".")[2].lower() for word in _CROSS):
             continue
         for names in siblings:
-            layers = [getattr(parent, name, None) for name in names]
-            sparse = [layer for layer in layers if type(layer) is SparseLinear and layer.bias is None]
-            if len(sparse) < len(names) or len({id(layer) for layer in sparse}) < len(names):
+            found = [getattr(parent, name, None) for name in names]
+            layers = [layer for layer in found if type(layer) is SparseLinear and layer.bias is None]
+            if len({id(layer) for layer in layers}) < len(names):
                 continue
-            kinds = {(layer.format, layer.dtype, layer.device, layer.in_features, layer._auto) for layer in sparse}
-            if len(kinds) > 1 or any(layer._forward_hooks or layer._forward_pre_hooks for layer in sparse):
+            kinds = {(layer.format, layer.dtype, layer.device, layer.in_features, layer._auto) for layer in layers}
+            if len(kinds) > 1 or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
                 continue
-            for name, layer in zip(names, _merge(sparse), strict=True):
+            for name, layer in zip(names, _merge(layers), strict=True):
                 setattr(parent, name, layer)
             merged.append(f"{path}.{{{','.join(names)}}}".removeprefix("."))
     return merged

@@ -69,6 +69,11 @@ class SlidePacking:
         if self.dtype is not None and self.dtype not in SLIDE_DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
 
+    def element(self, w: Tensor) -> torch.dtype | None:
+        """The type that values of w are packed as, or None where this device has no kernel for it."""
+        wanted = SLIDE_DTYPES[self.dtype] if self.dtype else w.dtype
+        return wanted if SlideWeight.runs(w.device, wanted) else None
+
     def from_dense(self, w: Tensor) -> SlideWeight:
         """Packs w [rows, cols]; ValueError where it does not fit the pattern, whichever kernel is the faster one."""
         element = SLIDE_ELEMENTS.index(SLIDE_DTYPES[self.dtype]) if self.dtype else -1

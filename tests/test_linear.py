@@ -154,7 +154,7 @@ def test_reset_parameters_is_refused() -> None:
 
 
 def test_unknown_format_is_named() -> None:
-    with pytest.raises(ValueError, match="format is 'csr', expected one of auto, macko"):
+    with pytest.raises(ValueError, match="format is 'csr', expected one of auto, mixed, macko"):
         SparseLinear.from_linear(dense_layer(), format="csr")
 
 

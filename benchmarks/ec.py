@@ -76,7 +76,7 @@ def spmv(rows: int, cols: int, density: float, dtype: torch.dtype) -> Iterator[d
     del sell, held, calls
     for name, options in VARIANTS.items():
         packed = ops.ec_pack(w, **options)
-        y = ops.ec_spmv(*packed, rows, cols, x)
+        y = ops.ec_spmv((*packed, rows, cols), x)
         assert_close_spmv(y[some], w[some], x)
         calls = [lambda p=p: torch.ops.macko.ec_spmv(*p, rows, cols, x) for p in copies(packed)]
         nbytes = sum(t.nbytes for t in packed)

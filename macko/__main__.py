@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import FORMATS, __version__, _library, ops
-from .formats import PackedWeight, SlideWeight
+from .formats import SlideWeight
 from .linear import DTYPES
 
 
@@ -52,18 +51,15 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
         prefix = "" if name == "macko" else f"{name}_"
         for op, given in ((f"{prefix}spmv", x[0]), (f"{prefix}spmm", x)):
             if op in _library.op_names:
-                y = getattr(ops, op)(**_arguments(getattr(ops, op), packed), x=given.to(device, dtype))
+                call = getattr(torch.ops.macko, op).default
+                fields = {a.name: getattr(packed, a.name) for a in call._schema.arguments if hasattr(packed, a.name)}
+                y = call(**fields, x=given.to(device, dtype))
                 assert torch.equal(y.cpu().double(), given @ wide.t()), f"{op} is off"
     if SlideWeight.runs(device, dtype):
         packed = SlideWeight.from_dense(w)
         lifted = ops.slide_quant_fused(x.to(device, dtype), packed.n, dtype)
         y = ops.slide_gemm(*lifted, packed.tiles, packed.scale, cols, packed.n, dtype)
         assert torch.equal(y.cpu().double(), x @ wide.t()), "slide_gemm is off"
-
-
-def _arguments(op: Callable[..., Any], packed: PackedWeight) -> dict[str, Any]:
-    """The fields of a packed weight that an op takes."""
-    return {name: getattr(packed, name) for name in inspect.signature(op).parameters if hasattr(packed, name)}
 
 
 def main() -> int:

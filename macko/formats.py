@@ -14,7 +14,8 @@ Its fields are tensors and plain ints. The ints besides rows and cols are the op
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class PackedWeight:
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     #: An execution layout is made from the canonical format, held in its place, and never saved.
     is_layout: ClassVar[bool] = False
+    #: The field that holds the values.
+    values_name: ClassVar[str] = "values"
     rows: int
     cols: int
 
@@ -48,20 +51,39 @@ class PackedWeight:
         raise NotImplementedError
 
     @property
-    def dtype(self) -> torch.dtype:
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        raise NotImplementedError
-
-    @property
     def stored(self) -> int:
         raise NotImplementedError
 
     @property
+    def dtype(self) -> torch.dtype:
+        return getattr(self, self.values_name).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return getattr(self, self.values_name).device
+
+    @property
     def density(self) -> float:
-        raise NotImplementedError
+        """Non-zeros over all; waits for the device."""
+        return int(self._values().count_nonzero()) / max(1, self.rows * self.cols)
+
+    def _values(self) -> Tensor:
+        """The values, with nothing among them that is not zero in the dense weight."""
+        return getattr(self, self.values_name)
+
+    def _fault(self, check: Callable[..., Tensor], *packed: Any) -> list[int]:
+        """What a format's check finds: kind (0: none), place, entry, found. ValueError where it cannot even look."""
+        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
+            self._refuse(f"its tensors are on {' and '.join(sorted(devices))}")
+        try:
+            return check(*packed).tolist()
+        except RuntimeError as error:
+            if "macko::" not in str(error):
+                raise
+            self._refuse(str(error))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ValueError(f"not {'an' if self.format[0] in 'aeiou' else 'a'} {self.format} weight: {reason}") from None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name, in order."""
@@ -176,20 +198,11 @@ class MackoWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the row, the entry and what is wrong with it.
         """
-        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
-            raise ValueError(f"not a macko weight: its tensors are on {' and '.join(sorted(devices))}")
-        try:
-            fault = ops.check(self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits)
-        except RuntimeError as error:
-            if "macko::" not in str(error):
-                raise
-            raise ValueError(f"not a macko weight: {error}") from None
-        if self.row_ptr.shape[0] != self.rows + 1:
-            raise ValueError(
-                f"not a macko weight: row_ptr has {self.row_ptr.shape[0]} entries, expected {self.rows + 1} "
-                f"for {self.rows} rows"
-            )
-        kind, row, entry, found = fault.tolist()
+        kind, row, entry, found = self._fault(
+            ops.check, self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits
+        )
+        if (entries := self.row_ptr.shape[0]) != self.rows + 1:
+            self._refuse(f"row_ptr has {entries} entries, expected {self.rows + 1} for {self.rows} rows")
         wrong = {
             0: "",
             1: f"row_ptr[0] is {found}, expected 0",
@@ -201,25 +214,12 @@ class MackoWeight(PackedWeight):
             6: f"entry {entry}, behind the last one of the last row, is not zero",
         }.get(kind, f"row {row}, entry {entry}: fault {kind}, found {found}")
         if wrong:
-            raise ValueError(f"not a macko weight: {wrong}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+            self._refuse(wrong)
 
     @property
     def stored(self) -> int:
         """Entries held, non-zeros and explicit zeros; waits for the device."""
         return int(self.row_ptr[-1])
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all; waits for the device."""
-        return int(self.values.count_nonzero()) / max(1, self.rows * self.cols)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -240,6 +240,7 @@ class SellWeight(PackedWeight):
     format: ClassVar[str] = "sell"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
+    values_name: ClassVar[str] = "data"
 
     data: Tensor
     bases: Tensor
@@ -273,22 +274,22 @@ class SellWeight(PackedWeight):
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
-        return ops.sell_unpack(*self._packed)
+        return ops.sell_unpack(self._packed)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
-        return ops.sell_linear(x, *self._packed, bias)
+        return ops.sell_linear(x, self._packed, bias)
 
     def spmv(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """W x + bias for x [cols]."""
-        return ops.sell_spmv(*self._packed, x, bias)
+        return ops.sell_spmv(self._packed, x, bias)
 
     def spmm(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [tokens, cols], whatever their number, from the packed stream."""
-        return ops.sell_spmm(*self._packed, x, bias)
+        return ops.sell_spmm(self._packed, x, bias)
 
     @property
-    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
+    def _packed(self) -> ops.SellMatrix:
         return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head
 
     def validate(self) -> None:
@@ -307,7 +308,7 @@ class SellWeight(PackedWeight):
                 if not reason and not torch.equal(tensor.view(torch.int16), getattr(self, name).view(torch.int16)):
                     reason = f"{name} is not what packing its matrix gives"
         if reason:
-            raise ValueError(f"not a sell weight: {reason}")
+            self._refuse(reason)
 
     def _misplaced(self) -> str:
         """Why reading it would be unsafe, or nothing."""
@@ -339,23 +340,12 @@ class SellWeight(PackedWeight):
         return next((reason for reason, wrong in checks.items() if wrong), "")
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
     def stored(self) -> int:
         """Entries held, non-zeros and explicit zeros."""
         return self.entries
 
-    @property
-    def density(self) -> float:
-        """Non-zeros over all; waits for the device."""
-        values = self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
-        return int(values.count_nonzero()) / max(1, self.rows * self.cols)
+    def _values(self) -> Tensor:
+        return self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -424,18 +414,9 @@ class BitmapWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the row, the entry and what is wrong with it.
         """
-        try:
-            fault = ops.bitmap_check(self.values, self.bits, self.row_ptr, self.cols)
-        except RuntimeError as error:
-            if "macko::" not in str(error):
-                raise
-            raise ValueError(f"not a bitmap weight: {error}") from None
-        if self.row_ptr.shape[0] != self.rows + 1:
-            raise ValueError(
-                f"not a bitmap weight: row_ptr has {self.row_ptr.shape[0]} entries, expected {self.rows + 1} "
-                f"for {self.rows} rows"
-            )
-        kind, row, entry, found = fault.tolist()
+        kind, row, entry, found = self._fault(ops.bitmap_check, self.values, self.bits, self.row_ptr, self.cols)
+        if (entries := self.row_ptr.shape[0]) != self.rows + 1:
+            self._refuse(f"row_ptr has {entries} entries, expected {self.rows + 1} for {self.rows} rows")
         wrong = {
             0: "",
             1: f"row_ptr[{row}] is {found}: it starts at 0 and never falls; values has {self.values.shape[0]} elements",
@@ -446,25 +427,12 @@ class BitmapWeight(PackedWeight):
             6: f"entry {entry}, behind the last one of the last row, is not zero",
         }.get(kind, f"row {row}, entry {entry}: fault {kind}, found {found}")
         if wrong:
-            raise ValueError(f"not a bitmap weight: {wrong}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+            self._refuse(wrong)
 
     @property
     def stored(self) -> int:
         """Non-zeros held."""
         return int(self.row_ptr[-1])
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all."""
-        return self.stored / max(1, self.rows * self.cols)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -475,6 +443,7 @@ class EcWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "ec"
+    values_name: ClassVar[str] = "block_values"
 
     block_values: Tensor
     delta_indices: Tensor
@@ -519,7 +488,8 @@ class EcWeight(PackedWeight):
         options = ({"lanes": 8}, *({"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)))
         return min((cls.from_dense(w, **tried) for tried in options), key=lambda packed: packed.nbytes)
 
-    def _packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+    @property
+    def _packed(self) -> ops.EcMatrix:
         return (
             self.block_values,
             self.delta_indices,
@@ -535,11 +505,11 @@ class EcWeight(PackedWeight):
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
-        return ops.ec_unpack(*self._packed())
+        return ops.ec_unpack(self._packed)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
-        return ops.ec_linear(x, *self._packed(), bias)
+        return ops.ec_linear(x, self._packed, bias)
 
     def validate(self) -> None:
         """Checks every rule of the format, once, on the CPU.
@@ -547,15 +517,7 @@ class EcWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the set, the entry and what is wrong with it.
         """
-        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
-            raise ValueError(f"not an ec weight: its tensors are on {' and '.join(sorted(devices))}")
-        try:
-            fault = ops.ec_check(*self._packed())
-        except RuntimeError as error:
-            if "macko::" not in str(error):
-                raise
-            raise ValueError(f"not an ec weight: {error}") from None
-        kind, set_index, entry, found = fault.tolist()
+        kind, set_index, entry, found = self._fault(ops.ec_check, self._packed)
         wrong = {
             0: "",
             1: f"sets[{set_index}] is no possible set, or not as long as its arrays",
@@ -569,25 +531,12 @@ class EcWeight(PackedWeight):
             9: f"col_order[{entry}] is {found}, which is no column or there twice",
         }.get(kind, f"set {set_index}, entry {entry}: fault {kind}, found {found}")
         if wrong:
-            raise ValueError(f"not an ec weight: {wrong}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.block_values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.block_values.device
+            self._refuse(wrong)
 
     @property
     def stored(self) -> int:
         """Entries held, non-zeros and explicit zeros."""
         return self.block_values.numel()
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all; waits for the device."""
-        return int(self.block_values.count_nonzero()) / max(1, self.rows * self.cols)
 
 
 #: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
@@ -612,6 +561,7 @@ class SlideWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "slide"
+    values_name: ClassVar[str] = "tiles"
 
     tiles: Tensor
     scale: Tensor
@@ -706,20 +656,16 @@ class SlideWeight(PackedWeight):
             except RuntimeError as error:
                 if "macko::" not in str(error):
                     raise
-                raise ValueError(f"not a slide weight: {error}") from None
+                self._refuse(str(error))
             if not torch.equal(again, self.tiles):
                 block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
                 reason = f"row block {block}, tile {tile} is not what packing its values gives"
         if reason:
-            raise ValueError(f"not a slide weight: {reason}")
+            self._refuse(reason)
 
     @property
     def dtype(self) -> torch.dtype:
         return SLIDE_SOURCES[self.source]
-
-    @property
-    def device(self) -> torch.device:
-        return self.tiles.device
 
     @property
     def stored(self) -> int:

@@ -5,12 +5,13 @@ A packed matrix is three tensors, `values, deltas, row_ptr`; csrc/macko/macko.h 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _library  # noqa: F401  the ops exist from here on
+from . import _library
 
 
 def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,6 +84,10 @@ def linear(
     return torch.ops.macko.linear(x, values, deltas, row_ptr, cols, bias, delta_bits)
 
 
+#: data, bases, blocks, perm, cols, gap_bits, warps, head of a matrix in the sell layout.
+SellMatrix = tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]
+
+
 def sell_pack(
     values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, gap_bits: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
@@ -103,75 +108,40 @@ def sell_pack(
     return torch.ops.macko.sell_pack(values, deltas, row_ptr, cols, delta_bits, gap_bits)
 
 
-def sell_unpack(
-    data: Tensor, bases: Tensor, blocks: Tensor, perm: Tensor, cols: int, gap_bits: int, warps: int, head: int
-) -> Tensor:
+def sell_unpack(packed: SellMatrix) -> Tensor:
     """The dense [rows, cols] matrix, bit for bit what was packed. Does not wait for the device."""
-    return torch.ops.macko.sell_unpack(data, bases, blocks, perm, cols, gap_bits, warps, head)
+    return torch.ops.macko.sell_unpack(*packed)
 
 
-def sell_spmv(
-    data: Tensor,
-    bases: Tensor,
-    blocks: Tensor,
-    perm: Tensor,
-    cols: int,
-    gap_bits: int,
-    warps: int,
-    head: int,
-    x: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
+def sell_spmv(packed: SellMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = W x + bias for one vector, in one launch; differentiable in x and bias.
 
     Args:
-        data, bases, blocks, perm, cols, gap_bits, warps, head: what sell_pack gave; trusted.
+        packed: what sell_pack gave; trusted.
         x: [cols], of data's dtype and device.
         bias: [rows] or None.
 
     Returns:
         y [rows] of the same dtype, summed in float32; the same bits at every run.
     """
-    return torch.ops.macko.sell_spmv(data, bases, blocks, perm, cols, gap_bits, warps, head, x, bias)
+    return torch.ops.macko.sell_spmv(*packed, x, bias)
 
 
-def sell_spmm(
-    data: Tensor,
-    bases: Tensor,
-    blocks: Tensor,
-    perm: Tensor,
-    cols: int,
-    gap_bits: int,
-    warps: int,
-    head: int,
-    x: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
+def sell_spmm(packed: SellMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [tokens, cols], up to 8 tokens a launch; differentiable in x and bias.
 
     Returns:
         [tokens, rows], each token with the guarantees of sell_spmv; its bits do not depend on the other tokens.
     """
-    return torch.ops.macko.sell_spmm(data, bases, blocks, perm, cols, gap_bits, warps, head, x, bias)
+    return torch.ops.macko.sell_spmm(*packed, x, bias)
 
 
-def sell_linear(
-    x: Tensor,
-    data: Tensor,
-    bases: Tensor,
-    blocks: Tensor,
-    perm: Tensor,
-    cols: int,
-    gap_bits: int,
-    warps: int,
-    head: int,
-    bias: Tensor | None = None,
-) -> Tensor:
+def sell_linear(x: Tensor, packed: SellMatrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [..., cols], as `linear`.
 
     One token runs as sell_spmv, a few as sell_spmm, more through dense rows in a workspace of at most 64 MB.
     """
-    return torch.ops.macko.sell_linear(x, data, bases, blocks, perm, cols, gap_bits, warps, head, bias)
+    return torch.ops.macko.sell_linear(x, *packed, bias)
 
 
 def bitmap_pack(
@@ -229,6 +199,8 @@ def bitmap_linear(
 
 #: block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order of an EC-CSR matrix.
 EcTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+#: The same, then rows and cols.
+EcMatrix = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]
 
 
 def ec_pack(
@@ -262,478 +234,31 @@ def ec_pack(
     return torch.ops.macko.ec_pack(w, delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs)
 
 
-def ec_unpack(
-    block_values: Tensor,
-    delta_indices: Tensor,
-    base_indices: Tensor,
-    block_indptr: Tensor,
-    row_indices: Tensor,
-    tile_ptr: Tensor,
-    sets: Tensor,
-    col_order: Tensor,
-    rows: int,
-    cols: int,
-) -> Tensor:
+def ec_unpack(packed: EcMatrix) -> Tensor:
     """The dense [rows, cols] matrix, bit for bit but for the sign of zeros. The content is trusted: see ec_check."""
-    return torch.ops.macko.ec_unpack(
-        block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols
-    )
+    return torch.ops.macko.ec_unpack(*packed)
 
 
-def ec_check(
-    block_values: Tensor,
-    delta_indices: Tensor,
-    base_indices: Tensor,
-    block_indptr: Tensor,
-    row_indices: Tensor,
-    tile_ptr: Tensor,
-    sets: Tensor,
-    col_order: Tensor,
-    rows: int,
-    cols: int,
-) -> Tensor:
+def ec_check(packed: EcMatrix) -> Tensor:
     """The first place where the packed data breaks the format: int64 [4] of kind (0: none), set, entry, found.
 
     A matrix that comes from outside is checked once; the other ops trust its content. Runs on the CPU.
     """
-    return torch.ops.macko.ec_check(
-        block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols
-    )
+    return torch.ops.macko.ec_check(*packed)
 
 
-def ec_spmv(
-    block_values: Tensor,
-    delta_indices: Tensor,
-    base_indices: Tensor,
-    block_indptr: Tensor,
-    row_indices: Tensor,
-    tile_ptr: Tensor,
-    sets: Tensor,
-    col_order: Tensor,
-    rows: int,
-    cols: int,
-    x: Tensor,
-) -> Tensor:
+def ec_spmv(packed: EcMatrix, x: Tensor) -> Tensor:
     """y = W x for one vector x [cols]; differentiable in x. The same bits at every run. See ec_check for the content.
 
     Raises:
         RuntimeError: wrong device, dtype or shape.
     """
-    return torch.ops.macko.ec_spmv(
-        block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols, x
-    )
+    return torch.ops.macko.ec_spmv(*packed, x)
 
 
-def ec_linear(
-    x: Tensor,
-    block_values: Tensor,
-    delta_indices: Tensor,
-    base_indices: Tensor,
-    block_indptr: Tensor,
-    row_indices: Tensor,
-    tile_ptr: Tensor,
-    sets: Tensor,
-    col_order: Tensor,
-    rows: int,
-    cols: int,
-    bias: Tensor | None = None,
-) -> Tensor:
+def ec_linear(x: Tensor, packed: EcMatrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [..., cols]; differentiable in x and bias. More than one token: by a temporary dense copy."""
-    return torch.ops.macko.ec_linear(
-        x,
-        block_values,
-        delta_indices,
-        base_indices,
-        block_indptr,
-        row_indices,
-        tile_ptr,
-        sets,
-        col_order,
-        rows,
-        cols,
-        bias,
-    )
-
-
-@torch.library.register_fake("macko::pack")
-def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    chunks = torch.library.get_ctx().new_dynamic_size()
-    return (
-        w.new_empty(chunks * 8),
-        w.new_empty(chunks * delta_bits, dtype=torch.uint8),
-        w.new_empty(w.shape[0] + 1, dtype=torch.int32),
-    )
-
-
-@torch.library.register_fake("macko::unpack")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
-    return values.new_empty(row_ptr.shape[0] - 1, cols)
-
-
-@torch.library.register_fake("macko::check")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
-    return values.new_empty(4, dtype=torch.int64)
-
-
-@torch.library.register_fake("macko::spmv")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
-    torch._check(x.dim() == 1, lambda: f"macko::spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
-    torch._check(x.shape[0] == cols, lambda: f"macko::spmv: x has {x.shape[0]} elements, the matrix has {cols} columns")
-    return values.new_empty(row_ptr.shape[0] - 1)
-
-
-@torch.library.register_fake("macko::linear")
-def _(
-    x: Tensor,
-    values: Tensor,
-    deltas: Tensor,
-    row_ptr: Tensor,
-    cols: int,
-    bias: Tensor | None = None,
-    delta_bits: int = 4,
-) -> Tensor:
-    torch._check(
-        x.dim() >= 1 and x.shape[-1] == cols,
-        lambda: f"macko::linear: x has shape {list(x.shape)}, expected [..., {cols}]",
-    )
-    return values.new_empty(*x.shape[:-1], row_ptr.shape[0] - 1)
-
-
-# torch leaves out trailing arguments that have their default value, hence the slices.
-def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.cols, ctx.delta_bits = inputs[3], *(inputs[5:] or (4,))
-
-
-def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return None, None, None, None, torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits).t() @ grad, None
-
-
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:4])
-    ctx.cols, ctx.delta_bits = inputs[4], *(inputs[6:] or (4,))
-
-
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = (
-        grad @ torch.ops.macko.unpack(*ctx.saved_tensors, ctx.cols, ctx.delta_bits) if ctx.needs_input_grad[0] else None
-    )
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
-    return grad_x, None, None, None, None, grad_bias, None
-
-
-torch.library.register_autograd("macko::spmv", _spmv_backward, setup_context=_save_spmv)
-torch.library.register_autograd("macko::linear", _linear_backward, setup_context=_save_linear)
-
-
-@torch.library.register_fake("macko::sell_pack")
-def _(
-    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, gap_bits: int = 0
-) -> tuple[Any, ...]:
-    slots, groups, blocks, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(7))
-    return (
-        values.new_empty(slots * 32),
-        values.new_empty(groups * 32, dtype=torch.int16),
-        values.new_empty(blocks, 8, dtype=torch.int32),
-        values.new_empty(row_ptr.shape[0] - 1, dtype=torch.int32),
-        *sizes,
-    )
-
-
-@torch.library.register_fake("macko::sell_unpack")
-def _(
-    data: Tensor, bases: Tensor, blocks: Tensor, perm: Tensor, cols: int, gap_bits: int, warps: int, head: int
-) -> Tensor:
-    return data.new_empty(perm.shape[0], cols)
-
-
-@torch.library.register_fake("macko::sell_spmv")
-def _(
-    data: Tensor,
-    bases: Tensor,
-    blocks: Tensor,
-    perm: Tensor,
-    cols: int,
-    gap_bits: int,
-    warps: int,
-    head: int,
-    x: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    torch._check(x.dim() == 1, lambda: f"macko::sell_spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
-    torch._check(
-        x.shape[0] == cols, lambda: f"macko::sell_spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
-    )
-    return data.new_empty(perm.shape[0])
-
-
-@torch.library.register_fake("macko::sell_spmm")
-def _(
-    data: Tensor,
-    bases: Tensor,
-    blocks: Tensor,
-    perm: Tensor,
-    cols: int,
-    gap_bits: int,
-    warps: int,
-    head: int,
-    x: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    torch._check(
-        x.dim() == 2 and x.shape[1] == cols,
-        lambda: f"macko::sell_spmm: x has shape {list(x.shape)}, expected [tokens, {cols}]",
-    )
-    return data.new_empty(x.shape[0], perm.shape[0])
-
-
-@torch.library.register_fake("macko::sell_linear")
-def _(
-    x: Tensor,
-    data: Tensor,
-    bases: Tensor,
-    blocks: Tensor,
-    perm: Tensor,
-    cols: int,
-    gap_bits: int,
-    warps: int,
-    head: int,
-    bias: Tensor | None = None,
-) -> Tensor:
-    torch._check(
-        x.dim() >= 1 and x.shape[-1] == cols,
-        lambda: f"macko::sell_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
-    )
-    return data.new_empty(*x.shape[:-1], perm.shape[0])
-
-
-def _save_sell_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.sizes = inputs[4:8]
-
-
-def _sell_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = torch.ops.macko.sell_unpack(*ctx.saved_tensors, *ctx.sizes).t() @ grad if ctx.needs_input_grad[8] else None
-    return *[None] * 8, grad_x, grad if ctx.needs_input_grad[9] else None
-
-
-def _sell_spmm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = grad @ torch.ops.macko.sell_unpack(*ctx.saved_tensors, *ctx.sizes) if ctx.needs_input_grad[8] else None
-    return *[None] * 8, grad_x, grad.sum(0) if ctx.needs_input_grad[9] else None
-
-
-def _save_sell_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:5])
-    ctx.sizes = inputs[5:9]
-
-
-def _sell_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = grad @ torch.ops.macko.sell_unpack(*ctx.saved_tensors, *ctx.sizes) if ctx.needs_input_grad[0] else None
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[9] else None
-    return grad_x, *[None] * 8, grad_bias
-
-
-torch.library.register_autograd("macko::sell_spmv", _sell_spmv_backward, setup_context=_save_sell_spmv)
-torch.library.register_autograd("macko::sell_spmm", _sell_spmm_backward, setup_context=_save_sell_spmv)
-torch.library.register_autograd("macko::sell_linear", _sell_linear_backward, setup_context=_save_sell_linear)
-
-
-@torch.library.register_fake("macko::bitmap_pack")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        values.new_empty(torch.library.get_ctx().new_dynamic_size()),
-        values.new_empty(row_ptr.shape[0] - 1, (cols + 63) // 64 * 8, dtype=torch.uint8),
-        torch.empty_like(row_ptr),
-    )
-
-
-@torch.library.register_fake("macko::bitmap_unpack")
-def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    chunks = torch.library.get_ctx().new_dynamic_size()
-    return (
-        values.new_empty(chunks * 8),
-        values.new_empty(chunks * delta_bits, dtype=torch.uint8),
-        torch.empty_like(row_ptr),
-    )
-
-
-@torch.library.register_fake("macko::bitmap_check")
-def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
-    return values.new_empty(4, dtype=torch.int64)
-
-
-@torch.library.register_fake("macko::bitmap_spmv")
-def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
-    torch._check(
-        x.dim() == 1 and x.shape[0] == cols,
-        lambda: f"macko::bitmap_spmv: x has shape {list(x.shape)}, expected [{cols}]",
-    )
-    return values.new_empty(row_ptr.shape[0] - 1)
-
-
-@torch.library.register_fake("macko::bitmap_linear")
-def _(x: Tensor, values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None) -> Tensor:
-    torch._check(
-        x.dim() >= 1 and x.shape[-1] == cols,
-        lambda: f"macko::bitmap_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
-    )
-    return values.new_empty(*x.shape[:-1], row_ptr.shape[0] - 1)
-
-
-def _bitmap_dense(ctx: Any) -> Tensor:
-    return torch.ops.macko.unpack(*torch.ops.macko.bitmap_unpack(*ctx.saved_tensors, ctx.cols), ctx.cols)
-
-
-def _save_bitmap_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.cols = inputs[3]
-
-
-def _bitmap_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return None, None, None, None, _bitmap_dense(ctx).t() @ grad
-
-
-def _save_bitmap_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:4])
-    ctx.cols = inputs[4]
-
-
-def _bitmap_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = grad @ _bitmap_dense(ctx) if ctx.needs_input_grad[0] else None
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[5:6]) else None
-    return grad_x, None, None, None, None, grad_bias
-
-
-torch.library.register_autograd("macko::bitmap_spmv", _bitmap_spmv_backward, setup_context=_save_bitmap_spmv)
-torch.library.register_autograd("macko::bitmap_linear", _bitmap_linear_backward, setup_context=_save_bitmap_linear)
-
-
-@torch.library.register_fake("macko::ec_pack")
-def _(
-    w: Tensor,
-    delta_bits: int = 4,
-    lanes: int = 32,
-    max_height: int = 16,
-    min_width: int = 128,
-    max_width: int = 8192,
-    tile_rows: int = 128,
-    max_slabs: int = 1,
-) -> EcTensors:
-    torch._check(w.dim() == 2, lambda: f"macko::ec_pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    context = torch.library.get_ctx()
-    values, deltas, bases, indptr, rows, sets, order = (context.new_dynamic_size() for _ in range(7))
-    index = torch.uint16 if w.shape[1] <= 65536 else torch.int32
-    tiles = (w.shape[0] + tile_rows - 1) // tile_rows
-    return (
-        w.new_empty(values),
-        w.new_empty(deltas, dtype=torch.uint8),
-        w.new_empty(bases, dtype=index),
-        w.new_empty(indptr, dtype=torch.int32),
-        w.new_empty(rows, dtype=torch.int32),
-        w.new_empty(sets, tiles + 1, dtype=torch.int32),
-        w.new_empty(sets + 1, 8, dtype=torch.int64),
-        w.new_empty(order, dtype=index),
-    )
-
-
-@torch.library.register_fake("macko::ec_unpack")
-def _(
-    block_values: Tensor,
-    delta_indices: Tensor,
-    base_indices: Tensor,
-    block_indptr: Tensor,
-    row_indices: Tensor,
-    tile_ptr: Tensor,
-    sets: Tensor,
-    col_order: Tensor,
-    rows: int,
-    cols: int,
-) -> Tensor:
-    return block_values.new_empty(rows, cols)
-
-
-@torch.library.register_fake("macko::ec_check")
-def _(
-    block_values: Tensor,
-    delta_indices: Tensor,
-    base_indices: Tensor,
-    block_indptr: Tensor,
-    row_indices: Tensor,
-    tile_ptr: Tensor,
-    sets: Tensor,
-    col_order: Tensor,
-    rows: int,
-    cols: int,
-) -> Tensor:
-    return block_values.new_empty(4, dtype=torch.int64)
-
-
-@torch.library.register_fake("macko::ec_spmv")
-def _(
-    block_values: Tensor,
-    delta_indices: Tensor,
-    base_indices: Tensor,
-    block_indptr: Tensor,
-    row_indices: Tensor,
-    tile_ptr: Tensor,
-    sets: Tensor,
-    col_order: Tensor,
-    rows: int,
-    cols: int,
-    x: Tensor,
-) -> Tensor:
-    torch._check(x.dim() == 1, lambda: f"macko::ec_spmv: x has shape {list(x.shape)}, expected 1 dimension(s)")
-    torch._check(
-        x.shape[0] == cols, lambda: f"macko::ec_spmv: x has {x.shape[0]} elements, the matrix has {cols} columns"
-    )
-    return block_values.new_empty(rows)
-
-
-@torch.library.register_fake("macko::ec_linear")
-def _(
-    x: Tensor,
-    block_values: Tensor,
-    delta_indices: Tensor,
-    base_indices: Tensor,
-    block_indptr: Tensor,
-    row_indices: Tensor,
-    tile_ptr: Tensor,
-    sets: Tensor,
-    col_order: Tensor,
-    rows: int,
-    cols: int,
-    bias: Tensor | None = None,
-) -> Tensor:
-    torch._check(
-        x.dim() >= 1 and x.shape[-1] == cols,
-        lambda: f"macko::ec_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
-    )
-    return block_values.new_empty(*x.shape[:-1], rows)
-
-
-def _save_ec_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:8])
-    ctx.shape = inputs[8:10]
-
-
-def _ec_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *[None] * 10, torch.ops.macko.ec_unpack(*ctx.saved_tensors, *ctx.shape).t() @ grad
-
-
-def _save_ec_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:9])
-    ctx.shape = inputs[9:11]
-
-
-def _ec_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = grad @ torch.ops.macko.ec_unpack(*ctx.saved_tensors, *ctx.shape) if ctx.needs_input_grad[0] else None
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if any(ctx.needs_input_grad[11:]) else None
-    return grad_x, *[None] * 10, grad_bias
-
-
-torch.library.register_autograd("macko::ec_spmv", _ec_spmv_backward, setup_context=_save_ec_spmv)
-torch.library.register_autograd("macko::ec_linear", _ec_linear_backward, setup_context=_save_ec_linear)
+    return torch.ops.macko.ec_linear(x, *packed, bias)
 
 
 def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -814,6 +339,78 @@ def slide_linear(
     return torch.ops.macko.slide_linear(x, packed, scale, cols, n, dtype, bias)
 
 
+@torch.library.register_fake("macko::pack")
+def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
+    chunks = torch.library.get_ctx().new_dynamic_size()
+    return (
+        w.new_empty(chunks * 8),
+        w.new_empty(chunks * delta_bits, dtype=torch.uint8),
+        w.new_empty(w.shape[0] + 1, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("macko::sell_pack")
+def _(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, gap_bits: int = 0
+) -> tuple[Any, ...]:
+    slots, groups, blocks, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(7))
+    return (
+        values.new_empty(slots * 32),
+        values.new_empty(groups * 32, dtype=torch.int16),
+        values.new_empty(blocks, 8, dtype=torch.int32),
+        values.new_empty(row_ptr.shape[0] - 1, dtype=torch.int32),
+        *sizes,
+    )
+
+
+@torch.library.register_fake("macko::bitmap_pack")
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        values.new_empty(torch.library.get_ctx().new_dynamic_size()),
+        values.new_empty(row_ptr.shape[0] - 1, (cols + 63) // 64 * 8, dtype=torch.uint8),
+        torch.empty_like(row_ptr),
+    )
+
+
+@torch.library.register_fake("macko::bitmap_unpack")
+def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    chunks = torch.library.get_ctx().new_dynamic_size()
+    return (
+        values.new_empty(chunks * 8),
+        values.new_empty(chunks * delta_bits, dtype=torch.uint8),
+        torch.empty_like(row_ptr),
+    )
+
+
+@torch.library.register_fake("macko::ec_pack")
+def _(
+    w: Tensor,
+    delta_bits: int = 4,
+    lanes: int = 32,
+    max_height: int = 16,
+    min_width: int = 128,
+    max_width: int = 8192,
+    tile_rows: int = 128,
+    max_slabs: int = 1,
+) -> EcTensors:
+    torch._check(w.dim() == 2, lambda: f"macko::ec_pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
+    context = torch.library.get_ctx()
+    values, deltas, bases, indptr, rows, sets, order = (context.new_dynamic_size() for _ in range(7))
+    index = torch.uint16 if w.shape[1] <= 65536 else torch.int32
+    tiles = (w.shape[0] + tile_rows - 1) // tile_rows
+    return (
+        w.new_empty(values),
+        w.new_empty(deltas, dtype=torch.uint8),
+        w.new_empty(bases, dtype=index),
+        w.new_empty(indptr, dtype=torch.int32),
+        w.new_empty(rows, dtype=torch.int32),
+        w.new_empty(sets, tiles + 1, dtype=torch.int32),
+        w.new_empty(sets + 1, 8, dtype=torch.int64),
+        w.new_empty(order, dtype=index),
+    )
+
+
 def _slide_depth(cols: Any, n: int) -> Any:
     expanded = (cols + 2 * n - 1) // (2 * n) * 4 * (n - 1) if n else cols
     return max(expanded + 127, 128) // 128 * 128
@@ -829,11 +426,6 @@ def _(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tenso
         w.new_empty(w.shape[0], dtype=torch.float32),
         w.new_empty(1, dtype=torch.int64),
     )
-
-
-@torch.library.register_fake("macko::slide_unpack")
-def _(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty(scale.shape[0], cols, dtype=dtype)
 
 
 @torch.library.register_fake("macko::slide_quant_fused")
@@ -858,31 +450,94 @@ def _(
     return lifted.new_empty(*lifted.shape[:-1], scale.shape[0], dtype=out_dtype)
 
 
-@torch.library.register_fake("macko::slide_linear")
-def _(
-    x: Tensor, packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    torch._check(
-        x.dim() >= 1 and x.shape[-1] == cols,
-        lambda: f"macko::slide_linear: x has shape {list(x.shape)}, expected [..., {cols}]",
-    )
-    return x.new_empty(*x.shape[:-1], scale.shape[0])
+# The other ops have a packed matrix, x and a bias under these names in their schemas: shape functions and gradients of
+# all formats are made from those.
+
+#: Shape of x by the last word of an op's name.
+_SHAPES = {"spmv": "[cols]", "spmm": "[tokens, cols]", "linear": "[..., cols]"}
 
 
-def _save_slide_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:3])
-    ctx.layout = inputs[3:6]
+def _binder(name: str) -> Callable[..., dict[str, Any]]:
+    """What gives a call's arguments by name, with those that torch leaves out: trailing ones that have the default."""
+    arguments = getattr(torch.ops.macko, name).default._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+
+    def bind(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+    return bind
 
 
-def _slide_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad_x = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        packed, scale = ctx.saved_tensors
-        codes = torch.ops.macko.slide_unpack(packed, scale, *ctx.layout)
-        grad_x = (grad * scale).to(grad.dtype) @ codes.to(grad.dtype)
-    if any(ctx.needs_input_grad[6:7]):
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-    return grad_x, None, None, None, None, None, grad_bias
+def _rows(given: dict[str, Any]) -> Any:
+    """Rows of the packed matrix among an op's arguments."""
+    if "row_ptr" in given:
+        return given["row_ptr"].shape[0] - 1
+    return given["rows"] if "rows" in given else given["perm" if "perm" in given else "scale"].shape[0]
 
 
-torch.library.register_autograd("macko::slide_linear", _slide_linear_backward, setup_context=_save_slide_linear)
+def _times(grad: Tensor, format: str, packed: Sequence[Any]) -> Tensor:
+    """grad W for grad [..., rows] and the packed W."""
+    if format == "slide":
+        codes = torch.ops.macko.slide_unpack(*packed)
+        return (grad * packed[1]).to(grad.dtype) @ codes.to(grad.dtype)
+    if format == "bitmap":
+        format, packed = "", (*torch.ops.macko.bitmap_unpack(*packed), packed[-1])
+    return grad @ getattr(torch.ops.macko, f"{format}_unpack" if format else "unpack")(*packed)
+
+
+def _register_product(name: str) -> None:
+    """The shape function of y = x W^T + bias and its gradients in x and bias."""
+    format, _, kind = name.rpartition("_")
+    bind = _binder(name)
+    names = list(bind((), {}))
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
+        given = bind(args, kwargs)
+        x, cols = given["x"], given["cols"]
+        torch._check(
+            x.dim() >= 1 and x.dim() == {"spmv": 1, "spmm": 2}.get(kind, x.dim()) and x.shape[-1] == cols,
+            lambda: f"macko::{name}: x has shape {list(x.shape)}, expected {_SHAPES[kind].replace('cols', str(cols))}",
+        )
+        return x.new_empty(*x.shape[:-1], _rows(given))
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        packed = [value for argument, value in bind(inputs, {}).items() if argument not in ("x", "bias")]
+        ctx.save_for_backward(*(value for value in packed if isinstance(value, Tensor)))
+        ctx.sizes = [value for value in packed if not isinstance(value, Tensor)]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
+        gradients: dict[str, Tensor | None] = dict.fromkeys(names)
+        if wanted["x"]:
+            gradients["x"] = _times(grad, format, (*ctx.saved_tensors, *ctx.sizes))
+        if wanted.get("bias"):
+            gradients["bias"] = grad.sum_to_size(grad.shape[-1])
+        return tuple(gradients.values())
+
+    torch.library.register_fake(f"macko::{name}", fake)
+    torch.library.register_autograd(f"macko::{name}", backward, setup_context=save)
+
+
+def _register_unpack(name: str) -> None:
+    """The shape function of the dense [rows, cols] matrix, of the first tensor's dtype or the one asked for."""
+    bind = _binder(name)
+
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
+        given = bind(args, kwargs)
+        first = next(iter(given.values()))
+        return first.new_empty(_rows(given), given["cols"], dtype=given.get("dtype", first.dtype))
+
+    torch.library.register_fake(f"macko::{name}", fake)
+
+
+def _fault(*args: Any, **kwargs: Any) -> Tensor:
+    return args[0].new_empty(4, dtype=torch.int64)
+
+
+for _name in _library.op_names:
+    if _name.rpartition("_")[2] in _SHAPES:
+        _register_product(_name)
+    elif _name.endswith("unpack") and _name != "bitmap_unpack":  # that one gives the canonical tensors
+        _register_unpack(_name)
+    elif _name.endswith("check"):
+        torch.library.register_fake(f"macko::{_name}", _fault)

@@ -56,8 +56,8 @@ def heights(packed: tuple[Tensor, ...]) -> list[int]:
 def assert_packs(w: Tensor, options: dict[str, int]) -> tuple[Tensor, ...]:
     """Nothing lost, nothing twice, every rule kept."""
     packed = ops.ec_pack(w, **options)
-    assert_same_bits(ops.ec_unpack(*packed, *w.shape), torch.where(w == 0, 0, w))
-    assert ops.ec_check(*packed, *w.shape).tolist() == [0, 0, -1, 0]
+    assert_same_bits(ops.ec_unpack((*packed, *w.shape)), torch.where(w == 0, 0, w))
+    assert ops.ec_check((*packed, *w.shape)).tolist() == [0, 0, -1, 0]
     assert int(packed[0].count_nonzero()) == int(w.count_nonzero())
     return packed
 
@@ -70,11 +70,11 @@ def test_every_shape(shape: tuple[int, int], name: str, device: str, dtype: torc
     for density in (0.0, 0.02, 0.3, 1.0):
         w, x, y = integer_problem(rows, cols, density, dtype)
         packed = assert_packs(w.to(device), OPTIONS[name])
-        assert_same_bits(ops.ec_spmv(*packed, rows, cols, x.to(device)).cpu() + 0, y + 0)
+        assert_same_bits(ops.ec_spmv((*packed, rows, cols), x.to(device)).cpu() + 0, y + 0)
         w = random_weight(rows, cols, density, dtype)
         x, bias = random_vector(cols, dtype=dtype), random_vector(rows, dtype=dtype, seed=2)
         packed = ops.ec_pack(w.to(device), **OPTIONS[name])
-        assert_close_spmv(ops.ec_linear(x.to(device), *packed, rows, cols, bias.to(device)), w, x, bias)
+        assert_close_spmv(ops.ec_linear(x.to(device), (*packed, rows, cols), bias.to(device)), w, x, bias)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -84,7 +84,7 @@ def test_every_mask(kind: str, name: str, device: str) -> None:
     w = random_weight(400, 1500, 0.25, torch.float16, kind=kind)
     packed = assert_packs(w.to(device), OPTIONS[name])
     x = random_vector(1500, dtype=torch.float16)
-    assert_close_spmv(ops.ec_spmv(*packed, 400, 1500, x.to(device)), w, x)
+    assert_close_spmv(ops.ec_spmv((*packed, 400, 1500), x.to(device)), w, x)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5, 8])
@@ -94,7 +94,7 @@ def test_blocks_of_every_height(bits: int, device: str, dtype: torch.dtype) -> N
     packed = assert_packs(w.to(device), {"delta_bits": bits})
     assert heights(packed)[:4] == [16, 8, 4, 2]
     x = random_vector(2300, dtype=dtype)
-    assert_close_spmv(ops.ec_spmv(*packed, 140, 2300, x.to(device)), w, x)
+    assert_close_spmv(ops.ec_spmv((*packed, 140, 2300), x.to(device)), w, x)
 
 
 @pytest.mark.gpu
@@ -146,7 +146,7 @@ def test_empty_rows_and_columns(device: str) -> None:
         w[:, 100:300] = 0
         packed = assert_packs(w.to(device), OPTIONS[name])
         y = (w.float() @ x.float()).half()
-        assert_same_bits(ops.ec_spmv(*packed, 300, 700, x.to(device)).cpu() + 0, y + 0)
+        assert_same_bits(ops.ec_spmv((*packed, 300, 700), x.to(device)).cpu() + 0, y + 0)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -156,7 +156,7 @@ def test_nan_inf_and_negative_zero(device: str) -> None:
         w[3, 5:9] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=dtype)
         w.view(torch.int16)[5, 7] = -1  # a NaN of other bits
         packed = ops.ec_pack(w.to(device), **OPTIONS[name])
-        assert_same_bits(ops.ec_unpack(*packed, 140, 300), torch.where(w == 0, 0, w))
+        assert_same_bits(ops.ec_unpack((*packed, 140, 300)), torch.where(w == 0, 0, w))
 
 
 @pytest.mark.parametrize("device", devices())
@@ -165,7 +165,7 @@ def test_more_columns_than_16_bits_and_than_shared_memory(device: str) -> None:
         w, x, y = integer_problem(20, 140_001, 0.05, torch.float16)
         packed = assert_packs(w.to(device), OPTIONS[name])
         assert packed[2].dtype == torch.int32
-        assert_same_bits(ops.ec_spmv(*packed, 20, 140_001, x.to(device)).cpu() + 0, y + 0)
+        assert_same_bits(ops.ec_spmv((*packed, 20, 140_001), x.to(device)).cpu() + 0, y + 0)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -176,7 +176,7 @@ def test_strides_and_odd_addresses(device: str) -> None:
             assert_same_bits(got, wanted)
     x = random_vector(510, dtype=torch.float16).to(device)
     packed = ops.ec_pack(w)
-    assert_same_bits(ops.ec_spmv(*packed, 60, 509, x[1:]), ops.ec_spmv(*packed, 60, 509, x[1:].clone()))
+    assert_same_bits(ops.ec_spmv((*packed, 60, 509), x[1:]), ops.ec_spmv((*packed, 60, 509), x[1:].clone()))
 
 
 def test_any_number_of_threads_gives_the_same_bytes() -> None:
@@ -192,7 +192,7 @@ def test_every_cpu_path_packs_and_multiplies_alike(cpu_path: str) -> None:
     for dtype, name in itertools.product(CPU_DTYPES, OPTIONS):
         w, x, y = integer_problem(200, 777, 0.4, dtype)
         packed = assert_packs(w, OPTIONS[name])
-        assert_same_bits(ops.ec_spmv(*packed, 200, 777, x) + 0, y + 0)
+        assert_same_bits(ops.ec_spmv((*packed, 200, 777), x) + 0, y + 0)
 
 
 def test_bytes_under_the_papers() -> None:
@@ -216,9 +216,9 @@ def test_same_bits_at_every_run() -> None:
     w, x = random_weight(900, 3000, 0.4, torch.float16), random_vector(3000, dtype=torch.float16).cuda()
     for name in OPTIONS:
         packed = ops.ec_pack(w.cuda(), **OPTIONS[name])
-        first = ops.ec_spmv(*packed, 900, 3000, x)
+        first = ops.ec_spmv((*packed, 900, 3000), x)
         for _ in range(20):
-            assert_same_bits(ops.ec_spmv(*packed, 900, 3000, x), first)
+            assert_same_bits(ops.ec_spmv((*packed, 900, 3000), x), first)
 
 
 @pytest.mark.gpu
@@ -227,7 +227,7 @@ def test_without_thread_block_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
         w, x, y = integer_problem(700, 3000, 0.4, torch.float16)
         packed = ops.ec_pack(w.cuda(), **OPTIONS[name])
         monkeypatch.setenv("MACKO_EC_CLUSTER", "0")
-        assert_same_bits(ops.ec_spmv(*packed, 700, 3000, x.cuda()).cpu() + 0, y + 0)
+        assert_same_bits(ops.ec_spmv((*packed, 700, 3000), x.cuda()).cpu() + 0, y + 0)
         monkeypatch.delenv("MACKO_EC_CLUSTER")
 
 
@@ -237,11 +237,11 @@ def test_graph_and_another_stream() -> None:
     packed = ops.ec_pack(w.cuda())
     at = torch.zeros(1000, dtype=torch.float16, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
-        ops.ec_spmv(*packed, 300, 1000, at)
+        ops.ec_spmv((*packed, 300, 1000), at)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream().synchronize()
     with torch.cuda.graph(graph):
-        out = ops.ec_linear(at, *packed, 300, 1000)
+        out = ops.ec_linear(at, (*packed, 300, 1000))
     at.copy_(x)
     graph.replay()
     assert_same_bits(out.cpu() + 0, y + 0)
@@ -281,11 +281,11 @@ def test_gradients() -> None:
     w = random_weight(40, 300, 0.3, torch.float32)
     packed = (*ops.ec_pack(w), 40, 300)
     x, bias, grad = torch.randn(5, 300, requires_grad=True), torch.randn(40, requires_grad=True), torch.randn(5, 40)
-    ops.ec_linear(x, *packed, bias).backward(grad)
+    ops.ec_linear(x, packed, bias).backward(grad)
     assert_same_bits(x.grad, grad @ w)
     assert_same_bits(bias.grad, grad.sum(0))
     vector = torch.randn(300, requires_grad=True)
-    ops.ec_spmv(*packed, vector).backward(grad[0])
+    ops.ec_spmv(packed, vector).backward(grad[0])
     torch.testing.assert_close(vector.grad, grad[0] @ w)
 
 
@@ -386,7 +386,7 @@ def test_pack_names_a_bad_option(options: dict[str, int], message: str) -> None:
 
 @pytest.mark.parametrize("device", devices())
 def test_ops_name_a_bad_argument(device: str) -> None:
-    packed: list[Any] = [*ops.ec_pack(random_weight(40, 300, 0.3, torch.float16).to(device)), 40, 300]
+    packed: tuple[Any, ...] = (*ops.ec_pack(random_weight(40, 300, 0.3, torch.float16).to(device)), 40, 300)
     x = torch.zeros(300, dtype=torch.float16, device=device)
     for place, bad, message in (
         (0, packed[0].float().double(), "block_values has dtype float64"),
@@ -399,9 +399,9 @@ def test_ops_name_a_bad_argument(device: str) -> None:
         with pytest.raises(RuntimeError, match=f"macko::ec_spmv: {message}"):
             torch.ops.macko.ec_spmv(*packed[:place], bad, *packed[place + 1 :], x)
     with pytest.raises(RuntimeError, match="x has 299 elements, the matrix has 300 columns"):
-        ops.ec_spmv(*packed, x[1:])
+        ops.ec_spmv(packed, x[1:])
     with pytest.raises(RuntimeError, match="bias has 39 elements, the matrix has 40 rows"):
-        ops.ec_linear(x, *packed, x[:39])
+        ops.ec_linear(x, packed, x[:39])
 
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -250,13 +250,12 @@ def test_validate() -> None:
 def test_errors_name_the_argument() -> None:
     sell = packed(random_weight(30, 50, 0.5, torch.float16))
     x = random_vector(50, dtype=torch.float16).cuda()
-    data, bases, blocks, perm, *sizes = sell._packed
     with pytest.raises(RuntimeError, match="x has 49 elements, the matrix has 50 columns"):
-        ops.sell_spmv(data, bases, blocks, perm, *sizes, x[:49])
+        ops.sell_spmv(sell._packed, x[:49])
     with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
-        ops.sell_spmv(data, bases, blocks, perm, *sizes, x.bfloat16())
+        ops.sell_spmv(sell._packed, x.bfloat16())
     with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        ops.sell_spmv(data, bases, blocks, perm, *sizes, x, x[:29])
+        ops.sell_spmv(sell._packed, x, x[:29])
     with pytest.raises(RuntimeError, match="gap_bits is 7"):
         ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 7)
     with pytest.raises(RuntimeError, match="cols is 65536, expected at most 65535"):
@@ -268,7 +267,7 @@ def test_cpu_tensors_are_refused_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match="values is on cpu, expected a CUDA device"):
         SellWeight.from_macko(weight)
     with pytest.raises(RuntimeError, match="data is on cpu, expected a CUDA device"):
-        ops.sell_linear(torch.ones(2).half(), *[torch.zeros(0)] * 4, 2, 4, 8, 0)
+        torch.ops.macko.sell_linear(torch.ones(2).half(), *[torch.zeros(0)] * 4, 2, 4, 8, 0)
 
 
 #: The functions of sell.h as symbols: it is plain C, so that its arithmetic is tested without a GPU.

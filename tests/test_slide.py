@@ -324,7 +324,7 @@ def test_errors_name_the_argument() -> None:
         ops.slide_linear(x, packed, scale, 16, 0, INT8)
     with pytest.raises(RuntimeError, match=r"x has shape \[2, 15\], expected \[..., 16\]"):
         ops.slide_linear(x[:, :15], packed, scale, 16, 4, INT8)
-    with pytest.raises(RuntimeError, match=r"bias has 7 elements, the weight has 8 rows"):
+    with pytest.raises(RuntimeError, match=r"bias has 7 elements, the matrix has 8 rows"):
         ops.slide_linear(x, packed, scale, 16, 4, INT8, torch.ones(7, dtype=torch.float16))
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import macko.ops as ops
 from macko.formats import MackoWeight, PackedWeight, SellWeight
 from tests.common import (
     HALVES,
@@ -230,4 +229,4 @@ def test_errors_name_the_argument() -> None:
 
 def test_cpu_tensors_are_refused_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match="data is on cpu, expected a CUDA device"):
-        ops.sell_spmm(*[torch.zeros(0)] * 4, 2, 4, 8, 0, torch.ones(2, 2).half())
+        torch.ops.macko.sell_spmm(*[torch.zeros(0)] * 4, 2, 4, 8, 0, torch.ones(2, 2).half())

@@ -12,10 +12,6 @@
 namespace macko {
 namespace {
 
-int64_t bytes_of(macko_dtype dtype) {
-    return dtype == MACKO_F32 ? 4 : 2;
-}
-
 int64_t mean_row(const macko_bitmap &m) {
     return m.rows ? m.capacity / m.rows + macko_bitmap_words(m.cols) : 0;
 }
@@ -48,7 +44,7 @@ macko_bitmap matrix_of(const char *op, const Tensor &values, const Tensor &bits,
     if (values.numel() < MACKO_BITMAP_PAD)
         fail(op, "values has ", values.numel(), " elements, expected at least ", int(MACKO_BITMAP_PAD));
     if (row_ptr.numel() < 1) fail(op, "row_ptr is empty, expected rows + 1 entries");
-    if (cols < 0 || cols > INT32_MAX) fail(op, "cols is ", cols, ", expected 0 to ", INT32_MAX);
+    if (cols < 0 || cols > INT32_LIMIT) fail(op, "cols is ", cols, ", expected 0 to ", INT32_LIMIT);
     const int64_t rows = row_ptr.numel() - 1, row_bytes = macko_bitmap_words(cols) * 8;
     if (bits.size(0) != rows || bits.size(1) != row_bytes)
         fail(op, "bits has shape ", shape_name(bits), ", expected [", rows, ", ", row_bytes, "]");
@@ -64,23 +60,7 @@ macko_bitmap matrix_of(const char *op, const Tensor &values, const Tensor &bits,
             dtype};
 }
 
-// counts -> row_ptr; the total.
-int64_t sum_counts(const char *op, const std::vector<int64_t> &counts, int32_t *row_ptr) {
-    int64_t stored = 0;
-    row_ptr[0] = 0;
-    for (size_t row = 0; row < counts.size(); row++) {
-        stored += counts[row];
-        if (stored > INT32_MAX - MACKO_BITMAP_PAD)
-            fail(op, "the matrix has more than ", INT32_MAX - MACKO_BITMAP_PAD, " entries, row_ptr is int32");
-        row_ptr[row + 1] = int32_t(stored);
-    }
-    return stored;
-}
-
-void clear_values(Tensor &values, int64_t from, int64_t size) {
-    auto *data = static_cast<char *>(values.mutable_data_ptr());
-    std::fill(data + from * size, data + values.numel() * size, 0);
-}
+constexpr int64_t MAX_STORED = INT32_LIMIT - MACKO_BITMAP_PAD; // row_ptr is int32, values are padded
 
 // Up to how many tokens the packed weight is multiplied as it is. Above, torch's product of dense blocks is faster:
 // measured on one core of a Zen 5, 4096x4096, density 0.5. torch 2.13's fp16 product takes 72 ms for 64 tokens there, the
@@ -90,11 +70,10 @@ int64_t packed_tokens(macko_dtype dtype) {
 }
 
 // y [tokens, rows] = x W^T + bias, all checked but the content.
-void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t tokens, const Tensor *bias,
+void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t tokens, const void *bias,
               const Tensor &y) {
     const macko_fault fault = first_fault(m.rows, mean_row(m) * tokens, [&](int64_t begin, int64_t end) {
-        return macko_bitmap_spmv_cpu(&m, x.const_data_ptr(), tokens, bias ? bias->const_data_ptr() : nullptr, begin,
-                                     end, y.mutable_data_ptr());
+        return macko_bitmap_spmv_cpu(&m, x.const_data_ptr(), tokens, bias, begin, end, y.mutable_data_ptr());
     });
     if (fault.kind) fail_for(op, fault, m);
 }
@@ -112,9 +91,9 @@ std::tuple<Tensor, Tensor, Tensor> bitmap_pack(const Tensor &values_in, const Te
              [&](int64_t begin, int64_t end) { macko_bitmap_count_cpu(&m, begin, end, counts.data()); });
     Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
     auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
-    const int64_t stored = sum_counts("bitmap_pack", counts, pointers);
+    const int64_t stored = sum_counts("bitmap_pack", counts, MAX_STORED, pointers);
     Tensor values = torch::stable::new_empty(values_in, {stored + MACKO_BITMAP_PAD});
-    clear_values(values, stored, bytes_of(m.dtype));
+    clear_from(values, stored);
     Tensor bits = torch::stable::new_zeros(values_in, {m.rows, macko_bitmap_words(cols) * 8}, ScalarType::Byte);
     for_rows(m.rows, entries_per_row, [&](int64_t begin, int64_t end) {
         macko_bitmap_pack_cpu(&m, begin, end, pointers, values.mutable_data_ptr(),
@@ -128,7 +107,7 @@ std::tuple<Tensor, Tensor, Tensor> bitmap_unpack(const Tensor &values_in, const 
     if (delta_bits != 2 && delta_bits != 4 && delta_bits != 8)
         fail("bitmap_unpack", "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
     const macko_bitmap m = matrix_of("bitmap_unpack", values_in, bits, row_ptr_in, cols);
-    const int64_t size = bytes_of(m.dtype);
+    const int64_t size = values_in.element_size();
     // Packed row by row from one that is dense and in the cache, twice: to count and to write.
     std::vector<int64_t> counts(m.rows);
     const macko_fault fault = first_fault(m.rows, cols, [&](int64_t begin, int64_t end) {
@@ -144,10 +123,10 @@ std::tuple<Tensor, Tensor, Tensor> bitmap_unpack(const Tensor &values_in, const 
     if (fault.kind) fail_for("bitmap_unpack", fault, m);
     Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
     auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
-    const int64_t stored = sum_counts("bitmap_unpack", counts, pointers);
+    const int64_t stored = sum_counts("bitmap_unpack", counts, MAX_STORED, pointers);
     const int64_t capacity = (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
     Tensor values = torch::stable::new_empty(values_in, {capacity});
-    clear_values(values, stored, size);
+    clear_from(values, stored);
     Tensor deltas = torch::stable::new_zeros(values_in, {capacity * delta_bits / 8}, ScalarType::Byte);
     for_rows(m.rows, cols, [&](int64_t begin, int64_t end) {
         std::vector<char> dense(cols * size);
@@ -162,8 +141,8 @@ std::tuple<Tensor, Tensor, Tensor> bitmap_unpack(const Tensor &values_in, const 
 
 Tensor bitmap_check(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols) {
     const macko_bitmap m = matrix_of("bitmap_check", values, bits, row_ptr, cols);
-    Tensor found = torch::stable::new_empty(values, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
-    auto *fault = static_cast<macko_fault *>(found.mutable_data_ptr());
+    Tensor found = new_fault(values);
+    macko_fault *fault = fault_in(found);
     *fault = first_fault(m.rows, mean_row(m),
                          [&](int64_t begin, int64_t end) { return macko_bitmap_check_cpu(&m, begin, end); });
     if (!fault->kind) *fault = macko_bitmap_check_cpu(&m, m.rows, m.rows);
@@ -172,12 +151,8 @@ Tensor bitmap_check(const Tensor &values, const Tensor &bits, const Tensor &row_
 
 Tensor bitmap_spmv(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols, const Tensor &x_any) {
     const macko_bitmap m = matrix_of("bitmap_spmv", values, bits, row_ptr, cols);
-    check_device("bitmap_spmv", "x", x_any, "values", values);
-    check_dtype("bitmap_spmv", "x", x_any, values.scalar_type());
-    check_dim("bitmap_spmv", "x", x_any, 1);
-    if (x_any.numel() != cols)
-        fail("bitmap_spmv", "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
-    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    check_vector("bitmap_spmv", x_any, "values", values, cols);
+    const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(values, {m.rows});
     multiply("bitmap_spmv", m, x, 1, nullptr, y);
     return y;
@@ -186,30 +161,13 @@ Tensor bitmap_spmv(const Tensor &values, const Tensor &bits, const Tensor &row_p
 Tensor bitmap_linear(const Tensor &x_any, const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols,
                      const std::optional<Tensor> &bias_any) {
     const macko_bitmap m = matrix_of("bitmap_linear", values, bits, row_ptr, cols);
-    check_device("bitmap_linear", "x", x_any, "values", values);
-    check_dtype("bitmap_linear", "x", x_any, values.scalar_type());
-    if (x_any.dim() < 1 || x_any.size(-1) != cols)
-        fail("bitmap_linear", "x has shape ", shape_name(x_any), ", expected [..., ", cols, "]");
-    std::optional<Tensor> bias;
-    if (bias_any) {
-        check_device("bitmap_linear", "bias", *bias_any, "values", values);
-        check_dtype("bitmap_linear", "bias", *bias_any, values.scalar_type());
-        check_dim("bitmap_linear", "bias", *bias_any, 1);
-        if (bias_any->numel() != m.rows)
-            fail("bitmap_linear", "bias has ", bias_any->numel(), " elements, the matrix has ", m.rows, " rows");
-        bias = bias_any->is_contiguous() ? *bias_any : torch::stable::contiguous(*bias_any);
-    }
-    int64_t tokens = 1;
-    std::vector<int64_t> shape;
-    for (int64_t i = 0; i + 1 < x_any.dim(); i++) {
-        shape.push_back(x_any.size(i));
-        tokens *= x_any.size(i);
-    }
-    shape.push_back(m.rows);
-    Tensor y = torch::stable::new_empty(values, shape);
-    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    check_tokens("bitmap_linear", x_any, "values", values, cols);
+    const auto bias = checked_bias("bitmap_linear", bias_any, "values", values, values.scalar_type(), m.rows);
+    const int64_t tokens = num_tokens(x_any);
+    Tensor y = torch::stable::new_empty(values, with_last(x_any, m.rows));
+    const Tensor x = as_contiguous(x_any);
     if (tokens <= packed_tokens(m.dtype)) {
-        multiply("bitmap_linear", m, x, tokens, bias ? &*bias : nullptr, y);
+        multiply("bitmap_linear", m, x, tokens, data_of(bias), y);
         return y;
     }
     Tensor y2 = torch::stable::view(y, {tokens, m.rows});

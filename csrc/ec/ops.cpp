@@ -8,16 +8,13 @@
 #include <numeric>
 #include <vector>
 
+#include "../torch/tensors.h"
 #include "ec.h"
 
 namespace macko {
 namespace {
 
-constexpr int64_t INT32_LIMIT = INT32_MAX;
-
-#ifdef USE_CUDA
-using DeviceGuard = torch::stable::accelerator::DeviceGuard;
-#else
+#ifndef USE_CUDA
 template <typename Body>
 void for_tiles(int64_t tiles, const Body &body) {
     torch::stable::parallel_for(0, tiles, 1, body); // a tile is at least some 10 us of work
@@ -382,7 +379,7 @@ Tensor unpack(const ec_matrix &m, const Tensor &values) {
 // y [shape] = W x + bias for one vector.
 Tensor spmv(const ec_matrix &m, const Tensor &values, const Tensor &x_any, const void *bias,
             std::vector<int64_t> shape) {
-    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(values, shape);
     if (!m.rows) return y;
 #ifdef USE_CUDA
@@ -434,10 +431,8 @@ ec_pack(const Tensor &w_any, int64_t delta_bits, int64_t lanes, int64_t max_heig
              " where lanes < 32 and max_height is 1");
     if (max_slabs < 1 || max_slabs > EC_MAX_SLABS)
         fail("ec_pack", "max_slabs is ", max_slabs, ", expected 1 to ", int(EC_MAX_SLABS));
-#ifdef USE_CUDA
-    const DeviceGuard guard(w_any.get_device_index());
-#endif
-    const Tensor w = torch::stable::contiguous(w_any);
+    const DeviceOf guard(w_any);
+    const Tensor w = as_contiguous(w_any);
     ec_options options{};
     options.delta_bits = int(delta_bits);
     options.lanes = int(lanes);
@@ -455,19 +450,17 @@ ec_pack(const Tensor &w_any, int64_t delta_bits, int64_t lanes, int64_t max_heig
 
 Tensor ec_unpack(EC_TENSORS) {
     const ec_matrix m = matrix_of("ec_unpack", EC_ARGUMENTS);
-#ifdef USE_CUDA
-    const DeviceGuard guard(block_values.get_device_index());
-#endif
+    const DeviceOf guard(block_values);
     return unpack(m, block_values);
 }
 
 Tensor ec_check(EC_TENSORS) {
     const ec_matrix m = matrix_of("ec_check", EC_ARGUMENTS);
+    const DeviceOf guard(block_values);
     std::vector<int64_t> fault(sizeof(macko_fault) / 8, 0);
 #ifdef USE_CUDA
     // Content is looked at once, when it comes from a file, so on the CPU, where this is asked of the same op.
     (void)m;
-    const DeviceGuard guard(block_values.get_device_index());
     const auto cpu = [](const Tensor &t) {
         return torch::stable::to(t, torch::stable::Device(torch::headeronly::DeviceType::CPU));
     };
@@ -494,48 +487,20 @@ Tensor ec_check(EC_TENSORS) {
 
 Tensor ec_spmv(EC_TENSORS, const Tensor &x) {
     const ec_matrix m = matrix_of("ec_spmv", EC_ARGUMENTS);
-    check_device("ec_spmv", "x", x, "block_values", block_values);
-    check_dtype("ec_spmv", "x", x, block_values.scalar_type());
-    check_dim("ec_spmv", "x", x, 1);
-    if (x.numel() != cols) fail("ec_spmv", "x has ", x.numel(), " elements, the matrix has ", cols, " columns");
-#ifdef USE_CUDA
-    const DeviceGuard guard(block_values.get_device_index());
-#endif
+    check_vector("ec_spmv", x, "block_values", block_values, cols);
+    const DeviceOf guard(block_values);
     return spmv(m, block_values, x, nullptr, {rows});
 }
 
 Tensor ec_linear(const Tensor &x, EC_TENSORS, const std::optional<Tensor> &bias_any) {
     const ec_matrix m = matrix_of("ec_linear", EC_ARGUMENTS);
-    check_device("ec_linear", "x", x, "block_values", block_values);
-    check_dtype("ec_linear", "x", x, block_values.scalar_type());
-    if (x.dim() < 1 || x.size(-1) != cols)
-        fail("ec_linear", "x has shape ", shape_name(x), ", expected [..., ", cols, "]");
-    std::optional<Tensor> bias;
-    if (bias_any) {
-        check_device("ec_linear", "bias", *bias_any, "block_values", block_values);
-        check_dtype("ec_linear", "bias", *bias_any, block_values.scalar_type());
-        check_dim("ec_linear", "bias", *bias_any, 1);
-        if (bias_any->numel() != rows)
-            fail("ec_linear", "bias has ", bias_any->numel(), " elements, the matrix has ", rows, " rows");
-        bias = bias_any->is_contiguous() ? *bias_any : torch::stable::contiguous(*bias_any);
-    }
-#ifdef USE_CUDA
-    const DeviceGuard guard(block_values.get_device_index());
-#endif
-    int64_t tokens = 1;
-    std::vector<int64_t> shape;
-    for (int64_t i = 0; i + 1 < x.dim(); i++) {
-        shape.push_back(x.size(i));
-        tokens *= x.size(i);
-    }
-    shape.push_back(rows);
-    if (tokens == 1) return spmv(m, block_values, x, bias && rows ? bias->const_data_ptr() : nullptr, shape);
+    check_tokens("ec_linear", x, "block_values", block_values, cols);
+    const auto bias =
+        checked_bias("ec_linear", bias_any, "block_values", block_values, block_values.scalar_type(), rows);
+    const DeviceOf guard(block_values);
+    if (num_tokens(x) == 1) return spmv(m, block_values, x, rows ? data_of(bias) : nullptr, with_last(x, rows));
     // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
-    const Tensor w = unpack(m, block_values);
-    std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(w),
-                                      torch::stable::detail::from(bias)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
+    return dense_linear(x, unpack(m, block_values), bias);
 }
 
 } // namespace macko

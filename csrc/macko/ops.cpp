@@ -2,7 +2,6 @@
 #include "ops.h"
 
 #include <algorithm>
-#include <array>
 #include <vector>
 
 #include "macko.h"
@@ -15,11 +14,9 @@
 namespace macko {
 namespace {
 
-constexpr int64_t INT32_LIMIT = INT32_MAX;
+constexpr int64_t MAX_STORED = INT32_LIMIT / MACKO_CHUNK * MACKO_CHUNK; // row_ptr is int32
 
-#ifdef USE_CUDA
-using DeviceGuard = torch::stable::accelerator::DeviceGuard;
-#else
+#ifndef USE_CUDA
 template <typename Body>
 macko_fault first_fault_of(const macko_matrix &m, const Body &body) {
     return first_fault(m.rows, m.rows ? m.capacity / m.rows : 0, body);
@@ -80,11 +77,8 @@ macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &delta
             int(delta_bits)};
 }
 
-int64_t round_up_to_chunk(const char *op, int64_t stored) {
-    const int64_t capacity = (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
-    if (capacity > INT32_LIMIT)
-        fail(op, "w needs ", stored, " stored entries, row_ptr is int32 and holds at most ", INT32_LIMIT);
-    return capacity;
+int64_t round_up_to_chunk(int64_t stored) {
+    return (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
 }
 
 // Dense [rows, cols] without a look for faults: those become NaN on CUDA.
@@ -118,11 +112,11 @@ void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
     cudaStreamCaptureStatus capturing;
     STD_CUDA_CHECK(cudaStreamIsCapturing(current_stream(values), &capturing));
     if (capturing != cudaStreamCaptureStatusNone) return;
-    Tensor found = torch::stable::new_empty(values, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
-    auto *device_fault = static_cast<macko_fault *>(found.mutable_data_ptr());
+    Tensor found = new_fault(values);
     macko_fault fault;
-    STD_CUDA_CHECK(macko_check_cuda(&m, 1, device_fault, current_stream(values)));
-    STD_CUDA_CHECK(cudaMemcpyAsync(&fault, device_fault, sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
+    STD_CUDA_CHECK(macko_check_cuda(&m, 1, fault_in(found), current_stream(values)));
+    STD_CUDA_CHECK(
+        cudaMemcpyAsync(&fault, fault_in(found), sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
     STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(values)));
 #else
     (void)values;
@@ -142,10 +136,10 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
     const int64_t rows = w_any.size(0), cols = w_any.size(1);
     if (rows >= INT32_LIMIT || cols > INT32_LIMIT)
         fail("pack", "w has shape ", shape_name(w_any), ", expected at most 2^31 - 1 rows and columns");
-    const Tensor w = torch::stable::contiguous(w_any);
+    const DeviceOf guard(w_any);
+    const Tensor w = as_contiguous(w_any);
     Tensor row_ptr = torch::stable::new_empty(w, {rows + 1}, ScalarType::Int);
 #ifdef USE_CUDA
-    const DeviceGuard guard(w.get_device_index());
     (void)dtype;
     const cudaStream_t stream = current_stream(w);
     Tensor row_ptr64 = torch::stable::new_empty(w, {rows + 1}, ScalarType::Long);
@@ -154,7 +148,9 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
     STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, counts, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&stored, counts + rows, sizeof stored, cudaMemcpyDeviceToHost, stream));
     STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // the size of what is allocated next
-    const int64_t capacity = round_up_to_chunk("pack", stored);
+    if (stored > MAX_STORED)
+        fail("pack", "the matrix has ", stored, " entries to store, row_ptr is int32: at most ", MAX_STORED);
+    const int64_t capacity = round_up_to_chunk(stored);
     Tensor values = torch::stable::new_empty(w, {capacity});
     Tensor deltas = torch::stable::new_empty(w, {capacity * delta_bits / 8}, ScalarType::Byte);
     STD_CUDA_CHECK(macko_pack_write_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, counts, capacity,
@@ -165,20 +161,15 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
     for_rows(rows, cols, [&](int64_t begin, int64_t end) {
         macko_pack_count_cpu(w.const_data_ptr(), dtype, int(delta_bits), cols, begin, end, counts.data());
     });
-    int64_t stored = 0;
-    for (const int64_t count : counts) stored += count;
-    const int64_t capacity = round_up_to_chunk("pack", stored);
     auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
-    pointers[0] = 0;
-    for (int64_t row = 0; row < rows; row++) pointers[row + 1] = pointers[row] + int32_t(counts[row]);
+    const int64_t stored = sum_counts("pack", counts, MAX_STORED, pointers);
+    const int64_t capacity = round_up_to_chunk(stored);
     Tensor values = torch::stable::new_empty(w, {capacity});
     Tensor deltas = torch::stable::new_zeros(w, {capacity * delta_bits / 8}, ScalarType::Byte);
-    const int64_t value_bytes = dtype == MACKO_F32 ? 4 : 2;
-    auto *value_data = static_cast<char *>(values.mutable_data_ptr());
-    std::fill(value_data + stored * value_bytes, value_data + capacity * value_bytes, 0);
+    clear_from(values, stored);
     for_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        macko_pack_write_cpu(w.const_data_ptr(), dtype, int(delta_bits), cols, begin, end, pointers, value_data,
-                             static_cast<uint8_t *>(deltas.mutable_data_ptr()));
+        macko_pack_write_cpu(w.const_data_ptr(), dtype, int(delta_bits), cols, begin, end, pointers,
+                             values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
     });
 #endif
     return {values, deltas, row_ptr};
@@ -186,19 +177,17 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
 
 Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
     const macko_matrix m = matrix_of("unpack", values, deltas, row_ptr, cols, delta_bits);
-#ifdef USE_CUDA
-    const DeviceGuard guard(values.get_device_index());
-#endif
+    const DeviceOf guard(values);
     check_bounds("unpack", m, values);
     return unpack_unchecked(m, values);
 }
 
 Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
     const macko_matrix m = matrix_of("check", values, deltas, row_ptr, cols, delta_bits);
-    Tensor found = torch::stable::new_empty(values, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
-    auto *fault = static_cast<macko_fault *>(found.mutable_data_ptr());
+    const DeviceOf guard(values);
+    Tensor found = new_fault(values);
+    macko_fault *fault = fault_in(found);
 #ifdef USE_CUDA
-    const DeviceGuard guard(values.get_device_index());
     STD_CUDA_CHECK(macko_check_cuda(&m, 0, fault, current_stream(values)));
 #else
     *fault = first_fault_of(m, [&](int64_t begin, int64_t end) { return macko_check_cpu(&m, begin, end); });
@@ -210,14 +199,9 @@ Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, 
 Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
             int64_t delta_bits) {
     const macko_matrix m = matrix_of("spmv", values, deltas, row_ptr, cols, delta_bits);
-    check_device("spmv", "x", x_any, "values", values);
-    check_dtype("spmv", "x", x_any, values.scalar_type());
-    check_dim("spmv", "x", x_any, 1);
-    if (x_any.numel() != cols) fail("spmv", "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
-#ifdef USE_CUDA
-    const DeviceGuard guard(values.get_device_index());
-#endif
-    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    check_vector("spmv", x_any, "values", values, cols);
+    const DeviceOf guard(values);
+    const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(values, {m.rows});
     spmv_into("spmv", m, x, nullptr, y);
     return y;
@@ -226,55 +210,32 @@ Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, i
 Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols,
               const std::optional<Tensor> &bias_any, int64_t delta_bits) {
     const macko_matrix m = matrix_of("linear", values, deltas, row_ptr, cols, delta_bits);
-    check_device("linear", "x", x_any, "values", values);
-    check_dtype("linear", "x", x_any, values.scalar_type());
-    if (x_any.dim() < 1 || x_any.size(-1) != cols)
-        fail("linear", "x has shape ", shape_name(x_any), ", expected [..., ", cols, "]");
-    std::optional<Tensor> bias;
-    if (bias_any) {
-        check_device("linear", "bias", *bias_any, "values", values);
-        check_dtype("linear", "bias", *bias_any, values.scalar_type());
-        check_dim("linear", "bias", *bias_any, 1);
-        if (bias_any->numel() != m.rows)
-            fail("linear", "bias has ", bias_any->numel(), " elements, the matrix has ", m.rows, " rows");
-        bias = bias_any->is_contiguous() ? *bias_any : torch::stable::contiguous(*bias_any);
-    }
-#ifdef USE_CUDA
-    const DeviceGuard guard(values.get_device_index());
-#endif
-    int64_t tokens = 1;
-    std::vector<int64_t> shape;
-    for (int64_t i = 0; i + 1 < x_any.dim(); i++) {
-        shape.push_back(x_any.size(i));
-        tokens *= x_any.size(i);
-    }
+    check_tokens("linear", x_any, "values", values, cols);
+    const auto bias = checked_bias("linear", bias_any, "values", values, values.scalar_type(), m.rows);
+    const DeviceOf guard(values);
+    const int64_t tokens = num_tokens(x_any);
+    const auto shape = with_last(x_any, m.rows);
     if (tokens == 1) {
-        shape.push_back(m.rows);
-        const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+        const Tensor x = as_contiguous(x_any);
         Tensor y = torch::stable::new_empty(values, shape);
-        spmv_into("linear", m, x, bias ? bias->const_data_ptr() : nullptr, y);
+        spmv_into("linear", m, x, data_of(bias), y);
         return y;
     }
+    const Tensor x = as_tokens(x_any);
+    Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
 #ifdef USE_CUDA
     // More tokens: dense rows for the time of one product, as many as the workspace holds. They cost a read and a write.
-    const Tensor x = torch::stable::contiguous(torch::stable::reshape(x_any, {tokens, cols}));
-    Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
     linear_by_tiles(x, m.rows, bias, y, [&](int64_t first, int64_t count, void *w) {
         macko_matrix part = m;
         part.row_ptr += first;
         part.rows = count;
         STD_CUDA_CHECK(macko_unpack_cuda(&part, w, current_stream(values)));
     });
-    shape.push_back(m.rows);
-    return torch::stable::reshape(y, shape);
 #else
-    Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
-    const Tensor x = torch::stable::contiguous(torch::stable::reshape(x_any, {tokens, cols}));
-    shape.push_back(m.rows);
     if (tokens <= 4) { // 4096x4096 bf16, one core of a Zen 5: 1.3 ms a token, 6 by blocks
         for (int64_t token = 0; token < tokens; token++) {
             Tensor from = x, to = y;
-            spmv_into("linear", m, torch::stable::select(from, 0, token), bias ? bias->const_data_ptr() : nullptr,
+            spmv_into("linear", m, torch::stable::select(from, 0, token), data_of(bias),
                       torch::stable::select(to, 0, token));
         }
         return torch::stable::reshape(y, shape);
@@ -287,8 +248,8 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
         return found;
     });
     if (fault.kind) fail_for("linear", fault, m);
-    return torch::stable::reshape(y, shape);
 #endif
+    return torch::stable::reshape(y, shape);
 }
 
 macko_matrix checked_matrix(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,

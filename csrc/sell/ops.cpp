@@ -22,8 +22,6 @@ void check_cuda(const char *op, const char *name, const Tensor &t) {
 }
 
 #ifdef USE_CUDA
-using DeviceGuard = torch::stable::accelerator::DeviceGuard;
-
 constexpr int BLOCK_FIELDS = sizeof(sell_block) / sizeof(int32_t);
 static_assert(BLOCK_FIELDS == 8, "blocks is an int32 tensor [num_blocks, 8]");
 
@@ -73,22 +71,12 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
             dtype};
 }
 
-std::optional<Tensor> check_bias(const char *op, const sell_matrix &m, const std::optional<Tensor> &bias,
-                                 const Tensor &data) {
-    if (!bias) return std::nullopt;
-    check_device(op, "bias", *bias, "data", data);
-    check_dtype(op, "bias", *bias, data.scalar_type());
-    check_dim(op, "bias", *bias, 1);
-    if (bias->numel() != m.rows) fail(op, "bias has ", bias->numel(), " elements, the matrix has ", m.rows, " rows");
-    return bias->is_contiguous() ? bias : torch::stable::contiguous(*bias);
-}
-
 // y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked.
 Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const std::optional<Tensor> &bias_any,
                 const std::vector<int64_t> &shape) {
-    const Tensor x = x_any.is_contiguous() ? x_any : torch::stable::contiguous(x_any);
+    const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(x, shape);
-    const void *bias = bias_any ? bias_any->const_data_ptr() : nullptr;
+    const void *bias = data_of(bias_any);
     const cudaStream_t stream = current_stream(x);
     STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream)
                                : sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
@@ -147,7 +135,7 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
              ", or 0 to choose the smallest");
     if (cols > SELL_MAX_COLS)
         fail(op, "cols is ", cols, ", expected at most ", int(SELL_MAX_COLS), ": use the macko format");
-    const DeviceGuard guard(values.get_device_index());
+    const DeviceOf guard(values);
     const cudaStream_t stream = current_stream(values);
     const int64_t rows = m.rows;
 
@@ -216,7 +204,7 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
 Tensor sell_unpack(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
                    int64_t gap_bits, int64_t warps, int64_t head) {
     const sell_matrix m = matrix_of("sell_unpack", data, bases, blocks, perm, cols, gap_bits, warps, head);
-    const DeviceGuard guard(data.get_device_index());
+    const DeviceOf guard(data);
     return unpack_matrix(m, data);
 }
 
@@ -225,12 +213,9 @@ Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
                  const std::optional<Tensor> &bias_any) {
     const char *op = "sell_spmv";
     const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
-    check_device(op, "x", x_any, "data", data);
-    check_dtype(op, "x", x_any, data.scalar_type());
-    check_dim(op, "x", x_any, 1);
-    if (x_any.numel() != cols) fail(op, "x has ", x_any.numel(), " elements, the matrix has ", cols, " columns");
-    const DeviceGuard guard(data.get_device_index());
-    const std::optional<Tensor> bias = check_bias(op, m, bias_any, data);
+    check_vector(op, x_any, "data", data, cols);
+    const DeviceOf guard(data);
+    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     return multiply(m, 1, x_any, bias, {m.rows});
 }
 
@@ -243,8 +228,8 @@ Tensor sell_spmm(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
     check_dtype(op, "x", x_any, data.scalar_type());
     check_dim(op, "x", x_any, 2);
     if (x_any.size(1) != cols) fail(op, "x has shape ", shape_name(x_any), ", expected [tokens, ", cols, "]");
-    const DeviceGuard guard(data.get_device_index());
-    const std::optional<Tensor> bias = check_bias(op, m, bias_any, data);
+    const DeviceOf guard(data);
+    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     return multiply(m, x_any.size(0), x_any, bias, {x_any.size(0), m.rows});
 }
 
@@ -253,24 +238,15 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
                    const std::optional<Tensor> &bias_any) {
     const char *op = "sell_linear";
     const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
-    check_device(op, "x", x_any, "data", data);
-    check_dtype(op, "x", x_any, data.scalar_type());
-    if (x_any.dim() < 1 || x_any.size(-1) != cols)
-        fail(op, "x has shape ", shape_name(x_any), ", expected [..., ", cols, "]");
-    const DeviceGuard guard(data.get_device_index());
-    const std::optional<Tensor> bias = check_bias(op, m, bias_any, data);
-    std::vector<int64_t> shape;
-    int64_t tokens = 1;
-    for (int64_t i = 0; i + 1 < x_any.dim(); i++) {
-        shape.push_back(x_any.size(i));
-        tokens *= x_any.size(i);
-    }
-    shape.push_back(m.rows);
+    check_tokens(op, x_any, "data", data, cols);
+    const DeviceOf guard(data);
+    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
+    const int64_t tokens = num_tokens(x_any);
+    const auto shape = with_last(x_any, m.rows);
     const char *knob = getenv("MACKO_STREAM_TOKENS");
     if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens(&m)))
         return multiply(m, tokens, x_any, bias, shape);
-    const Tensor x = torch::stable::contiguous(torch::stable::reshape(x_any, {tokens, cols}));
-    return torch::stable::reshape(multiply_dense(m, x, bias, perm), shape);
+    return torch::stable::reshape(multiply_dense(m, as_tokens(x_any), bias, perm), shape);
 }
 #else
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>

@@ -6,16 +6,11 @@
 #include <mutex>
 #include <vector>
 
+#include "../torch/tensors.h"
 #include "slide.h"
 
 namespace macko {
 namespace {
-
-constexpr int64_t INT32_LIMIT = INT32_MAX;
-
-#ifdef USE_CUDA
-using DeviceGuard = torch::stable::accelerator::DeviceGuard;
-#endif
 
 void check_n(const char *op, int64_t n) {
     if (n != 0 && (n < 2 || n > MACKO_SLIDE_MAX_N))
@@ -57,23 +52,6 @@ std::string pattern_name(int64_t n) {
     return n ? std::to_string(2 * n - 2) + ":" + std::to_string(2 * n) : "dense";
 }
 
-Tensor as_contiguous(const Tensor &t) {
-    return t.is_contiguous() ? t : torch::stable::contiguous(t);
-}
-
-int64_t num_tokens(const Tensor &x) {
-    int64_t tokens = 1;
-    for (int64_t i = 0; i + 1 < x.dim(); i++) tokens *= x.size(i);
-    return tokens;
-}
-
-std::vector<int64_t> with_last(const Tensor &x, int64_t last) {
-    std::vector<int64_t> shape;
-    for (int64_t i = 0; i + 1 < x.dim(); i++) shape.push_back(x.size(i));
-    shape.push_back(last);
-    return shape;
-}
-
 #ifndef USE_CUDA
 // Rows or tokens on torch's threads; body returns -1 where its scratch memory could not be had.
 template <typename Body>
@@ -108,16 +86,6 @@ macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor 
     return {{rows, cols, int(n), type},
             static_cast<const uint8_t *>(packed.const_data_ptr()),
             static_cast<const float *>(scale.const_data_ptr())};
-}
-
-std::optional<Tensor> checked_bias(const char *op, const std::optional<Tensor> &bias, const Tensor &packed,
-                                   ScalarType dtype, int64_t rows) {
-    if (!bias) return bias;
-    check_device(op, "bias", *bias, "packed", packed);
-    check_dtype(op, "bias", *bias, dtype);
-    check_dim(op, "bias", *bias, 1);
-    if (bias->numel() != rows) fail(op, "bias has ", bias->numel(), " elements, the weight has ", rows, " rows");
-    return as_contiguous(*bias);
 }
 
 // Into new tensors lifted [..., depth] and scale [...]. x is contiguous and checked.
@@ -188,6 +156,7 @@ std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, Sc
     const int64_t rows = w_any.size(0), cols = w_any.size(1);
     check_cols(op, cols);
     if (rows > INT32_LIMIT - MACKO_SLIDE_BLOCK_ROWS) fail(op, "w has ", rows, " rows, expected less than 2^31 - 64");
+    const DeviceOf guard(w_any);
     const Tensor w = as_contiguous(w_any);
     const macko_slide_shape shape{rows, cols, int(n), type};
     Tensor packed = torch::stable::new_empty(
@@ -201,7 +170,6 @@ std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, Sc
     auto *counted = static_cast<int64_t *>(dropped.mutable_data_ptr());
     macko_slide_found first{-1, -1, 0, 0};
 #ifdef USE_CUDA
-    const DeviceGuard guard(w.get_device_index());
     int64_t found[2];
     STD_CUDA_CHECK(
         macko_slide_pack_cuda(&shape, w.const_data_ptr(), source, prune, bytes, scales, counted, current_stream(w)));
@@ -236,9 +204,9 @@ std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, Sc
 Tensor slide_unpack(const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n, ScalarType dtype) {
     const macko_slide_weight weight = weight_of("slide_unpack", packed, scale, cols, n, dtype);
     const int64_t rows = weight.shape.rows;
+    const DeviceOf guard(packed);
     Tensor codes = torch::stable::new_empty(packed, {rows, cols}, dtype);
 #ifdef USE_CUDA
-    const DeviceGuard guard(packed.get_device_index());
     STD_CUDA_CHECK(macko_slide_unpack_cuda(&weight, codes.mutable_data_ptr(), current_stream(packed)));
 #else
     in_parallel("slide_unpack", rows, (1 << 15) / std::max<int64_t>(1, cols), [&](int64_t begin, int64_t end) {
@@ -258,9 +226,7 @@ std::tuple<Tensor, Tensor> slide_quant_fused(const Tensor &x_any, int64_t n, Sca
     if (!is_8_bit(type)) check_dtype(op, "x", x_any, dtype);
     if (x_any.dim() < 1) fail(op, "x has shape [], expected [..., cols]");
     check_cols(op, x_any.size(-1));
-#ifdef USE_CUDA
-    const DeviceGuard guard(x_any.get_device_index());
-#endif
+    const DeviceOf guard(x_any);
     return quantise(op, as_contiguous(x_any), from, n, dtype);
 }
 
@@ -272,21 +238,18 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
     check_device(op, "lifted", lifted_any, "packed", packed);
     check_device(op, "token_scale", token_scale_any, "packed", packed);
     check_dtype(op, "token_scale", token_scale_any, ScalarType::Float);
-    if (lifted_any.dim() < 1 || lifted_any.size(-1) != depth)
-        fail(op, "lifted has shape ", shape_name(lifted_any), ", expected [..., ", depth, "]");
+    check_last(op, "lifted", lifted_any, depth);
     const int64_t tokens = num_tokens(lifted_any);
     if (token_scale_any.numel() != tokens)
         fail(op, "token_scale has ", token_scale_any.numel(), " elements, lifted has ", tokens, " tokens");
     if (tokens > INT32_LIMIT) fail(op, "lifted has ", tokens, " tokens, expected less than 2^31");
     const macko_dtype to = out_type_of(op, out_dtype);
-    const auto bias = checked_bias(op, bias_any, packed, out_dtype, weight.shape.rows);
-#ifdef USE_CUDA
-    const DeviceGuard guard(packed.get_device_index());
-#endif
+    const auto bias = checked_bias(op, bias_any, "packed", packed, out_dtype, weight.shape.rows);
+    const DeviceOf guard(packed);
     const Tensor lifted = as_contiguous(lifted_any), token_scale = as_contiguous(token_scale_any);
     return multiply(op,
                     {weight, lifted.const_data_ptr(), static_cast<const float *>(token_scale.const_data_ptr()),
-                     bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, to, depth, 0},
+                     data_of(bias), nullptr, tokens, to, depth, 0},
                     lifted, out_dtype);
 }
 
@@ -297,17 +260,13 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
     check_device(op, "x", x_any, "packed", packed);
     const macko_dtype from = check_value_dtype(op, "x", x_any);
     if (!is_8_bit(weight.shape.type)) check_dtype(op, "x", x_any, dtype);
-    if (x_any.dim() < 1 || x_any.size(-1) != cols)
-        fail(op, "x has shape ", shape_name(x_any), ", expected [..., ", cols, "]");
+    check_last(op, "x", x_any, cols);
     const int64_t tokens = num_tokens(x_any);
     if (tokens > INT32_LIMIT) fail(op, "x has ", tokens, " tokens, expected less than 2^31");
-    const auto bias = checked_bias(op, bias_any, packed, x_any.scalar_type(), weight.shape.rows);
-#ifdef USE_CUDA
-    const DeviceGuard guard(packed.get_device_index());
-#endif
+    const auto bias = checked_bias(op, bias_any, "packed", packed, x_any.scalar_type(), weight.shape.rows);
+    const DeviceOf guard(packed);
     const Tensor x = as_contiguous(x_any);
-    macko_slide_gemm_args args{
-        weight, x.const_data_ptr(), nullptr, bias ? bias->const_data_ptr() : nullptr, nullptr, tokens, from, cols, 0};
+    macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, data_of(bias), nullptr, tokens, from, cols, 0};
     // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
     const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
                        (cols == macko_slide_depth(cols, int(n)) || (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&

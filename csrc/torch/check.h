@@ -1,7 +1,6 @@
 // Checks at the border, in the order device, dtype, shape, layout; each names the argument, what was wanted and what came.
 #pragma once
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
@@ -22,6 +21,8 @@
 #endif
 
 namespace macko {
+
+constexpr int64_t INT32_LIMIT = INT32_MAX;
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -102,6 +103,25 @@ inline void check_contiguous(const char *op, const char *name, const Tensor &t) 
 inline void check_aligned(const char *op, const char *name, const Tensor &t, int64_t bytes) {
     const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
     if (address % bytes) fail(op, name, " begins ", address % bytes, " bytes past a multiple of ", bytes);
+}
+
+inline void check_last(const char *op, const char *name, const Tensor &t, int64_t cols) {
+    if (t.dim() < 1 || t.size(-1) != cols) fail(op, name, " has shape ", shape_name(t), ", expected [..., ", cols, "]");
+}
+
+// x [..., cols] for a matrix of which `like` holds the values.
+inline void check_tokens(const char *op, const Tensor &x, const char *like_name, const Tensor &like, int64_t cols) {
+    check_device(op, "x", x, like_name, like);
+    check_dtype(op, "x", x, like.scalar_type());
+    check_last(op, "x", x, cols);
+}
+
+// x [cols] for such a matrix.
+inline void check_vector(const char *op, const Tensor &x, const char *like_name, const Tensor &like, int64_t cols) {
+    check_device(op, "x", x, like_name, like);
+    check_dtype(op, "x", x, like.scalar_type());
+    check_dim(op, "x", x, 1);
+    if (x.numel() != cols) fail(op, "x has ", x.numel(), " elements, the matrix has ", cols, " columns");
 }
 
 // The element type of values, or an error: fp16 and bf16 everywhere, fp32 on the CPU.

@@ -2,11 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <mutex>
 #include <vector>
 
-#include "check.h"
+#include "tensors.h"
 
 namespace macko {
 
@@ -34,6 +33,21 @@ macko_fault first_fault(int64_t rows, int64_t entries_per_row, const Body &body)
     return first;
 }
 
+// Entries of each row -> row_ptr; the total, or an error where that is more than `most`.
+inline int64_t sum_counts(const char *op, const std::vector<int64_t> &counts, int64_t most, int32_t *row_ptr) {
+    int64_t stored = 0;
+    for (const int64_t count : counts) stored += count;
+    if (stored > most) fail(op, "the matrix has ", stored, " entries to store, row_ptr is int32: at most ", most);
+    row_ptr[0] = 0;
+    for (size_t row = 0; row < counts.size(); row++) row_ptr[row + 1] = row_ptr[row] + int32_t(counts[row]);
+    return stored;
+}
+
+inline void clear_from(Tensor &values, int64_t entry) {
+    auto *data = static_cast<char *>(values.mutable_data_ptr());
+    std::fill(data + entry * values.element_size(), data + values.numel() * values.element_size(), 0);
+}
+
 // y [tokens, rows] = x [tokens, cols] W^T + bias by torch's dense product, over blocks of rows that fill(begin, end, w)
 // writes densely to w, or returns a fault. A block's memory is used again while the cache has it; a whole dense copy would
 // cost a page fault every 4 KiB, at each call.
@@ -51,17 +65,9 @@ macko_fault linear_by_blocks(const Tensor &x, int64_t rows, const std::optional<
                         static_cast<char *>(block.mutable_data_ptr()) + from * cols * x.element_size());
         });
         if (fault.kind) return fault;
-        std::optional<Tensor> part;
-        if (bias) {
-            Tensor whole = *bias;
-            part = torch::stable::narrow(whole, 0, begin, count);
-        }
-        std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
-                                          torch::stable::detail::from(torch::stable::narrow(block, 0, 0, count)),
-                                          torch::stable::detail::from(part)};
-        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
         Tensor to = torch::stable::narrow(y, 1, begin, count);
-        torch::stable::copy_(to, torch::stable::detail::to<Tensor>(stack[0]));
+        torch::stable::copy_(to,
+                             dense_linear(x, torch::stable::narrow(block, 0, 0, count), part_of(bias, begin, count)));
     }
     return {};
 }

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <array>
 
-#include "check.h"
+#include "tensors.h"
 
 namespace macko {
 
@@ -29,14 +29,10 @@ void linear_by_tiles(const Tensor &x, int64_t rows, const std::optional<Tensor> 
     for (int64_t first = 0; first < rows; first += tile_rows) {
         const int64_t count = std::min(tile_rows, rows - first);
         unpack(first, count, tile.mutable_data_ptr());
-        std::optional<Tensor> part;
-        if (bias) {
-            Tensor whole = *bias;
-            part = torch::stable::narrow(whole, 0, first, count);
-        }
-        std::array<StableIValue, 4> stack{
-            torch::stable::detail::from(x), torch::stable::detail::from(torch::stable::narrow(tile, 0, 0, count)),
-            torch::stable::detail::from(part), torch::stable::detail::from(torch::stable::narrow(y, 1, first, count))};
+        std::array<StableIValue, 4> stack{torch::stable::detail::from(x),
+                                          torch::stable::detail::from(torch::stable::narrow(tile, 0, 0, count)),
+                                          torch::stable::detail::from(part_of(bias, first, count)),
+                                          torch::stable::detail::from(torch::stable::narrow(y, 1, first, count))};
         STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
         torch::stable::detail::to<Tensor>(stack[0]); // takes over the reference that the call gave
     }

@@ -1,0 +1,89 @@
+// What the ops of all formats do with tensors once they are checked: devices, shapes, torch's own product.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "check.h"
+#ifdef USE_CUDA
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+namespace macko {
+
+// While it lives, the device of a Tensor is the current one.
+struct DeviceOf {
+#ifdef USE_CUDA
+    explicit DeviceOf(const Tensor &t) : guard(t.get_device_index()) {
+    }
+    const torch::stable::accelerator::DeviceGuard guard;
+#else
+    explicit DeviceOf(const Tensor &) {
+    }
+#endif
+};
+
+inline Tensor as_contiguous(const Tensor &t) {
+    return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+inline int64_t num_tokens(const Tensor &x) {
+    int64_t tokens = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); i++) tokens *= x.size(i);
+    return tokens;
+}
+
+// The shape of x [..., cols] with another last extent.
+inline std::vector<int64_t> with_last(const Tensor &x, int64_t last) {
+    std::vector<int64_t> shape;
+    for (int64_t i = 0; i + 1 < x.dim(); i++) shape.push_back(x.size(i));
+    shape.push_back(last);
+    return shape;
+}
+
+// x as [tokens, cols].
+inline Tensor as_tokens(const Tensor &x) {
+    return torch::stable::contiguous(torch::stable::reshape(x, {num_tokens(x), x.size(-1)}));
+}
+
+// A bias [rows], once checked, in memory of its own order.
+inline std::optional<Tensor> checked_bias(const char *op, const std::optional<Tensor> &bias, const char *like_name,
+                                          const Tensor &like, ScalarType dtype, int64_t rows) {
+    if (!bias) return std::nullopt;
+    check_device(op, "bias", *bias, like_name, like);
+    check_dtype(op, "bias", *bias, dtype);
+    check_dim(op, "bias", *bias, 1);
+    if (bias->numel() != rows) fail(op, "bias has ", bias->numel(), " elements, the matrix has ", rows, " rows");
+    return as_contiguous(*bias);
+}
+
+inline const void *data_of(const std::optional<Tensor> &t) {
+    return t ? t->const_data_ptr() : nullptr;
+}
+
+inline std::optional<Tensor> part_of(const std::optional<Tensor> &bias, int64_t begin, int64_t count) {
+    if (!bias) return std::nullopt;
+    Tensor whole = *bias;
+    return torch::stable::narrow(whole, 0, begin, count);
+}
+
+// A tensor for what a check finds, to be written as a macko_fault.
+inline Tensor new_fault(const Tensor &like) {
+    static_assert(sizeof(macko_fault) == 32, "int64 [4] to Python");
+    return torch::stable::new_empty(like, {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
+}
+
+inline macko_fault *fault_in(Tensor &t) {
+    return static_cast<macko_fault *>(t.mutable_data_ptr());
+}
+
+// x W^T + bias by torch, of a dense W.
+inline Tensor dense_linear(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
+    using torch::stable::detail::from;
+    std::array<StableIValue, 3> stack{from(x), from(w), from(bias)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+} // namespace macko

@@ -24,7 +24,7 @@ from .prune import prune_
 #: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs, alike on both sides.
 COMPILED: dict[str, dict[str, Any]] = {
     "default": {},  # what generate() does by itself with a static cache
-    # Kernels begin before the one before them has ended; no check of the 300 to 900 tensors of the model at every token.
+    # Kernels begin before the one before them has ended; the model's 300 to 900 tensors are not checked at every token.
     "fast": {"triton.enable_pdl": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe},
 }
 #: And dense products of one token by kernels that are searched for: 40 s for Llama-2-7B instead of 17.

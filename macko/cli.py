@@ -191,7 +191,7 @@ def inspect(options: argparse.Namespace) -> None:
             )
             expected = ""
             if known and "embed" not in name and dense.dtype.itemsize == 2:
-                found = known.us(*dense.shape, density, dense.dtype)
+                found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
                 best = min(found, key=found.__getitem__, default="")
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]

@@ -73,10 +73,10 @@ def sparsify_(
             default: 0 for format "slide", else 0.25.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
-        pattern, dtype, tokens: of formats "slide" and "mixed" only. Pattern "2:4" to "14:16", or "auto" for the sparsest
-            that a layer fits; "int8", "fp8", or None to keep the layer's dtype; and the usual number of tokens, for which
-            macko.slide_choice picks the pattern's kernel or the dense one. With "slide" a layer that does not fit stays
-            dense.
+        pattern, dtype, tokens: of formats "slide" and "mixed" only. Pattern "2:4" to "14:16", or "auto" for the
+            sparsest that a layer fits; "int8", "fp8", or None to keep the layer's dtype; and the usual number of
+            tokens, for which macko.slide_choice picks the pattern's kernel or the dense one. With "slide" a layer that
+            does not fit stays dense.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
 
     Returns:
@@ -168,7 +168,7 @@ def convert_layer(
         dense = dense.to(target)
     row.density = density_of(dense)
     if row.density is not None and dense.dtype in (torch.float16, torch.bfloat16):
-        us = expected_us(*row.shape, row.density, dense.dtype, target)
+        us = expected_us(row.shape[0], row.shape[1], row.density, dense.dtype, target)
     row.us_before = row.us_after = us.get("dense")
     if row.reason or row.density is None:
         return row, None

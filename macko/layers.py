@@ -126,7 +126,11 @@ class Report:
 
     def to_json(self) -> str:
         """The rows and the totals as JSON."""
-        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "changed": len(self.changed)}
+        totals: dict[str, float | None] = {
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "changed": len(self.changed),
+        }
         totals["gain"] = self.gain
         return json.dumps({**dataclasses.asdict(self), **totals})
 

@@ -35,6 +35,7 @@ class _Shared:
 
     def product(self, x: Tensor, index: int) -> Tensor:
         """x W^T of all siblings, computed for the first one that asks with this x."""
+        key: tuple[Any, ...]
         if torch.compiler.is_compiling():
             key, held = (x, torch.is_grad_enabled()), self.traced
         else:
@@ -135,16 +136,24 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
             continue
         for names in siblings:
             found = [getattr(parent, name, None) for name in names]
-            layers = [layer for layer in found if type(layer) is SparseLinear and layer.bias is None]
+            layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
             if len({id(layer) for layer in layers}) < len(names):
                 continue
             kinds = {(layer.format, layer.dtype, layer.device, layer.in_features, layer._auto) for layer in layers}
-            if len(kinds) > 1 or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+            if len(kinds) > 1:
                 continue
             for name, layer in zip(names, _merge(layers), strict=True):
                 setattr(parent, name, layer)
             merged.append(f"{path}.{{{','.join(names)}}}".removeprefix("."))
     return merged
+
+
+def _can_merge(layer: object) -> bool:
+    if type(layer) is not SparseLinear or layer.bias is not None:
+        return False
+    if not isinstance(layer.packed, MackoWeight) and not layer.packed.is_layout:
+        return False  # slide may hold quantised values, and is saved as it is
+    return not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def _merge(layers: list[SparseLinear]) -> list[MergedLinear]:

@@ -179,7 +179,7 @@ def _latest(lines: Iterable[Line]) -> list[Line]:
 def write(path: Path, gpu: str, lines: Iterable[Line], slide: dict[str, Any], bandwidth: float) -> None:
     """Writes a table, what was in the file before under what is new."""
     before = read(path) if path.exists() else {"linear": [], "slide": {}}
-    table = {
+    table: dict[str, Any] = {
         "version": VERSION,
         "gpu": gpu,
         "bandwidth_gbps": bandwidth,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,9 +94,9 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
     """Microseconds of x W^T by format, and "dense", for a weight that is on a GPU: cold L2, in a CUDA graph."""
     x = torch.randn(tokens, w.shape[1], device=w.device).to(w.dtype)
     dense = [held for (held,) in copies([w])]
-    took = {"dense": time_graph([lambda w=w: nn.functional.linear(x, w) for w in dense]).median_us}
+    took = {"dense": time_graph([partial(nn.functional.linear, x, w) for w in dense]).median_us}
     if tokens == 1:
-        took["dense"] = min(took["dense"], time_graph([lambda w=w: torch.mv(w, x[0]) for w in dense]).median_us)
+        took["dense"] = min(took["dense"], time_graph([partial(torch.mv, w, x[0]) for w in dense]).median_us)
     del dense
     for name, kind in FORMATS.items():
         if "cuda" not in kind.device_types or kind is SlideWeight:
@@ -103,7 +104,7 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
         try:
             packed = kind.from_dense(w)
             held = [_with(packed, tensors) for tensors in copies(list(packed.tensors().values()))]
-            took[name] = time_graph([lambda packed=packed: packed.linear(x) for packed in held]).median_us
+            took[name] = time_graph([partial(weight.linear, x) for weight in held]).median_us
         except (RuntimeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise

@@ -1,5 +1,6 @@
 """sparsify_: in place, all or nothing, and it says what it left dense and why."""
 
+import copy
 import gc
 import json
 import weakref
@@ -163,6 +164,18 @@ def test_one_module_in_two_places() -> None:
     model = Model()
     model.blocks[1].up = model.blocks[0].up
     assert reasons(sparsify_(model, ignore=["blocks.1.up"]))["blocks.0.up"] == "ignored by 'blocks.1.up'"
+
+
+def test_experts_held_as_modules_are_packed_each() -> None:
+    experts = nn.ModuleList([linear() for _ in range(3)])
+    dense = copy.deepcopy(experts)
+    model = nn.ModuleDict({"router": linear(), "experts": experts})
+    report = sparsify_(model, ignore=["router"])
+    assert [row.name for row in report.changed] == ["experts.0", "experts.1", "experts.2"]
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    for sparse, expert in zip(experts, dense, strict=True):
+        assert torch.equal(sparse.weight, expert.weight + 0.0)
+        torch.testing.assert_close(sparse(x.to(sparse.dtype)), expert(x.to(expert.weight.dtype)))
 
 
 def test_weights_that_others_make_or_read() -> None:

@@ -63,8 +63,8 @@ def test_the_model_is_a_fit_of_the_lines(own_tables: Path) -> None:
     times.cache_file(GPU).write_text(table(*lines))
     for density in (0.5, 0.2):
         found = times.times(GPU).us(2048, 2048, density, HALF)
-        for name, us in found.items():
-            assert us == pytest.approx(2 + times.held_bytes(name, 2048, 2048, density, 2) / 1e6)
+        for name, took in found.items():
+            assert took == pytest.approx(2 + times.held_bytes(name, 2048, 2048, density, 2) / 1e6)
 
 
 def test_another_gpu_is_judged_by_its_bandwidth(own_tables: Path) -> None:

@@ -134,14 +134,16 @@ def _compile_config(compiled: str) -> Any:
 def _decode(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[Result, list[dict[str, Any]]]:
     """A token behind the first is what a long generation takes beyond one of a single token, over their number."""
     compiled = options.compile
+    count = 1 + options.new_tokens
+    _generate(model, prompts, count, compiled)  # compiles, which takes memory of its own
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     first = _best(lambda: _generate(model, prompts, 1, compiled), prompts.is_cuda)
-    whole = _best(lambda: _generate(model, prompts, 1 + options.new_tokens, compiled), prompts.is_cuda)
+    whole = _best(lambda: _generate(model, prompts, count, compiled), prompts.is_cuda)
     seconds = max(whole - first, 1e-9) / options.new_tokens
     peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
     result = Result("decode", "", 0, len(prompts), prompts.shape[1], seconds * 1e3, len(prompts) / seconds, peak)
-    return result, profile_token(model, prompts, compiled) if options.profile and prompts.is_cuda else []
+    return result, profile_token(model, prompts, count, compiled) if options.profile and prompts.is_cuda else []
 
 
 def _prefill(model: Any, prompts: Tensor) -> Result:
@@ -199,14 +201,13 @@ class _OneToken:
         pass
 
 
-def profile_token(model: Any, prompts: Tensor, compiled: str | None) -> list[dict[str, Any]]:
-    """What the GPU does for one token: each kernel's name, launches and microseconds; and the time from first to last.
+def profile_token(model: Any, prompts: Tensor, count: int, compiled: str | None) -> list[dict[str, Any]]:
+    """What the GPU does for one of `count` tokens: launches and microseconds by kernel, and how long it is busy.
 
-    Kernels that overlap (chained launches) count with their waiting, so the sum may exceed the span.
+    Kernels that overlap (chained launches) count with their waiting, so their sum may exceed that.
     """
-    watch = _OneToken(8)
-    _generate(model, prompts, 12, compiled)
-    _generate(model, prompts, 12, compiled, streamer=watch)
+    watch = _OneToken(count // 2)
+    _generate(model, prompts, count, compiled, streamer=watch)
     events = [event for event in watch.profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda event: event.time_range.start)
     kernels: dict[str, list[float]] = {}

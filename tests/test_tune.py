@@ -104,9 +104,9 @@ def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {name for entry in content["linear"] for name in entry["us"]} <= {"dense", *FORMATS}
 
 
-def model(density: float = 0.5) -> nn.Module:
-    layer = nn.Linear(256, 512, bias=False, dtype=HALF)
-    layer.weight = nn.Parameter(random_weight(512, 256, density, HALF))
+def model(rows: int = 512, cols: int = 256) -> nn.Module:
+    layer = nn.Linear(cols, rows, bias=False, dtype=HALF)
+    layer.weight = nn.Parameter(random_weight(rows, cols, 0.5, HALF))
     return nn.Sequential(layer)
 
 
@@ -170,7 +170,7 @@ def test_the_fastest_format_is_taken(own_tables: Path) -> None:
     name = torch.cuda.get_device_name()
     for best in ("macko", "sell", "ec"):
         us = {"dense": 9.0, "macko": 5.0, "sell": 5.0, "ec": 5.0, best: 2.0}
-        times.write(times.cache_file(name), name, [line(512, 256, 0.5, **us)], {}, 1000)
-        sparse = model().cuda()
+        times.write(times.cache_file(name), name, [line(2048, 2048, 0.5, **us)], {}, 1000)
+        sparse = model(2048, 2048).cuda()
         report = macko.sparsify_(sparse)
         assert (report.layers[0].format, report.gain) == (best, pytest.approx(4.5, rel=0.1))

@@ -188,10 +188,10 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
-        packed = self.packed
-        if input.dtype != packed.dtype and torch.is_autocast_enabled(input.device.type):
-            input = input.to(packed.dtype)
-        return packed.linear(input, self.bias)
+        if torch.is_autocast_enabled(input.device.type) and input.dtype != self.dtype:
+            input = input.to(self.dtype)
+        # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
+        return self._format(**self._buffers, **self._sizes).linear(input, self.bias)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -22,37 +22,33 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _CROSS = ("cross", "encoder_attn")
 
 
-class _Shared:
-    """One packed matrix, the rows of all siblings, and its last product while somebody may still ask for it."""
+class _Last:
+    """The last product of siblings, while one of them may still ask for it: (layer, input, key, product, taken by)."""
 
-    def __init__(self, layer: SparseLinear, count: int) -> None:
-        self.layer = layer
-        self.count = count
-        #: The input (and its version), the product, who has taken his rows.
+    def __init__(self) -> None:
+        #: One for eager calls; one within a traced graph, None at its beginning and end, so that a guard on it holds.
         self.eager: tuple[Any, ...] | None = None
-        #: The same within one traced graph: None at its beginning and end, so that a guard on it holds.
         self.traced: tuple[Any, ...] | None = None
 
-    def product(self, x: Tensor, index: int) -> Tensor:
-        """x W^T of all siblings, computed for the first one that asks with this x."""
-        key: tuple[Any, ...]
-        if torch.compiler.is_compiling():
-            key, held = (x, torch.is_grad_enabled()), self.traced
-        else:
-            version = None if x.is_inference() else x._version
-            key, held = (x, torch.is_grad_enabled(), version), self.eager
-        if held is None or held[0][0] is not x or held[0][1:] != key[1:] or index in held[2]:
-            held = (key, self.layer(x), ())
-        taken = (*held[2], index)
-        kept = (key, held[1], taken) if len(taken) < self.count else None
-        if torch.compiler.is_compiling():
-            self.traced = kept
-        else:
-            self.eager = kept
-        return held[1]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "eager": None, "traced": None}
+_last = _Last()
+
+
+def _product(whole: SparseLinear, x: Tensor, index: int, count: int) -> Tensor:
+    """x W^T of all siblings, computed for the first one that asks with this x."""
+    tracing = torch.compiler.is_compiling()
+    version = None if tracing or x.is_inference() else x._version
+    key = (version, torch.is_grad_enabled())
+    held = _last.traced if tracing else _last.eager
+    if held is None or held[0] is not whole or held[1] is not x or held[2] != key or index in held[4]:
+        held = (whole, x, key, whole(x), ())
+    taken = (*held[4], index)
+    kept = (*held[:4], taken) if len(taken) < count else None
+    if tracing:
+        _last.traced = kept
+    else:
+        _last.eager = kept
+    return held[3]
 
 
 class MergedLinear(SparseLinear):
@@ -62,32 +58,36 @@ class MergedLinear(SparseLinear):
     is no submodule: `state_dict` has the tensors of each layer by itself, as if they were not merged.
     """
 
-    def __init__(self, shared: _Shared, index: int, rows: slice, auto: bool) -> None:
+    _whole: SparseLinear
+
+    def __init__(self, whole: SparseLinear, index: int, count: int, start: int, rows: int) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = shared.layer.in_features, rows.stop - rows.start
+        self.in_features, self.out_features = whole.in_features, rows
         self.register_parameter("bias", None)
-        self._shared, self._index, self._rows, self._auto = shared, index, rows, auto
+        self._index, self._count, self._start, self._auto = index, count, start, whole._auto
         self._format, self._sizes = MackoWeight, {}
+        vars(self)["_whole"] = whole  # the matrix of all siblings; no submodule
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._shared.product(input, self._index)[..., self._rows]
+        y = _product(self._whole, input, self._index, self._count)
+        return y[..., self._start : self._start + self.out_features]
 
     @property
     def packed(self) -> PackedWeight:
         """This layer's rows, packed anew in the canonical format."""
-        return MackoWeight.smallest(self._shared.layer.packed.to_dense()[self._rows])
+        return MackoWeight.smallest(self._whole.packed.to_dense()[self._start : self._start + self.out_features])
 
     @property
     def format(self) -> str:
-        return self._shared.layer.format
+        return self._whole.format
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._shared.layer.dtype
+        return self._whole.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._shared.layer.device
+        return self._whole.device
 
     def split(self) -> SparseLinear:
         """The layer by itself."""
@@ -97,12 +97,12 @@ class MergedLinear(SparseLinear):
 
     def reformat_(self, format: str = "auto") -> SparseLinear:
         """Holds the matrix of all siblings in another format."""
-        self._shared.layer.reformat_(format)
+        self._whole.reformat_(format)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
         if self._index == 0:  # once for all
-            self._shared.layer._apply(fn, recurse)
+            self._whole._apply(fn, recurse)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -160,14 +160,12 @@ def _merge(layers: list[SparseLinear]) -> list[MergedLinear]:
     dense = torch.cat([layer.packed.to_dense() for layer in layers])
     first = layers[0]
     packed = MackoWeight.smallest(dense)
-    kind = type(first.packed)
-    held = Auto.from_macko(packed) if first._auto else kind.from_macko(packed)
-    shared = _Shared(SparseLinear.from_packed(held, auto=first._auto).train(first.training), len(layers))
+    held = Auto.from_macko(packed) if first._auto else type(first.packed).from_macko(packed)
+    whole = SparseLinear.from_packed(held, auto=first._auto).train(first.training)
     parts, start = [], 0
     for index, layer in enumerate(layers):
-        rows = slice(start, start + layer.out_features)
-        parts.append(MergedLinear(shared, index, rows, layer._auto).train(layer.training))
-        start = rows.stop
+        parts.append(MergedLinear(whole, index, len(layers), start, layer.out_features).train(layer.training))
+        start += layer.out_features
     return parts
 
 

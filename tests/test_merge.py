@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import macko
+from macko import merge
 from macko.merge import MergedLinear
 from tests.common import assert_same_bits, devices, random_weight, torch_threads
 
@@ -53,7 +54,7 @@ def vector(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
 def products(model: Any) -> list[int]:
     """Counts the products of the merged matrix from now on."""
     count: list[int] = []
-    layer = model[0].q_proj._shared.layer
+    layer = model[0].q_proj._whole
     plain = layer.forward
 
     def counted(x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def test_same_outputs_from_one_product(device: str, shape: tuple[int, ...]) -> N
         else:  # another matrix is another order of summation
             torch.testing.assert_close(merged(x), sparse(x))
     assert len(count) == 3
-    assert merged[0].q_proj._shared.eager is None  # nothing is kept alive
+    assert merge._last.eager is None  # nothing is kept alive
 
 
 def test_any_order_and_repeated_calls() -> None:
@@ -127,7 +128,7 @@ def test_compiled_in_one_graph(device: str) -> None:
     assert len(graphs) == 1
     targets = [str(node.target) for node in graphs[0].graph.nodes if "_linear" in str(node.target)]
     assert len(targets) == 1
-    assert merged[0].q_proj._shared.traced is None
+    assert merge._last.traced is None
 
 
 def test_moves_copies_and_pickles() -> None:
@@ -138,7 +139,7 @@ def test_moves_copies_and_pickles() -> None:
         other.to(torch.float16)
         assert other[0].v_proj.dtype == torch.float16
         torch.testing.assert_close(other(x.half()), wanted)
-        assert other[0].q_proj._shared is other[0].v_proj._shared is not merged[0].q_proj._shared
+        assert other[0].q_proj._whole is other[0].v_proj._whole is not merged[0].q_proj._whole
 
 
 def test_saved_as_if_it_were_not_merged(tmp_path: Path) -> None:

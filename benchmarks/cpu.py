@@ -10,6 +10,7 @@ as JSON.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from macko import ops
+from macko import EcWeight, ops
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
 ROTATED_BYTES = 300e6
@@ -34,6 +35,10 @@ def copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """The tensors and as many clones of them as make ROTATED_BYTES."""
     count = 1 + int(ROTATED_BYTES / sum(t.nbytes for t in tensors))
     return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
+
+
+def copy_of(ec: EcWeight, tensors: tuple[Tensor, ...]) -> EcWeight:
+    return dataclasses.replace(ec, **dict(zip(ec.tensors(), tensors, strict=True)))
 
 
 def seconds(calls: Calls, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -75,6 +80,7 @@ def main() -> None:
     parser.add_argument("--delta-bits", type=int, nargs="+", default=[4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--paths", nargs="+", default=cpu_paths())
+    parser.add_argument("--formats", nargs="+", default=["macko", "bitmap", "ec", "ec_paper"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
@@ -112,13 +118,19 @@ def bench(
     bitmap = ops.bitmap_pack(*packed, cols, bits)
     assert_same_bits(ops.unpack(*ops.bitmap_unpack(*bitmap, cols, bits), cols, bits), w)
     dense, macko, maps = copies(w), copies(*packed), copies(*bitmap)
+    ecs = {"ec": EcWeight.from_dense(w), "ec_paper": EcWeight.paper(w, bits)} if bits in (4, 8) else {}
     size = {"macko": sum(t.nbytes for t in packed), "bitmap": sum(t.nbytes for t in bitmap)}
+    size |= {name: ec.nbytes for name, ec in ecs.items()}
+    held = {name: [copy_of(ec, tensors) for tensors in copies(*ec.tensors().values())] for name, ec in ecs.items()}
     for tokens in args.tokens:
         x = random_vector(*([tokens] if tokens > 1 else []), cols, dtype=w.dtype)
         formats: Calls = {
             "macko": lambda i, x=x: ops.linear(x, *macko[i % len(macko)], cols, None, bits),  # type: ignore[misc]
             "bitmap": lambda i, x=x: ops.bitmap_linear(x, *maps[i % len(maps)], cols),  # type: ignore[misc]
         }
+        for name, all in held.items():
+            formats[name] = lambda i, x=x, all=all: all[i % len(all)].linear(x)  # type: ignore[misc]
+        formats = {name: call for name, call in formats.items() if name in args.formats}
         calls: Calls = {f"{f} {path}": partial(on_path, path, c) for f, c in formats.items() for path in args.paths}
         for call in calls.values():
             y = call(0)
@@ -137,7 +149,7 @@ def bench(
                     format=kind,
                     path=path,
                     tokens=tokens,
-                    delta_bits=bits if kind == "macko" else None,
+                    delta_bits=bits if kind in ("macko", "ec_paper") else None,
                     **shared,
                     ms=times[name] * 1e3,
                     torch_linear_ms=times["linear"] * 1e3,

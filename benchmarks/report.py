@@ -398,6 +398,77 @@ def plot_bench(lines: list[Line], path: Path) -> None:
     save(figure, path)
 
 
+def latest(path: Path, *key: str, **only: Any) -> dict[tuple[Any, ...], Line]:
+    """The last line of each key, of the lines that hold what `only` says."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {tuple(line.get(k) for k in key): line for line in lines if only.items() <= line.items()}
+
+
+EC_VARIANTS = ["paper, 4 bits", "paper, 8 bits", "no blocks, 4 bits", "16 lanes", "8 lanes", "4 lanes", "1 lane"]
+
+
+def ec_lines(path: Path) -> dict[tuple[Any, ...], Line]:
+    return latest(path, "rows", "cols", "density", "variant", what="spmv", dtype="float16")
+
+
+def ec_table(path: Path) -> str:
+    """Microseconds of each variant, and how many times as fast as the others the fastest one is."""
+    problems: dict[tuple[Any, ...], dict[str, float]] = {}
+    for (*problem, variant), line in ec_lines(path).items():
+        problems.setdefault(tuple(problem), {})[variant] = line["time"]["median_us"]
+    others = ["dense", "CSR", "sell"]
+    rows, gains = [], []
+    for (height, width, density), us in problems.items():
+        best = min(us[name] for name in EC_VARIANTS)
+        gains.append([us[name] / best for name in others])
+        times = [f"**{us[name]:.1f}**" if us[name] == best else f"{us[name]:.1f}" for name in [*others, *EC_VARIANTS]]
+        rows.append([f"{height}x{width}", f"{density:g}", *times, *(f"{gain:.2f}" for gain in gains[-1])])
+    for name, pick in (("least", min), ("most", max)):
+        rows.append([name] + [""] * (len(others) + len(EC_VARIANTS) + 1))
+        rows[-1] += [f"{pick(column):.2f}" for column in zip(*gains, strict=True)]
+    return table(["shape", "density", *others, *EC_VARIANTS, *(f"best x {name}" for name in others)], rows)
+
+
+def ec_packing_table(path: Path) -> str:
+    one, all = (latest(path, "variant", what=what) for what in ("pack", "pack 224 matrices"))
+    seconds = {name: f"{line['s']:.2f}" for (name,), line in all.items()}
+    rows = [[name, f"{one[name,]['ms']:.1f}", seconds.get(name, "")] for name in EC_VARIANTS]
+    return table(["variant", "4096x4096, ms", "224 matrices of Llama-2-7B, s"], rows)
+
+
+def pairs_table(path: Path) -> str:
+    problems: dict[tuple[Any, ...], dict[str, Line]] = {}
+    for (*problem, variant), line in latest(path, "mask", "rows", "cols", "density", "variant").items():
+        problems.setdefault(tuple(problem), {})[variant] = line
+    rows = []
+    for (mask, height, width, density), of in problems.items():
+        pairs, sell = of["pairs chained"], of["sell chained"]
+        us = {variant: line["time"]["median_us"] for variant, line in of.items()}
+        sizes = [f"{line['bytes_a_nonzero']:.3f}" for line in (pairs, sell)]
+        times = [f"{us[variant]:.2f}" for variant in ("pairs chained", "sell chained")]
+        ratios = [f"{us['pairs ' + how] / us['sell ' + how]:.2f}" for how in ("chained", "alone")]
+        gathers = f"{pairs['gathers_a_nonzero']:.2f}"
+        rows.append([mask, f"{height}x{width}", f"{density:g}", *sizes, gathers, *times, *ratios])
+    head = ["mask", "shape", "density", "pairs, B a non-zero", "sell", "gathers a non-zero", "pairs, us", "sell, us"]
+    return table([*head, "of sell's time", "of sell's, launched alone"], rows)
+
+
+def ec_cpu_table(path: Path) -> str:
+    key = ("dtype", "density", "format", "path")
+    lines = latest(path, *key, op="linear", tokens=1, rows=4096, cols=4096, clock="cpu")
+    commit = next(reversed([line["commit"] for line in lines.values() if line["format"] == "ec"]))
+    ours = {key: line for key, line in lines.items() if line["commit"] == commit}
+    columns = [("macko", "avx512"), ("ec", "avx512"), ("ec", "avx2"), ("ec", "scalar"), ("ec_paper", "avx512")]
+    rows = []
+    for dtype, density in sorted({key[:2] for key in ours}, key=lambda k: (k[0], -k[1])):
+        found = [ours[(dtype, density, *column)] for column in columns]
+        dense = min(found[0]["torch_linear_ms"], found[0]["torch_mv_ms"])
+        times = [f"{line['ms']:.2f} ({dense / line['ms']:.2f}x)" for line in found]
+        rows.append([dtype, f"{density:g}", f"{dense:.2f}", *times])
+    names = {"macko": "canonical", "ec": "ec, 8 lanes", "ec_paper": "ec, paper, 4 bits"}
+    return table(["dtype", "density", "dense", *(f"{names[name]}, {path}" for name, path in columns)], rows)
+
+
 def plot_densities(problems: dict[Key, dict[str, Line]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -505,6 +576,11 @@ def main() -> None:
         "bench prefill": lambda: bench_table(bench, "prefill"),
         "bench logits": lambda: logits_table(bench),
         "bench profile": lambda: profile_table(bench),
+        "ec where": lambda: where(ec_lines(path.parent / "ec.jsonl").values()),
+        "ec": lambda: ec_table(path.parent / "ec.jsonl"),
+        "ec packing": lambda: ec_packing_table(path.parent / "ec.jsonl"),
+        "ec pairs": lambda: pairs_table(path.parent / "pairs.jsonl"),
+        "ec cpu": lambda: ec_cpu_table(path.parent.parent / "cpu" / "kernels.jsonl"),
     }
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         fill(document, parts)

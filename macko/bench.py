@@ -76,7 +76,8 @@ def run(options: argparse.Namespace) -> None:
         results += _measure_all("sparse", share, model, prompts, options, lines)
         if index + 1 < len(sparsities):
             _make_dense(model)
-    print(_table(results))
+    if results:
+        print(_table(results))
     if options.json:
         chosen = {name: vars(options)[name] for name in ("source", "format", "merge", "compile", "new_tokens")}
         about = {
@@ -101,9 +102,16 @@ def _measure_all(
     if prompts.is_cuda:
         torch.cuda.empty_cache()
     for batch in options.batch:
-        decode, profile = _decode(model, prompts[:batch, : options.prompt_tokens[0]], options)
-        results.append(dataclasses.replace(decode, model=name, sparsity=sparsity))
-        lines += [{"what": "profile", "model": name, "sparsity": sparsity, "batch": batch, **row} for row in profile]
+        prompt = prompts[:batch, : options.prompt_tokens[0]]
+        if options.profile:
+            rows = profile_token(model, prompt, 1 + options.new_tokens, options.compile) if prompts.is_cuda else []
+            lines += [{"what": "profile", "model": name, "sparsity": sparsity, "batch": batch, **row} for row in rows]
+            print("\n".join(f"{row['us']:9.1f} us {row['launches']:4} {row['kernel']}" for row in rows), flush=True)
+        else:
+            decode = _decode(model, prompt, options)
+            results.append(dataclasses.replace(decode, model=name, sparsity=sparsity))
+    if options.profile:
+        return []
     for count in options.prompt_tokens:
         results.append(dataclasses.replace(_prefill(model, prompts[:1, :count]), model=name, sparsity=sparsity))
     for result in results:
@@ -131,7 +139,7 @@ def _compile_config(compiled: str) -> Any:
     return CompileConfig(mode=None, options={"triton.cudagraphs": True, **COMPILED[compiled]})  # type: ignore[arg-type]
 
 
-def _decode(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[Result, list[dict[str, Any]]]:
+def _decode(model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:
     """A token behind the first is what a long generation takes beyond one of a single token, over their number."""
     compiled = options.compile
     count = 1 + options.new_tokens
@@ -142,8 +150,7 @@ def _decode(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[R
     whole = _best(lambda: _generate(model, prompts, count, compiled), prompts.is_cuda)
     seconds = max(whole - first, 1e-9) / options.new_tokens
     peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
-    result = Result("decode", "", 0, len(prompts), prompts.shape[1], seconds * 1e3, len(prompts) / seconds, peak)
-    return result, profile_token(model, prompts, count, compiled) if options.profile and prompts.is_cuda else []
+    return Result("decode", "", 0, len(prompts), prompts.shape[1], seconds * 1e3, len(prompts) / seconds, peak)
 
 
 def _prefill(model: Any, prompts: Tensor) -> Result:
@@ -206,6 +213,7 @@ def profile_token(model: Any, prompts: Tensor, count: int, compiled: str | None)
 
     Kernels that overlap (chained launches) count with their waiting, so their sum may exceed that.
     """
+    _generate(model, prompts, count, compiled)
     watch = _OneToken(count // 2)
     _generate(model, prompts, count, compiled, streamer=watch)
     events = [event for event in watch.profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]

@@ -1,4 +1,4 @@
-"""format="auto": which format a weight is held in, by where it is, its shape and its density."""
+"""format="auto", "mixed" and "smallest": which format a weight is held in, by time or by bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from . import _library
-from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SellWeight, format_named, sparsest_pattern
+from .formats import (
+    FORMATS,
+    BitmapWeight,
+    EcWeight,
+    MackoWeight,
+    PackedWeight,
+    SellWeight,
+    format_named,
+    sparsest_pattern,
+)
 from .slide_choice import SlidePacking, slide_layout
 from .times import times_of
 
@@ -31,8 +40,7 @@ def expected_us(
     if device.type != "cuda":
         return {}
     us = times_of(device).us(rows, cols, density, dtype, tokens)
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    if cols >= 2**16 or 2 * cols + SELL_SHARED_BYTES > shared:
+    if not _sell_runs(cols, device):
         us.pop(SellWeight.format, None)
     return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
 
@@ -46,6 +54,19 @@ def choose(weight: MackoWeight) -> type[PackedWeight]:
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight
     return MackoWeight
+
+
+def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
+    """The execution layouts that hold this weight on its device."""
+    if weight.device.type == "cpu":
+        return [BitmapWeight]
+    return [SellWeight] if weight.device.type == "cuda" and _sell_runs(weight.cols, weight.device) else []
+
+
+def _sell_runs(cols: int, device: torch.device) -> bool:
+    """Whether sell's kernel has room for x in shared memory, and its base columns of 16 bits reach."""
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return cols < 2**16 and 2 * cols + SELL_SHARED_BYTES <= shared
 
 
 class Auto:
@@ -64,6 +85,27 @@ class Auto:
         """The canonical weight in the format chosen for it."""
         kind = choose(weight)
         return weight if kind is MackoWeight else kind.from_macko(weight)
+
+
+class Smallest(Auto):
+    """The same for format="smallest": whatever takes the fewest bytes where the weight is, at whatever speed."""
+
+    format: ClassVar[str] = "smallest"
+
+    @classmethod
+    def from_dense(cls, w: Tensor) -> PackedWeight:
+        """Packs w [rows, cols] on its device in every format that keeps any mask, and takes the one of fewest bytes.
+
+        Where they tie, the canonical format. A layout's file is that of its canonical weight.
+        """
+        macko = MackoWeight.smallest(w)
+        others = [kind.from_macko(macko) for kind in layouts(macko)]
+        return min((macko, *others, EcWeight.smallest(w)), key=lambda packed: packed.nbytes)
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> PackedWeight:
+        """The canonical weight in the format of fewest bytes."""
+        return cls.from_dense(weight.to_dense())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +132,6 @@ class Mixed:
 
 def format_class(name: str) -> type[PackedWeight] | type[Auto] | Mixed:
     """The dataclass of a format, or what chooses one. ValueError where there is no such format."""
-    if name == Mixed.format:
-        return Mixed(SlidePacking("auto", None, 2048))
-    return Auto if name == Auto.format else format_named(name, Auto.format, Mixed.format)
+    choices: dict[str, type[Auto] | Mixed] = {choice.format: choice for choice in (Auto, Smallest)}
+    choices[Mixed.format] = Mixed(SlidePacking("auto", None, 2048))
+    return choices[name] if name in choices else format_named(name, *choices)

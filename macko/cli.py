@@ -75,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--compile", choices=("default", "fast", "max"), nargs="?", const="fast",
         help="a static cache and torch.compile, alike on both sides; max takes longer to compile",
     )  # fmt: skip
-    command.add_argument("--profile", action="store_true", help="the kernels of one token too, into --json")
+    command.add_argument(
+        "--profile", action="store_true",
+        help="the kernels of one token and no times: a profiler slows down each launch behind it",
+    )  # fmt: skip
     command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
 
     _command(commands, doctor, "what is installed, and a self-test (python -m macko)")

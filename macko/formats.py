@@ -164,7 +164,9 @@ class MackoWeight(PackedWeight):
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
         """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
-        return min((cls.from_dense(w, delta_bits) for delta_bits in (4, 2, 8)), key=lambda weight: weight.nbytes)
+        values, deltas, row_ptr = ops.pack(w, delta_bits=0)
+        delta_bits = 8 * deltas.numel() // values.numel() if values.numel() else cls.delta_bits
+        return cls(values, deltas, row_ptr, rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
 
     @classmethod
     def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
@@ -389,17 +391,6 @@ class BitmapWeight(PackedWeight):
         """Packs w [rows, cols], which is on the CPU."""
         return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
 
-    @classmethod
-    def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
-        """A weight without a non-zero; on the meta device too."""
-        return cls(
-            values=torch.zeros(32, dtype=dtype, device=device),
-            bits=torch.zeros(rows, (cols + 63) // 64 * 8, dtype=torch.uint8, device=device),
-            row_ptr=torch.zeros(rows + 1, dtype=torch.int32, device=device),
-            rows=rows,
-            cols=cols,
-        )
-
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
         return self.to_macko().to_dense()
@@ -481,11 +472,17 @@ class EcWeight(PackedWeight):
 
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
-        """Packs w in the fewest bytes: few lanes a row, columns by density, widths by exact size.
+        """Packs w in the fewest bytes, which it finds by packing.
 
-        More lanes find less padding where rows are uneven, more where they are short. Slower than the default.
+        Tried are 8, 4, 2 and 1 lanes a row, with columns by density and widths of deltas by size, and 4 lanes with
+        shared blocks of at least 512 columns. More lanes find less padding where rows are uneven, fewer where they are
+        short; blocks pay where rows share most of their columns. Slower than the default.
         """
-        options = ({"lanes": 8}, *({"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)))
+        options: list[dict[str, int]] = [
+            {"lanes": 8},
+            {"lanes": 4, "delta_bits": 4, "max_height": 16, "min_width": 512},
+        ]
+        options += [{"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)]
         return min((cls.from_dense(w, **tried) for tried in options), key=lambda packed: packed.nbytes)
 
     @property

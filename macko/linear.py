@@ -188,7 +188,8 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
-        if torch.is_autocast_enabled(input.device.type) and input.dtype != self.dtype:
+        kind = input.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind) and input.dtype != self.dtype:
             input = input.to(self.dtype)
         # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
         return self._format(**self._buffers, **self._sizes).linear(input, self.bias)  # type: ignore[arg-type]

@@ -66,9 +66,9 @@ def sparsify_(
     Args:
         model: any module that holds nn.Linear.
         format: a name in macko.FORMATS; "auto" for what should take the least time for one token where the layer is,
-            dense too, chosen again when it moves; "smallest" for the fewest bytes of memory where it is, found by packing
-            it in every format; or "mixed", which packs layers of an n:m pattern as slide where that is the faster kernel,
-            else as "auto".
+            dense too, chosen again when it moves; "smallest" for the fewest bytes of memory where it is, found by
+            packing it in every format; or "mixed", which packs layers of an n:m pattern as slide where that is the faster
+            kernel, else as "auto".
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;

@@ -1,4 +1,4 @@
-"""Times the CPU kernels against torch: python -m benchmarks.cpu [--sizes 4096 8192] [--clock cpu] [--tokens 1 4 64].
+"""Times the CPU kernels against torch: python -m benchmarks.cpu [--sizes 4096 8192] [--tokens 1 4 64] [--host].
 
 Every result is compared with float64 before it is timed. Weights rotate over copies of more than 300 MB in all, so
 that no cache holds them. The calls take turns; the minimum of the rounds counts, because a shared machine only ever
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from macko import EcWeight, ops
+from macko import EcWeight, SparseLinear, ops
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
 ROTATED_BYTES = 300e6
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--host", action="store_true", help="what a call of a 64x64 matrix takes, and no more")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/kernels.jsonl"))
     args = parser.parse_args()
     torch.set_num_threads(1 if args.clock == "cpu" else args.threads)
@@ -95,12 +96,37 @@ def main() -> None:
             out.write(json.dumps({**machine(args.clock), **row}) + "\n")
         print("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
+    if args.host:
+        for mode in ("no_grad", "inference_mode"):
+            host(mode, args.rounds, clock, report)
+        return
     for size in args.sizes:
         for dtype in (getattr(torch, name) for name in args.dtypes):
             for density in args.densities:
                 w = random_weight(size, size, density, dtype)
                 for bits in args.delta_bits:
                     bench(w, density, bits, args, clock, report)
+
+
+def host(mode: str, rounds: int, clock: Callable[[], float], report: Callable[..., None]) -> None:
+    """Microseconds of a call of a 64x64 bf16 matrix, one vector: nearly all of it torch's and Python's."""
+    w, x = random_weight(64, 64, 0.5, torch.bfloat16), random_vector(64, dtype=torch.bfloat16)
+    packed = ops.pack(w)
+    dense = torch.nn.Linear(64, 64, bias=False, dtype=w.dtype)
+    sparse = SparseLinear.from_linear(dense, format="macko")
+    each: dict[str, Callable[[], object]] = {
+        "linear_us": lambda: F.linear(x, w),
+        "op_us": lambda: torch.ops.macko.spmv(*packed, 64, x),
+        "ops_us": lambda: ops.spmv(*packed, 64, x),
+        "nn_linear_us": lambda: dense(x),
+        "sparse_linear_us": lambda: sparse(x),
+    }
+    count = 50  # calls between two looks at the clock
+    many = {name: partial(lambda call, i: [call() for _ in range(count)], call) for name, call in each.items()}
+    with getattr(torch, mode)():
+        times = seconds(many, rounds * 20, clock)
+    us = {name: time / count * 1e6 for name, time in times.items()}
+    report(op="host", mode=mode, **us, ratio=us["ops_us"] / us["linear_us"])
 
 
 def bench(

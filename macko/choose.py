@@ -108,6 +108,15 @@ class Smallest(Auto):
         return cls.from_dense(weight.to_dense())
 
 
+def meant_pattern(w: Tensor) -> int:
+    """n where w [rows, cols] was pruned to the pattern (2n-2):2n; 0 where it was not.
+
+    A mask that holds a pattern by chance has far fewer non-zeros than the pattern allows: 14:16 of 70 % zeros.
+    """
+    n = sparsest_pattern(w)
+    return n if n and int(w.count_nonzero()) >= PATTERN_FILLED * w.numel() * (2 * n - 2) / (2 * n) else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Mixed:
     """As Auto, but a weight of an n:m pattern whose slide kernel is the faster one is packed as slide."""
@@ -120,10 +129,8 @@ class Mixed:
     def from_dense(self, w: Tensor) -> PackedWeight:
         """Packs w [rows, cols] on its device."""
         element = self.slide.element(w)
-        n = 0 if element is None else sparsest_pattern(w)
-        # A mask that holds a pattern by chance has far fewer non-zeros than the pattern allows: 14:16 of 70 % zeros.
-        meant = n and int(w.count_nonzero()) >= PATTERN_FILLED * w.numel() * (2 * n - 2) / (2 * n)
-        if meant and element is not None and slide_layout(w, n, element, self.slide.tokens) == n:
+        n = 0 if element is None else meant_pattern(w)
+        if n and element is not None and slide_layout(w, n, element, self.slide.tokens) == n:
             packed = self.slide.from_dense(w)
             if packed.nbytes < w.nbytes:  # its tiles fill up small weights
                 return packed

@@ -18,7 +18,7 @@ from .formats import PackedWeight, SlideWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported
 from .merge import merge_
-from .slide_choice import SlidePacking
+from .slide_choice import SlidePacking, refused_shards
 
 #: Layers under this sparsity stay dense: with 2-bit gaps three quarters of the values take 0.84 of the dense bytes. One
 #: token costs at least the reading of these bytes, so less than that is soon lost to a kernel's fixed costs.
@@ -55,6 +55,7 @@ def sparsify_(
     pattern: str = "auto",
     dtype: str | None = None,
     tokens: int = 2048,
+    keep_dense: bool = False,
     merge: bool = False,
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
@@ -67,8 +68,8 @@ def sparsify_(
         model: any module that holds nn.Linear.
         format: a name in macko.FORMATS; "auto" for what should take the least time for one token where the layer is,
             dense too, chosen again when it moves; "smallest" for the fewest bytes of memory where it is, found by
-            packing it in every format; or "mixed", which packs layers of an n:m pattern as slide where that is the faster
-            kernel, else as "auto".
+            packing it in every format; or "mixed", which packs layers of an n:m pattern as slide where that is faster,
+            else as "auto".
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
@@ -79,6 +80,8 @@ def sparsify_(
             sparsest that a layer fits; "int8", "fp8", or None to keep the layer's dtype; and the usual number of
             tokens, for which macko.slide_choice picks the pattern's kernel or the dense one. With "slide" a layer that
             does not fit stays dense.
+        keep_dense: of those formats too. One weight a layer is held, for the kernel that was picked; with this the
+            dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
 
     Returns:
@@ -89,10 +92,10 @@ def sparsify_(
     """
     packed_as: Packing = format_class(format)
     if format in ("slide", "mixed"):
-        slide = SlidePacking(pattern, dtype, tokens)
+        slide = SlidePacking(pattern, dtype, tokens, keep_dense)
         packed_as = slide if format == "slide" else Mixed(slide)
-    elif (pattern, dtype) != ("auto", None):
-        raise ValueError(f'pattern and dtype are of formats "slide" and "mixed", the format is {format!r}')
+    elif (pattern, dtype, keep_dense) != ("auto", None, False):
+        raise ValueError(f'pattern, dtype and keep_dense are of formats "slide" and "mixed", the format is {format!r}')
     if min_sparsity is None:
         min_sparsity = 0.0 if format == "slide" else MIN_SPARSITY
     if not 0 <= min_sparsity <= 1:
@@ -150,6 +153,8 @@ def convert_layer(
     if reason := _weight_out_of_reach(layer):
         shape = (module.out_features, module.in_features)
         size = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
+        if isinstance(packed_as, SlidePacking):
+            reason = refused_shards(module.weight, packed_as.pattern) or reason
         return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason), None
     dense = module.weight.detach()
     size = dense.numel() * dense.element_size()

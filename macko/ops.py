@@ -332,7 +332,16 @@ def slide_gemm(
 
 
 def slide_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype, bias: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    cols: int,
+    n: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    dense: Tensor | None = None,
+    sparse_from: int = 0,
+    sparse_to: int = 0,
 ) -> Tensor:
     """x W^T + bias with the packed W: quantise and lift, then one GEMM; differentiable in x and bias.
 
@@ -340,11 +349,12 @@ def slide_linear(
         x: [..., cols], float16 or bfloat16 (float32 too on the CPU); of dtype where that has 16 bits.
         packed, scale, cols, n, dtype: the packed weight.
         bias: [rows] of x's dtype, or None.
+        dense: the same weight packed with n = 0, which runs for fewer than sparse_from or more than sparse_to tokens.
 
     Returns:
         [..., rows] of x's dtype. The gradient in x is that of the dequantised weight.
     """
-    return _call(torch.ops.macko.slide_linear, x, packed, scale, cols, n, dtype, bias)
+    return _call(torch.ops.macko.slide_linear, x, packed, scale, cols, n, dtype, bias, dense, sparse_from, sparse_to)
 
 
 @torch.library.register_fake("macko::pack")

@@ -7,7 +7,7 @@ by `macko tune` or macko.autotune, and counts first:
         {"rows": 4096, "cols": 4096, "density": 0.5, "dtype": "float16", "tokens": 1, "us": {"dense": 12.6, "sell": 8}}
     ]}
 
-The model of a format is a + b * bytes, fitted to the lines of the GPU; for a GPU without lines to those of the first
+"slide" holds gains of slide's kernels, which macko.slide_choice reads. The model of a format is a + b * bytes, fitted to the lines of the GPU; for a GPU without lines to those of the first
 table that is shipped, by the ratio of the bandwidths.
 """
 
@@ -44,14 +44,12 @@ class Times:
         gpu: its name, as torch.cuda.get_device_name gives it.
         scale: of its bytes' time over that of the GPU that was measured; 1 where it is the same one.
         lines: as in the file; of lines with the same problem the last one counts.
-        slide: gains of slide's kernels, as macko.slide_choice keeps them.
         measured: whether the lines are of this GPU.
     """
 
     gpu: str
     scale: float
     lines: tuple[Line, ...]
-    slide: dict[str, Any]
     measured: bool
 
     def us(self, rows: int, cols: int, density: float, dtype: torch.dtype, tokens: int = 1) -> dict[str, float]:
@@ -153,13 +151,12 @@ def times(gpu: str, bandwidth: float = 0) -> Times:
             warnings.warn(f"{error}; it is left out. `macko tune` makes a new one", stacklevel=2)
     if tables:
         lines = tuple(_latest(line for table in tables for line in table["linear"]))
-        slide = {key: value for table in tables for key, value in table["slide"].items()}
-        return Times(gpu, 1.0, lines, slide, True)
+        return Times(gpu, 1.0, lines, True)
     for path in sorted(SHIPPED.glob("*.json")):
         table = read(path)
         scale = table["bandwidth_gbps"] / bandwidth if bandwidth and table["bandwidth_gbps"] else 1.0
-        return Times(gpu, scale, tuple(table["linear"]), {}, False)
-    return Times(gpu, 1.0, (), {}, False)
+        return Times(gpu, scale, tuple(table["linear"]), False)
+    return Times(gpu, 1.0, (), False)
 
 
 def times_of(device: torch.device | int | None = None) -> Times:
@@ -176,6 +173,16 @@ def _latest(lines: Iterable[Line]) -> list[Line]:
     return list(found.values())
 
 
+def _with_slide(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Slide's tables (type, pattern, shape, tokens) with the shapes of `new` in place of what was there."""
+    table = {name: dict(patterns) for name, patterns in before.items()}
+    for name, patterns in new.items():
+        for pattern, shapes in patterns.items():
+            of_type = table.setdefault(name, {})
+            of_type[pattern] = {**of_type.get(pattern, {}), **shapes}
+    return table
+
+
 def write(path: Path, gpu: str, lines: Iterable[Line], slide: dict[str, Any], bandwidth: float) -> None:
     """Writes a table, what was in the file before under what is new."""
     before = read(path) if path.exists() else {"linear": [], "slide": {}}
@@ -185,7 +192,7 @@ def write(path: Path, gpu: str, lines: Iterable[Line], slide: dict[str, Any], ba
         "bandwidth_gbps": bandwidth,
         "torch": torch.__version__,
         "linear": _latest([*before["linear"], *lines]),
-        "slide": {**before["slide"], **slide},
+        "slide": _with_slide(before["slide"], slide),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps({name: value for name, value in table.items() if name != "linear"})

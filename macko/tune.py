@@ -6,15 +6,18 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from . import slide_choice
+from .choose import meant_pattern
 from .formats import FORMATS, PackedWeight, SlideWeight
 from .layers import find_linears
 from .linear import SparseLinear
-from .times import Line, bandwidth_gbps, cache_file, gpu_name, times, write
+from .times import Line, bandwidth_gbps, cache_file, gpu_name, write
 from .timing import copies, time_graph
 
 #: Densities are rounded to this before they are compared.
@@ -33,7 +36,8 @@ def autotune(
     """Times every format that can run the model's linear layers on this GPU, once for each shape, density and dtype.
 
     What it finds goes into the user's table for this GPU, which `sparsify_(format="auto")` reads from then on. Takes
-    about half a second a shape. The model is not changed.
+    about half a second a shape, and ten where slide's kernels are timed too: for weights of an n:m pattern. The model
+    is not changed.
 
     Args:
         model: dense with zeros in its weights, or sparse.
@@ -67,6 +71,7 @@ def tune(
     if not torch.cuda.is_available():
         raise ValueError("tuning times kernels on a GPU, and there is none here")
     done: dict[tuple[int, int, float, torch.dtype], list[Line]] = {}
+    patterns: dict[str, set[tuple[int, int]]] = {}
     with tqdm(weights, disable=not progress, delay=1, unit="layer", leave=False) as bar:
         for name, weight in bar:
             bar.set_description(name, refresh=False)
@@ -81,12 +86,18 @@ def tune(
             about = {"rows": w.shape[0], "cols": w.shape[1], "density": density}
             about |= {"dtype": str(w.dtype).removeprefix("torch.")}
             done[key] = [{**about, "tokens": count, "us": measure(w, count)} for count in tokens]
+            if SlideWeight.runs(w.device, w.dtype) and (n := meant_pattern(w)):
+                patterns.setdefault(f"{2 * n - 2}:{2 * n}", set()).add((w.shape[0], w.shape[1]))
     if not done:
         raise ValueError("there is no layer with zeros to time: prune the model first (macko prune)")
+    slide: dict[str, dict[str, Any]] = {}
+    for name, shapes in patterns.items():
+        for dtype, gains in slide_choice.measure(patterns=(name,), shapes=sorted(shapes)).items():
+            slide.setdefault(dtype, {}).update(gains)
     gpu = gpu_name()
     target = cache_file(gpu) if path is None else Path(path)
-    write(target, gpu, (line for lines in done.values() for line in lines), {}, bandwidth_gbps())
-    times.cache_clear()
+    write(target, gpu, (line for lines in done.values() for line in lines), slide, bandwidth_gbps())
+    slide_choice.slide_table.cache_clear()
     return target
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import macko
-from macko import choose, convert, times
+from macko import choose, convert, slide_choice, times
 from macko.cli import main
 from macko.formats import FORMATS
 from tests.common import needs_capture, random_weight, torch_threads
@@ -36,10 +36,12 @@ def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setattr(times, "SHIPPED", tmp_path / "shipped")
     for folder in (tmp_path / "cache" / "macko", tmp_path / "shipped"):
         folder.mkdir(parents=True)
-    times.times.cache_clear()
+    for cached in (times.times, slide_choice.slide_table):
+        cached.cache_clear()
     with torch_threads(1):
         yield tmp_path
-    times.times.cache_clear()
+    for cached in (times.times, slide_choice.slide_table):
+        cached.cache_clear()
 
 
 def test_what_was_measured_counts(own_tables: Path) -> None:
@@ -86,6 +88,15 @@ def test_own_lines_come_before_shipped_ones(own_tables: Path) -> None:
     assert known.us(512, 512, 0.5, HALF) == {"dense": 9, "sell": 5, "ec": 5}
     assert known.us(640, 512, 0.5, HALF)["sell"] == 5
     assert known.us(1024, 512, 0.5, HALF)["sell"] == 6
+
+
+def test_slide_keeps_the_shapes_of_before(own_tables: Path) -> None:
+    path, some = times.cache_file(GPU), [line(512, 512, 0.5, dense=9, sell=5)]
+    times.write(path, GPU, some, {"int8": {"2:4": {"8 x 8": {"1": 1.5}, "9 x 9": {"1": 1.0}}}}, 1000)
+    times.write(path, GPU, some, {"int8": {"2:4": {"8 x 8": {"1": 2.0}}, "6:8": {"8 x 8": {"1": 1.1}}}}, 1000)
+    found = times.read(path)["slide"]["int8"]
+    assert found == {"2:4": {"8 x 8": {"1": 2.0}, "9 x 9": {"1": 1.0}}, "6:8": {"8 x 8": {"1": 1.1}}}
+    assert slide_choice.slide_gain(GPU, torch.int8, 2, (9, 9), 1) == 1.0
 
 
 @pytest.mark.parametrize("text", ["", "{}", table(line(0, 5, 0.5, dense=1)), table().replace("1,", "7,", 1),

@@ -323,6 +323,23 @@ def bench_where(lines: list[Line]) -> str:
     return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
 
 
+def bench_headline(lines: list[Line]) -> str:
+    """What half of the weights being zero is worth to one sequence, by way to compile."""
+    found = [line for line in lines if line["what"] == "decode" and line["batch"] == 1]
+    parts = []
+    for way in ("fast", "max", "default"):
+        dense = next((line for line in found if (line["compile"], line["model"]) == (way, "dense")), None)
+        sparse = next((line for line in found if (line["compile"], line["sparsity"]) == (way, 0.5)), None)
+        if dense and sparse:
+            speeds = [line["tokens_per_s"] for line in (sparse, dense)]
+            parts.append(
+                f"**{speeds[0] / speeds[1]:.2f}x** the tokens a second of dense ({speeds[0]:.0f} against {speeds[1]:.0f}, "
+                f"`--compile {way}`), in **{sparse['peak_bytes'] / 1e9:.1f} GB** instead of "
+                f"{dense['peak_bytes'] / 1e9:.1f}"
+            )
+    return "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."
+
+
 def bench_name(line: Line) -> str:
     return f"{line['sparsity']:.0%} sparse" if line["model"] == "sparse" else "dense"
 
@@ -668,6 +685,7 @@ def main() -> None:
         "spmv packing": lambda: packing_table(problems),
         "spmm tokens": lambda: tokens_table(tokens),
         "models": lambda: models_table(path.parent / "models.jsonl"),
+        "bench headline": lambda: bench_headline(bench),
         "bench where": lambda: bench_where(bench),
         "bench decode": lambda: bench_table(bench, "decode"),
         "bench prefill": lambda: bench_table(bench, "prefill"),

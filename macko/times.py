@@ -7,8 +7,8 @@ by `macko tune` or macko.autotune, and counts first:
         {"rows": 4096, "cols": 4096, "density": 0.5, "dtype": "float16", "tokens": 1, "us": {"dense": 12.6, "sell": 8}}
     ]}
 
-"slide" holds gains of slide's kernels, which macko.slide_choice reads. The model of a format is a + b * bytes, fitted to the lines of the GPU; for a GPU without lines to those of the first
-table that is shipped, by the ratio of the bandwidths.
+"slide" holds gains of slide's kernels, which macko.slide_choice reads. The model of a format is a + b * bytes, fitted
+to the lines of the GPU; for a GPU without lines to those of the first table that is shipped, by the bandwidths' ratio.
 """
 
 from __future__ import annotations

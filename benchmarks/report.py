@@ -350,9 +350,8 @@ def bench_table(lines: list[Line], what: str) -> str:
     ways = ("compile", "batch", "prompt_tokens")
     dense = {tuple(line[way] for way in ways): line for line in found if line["model"] == "dense"}
     rows = []
-    for line in sorted(
-        found, key=lambda line: (line["batch"], line["prompt_tokens"], line["compile"] or "", line["sparsity"])
-    ):
+    found.sort(key=lambda line: (line["batch"], line["prompt_tokens"], line["compile"] or "", line["sparsity"]))
+    for line in found:
         base = dense[tuple(line[way] for way in ways)]
         name = bench_name(line)
         first = line["compile"] or "no" if what == "decode" else str(line["prompt_tokens"])
@@ -373,6 +372,7 @@ def logits_table(lines: list[Line]) -> str:
 def profile_table(lines: list[Line], sparsity: float = 0.5, batch: int = 1) -> str:
     """One token by kernel, both sides, the longest first."""
     found = [line for line in lines if line["what"] == "profile" and line["batch"] == batch]
+    found = [line for line in found if line["compile"] == found[-1]["compile"]]
     sides = [[line for line in found if line["sparsity"] == wanted] for wanted in (0.0, sparsity)]
     rows = []
     for index in range(12):

@@ -333,8 +333,8 @@ def bench_headline(lines: list[Line]) -> str:
         if dense and sparse:
             speeds = [line["tokens_per_s"] for line in (sparse, dense)]
             parts.append(
-                f"**{speeds[0] / speeds[1]:.2f}x** the tokens a second of dense ({speeds[0]:.0f} against {speeds[1]:.0f}, "
-                f"`--compile {way}`), in **{sparse['peak_bytes'] / 1e9:.1f} GB** instead of "
+                f"**{speeds[0] / speeds[1]:.2f}x** the tokens a second of dense ({speeds[0]:.0f} against "
+                f"{speeds[1]:.0f}, `--compile {way}`), in **{sparse['peak_bytes'] / 1e9:.1f} GB** instead of "
                 f"{dense['peak_bytes'] / 1e9:.1f}"
             )
     return "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."

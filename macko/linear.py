@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto, format_class
-from .formats import MackoWeight, PackedWeight, format_named
+from .choose import Auto, Mixed, format_class
+from .formats import MackoWeight, PackedWeight, SlideWeight, format_named
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -136,7 +136,9 @@ class SparseLinear(nn.Linear):
         weight = linear.weight.detach()
         if reason := unsupported(weight.dtype, weight.device):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
-        layer = cls.from_packed(format_class(format).from_dense(weight), linear.bias, auto=format == Auto.format)
+        packed = format_class(format).from_dense(weight)
+        auto = format == Auto.format or (format == Mixed.format and not isinstance(packed, SlideWeight))
+        layer = cls.from_packed(packed, linear.bias, auto=auto)
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -149,6 +151,8 @@ class SparseLinear(nn.Linear):
     def reformat_(self, format: str = "auto") -> SparseLinear:
         """Holds the same weight in another format, in place; nothing where it is held so already."""
         wanted, packed = format_class(format), self.packed
+        if isinstance(wanted, Mixed):
+            wanted = Auto
         self._auto = wanted is Auto
         if self._auto and not isinstance(packed, MackoWeight) and not packed.is_layout:
             return self  # ec and slide are a user's own choice
@@ -184,10 +188,11 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
-        packed = self.packed
-        if input.dtype != packed.dtype and torch.is_autocast_enabled(input.device.type):
-            input = input.to(packed.dtype)
-        return packed.linear(input, self.bias)
+        kind = input.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind) and input.dtype != self.dtype:
+            input = input.to(self.dtype)
+        # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
+        return self._format(**self._buffers, **self._sizes).linear(input, self.bias)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

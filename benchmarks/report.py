@@ -132,6 +132,49 @@ def shapes_table(problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[in
     return table(head, rows)
 
 
+def published_table(problems: dict[Key, dict[str, Line]], path: Path) -> str:
+    """Times of the published package's kernel, which `path` has, against sell."""
+    found = uniform(problems, 0.5)
+    times = {(line["rows"], line["cols"]): line["median_us"] for line in map(json.loads, path.read_text().splitlines())}
+    ratios = {shape: times[shape] / found[shape]["sell"]["median_us"] for shape in EIGHT if shape in found}
+    rows = [
+        [f"{r} x {c}", f"{times[r, c]:.1f}", f"{found[r, c]['sell']['median_us']:.2f}", f"{ratio:.2f}x"]
+        for (r, c), ratio in ratios.items()
+    ]
+    rows.append(["geometric mean", "", "", f"**{geomean(ratios.values()):.2f}x**"])
+    return table(["rows x cols", "published kernel us", "sell us", "sell is faster by"], rows)
+
+
+def variants_table(path: Path) -> str:
+    """Lines of benchmarks.spmv --variants: a row a variant, plain and chained time by shape."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    times = {(line["variant"], line["kernel"], (line["rows"], line["cols"])): line["median_us"] for line in lines}
+    shapes = list(dict.fromkeys((line["rows"], line["cols"]) for line in lines))
+    rows = []
+    for name in dict.fromkeys(line["variant"] for line in lines if line["kernel"] == "sell_plain"):
+        cells = []
+        for shape in shapes:
+            plain, chained = (times[name, f"sell_{way}", shape] for way in ("plain", "chained"))
+            cells.append(f"{plain:.2f} / {chained:.2f}")
+        rows.append([name, *cells])
+    return table(["us, plain / chained", *(f"{r} x {c}" for r, c in shapes)], rows)
+
+
+def sustained_table(path: Path) -> str:
+    """The lines of the same file for what runs without a rest."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    found = {(line["rows"], line["cols"], line["kernel"], line["variant"]): line for line in lines}
+    rows = []
+    for r, c in dict.fromkeys((line["rows"], line["cols"]) for line in lines):
+        cells = [f"{r} x {c}"]
+        for name, variant in (("sell", "as chosen"), ("dense", "dense")):
+            rested = found[r, c, "sell_plain" if name == "sell" else "dense_linear", variant]
+            tired = found[r, c, f"{name}_sustained", "sustained"]
+            cells += [f"{line['median_us']:.2f} at {line['clock_mhz']} MHz" for line in (rested, tired)]
+        rows.append(cells)
+    return table(["rows x cols", "sell us", "sell, a second on", "dense us", "dense, a second on"], rows)
+
+
 def others_table(problems: dict[Key, dict[str, Line]]) -> str:
     found = uniform(problems, 0.5)
     names = ["sell", "sell_gap4", "sell_cp_async", "macko", "cusparse", "dense_compiled"]
@@ -329,14 +372,112 @@ def models_table(path: Path) -> str:
     return f"{where(steps.values())}\n\n{table(head, rows)}"
 
 
-def bench_table(path: Path) -> str:
-    """Lines of `macko bench --json`."""
-    rows = [
-        [line["model"], str(line["batch"]), f"{line['prefill_ms']:.1f}", f"{line['decode_tokens_per_s']:.1f}",
-         f"{line['peak_bytes'] / 1e9:.2f}"]
-        for line in map(json.loads, path.read_text().splitlines())
-    ]  # fmt: skip
-    return table(["model", "batch", "prefill ms", "decode tokens/s", "peak GPU memory, GB"], rows)
+def load_bench(path: Path) -> list[Line]:
+    """Lines of `macko bench --json`; of those that measured the same thing the last one counts."""
+    names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "kernel")
+    found: dict[tuple[Any, ...], Line] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        key = tuple(line.get(name) for name in names)
+        found.pop(key, None)
+        found[key] = line
+    return list(found.values())
+
+
+def bench_where(lines: list[Line]) -> str:
+    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
+    return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
+
+
+def bench_headline(lines: list[Line]) -> str:
+    """What half of the weights being zero is worth to one sequence, by way to compile."""
+    found = [line for line in lines if line["what"] == "decode" and line["batch"] == 1]
+    parts = []
+    for way in ("fast", "max", "default"):
+        dense = next((line for line in found if (line["compile"], line["model"]) == (way, "dense")), None)
+        sparse = next((line for line in found if (line["compile"], line["sparsity"]) == (way, 0.5)), None)
+        if dense and sparse:
+            speeds = [line["tokens_per_s"] for line in (sparse, dense)]
+            parts.append(
+                f"**{speeds[0] / speeds[1]:.2f}x** the tokens a second of dense ({speeds[0]:.0f} against "
+                f"{speeds[1]:.0f}, `--compile {way}`), in **{sparse['peak_bytes'] / 1e9:.1f} GB** instead of "
+                f"{dense['peak_bytes'] / 1e9:.1f}"
+            )
+    return "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."
+
+
+def bench_name(line: Line) -> str:
+    return f"{line['sparsity']:.0%} sparse" if line["model"] == "sparse" else "dense"
+
+
+def bench_table(lines: list[Line], what: str) -> str:
+    """Decoding or prefill: every model of a batch, prompt and way to compile, and what it is over dense."""
+    found = [line for line in lines if line["what"] == what]
+    ways = ("compile", "batch", "prompt_tokens")
+    dense = {tuple(line[way] for way in ways): line for line in found if line["model"] == "dense"}
+    rows = []
+    found.sort(key=lambda line: (line["batch"], line["prompt_tokens"], line["compile"] or "", line["sparsity"]))
+    for line in found:
+        base = dense[tuple(line[way] for way in ways)]
+        name = bench_name(line)
+        first = line["compile"] or "no" if what == "decode" else str(line["prompt_tokens"])
+        rows.append(
+            [first, str(line["batch"]), name, f"{line['ms']:.3f}", f"{line['tokens_per_s']:.1f}",
+             f"{line['tokens_per_s'] / base['tokens_per_s']:.2f}x", f"{line['peak_bytes'] / 1e9:.2f}"]
+        )  # fmt: skip
+    first = "compile" if what == "decode" else "prompt tokens"
+    return table([first, "batch", "model", "ms", "tokens/s", "over dense", "peak GPU memory, GB"], rows)
+
+
+def logits_table(lines: list[Line]) -> str:
+    found = {line["sparsity"]: line for line in lines if line["what"] == "logits"}
+    rows = [[f"{key:.0%}", f"{line['error']:.2g}", f"{line['largest']:.2g}"] for key, line in sorted(found.items())]
+    return table(["sparsity", "largest difference of logits", "largest logit"], rows)
+
+
+def profile_table(lines: list[Line], sparsity: float = 0.5, batch: int = 1) -> str:
+    """One token by kernel, both sides, the longest first."""
+    found = [line for line in lines if line["what"] == "profile" and line["batch"] == batch]
+    found = [line for line in found if line["compile"] == found[-1]["compile"]]
+    sides = [[line for line in found if line["sparsity"] == wanted] for wanted in (0.0, sparsity)]
+    rows = []
+    for index in range(12):
+        row = []
+        for side in sides:
+            kernels = [line for line in side if line["kernel"] != "busy"]
+            line = kernels[index] if index < len(kernels) else None
+            row += [f"`{line['kernel']}`", str(line["launches"]), f"{line['us']:.0f}"] if line else [""] * 3
+        rows.append(row)
+    rest: list[str] = []
+    total: list[str] = []
+    for side in sides:
+        others = [line for line in side if line["kernel"] != "busy"][12:]
+        rest += ["others", str(sum(line["launches"] for line in others)), f"{sum(line['us'] for line in others):.0f}"]
+        busy = next((line for line in side if line["kernel"] == "busy"), {"launches": 0, "us": 0.0})
+        total += ["**the GPU is busy for**", str(busy["launches"]), f"**{busy['us']:.0f}**"]
+    head = ["dense", "launches", "us", f"{sparsity:.0%} sparse", "launches", "us"]
+    return table(head, [*rows, rest, total])
+
+
+def plot_bench(lines: list[Line], path: Path) -> None:
+    """Tokens a second and memory against sparsity: one sequence, compiled as well as was measured."""
+    import matplotlib.pyplot as plt
+
+    found = [line for line in lines if line["what"] == "decode" and line["batch"] == 1]
+    way = next(way for way in ("max", "fast", "default", None) if any(line["compile"] == way for line in found))
+    points = sorted((line for line in found if line["compile"] == way), key=lambda line: line["sparsity"])
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
+    for axis, label, values in (
+        (axes[0], "tokens a second, one sequence", [line["tokens_per_s"] for line in points]),
+        (axes[1], "peak GPU memory, GB", [line["peak_bytes"] / 1e9 for line in points]),
+    ):
+        axis.plot([line["sparsity"] * 100 for line in points], values, marker="o")
+        axis.axhline(values[0], color="black", linewidth=0.8, linestyle="--", label="dense")
+        axis.set_xlabel("zeros in the linear layers, %")
+        axis.set_ylabel(label)
+        axis.set_ylim(0, None)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    save(figure, path)
 
 
 def latest(path: Path, *key: str, **only: Any) -> dict[tuple[Any, ...], Line]:
@@ -595,9 +736,12 @@ def main() -> None:
     plot_floor(problems, IMAGES / "spmv_floor.svg")
     tokens = load_tokens(path.parent / "spmm.jsonl")
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
+    bench = load_bench(path.parent / "bench.jsonl")
+    plot_bench(bench, IMAGES / "llama.svg")
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
+        "spmv published": lambda: published_table(problems, path.parent / "published.jsonl"),
         "spmv paper": lambda: shapes_table(problems, sorted(uniform(problems, 0.5), key=lambda s: s[0] * s[1])),
         "spmv others": lambda: others_table(problems),
         "spmv behind": lambda: behind_table(problems),
@@ -608,7 +752,12 @@ def main() -> None:
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm unpack": lambda: unpack_table(path.parent / "spmm.jsonl"),
         "models": lambda: models_table(path.parent / "models.jsonl"),
-        "bench": lambda: bench_table(path.parent / "bench.jsonl"),
+        "bench headline": lambda: bench_headline(bench),
+        "bench where": lambda: bench_where(bench),
+        "bench decode": lambda: bench_table(bench, "decode"),
+        "bench prefill": lambda: bench_table(bench, "prefill"),
+        "bench logits": lambda: logits_table(bench),
+        "bench profile": lambda: profile_table(bench),
         "ec where": lambda: where(ec_lines(path.parent / "ec.jsonl").values()),
         "ec": lambda: ec_table(path.parent / "ec.jsonl"),
         "ec packing": lambda: ec_packing_table(path.parent / "ec.jsonl"),
@@ -626,6 +775,9 @@ def main() -> None:
         for name in ("int8", "fp8", "bf16"):
             parts[f"slide {name}"] = lambda name=name: slide_table(slide, name)
             parts[f"slide {name} us"] = lambda name=name: slide_times_table(slide, name)
+    if (variants := path.parent / "variants.jsonl").exists():
+        parts["spmv variants"] = lambda: variants_table(variants)
+        parts["spmv sustained"] = lambda: sustained_table(variants)
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         fill(document, parts)
 

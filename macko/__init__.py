@@ -8,7 +8,9 @@ from .files import load_model, save_model
 from .formats import FORMATS, EcWeight, MackoWeight
 from .layers import LayerReport, Report
 from .linear import SparseLinear
+from .merge import merge_, split_
 from .prune import prune_
+from .tune import autotune
 
 __version__ = "0.1.0"
 
@@ -22,11 +24,14 @@ __all__ = [
     "MackoWeight",
     "Report",
     "SparseLinear",
+    "autotune",
     "load_model",
+    "merge_",
     "ops",
     "prune_",
     "save_model",
     "sparsify_",
+    "split_",
 ]
 
 integrations.register()

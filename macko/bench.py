@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import gc
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,95 +17,241 @@ from torch import Tensor
 
 from .convert import sparsify_
 from .layers import format_bytes
+from .linear import SparseLinear
+from .merge import split_
 from .prune import prune_
+
+#: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs, alike on both sides.
+COMPILED: dict[str, dict[str, Any]] = {
+    "default": {},  # what generate() does by itself with a static cache
+    # Kernels begin before the one before them has ended; the model's 300 to 900 tensors are not checked at every token.
+    "fast": {"triton.enable_pdl": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe},
+}
+#: And dense products of one token by kernels that are searched for: 40 s for Llama-2-7B instead of 17.
+COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
 
 
 @dataclasses.dataclass
 class Result:
-    """One model at one batch size."""
+    """One measurement of one model."""
 
+    what: str  #: "prefill" or "decode"
     model: str  #: "dense" or "sparse"
+    sparsity: float  #: share of zeros in its layers
     batch: int
-    prefill_ms: float
-    decode_tokens_per_s: float  #: of all sequences together
+    prompt_tokens: int  #: of each sequence
+    ms: float  #: of the prefill, or of one token of all sequences
+    tokens_per_s: float  #: of all sequences together
     peak_bytes: int | None  #: of GPU memory; None on the CPU
 
 
 def run(options: argparse.Namespace) -> None:
-    """Loads, prunes where asked, times dense, converts, times sparse, and prints both."""
+    """Loads, prunes where asked, times dense, converts, times sparse at each sparsity, and prints all."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" else "bfloat16"))
     model = _load(options.source, device, dtype)
-    if options.sparsity is None and options.source.startswith("random:"):
-        options.sparsity = 0.5
-    if options.sparsity is not None:
-        prune_(model, options.sparsity)
-    torch.manual_seed(0)
-    prompts = torch.randint(model.config.vocab_size, (max(options.batch), options.prompt_tokens), device=device)
-
-    dense_logits = _logits(model, prompts[:1])
-    results = [measure("dense", model, prompts[:batch], options) for batch in options.batch]
-    report = sparsify_(model, format=options.format)
-    if not report.changed:
-        raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity")
-    error = (_logits(model, prompts[:1]) - dense_logits).abs().max().item()
-    results += [measure("sparse", model, prompts[:batch], options) for batch in options.batch]
-
-    print(str(report).splitlines()[-1])
-    print(_table(results))
-    largest = dense_logits.abs().max().item()
-    print(f"logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype}, {options.prompt_tokens} tokens)")
+    sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if options.source[:7] == "random:" else []))
+    prompts = torch.arange(max(options.batch) * max(options.prompt_tokens)).view(max(options.batch), -1)
+    prompts = (prompts * 7919 % model.config.vocab_size).to(device)
+    results: list[Result] = []
+    lines: list[dict[str, Any]] = []
+    for index, sparsity in enumerate(sparsities or [None]):
+        if sparsity is not None:
+            prune_(model, sparsity)
+        dense_logits = _logits(model, prompts[:1])
+        if index == 0:
+            results += _measure_all("dense", 0.0, model, prompts, options, lines)
+        report = sparsify_(model, format=options.format, merge=options.merge)
+        if not report.changed:
+            raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity")
+        density = sum((layer.density or 0) * _count(layer.shape) for layer in report.changed)
+        share = round(1 - density / sum(_count(layer.shape) for layer in report.changed), 3)
+        error, largest = (
+            (_logits(model, prompts[:1]) - dense_logits).abs().max().item(),
+            dense_logits.abs().max().item(),
+        )
+        print(str(report).splitlines()[-1])
+        print(f"logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})", flush=True)
+        lines.append({"what": "logits", "model": "sparse", "sparsity": share, "error": error, "largest": largest})
+        results += _measure_all("sparse", share, model, prompts, options, lines)
+        if index + 1 < len(sparsities):
+            _make_dense(model)
+    if results:
+        print(_table(results))
     if options.json:
+        chosen = {name: vars(options)[name] for name in ("source", "format", "merge", "compile", "new_tokens")}
         about = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "torch": torch.__version__,
-            "dtype": str(dtype),
-            "max_logit_error": error,
-            **{
-                name: value
-                for name, value in vars(options).items()
-                if name not in ("batch", "command", "dtype", "json", "run")
-            },
+            "commit": os.environ.get("MACKO_COMMIT", "unknown"),
+            "dtype": str(dtype).removeprefix("torch."),
+            **chosen,
         }
-        with open(options.json, "a") as file:
-            file.writelines(json.dumps({**about, **dataclasses.asdict(result)}) + "\n" for result in results)
+        lines += map(dataclasses.asdict, results)
+        with open(options.json, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({**line, **about}) + "\n" for line in lines)
 
 
-def measure(name: str, model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:
-    """Prefill is one new token; decode is what more tokens take beyond that. Best of three, behind a warm-up."""
-    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
-    if options.compile:
+def _measure_all(
+    name: str, sparsity: float, model: Any, prompts: Tensor, options: argparse.Namespace, lines: list[dict[str, Any]]
+) -> list[Result]:
+    """Decoding at every batch size behind the first prompt length, the prefill of one sequence at every length."""
+    results = []
+    torch._dynamo.reset()  # what was compiled for the model before holds memory
+    gc.collect()
+    if prompts.is_cuda:
+        torch.cuda.empty_cache()
+    for batch in options.batch:
+        prompt = prompts[:batch, : options.prompt_tokens[0]]
+        if options.profile:
+            rows = profile_token(model, prompt, 1 + options.new_tokens, options.compile) if prompts.is_cuda else []
+            lines += [{"what": "profile", "model": name, "sparsity": sparsity, "batch": batch, **row} for row in rows]
+            print("\n".join(f"{row['us']:9.1f} us {row['launches']:4} {row['kernel']}" for row in rows), flush=True)
+        else:
+            decode = _decode(model, prompt, options)
+            results.append(dataclasses.replace(decode, model=name, sparsity=sparsity))
+    if options.profile:
+        return []
+    for count in options.prompt_tokens:
+        results.append(dataclasses.replace(_prefill(model, prompts[:1, :count]), model=name, sparsity=sparsity))
+    for result in results:
+        peak = "" if result.peak_bytes is None else f", peak {format_bytes(result.peak_bytes)}"
+        speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{peak}"
+        about = f"{result.what} batch {result.batch} prompt {result.prompt_tokens}"
+        print(f"{name} {sparsity:.0%} sparse, {about}: {speed}", flush=True)
+    return results
+
+
+def _generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str | None, **more: Any) -> None:
+    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **more}
+    if compiled is not None:
         settings["cache_implementation"] = "static"
+        if COMPILED[compiled]:
+            settings["compile_config"] = _compile_config(compiled)
+    else:
+        settings["disable_compile"] = True
+    model.generate(prompts, max_new_tokens=new_tokens, **settings)
 
-    def generate(count: int) -> None:
-        model.generate(prompts, max_new_tokens=count, min_new_tokens=count, **settings)
 
+def _compile_config(compiled: str) -> Any:
+    from transformers import CompileConfig
+
+    return CompileConfig(mode=None, options={"triton.cudagraphs": True, **COMPILED[compiled]})  # type: ignore[arg-type]
+
+
+def _decode(model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:
+    """A token behind the first is what a long generation takes beyond one of a single token, over their number."""
+    compiled = options.compile
+    count = 1 + options.new_tokens
+    _generate(model, prompts, count, compiled)  # compiles, which takes memory of its own
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    first = _best(lambda: generate(1), prompts.is_cuda)
-    whole = _best(lambda: generate(1 + options.new_tokens), prompts.is_cuda)
-    speed = len(prompts) * options.new_tokens / max(whole - first, 1e-9)
+    first = _best(lambda: _generate(model, prompts, 1, compiled), prompts.is_cuda)
+    whole = _best(lambda: _generate(model, prompts, count, compiled), prompts.is_cuda)
+    seconds = max(whole - first, 1e-9) / options.new_tokens
     peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
-    return Result(name, len(prompts), first * 1e3, speed, peak)
+    return Result("decode", "", 0, len(prompts), prompts.shape[1], seconds * 1e3, len(prompts) / seconds, peak)
 
 
-def _best(call: Callable[[], None], on_gpu: bool) -> float:
-    """Seconds of the fastest of three calls behind a first one."""
+def _prefill(model: Any, prompts: Tensor) -> Result:
+    """What generate() does before its first token: not compiled."""
+    if prompts.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        seconds = _best(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6)
+    peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
+    return Result("prefill", "", 0, 1, prompts.shape[1], seconds * 1e3, prompts.shape[1] / seconds, peak)
+
+
+def _best(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> float:
+    """Seconds of the fastest of some calls behind a first one."""
     times = []
-    for _ in range(4):
-        if on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+    with _no_garbage_collection():
+        for _ in range(1 + calls):
+            if on_gpu:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
     return min(times[1:])
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """As timeit does: a compiler leaves millions of objects to look through."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _OneToken:
+    """A streamer that profiles what lies between two tokens."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, -1
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def put(self, tokens: Tensor) -> None:
+        self.seen += 1
+        torch.cuda.synchronize()
+        if self.seen == self.at:
+            self.profile.__enter__()
+        elif self.seen == self.at + 1:
+            self.profile.__exit__(None, None, None)
+
+    def end(self) -> None:
+        pass
+
+
+def profile_token(model: Any, prompts: Tensor, count: int, compiled: str | None) -> list[dict[str, Any]]:
+    """What the GPU does for one of `count` tokens: launches and microseconds by kernel, and how long it is busy.
+
+    Kernels that overlap (chained launches) count with their waiting, so their sum may exceed that.
+    """
+    _generate(model, prompts, count, compiled)
+    watch = _OneToken(count // 2)
+    _generate(model, prompts, count, compiled, streamer=watch)
+    events = [event for event in watch.profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    kernels: dict[str, list[float]] = {}
+    busy = end = 0.0
+    for event in events:
+        kernels.setdefault(_short(event.name), []).append(event.time_range.end - event.time_range.start)
+        busy += max(0.0, event.time_range.end - max(end, event.time_range.start))
+        end = max(end, event.time_range.end)
+    rows = [{"kernel": name, "launches": len(times), "us": sum(times)} for name, times in kernels.items()]
+    rows.append({"kernel": "busy", "launches": len(events), "us": busy})
+    return sorted(rows, key=lambda row: -row["us"])  # type: ignore[operator,arg-type]
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its types; Triton's without its number, which differs from layer to layer."""
+    for word in ("void ", "(anonymous namespace)::", "at::native::", "macko::"):
+        name = name.replace(word, "")
+    name = name.partition("(")[0].partition("<")[0] if not name.startswith("triton") else name.rstrip("0123456789_")
+    return name[:60]
+
+
+def _make_dense(model: Any) -> None:
+    """The model's sparse layers as dense ones again, one by one."""
+    split_(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SparseLinear):
+            model.set_submodule(name, module.to_linear())
 
 
 def _logits(model: Any, prompt: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(prompt).logits.float().cpu()
+        return model(prompt[:, :128]).logits.float().cpu()
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return shape[0] * shape[1]
 
 
 def _load(source: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -129,14 +278,15 @@ def _table(results: list[Result]) -> str:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("batch", "model", "prefill ms", "decode tokens/s", "over dense", "peak GPU memory"):
-        table.add_column(title, justify="left" if title == "model" else "right", no_wrap=True)
-    dense = {result.batch: result for result in results if result.model == "dense"}
-    for result in sorted(results, key=lambda result: result.batch):
-        ratio = result.decode_tokens_per_s / dense[result.batch].decode_tokens_per_s
+    for title in ("what", "batch", "prompt", "model", "ms", "tokens/s", "over dense", "peak GPU memory"):
+        table.add_column(title, justify="left" if title in ("what", "model") else "right", no_wrap=True)
+    dense = {(r.what, r.batch, r.prompt_tokens): r for r in results if r.model == "dense"}
+    for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity)):
+        ratio = result.tokens_per_s / dense[result.what, result.batch, result.prompt_tokens].tokens_per_s
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
-        times = (f"{result.prefill_ms:.2f}", f"{result.decode_tokens_per_s:.1f}", f"{ratio:.2f}x")
-        table.add_row(str(result.batch), result.model, *times, peak)
+        name = f"{result.sparsity:.0%} sparse" if result.model == "sparse" else "dense"
+        times = (f"{result.ms:.3f}", f"{result.tokens_per_s:.1f}", f"{ratio:.2f}x")
+        table.add_row(result.what, str(result.batch), str(result.prompt_tokens), name, *times, peak)
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

@@ -1,48 +1,81 @@
-"""format="auto" and "smallest": which format a weight is held in, by time or by bytes."""
+"""format="auto", "mixed" and "smallest": which format a weight is held in, by time or by bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from . import _library
-from .formats import BitmapWeight, EcWeight, MackoWeight, PackedWeight, SellWeight, TileWeight, format_named
+from .formats import (
+    FORMATS,
+    BitmapWeight,
+    EcWeight,
+    MackoWeight,
+    PackedWeight,
+    SellWeight,
+    SlideWeight,
+    TileWeight,
+    format_named,
+    sparsest_pattern,
+)
+from .slide_choice import SlidePacking, slide_layout
+from .times import times_of
 
 #: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas; by vector path, docs/cpu.md.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
 #: Shared memory that the sell kernel wants besides x, in bytes: its ring of stages, partial sums, zeros behind x.
 SELL_SHARED_BYTES = 64 * 1024
+#: A weight is taken to be pruned to a pattern if it has this share of the non-zeros that the pattern allows.
+PATTERN_FILLED = 0.9
+
+
+def expected_us(
+    rows: int, cols: int, density: float, dtype: torch.dtype, device: torch.device, tokens: int = 1
+) -> dict[str, float]:
+    """Microseconds of a layer by format, "dense" among them (macko.times): of the formats that hold it on that GPU.
+
+    Empty on a CPU.
+    """
+    if device.type != "cuda":
+        return {}
+    us = times_of(device).us(rows, cols, density, dtype, tokens)
+    if not _sell_runs(cols, device):
+        us.pop(SellWeight.format, None)
+    return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
 
 
 def choose(weight: MackoWeight, batch: bool = False) -> type[PackedWeight]:
     """The format in which this weight takes the least time on its device, for one token or for a batch of them.
 
-    For one token on a GPU that is sell, at every density measured (docs/performance.md), wherever its kernel runs; ec
-    was slower in every measurement (docs/ec.md), so it is never taken. For a batch on a GPU it is tile.
+    For a batch on a GPU that is tile (docs/performance.md).
     """
-    usable = layouts(weight)
-    for kind in (TileWeight, SellWeight) if batch else (SellWeight,):
-        if kind in usable:
-            return kind
+    if weight.device.type == "cuda":
+        if batch:
+            return TileWeight
+        us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device)
+        us.pop("dense", None)
+        return FORMATS[min(us, key=us.__getitem__)] if us else MackoWeight
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight
     return MackoWeight
 
 
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
-    """The execution layouts that hold this weight on its device.
-
-    sell's kernel has to have room for x in shared memory, and its base columns have 16 bits.
-    """
+    """The execution layouts that hold this weight on its device."""
     if weight.device.type == "cpu":
         return [BitmapWeight]
     if weight.device.type == "cuda":
-        shared = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-        fits = weight.cols < 2**16 and 2 * weight.cols + SELL_SHARED_BYTES <= shared
-        return [SellWeight, TileWeight] if fits else [TileWeight]
+        return [SellWeight, TileWeight] if _sell_runs(weight.cols, weight.device) else [TileWeight]
     return []
+
+
+def _sell_runs(cols: int, device: torch.device) -> bool:
+    """Whether sell's kernel has room for x in shared memory, and its base columns of 16 bits reach."""
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return cols < 2**16 and 2 * cols + SELL_SHARED_BYTES <= shared
 
 
 class Auto:
@@ -91,12 +124,44 @@ class Smallest(Auto):
         return cls.from_dense(weight.to_dense())
 
 
-def chooser(packed_as: object) -> type[Auto] | None:
-    """packed_as where it is to choose again when a weight moves: Auto or AutoBatch."""
+def meant_pattern(w: Tensor) -> int:
+    """n where w [rows, cols] was pruned to the pattern (2n-2):2n; 0 where it was not.
+
+    A mask that holds a pattern by chance has far fewer non-zeros than the pattern allows: 14:16 of 70 % zeros.
+    """
+    n = sparsest_pattern(w)
+    return n if n and int(w.count_nonzero()) >= PATTERN_FILLED * w.numel() * (2 * n - 2) / (2 * n) else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """As Auto, but a weight of an n:m pattern whose slide kernel is the faster one is packed as slide."""
+
+    slide: SlidePacking
+
+    format: ClassVar[str] = "mixed"
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    def from_dense(self, w: Tensor) -> PackedWeight:
+        """Packs w [rows, cols] on its device."""
+        element = self.slide.element(w)
+        n = 0 if element is None else meant_pattern(w)
+        if n and element is not None and slide_layout(w, n, element, self.slide.tokens) == n:
+            packed = self.slide.from_dense(w)
+            if packed.nbytes < w.nbytes:  # its tiles fill up small weights
+                return packed
+        return Auto.from_dense(w)
+
+
+def chooser(packed_as: object, packed: PackedWeight) -> type[Auto] | None:
+    """What chooses again where a weight moves that packed_as has packed; None where the format was a user's choice."""
+    if isinstance(packed_as, Mixed):
+        return None if isinstance(packed, SlideWeight) else Auto
     return next((kind for kind in (Auto, AutoBatch) if kind is packed_as), None)
 
 
-def format_class(name: str) -> type[PackedWeight] | type[Auto]:
-    """The dataclass of a format, Auto, or Smallest. ValueError where there is no such format."""
-    choices = {choice.format: choice for choice in (Auto, Smallest)}
+def format_class(name: str) -> type[PackedWeight] | type[Auto] | Mixed:
+    """The dataclass of a format, or what chooses one. ValueError where there is no such format."""
+    choices: dict[str, type[Auto] | Mixed] = {choice.format: choice for choice in (Auto, Smallest)}
+    choices[Mixed.format] = Mixed(SlidePacking("auto", None, 2048))
     return choices[name] if name in choices else format_named(name, *choices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from .convert import MIN_SPARSITY
 from .files import Checkpoint
 from .layers import format_bytes, packed_share, patterns
 from .prune import METHODS, STATISTICS, prune_
+from .times import times, times_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,18 +46,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     command = _command(commands, inspect, "density, patterns and bytes of every matrix of a checkpoint")
     command.add_argument("source", metavar="FOLDER", help="folder or .safetensors file")
+    command.add_argument("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
+
+    command = _command(commands, tune, "time the formats on this GPU, for format=auto to choose by")
+    command.add_argument("source", metavar="FOLDER", nargs="?", help="a pruned checkpoint, whose shapes and densities")
+    command.add_argument("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
+    command.add_argument("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
+    command.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of --shapes")
+    command.add_argument("--tokens", nargs="+", type=int, default=[1], help="at once (default 1)")
+    command.add_argument("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
 
     command = _command(commands, bench, "time a model dense against sparse")
     command.add_argument("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
-    command.add_argument("--sparsity", type=float, help="prune by magnitude first (default 0.5 for a random model)")
+    command.add_argument(
+        "--sparsity", type=float, nargs="+", help="prune by magnitude first, to each of these (default 0.5 for random:)"
+    )
     command.add_argument("--format", default="auto")
-    command.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    command.add_argument("--prompt-tokens", type=int, default=128)
+    command.add_argument("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
+    command.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
+    command.add_argument(
+        "--prompt-tokens", type=int, nargs="+", default=[128], help="lengths to time the prefill of; decode: the first"
+    )
     command.add_argument("--new-tokens", type=int, default=32)
     command.add_argument(
         "--dtype", choices=("float16", "bfloat16", "float32"), help="default: float16, on a CPU bfloat16"
     )
-    command.add_argument("--compile", action="store_true", help="a static cache and torch.compile, on both sides")
+    command.add_argument(
+        "--compile", choices=("default", "fast", "max"), nargs="?", const="fast",
+        help="a static cache and torch.compile, alike on both sides; max takes longer to compile",
+    )  # fmt: skip
+    command.add_argument(
+        "--profile", action="store_true",
+        help="the kernels of one token and no times: a profiler slows down each launch behind it",
+    )  # fmt: skip
     command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
 
     _command(commands, doctor, "what is installed, and a self-test (python -m macko)")
@@ -133,8 +155,11 @@ def inspect(options: argparse.Namespace) -> None:
 
     from .integrations.compressed_tensors import lazy_state, sparsity_format
 
+    known = times(options.gpu) if options.gpu else times_of() if torch.cuda.is_available() else None
+    here = f"on {known.gpu}" if known else "on a GPU"
+    us = [0.0, 0.0]
     table = Table(box=None, pad_edge=False)
-    for title in ("matrix", "shape", "density (sparse)", "n:m", "format", "bytes", "as macko", "decode, at best"):
+    for title in ("matrix", "shape", "density (sparse)", "n:m", "format", "bytes", "as macko", "decode, at best", here):
         table.add_column(title, justify="left" if title in ("matrix", "n:m", "format") else "right", no_wrap=True)
     total = [0, 0]
     form: str | None
@@ -167,11 +192,50 @@ def inspect(options: argparse.Namespace) -> None:
                 str(form),
                 format_bytes(size),
             )
-            table.add_row(name, *row, format_bytes(after), gain)
+            expected = ""
+            if known and "embed" not in name and dense.dtype.itemsize == 2:
+                found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
+                best = min(found, key=found.__getitem__, default="")
+                if best:
+                    us = [us[0] + found["dense"], us[1] + found[best]]
+                    expected = f"{found['dense'] / found[best]:.2f}x {best}"
+            table.add_row(name, *row, format_bytes(after), gain, expected)
     table.add_section()
-    table.add_row("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "")
+    expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
+    table.add_row("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
+    if known:
+        how = "measured times where there are some, else a model fitted to those"
+        how = how if known.measured else "a model fitted to another GPU's times; macko tune measures"
+        print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
+
+
+def tune(options: argparse.Namespace) -> None:
+    """Times of this GPU into its table."""
+    from .times import read
+    from .tune import tune as measure
+
+    if bool(options.source) == bool(options.shapes):
+        raise ValueError("give a checkpoint's folder, or --shapes")
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        if options.source:
+            with Checkpoint(options.source) as file:
+                names = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2 and "embed" not in n]
+                yield from ((name, file.packed(name).to_dense()) for name in file.layers)
+                yield from ((name, file[name]) for name in names)
+        for shape in options.shapes:
+            rows, _, cols = shape.partition("x")
+            for density in options.densities:
+                w = torch.randn(int(rows), int(cols), device=_device(None), dtype=getattr(torch, options.dtype))
+                yield f"{shape} {density}", w * (torch.rand(w.shape, device=w.device) < density)
+
+    path = measure(weights(), tokens=options.tokens, path=options.out)
+    for line in read(path)["linear"]:
+        about = f"{line['rows']}x{line['cols']} density {line['density']:.2f} {line['dtype']} tokens {line['tokens']}"
+        print(f"{about}: " + "  ".join(f"{name} {us:.2f} us" for name, us in line["us"].items()))
+    print(path)
 
 
 def bench(options: argparse.Namespace) -> None:

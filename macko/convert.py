@@ -13,16 +13,19 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import Auto, AutoBatch, chooser, format_class
+from .choose import Auto, AutoBatch, Mixed, chooser, expected_us, format_class
 from .formats import PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported
+from .merge import merge_
 from .slide_choice import SlidePacking, refused_shards
 
-#: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
-#: at 0.2, and at 0.3 saves an eighth. One token costs at least the reading of these bytes, so less than that is soon
-#: lost to a kernel's fixed costs.
-MIN_SPARSITY = 0.3
+#: Layers under this sparsity stay dense: with 2-bit gaps three quarters of the values take 0.84 of the dense bytes. One
+#: token costs at least the reading of these bytes, so less than that is soon lost to a kernel's fixed costs.
+MIN_SPARSITY = 0.25
+
+#: What makes a packed weight of a dense one.
+Packing = type[PackedWeight] | type[Auto] | Mixed | SlidePacking
 
 # Modules that hand a child's weight to a fused kernel in place of calling the child: it would be unpacked at each step.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -53,6 +56,7 @@ def sparsify_(
     dtype: str | None = None,
     tokens: int | str | None = None,
     keep_dense: bool = False,
+    merge: bool = False,
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -62,24 +66,28 @@ def sparsify_(
 
     Args:
         model: any module that holds nn.Linear.
-        format: a name in macko.FORMATS; "auto" for the least time a token where the layer is, as measured, chosen again
-            when it moves; "smallest" for the fewest bytes of memory where it is, found by packing it in every format.
+        format: a name in macko.FORMATS; "auto" for what should take the least time for one token where the layer is,
+            dense too, chosen again when it moves; "smallest" for the fewest bytes of memory where it is, found by
+            packing it in every format; or "mixed", which packs layers of an n:m pattern as slide where that is faster,
+            else as "auto".
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
-            default: 0 for format "slide", else 0.3.
+            default: 0 for format "slide", else 0.25.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
-        pattern, dtype: of format "slide" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a layer fits;
-            "int8", "fp8", or None to keep the layer's dtype. A layer that does not fit stays dense.
+        pattern, dtype: of formats "slide" and "mixed" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
+            layer fits; "int8", "fp8", or None to keep the layer's dtype. With "slide" a layer that does not fit stays
+            dense.
         tokens: how many tokens a layer is usually given at a time. For format "auto" None is one, as when a model
-            generates a single text, and "batch" is several, for which a GPU has another layout. For "slide" it is a
-            number, by which macko.slide_choice picks the pattern's kernel or the dense one; None is 2048.
-        keep_dense: of format "slide" only. One weight a layer is held, for the kernel that was picked; with this the
+            generates a single text, and "batch" is several, for which a GPU has another layout. For "slide" and "mixed"
+            it is a number, by which macko.slide_choice picks the pattern's kernel or the dense one; None is 2048.
+        keep_dense: of those two formats too. One weight a layer is held, for the kernel that was picked; with this the
             dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
+        merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
 
     Returns:
-        A Report: every nn.Linear, with its density, bytes, and why it was skipped.
+        A Report: every nn.Linear, with its density, bytes, expected gain on this GPU, and why it was skipped.
 
     Raises:
         ValueError: no such format; min_sparsity outside 0 to 1; tokens or pattern that the format does not take; the
@@ -116,6 +124,8 @@ def sparsify_(
         for step in reversed(undo):
             step()
         raise
+    if merge:
+        merge_(model)
     if "transformers" in sys.modules:
         from .integrations.transformers import mark
 
@@ -123,17 +133,16 @@ def sparsify_(
     return Report(rows + unpackable(model))
 
 
-def _packing(
-    format: str, pattern: str, dtype: str | None, tokens: int | str | None, keep_dense: bool
-) -> type[PackedWeight] | type[Auto] | SlidePacking:
+def _packing(format: str, pattern: str, dtype: str | None, tokens: int | str | None, keep_dense: bool) -> Packing:
     """What packs the weights, for the arguments of sparsify_ of these names."""
-    if format == "slide":
+    packed_as: Packing = format_class(format)
+    if format in ("slide", "mixed"):
         if isinstance(tokens, str):
-            raise ValueError(f'tokens is {tokens!r}, expected a number for format "slide"')
-        return SlidePacking(pattern, dtype, 2048 if tokens is None else tokens, keep_dense)
-    packed_as = format_class(format)
+            raise ValueError(f"tokens is {tokens!r}, expected a number for format {format!r}")
+        slide = SlidePacking(pattern, dtype, 2048 if tokens is None else tokens, keep_dense)
+        return slide if format == "slide" else Mixed(slide)
     if (pattern, dtype, keep_dense) != ("auto", None, False):
-        raise ValueError(f'pattern, dtype and keep_dense are of format "slide", the format is {format!r}')
+        raise ValueError(f'pattern, dtype and keep_dense are of formats "slide" and "mixed", the format is {format!r}')
     if tokens is None:
         return packed_as
     if packed_as is not Auto or tokens != "batch":
@@ -143,7 +152,7 @@ def _packing(
 
 def convert_layer(
     layer: FoundLinear,
-    packed_as: type[PackedWeight] | type[Auto] | SlidePacking,
+    packed_as: Packing,
     min_sparsity: float,
     device: torch.device | None,
     tied: dict[int, list[str]],
@@ -166,6 +175,7 @@ def convert_layer(
     size = dense.numel() * dense.element_size()
     row = LayerReport(layer.name, tuple(dense.shape), None, "dense", size, size)
     target = device or dense.device
+    us: dict[str, float] = {}
     if dense.device.type == "meta":
         row.reason = "its weight is on the meta device"
     elif id(module.weight) in tied:
@@ -179,17 +189,25 @@ def convert_layer(
     if not row.reason:
         dense = dense.to(target)
     row.density = density_of(dense)
+    if row.density is not None and dense.dtype in (torch.float16, torch.bfloat16):
+        us = expected_us(row.shape[0], row.shape[1], row.density, dense.dtype, target)
+    row.us_before = row.us_after = us.get("dense")
     if row.reason or row.density is None:
         return row, None
     if 1 - row.density < min_sparsity:
         row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
+        return row, None
+    sparse_us = {name: time for name, time in us.items() if name != "dense"}
+    if packed_as is Auto and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
+        best = min(sparse_us, key=sparse_us.__getitem__)
+        row.reason = f"dense is as fast here: {us['dense']:.1f} us a token, as {best} {sparse_us[best]:.1f} us"
         return row, None
     try:
         packed = packed_as.from_dense(dense)
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return row, None
-    auto = chooser(packed_as)
+    auto = chooser(packed_as, packed)
     if packed.nbytes >= size and auto:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     if packed.nbytes >= size:
@@ -200,7 +218,7 @@ def convert_layer(
         bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
     sparse = SparseLinear.from_packed(packed, bias, auto=auto).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in _HOOKS})
-    row.format, row.bytes_after = packed.label, packed.nbytes
+    row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
     return row, sparse
 
 

@@ -86,6 +86,10 @@ class LayerReport:
     bytes_after: int
     #: Why it was left as it was; empty for a layer that was changed.
     reason: str = ""
+    #: Microseconds for one token, dense and as it is held now: measured on this GPU, or by a model (macko.times); None
+    #: where nothing is known.
+    us_before: float | None = None
+    us_after: float | None = None
 
 
 @dataclasses.dataclass
@@ -103,6 +107,13 @@ class Report:
         return sum(layer.bytes_after for layer in self.layers)
 
     @property
+    def gain(self) -> float | None:
+        """Expected time of one token in the dense layers over that in the layers as they are now; None: not known."""
+        known = [layer for layer in self.layers if layer.us_before and layer.us_after]
+        after = sum(layer.us_after or 0 for layer in known)
+        return sum(layer.us_before or 0 for layer in known) / after if after else None
+
+    @property
     def changed(self) -> list[LayerReport]:
         """The layers that were changed."""
         return [layer for layer in self.layers if not layer.reason]
@@ -115,7 +126,12 @@ class Report:
 
     def to_json(self) -> str:
         """The rows and the totals as JSON."""
-        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "changed": len(self.changed)}
+        totals: dict[str, float | None] = {
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "changed": len(self.changed),
+        }
+        totals["gain"] = self.gain
         return json.dumps({**dataclasses.asdict(self), **totals})
 
     def __str__(self) -> str:
@@ -123,21 +139,27 @@ class Report:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False)
-        for title in ("layer", "shape", "density (sparse)", "format", "before", "after", "why not"):
-            numeric = title in ("shape", "density (sparse)", "before", "after")
+        for title in ("layer", "shape", "density (sparse)", "format", "before", "after", "gain", "why not"):
+            numeric = title in ("shape", "density (sparse)", "before", "after", "gain")
             table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
         for layer in self.layers:
             density = "" if layer.density is None else f"{layer.density:.3f} ({1 - layer.density:5.1%})"
             shape = "x".join(map(str, layer.shape))
             sizes = (format_bytes(layer.bytes_before), format_bytes(layer.bytes_after))
-            table.add_row(layer.name or "(the model)", shape, density, layer.format, *sizes, layer.reason)
+            gain = _times(layer.us_before / layer.us_after) if layer.us_before and layer.us_after else ""
+            table.add_row(layer.name or "(the model)", shape, density, layer.format, *sizes, gain, layer.reason)
         share = f"{self.bytes_after / self.bytes_before:.3f} of before" if self.bytes_before else ""
         sizes = (format_bytes(self.bytes_before), format_bytes(self.bytes_after))
         table.add_section()
-        table.add_row(f"{len(self.changed)} of {len(self.layers)} layers changed", "", "", "", *sizes, share)
+        gain = "" if self.gain is None else _times(self.gain)
+        table.add_row(f"{len(self.changed)} of {len(self.layers)} layers changed", "", "", "", *sizes, gain, share)
         console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False)
         console.print(table)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x"
 
 
 #: What `patterns` looks for, the strictest of each kind first.
@@ -164,10 +186,17 @@ def _most(width: int, n: int, m: int) -> int:
     return max(sum(min(n, min(s + width, g + m) - max(s, g)) for g in range(s // m * m, s + width, m)) for s in starts)
 
 
-def packed_share(density: float, value_bits: int = 16) -> float:
-    """Bytes of a packed weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md)."""
-    gap = (1 - density) ** 16  # chance of a run too long for one delta
-    return (value_bits + 4) / value_bits * density * (1 + gap / (1 - gap)) if density > 0 else 0.0
+def packed_share(density: float, value_bits: int = 16, gap_bits: Iterable[int] = (4,)) -> float:
+    """Bytes of a packed weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md).
+
+    Of several widths of gaps the one that makes it smallest.
+    """
+
+    def share(bits: int) -> float:
+        gap = (1 - density) ** 2**bits  # chance of a run too long for one gap
+        return (value_bits + bits) / value_bits * density * (1 + gap / (1 - gap))
+
+    return min(share(bits) for bits in gap_bits) if density > 0 else 0.0
 
 
 def unpackable(model: nn.Module) -> list[LayerReport]:

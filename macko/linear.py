@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto, chooser, format_class
+from .choose import Auto, Mixed, chooser, format_class
 from .formats import MackoWeight, PackedWeight, format_named
 
 #: Element types of a packed weight's values.
@@ -139,7 +139,8 @@ class SparseLinear(nn.Linear):
         if reason := unsupported(weight.dtype, weight.device):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
         packed_as = format_class(format)
-        layer = cls.from_packed(packed_as.from_dense(weight), linear.bias, auto=chooser(packed_as))
+        packed = packed_as.from_dense(weight)
+        layer = cls.from_packed(packed, linear.bias, auto=chooser(packed_as, packed))
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -155,8 +156,10 @@ class SparseLinear(nn.Linear):
         "auto" chooses for batches where sparsify_ was asked to.
         """
         wanted, packed = format_class(format), self.packed
-        if (auto := chooser(wanted)) is not None:
-            self._auto = self._auto or auto
+        if isinstance(wanted, Mixed):
+            wanted = Auto
+        if wanted is Auto:
+            self._auto = self._auto or Auto
             if packed.is_layout or isinstance(packed, MackoWeight):  # ec and slide are a user's own choice
                 self._hold(self._auto.from_macko(packed.to_macko()))
             return self
@@ -193,10 +196,11 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
-        packed = self.packed
-        if input.dtype != packed.dtype and torch.is_autocast_enabled(input.device.type):
-            input = input.to(packed.dtype)
-        return packed.linear(input, self.bias)
+        kind = input.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind) and input.dtype != self.dtype:
+            input = input.to(self.dtype)
+        # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
+        return self._format(**self._buffers, **self._sizes).linear(input, self.bias)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

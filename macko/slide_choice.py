@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import SLIDE_ELEMENTS, SLIDE_PATTERNS, SlideWeight, sparsest_pattern
+from .times import cache_file
 
 #: Names of the types that values may be quantised to.
 SLIDE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -35,15 +35,9 @@ EVERYWHERE = (0, 2**31 - 1)
 Table = dict[str, dict[str, dict[str, dict[str, float]]]]
 
 
-def cache_file(gpu: str) -> Path:
-    """What `macko tune` has measured on this machine: the part "slide" of this file."""
-    name = "".join(c if c.isalnum() or c in "-._" else "_" for c in gpu) + ".json"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "macko" / name
-
-
 @cache
 def slide_table(gpu: str) -> Table:
-    """What is known of a GPU: what this machine has measured before what came with the package."""
+    """What is known of a GPU: what `macko tune` measured here (the part "slide" of its file) before what came along."""
     table = json.loads((Path(__file__).parent / "slide_times.json").read_text()).get(gpu, {})
     if (own := cache_file(gpu)).exists():
         for name, patterns in json.loads(own.read_text()).get("slide", {}).items():
@@ -167,6 +161,11 @@ class SlidePacking:
             raise ValueError(f"pattern is {self.pattern!r}, expected one of auto, {', '.join(SLIDE_PATTERNS)}")
         if self.dtype is not None and self.dtype not in SLIDE_DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
+
+    def element(self, w: Tensor) -> torch.dtype | None:
+        """The type that values of w are packed as, or None where this device has no kernel for it."""
+        wanted = SLIDE_DTYPES[self.dtype] if self.dtype else w.dtype
+        return wanted if SlideWeight.runs(w.device, wanted) else None
 
     def from_dense(self, w: Tensor) -> SlideWeight:
         """Packs w [rows, cols]; ValueError where it does not fit the pattern, whichever kernel is the faster one."""

@@ -84,14 +84,19 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
 @needs_transformers
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.jsonl"
-    sizes = ["--batch", "1", "2", "--prompt-tokens", "4", "--new-tokens", "2", "--json", str(out)]
-    assert main(["bench", "random:tiny", *sizes]) == 0
+    sizes = ["--batch", "1", "2", "--prompt-tokens", "4", "8", "--new-tokens", "2", "--sparsity", "0.7", "0.5"]
+    assert main(["bench", "random:tiny", *sizes, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "decode tokens/s" in printed
+    assert "over dense" in printed
     assert "apart at most" in printed
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["model"], row["batch"]) for row in rows] == [("dense", 1), ("dense", 2), ("sparse", 1), ("sparse", 2)]
-    assert all(row["decode_tokens_per_s"] > 0 for row in rows)
+    timed = [(row["model"], row["sparsity"], row["batch"]) for row in rows if row["what"] == "decode"]
+    assert timed == [
+        (*model, batch) for model in (("dense", 0.0), ("sparse", 0.5), ("sparse", 0.7)) for batch in (1, 2)
+    ]
+    assert [row["prompt_tokens"] for row in rows if row["what"] == "prefill"] == [4, 8] * 3
+    assert all(row["tokens_per_s"] > 0 for row in rows if row["what"] != "logits")
+    assert [(row["sparsity"], row["error"]) for row in rows if row["what"] == "logits"] == [(0.5, 0.0), (0.7, 0.0)]
 
 
 def test_doctor_is_python_m_macko(monkeypatch: pytest.MonkeyPatch) -> None:

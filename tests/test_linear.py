@@ -161,7 +161,7 @@ def test_reset_parameters_is_refused() -> None:
 
 
 def test_unknown_format_is_named() -> None:
-    with pytest.raises(ValueError, match="format is 'csr', expected one of auto, smallest, macko"):
+    with pytest.raises(ValueError, match="format is 'csr', expected one of auto, smallest, mixed, macko"):
         SparseLinear.from_linear(dense_layer(), format="csr")
 
 

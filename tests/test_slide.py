@@ -490,7 +490,7 @@ def test_sparsify_with_a_pattern() -> None:
     assert_same_bits(again(x), model[0](x))
     with pytest.raises(ValueError, match="pattern is '5:8'"):
         macko.sparsify_(model, format="slide", pattern="5:8")
-    with pytest.raises(ValueError, match='pattern, dtype and keep_dense are of format "slide"'):
+    with pytest.raises(ValueError, match='pattern, dtype and keep_dense are of formats "slide"'):
         macko.sparsify_(model, pattern="6:8")
 
 

@@ -34,7 +34,7 @@ def llama(**options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, **options
+        **{**sizes, **options}, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
     )
     return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
@@ -255,6 +255,42 @@ def test_greedy_tokens_of_a_trained_model(tiny_llama: TinyLlama, tmp_path: Path)
     wanted = dense.generate(prompt, **options)
     assert wanted.shape == (1, 120)
     assert torch.equal(sparse.generate(prompt, **options), wanted)
+
+
+@pytest.mark.parametrize("how", ["sparsify_", "from_pretrained"])
+def test_formats_mixed_by_the_masks_that_are_found(tmp_path: Path, how: str) -> None:
+    dense = llama(hidden_size=128, intermediate_size=256)
+    macko.prune_(dense, pattern="2:4", ignore=["lm_head", "*self_attn*"])
+    macko.prune_(dense, 0.8, ignore=["lm_head", "*mlp*"])
+    dense.save_pretrained(tmp_path / "dense")
+    if how == "sparsify_":
+        model = load(tmp_path / "dense")
+        report = macko.sparsify_(model, format="mixed")
+    else:
+        model = load(tmp_path / "dense", quantization_config=macko.MackoConfig(format="mixed"))
+        report = model.hf_quantizer.report
+    kinds = {row.name.split(".")[3]: row.format for row in report if row.name != "lm_head"}
+    assert kinds["mlp"] == "slide 2:4 bfloat16"
+    assert kinds["self_attn"] in ("macko", "bitmap")
+    block = model.model.layers[0]
+    assert_same_bits(block.mlp.up_proj.weight, dense.model.layers[0].mlp.up_proj.weight + 0.0)  # lossless
+    logits = model(TOKENS).logits
+    torch.testing.assert_close(logits, dense(TOKENS).logits)
+    model.save_pretrained(tmp_path / "sparse")
+    loaded = load(tmp_path / "sparse")
+    assert [loaded.model.layers[1].mlp.up_proj.format, loaded.model.layers[1].self_attn.q_proj.format] == [
+        "slide", block.self_attn.q_proj.format
+    ]  # fmt: skip
+    assert_same_bits(loaded(TOKENS).logits, logits)
+    assert len(macko.merge_(loaded)) == 2  # q, k and v; slide's layers stay apart
+    assert loaded.model.layers[0].mlp.up_proj.format == "slide"
+
+
+def test_eight_bits_only_where_they_are_asked_for() -> None:
+    model = llama(hidden_size=128, intermediate_size=256)
+    macko.prune_(model, pattern="2:4")
+    macko.sparsify_(model, format="mixed", dtype="int8")
+    assert model.model.layers[0].mlp.up_proj.packed.label == "slide 2:4 int8"
 
 
 @pytest.mark.gpu

@@ -178,9 +178,32 @@ inline bool is(const char *knob, const char *value) {
     return set && !strcmp(set, value);
 }
 
+// The number that an environment knob has, where it is set.
+inline int number(const char *knob, int otherwise) {
+    const char *set = getenv(knob);
+    return set ? atoi(set) : otherwise;
+}
+
+// Whether a kernel in a graph was itself launched to overlap with the one before it, as Triton's are with
+// torch._inductor.config.triton.enable_pdl. Such a kernel lets the next one start early.
+inline bool overlaps(cudaGraphNode_t node) {
+    cudaGraphNode_t before;
+    cudaGraphEdgeData edge;
+    size_t count = 1;
+#if CUDART_VERSION >= 13000
+    const cudaError_t error = cudaGraphNodeGetDependencies(node, &before, &edge, &count);
+#elif CUDART_VERSION >= 12030
+    const cudaError_t error = cudaGraphNodeGetDependencies_v2(node, &before, &edge, &count);
+#else
+    const cudaError_t error = cudaErrorNotSupported;
+#endif
+    return !error && count == 1 && edge.type == cudaGraphDependencyTypeProgrammatic;
+}
+
 // Whether to launch so that this kernel's start may overlap with the end of the one before. Behind an ordinary kernel
-// that costs 0.2 us in a CUDA graph (H200), so while a graph is captured it is done only behind a kernel like this one:
-// as many threads, and much shared memory. It is right behind any kernel: before its wait a block reads weights only.
+// that costs 0.2 us in a CUDA graph (H200), so while a graph is captured it is done only behind a kernel that lets it:
+// one like this one (as many threads, and much shared memory), or one that overlaps itself. It is right behind any
+// kernel: before its wait a block reads weights only.
 inline bool may_overlap(cudaStream_t stream, unsigned threads) {
     if (is("MACKO_PDL", "0") || is("MACKO_PDL", "1")) return is("MACKO_PDL", "1");
     cudaStreamCaptureStatus status;
@@ -195,10 +218,12 @@ inline bool may_overlap(cudaStream_t stream, unsigned threads) {
     if (!error && status == cudaStreamCaptureStatusNone) return true;
     cudaGraphNodeType type;
     cudaKernelNodeParams kernel;
-    const bool known = !error && count == 1 && !cudaGraphNodeGetType(before[0], &type) &&
-                       type == cudaGraphNodeTypeKernel && !cudaGraphKernelNodeGetParams(before[0], &kernel);
+    const bool one = !error && count == 1 && !cudaGraphNodeGetType(before[0], &type) && type == cudaGraphNodeTypeKernel;
+    const bool alike = one && !cudaGraphKernelNodeGetParams(before[0], &kernel) && kernel.blockDim.x == threads &&
+                       kernel.sharedMemBytes >= 64 * 1024;
+    const bool chained = alike || (one && overlaps(before[0]));
     cudaGetLastError(); // a kernel that this runtime does not know is no error
-    return known && kernel.blockDim.x == threads && kernel.sharedMemBytes >= 64 * 1024;
+    return chained;
 }
 
 } // namespace macko

@@ -1,0 +1,176 @@
+"""merge_: layers that multiply the same input as one matrix, because a launch has costs of its own.
+
+q, k and v of an attention, gate and up of an MLP: each stays a layer of its own name, with its own weight to look at
+and to save, and gives its rows of one product. The first of them that is called computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .choose import Auto
+from .formats import MackoWeight, PackedWeight
+from .linear import SparseLinear
+
+#: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+#: Attentions whose k and v look at another sequence than q.
+_CROSS = ("cross", "encoder_attn")
+
+
+class _Last:
+    """The last product of siblings, while one of them may still ask for it: (layer, input, key, product, taken by)."""
+
+    def __init__(self) -> None:
+        #: One for eager calls; one within a traced graph, None at its beginning and end, so that a guard on it holds.
+        self.eager: tuple[Any, ...] | None = None
+        self.traced: tuple[Any, ...] | None = None
+
+
+_last = _Last()
+
+
+def _product(whole: SparseLinear, x: Tensor, index: int, count: int) -> Tensor:
+    """x W^T of all siblings, computed for the first one that asks with this x."""
+    tracing = torch.compiler.is_compiling()
+    version = None if tracing or x.is_inference() else x._version
+    key = (version, torch.is_grad_enabled())
+    held = _last.traced if tracing else _last.eager
+    if held is None or held[0] is not whole or held[1] is not x or held[2] != key or index in held[4]:
+        held = (whole, x, key, whole(x), ())
+    taken = (*held[4], index)
+    kept = (*held[:4], taken) if len(taken) < count else None
+    if tracing:
+        _last.traced = kept
+    else:
+        _last.eager = kept
+    return held[3]
+
+
+class MergedLinear(SparseLinear):
+    """One of several layers of one input, whose weights are packed as one matrix; see merge_.
+
+    For callers it is the SparseLinear that it was. Its own packed weight is made at every look. What holds the matrix
+    is no submodule: `state_dict` has the tensors of each layer by itself, as if they were not merged.
+    """
+
+    _whole: SparseLinear
+
+    def __init__(self, whole: SparseLinear, index: int, count: int, start: int, rows: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = whole.in_features, rows
+        self.register_parameter("bias", None)
+        self._index, self._count, self._start, self._auto = index, count, start, whole._auto
+        self._format, self._sizes = MackoWeight, {}
+        vars(self)["_whole"] = whole  # the matrix of all siblings; no submodule
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = _product(self._whole, input, self._index, self._count)
+        return y[..., self._start : self._start + self.out_features]
+
+    @property
+    def packed(self) -> PackedWeight:
+        """This layer's rows, packed anew in the canonical format."""
+        return MackoWeight.smallest(self._whole.packed.to_dense()[self._start : self._start + self.out_features])
+
+    @property
+    def format(self) -> str:
+        return self._whole.format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._whole.device
+
+    def split(self) -> SparseLinear:
+        """The layer by itself."""
+        packed = self.packed
+        packed = self._auto.from_macko(packed) if self._auto else packed  # type: ignore[arg-type]
+        return SparseLinear.from_packed(packed, auto=self._auto).train(self.training)
+
+    def reformat_(self, format: str = "auto") -> SparseLinear:
+        """Holds the matrix of all siblings in another format."""
+        self._whole.reformat_(format)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
+        if self._index == 0:  # once for all
+            self._whole._apply(fn, recurse)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        others[-1].append(
+            f"{prefix.removesuffix('.')}: is merged with others; call macko.split_(model) before you load"
+        )
+
+    def reset_parameters(self) -> NoReturn:
+        raise RuntimeError("MergedLinear: a packed weight has no random start")
+
+
+def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[str]:
+    """Packs sparse layers of the same input as one matrix, in place, so that a token takes fewer launches.
+
+    Merged are SparseLinear siblings without a bias, of one parent, format and dtype. Outputs, names and what is saved
+    stay the same. A sibling that gets another input than the others is right still, but computes the product of all.
+
+    Args:
+        model: after sparsify_, or as from_pretrained gave it.
+        siblings: names of layers, in the order of their calls, that get the same tensor where one module has them all.
+
+    Returns:
+        What was merged, as "model.layers.0.self_attn.{q_proj,k_proj,v_proj}".
+    """
+    merged = []
+    for path, parent in model.named_modules():
+        if any(word in path.rpartition(".")[2].lower() for word in _CROSS):
+            continue
+        for names in siblings:
+            found = [getattr(parent, name, None) for name in names]
+            layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
+            if len({id(layer) for layer in layers}) < len(names):
+                continue
+            kinds = {(layer.format, layer.dtype, layer.device, layer.in_features, layer._auto) for layer in layers}
+            if len(kinds) > 1:
+                continue
+            for name, layer in zip(names, _merge(layers), strict=True):
+                setattr(parent, name, layer)
+            merged.append(f"{path}.{{{','.join(names)}}}".removeprefix("."))
+    return merged
+
+
+def _can_merge(layer: object) -> bool:
+    if type(layer) is not SparseLinear or layer.bias is not None:
+        return False
+    if not isinstance(layer.packed, MackoWeight) and not layer.packed.is_layout:
+        return False  # slide may hold quantised values, and is saved as it is
+    return not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _merge(layers: list[SparseLinear]) -> list[MergedLinear]:
+    dense = torch.cat([layer.packed.to_dense() for layer in layers])
+    first = layers[0]
+    packed = MackoWeight.smallest(dense)
+    held = first._auto.from_macko(packed) if first._auto else type(first.packed).from_macko(packed)
+    whole = SparseLinear.from_packed(held, auto=first._auto).train(first.training)
+    parts, start = [], 0
+    for index, layer in enumerate(layers):
+        parts.append(MergedLinear(whole, index, len(layers), start, layer.out_features).train(layer.training))
+        start += layer.out_features
+    return parts
+
+
+def split_(model: nn.Module) -> None:
+    """Undoes merge_, in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, MergedLinear):
+            model.set_submodule(name, module.split())

@@ -1,0 +1,126 @@
+"""autotune: which format is the fastest on this GPU, measured for the layers of a model; macko.times has the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from . import slide_choice
+from .choose import meant_pattern
+from .formats import FORMATS, PackedWeight, SlideWeight
+from .layers import find_linears
+from .linear import SparseLinear
+from .times import Line, bandwidth_gbps, cache_file, gpu_name, write
+from .timing import copies, time_graph
+
+#: Densities are rounded to this before they are compared.
+BUCKET = 0.05
+#: Layers with fewer weights take no time that counts.
+SMALLEST = 1 << 16
+
+
+def autotune(
+    model: nn.Module,
+    *,
+    tokens: Sequence[int] = (1,),
+    path: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Path:
+    """Times every format that can run the model's linear layers on this GPU, once for each shape, density and dtype.
+
+    What it finds goes into the user's table for this GPU, which `sparsify_(format="auto")` reads from then on. Takes
+    about half a second a shape, and ten where slide's kernels are timed too: for weights of an n:m pattern. The model
+    is not changed.
+
+    Args:
+        model: dense with zeros in its weights, or sparse.
+        tokens: numbers of tokens at once to time; the choice of a format looks at 1.
+        path: a file instead of the user's table.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: there is no GPU, or no layer to time.
+    """
+    weights = []
+    for layer in find_linears(model, (), None):
+        module = layer.module
+        if isinstance(module, SparseLinear):
+            weights.append((layer.name, module.weight.as_subclass(Tensor)))
+        elif type(module) is nn.Linear and module.weight.device.type != "meta":
+            weights.append((layer.name, module.weight.detach()))
+    return tune(weights, tokens=tokens, path=path, progress=progress)
+
+
+def tune(
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    tokens: Sequence[int] = (1,),
+    path: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Path:
+    """What autotune does, for (name, dense weight) pairs."""
+    if not torch.cuda.is_available():
+        raise ValueError("tuning times kernels on a GPU, and there is none here")
+    done: dict[tuple[int, int, float, torch.dtype], list[Line]] = {}
+    patterns: dict[str, set[tuple[int, int]]] = {}
+    with tqdm(weights, disable=not progress, delay=1, unit="layer", leave=False) as bar:
+        for name, weight in bar:
+            bar.set_description(name, refresh=False)
+            w = weight.cuda()
+            if w.dim() != 2 or w.numel() < SMALLEST:
+                continue
+            w = w if w.dtype in (torch.float16, torch.bfloat16) else w.half()
+            density = round(round(int(w.count_nonzero()) / w.numel() / BUCKET) * BUCKET, 2)
+            key = (*w.shape, density, w.dtype)
+            if density in (0.0, 1.0) or key in done:
+                continue
+            about = {"rows": w.shape[0], "cols": w.shape[1], "density": density}
+            about |= {"dtype": str(w.dtype).removeprefix("torch.")}
+            done[key] = [{**about, "tokens": count, "us": measure(w, count)} for count in tokens]
+            if SlideWeight.runs(w.device, w.dtype) and (n := meant_pattern(w)):
+                patterns.setdefault(f"{2 * n - 2}:{2 * n}", set()).add((w.shape[0], w.shape[1]))
+    if not done:
+        raise ValueError("there is no layer with zeros to time: prune the model first (macko prune)")
+    slide: dict[str, dict[str, Any]] = {}
+    for name, shapes in patterns.items():
+        for dtype, gains in slide_choice.measure(patterns=(name,), shapes=sorted(shapes)).items():
+            slide.setdefault(dtype, {}).update(gains)
+    gpu = gpu_name()
+    target = cache_file(gpu) if path is None else Path(path)
+    write(target, gpu, (line for lines in done.values() for line in lines), slide, bandwidth_gbps())
+    slide_choice.slide_table.cache_clear()
+    return target
+
+
+def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
+    """Microseconds of x W^T by format, and "dense", for a weight that is on a GPU: cold L2, in a CUDA graph."""
+    x = torch.randn(tokens, w.shape[1], device=w.device).to(w.dtype)
+    dense = [held for (held,) in copies([w])]
+    took = {"dense": time_graph([partial(nn.functional.linear, x, w) for w in dense]).median_us}
+    if tokens == 1:
+        took["dense"] = min(took["dense"], time_graph([partial(torch.mv, w, x[0]) for w in dense]).median_us)
+    del dense
+    for name, kind in FORMATS.items():
+        if "cuda" not in kind.device_types or kind is SlideWeight:
+            continue
+        try:
+            packed = kind.from_dense(w)
+            held = [_with(packed, tensors) for tensors in copies(list(packed.tensors().values()))]
+            took[name] = time_graph([partial(weight.linear, x) for weight in held]).median_us
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+    return {name: round(us, 3) for name, us in took.items()}
+
+
+def _with(packed: PackedWeight, tensors: Sequence[Tensor]) -> PackedWeight:
+    return type(packed)(**dict(zip(packed.tensors(), tensors, strict=True)), **packed.sizes())

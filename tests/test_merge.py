@@ -1,0 +1,203 @@
+"""Siblings merged into one matrix: same outputs, same files, whatever order, input and mode they are called in."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import macko
+from macko import merge
+from macko.merge import MergedLinear
+from tests.common import assert_same_bits, devices, random_weight, torch_threads
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+class Attention(nn.Module):
+    """q, k and v of one input; k and v have fewer rows."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        for seed, (name, rows) in enumerate((("q_proj", 96), ("k_proj", 32), ("v_proj", 32))):
+            layer = nn.Linear(64, rows, bias=bias).bfloat16()
+            layer.weight = nn.Parameter(random_weight(rows, 64, 0.4, torch.bfloat16, seed=seed))
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+
+def models(device: str = "cpu") -> tuple[nn.Module, nn.Module]:
+    """A sparse model, and the same one merged."""
+    sparse = nn.Sequential(Attention()).to(device)
+    macko.sparsify_(sparse)
+    merged = copy.deepcopy(sparse)
+    assert macko.merge_(merged) == ["0.{q_proj,k_proj,v_proj}"]
+    return sparse, merged
+
+
+def vector(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+
+def products(model: Any) -> list[int]:
+    """Counts the products of the merged matrix from now on."""
+    count: list[int] = []
+    layer = model[0].q_proj._whole
+    plain = layer.forward
+
+    def counted(x: Tensor) -> Tensor:
+        count.append(1)
+        return plain(x)
+
+    layer.forward = counted
+    return count
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("shape", [(64,), (1, 1, 64), (2, 3, 64)])
+def test_same_outputs_from_one_product(device: str, shape: tuple[int, ...]) -> None:
+    sparse, merged = models(device)
+    count = products(merged)
+    for seed in range(3):
+        x = vector(*shape, device=device, seed=seed)
+        if device == "cpu":
+            assert_same_bits(merged(x), sparse(x))
+        else:  # another matrix is another order of summation
+            torch.testing.assert_close(merged(x), sparse(x))
+    assert len(count) == 3
+    assert merge._last.eager is None  # nothing is kept alive
+
+
+def test_any_order_and_repeated_calls() -> None:
+    sparse, merged = models()
+    a, b = vector(2, 64), vector(2, 64, seed=1)
+    for name, x in (("v_proj", a), ("q_proj", a), ("q_proj", b), ("k_proj", a), ("q_proj", a), ("q_proj", a)):
+        assert_same_bits(getattr(merged[0], name)(x), getattr(sparse[0], name)(x))
+
+
+def test_an_input_changed_in_place_between_siblings() -> None:
+    sparse, merged = models()
+    x = vector(2, 64)
+    merged[0].q_proj(x)
+    x.mul_(2)
+    assert_same_bits(merged[0].k_proj(x), sparse[0].k_proj(x))
+    with torch.inference_mode():
+        y = vector(2, 64) * 1
+        assert_same_bits(merged[0].k_proj(y), sparse[0].k_proj(y))
+
+
+def test_gradients_and_no_grad_between_siblings() -> None:
+    sparse, merged = models()
+    grads = []
+    for model in (sparse.float(), merged.float()):
+        x = vector(2, 64).float().requires_grad_()
+        with torch.no_grad():
+            model[0].q_proj(x)
+        parts = [getattr(model[0], name)(x).float().square().sum() for name in ("k_proj", "q_proj", "v_proj")]
+        torch.stack(parts).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_compiled_in_one_graph(device: str) -> None:
+    sparse, merged = models(device)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(merged, backend=backend, fullgraph=True)
+    merged[0].q_proj(vector(1, 64, device=device))  # what an eager call leaves is not traced
+    for seed in range(3):
+        x = vector(1, 64, device=device, seed=seed)
+        torch.testing.assert_close(compiled(x), sparse(x))
+    assert len(graphs) == 1
+    targets = [str(node.target) for node in graphs[0].graph.nodes if "_linear" in str(node.target)]
+    assert len(targets) == 1
+    assert merge._last.traced is None
+
+
+def test_moves_copies_and_pickles() -> None:
+    sparse, merged = models()
+    x = vector(2, 64)
+    wanted = sparse.to(torch.float16)(x.half())
+    for other in (copy.deepcopy(merged), pickle.loads(pickle.dumps(merged))):
+        other.to(torch.float16)
+        assert other[0].v_proj.dtype == torch.float16
+        torch.testing.assert_close(other(x.half()), wanted)
+        assert other[0].q_proj._whole is other[0].v_proj._whole is not merged[0].q_proj._whole
+
+
+def test_saved_as_if_it_were_not_merged(tmp_path: Path) -> None:
+    sparse, merged = models()
+    state, wanted = merged.state_dict(), sparse.state_dict()
+    assert state.keys() == {*wanted} - {name for name in wanted if name.endswith(".bias")}
+    macko.save_model(merged, tmp_path / "merged.safetensors")
+    macko.save_model(sparse, tmp_path / "sparse.safetensors")
+    loaded = [macko.load_model(nn.Sequential(Attention()), tmp_path / f"{n}.safetensors") for n in ("merged", "sparse")]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert_same_bits(getattr(loaded[0][0], name).weight, getattr(loaded[1][0], name).weight)
+        assert_same_bits(getattr(merged[0], name).weight, getattr(sparse[0], name).weight)
+    with pytest.raises(RuntimeError, match=r"call macko\.split_\(model\) before you load"):
+        merged.load_state_dict(wanted)
+    macko.split_(merged)
+    assert not any(isinstance(module, MergedLinear) for module in merged.modules())
+    merged.load_state_dict(wanted)
+    x = vector(2, 64)
+    assert_same_bits(merged(x), sparse(x))
+
+
+def test_what_is_not_merged() -> None:
+    with_bias = nn.Sequential(Attention(bias=True))
+    macko.sparsify_(with_bias)
+    assert macko.merge_(with_bias) == []
+    cross = nn.ModuleDict({"cross_attn": Attention()})
+    macko.sparsify_(cross)
+    assert macko.merge_(cross) == []
+    dense = nn.Sequential(Attention())
+    macko.sparsify_(dense, ignore=["k_proj"])
+    assert macko.merge_(dense) == []
+    shared = nn.Sequential(Attention())
+    shared[0].v_proj = shared[0].k_proj
+    macko.sparsify_(shared)
+    assert macko.merge_(shared) == []
+
+
+def test_a_llama_generates_the_same_and_takes_adapters(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    macko.prune_(model, 0.5)
+    macko.sparsify_(model)
+    tokens = torch.arange(8)[None]
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(tokens, **options)
+    logits = model(tokens).logits
+    assert len(macko.merge_(model)) == 4
+    assert torch.equal(model.generate(tokens, **options), wanted)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_bits(loaded(tokens).logits, logits)
+
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    adapters = [p for n, p in adapted.named_parameters() if "lora_B" in n]
+    assert len(adapters) == 14
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters)

@@ -1,0 +1,187 @@
+"""Which format is expected to be the fastest: tables, the model behind them, what sparsify_ makes of it, autotune."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import macko
+from macko import choose, convert, slide_choice, times
+from macko.cli import main
+from macko.formats import FORMATS
+from tests.common import needs_capture, random_weight, torch_threads
+
+GPU = "Imaginary 9000"
+HALF = torch.float16
+
+
+def line(rows: int, cols: int, density: float, **us: float) -> dict[str, Any]:
+    return {"rows": rows, "cols": cols, "density": density, "dtype": "float16", "tokens": 1, "us": us}
+
+
+def table(*lines: dict[str, Any], bandwidth: float = 1000) -> str:
+    return json.dumps({"version": 1, "gpu": GPU, "bandwidth_gbps": bandwidth, "linear": lines, "slide": {}})
+
+
+@pytest.fixture(autouse=True)
+def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the user's tables, and an empty one of those that are shipped."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(times, "SHIPPED", tmp_path / "shipped")
+    for folder in (tmp_path / "cache" / "macko", tmp_path / "shipped"):
+        folder.mkdir(parents=True)
+    for cached in (times.times, slide_choice.slide_table):
+        cached.cache_clear()
+    with torch_threads(1):
+        yield tmp_path
+    for cached in (times.times, slide_choice.slide_table):
+        cached.cache_clear()
+
+
+def test_what_was_measured_counts(own_tables: Path) -> None:
+    times.cache_file(GPU).write_text(
+        table(line(512, 512, 0.5, dense=10, sell=4), line(1024, 512, 0.5, dense=15, sell=6))
+    )
+    known = times.times(GPU)
+    assert known.measured
+    assert known.us(512, 512, 0.5, HALF) == {"dense": 10, "sell": 4}
+    near = known.us(512, 512, 0.47, HALF)
+    assert near["dense"] == 10
+    assert 3.5 < near["sell"] < 4
+    assert known.us(512, 512, 0.5, HALF, tokens=8) == {}
+
+
+def test_the_model_is_a_fit_of_the_lines(own_tables: Path) -> None:
+    lines = []
+    for rows in (256, 1024, 4096, 8192):
+        us = {name: 2 + times.held_bytes(name, rows, 4096, 0.5, 2) / 1e6 for name in ("dense", "sell", "macko")}
+        lines.append(line(rows, 4096, 0.5, **us))
+    times.cache_file(GPU).write_text(table(*lines))
+    for density in (0.5, 0.2):
+        found = times.times(GPU).us(2048, 2048, density, HALF)
+        for name, took in found.items():
+            assert took == pytest.approx(2 + times.held_bytes(name, 2048, 2048, density, 2) / 1e6)
+
+
+def test_another_gpu_is_judged_by_its_bandwidth(own_tables: Path) -> None:
+    first = [line(rows, 4096, 0.5, dense=3 + rows / 100, sell=1 + rows / 200) for rows in (512, 4096)]
+    (own_tables / "shipped" / times.file_name("Known")).write_text(table(*first, bandwidth=4000))
+    same, slower = times.times("Other", 4000), times.times("Other", 1000)
+    assert not same.measured
+    assert same.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 5.12)
+    assert slower.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 4 * 5.12)
+    assert times.times("Known").measured
+
+
+def test_own_lines_come_before_shipped_ones(own_tables: Path) -> None:
+    shipped = table(line(512, 512, 0.5, dense=10, sell=4, ec=5), line(1024, 512, 0.5, dense=15, sell=6))
+    (own_tables / "shipped" / times.file_name(GPU)).write_text(shipped)
+    times.write(times.cache_file(GPU), GPU, [line(512, 512, 0.5, dense=9, sell=5)], {}, 1000)
+    times.write(times.cache_file(GPU), GPU, [line(640, 512, 0.5, dense=9, sell=5)], {}, 1000)
+    known = times.times(GPU)
+    assert known.us(512, 512, 0.5, HALF) == {"dense": 9, "sell": 5, "ec": 5}
+    assert known.us(640, 512, 0.5, HALF)["sell"] == 5
+    assert known.us(1024, 512, 0.5, HALF)["sell"] == 6
+
+
+def test_slide_keeps_the_shapes_of_before(own_tables: Path) -> None:
+    path, some = times.cache_file(GPU), [line(512, 512, 0.5, dense=9, sell=5)]
+    times.write(path, GPU, some, {"int8": {"2:4": {"8 x 8": {"1": 1.5}, "9 x 9": {"1": 1.0}}}}, 1000)
+    times.write(path, GPU, some, {"int8": {"2:4": {"8 x 8": {"1": 2.0}}, "6:8": {"8 x 8": {"1": 1.1}}}}, 1000)
+    found = times.read(path)["slide"]["int8"]
+    assert found == {"2:4": {"8 x 8": {"1": 2.0}, "9 x 9": {"1": 1.0}}, "6:8": {"8 x 8": {"1": 1.1}}}
+    assert slide_choice.slide_gain(GPU, torch.int8, 2, (9, 9), 1) == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "{}", table(line(0, 5, 0.5, dense=1)), table().replace("1,", "7,", 1),
+                                  table(line(8, 8, 0.5, dense=-1)), table().replace("[]", "[[]]")])  # fmt: skip
+def test_a_damaged_table_is_left_out_by_name(own_tables: Path, text: str) -> None:
+    times.cache_file(GPU).write_text(text)
+    with pytest.warns(UserWarning, match=r"Imaginary_9000\.json is not a table of macko tune"):
+        assert not times.times(GPU).measured
+
+
+def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for path in times.SHIPPED.glob("*.json"):
+        content = times.read(path)
+        assert path.name == times.file_name(content["gpu"])
+        assert {name for entry in content["linear"] for name in entry["us"]} <= {"dense", *FORMATS}
+
+
+def model(rows: int = 512, cols: int = 256) -> nn.Module:
+    layer = nn.Linear(cols, rows, bias=False, dtype=HALF)
+    layer.weight = nn.Parameter(random_weight(rows, cols, 0.5, HALF))
+    return nn.Sequential(layer)
+
+
+def test_what_would_not_gain_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"dense": 5.0, "macko": 6.0}
+    monkeypatch.setattr(convert, "expected_us", lambda *_: dict(found))
+    report = macko.sparsify_(model())
+    assert report.layers[0].reason == "dense is as fast here: 5.0 us a token, as macko 6.0 us"
+    assert report.gain == 1
+    found["macko"] = found["bitmap"] = 2.5
+    report = macko.sparsify_(model())
+    assert report.layers[0].reason == ""
+    assert report.gain == 2
+    assert "2.00x" in str(report)
+    assert json.loads(report.to_json())["gain"] == 2
+    assert macko.sparsify_(model(), format="macko").changed  # asked for by name it is done whatever it costs
+
+
+def test_nothing_is_expected_on_a_cpu() -> None:
+    assert choose.expected_us(512, 512, 0.5, HALF, torch.device("cpu")) == {}
+    assert macko.sparsify_(model()).gain is None
+
+
+def test_inspect_tells_the_gain(own_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times.cache_file(GPU).write_text(table(line(512, 256, 0.5, dense=6, sell=4)))
+    macko.save_model(model(), own_tables / "model.safetensors")
+    assert main(["inspect", str(own_tables / "model.safetensors"), "--gpu", GPU]) == 0
+    printed = capsys.readouterr().out
+    assert "1.50x sell" in printed
+    assert f"on {GPU}: time of one token" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="there is none here"):
+        macko.autotune(model())
+    assert main(["tune", "--shapes", "512x256"]) == 1
+    assert main(["tune"]) == 1
+    assert "there is none here" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@needs_capture
+def test_autotune_measures_and_is_read_again(own_tables: Path) -> None:
+    dense = model().cuda()
+    path = macko.autotune(dense, tokens=(1, 2))
+    assert path == times.cache_file(torch.cuda.get_device_name())
+    known = times.times_of()
+    assert known.measured
+    measured = known.us(512, 256, 0.5, HALF)
+    assert {"dense", "macko", "sell", "ec"} <= {*measured}
+    assert all(0.5 < us < 1000 for us in measured.values())
+    assert {*known.us(512, 256, 0.5, HALF, tokens=2)} >= {"dense", "macko", "sell"}
+    report = macko.sparsify_(dense)
+    assert report.layers[0].us_before == pytest.approx(measured["dense"])
+    assert macko.autotune(dense) == path  # a sparse model too
+
+
+@pytest.mark.gpu
+def test_the_fastest_format_is_taken(own_tables: Path) -> None:
+    name = torch.cuda.get_device_name()
+    for best in ("macko", "sell", "ec"):
+        us = {"dense": 9.0, "macko": 5.0, "sell": 5.0, "ec": 5.0, best: 2.0}
+        times.write(times.cache_file(name), name, [line(2048, 2048, 0.5, **us)], {}, 1000)
+        sparse = model(2048, 2048).cuda()
+        report = macko.sparsify_(sparse)
+        assert (report.layers[0].format, report.gain) == (best, pytest.approx(4.5, rel=0.1))

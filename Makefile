@@ -40,6 +40,7 @@ bench: build ## decode times against dense, written to benchmarks/results/
 	$(PY) -m benchmarks.spmv --gpu
 
 report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
+	$(if $(ENV),$(PY) -m pip install --quiet --group report)
 	$(PY) -m benchmarks.report
 
 sanitize: build ## the GPU suite under compute-sanitizer (memcheck, then racecheck)

@@ -1,13 +1,13 @@
 """The macko format on a GPU: spmv against dense, packing, unpacking, host time of a call.
 
-    python -m benchmarks.canonical [results.jsonl]
+    python -m benchmarks.canonical [results.jsonl] [--only pack host]
 
 Prints a table and adds a line per measurement to the file. Every output is checked before it is timed.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 
 import torch
@@ -106,35 +106,42 @@ def host(mode: str) -> dict:
         times = {
             "linear_us": time_host(lambda: F.linear(x, w)),
             "spmv_us": time_host(lambda: torch.ops.macko.spmv(*packed, 64, x)),
-            "macko_linear_us": time_host(lambda: torch.ops.macko.linear(x, *packed, 64)),
+            "ops_spmv_us": time_host(lambda: ops.spmv(*packed, 64, x)),
+            "ops_linear_us": time_host(lambda: ops.linear(x, *packed, 64)),
         }
     return {"what": "host", "mode": mode, **times}
 
 
 def main() -> None:
-    results = sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/canonical.jsonl"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="?", default="benchmarks/results/canonical.jsonl")
+    parser.add_argument("--only", nargs="+", choices=("spmv", "pack", "host"), default=("spmv", "pack", "host"))
+    options = parser.parse_args()
     ran_on = provenance()
 
     def record(line: dict) -> None:
-        append_jsonl(results, **ran_on, **line)
+        append_jsonl(options.results, **ran_on, **line)
         shown = {k: v.median_us if hasattr(v, "median_us") else v for k, v in line.items()}
         print("  ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items()), flush=True)
 
-    for dtype in (torch.float16, torch.bfloat16):
+    if "spmv" in options.only:
+        for dtype in (torch.float16, torch.bfloat16):
+            for rows, cols in SHAPES:
+                record(spmv(rows, cols, 0.5, dtype))
+        for density in (0.7, 0.3, 0.1, 0.05):
+            record(spmv(4096, 4096, density, torch.float16))
+            record(spmv(8192, 8192, density, torch.float16))
+        for delta_bits, density in ((2, 0.5), (8, 0.5), (8, 0.05)):
+            record(spmv(8192, 8192, density, torch.float16, delta_bits))
+        record(spmv(1024, 4096, 0.5, torch.float16))
+        record(spmv(8192, 8192, 0.3, torch.float16, row_spread=0.5))
+        record(spmv(4096, 131072, 0.5, torch.float16))  # x does not fit shared memory
+    if "pack" in options.only:
         for rows, cols in SHAPES:
-            record(spmv(rows, cols, 0.5, dtype))
-    for density in (0.7, 0.3, 0.1, 0.05):
-        record(spmv(4096, 4096, density, torch.float16))
-        record(spmv(8192, 8192, density, torch.float16))
-    for delta_bits, density in ((2, 0.5), (8, 0.5), (8, 0.05)):
-        record(spmv(8192, 8192, density, torch.float16, delta_bits))
-    record(spmv(1024, 4096, 0.5, torch.float16))
-    record(spmv(8192, 8192, 0.3, torch.float16, row_spread=0.5))
-    record(spmv(4096, 131072, 0.5, torch.float16))  # x does not fit shared memory
-    for rows, cols in SHAPES:
-        record(packing(rows, cols, 0.5))
-    for mode in ("inference_mode", "no_grad"):
-        record(host(mode))
+            record(packing(rows, cols, 0.5))
+    if "host" in options.only:
+        for mode in ("inference_mode", "no_grad"):
+            record(host(mode))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times the CPU kernels against torch: python -m benchmarks.cpu [--sizes 4096 8192] [--clock cpu] [--tokens 1 4 64].
+"""Times the CPU kernels against torch: python -m benchmarks.cpu [--sizes 4096 8192] [--tokens 1 4 64] [--host].
 
 Every result is compared with float64 before it is timed. Weights rotate over copies of more than 300 MB in all, so
 that no cache holds them. The calls take turns; the minimum of the rounds counts, because a shared machine only ever
@@ -10,6 +10,7 @@ as JSON.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from macko import ops
+from macko import EcWeight, SparseLinear, ops
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
 ROTATED_BYTES = 300e6
@@ -34,6 +35,10 @@ def copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """The tensors and as many clones of them as make ROTATED_BYTES."""
     count = 1 + int(ROTATED_BYTES / sum(t.nbytes for t in tensors))
     return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
+
+
+def copy_of(ec: EcWeight, tensors: tuple[Tensor, ...]) -> EcWeight:
+    return dataclasses.replace(ec, **dict(zip(ec.tensors(), tensors, strict=True)))
 
 
 def seconds(calls: Calls, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -75,9 +80,11 @@ def main() -> None:
     parser.add_argument("--delta-bits", type=int, nargs="+", default=[4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--paths", nargs="+", default=cpu_paths())
+    parser.add_argument("--formats", nargs="+", default=["macko", "bitmap", "ec", "ec_paper"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--host", action="store_true", help="what a call of a 64x64 matrix takes, and no more")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/kernels.jsonl"))
     args = parser.parse_args()
     torch.set_num_threads(1 if args.clock == "cpu" else args.threads)
@@ -89,12 +96,37 @@ def main() -> None:
             out.write(json.dumps({**machine(args.clock), **row}) + "\n")
         print("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
+    if args.host:
+        for mode in ("no_grad", "inference_mode"):
+            host(mode, args.rounds, clock, report)
+        return
     for size in args.sizes:
         for dtype in (getattr(torch, name) for name in args.dtypes):
             for density in args.densities:
                 w = random_weight(size, size, density, dtype)
                 for bits in args.delta_bits:
                     bench(w, density, bits, args, clock, report)
+
+
+def host(mode: str, rounds: int, clock: Callable[[], float], report: Callable[..., None]) -> None:
+    """Microseconds of a call of a 64x64 bf16 matrix, one vector: nearly all of it torch's and Python's."""
+    w, x = random_weight(64, 64, 0.5, torch.bfloat16), random_vector(64, dtype=torch.bfloat16)
+    packed = ops.pack(w)
+    dense = torch.nn.Linear(64, 64, bias=False, dtype=w.dtype)
+    sparse = SparseLinear.from_linear(dense, format="macko")
+    each: dict[str, Callable[[], object]] = {
+        "linear_us": lambda: F.linear(x, w),
+        "op_us": lambda: torch.ops.macko.spmv(*packed, 64, x),
+        "ops_us": lambda: ops.spmv(*packed, 64, x),
+        "nn_linear_us": lambda: dense(x),
+        "sparse_linear_us": lambda: sparse(x),
+    }
+    count = 50  # calls between two looks at the clock
+    many = {name: partial(lambda call, i: [call() for _ in range(count)], call) for name, call in each.items()}
+    with getattr(torch, mode)():
+        times = seconds(many, rounds * 20, clock)
+    us = {name: time / count * 1e6 for name, time in times.items()}
+    report(op="host", mode=mode, **us, ratio=us["ops_us"] / us["linear_us"])
 
 
 def bench(
@@ -112,13 +144,19 @@ def bench(
     bitmap = ops.bitmap_pack(*packed, cols, bits)
     assert_same_bits(ops.unpack(*ops.bitmap_unpack(*bitmap, cols, bits), cols, bits), w)
     dense, macko, maps = copies(w), copies(*packed), copies(*bitmap)
+    ecs = {"ec": EcWeight.from_dense(w), "ec_paper": EcWeight.paper(w, bits)} if bits in (4, 8) else {}
     size = {"macko": sum(t.nbytes for t in packed), "bitmap": sum(t.nbytes for t in bitmap)}
+    size |= {name: ec.nbytes for name, ec in ecs.items()}
+    held = {name: [copy_of(ec, tensors) for tensors in copies(*ec.tensors().values())] for name, ec in ecs.items()}
     for tokens in args.tokens:
         x = random_vector(*([tokens] if tokens > 1 else []), cols, dtype=w.dtype)
         formats: Calls = {
             "macko": lambda i, x=x: ops.linear(x, *macko[i % len(macko)], cols, None, bits),  # type: ignore[misc]
             "bitmap": lambda i, x=x: ops.bitmap_linear(x, *maps[i % len(maps)], cols),  # type: ignore[misc]
         }
+        for name, all in held.items():
+            formats[name] = lambda i, x=x, all=all: all[i % len(all)].linear(x)  # type: ignore[misc]
+        formats = {name: call for name, call in formats.items() if name in args.formats}
         calls: Calls = {f"{f} {path}": partial(on_path, path, c) for f, c in formats.items() for path in args.paths}
         for call in calls.values():
             y = call(0)
@@ -137,7 +175,7 @@ def bench(
                     format=kind,
                     path=path,
                     tokens=tokens,
-                    delta_bits=bits if kind == "macko" else None,
+                    delta_bits=bits if kind in ("macko", "ec_paper") else None,
                     **shared,
                     ms=times[name] * 1e3,
                     torch_linear_ms=times["linear"] * 1e3,

@@ -1,17 +1,19 @@
 """Bytes of every format over masks and densities, and how long packing takes on this CPU.
 
-    python -m benchmarks.formats [results.jsonl]      measures, adds a line a measurement, and writes the two below
-    python -m benchmarks.formats --docs [results.jsonl]   writes docs/formats.md and docs/formats.svg from what is there
+    python -m benchmarks.formats [--only FORMAT ...] [results.jsonl]   measures, adds lines to the file, writes the docs
+    python -m benchmarks.formats --docs [results.jsonl]   docs/formats.md and docs/formats.svg from what is in the file
 
-A figure is bytes a true non-zero with 16-bit values: all tensors of the format over the non-zeros of the mask.
+A figure is bytes a true non-zero with 16-bit values: all tensors of the format over the non-zeros of the mask. sell is
+packed on a GPU, for its number of SMs; where there is none its lines are left out, and `--only sell` adds them on a
+machine that has one (then --docs).
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,23 +22,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import append_jsonl
+from benchmarks.timing import append_jsonl, commit
 from macko import EcWeight, MackoWeight
-from macko.formats import PackedWeight
+from macko.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight
 from tests.common import MASKS, random_weight, torch_threads
 
-DENSITIES = (0.5, 0.3, 0.2, 0.1)
+DENSITIES = (0.7, 0.5, 0.3, 0.2, 0.1)
 PACKED: dict[str, Callable[[Tensor], PackedWeight]] = {
-    "macko": MackoWeight.from_dense,
+    "macko": MackoWeight.smallest,
     "EC paper, 4 bits": lambda w: EcWeight.paper(w, 4),
     "EC paper, 8 bits": lambda w: EcWeight.paper(w, 8),
     "EC": EcWeight.from_dense,
     "EC smallest": EcWeight.smallest,
+    "bitmap": BitmapWeight.from_dense,
+    "sell": lambda w: SellWeight.from_dense(w.cuda()),
+    "slide": SlideWeight.from_dense,
 }
-COUNTED = ("floor", "bitmap", "CSR-16", "CSR-32")
+COUNTED = ("floor", "CSR-16", "CSR-32")
+COLUMNS = ("floor", "bitmap", "macko", "sell", *[f for f in PACKED if f.startswith("EC")], "CSR-16", "CSR-32", "slide")
 COLOURS = dict(
-    zip((*COUNTED, *PACKED), ("#999", "#c90", "#a55", "#733", "#06c", "#3a3", "#7c7", "#808", "#c4c"), strict=True)
+    zip(COLUMNS, ("#999", "#c90", "#06c", "#0aa", "#3a3", "#7c7", "#808", "#c4c", "#a55", "#733", "#333"), strict=True)
 )
+#: At most so many bytes a non-zero at densities 0.3, 0.2 and 0.1 is what EC was built to reach on these masks.
+BARS: dict[tuple[str, str, str], tuple[float, float, float]] = {
+    ("uneven_rows", "2048x8192", "EC paper, 4 bits"): (2.66, 2.79, 3.47),
+    ("uneven_rows", "2048x8192", "EC paper, 8 bits"): (2.81, 2.94, 3.16),
+    ("uniform", "4096x4096", "EC paper, 4 bits"): (2.72, 2.82, 3.59),
+    ("uniform", "4096x4096", "EC paper, 8 bits"): (2.99, 3.17, 3.47),
+    ("uniform", "4096x4096", "EC smallest"): (2.56, 2.65, 2.87),
+    ("equal_rows", "4096x4096", "EC smallest"): (2.50, 2.58, 2.72),
+}
+BAR_DENSITIES = (0.3, 0.2, 0.1)
+#: And at most so many seconds of one core with AVX-512 for packing a uniform 4096x4096 at density 0.3.
+PACKING_BAR_S = 0.1
 
 
 def entropy_floor(w: Tensor) -> float:
@@ -52,32 +70,33 @@ def entropy_floor(w: Tensor) -> float:
 
 
 def counted(w: Tensor) -> dict[str, float]:
-    """Formats that macko does not have, a non-zero: a bit a place; CSR with 16- and 32-bit columns."""
+    """Bytes of what macko does not have: the floor, and CSR with 16- and 32-bit columns."""
     nnz = int(w.count_nonzero())
     row_ptr = (w.shape[0] + 1) * 4
-    return {
-        "floor": entropy_floor(w),
-        "bitmap": 2 + (w.numel() / 8 + row_ptr) / nnz,
-        "CSR-16": 4 + row_ptr / nnz,
-        "CSR-32": 6 + row_ptr / nnz,
-    }
+    return {"floor": entropy_floor(w) * nnz, "CSR-16": 4 * nnz + row_ptr, "CSR-32": 6 * nnz + row_ptr}
 
 
-def measure(name: str, w: Tensor) -> Iterator[dict[str, Any]]:
+def measure(name: str, density: float, w: Tensor, only: list[str]) -> Iterator[dict[str, Any]]:
     """A line for each format of one matrix."""
     nnz = int(w.count_nonzero())
-    common = {"mask": name, "rows": w.shape[0], "cols": w.shape[1], "density": nnz / w.numel()}
-    for format, size in counted(w).items():
-        yield {**common, "format": format, "bytes_a_nonzero": size}
+    common = {"mask": name, "rows": w.shape[0], "cols": w.shape[1], "density": density, "nonzeros": nnz}
+    for format, size in counted(w).items() if not only else ():
+        yield {**common, "format": format, "bytes": round(size), "bytes_a_nonzero": size / nnz}
     for format, pack in PACKED.items():
+        if only and format not in only:
+            continue
+        if (format == "sell" and not torch.cuda.is_available()) or (format == "slide" and ":" not in name):
+            continue
         packed = pack(w)
-        assert torch.equal(packed.to_dense(), w)
-        yield {
-            **common,
-            "format": format,
-            "bytes_a_nonzero": packed.nbytes / nnz,
-            "stored_a_nonzero": packed.stored / nnz,
+        assert torch.equal(packed.to_dense().cpu(), w)
+        size = packed.nbytes
+        line = {**common, "format": format, "bytes": size, "bytes_a_nonzero": size / nnz, "stored": packed.stored}
+        bits = {
+            n: getattr(packed, n)
+            for n in ("delta_bits", "gap_bits")
+            if format in ("macko", "sell") and hasattr(packed, n)
         }
+        yield {**line, **bits}
 
 
 def minilm(density: float) -> Iterator[tuple[str, Tensor]]:
@@ -95,12 +114,17 @@ def minilm(density: float) -> Iterator[tuple[str, Tensor]]:
         yield f"MiniLM {name}", torch.where(w.abs() > cut, w, 0).half()
 
 
-def problems() -> Iterator[tuple[str, Tensor]]:
+def problems() -> Iterator[tuple[str, float, Tensor]]:
     for density in DENSITIES:
         for kind in MASKS:
-            yield kind, random_weight(4096, 4096, density, torch.float16, kind=kind)
-        yield "uneven_rows", random_weight(2048, 8192, density, torch.float16, kind="uneven_rows")
-        yield from minilm(density)
+            yield kind, density, random_weight(4096, 4096, density, torch.float16, kind=kind)
+        yield "uneven_rows", density, random_weight(2048, 8192, density, torch.float16, kind="uneven_rows")
+        for name, w in minilm(density):
+            yield name, density, w
+    for n in (2, 4):  # what slide holds: the largest 2n - 2 of each 2n
+        groups = random_weight(4096, 4096, 1.0, torch.float16).view(-1, 2 * n)
+        groups.scatter_(1, groups.abs().argsort(1)[:, :2], 0)
+        yield f"{2 * n - 2}:{2 * n}", (n - 1) / n, groups.view(4096, 4096)
 
 
 def packing(format: str, w: Tensor) -> dict[str, Any]:
@@ -114,24 +138,45 @@ def packing(format: str, w: Tensor) -> dict[str, Any]:
     return {"what": "pack", "format": format, "rows": w.shape[0], "cols": w.shape[1], "best_s": min(times)}
 
 
-def latest(path: Path) -> dict[tuple[str, str, float], dict[str, dict[str, Any]]]:
-    """Lines by (mask, shape, density), then by format; later lines win."""
-    found: dict[tuple[str, str, float], dict[str, dict[str, Any]]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+def read(path: Path) -> tuple[dict[tuple[str, str, float], dict[str, dict[str, Any]]], dict[str, float]]:
+    """Lines of sizes by (mask, shape, density), then by format; seconds of packing by format. Later lines win."""
+    sizes: dict[tuple[str, str, float], dict[str, dict[str, Any]]] = {}
+    seconds: dict[str, float] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
         if row.get("what") == "pack":
-            continue
-        key = (row["mask"], f"{row['rows']}x{row['cols']}", round(row["density"], 1))
-        found.setdefault(key, {})[row["format"]] = row
-    return found
+            seconds[row["format"]] = row["best_s"]
+        else:
+            key = (row["mask"], f"{row['rows']}x{row['cols']}", row["density"])
+            sizes.setdefault(key, {})[row["format"]] = row
+    return sizes, seconds
 
 
 def table(found: dict[tuple[str, str, float], dict[str, dict[str, Any]]]) -> str:
-    names = [*COUNTED, *PACKED]
-    lines = ["| mask | shape | density | " + " | ".join(names) + " |", "|---" * (len(names) + 3) + "|"]
+    lines = ["| mask | shape | density | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 3) + "|"]
     for (mask, shape, density), row in found.items():
-        sizes = [f"{row[name]['bytes_a_nonzero']:.3f}" if name in row else "" for name in names]
-        lines.append(f"| {mask} | {shape} | {density} | " + " | ".join(sizes) + " |")
+        sizes = [f"{row[name]['bytes_a_nonzero']:.3f}" if name in row else "" for name in COLUMNS]
+        for name, bits in (("macko", "delta_bits"), ("sell", "gap_bits")):
+            if name in row:
+                sizes[COLUMNS.index(name)] += f" ({row[name][bits]})"
+        lines.append(f"| {mask} | {shape} | {density:g} | " + " | ".join(sizes) + " |")
+    return "\n".join(lines)
+
+
+def bars(found: dict[tuple[str, str, float], dict[str, dict[str, Any]]], seconds: dict[str, float]) -> str:
+    heads = [f"density {density}" for density in BAR_DENSITIES]
+    lines = ["| mask | shape | layout | " + " | ".join(heads) + " |", "|---" * (len(heads) + 3) + "|"]
+
+    def judged(size: float, most: float, unit: str = "") -> str:
+        return f"{size:.3f} <= {most:g}{unit}: " + ("met" if size <= most else "**missed**")
+
+    for (mask, shape, format), most in BARS.items():
+        sizes = [found[mask, shape, density][format]["bytes_a_nonzero"] for density in BAR_DENSITIES]
+        lines.append(f"| {mask} | {shape} | {format} | " + " | ".join(map(judged, sizes, most)) + " |")
+    lines += ["", "| packing, one core | seconds |", "|---|---|"]
+    lines += [
+        f"| {name} | {judged(s, PACKING_BAR_S, ' s') if name.startswith('EC paper') else f'{s:.3f}'} |"
+        for name, s in seconds.items()
+    ]
     return "\n".join(lines)
 
 
@@ -140,13 +185,13 @@ def plot(found: dict[tuple[str, str, float], dict[str, dict[str, Any]]]) -> str:
     points: dict[str, list[tuple[float, float]]] = {}
     for (mask, shape, density), row in found.items():
         if (mask, shape) == ("uniform", "4096x4096"):
-            for name in (*COUNTED, *PACKED):
+            for name in COLUMNS:
                 if name in row and name != "CSR-32":
                     points.setdefault(name, []).append((density, row[name]["bytes_a_nonzero"]))
     left, top, width, height, low, high = 60, 20, 480, 300, 2.2, 4.1
 
     def place(density: float, size: float) -> tuple[float, float]:
-        along = math.log(0.5 / density) / math.log(5)
+        along = math.log(DENSITIES[0] / density) / math.log(DENSITIES[0] / DENSITIES[-1])
         return left + width * along, top + height * (high - size) / (high - low)
 
     out = [
@@ -160,7 +205,7 @@ def plot(found: dict[tuple[str, str, float], dict[str, dict[str, Any]]]) -> str:
         x, y = place(density, low)
         out.append(f'<text x="{x:.0f}" y="{y + 18:.0f}" text-anchor="middle">{density}</text>')
     for tick in range(8):
-        x, y = place(0.5, 2.25 + tick / 4)
+        x, y = place(DENSITIES[0], 2.25 + tick / 4)
         out.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#eee"/>')
         out.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{2.25 + tick / 4:.2f}</text>')
     for i, (name, line) in enumerate(points.items()):
@@ -173,33 +218,46 @@ def plot(found: dict[tuple[str, str, float], dict[str, dict[str, Any]]]) -> str:
 
 def write_docs(results: Path) -> None:
     docs = Path(__file__).parent.parent / "docs"
-    found = latest(results)
+    found, seconds = read(results)
     (docs / "formats.svg").write_text(plot(found))
     (docs / "formats.md").write_text(
         "# Bytes a non-zero\n\n"
         f"Written by `python -m benchmarks.formats` from `benchmarks/results/{results.name}`: all bytes of a format "
         "over the true non-zeros, 16-bit values.\n"
         "*floor*: a value and the entropy of its place, places independent with the density of their row and column.\n"
-        "*EC*: [ec.md](ec.md). *macko*: [macko.md](macko.md). Masks: uniform; equal_rows (Wanda-like); uneven_rows "
-        "(SparseGPT-like); uneven_both (magnitude);\nlayers of all-MiniLM-L6-v2 pruned by magnitude.\n\n"
-        f"![bytes a non-zero over density](formats.svg)\n\n{table(found)}\n"
+        "*macko*: the canonical format ([macko.md](macko.md)) with its width of deltas of fewest bytes, in brackets.\n"
+        "*sell*: its layout for a GPU, here of 132 SMs, its width of gaps in brackets; *bitmap*: one for a CPU.\n"
+        "*EC*: [ec.md](ec.md). *slide* holds patterns.\n\n"
+        "Masks (`tests/common.py`, seed 0): uniform; equal_rows (Wanda-like, lognormal columns of spread 0.5); "
+        "uneven_rows (SparseGPT-like, lognormal\ncolumns and rows of spread 0.2); uneven_both (magnitude); layers of "
+        "all-MiniLM-L6-v2 pruned by magnitude; patterns N:M.\n\n"
+        f"![bytes a non-zero over density](formats.svg)\n\n{table(found)}\n\n"
+        f"## What EC was to reach\n\n{bars(found, seconds)}\n\n"
+        "Packing is that of a uniform 4096x4096 at density 0.3, CPU time of one thread, the best of seven, with "
+        "AVX-512; one packing of *EC*\ntries two widths, *EC smallest* ten layouts.\n"
     )
 
 
 def main() -> None:
-    names = [name for name in sys.argv[1:] if name != "--docs"]
-    results = Path(names[0] if names else "benchmarks/results/formats.jsonl")
-    if "--docs" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="?", type=Path, default=Path("benchmarks/results/formats.jsonl"))
+    parser.add_argument("--docs", action="store_true", help="write the docs only")
+    parser.add_argument("--only", nargs="+", default=[], choices=PACKED, metavar="FORMAT", help="sizes of these alone")
+    args = parser.parse_args()
+    common = {"commit": commit()}
+    if not args.docs and not args.only:
         w = random_weight(4096, 4096, 0.3, torch.float16)
-        for format in PACKED:
+        for format in ("macko", "EC paper, 4 bits", "EC paper, 8 bits", "EC", "EC smallest"):
             line = packing(format, w)
-            append_jsonl(results, **line, cpu=torch.backends.cpu.get_cpu_capability())
+            append_jsonl(args.results, **common, **line, cpu=torch.backends.cpu.get_cpu_capability())
             print(line, flush=True)
-        for name, w in problems():
-            for line in measure(name, w):
-                append_jsonl(results, **line)
-            print(name, list(w.shape), f"density {int(w.count_nonzero()) / w.numel():.2f}", flush=True)
-    write_docs(results)
+    if not args.docs:
+        for name, density, w in problems():
+            for line in measure(name, density, w, args.only):
+                append_jsonl(args.results, **common, **line)
+            print(name, list(w.shape), f"density {density}", flush=True)
+    if not args.only:
+        write_docs(args.results)
 
 
 if __name__ == "__main__":

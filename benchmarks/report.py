@@ -1,4 +1,4 @@
-"""Tables and plots of docs/performance.md and README.md, from the lines under benchmarks/results: `make report`.
+"""Tables and plots of README.md and docs, from the lines under benchmarks/results: `make report`.
 
 A place in a document is a pair of comments, `<!-- report: NAME -->` and `<!-- end -->`; what is between is replaced.
 Of lines that measured the same thing the last one counts. Speed-up is over the faster of F.linear and torch.mv.
@@ -335,6 +335,77 @@ def bench_table(path: Path) -> str:
     return table(["model", "batch", "prefill ms", "decode tokens/s", "peak GPU memory, GB"], rows)
 
 
+def latest(path: Path, *key: str, **only: Any) -> dict[tuple[Any, ...], Line]:
+    """The last line of each key, of the lines that hold what `only` says."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {tuple(line.get(k) for k in key): line for line in lines if only.items() <= line.items()}
+
+
+EC_VARIANTS = ["paper, 4 bits", "paper, 8 bits", "no blocks, 4 bits", "16 lanes", "8 lanes", "4 lanes", "1 lane"]
+
+
+def ec_lines(path: Path) -> dict[tuple[Any, ...], Line]:
+    return latest(path, "rows", "cols", "density", "variant", what="spmv", dtype="float16")
+
+
+def ec_table(path: Path) -> str:
+    """Microseconds of each variant, and how many times as fast as the others the fastest one is."""
+    problems: dict[tuple[Any, ...], dict[str, float]] = {}
+    for (*problem, variant), line in ec_lines(path).items():
+        problems.setdefault(tuple(problem), {})[variant] = line["time"]["median_us"]
+    others = ["dense", "CSR", "sell"]
+    rows, gains = [], []
+    for (height, width, density), us in problems.items():
+        best = min(us[name] for name in EC_VARIANTS)
+        gains.append([us[name] / best for name in others])
+        times = [f"**{us[name]:.1f}**" if us[name] == best else f"{us[name]:.1f}" for name in [*others, *EC_VARIANTS]]
+        rows.append([f"{height}x{width}", f"{density:g}", *times, *(f"{gain:.2f}" for gain in gains[-1])])
+    for name, pick in (("least", min), ("most", max)):
+        rows.append([name] + [""] * (len(others) + len(EC_VARIANTS) + 1))
+        rows[-1] += [f"{pick(column):.2f}" for column in zip(*gains, strict=True)]
+    return table(["shape", "density", *others, *EC_VARIANTS, *(f"best x {name}" for name in others)], rows)
+
+
+def ec_packing_table(path: Path) -> str:
+    one, all = (latest(path, "variant", what=what) for what in ("pack", "pack 224 matrices"))
+    seconds = {name: f"{line['s']:.2f}" for (name,), line in all.items()}
+    rows = [[name, f"{one[name,]['ms']:.1f}", seconds.get(name, "")] for name in EC_VARIANTS]
+    return table(["variant", "4096x4096, ms", "224 matrices of Llama-2-7B, s"], rows)
+
+
+def pairs_table(path: Path) -> str:
+    problems: dict[tuple[Any, ...], dict[str, Line]] = {}
+    for (*problem, variant), line in latest(path, "mask", "rows", "cols", "density", "variant").items():
+        problems.setdefault(tuple(problem), {})[variant] = line
+    rows = []
+    for (mask, height, width, density), of in problems.items():
+        pairs, sell = of["pairs chained"], of["sell chained"]
+        us = {variant: line["time"]["median_us"] for variant, line in of.items()}
+        sizes = [f"{line['bytes_a_nonzero']:.3f}" for line in (pairs, sell)]
+        times = [f"{us[variant]:.2f}" for variant in ("pairs chained", "sell chained")]
+        ratios = [f"{us['pairs ' + how] / us['sell ' + how]:.2f}" for how in ("chained", "alone")]
+        gathers = f"{pairs['gathers_a_nonzero']:.2f}"
+        rows.append([mask, f"{height}x{width}", f"{density:g}", *sizes, gathers, *times, *ratios])
+    head = ["mask", "shape", "density", "pairs, B a non-zero", "sell", "gathers a non-zero", "pairs, us", "sell, us"]
+    return table([*head, "of sell's time", "of sell's, launched alone"], rows)
+
+
+def ec_cpu_table(path: Path) -> str:
+    key = ("dtype", "density", "format", "path")
+    lines = latest(path, *key, op="linear", tokens=1, rows=4096, cols=4096, clock="cpu")
+    commit = next(reversed([line["commit"] for line in lines.values() if line["format"] == "ec"]))
+    ours = {key: line for key, line in lines.items() if line["commit"] == commit}
+    columns = [("macko", "avx512"), ("ec", "avx512"), ("ec", "avx2"), ("ec", "scalar"), ("ec_paper", "avx512")]
+    rows = []
+    for dtype, density in sorted({key[:2] for key in ours}, key=lambda k: (k[0], -k[1])):
+        found = [ours[(dtype, density, *column)] for column in columns]
+        dense = min(found[0]["torch_linear_ms"], found[0]["torch_mv_ms"])
+        times = [f"{line['ms']:.2f} ({dense / line['ms']:.2f}x)" for line in found]
+        rows.append([dtype, f"{density:g}", f"{dense:.2f}", *times])
+    names = {"macko": "canonical", "ec": "ec, 8 lanes", "ec_paper": "ec, paper, 4 bits"}
+    return table(["dtype", "density", "dense", *(f"{names[name]}, {path}" for name, path in columns)], rows)
+
+
 def plot_densities(problems: dict[Key, dict[str, Line]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -390,6 +461,103 @@ def plot_floor(problems: dict[Key, dict[str, Line]], path: Path) -> None:
     save(figure, path)
 
 
+SLIDE_SIDES = tuple(
+    tuple(pair.split(" / "))
+    for pair in ("dense / 2:4", "dense / 4:6", "dense / 6:8", "torch / dense", "torch / 2:4", "bf16 / 2:4")
+)
+SLIDE_SHOWN = {(1, "burst"), (16, "burst"), (128, "burst"), (512, "burst"), (8192, "sustained")}
+SlideLines = dict[tuple[str, str, int, str], dict[str, Line]]
+
+
+def load_slide(path: Path) -> tuple[SlideLines, list[Line]]:
+    """Lines of benchmarks.slide by (type, shape, tokens, mode), then by side; and those of the quantiser alone."""
+    linears: SlideLines = {}
+    quantiser = []
+    for line in map(json.loads, path.read_text().splitlines()):
+        if "shape" in line:  # the oldest lines have one mode at each number of tokens, and do not name it
+            mode = line.get("mode", "sustained" if line["tokens"] > 512 else "burst")
+            linears.setdefault((line["type"], line["shape"], line["tokens"], mode), {})[line["side"]] = line
+        else:
+            quantiser.append(line)
+    return linears, quantiser
+
+
+def slide_gains(linears: SlideLines, name: str, llama: bool) -> dict[Any, list[float]]:
+    """Times of the first side over the second's, one a shape, by (tokens, mode, first, second)."""
+    found: dict[Any, list[float]] = {}
+    for (type_name, shape, tokens, mode), sides in linears.items():
+        if type_name == name and shape.startswith("llama") == llama:
+            for slow, fast in SLIDE_SIDES:
+                if slow in sides and fast in sides:
+                    found.setdefault((tokens, mode, slow, fast), []).append(sides[slow]["us"] / sides[fast]["us"])
+    return found
+
+
+def slide_table(linears: SlideLines, name: str, llama: bool = False) -> str:
+    gains = slide_gains(linears, name, llama)
+    rows = []
+    for tokens, mode in sorted({key[:2] for key in gains}, key=lambda key: (key[1], key[0])):
+        cells = [gains.get((tokens, mode, *pair), []) for pair in SLIDE_SIDES]
+        rows.append([f"{tokens}", mode, *(f"{geomean(c):.2f} ({min(c):.2f})" if c else "-" for c in cells)])
+    return table(["tokens", "", *(f"{slow} / {fast}" for slow, fast in SLIDE_SIDES)], rows)
+
+
+def slide_times_table(linears: SlideLines, name: str) -> str:
+    """Microseconds of every side at a few numbers of tokens."""
+    sides = ("dense", "2:4", "4:6", "6:8", "torch", "bf16")
+    rows = [
+        [shape, f"{tokens}", *(f"{found[side]['us']:.1f}" if side in found else "-" for side in sides)]
+        for (type_name, shape, tokens, mode), found in linears.items()
+        if type_name == name and (tokens, mode) in SLIDE_SHOWN
+    ]
+    return table(["linear", "tokens", *sides], rows)
+
+
+def quantiser_table(lines: list[Line]) -> str:
+    """The quantiser alone; "of floor": a kernel that only reads as many bytes, over it."""
+    last = {(r["type"], r["cols"], r["tokens"], r["side"].split()[1]): r for r in lines}
+    rows = []
+    for (name, cols, tokens, lift), r in last.items():
+        speed, share = f"{r['bytes'] / r['us'] / 1e3:.0f}", f"{r['floor_us'] / r['us']:.2f}"
+        rows.append([name, f"{tokens} x {cols}", lift, f"{r['us']:.1f}", speed, share])
+    return table(["to", "x", "lift", "us", "GB/s", "of floor"], rows)
+
+
+def slide_model_table(path: Path) -> str:
+    """Prefill of benchmarks.slide_model: milliseconds, and the bfloat16 model's over them."""
+    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        found.setdefault((line["model"], line["layers"], line["tokens"]), {})[line["side"]] = line["ms"]
+    sides = list(dict.fromkeys(side for ms in found.values() for side in ms))
+    rows = [
+        [side, *(f"{ms[side]:.1f} ({ms['bf16'] / ms[side]:.2f}x)" if side in ms else "-" for ms in found.values())]
+        for side in sides
+    ]
+    return table(["linears", *(f"{m}, {layers} blocks, {tokens} tokens" for m, layers, tokens in found)], rows)
+
+
+def plot_slide(linears: SlideLines, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    colours = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:grey")
+    for axis, name in zip(axes, ("int8", "fp8"), strict=True):
+        gains = slide_gains(linears, name, False)
+        for (slow, fast), colour in zip(SLIDE_SIDES, colours, strict=True):
+            for mode, dashes in (("burst", "--"), ("sustained", "-")):
+                at = sorted(key[0] for key in gains if key[1:] == (mode, slow, fast))
+                axis.plot([*at], [geomean(gains[m, mode, slow, fast]) for m in at], dashes, color=colour, marker="o",
+                          markersize=3, label=f"{slow} / {fast}" if mode == "burst" else None)  # fmt: skip
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_title(f"{name}: dashed burst, solid under load")
+        axis.set_xlabel("tokens")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("time of the first over the second")
+    axes[0].legend(fontsize=8)
+    save(figure, path)
+
+
 def save(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -437,7 +605,23 @@ def main() -> None:
         "spmm unpack": lambda: unpack_table(path.parent / "spmm.jsonl"),
         "models": lambda: models_table(path.parent / "models.jsonl"),
         "bench": lambda: bench_table(path.parent / "bench.jsonl"),
+        "ec where": lambda: where(ec_lines(path.parent / "ec.jsonl").values()),
+        "ec": lambda: ec_table(path.parent / "ec.jsonl"),
+        "ec packing": lambda: ec_packing_table(path.parent / "ec.jsonl"),
+        "ec pairs": lambda: pairs_table(path.parent / "pairs.jsonl"),
+        "ec cpu": lambda: ec_cpu_table(path.parent.parent / "cpu" / "kernels.jsonl"),
     }
+    if (slide_path := path.parent / "slide.jsonl").exists():
+        slide, quantiser = load_slide(slide_path)
+        plot_slide(slide, IMAGES / "slide_tokens.svg")
+        parts |= {
+            "slide where": lambda: where([*(line for sides in slide.values() for line in sides.values()), *quantiser]),
+            "slide quantiser": lambda: quantiser_table(quantiser),
+            "slide model": lambda: slide_model_table(path.parent / "slide_model.jsonl"),
+        }
+        for name in ("int8", "fp8", "bf16"):
+            parts[f"slide {name}"] = lambda name=name: slide_table(slide, name)
+            parts[f"slide {name} us"] = lambda name=name: slide_times_table(slide, name)
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         fill(document, parts)
 

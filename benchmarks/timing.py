@@ -91,8 +91,13 @@ def _output_of(*command: str) -> str:
         return ""
 
 
+def commit() -> str:
+    """MACKO_COMMIT, which says what was copied to where this runs; else what git says."""
+    return os.environ.get("MACKO_COMMIT") or _output_of("git", "describe", "--always", "--dirty") or "unknown"
+
+
 def provenance() -> dict[str, Any]:
-    """What ran: commit (MACKO_COMMIT where there is no git), GPU, driver, clocks, torch."""
+    """What ran: commit, GPU, driver, clocks, torch."""
     torch.cuda._sleep(1_000_000_000)  # half a second of work, so that the clocks are not those of an idle GPU
     smi = _output_of(
         "nvidia-smi",
@@ -103,7 +108,7 @@ def provenance() -> dict[str, Any]:
     names = ["sm_mhz", "memory_mhz", "max_sm_mhz", "power_limit_w", "temperature_c"]
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "commit": _output_of("git", "describe", "--always", "--dirty") or os.environ.get("MACKO_COMMIT", "unknown"),
+        "commit": commit(),
         "gpu": properties.name,
         "num_sms": properties.multi_processor_count,
         "driver": driver,

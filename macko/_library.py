@@ -39,11 +39,11 @@ else:
         cuda_missing = f"macko's CUDA library does not load under torch {torch.__version__}: {error}"
 
 
-def _explain(name: str, reason: str) -> None:
+def _explain(name: str, device: str, reason: str) -> None:
     def stub(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(f"macko::{name} got CUDA tensors, and there is no kernel for them: {reason}")
+        raise RuntimeError(f"macko::{name} got {device} tensors, and there is no kernel for them: {reason}")
 
-    torch.library.impl(f"macko::{name}", "CUDA", stub)
+    torch.library.impl(f"macko::{name}", device, stub)
 
 
 #: Every op of the library.
@@ -52,6 +52,8 @@ op_names: tuple[str, ...] = tuple(
 )
 for _name in op_names:
     if _name.startswith("bitmap_"):
-        _explain(_name, "the bitmap layout is for the CPU, on a GPU use the format macko or sell")
+        _explain(_name, "CUDA", "the bitmap layout is for the CPU, on a GPU use the format macko or sell")
     elif cuda_missing is not None:
-        _explain(_name, cuda_missing)
+        _explain(_name, "CUDA", cuda_missing)
+    if _name.startswith("sell_"):
+        _explain(_name, "CPU", "the sell layout is for a GPU, on the CPU use the format macko or bitmap")

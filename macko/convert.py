@@ -17,7 +17,7 @@ from .choose import Auto, AutoBatch, format_class
 from .formats import PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported
-from .slide_choice import SlidePacking
+from .slide_choice import SlidePacking, refused_shards
 
 #: Layers under this sparsity stay dense. A 16-bit weight of density d takes 1.25 d of its dense bytes: it breaks even
 #: at 0.2, and at 0.3 saves an eighth. One token costs at least the reading of these bytes, so less than that is soon
@@ -52,6 +52,7 @@ def sparsify_(
     pattern: str = "auto",
     dtype: str | None = None,
     tokens: int | str | None = None,
+    keep_dense: bool = False,
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -61,7 +62,8 @@ def sparsify_(
 
     Args:
         model: any module that holds nn.Linear.
-        format: a name in macko.FORMATS, or "auto".
+        format: a name in macko.FORMATS; "auto" for the least time a token where the layer is, as measured, chosen again
+            when it moves; "smallest" for the fewest bytes of memory where it is, found by packing it in every format.
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
@@ -73,6 +75,8 @@ def sparsify_(
         tokens: how many tokens a layer is usually given at a time. For format "auto" None is one, as when a model
             generates a single text, and "batch" is several, for which a GPU has another layout. For "slide" it is a
             number, by which macko.slide_choice picks the pattern's kernel or the dense one; None is 2048.
+        keep_dense: of format "slide" only. One weight a layer is held, for the kernel that was picked; with this the
+            dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
 
     Returns:
         A Report: every nn.Linear, with its density, bytes, and why it was skipped.
@@ -81,7 +85,7 @@ def sparsify_(
         ValueError: no such format; min_sparsity outside 0 to 1; tokens or pattern that the format does not take; the
             model is itself an nn.Linear.
     """
-    packed_as = _packing(format, pattern, dtype, tokens)
+    packed_as = _packing(format, pattern, dtype, tokens, keep_dense)
     if min_sparsity is None:
         min_sparsity = 0.0 if format == "slide" else MIN_SPARSITY
     if not 0 <= min_sparsity <= 1:
@@ -120,16 +124,16 @@ def sparsify_(
 
 
 def _packing(
-    format: str, pattern: str, dtype: str | None, tokens: int | str | None
+    format: str, pattern: str, dtype: str | None, tokens: int | str | None, keep_dense: bool
 ) -> type[PackedWeight] | type[Auto] | SlidePacking:
     """What packs the weights, for the arguments of sparsify_ of these names."""
     if format == "slide":
         if isinstance(tokens, str):
             raise ValueError(f'tokens is {tokens!r}, expected a number for format "slide"')
-        return SlidePacking(pattern, dtype, 2048 if tokens is None else tokens)
+        return SlidePacking(pattern, dtype, 2048 if tokens is None else tokens, keep_dense)
     packed_as = format_class(format)
-    if (pattern, dtype) != ("auto", None):
-        raise ValueError(f'pattern and dtype are of format "slide", the format is {format!r}')
+    if (pattern, dtype, keep_dense) != ("auto", None, False):
+        raise ValueError(f'pattern, dtype and keep_dense are of format "slide", the format is {format!r}')
     if tokens is None:
         return packed_as
     if packed_as is not Auto or tokens != "batch":
@@ -155,6 +159,8 @@ def convert_layer(
     if reason := _weight_out_of_reach(layer):
         shape = (module.out_features, module.in_features)
         size = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
+        if isinstance(packed_as, SlidePacking):
+            reason = refused_shards(module.weight, packed_as.pattern) or reason
         return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason), None
     dense = module.weight.detach()
     size = dense.numel() * dense.element_size()

@@ -164,7 +164,9 @@ class MackoWeight(PackedWeight):
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
         """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
-        return min((cls.from_dense(w, delta_bits) for delta_bits in (4, 2, 8)), key=lambda weight: weight.nbytes)
+        values, deltas, row_ptr = ops.pack(w, delta_bits=0)
+        delta_bits = 8 * deltas.numel() // values.numel() if values.numel() else cls.delta_bits
+        return cls(values, deltas, row_ptr, rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
 
     @classmethod
     def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
@@ -491,17 +493,6 @@ class BitmapWeight(PackedWeight):
         """Packs w [rows, cols], which is on the CPU."""
         return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
 
-    @classmethod
-    def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
-        """A weight without a non-zero; on the meta device too."""
-        return cls(
-            values=torch.zeros(32, dtype=dtype, device=device),
-            bits=torch.zeros(rows, (cols + 63) // 64 * 8, dtype=torch.uint8, device=device),
-            row_ptr=torch.zeros(rows + 1, dtype=torch.int32, device=device),
-            rows=rows,
-            cols=cols,
-        )
-
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
         return self.to_macko().to_dense()
@@ -583,11 +574,17 @@ class EcWeight(PackedWeight):
 
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
-        """Packs w in the fewest bytes: few lanes a row, columns by density, widths by exact size.
+        """Packs w in the fewest bytes, which it finds by packing.
 
-        More lanes find less padding where rows are uneven, more where they are short. Slower than the default.
+        Tried are 8, 4, 2 and 1 lanes a row, with columns by density and widths of deltas by size, and 4 lanes with
+        shared blocks of at least 512 columns. More lanes find less padding where rows are uneven, fewer where they are
+        short; blocks pay where rows share most of their columns. Slower than the default.
         """
-        options = ({"lanes": 8}, *({"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)))
+        options: list[dict[str, int]] = [
+            {"lanes": 8},
+            {"lanes": 4, "delta_bits": 4, "max_height": 16, "min_width": 512},
+        ]
+        options += [{"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)]
         return min((cls.from_dense(w, **tried) for tried in options), key=lambda packed: packed.nbytes)
 
     @property
@@ -656,10 +653,12 @@ class SlideWeight(PackedWeight):
 
     Attributes:
         tiles: [row_blocks, k_tiles, tile_bytes], uint8. scale: [rows], float32.
+        dense_tiles: the same weight packed dense as well, [row_blocks, k_tiles, tile_bytes]; empty: it is not held.
         rows, cols: shape of the dense weight.
         n: the pattern (2n-2):2n as which it is packed, 0 for dense.
         element: index into SLIDE_ELEMENTS, the type of packed values.
         source: index into SLIDE_SOURCES, the type of activations and outputs.
+        sparse_from, sparse_to: where dense_tiles are held, `tiles` run for this range of tokens, they for the others.
     """
 
     format: ClassVar[str] = "slide"
@@ -667,11 +666,14 @@ class SlideWeight(PackedWeight):
 
     tiles: Tensor
     scale: Tensor
+    dense_tiles: Tensor
     rows: int
     cols: int
     n: int
     element: int
     source: int
+    sparse_from: int = 0
+    sparse_to: int = 0
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -680,7 +682,16 @@ class SlideWeight(PackedWeight):
         return here and dtype in SLIDE_ELEMENTS
 
     @classmethod
-    def from_dense(cls, w: Tensor, n: int = -1, element: int = -1, source: int = -1, prune: bool = False) -> Self:
+    def from_dense(
+        cls,
+        w: Tensor,
+        n: int = -1,
+        element: int = -1,
+        source: int = -1,
+        prune: bool = False,
+        sparse_from: int = 0,
+        sparse_to: int = 0,
+    ) -> Self:
         """Packs w [rows, cols].
 
         Args:
@@ -688,6 +699,8 @@ class SlideWeight(PackedWeight):
             element: index into SLIDE_ELEMENTS; 16-bit ones have to be w's dtype; -1: w's dtype, which loses nothing.
             source: type of activations; -1: w's dtype.
             prune: whether groups with too many non-zeros lose the smallest.
+            sparse_from, sparse_to: tokens for which the pattern's kernel runs; for others a dense weight is held as
+                well. sparse_to = 0: the pattern's alone.
 
         Raises:
             ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay.
@@ -703,7 +716,13 @@ class SlideWeight(PackedWeight):
                 raise
             raise ValueError(str(error).removeprefix("macko::slide_pack: ")) from None
         source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
-        return cls(tiles, scale, w.shape[0], w.shape[1], n, element, source)
+        dtype = SLIDE_ELEMENTS[element]
+        if sparse_to and n:
+            dense_tiles = ops.slide_pack(ops.slide_unpack(tiles, scale, w.shape[1], n, dtype), 0, dtype)[0]
+        else:
+            dense_tiles, sparse_from, sparse_to = tiles.new_empty(0, 0, 0), 0, 0
+        rows, cols = w.shape
+        return cls(tiles, scale, dense_tiles, rows, cols, n, element, source, sparse_from, sparse_to)
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
@@ -712,13 +731,20 @@ class SlideWeight(PackedWeight):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
-        return ops.slide_linear(x, *self._packed, bias)
+        if not self.sparse_to:
+            return ops.slide_linear(x, *self._packed, bias)
+        return ops.slide_linear(x, *self._packed, bias, self.dense_tiles, self.sparse_from, self.sparse_to)
 
     @property
     def label(self) -> str:
-        """As "slide 6:8 int8"."""
+        """As "slide 6:8 int8"; where both are held "slide 6:8 int8, dense under 8 and over 64 tokens"."""
         pattern = f"{2 * self.n - 2}:{2 * self.n}" if self.n else "dense"
-        return f"slide {pattern} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
+        text = f"slide {pattern} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
+        if not self.sparse_to:
+            return text
+        ends = [f"under {self.sparse_from}"] if self.sparse_from > 1 else []
+        ends += [f"over {self.sparse_to}"] if self.sparse_to < 2**31 - 1 else []
+        return f"{text}, dense {' and '.join(ends)} tokens"
 
     @property
     def _packed(self) -> tuple[Tensor, Tensor, int, int, torch.dtype]:
@@ -729,11 +755,13 @@ class SlideWeight(PackedWeight):
         device = self.device if device is None else torch.device(device)
         if dtype in (None, self.dtype) or self.element < 2:
             source = SLIDE_SOURCES.index(dtype or self.dtype)
-            return dataclasses.replace(self, tiles=self.tiles.to(device), scale=self.scale.to(device), source=source)
+            moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+            return dataclasses.replace(self, **moved, source=source)  # type: ignore[arg-type]
         element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
         if element < 2:
             raise TypeError(f"a slide weight of 16-bit values cannot become {dtype}")
-        return self.from_dense(self.to_dense().to(device, dtype), self.n, element)
+        dense = self.to_dense().to(device, dtype)
+        return self.from_dense(dense, self.n, element, sparse_from=self.sparse_from, sparse_to=self.sparse_to)
 
     def validate(self) -> None:
         """Checks that this is what packing its own values gives.
@@ -754,7 +782,9 @@ class SlideWeight(PackedWeight):
             reason = f"the scale of row {int((self.scale < 0).nonzero()[0])} is negative"
         else:
             try:
-                again = ops.slide_pack(ops.slide_unpack(*self._packed), self.n, SLIDE_ELEMENTS[self.element])[0]
+                codes = ops.slide_unpack(*self._packed)
+                again = ops.slide_pack(codes, self.n, SLIDE_ELEMENTS[self.element])[0]
+                dense = ops.slide_pack(codes, 0, SLIDE_ELEMENTS[self.element])[0] if self.sparse_to else None
             except RuntimeError as error:
                 if "macko::" not in str(error):
                     raise
@@ -762,6 +792,10 @@ class SlideWeight(PackedWeight):
             if not torch.equal(again, self.tiles):
                 block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
                 reason = f"row block {block}, tile {tile} is not what packing its values gives"
+            elif self.dense_tiles.numel() if dense is None else not torch.equal(dense, self.dense_tiles):
+                reason = "dense_tiles is not the same weight"
+            elif self.sparse_to and not 0 <= self.sparse_from <= self.sparse_to < 2**31:
+                reason = f"its range of tokens is {self.sparse_from} to {self.sparse_to}"
         if reason:
             self._refuse(reason)
 

@@ -57,25 +57,37 @@ MASKS = ("uniform", "equal_rows", "uneven_rows", "uneven_both")
 def mask(kind: str, rows: int, cols: int, density: float, seed: int = 0) -> Tensor:
     """A bool [rows, cols] with about density * rows * cols entries set; the same on every machine.
 
-    uniform: each entry by itself. equal_rows: hot columns, the same count in each row (Wanda's way). uneven_rows: hot
-    columns and rows, one threshold per 128 columns (SparseGPT's way). uneven_both: heavy-tailed columns and rows, one
-    threshold for all (pruning by magnitude).
+    Sizes of formats are compared on these very masks, so the order of the draws is part of what they are.
+    uniform: each entry by itself. equal_rows: lognormal columns of spread 0.5, the same count in each row (Wanda's
+    way). uneven_rows: lognormal columns and rows of spread 0.2, one threshold per 128 columns (SparseGPT's way).
+    uneven_both: heavy-tailed columns, lognormal rows of spread 0.3, one threshold for all (pruning by magnitude).
     """
     rng = np.random.default_rng(seed)
-    score = np.abs(rng.standard_normal((rows, cols), dtype=np.float32))
     if kind == "uniform":
-        kept = rng.random((rows, cols), dtype=np.float32) < density
-    elif kind == "equal_rows":
-        score *= np.exp(0.5 * rng.standard_normal(cols, dtype=np.float32))
-        kept = score.argsort(1).argsort(1) >= cols - round(density * cols)
+        return torch.from_numpy(rng.random((rows, cols), dtype=np.float32) < density)
+    score = np.abs(rng.standard_normal((rows, cols), dtype=np.float32))
+
+    def lognormal(count: int, spread: float) -> np.ndarray:
+        return np.exp(spread * rng.standard_normal(count)).astype(np.float32)
+
+    def largest(part: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        place = min(int((1 - density) * sample.size), sample.size - 1)
+        return part > np.partition(sample, place)[place]
+
+    if kind == "equal_rows":
+        score *= lognormal(cols, 0.5)
+        left_out = cols - round(density * cols)
+        kept = np.ones((rows, cols), dtype=bool)
+        if left_out:
+            np.put_along_axis(kept, score.argpartition(left_out - 1, axis=1)[:, :left_out], False, axis=1)
     elif kind == "uneven_rows":
-        score *= np.exp(0.2 * rng.standard_normal(cols, dtype=np.float32))
-        score *= np.exp(0.2 * rng.standard_normal((rows, 1), dtype=np.float32))
-        kept = np.concatenate([b > np.quantile(b, 1 - density) for b in np.split(score, range(128, cols, 128), 1)], 1)
+        score *= lognormal(cols, 0.2)
+        score *= lognormal(rows, 0.2)[:, None]
+        kept = np.concatenate([largest(s, s.ravel()) for s in np.split(score, range(128, cols, 128), axis=1)], axis=1)
     elif kind == "uneven_both":
-        score *= 0.5 + 0.5 * np.abs(rng.standard_t(4, cols).astype(np.float32))
-        score *= np.exp(0.3 * rng.standard_normal((rows, 1), dtype=np.float32))
-        kept = score > np.quantile(score, 1 - density)
+        score *= 0.5 + 0.5 * np.abs(rng.standard_t(4, cols)).astype(np.float32)
+        score *= lognormal(rows, 0.3)[:, None]
+        kept = largest(score, score.ravel()[::7])  # a sample of it
     else:
         raise ValueError(f"kind must be one of {MASKS}, got {kind!r}")
     return torch.from_numpy(kept)
@@ -149,6 +161,21 @@ def assert_close_spmv(
     assert not bad.any(), f"{bad.sum()} of {bad.numel()} off, the worst by {(off / error)[bad].max():.3g} of the bound"
     same = (wanted.isnan() & y.cpu().isnan()) | (y.cpu().double() == wanted) | ~(wanted.isnan() | wanted.isinf())
     assert same.all(), "NaN or Inf are in other places than in float64"
+
+
+def assert_close_library(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+    """y against x W^T + bias where torch's product did the sum: it may round two partial sums to y's type on the way.
+
+    Each is at most |x| |W|^T + |bias|, so they and the result are off by 2 (eps / 2) of that beside the rounding of y.
+    """
+    wide_w, wide_x = w.to(y.device).double(), x.to(y.device).double()
+    wide_bias = torch.zeros((), device=y.device) if bias is None else bias.to(y.device).double()
+    wanted, size = wide_x @ wide_w.t() + wide_bias, wide_x.abs() @ wide_w.abs().t() + wide_bias.abs()
+    assert y.shape == wanted.shape
+    kind = torch.finfo(y.dtype)
+    error = size * ((w.shape[1] + 2) * 2.0**-24 + kind.eps) + kind.smallest_normal * kind.eps
+    error += (wanted.abs() + error) * kind.eps / 2
+    assert ((y.double() - wanted).abs() <= error).all()
 
 
 def cuda_chain(row_ptr: Tensor) -> int:

@@ -80,6 +80,30 @@ def test_same_outputs() -> None:
     assert_close_spmv(model(x).detach(), wanted, x, layer.bias.detach())
 
 
+@pytest.mark.parametrize("device", devices())
+def test_smallest_takes_the_fewest_bytes(device: str) -> None:
+    weights = [random_weight(512, 1024, density, torch.bfloat16).to(device) for density in (0.6, 0.3, 0.2, 0.1)]
+    model = nn.Sequential(*(nn.Linear(1024, 512, bias=False) for _ in weights))
+    for layer, w in zip(model, weights, strict=True):
+        layer.weight = nn.Parameter(w)
+    report = sparsify_(model, format="smallest", ignore=())
+    kinds = [
+        kind for kind in macko.FORMATS.values() if device in kind.device_types and kind.format not in ("ec", "slide")
+    ]
+    for row, layer, w in zip(report, model, weights, strict=True):
+        canonical = macko.MackoWeight.smallest(w)
+        packed = [*(kind.from_macko(canonical) for kind in kinds), macko.EcWeight.smallest(w)]
+        sizes = {p.format: p.nbytes for p in packed}
+        assert row.bytes_after == sizes[row.format] == layer.packed.nbytes == min(sizes.values())
+        assert_same_bits(layer.weight, w)
+        x = random_vector(1024, dtype=torch.bfloat16).to(device)
+        assert_close_spmv(layer(x), w, x)
+    if device == "cpu":
+        assert [row.format for row in report] == ["bitmap", "bitmap", "macko", "ec"]
+    held = SparseLinear.from_packed(macko.MackoWeight.smallest(weights[0]))
+    assert held.reformat_("smallest").packed.nbytes == report.layers[0].bytes_after
+
+
 def test_twice_changes_nothing_the_second_time() -> None:
     model = Model()
     first = sparsify_(model)
@@ -223,7 +247,7 @@ def test_frozen_or_not_biases_and_hooks_stay() -> None:
 
 def test_arguments_are_refused_before_anything_changes() -> None:
     model = Model()
-    with pytest.raises(ValueError, match="format is 'elves', expected one of auto, macko"):
+    with pytest.raises(ValueError, match="format is 'elves', expected one of auto, smallest, macko"):
         sparsify_(model, format="elves")
     with pytest.raises(ValueError, match="min_sparsity is 30"):
         sparsify_(model, min_sparsity=30)

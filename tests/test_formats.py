@@ -8,7 +8,7 @@ import torch
 
 from macko import FORMATS, MackoWeight
 from macko.formats import PackedWeight
-from tests.common import assert_same_bits, devices, random_weight
+from tests.common import assert_same_bits, devices, integer_problem, random_weight
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -32,6 +32,27 @@ def test_every_format_has_the_same_face(name: str, device: str) -> None:
     assert_same_bits(again.to_dense(), w)
     with pytest.raises(dataclasses.FrozenInstanceError):
         packed.rows = 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if "cuda" in format.device_types])
+def test_second_gpu(name: str) -> None:
+    """Made, run, unpacked and validated while the other GPU is the current one."""
+    w, x, y = integer_problem(264, 520, 0.4, torch.float16)
+    for at, current in (("cuda:1", 0), ("cuda:0", 1)):
+        with torch.cuda.device(current):
+            packed = FORMATS[name].from_dense(w.to(at))
+            packed.validate()
+            assert {str(t.device) for t in packed.tensors().values()} == {at}
+            assert_same_bits(packed.to_dense().cpu(), w)
+            assert_same_bits(packed.to(f"cuda:{current}").to_dense().cpu(), w)
+            for tokens in (1, 3, 200):
+                got = packed.linear(x.to(at).expand(tokens, 520), torch.ones(264, dtype=w.dtype, device=at))
+                assert str(got.device) == at
+                assert_same_bits(got.cpu() + 0, y.expand(tokens, 264) + 1)
+            with pytest.raises(RuntimeError, match=f"x is on cuda:{current}, .* is on {at}"):
+                packed.linear(x.to(f"cuda:{current}"))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

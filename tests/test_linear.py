@@ -68,7 +68,14 @@ def test_looks_like_linear(device: str, dtype: torch.dtype) -> None:
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
     assert all(t.is_contiguous() for t in layer.state_dict().values())
     text = repr(layer)
-    for part in (f"in_features={COLS}", f"out_features={ROWS}", "density=0.5", "% sparse", "format=macko", "bytes="):
+    for part in (
+        f"in_features={COLS}",
+        f"out_features={ROWS}",
+        f"density={layer.packed.density:.3f}",
+        "% sparse",
+        "format=macko",
+        "bytes=",
+    ):
         assert part in text
 
 
@@ -154,7 +161,7 @@ def test_reset_parameters_is_refused() -> None:
 
 
 def test_unknown_format_is_named() -> None:
-    with pytest.raises(ValueError, match="format is 'csr', expected one of auto, macko"):
+    with pytest.raises(ValueError, match="format is 'csr', expected one of auto, smallest, macko"):
         SparseLinear.from_linear(dense_layer(), format="csr")
 
 

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from macko import ops, reference
+from macko import MackoWeight, ops, reference
 from tests.common import (
     CPU_DTYPES,
     HALVES,
     MASKS,
+    assert_close_library,
     assert_close_spmv,
     assert_same_bits,
     cpu_paths,
@@ -114,6 +115,21 @@ def test_run_of_exactly_16_zeros(device: str) -> None:
     assert values.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert deltas.tolist() == [15, 0, 0, 0]
     assert row_ptr.tolist() == [0, 2]
+
+
+@on_device_dtypes
+def test_width_of_fewest_bytes(device: str, dtype: torch.dtype) -> None:
+    chosen = set()
+    for density in (0.0, 0.01, 0.1, 0.3, 0.5, 1.0):
+        for rows, cols in ((40, 300), (5, 0), (0, 5), (1, 1)):
+            w = random_weight(rows, cols, density, dtype).to(device)
+            widths = {bits: ops.pack(w, bits) for bits in (4, 2, 8)}
+            bits = min(widths, key=lambda bits: sum(t.nbytes for t in widths[bits]))
+            for got, wanted in zip(ops.pack(w, 0), widths[bits], strict=True):
+                assert_same_bits(got, wanted)
+            assert MackoWeight.smallest(w).delta_bits == bits
+            chosen.add(bits)
+    assert chosen == {2, 4, 8}
 
 
 @all_bits
@@ -291,8 +307,7 @@ def test_linear(device: str, dtype: torch.dtype, leading: tuple[int, ...], bits:
         if b is None or x.numel() == 70:
             assert_close_spmv(y, w, x, b)
         else:
-            wanted = torch.nn.functional.linear(x.double(), w.double(), b.double())
-            torch.testing.assert_close(y.cpu().double(), wanted, rtol=0.02, atol=0.1)
+            assert_close_library(y, w, x, b)
 
 
 # Hostile content
@@ -437,9 +452,10 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
     w = random_weight(12, 40, 0.4, dtype).to(device)
     x = random_vector(40, dtype=dtype).to(device)
     bias = random_vector(12, dtype=dtype).to(device)
+    macko = torch.ops.macko
+    torch.library.opcheck(macko.pack, (w, 0))
     for bits in BITS:
         packed = ops.pack(w, bits)
-        macko = torch.ops.macko
         torch.library.opcheck(macko.pack, (w, bits))
         torch.library.opcheck(macko.unpack, (*packed, 40, bits))
         torch.library.opcheck(macko.check, (*packed, 40, bits))
@@ -470,6 +486,20 @@ def test_gradients_are_those_of_the_dense_layer(device: str) -> None:
     grad = random_vector(24, dtype=dtype, seed=2).to(device)
     (found_x,) = torch.autograd.grad(ops.spmv(*packed, 40, x), x, grad)
     assert_close_spmv(found_x, w.t(), grad)
+
+
+@on_devices
+def test_no_grad_gives_the_same_without_a_gradient(device: str) -> None:
+    packed = ops.pack(random_weight(24, 40, 0.4, torch.float16).to(device))
+    x = random_vector(3, 40, dtype=torch.float16).to(device).requires_grad_()
+    y = ops.linear(x, *packed, 40)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            same = ops.linear(x, *packed, 40)
+            assert_same_bits(ops.spmv(*packed, 40, x[0]), y[0].detach())
+        assert_same_bits(same, y.detach())
+        assert y.requires_grad
+        assert not same.requires_grad
 
 
 @on_devices

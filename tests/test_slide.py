@@ -1,6 +1,8 @@
 """The slide format: bytes, every mask, quantising, products exact in integers, what is refused."""
 
+import dataclasses
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,46 @@ def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> 
             assert_same_bits(y, (wanted + bias.double()).float().to(out_dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ["64x16", "64x32", "64x64", "128x128", "128x192", "128x256"])
+@pytest.mark.parametrize("n", [0, 4])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_tile(dtype: torch.dtype, n: int, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MACKO_SLIDE_TILE", tile)
+    of_tile = int(tile.split("x")[1])
+    # Small tiles: long enough for two and four blocks to share one, and short. Large: several tiles of a block, too.
+    for tokens, rows, cols in ((of_tile - 3, 72, 4400 // dtype.itemsize), (of_tile + 5, 136, 200)):
+        codes = integers(rows, cols, most=3, seed=rows) * random_mask(rows, cols, n)
+        q = integers(tokens, cols, most=3, seed=tokens)
+        q *= torch.rand(cols, generator=torch.Generator().manual_seed(1)).argsort() < 200
+        packed, scale, _ = ops.slide_pack(codes.to(dtype).cuda(), n, dtype)
+        lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
+        y = ops.slide_gemm(lifted, torch.ones(tokens, device="cuda"), packed, scale, cols, n, torch.bfloat16)
+        assert_same_bits(y, (q.double() @ codes.double().t()).to(torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_blocks_go_on_to_other_tiles() -> None:
+    packed, scale, _ = ops.slide_pack(weight(5000, 256, 4, torch.bfloat16).cuda(), 4, INT8)
+    x = torch.randn(2100, 256, device="cuda").bfloat16()
+    y = ops.slide_linear(x, packed, scale, 256, 4, INT8)
+    parts = [ops.slide_linear(part, packed, scale, 256, 4, INT8) for part in x.split(100)]
+    assert_same_bits(y, torch.cat(parts))
+
+
+@pytest.mark.gpu
+def test_output_of_more_than_2_31_numbers() -> None:
+    tokens, rows, cols = 70_000, 32_768, 64
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB")
+    packed, scale, _ = ops.slide_pack(weight(rows, cols, 4, torch.bfloat16).cuda(), 4, INT8)
+    x = torch.randn(tokens, cols, device="cuda").bfloat16()
+    y = ops.slide_linear(x, packed, scale, cols, 4, INT8)
+    for first in (0, 65_500, tokens - 50):
+        part = ops.slide_linear(x[first : first + 50].clone(), packed, scale, cols, 4, INT8)
+        assert_same_bits(y[first : first + 50], part)
+
+
 def assert_close_slide(y: Tensor, x: Tensor, w: Tensor, packed: tuple, n: int, bias: Tensor | None = None) -> None:
     """y against the float64 product of the quantised numbers, within what the way of summing allows.
 
@@ -421,12 +463,13 @@ def test_hostile_bytes_are_named_and_harmless() -> None:
     for place in (0, 4096, 4097, 5119):
         broken = packed.tiles.clone()
         broken[1, 0, place] ^= 0x5A
-        hostile = SlideWeight(broken, packed.scale, 72, 130, 4, 0, 0)
+        hostile = SlideWeight(broken, packed.scale, packed.dense_tiles, 72, 130, 4, 0, 0)
         if place:
             with pytest.raises(ValueError, match="row block 1, tile 0"):
                 hostile.validate()
         hostile.linear(torch.ones(2, 130, dtype=torch.float16))
-    for changes in ({"n": 3}, {"cols": 900}, {"element": 7}, {"rows": 5}, {"scale": -packed.scale}):
+    changed = ({"n": 3}, {"cols": 900}, {"element": 7}, {"rows": 5}, {"scale": -packed.scale}, {"sparse_to": 9})
+    for changes in (*changed, {"dense_tiles": packed.tiles}):
         with pytest.raises(ValueError, match="not a slide weight"):
             SlideWeight(**{**packed.tensors(), **packed.sizes(), **changes}).validate()
 
@@ -447,14 +490,125 @@ def test_sparsify_with_a_pattern() -> None:
     assert_same_bits(again(x), model[0](x))
     with pytest.raises(ValueError, match="pattern is '5:8'"):
         macko.sparsify_(model, format="slide", pattern="5:8")
-    with pytest.raises(ValueError, match='pattern and dtype are of format "slide"'):
+    with pytest.raises(ValueError, match='pattern, dtype and keep_dense are of format "slide"'):
         macko.sparsify_(model, pattern="6:8")
 
 
 def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {"GPU": {"int8": {"6:8": {"16": 1.1, "4096": 0.97}}}}
-    monkeypatch.setattr(slide_choice, "_table", lambda: table)
-    assert slide_choice.slide_gain("GPU", INT8, 4, 1) == 1.1
-    assert slide_choice.slide_gain("GPU", INT8, 4, 9000) == 0.97
-    assert slide_choice.slide_gain("GPU", INT8, 3, 1) is None
-    assert slide_choice.slide_gain("other", INT8, 4, 1) is None
+    times = {"100 x 100": {"16": 1.1, "4096": 0.9}, "9000 x 100": {"1": 1.5}}
+    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
+    small = (90, 120)
+    assert slide_choice.slide_gain("GPU", INT8, 4, small, 1) == 1.1
+    assert slide_choice.slide_gain("GPU", INT8, 4, small, 9000) == 0.9
+    assert slide_choice.slide_gain("GPU", INT8, 4, small, 256) == pytest.approx(1.0)
+    assert slide_choice.slide_gain("GPU", INT8, 4, (5000, 120), 9000) == 1.5
+    assert slide_choice.slide_gain("GPU", INT8, 3, small, 1) is None
+    assert slide_choice.slide_gain("other", INT8, 4, small, 1) is None
+
+
+def test_range_of_tokens_where_the_pattern_pays() -> None:
+    everywhere = (0, 2**31 - 1)
+    assert slide_choice.sparse_range(lambda m: 1.0, 2048) == everywhere
+    assert slide_choice.sparse_range(lambda m: 0.9, 2048) == (1, 0)
+    assert slide_choice.sparse_range(lambda m: 1.1 if m <= 64 else 0.9, 2048) == (0, 64)
+    assert slide_choice.sparse_range(lambda m: 1.1 if m >= 512 else 0.9, 1) == (512, everywhere[1])
+    assert slide_choice.sparse_range(lambda m: 1.1 if m <= 4 or 64 <= m <= 512 else 0.9, 100) == (64, 512)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("element", range(4))
+def test_sparse_and_dense_side_by_side(element: int, device: str) -> None:
+    dtype = source_of(SLIDE_ELEMENTS[element])
+    w = weight(72, 130, 4, dtype).to(device)
+    both = SlideWeight.from_dense(w, 4, element, sparse_from=4, sparse_to=20)
+    both.validate()
+    sparse, dense = SlideWeight.from_dense(w, 4, element), SlideWeight.from_dense(w, 0, element)
+    assert both.label == sparse.label + ", dense under 4 and over 20 tokens"
+    assert both.nbytes == sparse.nbytes + dense.tiles.numel()
+    for tokens in (0, 1, 3, 4, 20, 21, 70):
+        x = torch.randn(tokens, 130, device=device).to(dtype)
+        assert_same_bits(both.linear(x), (sparse if 4 <= tokens <= 20 else dense).linear(x))
+    broken = both.dense_tiles.clone()
+    broken[1, 0, 0] ^= 0x5A
+    with pytest.raises(ValueError, match="dense_tiles is not the same weight"):
+        dataclasses.replace(both, dense_tiles=broken).validate()
+    if element < 2:
+        assert both.to(dtype=torch.float16).sparse_to == 20
+    layer = SparseLinear.from_packed(both)
+    again = SparseLinear(130, 72, dtype=dtype, device=device)
+    again.load_state_dict({**layer.state_dict(), "bias": torch.zeros(72, dtype=dtype)})
+    assert again.packed.label == both.label
+
+
+def test_both_weights_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    times = {"128 x 256": {"16": 1.1, "4096": 0.9}}
+    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
+    w = weight(128, 256, 4, torch.float16)
+    on_gpu = FakeDevice(w)
+    for tokens, keep_dense, label in (
+        (4096, False, "slide dense int8"),
+        (8, False, "slide 6:8 int8"),
+        (4096, True, "slide 6:8 int8, dense over 256 tokens"),
+    ):
+        packed = slide_choice.SlidePacking("6:8", "int8", tokens, keep_dense).from_dense(on_gpu)
+        assert packed.label == label
+
+
+class FakeDevice(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> "FakeDevice":
+        return tensor.as_subclass(cls)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def test_groups_that_straddle_shards_are_named() -> None:
+    slide_choice.check_shards(4096, 2, "6:8")
+    slide_choice.check_shards(11008, 8, "2:4")
+    with pytest.raises(ValueError, match=r"group 917 of 4:6 \(columns 5502 to 5507\) straddles shards 0 and 1 of 2"):
+        slide_choice.check_shards(11008, 2, "4:6")
+
+
+def test_sharded_weight_is_left_dense_by_name() -> None:
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        model = torch.nn.Sequential(torch.nn.Linear(60, 16, bias=False), torch.nn.Linear(48, 16, bias=False)).half()
+        for layer in model:
+            layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+        report = macko.sparsify_(model, format="slide", pattern="6:8", dtype="int8")
+    finally:
+        destroy_process_group()
+    assert "group 2 of 6:8 (columns 16 to 23) straddles shards 0 and 1 of 3" in report.layers[0].reason
+    assert "to_local()" in report.layers[1].reason
+
+
+def test_own_table_counts_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = slide_choice.cache_file("NVIDIA H200")
+    assert own == tmp_path / "macko" / "NVIDIA_H200.json"
+    own.parent.mkdir()
+    own.write_text('{"slide": {"int8": {"2:4": {"64 x 64": {"1": 0.5}}}}}')
+    slide_choice.slide_table.cache_clear()
+    assert slide_choice.slide_gain("NVIDIA H200", INT8, 2, (64, 64), 1) == 0.5
+    assert slide_choice.slide_gain("NVIDIA H200", FP8, 2, (64, 64), 1) != 0.5
+    slide_choice.slide_table.cache_clear()
+
+
+@pytest.mark.gpu
+def test_measured_table_is_what_the_choice_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = slide_choice.measure(dtypes=["int8"], patterns=["2:4"], shapes=[(256, 512)], tokens=[1, 64])
+    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: table)
+    gain = slide_choice.slide_gain(torch.cuda.get_device_name(), INT8, 2, (256, 512), 64)
+    assert gain is not None
+    assert 0.2 < gain < 5

@@ -7,6 +7,7 @@ from macko.formats import MackoWeight, PackedWeight, SellWeight
 from tests.common import (
     HALVES,
     MASKS,
+    assert_close_library,
     assert_close_spmv,
     assert_same_bits,
     integer_problem,
@@ -17,20 +18,6 @@ from tests.common import (
 WORKSPACE = 64 << 20
 #: One row, one column, no row, no column, no whole group, a team without a block, two teams, rows that share no block.
 SHAPES = ((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (33, 203), (201, 512), (600, 64), (40, 1001))
-
-
-def assert_close_library(y: torch.Tensor, w: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> None:
-    """y against x W^T + bias where torch's product did the sum: it may round two partial sums to 16 bits on the way.
-
-    Each is at most |x| |W|^T + |bias|, so they and the result are off by 2 (eps / 2) of that beside the rounding of y.
-    """
-    y, w, x, bias = (t.cuda() for t in (y, w, x, bias))
-    wide_w, wide_x, wide_bias = w.double(), x.double(), bias.double()
-    wanted, size = wide_x @ wide_w.t() + wide_bias, wide_x.abs() @ wide_w.abs().t() + wide_bias.abs()
-    kind = torch.finfo(y.dtype)
-    error = size * ((w.shape[1] + 2) * 2.0**-24 + kind.eps) + kind.smallest_normal * kind.eps
-    error += (wanted.abs() + error) * kind.eps / 2
-    assert ((y.double() - wanted).abs() <= error).all()
 
 
 def packed(w: torch.Tensor, gap_bits: int = 0) -> SellWeight:
@@ -225,8 +212,3 @@ def test_errors_name_the_argument() -> None:
         sell.spmm(x.bfloat16())
     with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
         sell.spmm(x, random_vector(29, dtype=torch.float16).cuda())
-
-
-def test_cpu_tensors_are_refused_with_the_reason() -> None:
-    with pytest.raises(RuntimeError, match="data is on cpu, expected a CUDA device"):
-        torch.ops.macko.sell_spmm(*[torch.zeros(0)] * 4, 2, 4, 8, 0, torch.ones(2, 2).half())

@@ -101,18 +101,18 @@ def test_converts_while_it_loads(pruned: tuple[Any, Path]) -> None:
 def test_dense_weights_are_gone_one_by_one(pruned: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     weights: list[int] = []
     alive: list[int] = []
-    pack = formats.MackoWeight.from_dense.__func__  # type: ignore[attr-defined]
+    pack = formats.MackoWeight.smallest.__func__  # type: ignore[attr-defined]
 
-    def watched(cls: Any, w: torch.Tensor, *args: Any) -> Any:
+    def watched(cls: Any, w: torch.Tensor) -> Any:
         import gc
 
         alive.append(
             sum(t.data_ptr() in weights for t in gc.get_objects() if type(t) is nn.Parameter and not t.is_meta)
         )
         weights.append(w.data_ptr())
-        return pack(cls, w, *args)
+        return pack(cls, w)
 
-    monkeypatch.setattr(formats.MackoWeight, "from_dense", classmethod(watched))
+    monkeypatch.setattr(formats.MackoWeight, "smallest", classmethod(watched))
     load(pruned[1], quantization_config=macko.MackoConfig())
     assert max(alive) <= 1  # an address may be used again by the next weight
 

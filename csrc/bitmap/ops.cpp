@@ -108,17 +108,9 @@ std::tuple<Tensor, Tensor, Tensor> bitmap_unpack(const Tensor &values_in, const 
         fail("bitmap_unpack", "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
     const macko_bitmap m = matrix_of("bitmap_unpack", values_in, bits, row_ptr_in, cols);
     const int64_t size = values_in.element_size();
-    // Packed row by row from one that is dense and in the cache, twice: to count and to write.
     std::vector<int64_t> counts(m.rows);
-    const macko_fault fault = first_fault(m.rows, cols, [&](int64_t begin, int64_t end) {
-        std::vector<char> dense(cols * size);
-        macko_fault found{};
-        for (int64_t row = begin; row < end && !found.kind; row++) {
-            found = macko_bitmap_expand_cpu(&m, row, row + 1, dense.data());
-            if (!found.kind)
-                macko_pack_count_cpu(dense.data(), m.dtype, int(delta_bits), cols, 0, 1, counts.data() + row);
-        }
-        return found;
+    const macko_fault fault = first_fault(m.rows, macko_bitmap_words(cols), [&](int64_t begin, int64_t end) {
+        return macko_bitmap_entries_cpu(&m, int(delta_bits), begin, end, counts.data());
     });
     if (fault.kind) fail_for("bitmap_unpack", fault, m);
     Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
@@ -128,6 +120,7 @@ std::tuple<Tensor, Tensor, Tensor> bitmap_unpack(const Tensor &values_in, const 
     Tensor values = torch::stable::new_empty(values_in, {capacity});
     clear_from(values, stored);
     Tensor deltas = torch::stable::new_zeros(values_in, {capacity * delta_bits / 8}, ScalarType::Byte);
+    // Row by row from one that is dense and in the cache.
     for_rows(m.rows, cols, [&](int64_t begin, int64_t end) {
         std::vector<char> dense(cols * size);
         for (int64_t row = begin; row < end; row++) {

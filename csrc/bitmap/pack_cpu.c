@@ -17,18 +17,45 @@ void macko_bitmap_count_cpu(const macko_matrix *m, int64_t begin, int64_t end, i
 
 void macko_bitmap_pack_cpu(const macko_matrix *m, int64_t begin, int64_t end, const int32_t *row_ptr, void *values,
                            uint8_t *bits) {
-    macko_nonzeros *const nonzeros = macko_nonzeros_of(MACKO_SCALAR); /* of single entries */
+    macko_nonzeros *const nonzeros = macko_nonzeros_of(macko_best_cpu_path());
     const int64_t row_bytes = macko_bitmap_words(m->cols) * 8;
     for (int64_t row = begin; row < end; row++) {
-        int64_t to = row_ptr[row], next = 0;
-        for (int64_t entry = m->row_ptr[row]; entry < m->row_ptr[row + 1]; entry++) {
-            const int64_t col = next + macko_delta_at(m->deltas, m->delta_bits, entry);
-            next = col + 1;
-            if (!nonzeros(m->values, m->dtype, entry, 1)) continue;
-            bits[row * row_bytes + col / 8] |= (uint8_t)(1 << col % 8);
-            macko_copy(values, m->dtype, to++, m->values, entry);
+        const int64_t stop = m->row_ptr[row + 1];
+        int64_t to = row_ptr[row], next = 0, at = 0; /* at: the word that is being collected */
+        uint64_t word = 0;
+        for (int64_t block = m->row_ptr[row]; block < stop; block += MACKO_BLOCK) {
+            const int count = (int)(stop - block < MACKO_BLOCK ? stop - block : MACKO_BLOCK);
+            const uint64_t kept = nonzeros(m->values, m->dtype, block, count);
+            for (int i = 0; i < count; i++) {
+                const int64_t col = next + macko_delta_at(m->deltas, m->delta_bits, block + i);
+                next = col + 1;
+                if (col / MACKO_BITMAP_WORD != at) {
+                    memcpy(bits + row * row_bytes + at * 8, &word, 8);
+                    at = col / MACKO_BITMAP_WORD;
+                    word = 0;
+                }
+                word |= (kept >> i & 1) << col % MACKO_BITMAP_WORD;
+            }
+            for (uint64_t left = kept; left; left &= left - 1)
+                macko_copy(values, m->dtype, to++, m->values, block + __builtin_ctzll(left));
         }
+        if (row_bytes) memcpy(bits + row * row_bytes + at * 8, &word, 8);
     }
+}
+
+macko_fault macko_bitmap_entries_cpu(const macko_bitmap *m, int delta_bits, int64_t begin, int64_t end,
+                                     int64_t *counts) {
+    const int64_t words = macko_bitmap_words(m->cols);
+    for (int64_t row = begin; row < end; row++) {
+        const macko_fault fault = macko_bitmap_check_bounds_cpu(m, row, row + 1);
+        if (fault.kind) return fault;
+        int64_t next = 0;
+        counts[row] = 0;
+        for (int64_t word = 0; word < words; word++)
+            counts[row] += macko_block_entries(macko_bitmap_word(m->bits, row * words + word), word * MACKO_BITMAP_WORD,
+                                               delta_bits, &next);
+    }
+    return (macko_fault){MACKO_BITMAP_OK, 0, -1, 0};
 }
 
 macko_fault macko_bitmap_check_bounds_cpu(const macko_bitmap *m, int64_t begin, int64_t end) {

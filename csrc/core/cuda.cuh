@@ -132,6 +132,7 @@ __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) {
 
 struct Device {
     int index;
+    int major; // of its compute capability
     int num_sms;
     int shared_bytes; // what a block may have at most, having asked for it
 };
@@ -148,6 +149,7 @@ inline cudaError_t current_device(Device *device) {
     std::call_once(asked[index], [index] {
         Device &d = devices[index];
         d.index = index;
+        cudaDeviceGetAttribute(&d.major, cudaDevAttrComputeCapabilityMajor, index);
         cudaDeviceGetAttribute(&d.num_sms, cudaDevAttrMultiProcessorCount, index);
         cudaDeviceGetAttribute(&d.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
     });

@@ -96,6 +96,19 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
+// Waits until the launch before this one is through and its writes are visible; at once where it need not be awaited.
+__device__ __forceinline__ void wait_for_previous_launch() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void prefetch_to_l2(const void *from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
@@ -228,6 +241,7 @@ inline cudaError_t tensor_map(CUtensorMap *map, CUtensorMapDataType type, const 
 #define MACKO_OPERANDS_32(c) MACKO_REGISTERS_16(c, 0)
 #define MACKO_OPERANDS_64(c) MACKO_REGISTERS_32(c, 0)
 #define MACKO_OPERANDS_128(c) MACKO_REGISTERS_64(c, 0)
+#define MACKO_OPERANDS_192(c) MACKO_REGISTERS_64(c, 0), MACKO_REGISTERS_32(c, 64)
 #define MACKO_OPERANDS_256(c) MACKO_REGISTERS_64(c, 0), MACKO_REGISTERS_64(c, 64)
 
 } // namespace macko::sm90

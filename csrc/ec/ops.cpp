@@ -456,33 +456,22 @@ Tensor ec_unpack(EC_TENSORS) {
 
 Tensor ec_check(EC_TENSORS) {
     const ec_matrix m = matrix_of("ec_check", EC_ARGUMENTS);
-    const DeviceOf guard(block_values);
-    std::vector<int64_t> fault(sizeof(macko_fault) / 8, 0);
 #ifdef USE_CUDA
     // Content is looked at once, when it comes from a file, so on the CPU, where this is asked of the same op.
     (void)m;
-    const auto cpu = [](const Tensor &t) {
-        return torch::stable::to(t, torch::stable::Device(torch::headeronly::DeviceType::CPU));
-    };
-    using torch::stable::detail::from;
-    std::array<StableIValue, 10> stack{from(cpu(block_values)),
-                                       from(cpu(delta_indices)),
-                                       from(cpu(base_indices)),
-                                       from(cpu(block_indptr)),
-                                       from(cpu(row_indices)),
-                                       from(cpu(tile_ptr)),
-                                       from(cpu(sets)),
-                                       from(cpu(col_order)),
-                                       from(rows),
-                                       from(cols)};
+    using torch::stable::Device, torch::headeronly::DeviceType, torch::stable::detail::from;
+    const auto cpu = [](const Tensor &t) { return from(torch::stable::to(t, Device(DeviceType::CPU))); };
+    std::array<StableIValue, 10> stack{cpu(block_values), cpu(delta_indices), cpu(base_indices), cpu(block_indptr),
+                                       cpu(row_indices),  cpu(tile_ptr),      cpu(sets),         cpu(col_order),
+                                       from(rows),        from(cols)};
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::ec_check", "", stack.data(), TORCH_ABI_VERSION));
     const Tensor found = torch::stable::detail::to<Tensor>(stack[0]);
-    std::memcpy(fault.data(), found.const_data_ptr(), sizeof(macko_fault));
+    return torch::stable::to(found, Device(DeviceType::CUDA, block_values.get_device_index()));
 #else
-    const macko_fault found = ec_check_cpu(&m, delta_indices.numel());
-    std::memcpy(fault.data(), &found, sizeof found);
+    Tensor found = new_fault(block_values);
+    *fault_in(found) = ec_check_cpu(&m, delta_indices.numel());
+    return found;
 #endif
-    return to_device(block_values, fault, {int64_t(fault.size())}, ScalarType::Long);
 }
 
 Tensor ec_spmv(EC_TENSORS, const Tensor &x) {
@@ -498,7 +487,7 @@ Tensor ec_linear(const Tensor &x, EC_TENSORS, const std::optional<Tensor> &bias_
     const auto bias =
         checked_bias("ec_linear", bias_any, "block_values", block_values, block_values.scalar_type(), rows);
     const DeviceOf guard(block_values);
-    if (num_tokens(x) == 1) return spmv(m, block_values, x, rows ? data_of(bias) : nullptr, with_last(x, rows));
+    if (num_tokens(x) == 1) return spmv(m, block_values, x, data_of(bias), with_last(x, rows));
     // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
     return dense_linear(x, unpack(m, block_values), bias);
 }

@@ -21,15 +21,19 @@ void ec_column_counts_cpu(const void *w, macko_dtype dtype, int64_t rows, int64_
 }
 
 void ec_bits_cpu(const ec_plan *p, int64_t begin, int64_t end) {
+    macko_nonzeros *const nonzeros = macko_nonzeros_of(macko_best_cpu_path());
     for (int64_t row = begin * p->tile_rows; row < least(end * p->tile_rows, p->rows); row++) {
         int32_t count = 0;
         for (int64_t word = 0; word < p->words; word++) {
             const int64_t col = word * 64, bits = least(64, p->cols - col);
             uint64_t mask = 0;
-            for (int64_t bit = 0; bit < bits; bit++) {
-                const int64_t from = ec_column(p->col_order, p->cols, col + bit);
-                mask |= (uint64_t)!is_zero(p->w, p->dtype, row * p->cols + from) << bit;
-            }
+            if (!p->col_order)
+                mask = nonzeros(p->w, p->dtype, row * p->cols + col, (int)bits);
+            else
+                for (int64_t bit = 0; bit < bits; bit++) {
+                    const int64_t from = ec_column(p->col_order, p->cols, col + bit);
+                    mask |= (uint64_t)!is_zero(p->w, p->dtype, row * p->cols + from) << bit;
+                }
             p->bits[row * p->words + word] = mask;
             count += __builtin_popcountll(mask);
         }
@@ -257,17 +261,12 @@ void ec_write_cpu(const ec_plan *p, const ec_matrix *m, const int32_t *plan_sets
     }
 }
 
-/* The column of entry c of a lane, given that of entry c - 1 (or anything for c = 0). */
-static inline int64_t column_at(const ec_matrix *m, const ec_set *set, int64_t block, int64_t first_column, int lane,
-                                int64_t c, int64_t previous) {
-    const int64_t at = (set->first_block + block) * EC_WARP + lane;
-    if (c == 0) previous = ec_column(m->base_indices, m->cols, at);
-    const int64_t n = first_column + (c / set->vector * EC_WARP + lane) * set->vector + c % set->vector;
+static inline uint32_t delta_at(const ec_matrix *m, const ec_set *set, int64_t n) {
     const int64_t bit = n * set->delta_bits;
     const uint8_t *bytes = m->delta_indices + set->first_delta + (bit >> 3);
     uint32_t word = bytes[0];
     if ((bit & 7) + set->delta_bits > 8) word |= (uint32_t)bytes[1] << 8;
-    return previous + (word >> (bit & 7) & ((1u << set->delta_bits) - 1));
+    return word >> (bit & 7) & ((1u << set->delta_bits) - 1);
 }
 
 static inline uint32_t value_at(const ec_matrix *m, int64_t i) {
@@ -276,7 +275,6 @@ static inline uint32_t value_at(const ec_matrix *m, int64_t i) {
 
 typedef struct ec_entry {
     int64_t row, col, index; /* index of the value; row -1: none */
-    int64_t lane, c;
 } ec_entry;
 
 /* Calls visit for each stored value of a block; stops and returns 0 when visit does. */
@@ -287,11 +285,10 @@ static int each_value(const ec_matrix *m, const ec_set *set, int64_t s, int64_t 
     const int64_t t = (indptr[block + 1] - indptr[block]) / EC_WARP;
     const int64_t pieces = EC_WARP / set->lanes;
     for (int lane = 0; lane < EC_WARP; lane++) {
-        ec_entry entry = {.lane = lane};
+        ec_entry entry = {.col = ec_column(m->base_indices, m->cols, (set->first_block + block) * EC_WARP + lane)};
         for (int64_t c = 0; c < t; c++) {
-            entry.c = c;
-            entry.col = column_at(m, set, block, indptr[block], lane, c, entry.col);
-            const int64_t n = indptr[block] + (c / set->vector * EC_WARP + lane) * set->vector + c % set->vector;
+            const int64_t n = indptr[block] + ec_number(lane, c, (int32_t)set->vector);
+            entry.col += delta_at(m, set, n);
             for (int64_t k = 0; k < set->height; k++) {
                 entry.row = m->row_indices[set->first_row + (block * pieces + lane / set->lanes) * set->height + k];
                 entry.index = set->first_value + n * set->height + k;

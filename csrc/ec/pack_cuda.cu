@@ -410,7 +410,7 @@ __device__ ec_sink sink_of(const ec_plan &p, const ec_matrix &m, const ec_set &s
 
 // A thread block owns a tile in a set. First the blocks' columns begin; then a warp writes a shared block, a thread a
 // piece of single rows.
-__global__ void __launch_bounds__(THREADS) write_blocks(ec_plan p, ec_matrix m, const int32_t *plan_sets) {
+__global__ void __launch_bounds__(THREADS, 3) write_blocks(ec_plan p, ec_matrix m, const int32_t *plan_sets) {
     const int64_t tile = blockIdx.x;
     const int s = blockIdx.y, plan_set = plan_sets[s], lane = threadIdx.x % WARP;
     const ec_set set = m.sets[s];
@@ -435,11 +435,7 @@ __global__ void __launch_bounds__(THREADS) write_blocks(ec_plan p, ec_matrix m, 
             int width = i >= num    ? 0
                         : is_shared ? blocks[order[i]].width
                                     : p.single_width[singles + (int64_t)i * pieces] * EC_WARP;
-            int sum = width;
-            for (int off = 1; off < WARP; off *= 2) {
-                const int other = __shfl_up_sync(FULL_WARP, sum, off);
-                if (lane >= off) sum += other;
-            }
+            const int sum = (int)warp_inclusive_sum((uint32_t)width);
             if (i < num) indptr[i] = column + sum - width;
             column += __shfl_sync(FULL_WARP, sum, WARP - 1);
         }

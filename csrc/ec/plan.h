@@ -137,14 +137,15 @@ EC_FN void ec_put_delta(uint32_t *deltas, int32_t delta_bits, int64_t n, uint32_
     if ((bit & 31) + delta_bits > 32) ec_or(&deltas[(bit >> 5) + 1], delta >> (32 - (bit & 31)));
 }
 
-EC_FN int64_t ec_number(int32_t lane, int32_t c, int32_t vector) {
-    return ((int64_t)(c / vector) * EC_WARP + lane) * vector + c % vector;
+/* Number of column c of a lane in its block; vector is EC_VECTOR or 1. */
+EC_FN int64_t ec_number(int32_t lane, int64_t c, int32_t vector) {
+    return vector == 1 ? c * EC_WARP + lane : (c / EC_VECTOR * EC_WARP + lane) * EC_VECTOR + c % EC_VECTOR;
 }
 
-EC_FN void ec_put(const ec_sink *s, int32_t entry, int32_t t, int32_t col, int32_t delta, int is_value) {
-    const int32_t lane = s->lane + entry / t;
-    const int64_t n = ec_number(lane, entry % t, s->vector);
-    if (entry % t == 0) ec_put_base(s, lane, col);
+EC_FN void ec_put(const ec_sink *s, int32_t piece_lane, int32_t c, int32_t col, int32_t delta, int is_value) {
+    const int32_t lane = s->lane + piece_lane;
+    const int64_t n = ec_number(lane, c, s->vector);
+    if (c == 0) ec_put_base(s, lane, col);
     ec_put_delta(s->deltas, s->delta_bits, n, (uint32_t)delta);
     if (is_value)
         ec_put_value(s, n, col);
@@ -165,30 +166,28 @@ typedef struct ec_filled {
  */
 EC_FN ec_filled ec_fill(ec_walk walk, int32_t skip, int32_t lanes, int32_t t, int32_t delta_max, const ec_sink *sink) {
     ec_filled filled = {0, 0, 0};
-    const int32_t capacity = lanes * t;
-    int32_t in_lane = 0, previous = 0;
+    int32_t lane = 0, c = 0, previous = 0; /* the place of the next entry, and the column before it */
     while (skip-- > 0) previous = ec_next(&walk);
     for (;;) {
         const int32_t col = ec_next(&walk);
         if (col < 0) break;
-        while (in_lane && col - previous > delta_max && filled.entries < capacity) {
+        while (c && col - previous > delta_max) {
             previous += delta_max;
-            if (sink) ec_put(sink, filled.entries, t, previous, delta_max, 0);
-            filled.entries++;
-            if (++in_lane == t) in_lane = 0;
+            if (sink) ec_put(sink, lane, c, previous, delta_max, 0);
+            if (++c == t) c = 0, lane++;
         }
-        if (filled.entries == capacity) {
+        if (lane == lanes) {
             filled.more = 1;
             break;
         }
-        if (sink) ec_put(sink, filled.entries, t, col, in_lane ? col - previous : 0, 1);
-        filled.entries++;
+        if (sink) ec_put(sink, lane, c, col, c ? col - previous : 0, 1);
         filled.nonzeros++;
-        if (++in_lane == t) in_lane = 0;
         previous = col;
+        if (++c == t) c = 0, lane++;
     }
-    if (sink)
-        for (int32_t entry = filled.entries; entry < capacity; entry++) ec_put(sink, entry, t, previous, 0, 0);
+    filled.entries = lane * t + c;
+    for (; sink && lane < lanes; lane++, c = 0)
+        for (; c < t; c++) ec_put(sink, lane, c, previous, 0, 0);
     return filled;
 }
 

@@ -360,16 +360,8 @@ struct Shape {
     x_place place;
 };
 
-int attribute(cudaDeviceAttr which) {
-    int device = 0, value = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, which, device);
-    return value;
-}
-
-Shape shape_of(const ec_matrix &m) {
-    const int sms = attribute(cudaDevAttrMultiProcessorCount),
-              most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+Shape shape_of(const ec_matrix &m, const Device &device) {
+    const int sms = device.num_sms, most_shared = device.shared_bytes;
     Shape shape = {};
     if (m.num_sets == 1 && m.num_rows >= m.rows && m.num_rows > m.num_blocks) {
         // One thread block a multiprocessor, so that x is copied once. As many warps as get equal numbers of blocks.
@@ -382,7 +374,7 @@ Shape shape_of(const ec_matrix &m) {
         // do not fill it to the last place: a tenth stays free. Too many tiles for that: small blocks, in several waves.
         // Against every choice of 1 to 8 parts and 4, 8, 12 warps on eight shapes (H200, 2026-11): within 9 % of the best.
         const char *forced = getenv("MACKO_EC_CLUSTER");
-        shape.clusters = attribute(cudaDevAttrComputeCapabilityMajor) >= 9 && !(forced && forced[0] == '0');
+        shape.clusters = device.major >= 9 && !(forced && forced[0] == '0');
         shape.parts = 2;
         shape.warps = 8;
         int64_t most = 0;
@@ -405,10 +397,9 @@ Shape shape_of(const ec_matrix &m) {
 }
 
 template <typename T, x_place X>
-cudaError_t launch_tiles(const ec_matrix &m, const Shape &shape, const T *x, const T *bias, T *y, float *partials,
-                         cudaStream_t stream) {
-    cudaError_t error =
-        cudaFuncSetAttribute(spmv<T, X>, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+cudaError_t launch_tiles(const ec_matrix &m, const Device &device, const Shape &shape, const T *x, const T *bias, T *y,
+                         float *partials, cudaStream_t stream) {
+    cudaError_t error = allow_all_shared_memory<spmv<T, X>>(device);
     if (error) return error;
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -429,35 +420,41 @@ cudaError_t launch_tiles(const ec_matrix &m, const Shape &shape, const T *x, con
 }
 
 template <typename T, x_place X>
-cudaError_t launch_rows(const ec_matrix &m, const Shape &shape, const T *x, const T *bias, T *y, cudaStream_t stream) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(spmv_rows<T, X>, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+cudaError_t launch_rows(const ec_matrix &m, const Device &device, const Shape &shape, const T *x, const T *bias, T *y,
+                        cudaStream_t stream) {
+    const cudaError_t error = allow_all_shared_memory<spmv_rows<T, X>>(device);
     if (error) return error;
     spmv_rows<T, X><<<shape.blocks, shape.warps * WARP, shape.shared_bytes, stream>>>(m, x, bias, y);
     return cudaGetLastError();
 }
 
 template <typename T>
-cudaError_t launch(const ec_matrix &m, const void *x, const void *bias, void *y, float *partials, cudaStream_t stream) {
-    const Shape shape = shape_of(m);
+cudaError_t launch(const ec_matrix &m, const void *x_any, const void *bias_any, void *y_any, float *partials,
+                   cudaStream_t stream) {
+    Device device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    const Shape shape = shape_of(m, device);
+    const T *x = (const T *)x_any, *bias = (const T *)bias_any;
+    T *y = (T *)y_any;
     if (shape.parts == 0) {
         const auto run = shape.place == X_SHARED ? launch_rows<T, X_SHARED> : launch_rows<T, X_GLOBAL>;
-        return run(m, shape, (const T *)x, (const T *)bias, (T *)y, stream);
+        return run(m, device, shape, x, bias, y, stream);
     }
     const auto run = shape.place == X_SHARED ? launch_tiles<T, X_SHARED> : launch_tiles<T, X_GLOBAL>;
-    return run(m, shape, (const T *)x, (const T *)bias, (T *)y, partials, stream);
+    return run(m, device, shape, x, bias, y, partials, stream);
 }
 
 } // namespace
 
 int64_t ec_spmv_partials(const ec_matrix *m) {
-    const Shape shape = shape_of(*m);
+    Device device;
+    if (current_device(&device)) return 0; // the launch says so
+    const Shape shape = shape_of(*m, device);
     return shape.clusters || shape.parts <= 1 ? 0 : shape.parts * m->rows;
 }
 
 cudaError_t ec_spmv_cuda(const ec_matrix *m, const void *x, const void *bias, void *y, float *partials,
                          cudaStream_t stream) {
     if (!m->rows) return cudaSuccess;
-    if (m->dtype == MACKO_F16) return launch<__half>(*m, x, bias, y, partials, stream);
-    return launch<__nv_bfloat16>(*m, x, bias, y, partials, stream);
+    return (m->dtype == MACKO_F16 ? launch<__half> : launch<__nv_bfloat16>)(*m, x, bias, y, partials, stream);
 }

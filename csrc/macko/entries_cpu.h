@@ -10,6 +10,34 @@ static inline int macko_delta_at(const uint8_t *deltas, int delta_bits, int64_t 
     return deltas[bit >> 3] >> (bit & 7) & ((1 << delta_bits) - 1);
 }
 
+/* Whether a gap between two set bits of the mask is longer than delta_max. */
+static inline int macko_has_long_gap(uint64_t mask, int delta_bits) {
+    /* The bits between the first and the last one set that are not; a run of n + 1 survives n shifts. */
+    const uint64_t first = mask & -mask, last = 1ull << (63 - __builtin_clzll(mask));
+    uint64_t runs = ~mask & (last - 1) & ~(first - 1);
+    for (int width = 1; width < (1 << delta_bits) && width < MACKO_BLOCK; width *= 2) runs &= runs >> width;
+    return runs != 0;
+}
+
+/*
+ * Entries, explicit zeros among them, of the 64 columns from col on, whose non-zeros are the bits of the mask. *next is
+ * the column behind the entry before, and then behind the last one.
+ */
+static inline int64_t macko_block_entries(uint64_t mask, int64_t col, int delta_bits, int64_t *next) {
+    if (!mask) return 0;
+    const int64_t before = *next;
+    *next = col + 64 - __builtin_clzll(mask);
+    if (!macko_has_long_gap(mask, delta_bits))
+        return __builtin_popcountll(mask) + ((col + __builtin_ctzll(mask) - before) >> delta_bits);
+    int64_t entries = 0, behind = before;
+    for (; mask; mask &= mask - 1) {
+        const int64_t at = col + __builtin_ctzll(mask);
+        entries += 1 + ((at - behind) >> delta_bits);
+        behind = at + 1;
+    }
+    return entries;
+}
+
 /* row_ptr at row and row + 1. Each row looks at both ends: another thread may have the row before. */
 static inline macko_fault macko_check_row_ptr(const macko_matrix *m, int64_t row) {
     const int64_t start = m->row_ptr[row], stop = m->row_ptr[row + 1];

@@ -88,9 +88,12 @@ macko_fault macko_spmv_cpu(const macko_matrix *m, const void *x, const void *bia
  * delta_bits bytes; w, x, bias and y lie anywhere.
  */
 
-/* counts -> row_ptr [rows + 1] int64, by an inclusive scan in the same call; the last one is the stored count. */
+/*
+ * counts -> row_ptr [rows + 1] int64, by an inclusive scan in the same call; the last one goes to *stored too, which may
+ * be pinned memory of the host. With delta_bits 0 for widths 4, 2 and 8: row_ptr [3][rows + 1], stored [3].
+ */
 cudaError_t macko_pack_count_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, int64_t *row_ptr,
-                                  cudaStream_t stream);
+                                  int64_t *stored, cudaStream_t stream);
 
 /* Writes row_ptr as int32, and all of values and deltas, padding included. */
 cudaError_t macko_pack_write_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, const int64_t *row_ptr64,

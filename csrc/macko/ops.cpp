@@ -2,6 +2,7 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "macko.h"
@@ -81,6 +82,17 @@ int64_t round_up_to_chunk(int64_t stored) {
     return (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
 }
 
+// Which of the widths of deltas takes the fewest bytes, given how many entries each stores; the first where they tie.
+int64_t smallest_width(const int64_t *stored, const std::vector<int> &widths, int64_t value_bytes) {
+    int64_t best = 0;
+    const auto bits = [&](int64_t i) { return round_up_to_chunk(stored[i]) * (value_bytes * 8 + widths[i]); };
+    for (int64_t i = 1; i < int64_t(widths.size()); i++)
+        if (bits(i) < bits(best)) best = i;
+    if (stored[best] > MAX_STORED)
+        fail("pack", "w needs ", stored[best], " stored entries, row_ptr is int32 and holds at most ", MAX_STORED);
+    return best;
+}
+
 // Dense [rows, cols] without a look for faults: those become NaN on CUDA.
 Tensor unpack_unchecked(const macko_matrix &m, const Tensor &values) {
     Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
@@ -129,7 +141,7 @@ void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
 } // namespace
 
 std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits) {
-    check_delta_bits("pack", delta_bits);
+    if (delta_bits) check_delta_bits("pack", delta_bits);
     check_backend("pack", "w", w_any);
     const macko_dtype dtype = check_value_dtype("pack", "w", w_any);
     check_dim("pack", "w", w_any, 2);
@@ -138,37 +150,47 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
         fail("pack", "w has shape ", shape_name(w_any), ", expected at most 2^31 - 1 rows and columns");
     const DeviceOf guard(w_any);
     const Tensor w = as_contiguous(w_any);
-    Tensor row_ptr = torch::stable::new_empty(w, {rows + 1}, ScalarType::Int);
+    const std::vector<int> widths = delta_bits ? std::vector<int>{int(delta_bits)} : std::vector<int>{4, 2, 8};
+    const int64_t num_widths = int64_t(widths.size());
 #ifdef USE_CUDA
     (void)dtype;
     const cudaStream_t stream = current_stream(w);
-    Tensor row_ptr64 = torch::stable::new_empty(w, {rows + 1}, ScalarType::Long);
-    auto *counts = static_cast<int64_t *>(row_ptr64.mutable_data_ptr());
-    int64_t stored = 0;
-    STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, counts, stream));
-    STD_CUDA_CHECK(cudaMemcpyAsync(&stored, counts + rows, sizeof stored, cudaMemcpyDeviceToHost, stream));
-    STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // the size of what is allocated next
-    if (stored > MAX_STORED)
-        fail("pack", "the matrix has ", stored, " entries to store, row_ptr is int32: at most ", MAX_STORED);
-    const int64_t capacity = round_up_to_chunk(stored);
+    Tensor counts = torch::stable::new_empty(w, {num_widths, rows + 1}, ScalarType::Long);
+    // The device writes the totals to the host's memory: no copy to wait for.
+    const torch::stable::Device host(torch::headeronly::DeviceType::CPU);
+    Tensor totals = torch::stable::empty({num_widths}, ScalarType::Long, std::nullopt, host, /*pin_memory=*/true);
+    auto *row_ptr64 = static_cast<int64_t *>(counts.mutable_data_ptr());
+    auto *stored = static_cast<int64_t *>(totals.mutable_data_ptr());
+    STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, row_ptr64, stored, stream));
+    Tensor row_ptr = torch::stable::new_empty(w, {rows + 1}, ScalarType::Int); // while the device counts
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream));                             // the size of what is allocated next
+    const int64_t best = smallest_width(stored, widths, w.element_size());
+    const int64_t capacity = round_up_to_chunk(stored[best]);
     Tensor values = torch::stable::new_empty(w, {capacity});
-    Tensor deltas = torch::stable::new_empty(w, {capacity * delta_bits / 8}, ScalarType::Byte);
-    STD_CUDA_CHECK(macko_pack_write_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, counts, capacity,
-                                         static_cast<int32_t *>(row_ptr.mutable_data_ptr()), values.mutable_data_ptr(),
-                                         static_cast<uint8_t *>(deltas.mutable_data_ptr()), stream));
+    Tensor deltas = torch::stable::new_empty(w, {capacity * widths[best] / 8}, ScalarType::Byte);
+    STD_CUDA_CHECK(macko_pack_write_cuda(w.const_data_ptr(), widths[best], rows, cols, row_ptr64 + best * (rows + 1),
+                                         capacity, static_cast<int32_t *>(row_ptr.mutable_data_ptr()),
+                                         values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()),
+                                         stream));
 #else
-    std::vector<int64_t> counts(rows);
-    for_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        macko_pack_count_cpu(w.const_data_ptr(), dtype, int(delta_bits), cols, begin, end, counts.data());
+    std::vector<std::vector<int64_t>> counts(num_widths, std::vector<int64_t>(rows));
+    std::vector<int64_t> stored;
+    for_rows(rows, cols * num_widths, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) // a row stays in the cache for all widths
+            for (int64_t i = 0; i < num_widths; i++)
+                macko_pack_count_cpu(w.const_data_ptr(), dtype, widths[i], cols, row, row + 1, counts[i].data());
     });
+    for (const auto &count : counts) stored.push_back(std::accumulate(count.begin(), count.end(), int64_t(0)));
+    const int64_t best = smallest_width(stored.data(), widths, w.element_size());
+    const int64_t capacity = round_up_to_chunk(stored[best]);
+    Tensor row_ptr = torch::stable::new_empty(w, {rows + 1}, ScalarType::Int);
     auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
-    const int64_t stored = sum_counts("pack", counts, MAX_STORED, pointers);
-    const int64_t capacity = round_up_to_chunk(stored);
+    sum_counts("pack", counts[best], MAX_STORED, pointers);
     Tensor values = torch::stable::new_empty(w, {capacity});
-    Tensor deltas = torch::stable::new_zeros(w, {capacity * delta_bits / 8}, ScalarType::Byte);
-    clear_from(values, stored);
+    Tensor deltas = torch::stable::new_zeros(w, {capacity * widths[best] / 8}, ScalarType::Byte);
+    clear_from(values, stored[best]);
     for_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        macko_pack_write_cpu(w.const_data_ptr(), dtype, int(delta_bits), cols, begin, end, pointers,
+        macko_pack_write_cpu(w.const_data_ptr(), dtype, widths[best], cols, begin, end, pointers,
                              values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
     });
 #endif

@@ -9,34 +9,14 @@
 
 enum { BLOCK = MACKO_BLOCK };
 
-/* Whether a gap between two set bits of the mask is longer than delta_max. */
-static inline int has_long_gap(uint64_t mask, int delta_bits) {
-    /* The bits between the first and the last one set that are not; a run of n + 1 survives n shifts. */
-    const uint64_t first = mask & -mask, last = 1ull << (63 - __builtin_clzll(mask));
-    uint64_t runs = ~mask & (last - 1) & ~(first - 1);
-    for (int width = 1; width < (1 << delta_bits) && width < BLOCK; width *= 2) runs &= runs >> width;
-    return runs != 0;
-}
-
 void macko_pack_count_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
                           int64_t *counts) {
     macko_nonzeros *const nonzeros = macko_nonzeros_of(macko_best_cpu_path());
     for (int64_t row = begin; row < end; row++) {
         int64_t count = 0, next = 0; /* next: the column behind the previous entry */
         for (int64_t col = 0; col < cols; col += BLOCK) {
-            uint64_t mask = nonzeros(w, dtype, row * cols + col, (int)(cols - col < BLOCK ? cols - col : BLOCK));
-            if (!mask) continue;
-            const int last = 63 - __builtin_clzll(mask);
-            if (has_long_gap(mask, delta_bits)) {
-                for (; mask; mask &= mask - 1) {
-                    const int64_t at = col + __builtin_ctzll(mask);
-                    count += 1 + ((at - next) >> delta_bits);
-                    next = at + 1;
-                }
-            } else {
-                count += __builtin_popcountll(mask) + ((col + __builtin_ctzll(mask) - next) >> delta_bits);
-            }
-            next = col + last + 1;
+            const int here = (int)(cols - col < BLOCK ? cols - col : BLOCK);
+            count += macko_block_entries(nonzeros(w, dtype, row * cols + col, here), col, delta_bits, &next);
         }
         counts[row] = count;
     }
@@ -177,7 +157,7 @@ void macko_pack_write_cpu(const void *w, macko_dtype dtype, int delta_bits, int6
             if (!mask) continue;
 #if MACKO_X86
             if (path == MACKO_AVX512 && count == BLOCK && (col + __builtin_ctzll(mask) - r.next) >> delta_bits == 0 &&
-                !has_long_gap(mask, delta_bits)) {
+                !macko_has_long_gap(mask, delta_bits)) {
                 write_compressed(&r, w, dtype, delta_bits, row * cols, col, mask, values);
                 continue;
             }

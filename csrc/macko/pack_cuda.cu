@@ -95,23 +95,31 @@ __device__ __forceinline__ int64_t entries_of(const Cursor &at) {
     return entries;
 }
 
-template <int BITS>
+// Counts for one width of deltas or for several, whose row_ptrs lie behind each other.
+template <int... BITS>
 __global__ void __launch_bounds__(THREADS) count_rows(const uint16_t *w, int64_t rows, int64_t cols, int64_t *row_ptr) {
     const int64_t row = row_of_warp();
     if (row >= rows) return;
-    int64_t entries = 0;
-    walk_row(DenseRow(w, row, cols), cols, [&](const Cursor &at) { entries += entries_of<BITS>(at); });
-    for (int distance = WARP / 2; distance; distance /= 2) entries += __shfl_xor_sync(FULL_WARP, entries, distance);
-    if (threadIdx.x % WARP == 0) row_ptr[row + 1] = entries;
+    int64_t counts[sizeof...(BITS)] = {};
+    walk_row(DenseRow(w, row, cols), cols, [&](const Cursor &at) {
+        int i = 0;
+        ((counts[i++] += entries_of<BITS>(at)), ...);
+    });
+    for (int64_t entries : counts) {
+        for (int distance = WARP / 2; distance; distance /= 2) entries += __shfl_xor_sync(FULL_WARP, entries, distance);
+        if (threadIdx.x % WARP == 0) row_ptr[row + 1] = entries;
+        row_ptr += rows + 1;
+    }
 }
 
-// One block: counts in row_ptr[1..rows] become their sums. 8 counts a thread and round; 48 us for 36864 rows (H200).
+// One block a row_ptr: counts in row_ptr[1..rows] become their sums. 8 counts a thread and round; 48 us for 36864 rows (H200).
 constexpr int SCAN_THREADS = 1024;
-__global__ void __launch_bounds__(SCAN_THREADS) scan_rows(int64_t rows, int64_t *row_ptr) {
+__global__ void __launch_bounds__(SCAN_THREADS) scan_rows(int64_t rows, int64_t *row_ptr, int64_t *stored) {
     constexpr int COUNTS = 8;
     __shared__ int64_t warp_sums[SCAN_THREADS / WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int64_t before_round = 0;
+    row_ptr += blockIdx.x * (rows + 1);
     if (threadIdx.x == 0) row_ptr[0] = 0;
     for (int64_t round = 1; round <= rows; round += SCAN_THREADS * COUNTS) {
         const int64_t first = round + threadIdx.x * COUNTS;
@@ -137,6 +145,7 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_rows(int64_t rows, int64_t 
             if (first + i <= rows) row_ptr[first + i] = before + sums[i];
         __syncthreads();
     }
+    if (threadIdx.x == 0) stored[blockIdx.x] = before_round;
 }
 
 __device__ void or_word(uint32_t *deltas, int64_t word, uint32_t bits, int64_t num_words) {
@@ -440,11 +449,14 @@ cudaError_t for_delta_bits(int delta_bits, const Launch &launch) {
 } // namespace
 
 cudaError_t macko_pack_count_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, int64_t *row_ptr,
-                                  cudaStream_t stream) {
-    return for_delta_bits(delta_bits, [&](auto bits) {
-        if (rows) count_rows<bits><<<blocks_for(rows), THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, row_ptr);
-        scan_rows<<<1, SCAN_THREADS, 0, stream>>>(rows, row_ptr);
-    });
+                                  int64_t *stored, cudaStream_t stream) {
+    const auto count = [&](auto kernel) {
+        if (rows) kernel<<<blocks_for(rows), THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, row_ptr);
+        scan_rows<<<delta_bits ? 1 : 3, SCAN_THREADS, 0, stream>>>(rows, row_ptr, stored);
+    };
+    if (delta_bits) return for_delta_bits(delta_bits, [&](auto bits) { count(count_rows<bits>); });
+    count(count_rows<4, 2, 8>);
+    return cudaGetLastError();
 }
 
 cudaError_t macko_pack_write_cuda(const void *w, int delta_bits, int64_t rows, int64_t cols, const int64_t *row_ptr64,

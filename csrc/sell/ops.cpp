@@ -1,4 +1,5 @@
-// The sell layout's ops: check, allocate, guard the device, call. There is no CPU implementation: there the checks fail.
+// The sell layout's ops: check, allocate, guard the device, call. For CUDA alone, so the CPU library has nothing of it.
+#ifdef USE_CUDA
 #include "ops.h"
 
 #include <algorithm>
@@ -7,28 +8,19 @@
 #include <vector>
 
 #include "../macko/ops.h"
-#include "sell.h"
-#ifdef USE_CUDA
 #include "../torch/tiles.h"
-#endif
+#include "sell.h"
 
 namespace macko {
 namespace {
 
-void check_cuda(const char *op, const char *name, const Tensor &t) {
-    if (!t.is_cuda())
-        fail(op, name, " is on ", device_name(t),
-             ", expected a CUDA device: sell is the layout in which a GPU runs a macko matrix");
-}
-
-#ifdef USE_CUDA
 constexpr int BLOCK_FIELDS = sizeof(sell_block) / sizeof(int32_t);
 static_assert(BLOCK_FIELDS == 8, "blocks is an int32 tensor [num_blocks, 8]");
 
 // The struct over the four tensors, once they have passed every check that needs no look at their content.
 sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm,
                       int64_t cols, int64_t gap_bits, int64_t warps, int64_t head) {
-    check_cuda(op, "data", data);
+    check_backend(op, "data", data);
     check_device(op, "bases", bases, "data", data);
     check_device(op, "blocks", blocks, "data", data);
     check_device(op, "perm", perm, "data", data);
@@ -83,19 +75,22 @@ Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const
     return y;
 }
 
+// bias in the order of the layout's rows.
+std::optional<Tensor> sorted(const std::optional<Tensor> &bias, const Tensor &perm) {
+    using torch::stable::detail::from;
+    if (!bias) return std::nullopt;
+    std::array<StableIValue, 3> stack{from(*bias), from(int64_t(0)), from(perm)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // x [tokens, cols] W^T + bias through dense rows.
 Tensor multiply_dense(const sell_matrix &m, const Tensor &x, const std::optional<Tensor> &bias_any,
                       const Tensor &perm) {
     const int64_t tokens = x.size(0);
     const cudaStream_t stream = current_stream(x);
     const bool whole = rows_of_tile(m.rows, m.cols, 2) >= m.rows;
-    std::optional<Tensor> bias = bias_any;
-    if (bias && !whole) {
-        std::array<StableIValue, 3> stack{torch::stable::detail::from(*bias), torch::stable::detail::from(int64_t(0)),
-                                          torch::stable::detail::from(perm)};
-        STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "", stack.data(), TORCH_ABI_VERSION));
-        bias = torch::stable::detail::to<Tensor>(stack[0]);
-    }
+    const std::optional<Tensor> bias = whole ? bias_any : sorted(bias_any, perm);
     Tensor y = torch::stable::new_empty(x, {tokens, m.rows});
     linear_by_tiles(x, m.rows, bias, y, [&](int64_t first, int64_t count, void *w) {
         STD_CUDA_CHECK(whole ? sell_unpack_cuda(&m, w, stream) : sell_unpack_sorted_cuda(&m, first, count, w, stream));
@@ -119,16 +114,13 @@ Tensor unpack_matrix(const sell_matrix &m, const Tensor &data) {
     STD_CUDA_CHECK(sell_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(data)));
     return w;
 }
-#endif
 
 } // namespace
 
-#ifdef USE_CUDA
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
 sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
           int64_t gap_bits) {
     const char *op = "sell_pack";
-    check_cuda(op, "values", values);
     const macko_matrix m = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
     if (gap_bits && (gap_bits < SELL_MIN_GAP_BITS || gap_bits > SELL_MAX_GAP_BITS))
         fail(op, "gap_bits is ", gap_bits, ", expected ", int(SELL_MIN_GAP_BITS), " to ", int(SELL_MAX_GAP_BITS),
@@ -248,36 +240,6 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
         return multiply(m, tokens, x_any, bias, shape);
     return torch::stable::reshape(multiply_dense(m, as_tokens(x_any), bias, perm), shape);
 }
-#else
-std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
-sell_pack(const Tensor &values, const Tensor &, const Tensor &, int64_t, int64_t, int64_t) {
-    check_cuda("sell_pack", "values", values);
-    fail("sell_pack", "no CUDA tensor reaches the CPU library");
-}
-
-Tensor sell_unpack(const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, int64_t,
-                   int64_t) {
-    check_cuda("sell_unpack", "data", data);
-    return data;
-}
-
-Tensor sell_spmv(const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, int64_t, int64_t,
-                 const Tensor &, const std::optional<Tensor> &) {
-    check_cuda("sell_spmv", "data", data);
-    return data;
-}
-
-Tensor sell_spmm(const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t, int64_t, int64_t,
-                 const Tensor &, const std::optional<Tensor> &) {
-    check_cuda("sell_spmm", "data", data);
-    return data;
-}
-
-Tensor sell_linear(const Tensor &, const Tensor &data, const Tensor &, const Tensor &, const Tensor &, int64_t, int64_t,
-                   int64_t, int64_t, const std::optional<Tensor> &) {
-    check_cuda("sell_linear", "data", data);
-    return data;
-}
-#endif
 
 } // namespace macko
+#endif

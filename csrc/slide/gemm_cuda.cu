@@ -1,38 +1,49 @@
 // slide_gemm on CUDA: which tile, tensor maps, launch. The kernel is in gemm_cuda.cuh.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "gemm_cuda.cuh"
 
 namespace macko {
 
-extern template cudaError_t slide_run<MACKO_SLIDE_S8>(slide_kind, int, const macko_slide_gemm_args &, int,
+extern template cudaError_t slide_run<MACKO_SLIDE_S8>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
                                                       cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_E4M3>(slide_kind, int, const macko_slide_gemm_args &, int,
+extern template cudaError_t slide_run<MACKO_SLIDE_E4M3>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
                                                         cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, int, const macko_slide_gemm_args &, int,
+extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
                                                        cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, int, const macko_slide_gemm_args &, int,
+extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
                                                         cudaStream_t);
 
 namespace {
 
-// Tokens of a tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above, the
-// least rounds times the time of a round, in per cent of the largest tile's (H200, 2026-11-21, 28 to 222 stages).
-// MACKO_SLIDE_TILE forces one.
-int tokens_of_tile(slide_kind kind, int64_t tokens, int64_t rows, int num_sms) {
-    if (const char *forced = getenv("MACKO_SLIDE_TILE")) return atoi(forced);
-    if (tokens <= 64) return tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64;
+// Size of a tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above, the
+// least time by what a tile takes of its SM, in per cent of the largest one's (H200, 2026-11-21, 28 to 222 stages). Two
+// small tiles share an SM: one alone takes 1.7 times its share. MACKO_SLIDE_TILE=128x192 (rows x tokens) forces one.
+slide_size size_of_tile(slide_kind kind, int64_t tokens, int64_t rows, int num_sms) {
+    if (const char *forced = getenv("MACKO_SLIDE_TILE")) {
+        int tile_rows = 0, tile_tokens = 0;
+        sscanf(forced, "%dx%d", &tile_rows, &tile_tokens);
+        return slide_size(tile_rows << 16 | tile_tokens);
+    }
+    if (tokens <= 64) return tokens <= 16 ? SLIDE_64x16 : tokens <= 32 ? SLIDE_64x32 : SLIDE_64x64;
     const struct {
-        int tokens, rows, per_sm, time[2];
-    } tiles[] = {{64, 64, 2, {45, 54}}, {128, 128, 1, {59, 66}}, {256, 128, 1, {100, 100}}};
-    int best = 0;
+        slide_size size;
+        int share[2], alone[2]; // by kind
+    } tiles[] = {{SLIDE_64x64, {23, 27}, {39, 46}},
+                 {SLIDE_128x128, {54, 60}, {54, 60}},
+                 {SLIDE_128x192, {78, 80}, {78, 80}},
+                 {SLIDE_128x256, {100, 100}, {100, 100}}};
+    slide_size best = SLIDE_128x256;
     int64_t least = INT64_MAX;
     for (const auto &tile : tiles) {
-        const int64_t count = (rows + tile.rows - 1) / tile.rows * ((tokens + tile.tokens - 1) / tile.tokens);
-        const int64_t slots = (int64_t)num_sms * tile.per_sm, time = (count + slots - 1) / slots * tile.time[kind];
-        if (time < least) least = time, best = tile.tokens;
+        const int tile_rows = slide_size_rows(tile.size), tile_tokens = slide_size_tokens(tile.size);
+        const int64_t count = (rows + tile_rows - 1) / tile_rows * ((tokens + tile_tokens - 1) / tile_tokens);
+        const int64_t shares = (count + num_sms - 1) / num_sms * tile.share[kind];
+        const int64_t time = shares > tile.alone[kind] ? shares : tile.alone[kind];
+        if (time < least) least = time, best = tile.size;
     }
     return best;
 }
@@ -50,11 +61,11 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (major != 9 || minor != 0) return cudaErrorNotSupported;
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    const int tokens = tokens_of_tile(kind, args->tokens, args->weight.shape.rows, num_sms);
+    const slide_size size = size_of_tile(kind, args->tokens, args->weight.shape.rows, num_sms);
     switch (args->weight.shape.type) {
-    case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, tokens, *args, num_sms, stream);
-    case MACKO_SLIDE_E4M3: return slide_run<MACKO_SLIDE_E4M3>(kind, tokens, *args, num_sms, stream);
-    case MACKO_SLIDE_F16: return slide_run<MACKO_SLIDE_F16>(kind, tokens, *args, num_sms, stream);
-    default: return slide_run<MACKO_SLIDE_BF16>(kind, tokens, *args, num_sms, stream);
+    case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, num_sms, stream);
+    case MACKO_SLIDE_E4M3: return slide_run<MACKO_SLIDE_E4M3>(kind, size, *args, num_sms, stream);
+    case MACKO_SLIDE_F16: return slide_run<MACKO_SLIDE_F16>(kind, size, *args, num_sms, stream);
+    default: return slide_run<MACKO_SLIDE_BF16>(kind, size, *args, num_sms, stream);
     }
 }

@@ -66,22 +66,22 @@ void in_parallel(const char *op, int64_t count, int64_t grain, const Body &body)
 
 // The packed weight, once it has passed every check that needs no look at its content. Any content is safe to run.
 macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n,
-                             ScalarType dtype) {
+                             ScalarType dtype, const char *name = "packed") {
     check_n(op, n);
     check_cols(op, cols);
     const macko_slide_type type = type_of(op, dtype);
-    check_backend(op, "packed", packed);
-    check_device(op, "scale", scale, "packed", packed);
-    check_dtype(op, "packed", packed, ScalarType::Byte);
+    check_backend(op, name, packed);
+    check_device(op, "scale", scale, name, packed);
+    check_dtype(op, name, packed, ScalarType::Byte);
     check_dtype(op, "scale", scale, ScalarType::Float);
-    check_dim(op, "packed", packed, 3);
+    check_dim(op, name, packed, 3);
     check_dim(op, "scale", scale, 1);
     const int64_t rows = scale.numel(), blocks = macko_slide_row_blocks(rows);
     const int64_t k_tiles = macko_slide_k_tiles(cols, int(n), type), bytes = macko_slide_tile_bytes(int(n), type);
     if (packed.size(0) != blocks || packed.size(1) != k_tiles || packed.size(2) != bytes)
-        fail(op, "packed has shape ", shape_name(packed), ", expected [", blocks, ", ", k_tiles, ", ", bytes, "] for ",
+        fail(op, name, " has shape ", shape_name(packed), ", expected [", blocks, ", ", k_tiles, ", ", bytes, "] for ",
              rows, " rows and ", cols, " columns of ", dtype_name(dtype), ", ", pattern_name(n));
-    check_contiguous(op, "packed", packed);
+    check_contiguous(op, name, packed);
     check_contiguous(op, "scale", scale);
     return {{rows, cols, int(n), type},
             static_cast<const uint8_t *>(packed.const_data_ptr()),
@@ -249,24 +249,29 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
     const Tensor lifted = as_contiguous(lifted_any), token_scale = as_contiguous(token_scale_any);
     return multiply(op,
                     {weight, lifted.const_data_ptr(), static_cast<const float *>(token_scale.const_data_ptr()),
-                     data_of(bias), nullptr, tokens, to, depth, 0},
+                     data_of(bias), nullptr, tokens, to, depth, 0, 0},
                     lifted, out_dtype);
 }
 
-Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n,
-                    ScalarType dtype, const std::optional<Tensor> &bias_any) {
+Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n_packed,
+                    ScalarType dtype, const std::optional<Tensor> &bias_any, const std::optional<Tensor> &dense,
+                    int64_t sparse_from, int64_t sparse_to) {
     const char *op = "slide_linear";
-    const macko_slide_weight weight = weight_of(op, packed, scale, cols, n, dtype);
+    const int64_t tokens = num_tokens(x_any);
+    // One op for both weights, so that a compiled graph for any number of tokens has no branch.
+    const bool takes_dense = dense && (tokens < sparse_from || tokens > sparse_to);
+    const int64_t n = takes_dense ? 0 : n_packed;
+    const macko_slide_weight weight = takes_dense ? weight_of(op, *dense, scale, cols, n, dtype, "dense")
+                                                  : weight_of(op, packed, scale, cols, n, dtype);
     check_device(op, "x", x_any, "packed", packed);
     const macko_dtype from = check_value_dtype(op, "x", x_any);
     if (!is_8_bit(weight.shape.type)) check_dtype(op, "x", x_any, dtype);
     check_last(op, "x", x_any, cols);
-    const int64_t tokens = num_tokens(x_any);
     if (tokens > INT32_LIMIT) fail(op, "x has ", tokens, " tokens, expected less than 2^31");
     const auto bias = checked_bias(op, bias_any, "packed", packed, x_any.scalar_type(), weight.shape.rows);
     const DeviceOf guard(packed);
     const Tensor x = as_contiguous(x_any);
-    macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, data_of(bias), nullptr, tokens, from, cols, 0};
+    macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, data_of(bias), nullptr, tokens, from, cols, 0, 0};
     // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
     const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
                        (cols == macko_slide_depth(cols, int(n)) || (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&
@@ -277,6 +282,7 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
         args.lifted = std::get<0>(*lifted).const_data_ptr();
         args.token_scale = static_cast<const float *>(std::get<1>(*lifted).const_data_ptr());
         args.lifted_cols = macko_slide_depth(cols, int(n));
+        args.follows_quantiser = tokens > 0;
     }
     return multiply(op, args, x, x.scalar_type());
 }

@@ -14,6 +14,7 @@ std::tuple<Tensor, Tensor> slide_quant_fused(const Tensor &x, int64_t n, ScalarT
 Tensor slide_gemm(const Tensor &lifted, const Tensor &token_scale, const Tensor &packed, const Tensor &scale,
                   int64_t cols, int64_t n, ScalarType out_dtype, const std::optional<Tensor> &bias);
 Tensor slide_linear(const Tensor &x, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n,
-                    ScalarType dtype, const std::optional<Tensor> &bias);
+                    ScalarType dtype, const std::optional<Tensor> &bias, const std::optional<Tensor> &dense,
+                    int64_t sparse_from, int64_t sparse_to);
 
 } // namespace macko

@@ -10,7 +10,12 @@ namespace {
 
 constexpr int MAX_THREADS = 1024;
 constexpr int VECTOR = 8;      // 16-bit numbers of a 16-byte load
-constexpr int ZERO_COLS = 160; // behind a token: the last group and the windows that fill the depth read there
+constexpr int ZERO_COLS = 160; // behind a token
+
+// Of a token in shared memory, zeros behind it among them.
+__host__ __device__ constexpr int line_vectors(int cols) {
+    return (cols + ZERO_COLS + VECTOR - 1) / VECTOR;
+}
 
 template <typename T>
 __device__ __forceinline__ float2 pair_of(uint32_t bits);
@@ -28,26 +33,30 @@ __device__ __forceinline__ uint32_t larger(uint32_t most, uint32_t bits) {
     return __vmaxu2(most, bits & 0x7fff7fffu);
 }
 
-// Reads a token into shared memory, zeros behind it, and returns the bits of its largest magnitude to all threads.
-__device__ uint32_t read_token(const uint16_t *__restrict__ token, int cols, bool aligned, uint4 *line) {
-    __shared__ uint32_t of_warp[MAX_THREADS / WARP];
-    const int vectors = (cols + ZERO_COLS) / VECTOR;
+// Sixteen bytes to shared memory, without registers and at no wait. `x` is read once: L2 is for the codes.
+__device__ __forceinline__ void copy_16(uint32_t to, const void *from, uint64_t once) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(once)
+                 : "memory");
+}
+
+struct quant_task {
+    const uint16_t *x;
+    uint8_t *lifted;
+    float *scale;
+    int64_t tokens;
+    int cols, depth;
+    int aligned;      // x can be copied by 16 bytes
+    int streams;      // the codes will not stay in L2 until they are read
+    uint32_t inverse; // ceil(2^32 / (n - 1)), for n > 2: the group of window v is the high word of v * inverse
+};
+
+// The bits of a token's largest |value|, for every thread. Also the barrier behind which all of `line` is there.
+__device__ __forceinline__ uint32_t largest(const uint4 *line, int vectors, uint32_t *of_warp) {
     uint32_t most = 0;
-    if (aligned) {
-        const uint4 *from = (const uint4 *)token;
 #pragma unroll 4
-        for (int i = threadIdx.x; i < cols / VECTOR; i += blockDim.x) {
-            const uint4 v = __ldcs(from + i); // read once: L2 is for the codes, which the GEMM reads next
-            line[i] = v;
-            most = larger(larger(larger(larger(most, v.x), v.y), v.z), v.w);
-        }
-        for (int i = cols / VECTOR + threadIdx.x; i < vectors; i += blockDim.x) line[i] = make_uint4(0, 0, 0, 0);
-    } else {
-        for (int i = threadIdx.x; i < vectors * VECTOR; i += blockDim.x) {
-            const uint16_t v = i < cols ? token[i] : 0;
-            ((uint16_t *)line)[i] = v;
-            most = larger(most, v);
-        }
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) { // what this thread itself copied
+        const uint4 v = line[i];
+        most = larger(larger(larger(larger(most, v.x), v.y), v.z), v.w);
     }
     most = __reduce_max_sync(FULL_WARP, max(most & 0xffff, most >> 16));
     if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = most;
@@ -56,62 +65,127 @@ __device__ uint32_t read_token(const uint16_t *__restrict__ token, int cols, boo
     return __reduce_max_sync(FULL_WARP, most);
 }
 
-// A block owns a token, a thread a window at a time: neighbours read neighbouring pairs, free of bank conflicts (with
-// four windows a thread, for 16-byte stores, six lanes met in a bank and lifting took 1.6 times as long on an H200).
-// inverse = ceil(2^32 / (n - 1)): the group of window v is the high word of v * inverse (exact: v < 2^16, n - 1 < 8).
-template <typename T, macko_slide_type TYPE>
-__global__ void __launch_bounds__(MAX_THREADS)
-    quantise(const T *__restrict__ x, int cols, int depth, uint32_t inverse, bool aligned, void *lifted, float *scale) {
-    extern __shared__ uint4 line[];
-    constexpr bool KEEPS_BITS = TYPE >= MACKO_SLIDE_F16;
-    const int64_t token = blockIdx.x;
-    const uint32_t most = read_token((const uint16_t *)x + token * cols, cols, aligned, line);
-    const macko_slide_quantiser by = macko_slide_quantiser_of(pair_of<T>(most).x, TYPE);
-    if (threadIdx.x == 0) scale[token] = KEEPS_BITS ? 1.0f : by.scale;
+template <typename V>
+__device__ __forceinline__ void store_codes(V *to, V codes, int streams) {
+    if (streams)
+        __stcs(to, codes);
+    else
+        *to = codes;
+}
 
-    const uint32_t *pairs = (const uint32_t *)line;
-    const uint32_t windows = depth / 4;
-    const auto first_pair = [&](uint32_t window) { return window + (inverse ? __umulhi(window, inverse) : window); };
-    if (KEEPS_BITS) {
-        uint2 *out = (uint2 *)lifted + token * windows;
-        for (uint32_t window = threadIdx.x; window < windows; window += blockDim.x)
-            out[window] = make_uint2(pairs[first_pair(window)], pairs[first_pair(window) + 1]);
-        return;
+// Codes of a token that is not lifted, a vector a thread. `scaled` is given value and column.
+template <typename T, macko_slide_type TYPE, typename SCALED>
+__device__ __forceinline__ void write_plain(const quant_task &task, const uint4 *line, uint8_t *to,
+                                            const SCALED &scaled) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < task.depth / VECTOR; i += blockDim.x) {
+        const uint4 v = line[i];
+        if (TYPE >= MACKO_SLIDE_F16) {
+            store_codes((uint4 *)to + i, v, task.streams);
+            continue;
+        }
+        const float2 a = pair_of<T>(v.x), b = pair_of<T>(v.y), c = pair_of<T>(v.z), d = pair_of<T>(v.w);
+        const int col = i * VECTOR;
+        const uint32_t low =
+            slide_codes4<TYPE>(scaled(a.x, col), scaled(a.y, col + 1), scaled(b.x, col + 2), scaled(b.y, col + 3));
+        const uint32_t high =
+            slide_codes4<TYPE>(scaled(c.x, col + 4), scaled(c.y, col + 5), scaled(d.x, col + 6), scaled(d.y, col + 7));
+        store_codes((uint2 *)to + i, make_uint2(low, high), task.streams);
     }
-    uint32_t *out = (uint32_t *)lifted + token * windows;
-    const auto codes = [&](uint32_t window, auto scaled) {
-        const uint32_t pair = first_pair(window), col = 2 * pair;
-        const float2 low = pair_of<T>(pairs[pair]), high = pair_of<T>(pairs[pair + 1]);
-        out[window] = slide_codes4<TYPE>(scaled(low.x, col), scaled(low.y, col + 1), scaled(high.x, col + 2),
-                                         scaled(high.y, col + 3));
-    };
-    if (by.before == 1 && by.factor == by.factor) {
+}
+
+// Codes of a lifted token, a window a thread: neighbours read neighbouring pairs, free of bank conflicts (with four
+// windows a thread, for 16-byte stores, six lanes met in a bank and lifting took 1.6 times as long on an H200).
+template <typename T, macko_slide_type TYPE, typename SCALED>
+__device__ __forceinline__ void write_lifted(const quant_task &task, const uint32_t *pairs, uint8_t *to,
+                                             const SCALED &scaled) {
+    const uint32_t windows = task.depth / 4;
 #pragma unroll 4
-        for (uint32_t window = threadIdx.x; window < windows; window += blockDim.x)
-            codes(window, [&](float v, uint32_t) { return v * by.factor; });
-    } else { // tiny numbers; or NaN, which must not reach the zeros behind the token
-        for (uint32_t window = threadIdx.x; window < windows; window += blockDim.x)
-            codes(window, [&](float v, uint32_t col) { return col < cols ? v * by.before * by.factor : 0.0f; });
+    for (uint32_t window = threadIdx.x; window < windows; window += blockDim.x) {
+        const uint32_t pair = window + __umulhi(window, task.inverse); // exact: window < 2^16, n - 1 < 8
+        const uint32_t first = pairs[pair], second = pairs[pair + 1];
+        if (TYPE >= MACKO_SLIDE_F16) {
+            store_codes((uint2 *)to + window, make_uint2(first, second), task.streams);
+            continue;
+        }
+        const float2 low = pair_of<T>(first), high = pair_of<T>(second);
+        const int col = 2 * pair;
+        const uint32_t codes = slide_codes4<TYPE>(scaled(low.x, col), scaled(low.y, col + 1), scaled(high.x, col + 2),
+                                                  scaled(high.y, col + 3));
+        store_codes((uint32_t *)to + window, codes, task.streams);
+    }
+}
+
+// A block takes every gridDim-th token: into shared memory, and from there twice. That the blocks of an SM are at
+// different places keeps memory busy (two lines a block, the next token on its way, were no faster on an H200).
+template <typename T, macko_slide_type TYPE>
+__global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
+    extern __shared__ uint4 line[];
+    __shared__ uint32_t of_warp[MAX_THREADS / WARP];
+    constexpr bool KEEPS_BITS = TYPE >= MACKO_SLIDE_F16;
+    uint64_t once;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    const int vectors = (int)ceil_div(task.cols, VECTOR);
+    // Behind a token's columns there are zeros: the last group and the windows that fill the depth read there.
+    for (int col = task.cols + threadIdx.x; col < line_vectors(task.cols) * VECTOR; col += blockDim.x)
+        ((uint16_t *)line)[col] = 0;
+    for (int64_t token = blockIdx.x; token < task.tokens; token += gridDim.x) {
+        __syncthreads(); // the token before is through with the line
+        const uint16_t *from = task.x + token * task.cols;
+        if (task.aligned) {
+            const uint32_t at = (uint32_t)__cvta_generic_to_shared(line);
+#pragma unroll 4
+            for (int i = threadIdx.x; i < vectors; i += blockDim.x) copy_16(at + i * 16, from + i * VECTOR, once);
+        } else {
+            for (int i = threadIdx.x; i < vectors; i += blockDim.x)
+                for (int col = i * VECTOR; col < min((i + 1) * VECTOR, task.cols); col++)
+                    ((uint16_t *)line)[col] = from[col];
+        }
+#if __CUDA_ARCH__ >= 900
+        asm volatile("griddepcontrol.launch_dependents;"); // the GEMM may fetch weights, behind the first tokens
+#endif
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        const uint32_t most = largest(line, KEEPS_BITS ? 0 : vectors, of_warp);
+        const macko_slide_quantiser by = macko_slide_quantiser_of(pair_of<T>(most).x, TYPE);
+        if (threadIdx.x == 0) task.scale[token] = KEEPS_BITS ? 1.0f : by.scale;
+        uint8_t *to = task.lifted + token * task.depth * macko_slide_element_bytes(TYPE);
+        const auto write = [&](const auto &scaled) {
+            if (task.inverse)
+                write_lifted<T, TYPE>(task, (const uint32_t *)line, to, scaled);
+            else
+                write_plain<T, TYPE>(task, line, to, scaled);
+        };
+        if (KEEPS_BITS || (by.before == 1 && by.factor == by.factor))
+            write([&](float v, int) { return v * by.factor; });
+        else // tiny numbers; or NaN, which must not reach the zeros behind the token
+            write([&](float v, int col) { return col < task.cols ? v * by.before * by.factor : 0.0f; });
     }
 }
 
 template <typename T, macko_slide_type TYPE>
 cudaError_t launch(const void *x, int64_t tokens, int cols, int n, void *lifted, float *scale, cudaStream_t stream) {
-    int device = 0, num_sms = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-    // Many tokens: blocks of about four loads a thread, several of them on an SM. Few: one load a thread, for latency.
-    const int vectors = (int)ceil_div(cols, VECTOR), per_thread = tokens > num_sms ? 4 : 1;
-    const int threads = std::min<int>(std::max<int>(ceil_div(ceil_div(vectors, per_thread), 64) * 64, 64),
-                                      per_thread == 4 ? 512 : MAX_THREADS);
-    const int smem_bytes = (int)ceil_div(cols + ZERO_COLS, VECTOR) * 16;
-    const cudaError_t status =
-        cudaFuncSetAttribute(quantise<T, TYPE>, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-    if (status != cudaSuccess) return status;
-    const bool aligned = cols % VECTOR == 0 && (uintptr_t)x % 16 == 0;
-    const uint32_t inverse = n <= 2 ? 0 : (uint32_t)(((1ull << 32) + n - 2) / (n - 1));
-    quantise<T, TYPE><<<(unsigned)tokens, threads, smem_bytes, stream>>>(
-        (const T *)x, cols, (int)macko_slide_depth(cols, n), inverse, aligned, lifted, scale);
+    Device device;
+    cudaError_t status = current_device(&device);
+    if (!status) status = allow_all_shared_memory<quantise<T, TYPE>>(device);
+    if (status) return status;
+    quant_task task{};
+    task.x = (const uint16_t *)x;
+    task.lifted = (uint8_t *)lifted;
+    task.scale = scale;
+    task.tokens = tokens;
+    task.cols = cols;
+    task.depth = (int)macko_slide_depth(cols, n);
+    task.aligned = cols % VECTOR == 0 && (uintptr_t)x % 16 == 0;
+    // Streaming stores: 126.6 -> 122.2 us for 155 MB of codes, but 22.9 -> 23.9 us for 29 MB (H200, 50 MB of L2).
+    task.streams = tokens * task.depth * macko_slide_element_bytes(TYPE) > 32 << 20;
+    task.inverse = n <= 2 ? 0 : (uint32_t)(((1ull << 32) + n - 2) / (n - 1));
+    // Few tokens: a load a thread, for latency. Many: eight, and as many blocks as an SM holds.
+    const bool many = tokens > device.num_sms;
+    const int wanted = (int)ceil_div(ceil_div(cols, VECTOR * (many ? 8 : 1)), WARP) * WARP;
+    const int threads = std::min(std::max(wanted, WARP), MAX_THREADS), smem_bytes = line_vectors(cols) * 16;
+    const int per_sm = std::min({device.shared_bytes / (smem_bytes + 1280), 2048 / threads, 32});
+    const int64_t blocks = many ? std::min(tokens, (int64_t)std::max(per_sm, 1) * device.num_sms) : tokens;
+    quantise<T, TYPE><<<(unsigned)blocks, threads, smem_bytes, stream>>>(task);
     return cudaGetLastError();
 }
 

@@ -184,6 +184,9 @@ typedef struct macko_slide_gemm_args {
     macko_dtype out_dtype;
     /* CUDA: columns of a row of `lifted`, at most depth (the rest counts as zeros), and from token to token of out. */
     int64_t lifted_cols, out_stride;
+    /* CUDA: the launch before it on the stream is macko_slide_quant_cuda, which made `lifted` and token_scale: the GEMM
+       begins beside it with what does not need them. */
+    int follows_quantiser;
 } macko_slide_gemm_args;
 
 int macko_slide_gemm_cpu(const macko_slide_gemm_args *args, int64_t begin, int64_t end);

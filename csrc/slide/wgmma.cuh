@@ -29,6 +29,9 @@ struct wgmma;
 #define MACKO_NAMES_32 MACKO_3_TO_9 "%10, %11, %12, %13, %14, %15, %16, %17, %18"
 #define MACKO_NAMES_64 MACKO_3_TO_9 MACKO_TEN("1") MACKO_TEN("2") "%30, %31, %32, %33, %34"
 #define MACKO_NAMES_128 MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TEN("5") "%60, %61, %62, %63, %64, %65, %66"
+#define MACKO_NAMES_192                                                                                                \
+    MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TEN("5") MACKO_TEN("6") MACKO_TEN("7")                                           \
+        MACKO_TEN("8") "%90, %91, %92, %93, %94, %95, %96, %97, %98"
 #define MACKO_NAMES_256                                                                                                \
     MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TENS_5_9 MACKO_TEN("10") MACKO_TEN("11") MACKO_TEN("12") "%130"
 
@@ -57,11 +60,13 @@ struct wgmma;
 #define MACKO_META_32 "19"
 #define MACKO_META_64 "35"
 #define MACKO_META_128 "67"
+#define MACKO_META_192 "99"
 #define MACKO_META_256 "131"
 #define MACKO_SELECT_16 "12"
 #define MACKO_SELECT_32 "20"
 #define MACKO_SELECT_64 "36"
 #define MACKO_SELECT_128 "68"
+#define MACKO_SELECT_192 "100"
 #define MACKO_SELECT_256 "132"
 
 #define MACKO_WGMMA_TYPE(TYPE, KIND, K_SPARSE, K_DENSE, C, ONE)                                                        \
@@ -69,6 +74,7 @@ struct wgmma;
     MACKO_WGMMA(TYPE, 32, KIND, K_SPARSE, K_DENSE, C, ONE)                                                             \
     MACKO_WGMMA(TYPE, 64, KIND, K_SPARSE, K_DENSE, C, ONE)                                                             \
     MACKO_WGMMA(TYPE, 128, KIND, K_SPARSE, K_DENSE, C, ONE)                                                            \
+    MACKO_WGMMA(TYPE, 192, KIND, K_SPARSE, K_DENSE, C, ONE)                                                            \
     MACKO_WGMMA(TYPE, 256, KIND, K_SPARSE, K_DENSE, C, ONE)
 
 MACKO_WGMMA_TYPE(MACKO_SLIDE_S8, ".s32.s8.s8", "k64", "k32", "+r", "")

@@ -14,12 +14,6 @@
     OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
     OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
     OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor") \
-    /* csrc/sell: how a GPU runs it; on the CPU they only say so */ \
-    OP(sell_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4, int gap_bits=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int, int)") \
-    OP(sell_unpack, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head) -> Tensor") \
-    OP(sell_spmv, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor x, Tensor? bias=None) -> Tensor") \
-    OP(sell_spmm, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor x, Tensor? bias=None) -> Tensor") \
-    OP(sell_linear, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor") \
     /* csrc/tile: a GPU's layout for batches */ \
     OP(tile_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, int, int)") \
     OP(tile_unpack, "(Tensor data, Tensor offsets, int rows, int cols, int widest) -> Tensor") \
@@ -36,22 +30,30 @@
     OP(slide_unpack, "(Tensor packed, Tensor scale, int cols, int n, ScalarType dtype) -> Tensor") \
     OP(slide_quant_fused, "(Tensor x, int n, ScalarType dtype) -> (Tensor, Tensor)") \
     OP(slide_gemm, "(Tensor lifted, Tensor token_scale, Tensor packed, Tensor scale, int cols, int n, ScalarType out_dtype, Tensor? bias=None) -> Tensor") \
-    OP(slide_linear, "(Tensor x, Tensor packed, Tensor scale, int cols, int n, ScalarType dtype, Tensor? bias=None) -> Tensor")
+    OP(slide_linear, "(Tensor x, Tensor packed, Tensor scale, int cols, int n, ScalarType dtype, Tensor? bias=None, Tensor? dense=None, int sparse_from=0, int sparse_to=0) -> Tensor")
 
 #define MACKO_CPU_OPS(OP) \
-    /* csrc/bitmap: the CPU's execution layout */ \
+    /* csrc/bitmap: the execution layout of a CPU */ \
     OP(bitmap_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
     OP(bitmap_unpack, "(Tensor values, Tensor bits, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
     OP(bitmap_check, "(Tensor values, Tensor bits, Tensor row_ptr, int cols) -> Tensor") \
     OP(bitmap_spmv, "(Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor x) -> Tensor") \
     OP(bitmap_linear, "(Tensor x, Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor? bias=None) -> Tensor")
 
+#define MACKO_CUDA_OPS(OP) \
+    /* csrc/sell: the execution layout of a GPU */ \
+    OP(sell_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4, int gap_bits=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int, int)") \
+    OP(sell_unpack, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head) -> Tensor") \
+    OP(sell_spmv, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor x, Tensor? bias=None) -> Tensor") \
+    OP(sell_spmm, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor x, Tensor? bias=None) -> Tensor") \
+    OP(sell_linear, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor")
+
 #define DEFINE(name, schema) m.def(#name schema);
 #define IMPLEMENT(name, schema) m.impl(#name, TORCH_BOX(&macko::name));
 
 #ifdef USE_CUDA
-STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) MACKO_CUDA_OPS(IMPLEMENT) }
 #else
-STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) MACKO_CPU_OPS(DEFINE) }
+STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) MACKO_CPU_OPS(DEFINE) MACKO_CUDA_OPS(DEFINE) }
 STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) MACKO_CPU_OPS(IMPLEMENT) }
 #endif

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto
 from .formats import MackoWeight, PackedWeight
 from .linear import SparseLinear
 

@@ -299,22 +299,40 @@ def load_tokens(path: Path) -> dict[tuple[float, int, str], dict[tuple[int, int]
     """Speed-ups of benchmarks.spmm by shape, for each (density, tokens, kernel)."""
     found: dict[tuple[float, int, str], dict[tuple[int, int], float]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        if line["kernel"] != "dense" and line["dtype"] == "float16":
+        if "dense_us" in line and line["dtype"] == "float16":
             speedups = found.setdefault((line["density"], line["tokens"], line["kernel"]), {})
             speedups[line["rows"], line["cols"]] = line["dense_us"] / line["median_us"]
     return found
 
 
 def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+    named = {"sell": "sell", "tile": "tile", "tile_alone": "tile, alone", "stream": "sell's stream, chained",
+             "stream_alone": "sell's stream, alone", "tiles": "sell by dense rows"}  # fmt: skip
+    named = {name: title for name, title in named.items() if name in {key[2] for key in found}}
     rows = []
     for density, tokens in sorted({key[:2] for key in found}, key=lambda key: (-key[0], key[1])):
         cells = []
-        for name in ("stream", "stream_alone", "tiles"):
+        for name in named:
             speedups = found.get((density, tokens, name), {}).values()
             cells.append(f"{geomean(speedups):.2f}x (least {min(speedups):.2f}x)" if speedups else "")
         shapes = {len(found[key]) for key in found if key[:2] == (density, tokens)}
         rows.append([f"{density:.2f}", f"{tokens}", *cells, f"{max(shapes)}"])
-    return table(["density", "tokens", "stream, chained", "stream, alone", "dense tiles", "shapes"], rows)
+    return table(["density", "tokens", *named.values(), "shapes"], rows)
+
+
+def unpack_table(path: Path) -> str:
+    """Dense matrices made from sell and tile: the last line of each shape, density and format counts."""
+    found: dict[tuple[int, int, float], dict[str, str]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line["kernel"].endswith("_unpack"):
+            speed = line["moved_bytes"] / line["median_us"] / 1e6
+            cell = f"{line['median_us']:.1f} ({speed:.2f})"
+            found.setdefault((line["rows"], line["cols"], line["density"]), {})[line["kernel"].split("_")[0]] = cell
+    rows = [
+        [f"{key[0]} x {key[1]}", f"{key[2]:.2f}", cells.get("sell", ""), cells.get("tile", "")]
+        for key, cells in sorted(found.items(), key=lambda item: (-item[0][2], item[0][0] * item[0][1]))
+    ]
+    return table(["rows x cols", "density", "sell, us (TB/s)", "tile, us (TB/s)"], rows)
 
 
 def plot_tokens(found: dict[tuple[float, int, str], dict[tuple[int, int], float]], path: Path) -> None:
@@ -322,7 +340,7 @@ def plot_tokens(found: dict[tuple[float, int, str], dict[tuple[int, int], float]
 
     figure, axis = plt.subplots(figsize=(7, 4))
     for density, colour in ((0.5, "tab:blue"), (0.3, "tab:orange")):
-        for name, label, dashes in (("stream", "packed stream", "-"), ("tiles", "dense tiles", "--")):
+        for name, label, dashes in (("tile", "tile", "-"), ("sell", "sell", "--")):
             keys = sorted(key for key in found if key[0] == density and key[2] == name)
             means = [geomean(found[key].values()) for key in keys]
             axis.plot([key[1] for key in keys], means, dashes, color=colour, marker="o", markersize=3,
@@ -728,6 +746,7 @@ def main() -> None:
         "spmv masks": lambda: masks_table(problems),
         "spmv packing": lambda: packing_table(problems),
         "spmm tokens": lambda: tokens_table(tokens),
+        "spmm unpack": lambda: unpack_table(path.parent / "spmm.jsonl"),
         "models": lambda: models_table(path.parent / "models.jsonl"),
         "bench headline": lambda: bench_headline(bench),
         "bench where": lambda: bench_where(bench),

@@ -1,12 +1,13 @@
 """A few tokens and many times a pruned matrix on the GPU, from one packed weight: against F.linear of the dense one.
 
-    python -m benchmarks.spmm --gpu                              # eight shapes, 1 to 64 tokens, densities 0.5 and 0.3
-    python -m benchmarks.spmm --gpu --tokens 256,1024,4096 --densities 0.5
+    python -m benchmarks.spmm --gpu                     # sell and tile: eight shapes, 1 to 4096 tokens, two densities
+    python -m benchmarks.spmm --gpu --kernels stream,stream_alone,tiles --tokens 1,2,4,8,16
 
-Kernels: dense (F.linear; torch.mv too at one token), stream (sell_spmm), tiles (dense rows in a workspace, then the
-library's product), linear (what sell_linear chooses). Launches may overlap, as in a model of such layers, but for
-stream_alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64. Times as in
-benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to benchmarks/results/<gpu>/spmm.jsonl.
+Kernels: dense (F.linear; torch.mv too at one token); sell and tile, what a layer of that format does; and parts of what
+sell may choose: stream (sell_spmm), tiles (dense rows in a workspace, then the library's product). Launches may
+overlap, as in a model of such layers, but for those that end in _alone. Each is checked before it is timed: poisoned
+output, signed random data, the bound of float64. Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians.
+Lines go to benchmarks/results/<gpu>/spmm.jsonl.
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ import argparse
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from macko.formats import SellWeight
+from macko.formats import MackoWeight, PackedWeight, SellWeight, TileWeight
 
 from .spmv import DTYPES, EIGHT, environment, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
 
-#: Kernel, knobs, the numbers of tokens.
-VARIANTS: dict[str, tuple[dict[str, str], range]] = {
-    "stream": ({}, range(1, 17)),
-    "stream_alone": ({"MACKO_PDL": "0"}, range(1, 9)),
-    "tiles": ({"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
-    "linear": ({}, range(1, 1 << 30)),
+#: Kernel: format, method, knobs, the numbers of tokens.
+VARIANTS: dict[str, tuple[type[PackedWeight], str, dict[str, str], range]] = {
+    "sell": (SellWeight, "linear", {}, range(1, 1 << 30)),
+    "tile": (TileWeight, "linear", {}, range(1, 1 << 30)),
+    "tile_alone": (TileWeight, "linear", {"MACKO_PDL": "0"}, range(1, 65)),
+    "stream": (SellWeight, "spmm", {}, range(1, 17)),
+    "stream_alone": (SellWeight, "spmm", {"MACKO_PDL": "0"}, range(1, 9)),
+    "tiles": (SellWeight, "linear", {"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
 }
 
 
@@ -62,14 +65,21 @@ def time_calls(calls: list[Callable[[], Tensor]], tokens: int) -> Timing:
     return time_graph(calls) if tokens <= 64 else time_graph(calls, replays=5, warmup=1, min_launches=8)
 
 
+def time_unpack(packed: PackedWeight, rotated: Sequence[PackedWeight], w: Tensor) -> Timing:
+    """The whole dense matrix, which has to be w."""
+    if not torch.equal(packed.to_dense(), w):
+        raise SystemExit(f"{packed.format}: unpacking gives another matrix")
+    return time_graph([c.to_dense for c in rotated], replays=5, warmup=1, min_launches=8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", required=True, help="what is timed; there is no other yet")
     parser.add_argument("--shapes", default=EIGHT, help="ROWSxCOLS,...")
-    parser.add_argument("--tokens", default="1,2,3,4,8,16,32,64", help="comma separated")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64,256,1024,4096", help="comma separated")
     parser.add_argument("--densities", default="0.5,0.3", help="comma separated")
     parser.add_argument("--dtype", default="float16", choices=list(DTYPES))
-    parser.add_argument("--kernels", default="stream,stream_alone,tiles", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--kernels", default="sell,tile", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further shape after this time")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmm.jsonl")
     args = parser.parse_args()
@@ -102,35 +112,35 @@ def main() -> None:
         del weights
         for density in map(float, args.densities.split(",")):
             w = torch.where(make_mask("uniform", dense, density, generator), dense, torch.zeros_like(dense))
-            sell = SellWeight.from_dense(w)
-            rotated = packed_copies(sell)
-            for n, x in inputs.items():
+            canonical = MackoWeight.from_dense(w)
+            for kernel in args.kernels.split(","):
+                kind, method, knobs, sizes = VARIANTS[kernel]
+                packed = kind.from_macko(canonical)
+                rotated = packed_copies(packed)
                 shown = []
-                for kernel in args.kernels.split(","):
-                    knobs, sizes = VARIANTS[kernel]
+                about = {"rows": rows, "cols": cols, "density": density, "dtype": args.dtype, "mask": "uniform", **what}
+                if kernel == packed.format:
+                    timing = time_unpack(packed, rotated, w)
+                    moved = packed.nbytes + w.nbytes
+                    shown.append(f"unpack: {timing.median_us:.2f} ({moved / timing.median_us / 1e6:.2f} TB/s)")
+                    times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
+                    append_jsonl(out, kernel=f"{kernel}_unpack", tokens=0, moved_bytes=moved, **times, **about)
+                for n, x in inputs.items():
                     if n not in sizes:
                         continue
-                    name = "spmm" if kernel.startswith("stream") else "linear"
-                    calls = [lambda c=c, x=x, name=name: getattr(c, name)(x) for c in rotated]
+                    calls = [lambda c=c, x=x, method=method: getattr(c, method)(x) for c in rotated]
                     with environment(**knobs):
-                        check(kernel, calls[0], w, x, exact_sum=name == "spmm")
+                        check(kernel, calls[0], w, x, exact_sum=kernel != "tiles" and (kernel != "sell" or n == 1))
                         timing = time_calls(calls, n)
                     speedup = dense_us[n] / timing.median_us
                     logs.setdefault((density, n, kernel), []).append(math.log(speedup))
-                    shown.append(f"{kernel} {timing.median_us:.2f} ({speedup:.2f}x)")
+                    shown.append(f"{n}: {timing.median_us:.2f} ({speedup:.2f}x)")
                     times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
-                    about = {
-                        "rows": rows,
-                        "cols": cols,
-                        "density": density,
-                        "dtype": args.dtype,
-                        "tokens": n,
-                        "mask": "uniform",
-                    }
-                    facts = {"dense_us": round(dense_us[n], 3), "held_bytes": sell.nbytes, "gap_bits": sell.gap_bits}
-                    append_jsonl(out, kernel=kernel, **about, **times, **facts, **what)
-                print(f"{shape} {density} {n:5} dense {dense_us[n]:.2f}  {'  '.join(shown)}", flush=True)
-            del rotated, sell, w
+                    facts = {"dense_us": round(dense_us[n], 3), "held_bytes": packed.nbytes}
+                    append_jsonl(out, kernel=kernel, tokens=n, **times, **facts, **about)
+                print(f"{shape} {density} {kernel:6} us (x over dense)  {'  '.join(shown)}", flush=True)
+                del rotated, packed
+            del canonical, w
         del dense, inputs
     for (density, n, kernel), values in sorted(logs.items()):
         mean, worst = math.exp(sum(values) / len(values)), math.exp(min(values))

@@ -16,6 +16,7 @@ from .formats import (
     MackoWeight,
     PackedWeight,
     SellWeight,
+    TileWeight,
     format_named,
     sparsest_pattern,
 )
@@ -45,9 +46,14 @@ def expected_us(
     return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
 
 
-def choose(weight: MackoWeight) -> type[PackedWeight]:
-    """The format in which this weight takes the least time for one token on its device."""
+def choose(weight: MackoWeight, batch: bool = False) -> type[PackedWeight]:
+    """The format in which this weight takes the least time on its device, for one token or for a batch of them.
+
+    For a batch on a GPU that is tile, whose time hardly grows with the tokens (docs/performance.md).
+    """
     if weight.device.type == "cuda":
+        if batch:
+            return TileWeight
         us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device)
         us.pop("dense", None)
         return FORMATS[min(us, key=us.__getitem__)] if us else MackoWeight
@@ -60,7 +66,9 @@ def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     """The execution layouts that hold this weight on its device."""
     if weight.device.type == "cpu":
         return [BitmapWeight]
-    return [SellWeight] if weight.device.type == "cuda" and _sell_runs(weight.cols, weight.device) else []
+    if weight.device.type == "cuda":
+        return [SellWeight, TileWeight] if _sell_runs(weight.cols, weight.device) else [TileWeight]
+    return []
 
 
 def _sell_runs(cols: int, device: torch.device) -> bool:
@@ -73,6 +81,7 @@ class Auto:
     """Stands where a format's class would: what it makes is of the format chosen for the weight that it is given."""
 
     format: ClassVar[str] = "auto"
+    batch: ClassVar[bool] = False
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     @classmethod
@@ -83,8 +92,14 @@ class Auto:
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> PackedWeight:
         """The canonical weight in the format chosen for it."""
-        kind = choose(weight)
+        kind = choose(weight, cls.batch)
         return weight if kind is MackoWeight else kind.from_macko(weight)
+
+
+class AutoBatch(Auto):
+    """The same for weights that are multiplied by several tokens at a time."""
+
+    batch: ClassVar[bool] = True
 
 
 class Smallest(Auto):
@@ -135,6 +150,13 @@ class Mixed:
             if packed.nbytes < w.nbytes:  # its tiles fill up small weights
                 return packed
         return Auto.from_dense(w)
+
+
+def chooser(packed_as: object) -> type[Auto] | None:
+    """What chooses again when a weight that was packed as this moves: Auto or AutoBatch, if anything."""
+    if isinstance(packed_as, Mixed):
+        return Auto
+    return next((kind for kind in (Auto, AutoBatch) if kind is packed_as), None)
 
 
 def format_class(name: str) -> type[PackedWeight] | type[Auto] | Mixed:

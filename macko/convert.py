@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import Auto, Mixed, expected_us, format_class
+from .choose import Auto, AutoBatch, Mixed, chooser, expected_us, format_class
 from .formats import PackedWeight, SlideWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported
@@ -54,7 +54,7 @@ def sparsify_(
     progress: bool = True,
     pattern: str = "auto",
     dtype: str | None = None,
-    tokens: int = 2048,
+    tokens: int | str | None = None,
     keep_dense: bool = False,
     merge: bool = False,
 ) -> Report:
@@ -76,10 +76,12 @@ def sparsify_(
             default: 0 for format "slide", else 0.25.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
-        pattern, dtype, tokens: of formats "slide" and "mixed" only. Pattern "2:4" to "14:16", or "auto" for the
-            sparsest that a layer fits; "int8", "fp8", or None to keep the layer's dtype; and the usual number of
-            tokens, for which macko.slide_choice picks the pattern's kernel or the dense one. With "slide" a layer that
-            does not fit stays dense.
+        pattern, dtype: of formats "slide" and "mixed" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
+            layer fits; "int8", "fp8", or None to keep the layer's dtype. With "slide" a layer that does not fit stays
+            dense.
+        tokens: how many tokens a layer is usually given at a time. For format "auto" None is one, as when a model
+            generates a single text, and "batch" is several, for which a GPU has another layout. For "slide" and "mixed"
+            it is a number, by which macko.slide_choice picks the pattern's kernel or the dense one; None is 2048.
         keep_dense: of those formats too. One weight a layer is held, for the kernel that was picked; with this the
             dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
@@ -88,14 +90,10 @@ def sparsify_(
         A Report: every nn.Linear, with its density, bytes, expected gain on this GPU, and why it was skipped.
 
     Raises:
-        ValueError: no such format; min_sparsity outside 0 to 1; the model is itself an nn.Linear.
+        ValueError: no such format; min_sparsity outside 0 to 1; tokens or pattern that the format does not take; the
+            model is itself an nn.Linear.
     """
-    packed_as: Packing = format_class(format)
-    if format in ("slide", "mixed"):
-        slide = SlidePacking(pattern, dtype, tokens, keep_dense)
-        packed_as = slide if format == "slide" else Mixed(slide)
-    elif (pattern, dtype, keep_dense) != ("auto", None, False):
-        raise ValueError(f'pattern, dtype and keep_dense are of formats "slide" and "mixed", the format is {format!r}')
+    packed_as = _packing(format, pattern, dtype, tokens, keep_dense)
     if min_sparsity is None:
         min_sparsity = 0.0 if format == "slide" else MIN_SPARSITY
     if not 0 <= min_sparsity <= 1:
@@ -133,6 +131,23 @@ def sparsify_(
 
         mark(model)
     return Report(rows + unpackable(model))
+
+
+def _packing(format: str, pattern: str, dtype: str | None, tokens: int | str | None, keep_dense: bool) -> Packing:
+    """What packs the weights, for the arguments of sparsify_ of these names."""
+    if format in ("slide", "mixed"):
+        if isinstance(tokens, str):
+            raise ValueError(f"tokens is {tokens!r}, expected a number for format {format!r}")
+        slide = SlidePacking(pattern, dtype, 2048 if tokens is None else tokens, keep_dense)
+        return slide if format == "slide" else Mixed(slide)
+    packed_as = format_class(format)
+    if (pattern, dtype, keep_dense) != ("auto", None, False):
+        raise ValueError(f'pattern, dtype and keep_dense are of formats "slide" and "mixed", the format is {format!r}')
+    if tokens is None:
+        return packed_as
+    if packed_as is not Auto or tokens != "batch":
+        raise ValueError(f'tokens is {tokens!r}, expected "batch" or None, for format "auto"; the format is {format!r}')
+    return AutoBatch
 
 
 def convert_layer(
@@ -192,8 +207,8 @@ def convert_layer(
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return row, None
-    chosen = packed_as is Auto or (isinstance(packed_as, Mixed) and not isinstance(packed, SlideWeight))
-    if packed.nbytes >= size and chosen:
+    auto = None if isinstance(packed, SlideWeight) else chooser(packed_as)
+    if packed.nbytes >= size and auto:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     if packed.nbytes >= size:
         row.reason = f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
@@ -201,7 +216,7 @@ def convert_layer(
     bias = module.bias
     if bias is not None and bias.device != target:
         bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
-    sparse = SparseLinear.from_packed(packed, bias, auto=chosen).train(module.training)
+    sparse = SparseLinear.from_packed(packed, bias, auto=auto).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in _HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
     return row, sparse

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .choose import format_class
+from .choose import Auto, format_class
 from .formats import MackoWeight, PackedWeight, format_named
 from .layers import tied_parameters
 from .linear import SparseLinear
@@ -253,7 +253,7 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
     blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = SparseLinear.from_packed(blank, layer.bias, auto=True).train(layer.training)
+    sparse = SparseLinear.from_packed(blank, layer.bias, auto=Auto).train(layer.training)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

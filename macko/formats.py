@@ -352,6 +352,108 @@ class SellWeight(PackedWeight):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class TileWeight(PackedWeight):
+    """How a GPU multiplies a macko weight by several tokens at a time; csrc/tile/tile.h specifies the bytes.
+
+    Held instead of the canonical tensors, never saved: `to_macko` gives what is. The same bytes on every device; the
+    ops run on the CPU too, where a weight is better held as canonical or bitmap.
+
+    Attributes:
+        data: [units * 8], float16 or bfloat16: masks and values, tile after tile.
+        offsets: [tiles + 1], int32, in units of 16 bytes.
+        rows, cols: shape of the dense weight.
+        widest: units of the largest tile. entries: non-zeros held.
+        delta_bits: of the canonical weight that it was made from.
+    """
+
+    format: ClassVar[str] = "tile"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    is_layout: ClassVar[bool] = True
+
+    data: Tensor
+    offsets: Tensor
+    rows: int
+    cols: int
+    widest: int
+    entries: int
+    delta_bits: int = 4
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """Lays out a macko weight, by dense rows of at most 64 MB at a time on a GPU."""
+        data, offsets, widest, entries = ops.tile_pack(
+            weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits
+        )
+        return cls(data, offsets, weight.rows, weight.cols, widest, entries, weight.delta_bits)
+
+    def to_macko(self) -> MackoWeight:
+        """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""
+        return MackoWeight.from_dense(self.to_dense(), self.delta_bits)
+
+    @classmethod
+    def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
+        """Packs w [rows, cols]."""
+        return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
+
+    def to_dense(self) -> Tensor:
+        """The dense [rows, cols] weight."""
+        return ops.tile_unpack(self._packed)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [..., cols]."""
+        return ops.tile_linear(x, self._packed, bias)
+
+    @property
+    def _packed(self) -> ops.TileMatrix:
+        return self.data, self.offsets, self.rows, self.cols, self.widest
+
+    def validate(self) -> None:
+        """Checks every rule of the layout, once, on the CPU.
+
+        Raises:
+            ValueError: a rule is broken; names the tile and what is wrong with it.
+        """
+        try:
+            kind, block, tile, found = ops.tile_check(self._packed).tolist()
+        except RuntimeError as error:
+            if "macko::" not in str(error):
+                raise
+            raise ValueError(f"not a tile weight: {error}") from None
+        wrong = {
+            0: "",
+            1: f"offsets[{tile}] is {found}, expected 0 at the start and 33 to 545 more than the one before",
+            2: f"widest is {self.widest}, the largest tile has {found}",
+            3: f"offsets ends with {found}, data has {self.data.shape[0] // 8} units",
+            4: f"tile {tile} of row block {block} has another size than its {found} values take",
+            5: f"tile {tile} of row block {block}: a part begins at byte {found}, not where the one before ends",
+            6: f"tile {tile} of row block {block}: a value of part {found} lies outside of the matrix",
+            7: f"tile {tile} of row block {block}, byte {found}: a zero is stored, or the padding is not zero",
+        }.get(kind, f"tile {tile} of row block {block}: fault {kind}, found {found}")
+        if not wrong and int(self.to_dense().count_nonzero()) != self.entries:
+            wrong = f"entries is {self.entries}, which is not the number of its values"
+        if wrong:
+            raise ValueError(f"not a tile weight: {wrong}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def stored(self) -> int:
+        """Non-zeros held."""
+        return self.entries
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all."""
+        return self.entries / max(1, self.rows * self.cols)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class BitmapWeight(PackedWeight):
     """How a CPU runs a macko weight; csrc/bitmap/bitmap.h specifies the bytes. CPU only.
 
@@ -730,7 +832,7 @@ def sparsest_pattern(w: Tensor) -> int:
 
 #: Every format by name.
 FORMATS: dict[str, type[PackedWeight]] = {
-    kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, EcWeight, SlideWeight)
+    kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight)
 }
 
 

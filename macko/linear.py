@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto, Mixed, format_class
+from .choose import Auto, chooser, format_class
 from .formats import MackoWeight, PackedWeight, SlideWeight, format_named
 
 #: Element types of a packed weight's values.
@@ -84,7 +84,7 @@ class SparseLinear(nn.Linear):
     out_features: int
     _format: type[PackedWeight]
     _sizes: dict[str, int]
-    _auto: bool  # the format is ours to choose, again where the layer moves to another kind of device
+    _auto: type[Auto] | None  # chooses the format, again where the layer moves to another kind of device
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class SparseLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         packed = MackoWeight.zeros(out_features, in_features, dtype or torch.get_default_dtype(), device)
-        self._auto = True
+        self._auto = Auto
         self._setup(packed, torch.zeros(out_features, dtype=packed.dtype, device=packed.device) if bias else None)
 
     def _setup(self, packed: PackedWeight, bias: Tensor | None) -> None:
@@ -115,10 +115,12 @@ class SparseLinear(nn.Linear):
         self._format, self._sizes = type(packed), packed.sizes()
 
     @classmethod
-    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, auto: bool = False) -> SparseLinear:
+    def from_packed(
+        cls, packed: PackedWeight, bias: Tensor | None = None, *, auto: type[Auto] | None = None
+    ) -> SparseLinear:
         """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is.
 
-        With auto the format is chosen anew when the layer moves to another kind of device.
+        Auto, or its kind for batches, chooses the format anew when the layer moves to another kind of device.
         """
         layer = cls.__new__(cls)
         layer._setup(packed, bias)
@@ -136,8 +138,9 @@ class SparseLinear(nn.Linear):
         weight = linear.weight.detach()
         if reason := unsupported(weight.dtype, weight.device):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
-        packed = format_class(format).from_dense(weight)
-        auto = format == Auto.format or (format == Mixed.format and not isinstance(packed, SlideWeight))
+        packed_as = format_class(format)
+        packed = packed_as.from_dense(weight)
+        auto = None if isinstance(packed, SlideWeight) else chooser(packed_as)
         layer = cls.from_packed(packed, linear.bias, auto=auto)
         return layer.train(linear.training)
 
@@ -149,14 +152,19 @@ class SparseLinear(nn.Linear):
         return dense.train(self.training)
 
     def reformat_(self, format: str = "auto") -> SparseLinear:
-        """Holds the same weight in another format, in place; nothing where it is held so already."""
+        """Holds the same weight in another format, in place; nothing where it is held so already.
+
+        "auto" chooses for batches where sparsify_ was asked to.
+        """
         wanted, packed = format_class(format), self.packed
-        if isinstance(wanted, Mixed):
-            wanted = Auto
-        self._auto = wanted is Auto
-        if self._auto and not isinstance(packed, MackoWeight) and not packed.is_layout:
-            return self  # ec and slide are a user's own choice
-        if self._auto or not isinstance(packed, wanted):
+        if (auto := chooser(wanted)) is not None:
+            self._auto = self._auto or auto
+            if packed.is_layout or isinstance(packed, MackoWeight):  # ec and slide are a user's own choice
+                self._hold(self._auto.from_macko(packed.to_macko()))
+            return self
+        self._auto = None
+        assert isinstance(wanted, type)
+        if not isinstance(packed, wanted):
             self._hold(wanted.from_macko(packed.to_macko()))
         return self
 
@@ -284,7 +292,7 @@ class SparseLinear(nn.Linear):
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
         if isinstance(self.packed, MackoWeight) and self.device.type != "meta":
-            if self._auto:
+            if self._auto is not None:
                 self.reformat_()
             elif held.is_layout and self.device.type in held.device_types:
                 self._hold(held.from_macko(self.packed))

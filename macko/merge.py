@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto
 from .formats import MackoWeight, PackedWeight
 from .linear import SparseLinear
 
@@ -92,7 +91,7 @@ class MergedLinear(SparseLinear):
     def split(self) -> SparseLinear:
         """The layer by itself."""
         packed = self.packed
-        packed = Auto.from_macko(packed) if self._auto else packed  # type: ignore[arg-type]
+        packed = self._auto.from_macko(packed) if self._auto else packed  # type: ignore[arg-type]
         return SparseLinear.from_packed(packed, auto=self._auto).train(self.training)
 
     def reformat_(self, format: str = "auto") -> SparseLinear:
@@ -160,7 +159,7 @@ def _merge(layers: list[SparseLinear]) -> list[MergedLinear]:
     dense = torch.cat([layer.packed.to_dense() for layer in layers])
     first = layers[0]
     packed = MackoWeight.smallest(dense)
-    held = Auto.from_macko(packed) if first._auto else type(first.packed).from_macko(packed)
+    held = first._auto.from_macko(packed) if first._auto else type(first.packed).from_macko(packed)
     whole = SparseLinear.from_packed(held, auto=first._auto).train(first.training)
     parts, start = [], 0
     for index, layer in enumerate(layers):

@@ -38,13 +38,19 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.macko.pack(w, delta_bits)
 
 
-def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
+def unpack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, check: bool = True
+) -> Tensor:
     """The dense [rows, cols] matrix: `unpack(*pack(w), w.shape[1])` is w bit for bit, but for the sign of zeros.
+
+    Args:
+        values, deltas, row_ptr, cols, delta_bits: the packed matrix.
+        check: False does not wait for a GPU to look at the content: rows that point outside the matrix are NaN.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
     """
-    return torch.ops.macko.unpack(values, deltas, row_ptr, cols, delta_bits)
+    return torch.ops.macko.unpack(values, deltas, row_ptr, cols, delta_bits, check)
 
 
 def check(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
@@ -158,6 +164,49 @@ def sell_linear(x: Tensor, packed: SellMatrix, bias: Tensor | None = None) -> Te
     One token runs as sell_spmv, a few as sell_spmm, more through dense rows in a workspace of at most 64 MB.
     """
     return _call(torch.ops.macko.sell_linear, x, *packed, bias)
+
+
+#: data, offsets, rows, cols, widest of a matrix in the tile layout.
+TileMatrix = tuple[Tensor, Tensor, int, int, int]
+
+
+def tile_pack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
+) -> tuple[Tensor, Tensor, int, int]:
+    """The layout in which a GPU multiplies a macko matrix by many tokens; csrc/tile/tile.h says what the tensors hold.
+
+    Args:
+        values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols], float16 or bfloat16.
+
+    Returns:
+        data of values' dtype, offsets [tiles + 1] int32, the size of the largest tile, the number of non-zeros. The
+        CPU's and CUDA's are the same bytes.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
+    """
+    return torch.ops.macko.tile_pack(values, deltas, row_ptr, cols, delta_bits)
+
+
+def tile_unpack(packed: TileMatrix) -> Tensor:
+    """The dense [rows, cols] matrix, bit for bit what was packed. Trusts the content, does not wait for the device."""
+    return torch.ops.macko.tile_unpack(*packed)
+
+
+def tile_check(packed: TileMatrix) -> Tensor:
+    """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row block, tile, found.
+
+    What comes from outside is checked once; the other ops trust the content. Runs on the CPU.
+    """
+    return torch.ops.macko.tile_check(*packed)
+
+
+def tile_linear(x: Tensor, packed: TileMatrix, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias for x [..., cols], as `linear`; differentiable in x and bias.
+
+    On a GPU one launch for any number of tokens, the same bits at every run; on the CPU through dense rows.
+    """
+    return _call(torch.ops.macko.tile_linear, x, *packed, bias)
 
 
 def bitmap_pack(
@@ -398,6 +447,13 @@ def _(
     )
 
 
+@torch.library.register_fake("macko::tile_pack")
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Any, ...]:
+    units, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
+    tiles = (row_ptr.shape[0] + 62) // 64 * ((cols + 63) // 64)
+    return values.new_empty(units * 8), values.new_empty(tiles + 1, dtype=torch.int32), *sizes
+
+
 @torch.library.register_fake("macko::bitmap_pack")
 def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return (
@@ -515,7 +571,7 @@ def _unpack_of(format: str) -> Any:
 
 def _times(grad: Tensor, format: str, packed: dict[str, Any]) -> Tensor:
     """grad W for grad [..., rows] and what unpack takes of the packed W."""
-    w = _unpack_of(format)(**packed)
+    w = _unpack_of(format)(**packed) if format else torch.ops.macko.unpack(**packed, check=False)
     if format == "bitmap":
         w = torch.ops.macko.unpack(*w, packed["cols"])
     if format == "slide":

@@ -107,6 +107,26 @@ def bitmap_pack(
     return torch.cat([w[w != 0], w.new_zeros(32)]), bits, pointers
 
 
+def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
+    """data and offsets of the tile layout (csrc/tile/tile.h) of a dense 16-bit matrix."""
+    blocks, col_blocks = -(-w.shape[0] // 64), -(-w.shape[1] // 64)
+    full = torch.zeros(blocks * 64, col_blocks * 64, dtype=torch.int16)
+    full[: w.shape[0], : w.shape[1]] = torch.where(w == 0, 0, w).cpu().view(torch.int16)
+    # [row block, part, e / 2, lane / 4, col block, j / 2, j % 2, lane % 4, e % 2] -> [tile, part, j, lane, e]
+    elements = full.view(blocks, 4, 2, 8, col_blocks, 4, 2, 4, 2).permute(0, 4, 1, 5, 6, 3, 7, 2, 8)
+    tiles = elements.reshape(blocks * col_blocks, 4, 8, 32, 4)
+    places = 8 * torch.arange(4) + torch.arange(8)[:, None, None]
+    masks = ((tiles != 0).long() << places).sum((2, 4))
+    pieces, offsets = [torch.zeros(0, dtype=torch.int16)], [0]
+    for tile, mask in zip(tiles, masks, strict=True):
+        counts = (tile != 0).sum((1, 2, 3))
+        starts = 520 + 2 * (counts.cumsum(0) - counts)
+        piece = torch.cat([mask.flatten().int().view(torch.int16), starts.to(torch.int16), tile[tile != 0]])
+        pieces.append(torch.nn.functional.pad(piece, (0, -len(piece) % 8)))
+        offsets.append(offsets[-1] + len(pieces[-1]) // 8)
+    return torch.cat(pieces).view(w.dtype), torch.tensor(offsets, dtype=torch.int32)
+
+
 def slide_column(window: int, n: int) -> int:
     """First column of window v of a row: n - 1 windows a group of 2n columns, two columns apart."""
     group, place = divmod(window, n - 1)

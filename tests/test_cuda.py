@@ -252,6 +252,18 @@ def test_corrupted_content(corruption: tuple, delta_bits: int) -> None:
     assert_close_spmv(ops.spmv(*cuda_pack(w, delta_bits), cols, x.cuda(), delta_bits), w, x)
 
 
+def test_gradient_of_corrupted_content_is_nan() -> None:
+    """The backward pass does not wait for the device to look at the content, as the forward pass does not."""
+    values, deltas, row_ptr = cuda_pack(random_weight(50, 90, 0.5, torch.float16))
+    row_ptr[7] = -3
+    for tokens in ((), (3,)):
+        x = random_vector(*tokens, 90, dtype=torch.float16).cuda().requires_grad_()
+        y = ops.linear(x, values, deltas, row_ptr, 90) if tokens else ops.spmv(values, deltas, row_ptr, 90, x)
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.isnan().all()
+
+
 def test_the_lowest_faulty_row_is_named() -> None:
     w = random_weight(3_000, 256, 0.5, torch.float16)
     values, deltas, row_ptr = cuda_pack(w)

@@ -6,6 +6,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include <algorithm>
 #include <mutex>
@@ -67,6 +69,42 @@ __device__ __forceinline__ uint16_t load_stream(const uint16_t *p) {
     uint16_t v;
     asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
     return v;
+}
+
+// Shared memory by 32-bit address.
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ uint16_t load_shared_2(uint32_t at) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_shared_2(uint32_t at, uint16_t value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(value) : "memory");
 }
 
 // Sum over lanes 0..lane. The predicate of shfl itself says whether there is a lane to add: two instructions a level.
@@ -132,6 +170,60 @@ cudaError_t allow_all_shared_memory(const Device &device) {
                                          device.shared_bytes - int(own.sharedSizeBytes));
     });
     return error;
+}
+
+// Whether an environment knob has this value.
+inline bool is(const char *knob, const char *value) {
+    const char *set = getenv(knob);
+    return set && !strcmp(set, value);
+}
+
+// The number that an environment knob has, where it is set.
+inline int number(const char *knob, int otherwise) {
+    const char *set = getenv(knob);
+    return set ? atoi(set) : otherwise;
+}
+
+// Whether a kernel in a graph was itself launched to overlap with the one before it, as Triton's are with
+// torch._inductor.config.triton.enable_pdl. Such a kernel lets the next one start early.
+inline bool overlaps(cudaGraphNode_t node) {
+    cudaGraphNode_t before;
+    cudaGraphEdgeData edge;
+    size_t count = 1;
+#if CUDART_VERSION >= 13000
+    const cudaError_t error = cudaGraphNodeGetDependencies(node, &before, &edge, &count);
+#elif CUDART_VERSION >= 12030
+    const cudaError_t error = cudaGraphNodeGetDependencies_v2(node, &before, &edge, &count);
+#else
+    const cudaError_t error = cudaErrorNotSupported;
+#endif
+    return !error && count == 1 && edge.type == cudaGraphDependencyTypeProgrammatic;
+}
+
+// Whether to launch so that this kernel's start may overlap with the end of the one before. Behind an ordinary kernel
+// that costs 0.2 us in a CUDA graph (H200), so while a graph is captured it is done only behind a kernel that lets it:
+// one like this one (as many threads, and much shared memory), or one that overlaps itself. It is right behind any
+// kernel: before its wait a block reads weights only.
+inline bool may_overlap(cudaStream_t stream, unsigned threads) {
+    if (is("MACKO_PDL", "0") || is("MACKO_PDL", "1")) return is("MACKO_PDL", "1");
+    cudaStreamCaptureStatus status;
+    const cudaGraphNode_t *before;
+    size_t count;
+#if CUDART_VERSION >= 13000
+    const cudaGraphEdgeData *edges;
+    const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &before, &edges, &count);
+#else
+    const cudaError_t error = cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, &before, &count);
+#endif
+    if (!error && status == cudaStreamCaptureStatusNone) return true;
+    cudaGraphNodeType type;
+    cudaKernelNodeParams kernel;
+    const bool one = !error && count == 1 && !cudaGraphNodeGetType(before[0], &type) && type == cudaGraphNodeTypeKernel;
+    const bool alike = one && !cudaGraphKernelNodeGetParams(before[0], &kernel) && kernel.blockDim.x == threads &&
+                       kernel.sharedMemBytes >= 64 * 1024;
+    const bool chained = alike || (one && overlaps(before[0]));
+    cudaGetLastError(); // a kernel that this runtime does not know is no error
+    return chained;
 }
 
 } // namespace macko

@@ -10,7 +10,8 @@
 namespace macko {
 
 std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w, int64_t delta_bits);
-Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits);
+Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
+              bool check);
 Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits);
 Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x,
             int64_t delta_bits);

@@ -5,59 +5,21 @@ using namespace macko;
 
 namespace {
 
-constexpr int WARPS = 8;
-constexpr int WINDOW = 2048; // columns of a row that a warp assembles in shared memory at a time
+constexpr int ROWS = 8;      // sorted rows of a thread block, a warp each
+constexpr int RING = 2048;   // columns of a row that lie in shared memory: twice what 32 steps span at density 0.5
+constexpr int SEGMENT = 256; // columns that a warp writes at once, 16 bytes a lane
+constexpr int STEPS = WARP;  // of each row that are fetched together
+constexpr int STAGE_VALUES = ROWS * STEPS * SELL_STEP * 2;
+constexpr int RING_BYTES = RING * 2; // and what a ring is aligned to, so that a place in it is one instruction
+constexpr int ALIGNMENT = 1024;
 
-// A lane's share of a slot, and which columns it names: entry e is at `start` + offset(e).
-template <int GAP_BITS>
-struct Step {
-    uint32_t words[8]; // two values each
-    uint32_t planes[4];
-    uint32_t to_even[2], to_odd[2]; // as in multiply_8 of spmv
-    int middle[2], behind[2];       // columns up to entry 4 and to the end of each half
+__host__ __device__ constexpr int stage_bytes(int gap_bits) {
+    return STAGE_VALUES + ROWS * STEPS * gap_bits * 2;
+}
 
-    __device__ void load(const uint8_t *slot, int owner) {
-        const uint8_t *gaps = slot + VALUE_BYTES;
-        for (int half = 0; half < 2; half++) {
-            const uint4 v = __ldg((const uint4 *)slot + half * SELL_LANES + owner);
-            words[4 * half] = v.x, words[4 * half + 1] = v.y, words[4 * half + 2] = v.z, words[4 * half + 3] = v.w;
-        }
-        for (int plane = 0; plane < 4; plane++) planes[plane] = 0;
-        for (int plane = 0; plane < GAP_BITS / 2; plane++)
-            planes[plane] = __ldg((const uint32_t *)gaps + plane * SELL_LANES + owner);
-        if (GAP_BITS % 2) {
-            const uint32_t nibbles = __ldg((const uint16_t *)(gaps + GAP_BITS / 2 * SELL_LANES * 4) + owner);
-            planes[GAP_BITS / 2] = nibbles | nibbles << 12;
-        }
-    }
-    __device__ void decode() {
-        for (int half = 0; half < 2; half++) {
-            const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
-            const uint32_t pairs = gap_field<GAP_BITS>(planes, 2 * half) + odd;
-            to_odd[half] =
-                GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
-            to_even[half] = to_odd[half] - odd - 0x01010101u;
-            middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
-            behind[half] = middle[half] + (to_odd[half] >> 24) + 1;
-        }
-    }
-    // Hides that nothing changes between windows: else 32 registers hold what one instruction makes anew, and spill.
-    __device__ void touch() {
-        for (int i = 0; i < 8; i++) asm volatile("" : "+r"(words[i]));
-        for (int half = 0; half < 2; half++) asm volatile("" : "+r"(to_even[half]), "+r"(to_odd[half]));
-    }
-    __device__ int columns() const {
-        return behind[0] + behind[1];
-    }
-    __device__ int offset(int entry) const {
-        const int half = entry / 8, pair = entry % 8 / 2;
-        const uint32_t bytes = entry % 2 ? to_odd[half] : to_even[half];
-        return (half ? behind[0] : 0) + (pair >= 2 ? middle[half] : 0) + (bytes >> (8 * pair) & 255);
-    }
-    __device__ uint16_t value(int entry) const {
-        return (uint16_t)(words[entry / 2] >> (16 * (entry % 2)));
-    }
-};
+constexpr int shared_bytes(int gap_bits, int stages) {
+    return ROWS * RING_BYTES + stages * stage_bytes(gap_bits) + RING_BYTES - ALIGNMENT;
+}
 
 // The last block whose first row is not behind `row`: 32 candidates at a time, as each look costs the latency of a load.
 __device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, int lane) {
@@ -72,91 +34,237 @@ __device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, i
     return block;
 }
 
+// Where the steps of one row of a block lie in data. Held in shared memory: what a fetch needs of it is read each time.
+struct RowSteps {
+    int64_t head_slot, tail_slot; // as in Places
+    int pair_steps[SELL_MAX_WARPS / 2];
+    int least_steps; // of a warp
+    int count;       // steps of the row
+    int rows, row, steps, long_steps, long_chunks, long_groups;
+    float per_step, per_short_step; // one over the steps of a chunk
+
+    __device__ void find(const sell_matrix &s, int block, int64_t sorted) {
+        const sell_block b = load_block(s.blocks + block);
+        const Places places(s, b, block);
+        head_slot = places.head_slot, tail_slot = places.tail_slot;
+        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) pair_steps[pair] = places.steps[pair];
+        least_steps = sell_steps_of_warp(&b, s.warps, s.warps - 2);
+        count = sell_chunk_start(&b, b.chunks);
+        rows = b.rows, row = (int)(sorted - b.row), steps = b.steps;
+        long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
+        per_step = 1.0f / b.steps, per_short_step = 1.0f / (b.steps - 1);
+    }
+    // The slot of a step, and in *lane whose share of it the step is. Quotients as in small_quotient.
+    __device__ int64_t slot(const sell_matrix &s, float per_warp, int at, int *lane) const {
+        const bool is_long = at < long_steps;
+        const int behind = is_long ? at : at - long_steps, length = steps - !is_long;
+        const int passed = (int)((behind + 0.5f) * (is_long ? per_step : per_short_step));
+        const int task = (passed + (is_long ? 0 : long_chunks)) * rows + row, group = task / SELL_LANES;
+        const int turn = (int)((group + 0.5f) * per_warp), warp = group - turn * s.warps;
+        const int long_turns = (int)((long_groups + s.warps - 1 - warp + 0.5f) * per_warp);
+        const int stage = turn * (steps - 1) + min(turn, long_turns) + behind - passed * length;
+        *lane = task % SELL_LANES;
+        if (stage < s.head) return head_slot + stage * s.warps + warp;
+        int before = stage * s.warps;
+        if (stage > least_steps) {
+            before = 0;
+            for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(pair_steps[pair], stage);
+        }
+        return tail_slot + before + warp;
+    }
+};
+
 /*
- * A warp owns a row, and each lane a step of it at a time: where a step begins is the sum of all gaps before. The lanes
- * scatter into a window of the row in shared memory, which is written coalesced. Rows [first, stop) of the sorted ones;
- * each goes to row_at[row], or next to the one before. What counts is loads under way: the next step is fetched before
- * this one is scattered, and windows, not rows, leave room for three blocks an SM.
+ * Where a row's share of a step lies in a stage of shared memory: 32 steps x 8 rows, first half of the values, second
+ * half, planes, nibbles. Rows of a step lie in memory side by side, as they are fetched; a lane reads one row's. So that
+ * neither meets in a bank, rows change places from step to step.
+ */
+__device__ __forceinline__ uint32_t values_at(int step, int row) {
+    return (step * ROWS + (row ^ step % ROWS)) * 16;
+}
+__device__ __forceinline__ uint32_t gaps_at(int step, int row) {
+    return step * ROWS + (row + step / 4) % ROWS;
+}
+
+/*
+ * A thread block owns ROWS consecutive sorted rows of [first, stop), a warp one of them; each goes to row_at[row], or
+ * next to the one before. All threads fetch the next steps of all rows, so that what lies side by side is read at once.
+ * Then a lane takes one step of its warp's row: where it begins is the sum of all gaps before. The lanes scatter into a
+ * ring of the row's columns, from which whole lines are written.
  */
 template <int GAP_BITS>
-__global__ void __launch_bounds__(WARPS *WARP, 3)
-    unpack_rows(const sell_matrix s, int64_t first, int64_t stop, const int32_t *row_at, uint16_t *w) {
-    __shared__ uint4 windows[WARPS][WINDOW / 8];
-    const int lane = threadIdx.x % WARP, cols = (int)s.cols;
-    const int64_t sorted = first + blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP;
-    if (sorted >= stop) return;
-    uint4 *window = windows[threadIdx.x / WARP];
-    for (int i = lane; i < WINDOW / 8; i += WARP) window[i] = make_uint4(0, 0, 0, 0);
-    uint16_t *out = w + (row_at ? row_at[sorted] : sorted - first) * s.cols;
-    const bool aligned = (uintptr_t)out % 16 == 0 && cols % 8 == 0;
+__global__ void __launch_bounds__(ROWS *WARP, 4)
+    unpack_rows(const sell_matrix s, int64_t first, int64_t stop, const int32_t *row_at, uint16_t *w, int stages) {
+    extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
+    __shared__ RowSteps row_steps[ROWS];
+    constexpr int PLANES = GAP_BITS / 2, PLANE_BYTES = ROWS * STEPS * 4, NIBBLES = STAGE_VALUES + PLANES * PLANE_BYTES;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int64_t begin = first + blockIdx.x * (int64_t)ROWS, sorted = begin + warp;
+    const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
+    const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + warp * RING_BYTES);
+    for (int i = lane; i < RING / 8; i += WARP) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
+    const int block = block_of_row(s, min(sorted, stop - 1), lane);
+    if (lane == 0) {
+        row_steps[warp].find(s, block, min(sorted, stop - 1));
+        if (sorted >= stop) row_steps[warp].count = 0;
+    }
+    __syncthreads();
+    int steps = 0; // of the longest row
+    for (int row = 0; row < ROWS; row++) steps = max(steps, row_steps[row].count);
+    const int own_steps = row_steps[warp].count;
 
-    int window_col = 0;
-    auto next_window = [&] {
-        __syncwarp();
-        const int count = min(WINDOW, cols - window_col);
-        if (aligned)
-#pragma unroll 2
-            for (int i = lane; i < count / 8; i += WARP) ((uint4 *)(out + window_col))[i] = window[i];
-        else
-#pragma unroll 1
-            for (int i = lane; i < count; i += WARP) out[window_col + i] = ((const uint16_t *)window)[i];
-        __syncwarp();
-        for (int i = lane; i < WINDOW / 8; i += WARP) window[i] = make_uint4(0, 0, 0, 0);
-        __syncwarp();
-        window_col += WINDOW;
+    const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
+    const float per_warp = 1.0f / s.warps;
+    const uint32_t to_values = stage_at + values_at(their_step, their_row);
+    const uint32_t to_gaps = gaps_at(their_step, their_row);
+    int place = 0; // of the stage that is fetched next
+    uint16_t nibbles = 0;
+    uint32_t to_nibbles = 0; // where they go once they have come; 0: there are none
+    auto settle = [&] {
+        if (GAP_BITS % 2 && to_nibbles) store_shared_2(to_nibbles, nibbles);
+        to_nibbles = 0;
     };
-
-    const int block = block_of_row(s, sorted, lane);
-    const sell_block b = load_block(s.blocks + block);
-    const Places places(s, b, block);
-    const int long_groups = sell_long_groups(&b), long_steps = b.long_chunks * b.steps, row = (int)(sorted - b.row);
-    const int steps = sell_chunk_start(&b, b.chunks);
-    Step<GAP_BITS> fetched;
     auto fetch = [&](int tile) {
-        const int at = min(tile + lane, steps - 1);
-        const int chunk = at < long_steps ? small_quotient(at, b.steps)
-                                          : b.long_chunks + small_quotient(at - long_steps, b.steps - 1);
-        const int task = chunk * b.rows + row, group = task / SELL_LANES;
-        const int turn = small_quotient(group, s.warps), warp = group - turn * s.warps;
-        const int stage = turn * (b.steps - 1) + sell_min(turn, sell_groups_of_warp(long_groups, s.warps, warp)) + at -
-                          sell_chunk_start(&b, chunk);
-        fetched.load(s.data + sell_slot_bytes(GAP_BITS) * places.slot(stage, warp), task % SELL_LANES);
+        const int at = tile + their_step;
+        if (at < row_steps[their_row].count) {
+            int owner;
+            const int64_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
+            const uint8_t *slot = s.data + sell_slot_bytes(GAP_BITS) * number;
+            const uint32_t stage = place * stage_bytes(GAP_BITS);
+            for (int half = 0; half < 2; half++)
+                copy_async_16(to_values + stage + half * (STAGE_VALUES / 2), slot + (half * SELL_LANES + owner) * 16);
+            for (int plane = 0; plane < PLANES; plane++)
+                copy_async_4(stage_at + stage + STAGE_VALUES + plane * PLANE_BYTES + to_gaps * 4,
+                             slot + VALUE_BYTES + (plane * SELL_LANES + owner) * 4);
+            if (GAP_BITS % 2) {
+                nibbles = __ldg((const uint16_t *)(slot + VALUE_BYTES + PLANES * SELL_LANES * 4) + owner);
+                to_nibbles = stage_at + stage + NIBBLES + to_gaps * 2;
+            }
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        if (++place == stages) place = 0;
     };
-    if (steps) fetch(0);
-    int reached = 0; // columns passed by the steps before this tile
+
+    // The ring holds the columns from `window` on, counted from the 16-byte boundary at or before the row's begin.
+    uint16_t *out = w + (row_at ? row_at[min(sorted, stop - 1)] : sorted - first) * s.cols;
+    const int skew = (int)((uintptr_t)out / 2 % 8), end = sorted < stop ? skew + (int)s.cols : 0;
+    out += lane * 8 - skew; // of the lane's part of the segment at `window`
+    int window = 0;
+    auto write_segment = [&] {
+        const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + lane * 16;
+        const uint4 chunk = load_shared_16(from);
+        store_shared_16(from, make_uint4(0, 0, 0, 0));
+        if ((window || !skew) && window + SEGMENT <= end) {
+            *(uint4 *)out = chunk;
+        } else {
+            const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+            const int at = window + lane * 8;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (at + i >= skew && at + i < end) out[i] = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
+        }
+        window += SEGMENT;
+        out += SEGMENT;
+    };
+
+    for (int stage = 0; stage + 1 < stages; stage++) {
+        settle();
+        fetch(stage * STEPS);
+    }
+    int reached = skew; // columns passed by the steps before this tile
+    uint32_t from = stage_at;
 #pragma unroll 1
-    for (int tile = 0; tile < steps; tile += WARP) {
-        Step<GAP_BITS> step = fetched;
-        if (tile + WARP < steps) fetch(tile + WARP);
-        step.decode();
-        const bool inside = tile + lane < steps;
-        const int passed = inside ? step.columns() : 0;
-        const int behind = reached + (int)warp_inclusive_sum((uint32_t)passed), start = behind - passed;
-        reached = __shfl_sync(FULL_WARP, behind, WARP - 1);
+    for (int tile = 0; tile < steps; tile += STEPS) {
+        settle();
+        if (stages == 2)
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+        else
+            asm volatile("cp.async.wait_group 2;" ::: "memory");
+        __syncthreads();
+        fetch(tile + (stages - 1) * STEPS);
+
+        uint32_t words[8], planes[4] = {};
+        for (int half = 0; half < 2; half++) {
+            const uint4 v = load_shared_16(from + half * (STAGE_VALUES / 2) + values_at(lane, warp));
+            words[4 * half] = v.x, words[4 * half + 1] = v.y, words[4 * half + 2] = v.z, words[4 * half + 3] = v.w;
+        }
+        for (int plane = 0; plane < PLANES; plane++)
+            planes[plane] = load_shared_4(from + STAGE_VALUES + plane * PLANE_BYTES + gaps_at(lane, warp) * 4);
+        if (GAP_BITS % 2) {
+            const uint32_t four = load_shared_2(from + NIBBLES + gaps_at(lane, warp) * 2);
+            planes[PLANES] = four | four << 12;
+        }
+        from += stage_bytes(GAP_BITS);
+        if (from == stage_at + stages * stage_bytes(GAP_BITS)) from = stage_at;
+
+        // As in multiply_8 of spmv: distances to the even and odd entries of each half.
+        uint32_t to_even[2], to_odd[2];
+        int middle[2], behind[2]; // columns up to entry 4 and to the end of each half
+        for (int half = 0; half < 2; half++) {
+            const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
+            const uint32_t pairs = gap_field<GAP_BITS>(planes, 2 * half) + odd;
+            to_odd[half] =
+                GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
+            to_even[half] = to_odd[half] - odd - 0x01010101u;
+            middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
+            behind[half] = middle[half] + (to_odd[half] >> 24) + 1;
+        }
+        if (tile + STEPS > own_steps && tile + lane >= own_steps) { // behind the row: zeros, where nothing is
+            for (int i = 0; i < 8; i++) words[i] = 0;
+            for (int half = 0; half < 2; half++) to_even[half] = to_odd[half] = middle[half] = behind[half] = 0;
+        }
+        const int passed = behind[0] + behind[1], before = reached;
+        const int start = before + (int)warp_inclusive_sum((uint32_t)passed) - passed;
+        reached = __shfl_sync(FULL_WARP, start + passed, WARP - 1);
+        __syncwarp();
 #pragma unroll 1
-        while (true) {
-            const unsigned room = inside ? min(WINDOW, cols - window_col) : 0;
-            step.touch();
-            __syncwarp();
+        while (window + SEGMENT <= before) write_segment();
+        __syncwarp();
+        // place(entry, base): bytes from `base` to an entry.
+        auto place = [&](int entry, uint32_t base) {
+            const int half = entry / 8, pair = entry % 8 / 2;
+            if (half) base += 2 * behind[0];
+            if (GAP_BITS == 6 && pair >= 2) base += 2 * middle[half];
+            return __dp4a(entry % 2 ? to_odd[half] : to_even[half], 2u << (8 * pair), base);
+        };
+        auto value = [&](int entry) { return (uint16_t)(words[entry / 2] >> (16 * (entry % 2))); };
+        if (reached < window + RING) {
+#pragma unroll
+            for (int entry = 0; entry < SELL_STEP; entry++)
+                store_shared_2((place(entry, 2 * start) & (RING_BYTES - 1)) | ring_at, value(entry));
+            continue;
+        }
+#pragma unroll 1
+        while (true) { // the steps span more columns than the ring has
 #pragma unroll
             for (int entry = 0; entry < SELL_STEP; entry++) {
-                const unsigned place = start + step.offset(entry) - window_col;
-                const uint16_t value = step.value(entry);
-                if (value && place < room) ((uint16_t *)window)[place] = value;
+                const uint32_t at = place(entry, 2 * (start - window));
+                if (at < RING_BYTES) store_shared_2(((at + 2 * window) & (RING_BYTES - 1)) | ring_at, value(entry));
             }
-            if (reached <= window_col + WINDOW || window_col + WINDOW >= cols) break;
-            next_window();
+            if (reached < window + RING || window + RING >= end) break;
+            __syncwarp();
+#pragma unroll 1
+            for (int segment = 0; segment < RING / SEGMENT; segment++) write_segment();
+            __syncwarp();
         }
     }
+    __syncwarp();
 #pragma unroll 1
-    while (window_col < cols) next_window();
+    while (window < end) write_segment();
 }
 
 template <int GAP_BITS>
 cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, const int32_t *row_at, void *w,
                    cudaStream_t stream) {
-    unpack_rows<GAP_BITS><<<(unsigned)ceil_div(count, WARPS), WARPS * WARP, 0, stream>>>(*s, first, first + count,
-                                                                                         row_at, (uint16_t *)w);
+    Device device;
+    cudaError_t error = current_device(&device);
+    if (!error) error = allow_all_shared_memory<unpack_rows<GAP_BITS>>(device);
+    if (error) return error;
+    // Four blocks an SM hide the way from memory; where there are fewer, they fetch further ahead.
+    const int64_t blocks = ceil_div(count, ROWS);
+    const int stages = blocks > 2 * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;
+    unpack_rows<GAP_BITS><<<(unsigned)blocks, ROWS * WARP, shared_bytes(GAP_BITS, stages), stream>>>(
+        *s, first, first + count, row_at, (uint16_t *)w, stages);
     return cudaGetLastError();
 }
 

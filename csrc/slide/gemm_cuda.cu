@@ -17,24 +17,6 @@ extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, slide_size, c
 extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
                                                         cudaStream_t);
 
-cudaError_t slide_map(CUtensorMap *map, CUtensorMapDataType type, const void *data, int64_t inner, int64_t outer,
-                      int64_t inner_bytes, int box_inner, int box_outer) {
-    // The driver's function is asked for at run time: nothing is linked against libcuda.
-    static const auto encode = [] {
-        void *found = nullptr;
-        cudaDriverEntryPointQueryResult result;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-        return (decltype(&cuTensorMapEncodeTiled))found;
-    }();
-    if (!encode) return cudaErrorNotSupported;
-    const cuuint64_t extents[2] = {(cuuint64_t)inner, (cuuint64_t)outer}, strides[1] = {(cuuint64_t)inner_bytes};
-    const cuuint32_t box[2] = {(cuuint32_t)box_inner, (cuuint32_t)box_outer}, steps[2] = {1, 1};
-    const CUresult result =
-        encode(map, type, 2, const_cast<void *>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 namespace {
 
 // Size of a tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above, the

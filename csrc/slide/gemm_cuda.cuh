@@ -14,7 +14,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "sm90.cuh"
+#include "wgmma.cuh"
 
 namespace macko {
 
@@ -365,10 +365,6 @@ template <macko_slide_type TYPE>
 cudaError_t slide_run(slide_kind kind, slide_size size, const macko_slide_gemm_args &args, int num_sms,
                       cudaStream_t stream);
 
-// A 2-dimensional tensor map with the 128-byte swizzle. inner_bytes is a multiple of 16.
-cudaError_t slide_map(CUtensorMap *map, CUtensorMapDataType type, const void *data, int64_t inner, int64_t outer,
-                      int64_t inner_bytes, int box_inner, int box_outer);
-
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
     using TILE = slide_tile<TYPE, KIND, SIZE>;
@@ -395,11 +391,11 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
         if (blocks > slots || (blocks > num_sms && task.k_tiles < task.splits * 32)) break;
         task.splits *= 2;
     }
-    cudaError_t status = slide_map(&task.lifted, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes, args.tokens,
-                                   token_bytes, 128, TILE::TOKENS / TILE::CLUSTER);
+    cudaError_t status = sm90::tensor_map(&task.lifted, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes,
+                                          args.tokens, token_bytes, 128, TILE::TOKENS / TILE::CLUSTER);
     if (status == cudaSuccess)
-        status = slide_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
-                           args.out_stride * 2, 64, TILE::CHUNK);
+        status = sm90::tensor_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
+                                  args.out_stride * 2, 64, TILE::CHUNK);
     if (status == cudaSuccess)
         status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, SIZE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       TILE::SMEM_BYTES);

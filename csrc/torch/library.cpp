@@ -4,15 +4,21 @@
 #include "../macko/ops.h"
 #include "../sell/ops.h"
 #include "../slide/ops.h"
+#include "../tile/ops.h"
 
 // clang-format off
 #define MACKO_OPS(OP) \
     /* csrc/macko: the canonical format */ \
     OP(pack, "(Tensor w, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
-    OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
+    OP(unpack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4, bool check=True) -> Tensor") \
     OP(check, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> Tensor") \
     OP(spmv, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
     OP(linear, "(Tensor x, Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor? bias=None, int delta_bits=4) -> Tensor") \
+    /* csrc/tile: the layout of a GPU for batches */ \
+    OP(tile_pack, "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, int, int)") \
+    OP(tile_unpack, "(Tensor data, Tensor offsets, int rows, int cols, int widest) -> Tensor") \
+    OP(tile_check, "(Tensor data, Tensor offsets, int rows, int cols, int widest) -> Tensor") \
+    OP(tile_linear, "(Tensor x, Tensor data, Tensor offsets, int rows, int cols, int widest, Tensor? bias=None) -> Tensor") \
     /* csrc/ec: EC-CSR */ \
     OP(ec_pack, "(Tensor w, int delta_bits=4, int lanes=32, int max_height=16, int min_width=128, int max_width=8192, int tile_rows=128, int max_slabs=1) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)") \
     OP(ec_unpack, "(Tensor block_values, Tensor delta_indices, Tensor base_indices, Tensor block_indptr, Tensor row_indices, Tensor tile_ptr, Tensor sets, Tensor col_order, int rows, int cols) -> Tensor") \

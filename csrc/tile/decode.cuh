@@ -1,0 +1,102 @@
+// How a warp reads its part of a tile: from the mask and the values in shared memory to the registers of operand A.
+//
+// What it costs on an H200, for 32 elements a lane: see docs/performance.md.
+#pragma once
+
+#include "../core/cuda.cuh"
+#include "tile.h"
+
+namespace macko {
+
+__device__ __forceinline__ uint32_t load_value(uint32_t at) {
+    uint32_t value;
+    asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
+    return value;
+}
+
+// prmt itself: __byte_perm would mask the selector first.
+__device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+    return bytes;
+}
+
+__device__ __forceinline__ void add_from_below(uint32_t &sum, int distance) { // one step of a sum over the lanes
+    asm volatile("{ .reg .pred p; .reg .u32 r;\n"
+                 "  shfl.sync.up.b32 r|p, %0, %1, 0, 0xffffffff;\n"
+                 "  @p add.u32 %0, %0, r; }"
+                 : "+r"(sum)
+                 : "r"(distance));
+}
+
+// A lane's part of a tile: its mask and where its values of each group begin. Found in four steps, which the products of
+// the tile before leave time for.
+struct tile_lane {
+    uint32_t mask, at[TILE_GROUPS];
+    uint32_t start, own[2],
+        sum[2]; // sum: of the groups' values, a byte each, over the lanes up to this one: at most 128
+
+    template <int STEP>
+    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane) {
+        if (STEP == 0) {
+            asm volatile("ld.shared.u32 %0, [%1];"
+                         : "=r"(mask)
+                         : "r"(place + part * (TILE_LANES * 4) + lane * 4)
+                         : "memory");
+            asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
+                         : "=r"(start)
+                         : "r"(place + TILE_STARTS + part * 2)
+                         : "memory");
+            start += place;
+        } else if (STEP == 1) {
+            // Bits j and j + 4 of the four bytes at once: values of group j in the low four bits, of j + 4 above them.
+            uint32_t both = 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) both += __dp4a(mask >> j & 0x11111111u, 0x01010101u, 0u) << (8 * j);
+            own[0] = both & 0x0f0f0f0fu;
+            own[1] = both >> 4 & 0x0f0f0f0fu;
+            add_from_below(both, 1); // at most 8 still
+            sum[0] = both & 0x0f0f0f0fu;
+            sum[1] = both >> 4 & 0x0f0f0f0fu;
+#pragma unroll
+            for (int half = 0; half < 2; half++) add_from_below(sum[half], 2);
+        } else if (STEP == 2) {
+#pragma unroll
+            for (int distance = 4; distance < WARP; distance *= 2)
+                for (int half = 0; half < 2; half++) add_from_below(sum[half], distance);
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t total = __shfl_sync(FULL_WARP, sum[half], WARP - 1), before = sum[half] - own[half];
+                const uint32_t base[4] = {start, __dp4a(total, 0x00000002u, start), __dp4a(total, 0x00000202u, start),
+                                          __dp4a(total, 0x00020202u, start)};
+#pragma unroll
+                for (int j = 0; j < 4; j++) at[half * 4 + j] = __dp4a(before, 2u << (8 * j), base[j]);
+                start = __dp4a(total, 0x02020202u, start);
+            }
+        }
+    }
+
+    __device__ __forceinline__ uint32_t bits(int j) const {
+        return mask >> j & 0x01010101u;
+    }
+
+    // The values at the lane's place of group j on, one for each element: whether it belongs to it, the mask says.
+    __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD]) const {
+        const uint32_t b = bits(j);
+        values[0] = load_value(at[j]);
+        values[1] = load_value(__dp4a(b, 0x00000002u, at[j]));
+        values[2] = load_value(__dp4a(b, 0x00000202u, at[j]));
+        values[3] = load_value(__dp4a(b, 0x00020202u, at[j]));
+    }
+
+    // Two registers of the operand. Elements without a value take the zeros above another one's 16 bits.
+    __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
+                                          uint32_t &high) const {
+        const uint32_t selectors = 0x76327632u - 0x22u * bits(j);
+        low = byte_permute(values[0], values[1], selectors);
+        high = byte_permute(values[2], values[3], selectors >> 16);
+    }
+};
+
+} // namespace macko

@@ -1,0 +1,243 @@
+// The tile layout's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
+#include "ops.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "../macko/ops.h"
+#include "tile.h"
+#ifdef USE_CUDA
+#include <cstdlib>
+
+#include "../torch/tiles.h"
+#else
+#include "../torch/rows.h"
+#endif
+
+namespace macko {
+namespace {
+
+#ifdef USE_CUDA
+// Up to how many tokens tile_mm_cuda multiplies; more go through dense rows and the library's GEMM. A pass of 256 tokens
+// takes 62 us at 8192 x 8192 and density 0.5, unpacking 50 and the library's product 48 a pass (H200).
+int64_t packed_tokens() {
+    const char *knob = getenv("MACKO_TILE_TOKENS");
+    return knob ? atoll(knob) : 768;
+}
+#endif
+
+macko_dtype check_half(const char *op, const char *name, const Tensor &t) {
+    const macko_dtype dtype = check_value_dtype(op, name, t);
+    if (dtype == MACKO_F32) fail(op, name, " has dtype float32, expected float16 or bfloat16");
+    return dtype;
+}
+
+// The struct over the two tensors, once they have passed every check that needs no look at their content.
+tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
+                      int64_t widest) {
+    check_backend(op, "data", data);
+    check_device(op, "offsets", offsets, "data", data);
+    const macko_dtype dtype = check_half(op, "data", data);
+    check_dtype(op, "offsets", offsets, ScalarType::Int);
+    check_dim(op, "data", data, 1);
+    check_dim(op, "offsets", offsets, 1);
+    if (rows < 0 || rows > INT32_MAX) fail(op, "rows is ", rows, ", expected 0 to ", INT32_MAX);
+    if (cols < 0 || cols > INT32_MAX) fail(op, "cols is ", cols, ", expected 0 to ", INT32_MAX);
+    const int64_t tiles = tile_count(rows, cols);
+    if (offsets.numel() != tiles + 1)
+        fail(op, "offsets has ", offsets.numel(), " elements, expected ", tiles + 1, " for a matrix of ", rows, " x ",
+             cols);
+    if (data.numel() * 2 % TILE_UNIT || data.numel() * 2 < tiles * tile_units(0) * TILE_UNIT)
+        fail(op, "data has ", data.numel(), " elements, expected a multiple of ", TILE_UNIT / 2, ", at least ",
+             tiles * tile_units(0) * TILE_UNIT / 2);
+    const int least = tiles ? tile_units(0) : 0, most = tiles ? tile_units(TILE_ROWS * TILE_COLS) : 0;
+    if (widest < least || widest > most) fail(op, "widest is ", widest, ", expected ", least, " to ", most);
+    check_contiguous(op, "data", data);
+    check_contiguous(op, "offsets", offsets);
+    check_aligned(op, "data", data, TILE_UNIT);
+    return {static_cast<const uint8_t *>(data.const_data_ptr()),
+            static_cast<const int32_t *>(offsets.const_data_ptr()),
+            rows,
+            cols,
+            int32_t(widest),
+            dtype};
+}
+
+// The matrix's rows from the row block of `first` on: the offsets of its tiles are those of a whole one.
+tile_matrix piece_of(tile_matrix m, int64_t first, int64_t rows) {
+    m.offsets += first / TILE_ROWS * tile_col_blocks(m.cols);
+    m.rows = rows;
+    return m;
+}
+
+#ifdef USE_CUDA
+// The product, for x as a tensor copy takes it: rows of 16-byte chunks.
+void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Tensor> &bias, Tensor &y) {
+    const int64_t tokens = x_any.size(0), padding = (8 - m.cols % 8) % 8;
+    const auto fits = [&](const Tensor &t) {
+        return t.stride(1) == 1 && (tokens == 1 || t.stride(0) % 8 == 0) &&
+               reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (tokens > 1 || !padding);
+    };
+    Tensor x = x_any;
+    if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
+    if (!padding && !fits(x))
+        x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
+    const int64_t stride = tokens == 1 ? m.cols + padding : x.stride(0);
+    STD_CUDA_CHECK(
+        tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(), current_stream(x)));
+}
+#endif
+
+} // namespace
+
+std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, const Tensor &deltas,
+                                                       const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
+    const char *op = "tile_pack";
+    check_backend(op, "values", values);
+    const macko_matrix source = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
+    check_half(op, "values", values);
+    const DeviceOf guard(values);
+    check_content(op, source, values);
+    const int64_t rows = source.rows, tiles = tile_count(rows, cols);
+    Tensor offsets = torch::stable::new_empty(values, {tiles + 1}, ScalarType::Int);
+    auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
+    const auto check_units = [&](int64_t units) {
+        if (units > INT32_MAX) fail(op, "the layout takes ", units, " units of 16 bytes, expected at most ", INT32_MAX);
+    };
+    tile_totals totals{};
+#ifdef USE_CUDA
+    const cudaStream_t stream = current_stream(values);
+    Tensor totals_tensor = torch::stable::new_zeros(values, {int64_t(sizeof totals / 8)}, ScalarType::Long);
+    auto *device_totals = static_cast<tile_totals *>(totals_tensor.mutable_data_ptr());
+    // Twice through dense rows, as many as the workspace holds; where that is all of them, they stay.
+    const int64_t most = rows_of_tile(rows, cols, 2), step = most >= rows ? rows : (most + 63) / TILE_ROWS * TILE_ROWS;
+    Tensor dense = torch::stable::new_empty(values, {std::min(rows, step), cols});
+    const auto for_pieces = [&](bool unpack, auto body) {
+        for (int64_t first = 0; first < rows; first += step) {
+            const int64_t count = std::min(step, rows - first);
+            macko_matrix piece = source;
+            piece.row_ptr += first;
+            piece.rows = count;
+            if (unpack) STD_CUDA_CHECK(macko_unpack_cuda(&piece, dense.mutable_data_ptr(), stream));
+            STD_CUDA_CHECK(body(first, count));
+        }
+    };
+    for_pieces(true, [&](int64_t first, int64_t count) {
+        return tile_count_cuda(dense.const_data_ptr(), count, cols,
+                               offset_data + first / TILE_ROWS * tile_col_blocks(cols), device_totals, stream);
+    });
+    STD_CUDA_CHECK(tile_scan_cuda(tiles, offset_data, device_totals, stream));
+    STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
+    check_units(totals.units);
+    Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
+    auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
+    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype};
+    for_pieces(step < rows, [&](int64_t first, int64_t count) {
+        const tile_matrix piece = piece_of(m, first, count);
+        return tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
+    });
+    // A product may read the weight before the kernel in front of it has ended, so that must not be the one that writes it.
+    STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
+#else
+    const int64_t col_blocks = tile_col_blocks(cols);
+    const auto for_blocks = [&](auto body) {
+        for_rows(tile_row_blocks(rows), cols * TILE_ROWS, [&](int64_t begin, int64_t end) {
+            std::vector<uint16_t> dense(TILE_ROWS * cols);
+            for (int64_t block = begin; block < end; block++) {
+                macko_matrix piece = source;
+                piece.row_ptr += block * TILE_ROWS;
+                const int64_t count = std::min<int64_t>(TILE_ROWS, rows - block * TILE_ROWS);
+                macko_unpack_cpu(&piece, 0, count, dense.data());
+                body(block, count, dense.data());
+            }
+        });
+    };
+    for_blocks([&](int64_t block, int64_t count, const void *dense) {
+        tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * col_blocks);
+    });
+    offset_data[0] = 0;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        totals.widest = std::max<int64_t>(totals.widest, offset_data[tile + 1]);
+        totals.units += offset_data[tile + 1];
+        check_units(totals.units);
+        offset_data[tile + 1] = int32_t(totals.units);
+    }
+    Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
+    auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
+    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype};
+    for_blocks([&](int64_t block, int64_t count, const void *dense) {
+        const tile_matrix piece = piece_of(m, block * TILE_ROWS, count);
+        tile_write_cpu(&piece, dense, bytes, 0, 1);
+    });
+    for (int64_t tile = 0; tile < tiles; tile++)
+        for (int word = 0; word < TILE_PARTS * TILE_LANES; word++) {
+            uint32_t mask;
+            std::memcpy(&mask, bytes + int64_t(offset_data[tile]) * TILE_UNIT + word * 4, 4);
+            totals.stored += __builtin_popcount(mask);
+        }
+#endif
+    return {data, offsets, totals.widest, totals.stored};
+}
+
+Tensor tile_unpack(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
+    const tile_matrix m = matrix_of("tile_unpack", data, offsets, rows, cols, widest);
+    const DeviceOf guard(data);
+    Tensor w = torch::stable::new_empty(data, {rows, cols});
+#ifdef USE_CUDA
+    STD_CUDA_CHECK(tile_unpack_cuda(&m, 0, rows, w.mutable_data_ptr(), current_stream(data)));
+#else
+    for_rows(rows, cols, [&](int64_t begin, int64_t end) {
+        tile_unpack_cpu(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * cols);
+    });
+#endif
+    return w;
+}
+
+Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
+    const tile_matrix m = matrix_of("tile_check", data, offsets, rows, cols, widest);
+#ifdef USE_CUDA
+    // Content is looked at once, when it comes from outside, so on the CPU, where this is asked of the same op.
+    (void)m;
+    const DeviceOf guard(data);
+    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+    using torch::stable::detail::from;
+    std::array<StableIValue, 5> stack{from(torch::stable::to(data, cpu)), from(torch::stable::to(offsets, cpu)),
+                                      from(rows), from(cols), from(widest)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::tile_check", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), data.device());
+#else
+    Tensor found = new_fault(data);
+    *fault_in(found) = tile_check_cpu(&m, data.numel() * 2 / TILE_UNIT);
+    return found;
+#endif
+}
+
+Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
+                   int64_t widest, const std::optional<Tensor> &bias_any) {
+    const char *op = "tile_linear";
+    const tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
+    check_tokens(op, x_any, "data", data, cols);
+    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), rows);
+    const DeviceOf guard(data);
+    const int64_t tokens = num_tokens(x_any);
+    const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
+    Tensor y = torch::stable::new_empty(data, {tokens, rows});
+#ifdef USE_CUDA
+    if (cols && tokens <= packed_tokens())
+        multiply(m, x, bias, y);
+    else
+        linear_by_tiles(x, rows, bias, y, [&](int64_t first, int64_t count, void *w) {
+            STD_CUDA_CHECK(tile_unpack_cuda(&m, first, count, w, current_stream(data)));
+        });
+#else
+    linear_by_blocks(x, rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
+        tile_unpack_cpu(&m, begin, end - begin, w);
+        return macko_fault{};
+    });
+#endif
+    return torch::stable::reshape(y, with_last(x_any, rows));
+}
+
+} // namespace macko

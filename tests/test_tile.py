@@ -1,0 +1,469 @@
+"""The tile layout: bytes by its specification, round trips, products for any number of tokens, hostile content."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import macko
+from macko import ops, reference
+from macko.choose import choose
+from macko.formats import MackoWeight, TileWeight
+from tests.common import (
+    HALVES,
+    MASKS,
+    assert_close_spmv,
+    assert_same_bits,
+    devices,
+    integer_problem,
+    needs_capture,
+    random_vector,
+    random_weight,
+)
+
+#: One element, one row, one column, no row, no column, less and more than a tile, whole tiles, cols of no 16 bytes.
+SHAPES = ((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (64, 64), (65, 130), (33, 203), (201, 512), (40, 1001))
+
+
+def chain(cols: int) -> int:
+    """Roundings behind a product, in units of 2^-24.
+
+    Tensor cores align the 16 products of a step and the sum before it to the largest of them and cut them off at 2^-23
+    of that: 17 times two units a step. Some 64 partial sums are added at the end.
+    """
+    return 2 * 17 * -(-cols // 16) + 64
+
+
+def assert_close(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+    """y against x W^T + bias."""
+    if y.is_cuda:
+        assert_close_spmv(y, w, x, bias, chain=chain(w.shape[1]))
+    else:
+        assert_close_library(y, w, x, bias)
+
+
+def assert_close_library(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+    """The same for torch's product, which may round two partial sums to 16 bits on the way."""
+    wanted, size = x.double() @ w.double().t(), x.double().abs() @ w.double().abs().t()
+    if bias is not None:
+        wanted, size = wanted + bias.double(), size + bias.double().abs()
+    kind = torch.finfo(y.dtype)
+    error = size * ((w.shape[1] + 2) * 2.0**-24 + kind.eps) + kind.smallest_normal * kind.eps
+    error += (wanted.abs() + error) * kind.eps / 2
+    assert y.shape == wanted.shape
+    assert ((y.double() - wanted).abs() <= error).all()
+
+
+def tokens_of(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return random_vector(*shape, dtype=dtype)
+
+
+def packed(w: Tensor, device: str = "cuda", delta_bits: int = 4) -> TileWeight:
+    return TileWeight.from_dense(w.to(device), delta_bits)
+
+
+def assert_packs(w: Tensor, device: str, delta_bits: int = 4) -> TileWeight:
+    tile = packed(w, device, delta_bits)
+    wanted = torch.where(w == 0, 0, w)
+    assert_same_bits(tile.to_dense(), wanted)
+    for name, tensor in MackoWeight.from_dense(w, delta_bits).tensors().items():
+        assert_same_bits(getattr(tile.to_macko(), name), tensor)
+    if w.numel() < 300_000:
+        data, offsets = reference.tile_pack(w)
+        assert_same_bits(tile.offsets, offsets)
+        assert_same_bits(tile.data, data)
+    tile.validate()
+    return tile
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", HALVES)
+def test_bytes_and_round_trip_of_every_mask(device: str, dtype: torch.dtype) -> None:
+    for kind in MASKS:
+        for density in (0.02, 0.5):
+            for delta_bits in (2, 4, 8):
+                assert_packs(random_weight(70, 303, density, dtype, kind=kind), device, delta_bits)
+
+
+@pytest.mark.parametrize("device", devices())
+@given(
+    rows=st.integers(0, 140),
+    cols=st.integers(0, 300),
+    density=st.sampled_from((0.0, 0.01, 0.1, 0.5, 0.9, 1.0)),
+    seed=st.integers(0, 9),
+)
+def test_round_trip_of_any_shape(device: str, rows: int, cols: int, density: float, seed: int) -> None:
+    assert_packs(random_weight(rows, cols, density, torch.float16, seed=seed), device)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_zero_full_empty_rows_and_a_single_value(device: str) -> None:
+    zero = assert_packs(torch.zeros(100, 200, dtype=torch.float16), device)
+    assert (zero.stored, zero.widest, zero.nbytes) == (0, 33, 8 * 33 * 16 + 9 * 4)
+    full = assert_packs(random_weight(100, 200, 1.0, torch.float16), device)
+    assert full.stored == 20_000
+    assert full.widest == 545
+    w = random_weight(300, 200, 0.5, torch.float16)
+    w[:7], w[100:200], w[290:] = 0, 0, 0
+    assert_packs(w, device)
+    w = torch.zeros(130, 130, dtype=torch.bfloat16)
+    w[129, 129] = 3
+    assert assert_packs(w, device).stored == 1
+
+
+@pytest.mark.parametrize("device", devices())
+def test_nan_and_inf_keep_their_bits(device: str) -> None:
+    w = random_weight(40, 200, 0.5, torch.float16)
+    w[3, 7], w[4, 9], w[5, 11], w[6, 13] = float("inf"), float("-inf"), float("nan"), -0.0
+    w.view(torch.int16)[7, 15] = 0x7D03
+    assert_packs(w, device)
+
+
+@pytest.mark.gpu
+def test_rows_of_several_workspaces() -> None:
+    w = random_weight(9000, 8200, 0.1, torch.float16)
+    tile = packed(w)
+    assert_same_bits(tile.to_dense(), w)
+    assert tile.stored == int(w.count_nonzero())
+
+
+def test_bytes_a_weight() -> None:
+    w = random_weight(512, 1024, 0.5, torch.float16)
+    assert packed(w, "cpu").nbytes <= 1.145 * w.numel()
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_shape(device: str, dtype: torch.dtype) -> None:
+    for rows, cols in SHAPES:
+        w, bias = random_weight(rows, cols, 0.4, dtype), random_vector(rows, dtype=dtype)
+        tile = packed(w, device)
+        for count in (0, 1, 2, 9, 70):
+            x = tokens_of(count, cols, dtype=dtype)
+            y = tile.linear(x.to(device), bias.to(device))
+            assert_close(y, w, x, bias)
+            assert_same_bits(tile.linear(x.to(device), bias.to(device)), y)
+            assert_close(tile.linear(x.to(device)), w, x)
+
+
+@pytest.mark.gpu
+def test_dense_rows_keep_to_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the choice by tokens is, both ways are there."""
+    monkeypatch.setenv("MACKO_TILE_TOKENS", "0")
+    w, x, bias = (
+        random_weight(8448, 4096, 0.3, torch.float16),
+        tokens_of(80, 4096),
+        random_vector(8448, dtype=torch.float16),
+    )
+    tile, on_gpu, bias_on_gpu = packed(w), x.cuda(), bias.cuda()
+    tile.linear(on_gpu, bias_on_gpu)  # the library's own workspace
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = tile.linear(on_gpu, bias_on_gpu)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= (64 << 20) + 2 * y.numel() * y.element_size() + (1 << 20)
+    assert_close_library(y.cpu(), w, x, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("copy", ["bulk", "cp_async"])
+@pytest.mark.parametrize(("rows", "cols"), [(130, 500), (301, 203)])
+def test_every_number_of_tokens_up_to_300(
+    rows: int, cols: int, copy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MACKO_COPY", copy)
+    w, x, bias = (
+        random_weight(rows, cols, 0.5, dtype),
+        tokens_of(300, cols, dtype=dtype),
+        random_vector(rows, dtype=dtype),
+    )
+    exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
+    scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(60)[:, None]
+    scaled, wanted = (exact_x * scale).to(dtype), (exact_y * scale).to(dtype)
+    tile, exact = packed(w), packed(exact_w)
+    on_gpu, bias_on_gpu, scaled_on_gpu = x.cuda(), bias.cuda(), scaled.cuda()
+    for count in range(1, 301):
+        assert_close(tile.linear(on_gpu[:count], bias_on_gpu), w, x[:count], bias)
+        assert_same_bits(exact.linear(scaled_on_gpu[:count]) + 0, wanted[:count] + 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MASKS)
+def test_uneven_masks(kind: str) -> None:
+    for density in (0.03, 0.3, 0.7):
+        w, x = random_weight(900, 1500, density, torch.float16, kind=kind), tokens_of(40, 1500)
+        for count in (1, 8, 40):
+            assert_close(packed(w).linear(x[:count].cuda()), w, x[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(4096, 4096), (2048, 11008), (64, 65536), (20_000, 64), (256, 70_000)])
+def test_large_shapes(rows: int, cols: int) -> None:
+    w, x = random_weight(rows, cols, 0.5, torch.float16), tokens_of(300, cols)
+    tile = packed(w)
+    for count in (1, 4, 16, 64, 300):
+        assert_close(tile.linear(x[:count].cuda()), w, x[:count])
+
+
+@pytest.mark.gpu
+def test_a_token_does_not_depend_on_the_others() -> None:
+    tile, x = packed(random_weight(300, 704, 0.5, torch.float16)), tokens_of(8, 704).cuda()
+    alone = tile.linear(x)
+    x[3], x[5, 17] = float("nan"), float("inf")
+    kept = [0, 1, 2, 4, 6, 7]
+    assert_same_bits(tile.linear(x)[kept], alone[kept])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_nan_and_inf_of_the_weight_stay_in_their_rows(device: str) -> None:
+    w = random_weight(130, 200, 0.5, torch.float16)
+    w[3, 7], w[70, 150] = float("nan"), float("inf")
+    y = packed(w, device).linear(torch.ones(5, 200, dtype=torch.float16, device=device)).cpu()
+    assert y[:, 3].isnan().all()
+    assert y[:, 70].isposinf().all()
+    assert y[:, [row for row in range(130) if row not in (3, 70)]].isfinite().all()
+
+
+@pytest.mark.parametrize("device", devices())
+def test_x_and_bias_of_any_stride_and_alignment(device: str) -> None:
+    for cols in (512, 500):
+        w = random_weight(130, cols, 0.5, torch.float16)
+        tile, long = packed(w, device), tokens_of(5, 2 * cols + 8)
+        on_device = long.to(device)
+        for view in (
+            lambda t, n=cols: t.reshape(-1)[1 : 1 + 4 * n].view(4, n),
+            lambda t, n=cols: t[:, :n],
+            lambda t, n=cols: t[:, 1 : 1 + 2 * n : 2],
+            lambda t, n=cols: t[:1, 8 : 8 + n],
+            lambda t, n=cols: t[:1, 1 : 1 + n],
+            lambda t, n=cols: t[0, 3 : 3 + n],
+            lambda t, n=cols: t.t()[:n, :3].t(),
+            lambda t, n=cols: t[:4, :n].view(2, 2, n).transpose(0, 1),
+            lambda t, n=cols: t[:1, :n].expand(7, n),
+        ):
+            assert_close(tile.linear(view(on_device)), w, view(long))
+        bias = random_vector(260, dtype=torch.float16)
+        assert_close(tile.linear(on_device[:, :cols], bias.to(device)[::2]), w, long[:, :cols], bias[::2])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (3,), (2, 5), (0,), (2, 0, 3)])
+def test_leading_shapes(device: str, tokens: tuple[int, ...]) -> None:
+    w, bias = random_weight(96, 200, 0.5, torch.float16), random_vector(96, dtype=torch.float16, seed=3)
+    x = tokens_of(*tokens, 200)
+    y = packed(w, device).linear(x.to(device), bias.to(device))
+    assert y.shape == (*tokens, 96)
+    assert_close(y, w, x, bias)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("tokens", [(), (2,), (80,)])
+def test_gradients_of_x_and_bias(device: str, tokens: tuple[int, ...]) -> None:
+    w = random_weight(48, 64, 0.5, torch.float16).to(device)
+    tile = packed(w, device)
+    x = tokens_of(*tokens, 64).to(device).requires_grad_()
+    bias = torch.zeros(48, dtype=torch.float16, device=device, requires_grad=True)
+    grad = tokens_of(*tokens, 48).to(device)
+    (tile.linear(x, bias) * grad).sum().backward()
+    torch.testing.assert_close(x.grad, grad @ w)
+    torch.testing.assert_close(bias.grad, grad.reshape(-1, 48).sum(0))
+    x.grad = None
+    (tile.linear(x) * grad).sum().backward()
+    torch.testing.assert_close(x.grad, grad @ w)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_opcheck(device: str) -> None:
+    w = random_weight(70, 130, 0.5, torch.float16).to(device)
+    tile = packed(w, device)
+    x, bias = tokens_of(2, 3, 130).to(device), random_vector(70, dtype=torch.float16).to(device)
+    torch.library.opcheck(torch.ops.macko.tile_unpack, tile._packed)
+    torch.library.opcheck(torch.ops.macko.tile_check, tile._packed)
+    for given_x in (x, x.clone().requires_grad_()):
+        torch.library.opcheck(torch.ops.macko.tile_linear, (given_x, *tile._packed, bias))
+        torch.library.opcheck(torch.ops.macko.tile_linear, (given_x, *tile._packed))
+
+
+@pytest.mark.gpu
+@needs_capture
+@pytest.mark.parametrize("tokens", [1, 5, 64, 300])
+def test_graph_of_layers(tokens: int) -> None:
+    layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(8)]
+    x, bias = tokens_of(tokens, 512).cuda(), random_vector(512, dtype=torch.float16).cuda()
+
+    def chained(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer.linear(x, bias) * 0.05
+        for layer in layers[:3]:  # and without a kernel between them
+            x = layer.linear(x)
+        return x
+
+    eager = chained(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chained(x)
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(captured, eager)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_compiles_once_for_every_number_of_tokens(device: str) -> None:
+    tile = packed(random_weight(96, 128, 0.5, torch.float16), device)
+    bias = random_vector(96, dtype=torch.float16).to(device)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: tile.linear(x, bias), fullgraph=True, dynamic=True, backend=count)
+    for tokens in (2, 3, 8, 17, 64, 300):
+        x = tokens_of(tokens, 128).to(device)
+        assert_same_bits(compiled(x), tile.linear(x, bias))
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+def test_side_stream() -> None:
+    w, x = random_weight(256, 1024, 0.5, torch.float16), tokens_of(4, 1024)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        y = packed(w).linear(x.cuda())
+    stream.synchronize()
+    assert_close(y, w, x)
+
+
+# What comes from outside.
+
+
+def changed(tile: TileWeight, name: str, index: int, value: int) -> TileWeight:
+    tensor = getattr(tile, name).clone()
+    tensor.view(torch.int16 if name == "data" else torch.int32)[index] = value
+    return dataclasses.replace(tile, **{name: tensor})
+
+
+@pytest.mark.parametrize("device", devices())
+def test_validate_names_what_is_wrong(device: str) -> None:
+    w = random_weight(65, 100, 0.5, torch.float16, seed=3)
+    w[0, :8], w[64, 64:] = 1, torch.tensor([1, 1, 1] + [0] * 33)
+    tile = packed(w, device)  # four tiles: 64 x 64, 64 x 36, 1 x 64, 1 x 36
+    tile.validate()
+    last = 8 * int(tile.offsets[3])
+    first_lane = int(tile.data.view(torch.int16)[last])  # its row 0, and above row 8, which is outside
+    broken = {
+        r"offsets\[0\] is 1": changed(tile, "offsets", 0, 1),
+        r"offsets\[1\] is -5": changed(tile, "offsets", 1, -5),
+        r"offsets\[2\] is 2147483647": changed(tile, "offsets", 2, 2**31 - 1),
+        r"offsets\[1\] is 20": changed(tile, "offsets", 1, 20),
+        "widest is 545": dataclasses.replace(tile, widest=545),
+        "offsets ends with": dataclasses.replace(tile, data=torch.cat([tile.data, tile.data[:8] * 0])),
+        "tile 0 of row block 0 has another size": changed(tile, "data", slice(0, 16), 0),  # type: ignore[arg-type]
+        "tile 0 of row block 0: a part begins at byte 600": changed(tile, "data", 256 + 1, 600),
+        "tile 3 of row block 1: a value of part 0 lies outside": changed(
+            changed(tile, "data", last, 0), "data", last + 1, first_lane
+        ),
+        "tile 0 of row block 0, byte 520: a zero is stored": changed(tile, "data", 260, 0),
+        "byte .*a zero is stored, or the padding is not zero": changed(tile, "data", -1, 1),
+        "entries is 7": dataclasses.replace(tile, entries=7),
+        "offsets has 5 elements, expected 7": dataclasses.replace(tile, cols=130),
+        "offsets has 5 elements, expected 3": dataclasses.replace(tile, rows=64),
+        "rows is -65": dataclasses.replace(tile, rows=-65),
+        "cols is 4611686018427387904": dataclasses.replace(tile, cols=2**62),
+        "data has 9 elements": dataclasses.replace(tile, data=tile.data[:9]),
+        "offsets has dtype int64": dataclasses.replace(tile, offsets=tile.offsets.long()),
+        "data has dtype float32, expected float16 or bfloat16": dataclasses.replace(tile, data=tile.data.float()),
+    }
+    for message, other in broken.items():
+        with pytest.raises(ValueError, match=f"not a tile weight: .*{message}"):
+            other.validate()
+
+
+@pytest.mark.parametrize("device", devices())
+def test_errors_name_the_argument(device: str) -> None:
+    tile = packed(random_weight(30, 50, 0.5, torch.float16), device)
+    x = tokens_of(3, 50).to(device)
+    with pytest.raises(RuntimeError, match=r"x has shape \[3, 49\], expected \[..., 50\]"):
+        tile.linear(x[:, :49])
+    with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
+        tile.linear(x.bfloat16())
+    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
+        tile.linear(x, x[0, :29])
+    with pytest.raises(RuntimeError, match="widest is 700, expected 33 to 545"):
+        dataclasses.replace(tile, widest=700).linear(x)
+    shifted = torch.cat([tile.data[:1], tile.data])[1:]
+    with pytest.raises(RuntimeError, match="data begins 2 bytes past a multiple of 16"):
+        dataclasses.replace(tile, data=shifted).linear(x)
+    with pytest.raises(RuntimeError, match="delta_bits is 3"):
+        ops.tile_pack(*MackoWeight.from_dense(x).tensors().values(), 50, 3)
+    canonical = MackoWeight.from_dense(x)
+    deltas = canonical.deltas.clone()
+    deltas[:] = 255
+    with pytest.raises(RuntimeError, match="macko::tile_pack: deltas put entry"):
+        TileWeight.from_macko(dataclasses.replace(canonical, deltas=deltas))
+
+
+def test_float32_is_refused_with_the_reason() -> None:
+    with pytest.raises(RuntimeError, match="values has dtype float32, expected float16 or bfloat16"):
+        packed(torch.ones(2, 2), "cpu")
+
+
+# Layers and models.
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256, bias=False)
+        for layer in (self.up, self.down):
+            layer.weight.data = random_weight(*layer.weight.shape, 0.5, torch.float32) / 16  # type: ignore[misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+def formats_of(model: nn.Module) -> set[str]:
+    return {module.format for module in model.modules() if isinstance(module, macko.SparseLinear)}
+
+
+@pytest.mark.gpu
+def test_sparsify_for_batches() -> None:
+    dense = Model().half().cuda()
+    model = copy.deepcopy(dense)
+    macko.sparsify_(model, tokens="batch", progress=False)
+    assert choose(MackoWeight.from_dense(dense.up.weight.detach()), batch=True) is TileWeight
+    assert formats_of(model) == {"tile"}
+    assert set(dict(model.up.named_buffers())) == {"data", "offsets"}  # and no second copy
+    for tokens in (1, 7, 300):
+        x = tokens_of(tokens, 256).cuda()
+        torch.testing.assert_close(model(x), dense(x), rtol=1e-2, atol=1e-2)
+    model.cpu()
+    assert "tile" not in formats_of(model)
+    model.cuda()
+    assert formats_of(model) == {"tile"}
+    model.up.reformat_("macko").reformat_("auto")  # type: ignore[operator]
+    assert model.up.format == "sell"
+
+
+def test_tokens_is_of_auto_and_slide() -> None:
+    for arguments in ({"format": "macko", "tokens": "batch"}, {"tokens": 4096}, {"tokens": "many"}):
+        with pytest.raises(ValueError, match='expected "batch" or None'):
+            macko.sparsify_(Model(), **arguments)
+    with pytest.raises(ValueError, match="expected a number"):
+        macko.sparsify_(Model(), format="slide", tokens="batch")
+
+
+def test_batches_on_the_cpu_are_as_single_tokens() -> None:
+    one, batch = Model(), Model()
+    macko.sparsify_(one, progress=False)
+    macko.sparsify_(batch, tokens="batch", progress=False)
+    assert formats_of(one) == formats_of(batch)

@@ -342,10 +342,14 @@ def plot_tokens(found: dict[tuple[float, int, str], dict[tuple[int, int], float]
     for density, colour in ((0.5, "tab:blue"), (0.3, "tab:orange")):
         for name, label, dashes in (("tile", "tile", "-"), ("sell", "sell", "--")):
             keys = sorted(key for key in found if key[0] == density and key[2] == name)
+            if not keys:
+                continue
             means = [geomean(found[key].values()) for key in keys]
             axis.plot([key[1] for key in keys], means, dashes, color=colour, marker="o", markersize=3,
                       label=f"{label}, density {density}")  # fmt: skip
     axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xlim(0.9, 4600)
+    axis.set_ylim(0.2, 4.4)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     axis.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25x", "0.5x", "1x", "2x", "4x"])

@@ -210,12 +210,13 @@ SELL_FN sell_shape sell_pack_shape(int64_t rows, int64_t cols, int gap_bits, sel
  * Up to how many tokens run from the packed stream; more go through dense rows and the library's GEMM. In units of the
  * time of the dense product, with h bytes held a byte of dense: a pass of 8 tokens takes 2.7 h (bound by the reads of x
  * from shared memory, which do not depend on the matrix), 4 h where x fits for two tokens only; dense rows take
- * 2.45 + 2.9 h. Measured on an H200 at 8192 x 8192 and 8192 x 28672, density 0.5 and 0.3; below that it is a guess.
+ * 2.6 + 1.3 h: 124 and 114 us at 8192 x 8192, density 0.5 and 0.3, where one dense product takes 36. Measured on an H200;
+ * below that density it is a guess.
  */
 SELL_FN int64_t sell_stream_tokens(const sell_matrix *m) {
     const double dense = (double)m->rows * m->cols * 2, held = (double)m->slots * sell_slot_bytes(m->gap_bits);
     const double h = held / (dense > 0 ? dense : 1), pass = (m->cols <= 24576 ? 2.7 : 4.0) * h;
-    const double passes = (2.45 + 2.9 * h) / (pass > 0.01 ? pass : 0.01);
+    const double passes = (2.6 + 1.3 * h) / (pass > 0.01 ? pass : 0.01);
     return 8 * (passes < 1 ? 1 : passes > 8 ? 8 : (int64_t)passes);
 }
 

@@ -132,6 +132,49 @@ def shapes_table(problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[in
     return table(head, rows)
 
 
+def published_table(problems: dict[Key, dict[str, Line]], path: Path) -> str:
+    """Times of the published package's kernel, which `path` has, against sell."""
+    found = uniform(problems, 0.5)
+    times = {(line["rows"], line["cols"]): line["median_us"] for line in map(json.loads, path.read_text().splitlines())}
+    ratios = {shape: times[shape] / found[shape]["sell"]["median_us"] for shape in EIGHT if shape in found}
+    rows = [
+        [f"{r} x {c}", f"{times[r, c]:.1f}", f"{found[r, c]['sell']['median_us']:.2f}", f"{ratio:.2f}x"]
+        for (r, c), ratio in ratios.items()
+    ]
+    rows.append(["geometric mean", "", "", f"**{geomean(ratios.values()):.2f}x**"])
+    return table(["rows x cols", "published kernel us", "sell us", "sell is faster by"], rows)
+
+
+def variants_table(path: Path) -> str:
+    """Lines of benchmarks.spmv --variants: a row a variant, plain and chained time by shape."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    times = {(line["variant"], line["kernel"], (line["rows"], line["cols"])): line["median_us"] for line in lines}
+    shapes = list(dict.fromkeys((line["rows"], line["cols"]) for line in lines))
+    rows = []
+    for name in dict.fromkeys(line["variant"] for line in lines if line["kernel"] == "sell_plain"):
+        cells = []
+        for shape in shapes:
+            plain, chained = (times[name, f"sell_{way}", shape] for way in ("plain", "chained"))
+            cells.append(f"{plain:.2f} / {chained:.2f}")
+        rows.append([name, *cells])
+    return table(["us, plain / chained", *(f"{r} x {c}" for r, c in shapes)], rows)
+
+
+def sustained_table(path: Path) -> str:
+    """The lines of the same file for what runs without a rest."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    found = {(line["rows"], line["cols"], line["kernel"], line["variant"]): line for line in lines}
+    rows = []
+    for r, c in dict.fromkeys((line["rows"], line["cols"]) for line in lines):
+        cells = [f"{r} x {c}"]
+        for name, variant in (("sell", "as chosen"), ("dense", "dense")):
+            rested = found[r, c, "sell_plain" if name == "sell" else "dense_linear", variant]
+            tired = found[r, c, f"{name}_sustained", "sustained"]
+            cells += [f"{line['median_us']:.2f} at {line['clock_mhz']} MHz" for line in (rested, tired)]
+        rows.append(cells)
+    return table(["rows x cols", "sell us", "sell, a second on", "dense us", "dense, a second on"], rows)
+
+
 def others_table(problems: dict[Key, dict[str, Line]]) -> str:
     found = uniform(problems, 0.5)
     names = ["sell", "sell_gap4", "sell_cp_async", "macko", "cusparse", "dense_compiled"]
@@ -676,6 +719,7 @@ def main() -> None:
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
+        "spmv published": lambda: published_table(problems, path.parent / "published.jsonl"),
         "spmv paper": lambda: shapes_table(problems, sorted(uniform(problems, 0.5), key=lambda s: s[0] * s[1])),
         "spmv others": lambda: others_table(problems),
         "spmv behind": lambda: behind_table(problems),
@@ -708,6 +752,9 @@ def main() -> None:
         for name in ("int8", "fp8", "bf16"):
             parts[f"slide {name}"] = lambda name=name: slide_table(slide, name)
             parts[f"slide {name} us"] = lambda name=name: slide_times_table(slide, name)
+    if (variants := path.parent / "variants.jsonl").exists():
+        parts["spmv variants"] = lambda: variants_table(variants)
+        parts["spmv sustained"] = lambda: sustained_table(variants)
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         fill(document, parts)
 

@@ -3,6 +3,7 @@
     python -m benchmarks.spmv --gpu                       # eight shapes at density 0.5, half a minute
     python -m benchmarks.spmv --gpu --shapes paper        # the 31 shapes of the MACKO paper's appendix
     python -m benchmarks.spmv --gpu --densities 0.1,0.3,0.5,0.7,1.0 --masks uniform,magnitude --kernels dense,sell,macko
+    python -m benchmarks.spmv --gpu --variants            # other cuts and rings than the chosen ones, to variants.jsonl
 
 Every kernel is checked before it is timed: signed random data, output memory poisoned with NaN, the bound of float64.
 Times are medians over replays of CUDA graphs that rotate over cold copies (benchmarks/timing.py). Both sides read and
@@ -30,7 +31,7 @@ from macko import ops
 from macko.formats import MackoWeight, PackedWeight, SellWeight
 
 from .floor import floor
-from .timing import COLD_BYTES, Timing, append_jsonl, copies, provenance, time_graph
+from .timing import COLD_BYTES, MIN_LAUNCHES, Timing, append_jsonl, copies, provenance, time_graph
 
 EIGHT = "4096x4096,11008x4096,4096x11008,8192x8192,12288x12288,28672x8192,8192x28672,36864x12288"
 #: Every linear layer that the MACKO paper's appendix measures.
@@ -43,6 +44,29 @@ PAPER = (
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 MASKS = ("uniform", "magnitude", "sgpt")
 KERNELS = ("dense", "sell", "sell_gap4", "sell_cp_async", "sell_behind", "macko", "cusparse", "compiled")
+VARIANT_SHAPES = "4096x4096,4096x11008,8192x8192,28672x8192"
+#: What the chosen layout and launch could be instead: options of packing (blocks in units of SMs), knobs.
+VARIANTS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
+    "as chosen": ({}, {}),
+    "2-bit gaps": ({"gap_bits": 2}, {}),
+    "4-bit gaps": ({"gap_bits": 4}, {}),
+    "4 warps a block": ({"warps": 4}, {}),
+    "12 warps, one block an SM": ({"warps": 12, "blocks": 1}, {}),
+    "one block an SM": ({"blocks": 1}, {}),
+    "two waves of blocks": ({"blocks": 4}, {}),
+    "no stage at a fixed place": ({}, {"MACKO_HEAD": "0"}),
+    "two stages at a fixed place": ({}, {"MACKO_HEAD": "2"}),
+    "ring of 3 stages": ({}, {"MACKO_STAGES": "3"}),
+    "ring of 4": ({}, {"MACKO_STAGES": "4"}),
+    "ring of 5": ({}, {"MACKO_STAGES": "5"}),
+    "ring of 6": ({}, {"MACKO_STAGES": "6"}),
+    "1 stage before x": ({}, {"MACKO_FIRST": "1"}),
+    "2 stages before x": ({}, {"MACKO_FIRST": "2"}),
+    "4 stages before x": ({}, {"MACKO_FIRST": "4"}),
+    "chained: 2 stages early": ({}, {"MACKO_EARLY": "2"}),
+    "chained: the whole ring early": ({}, {"MACKO_EARLY": "8"}),
+    "no bulk copies": ({}, {"MACKO_COPY": "cp_async"}),
+}
 
 
 def make_mask(kind: str, w: Tensor, density: float, generator: torch.Generator) -> Tensor:
@@ -195,23 +219,67 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
         del rotated_sell, calls
 
 
+def measure_variants(problem: Problem, record: Callable[..., None]) -> None:
+    """Times VARIANTS of sell, plain and chained, and what a second of work without a rest does to sell and dense."""
+    w, x = problem.w, problem.x
+    vectors = (w.shape[0] + w.shape[1]) * w.element_size()
+    canonical = MackoWeight.from_dense(w)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    floors: dict[int, float] = {}
+
+    def sustained(calls: list[Callable[[], Any]], once_us: float) -> Timing:
+        replays = max(20, int(1_000_000 / (once_us * -(-MIN_LAUNCHES // len(calls)) * len(calls))))
+        time_graph(calls, replays, rest=False)
+        return time_graph(calls, replays // 4, rest=False)
+
+    for name, (options, knobs) in VARIANTS.items():
+        cut = {key: value * num_sms if key == "blocks" else value for key, value in options.items()}
+        with environment(**knobs):
+            sell = SellWeight.from_macko(canonical, **cut)
+            rotated = packed_copies(sell)
+            calls = [lambda c=c: c.spmv(x) for c in rotated]  # type: ignore[attr-defined]
+            nbytes = sell.nbytes + vectors
+            if nbytes not in floors:
+                floors[nbytes] = round(floor(nbytes).median_us, 3)
+            facts = {"held_bytes": sell.nbytes, "stored": sell.stored, "floor_us": floors[nbytes]}
+            for way in ("plain", "chained"):
+                with environment(**({"MACKO_PDL": "0"} if way == "plain" else {})):
+                    problem.check(name, calls[0])
+                    timing = time_graph(calls)
+                    record(f"sell_{way}", timing, nbytes, variant=name, **facts)
+                    if name == "as chosen" and way == "plain":
+                        record(
+                            "sell_sustained", sustained(calls, timing.median_us), nbytes, variant="sustained", **facts
+                        )
+        del rotated, calls
+    calls = [lambda c=c: F.linear(x, c) for (c,) in copies([w])]  # type: ignore[misc]
+    dense = time_graph(calls)
+    nbytes = w.numel() * w.element_size() + vectors
+    record("dense_linear", dense, nbytes, variant="dense")
+    record("dense_sustained", sustained(calls, dense.median_us), nbytes, variant="sustained")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", required=True, help="what is timed; there is no other yet")
-    parser.add_argument("--shapes", default="eight", help="eight, paper, or ROWSxCOLS,...")
+    parser.add_argument("--shapes", help="eight (the default), paper, or ROWSxCOLS,...")
+    parser.add_argument(
+        "--variants", action="store_true", help="time other cuts and rings of sell than the chosen ones"
+    )
     parser.add_argument("--densities", default="0.5", help="comma separated")
     parser.add_argument("--masks", default="uniform", help=f"of {', '.join(MASKS)}")
     parser.add_argument("--dtypes", default="float16", help=f"of {', '.join(DTYPES)}")
     parser.add_argument("--kernels", default="dense,sell", help=f"of {', '.join(KERNELS)}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further problem after this time")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmv.jsonl")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmv.jsonl or variants.jsonl")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU")
-    shapes = {"eight": EIGHT, "paper": PAPER}.get(args.shapes, args.shapes)
+    asked = args.shapes or (VARIANT_SHAPES if args.variants else "eight")
+    shapes = {"eight": EIGHT, "paper": PAPER}.get(asked, asked)
     what = provenance()
     folder = what["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
-    out = args.out or Path(__file__).parent / "results" / folder / "spmv.jsonl"
+    out = args.out or Path(__file__).parent / "results" / folder / ("variants.jsonl" if args.variants else "spmv.jsonl")
     begin = time.monotonic()
     for dtype in args.dtypes.split(","):
         for mask in args.masks.split(","):
@@ -239,13 +307,17 @@ def main() -> None:
                         if kernel.startswith("dense"):
                             best[0] = min(best[0], timing.median_us)
                         share = f"{facts['floor_us'] / timing.median_us:.2f} of floor" if "floor_us" in facts else ""
+                        label = f"{kernel} {facts.get('variant', '')}"
                         print(
-                            f"{shown} {kernel:18} {timing.median_us:8.2f} us {best[0] / timing.median_us:5.2f}x {share}"
+                            f"{shown} {label:40} {timing.median_us:8.2f} us {best[0] / timing.median_us:5.2f}x {share}"
                         )
                         times = {name: round(value, 3) for name, value in dataclasses.asdict(timing).items()}
                         append_jsonl(out, kernel=kernel, **about, bytes=nbytes, **times, **facts, **what)
 
-                    measure(problem, set(args.kernels.split(",")), record)
+                    if args.variants:
+                        measure_variants(problem, record)
+                    else:
+                        measure(problem, set(args.kernels.split(",")), record)
                     del problem
 
 

@@ -257,13 +257,14 @@ class SellWeight(PackedWeight):
     delta_bits: int = 4
 
     @classmethod
-    def from_macko(cls, weight: MackoWeight, gap_bits: int = 0) -> Self:
-        """Lays out a macko weight that is on a GPU. gap_bits 2 to 6, or 0 for the smallest."""
-        data, bases, blocks, perm, gap_bits, warps, head, entries = ops.sell_pack(
-            weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits, gap_bits
+    def from_macko(cls, weight: MackoWeight, gap_bits: int = 0, warps: int = 0, blocks: int = 0) -> Self:
+        """Lays out a macko weight that is on a GPU. gap_bits 2 to 6, or 0 for the smallest; warps and blocks: see
+        ops.sell_pack."""
+        data, bases, row_blocks, perm, gap_bits, warps, head, entries = ops.sell_pack(
+            weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits, gap_bits, warps, blocks
         )
         sizes = weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits
-        return cls(data, bases, blocks, perm, *sizes)
+        return cls(data, bases, row_blocks, perm, *sizes)
 
     def to_macko(self) -> MackoWeight:
         """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""
@@ -295,14 +296,14 @@ class SellWeight(PackedWeight):
         return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head
 
     def validate(self) -> None:
-        """Checks that this is what packing its own matrix gives on this GPU.
+        """Checks that this is what packing its own matrix gives, for as many blocks and warps as it has.
 
         Raises:
             ValueError: it is not; names the first thing that differs.
         """
         reason = self._misplaced()
         if not reason:
-            again = self.from_macko(self.to_macko(), self.gap_bits)
+            again = self.from_macko(self.to_macko(), self.gap_bits, self.warps, self.blocks.shape[0])
             for name, size in again.sizes().items():
                 if size != getattr(self, name):
                     reason = f"{name} is {getattr(self, name)}, packing its matrix gives {size}"

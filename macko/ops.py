@@ -97,13 +97,21 @@ SellMatrix = tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]
 
 
 def sell_pack(
-    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, gap_bits: int = 0
+    values: Tensor,
+    deltas: Tensor,
+    row_ptr: Tensor,
+    cols: int,
+    delta_bits: int = 4,
+    gap_bits: int = 0,
+    warps: int = 0,
+    blocks: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
     """The layout in which this GPU runs a macko matrix; csrc/sell/sell.h says what the tensors hold. CUDA only.
 
     Args:
         values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols], at most 65535 columns.
         gap_bits: 2 to 6, the width of a gap; 0 takes the smallest layout.
+        warps, blocks: that decode in a block, and blocks; 0 takes what suits this GPU.
 
     Returns:
         data of values' dtype, bases int16, blocks [blocks, 8] int32, perm [rows] int32; gap_bits, warps, head, and
@@ -113,7 +121,7 @@ def sell_pack(
         RuntimeError: wrong device, dtype or shape, content that points outside the matrix, or a vector of `cols`
             elements does not fit this GPU's shared memory.
     """
-    return torch.ops.macko.sell_pack(values, deltas, row_ptr, cols, delta_bits, gap_bits)
+    return torch.ops.macko.sell_pack(values, deltas, row_ptr, cols, delta_bits, gap_bits, warps, blocks)
 
 
 def sell_unpack(packed: SellMatrix) -> Tensor:
@@ -371,13 +379,20 @@ def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.register_fake("macko::sell_pack")
 def _(
-    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4, gap_bits: int = 0
+    values: Tensor,
+    deltas: Tensor,
+    row_ptr: Tensor,
+    cols: int,
+    delta_bits: int = 4,
+    gap_bits: int = 0,
+    warps: int = 0,
+    blocks: int = 0,
 ) -> tuple[Any, ...]:
-    slots, groups, blocks, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(7))
+    slots, groups, num_blocks, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(7))
     return (
         values.new_empty(slots * 32),
         values.new_empty(groups * 32, dtype=torch.int16),
-        values.new_empty(blocks, 8, dtype=torch.int32),
+        values.new_empty(num_blocks, 8, dtype=torch.int32),
         values.new_empty(row_ptr.shape[0] - 1, dtype=torch.int32),
         *sizes,
     )

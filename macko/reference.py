@@ -70,7 +70,7 @@ def sell_unpack(
             first = sum(steps - (g >= long_groups) for g in order[warp] if g < group)
             for step in range(steps - (group >= long_groups)):
                 stage = first + step
-                place = (block * head + stage) * warps + warp
+                place = (stage * len(blocks) + block) * warps + warp
                 if stage >= head:
                     place = tail + warp + sum(min(length, stage) - min(length, head) for length in lengths)
                 values = slots[place, :512].view(2, 32, 8)

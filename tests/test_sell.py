@@ -25,8 +25,13 @@ from tests.common import (
 )
 
 GAPS = (2, 3, 4, 5, 6)
-#: How a block fetches, and whether launches may overlap: MACKO_COPY, MACKO_PDL.
-PATHS: tuple[dict[str, str], ...] = ({}, {"MACKO_PDL": "0"}, {"MACKO_COPY": "cp_async"})
+#: How a block fetches, and whether launches may overlap: MACKO_COPY, MACKO_PDL; few stages before x is there.
+PATHS: tuple[dict[str, str], ...] = (
+    {},
+    {"MACKO_PDL": "0"},
+    {"MACKO_COPY": "cp_async"},
+    {"MACKO_PDL": "0", "MACKO_FIRST": "1"},
+)
 #: Lane groups that are not full, one row, one column, no row, cols that no bulk copy can end at, more blocks than rows.
 SHAPES = ((64, 256), (33, 203), (1, 1), (1, 4096), (500, 1), (7, 30), (600, 64), (0, 16), (5, 0), (40, 1001))
 
@@ -247,6 +252,19 @@ def test_validate() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("warps", "blocks"), [(8, 216), (12, 132), (4, 264), (2, 7), (8, 1000)])
+def test_layouts_made_for_another_gpu(warps: int, blocks: int) -> None:
+    """As many blocks and warps as another GPU has: the same matrix, the same result, and it validates."""
+    w, x = random_weight(600, 900, 0.5, torch.float16), random_vector(900, dtype=torch.float16)
+    sell = SellWeight.from_macko(MackoWeight.from_dense(w.cuda()), 3, warps, blocks)
+    assert (sell.warps, sell.blocks.shape[0]) == (warps, blocks)
+    sell.validate()
+    assert_same_bits(reference.sell_unpack(*sell._packed), torch.where(w == 0, 0, w))
+    assert_close_spmv(sell.spmv(x.cuda()), w, x)
+    assert_close_spmv(sell.spmm(x.cuda()[None]), w, x[None])
+
+
+@pytest.mark.gpu
 def test_errors_name_the_argument() -> None:
     sell = packed(random_weight(30, 50, 0.5, torch.float16))
     x = random_vector(50, dtype=torch.float16).cuda()
@@ -258,6 +276,10 @@ def test_errors_name_the_argument() -> None:
         ops.sell_spmv(sell._packed, x, x[:29])
     with pytest.raises(RuntimeError, match="gap_bits is 7"):
         ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 7)
+    with pytest.raises(RuntimeError, match="warps is 7, expected an even number up to 12"):
+        ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 7)
+    with pytest.raises(RuntimeError, match="blocks is -1"):
+        ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 8, -1)
     with pytest.raises(RuntimeError, match="cols is 65536, expected at most 65535"):
         packed(torch.zeros(2, 65536, dtype=torch.float16))
 

@@ -119,12 +119,16 @@ Tensor unpack_matrix(const sell_matrix &m, const Tensor &data) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
 sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
-          int64_t gap_bits) {
+          int64_t gap_bits, int64_t warps, int64_t num_blocks) {
     const char *op = "sell_pack";
     const macko_matrix m = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
     if (gap_bits && (gap_bits < SELL_MIN_GAP_BITS || gap_bits > SELL_MAX_GAP_BITS))
         fail(op, "gap_bits is ", gap_bits, ", expected ", int(SELL_MIN_GAP_BITS), " to ", int(SELL_MAX_GAP_BITS),
              ", or 0 to choose the smallest");
+    if (warps < 0 || warps % 2 || warps > SELL_MAX_WARPS)
+        fail(op, "warps is ", warps, ", expected an even number up to ", int(SELL_MAX_WARPS), ", or 0 to choose");
+    if (num_blocks < 0 || num_blocks > (1 << 20))
+        fail(op, "blocks is ", num_blocks, ", expected 1 to ", 1 << 20, ", or 0 to choose");
     if (cols > SELL_MAX_COLS)
         fail(op, "cols is ", cols, ", expected at most ", int(SELL_MAX_COLS), ": use the macko format");
     const DeviceOf guard(values);
@@ -157,6 +161,8 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     sell_device device;
     STD_CUDA_CHECK(sell_device_cuda(&device));
     sell_shape shape = sell_pack_shape(rows, cols, int(gap_bits), device);
+    if (warps) shape.warps = int(warps);
+    if (num_blocks) shape.num_blocks = int(num_blocks);
     if (!shape.stages)
         fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,
              " bytes of shared memory of this GPU: use the macko format");

@@ -9,7 +9,7 @@ namespace macko {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
 sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
-          int64_t gap_bits);
+          int64_t gap_bits, int64_t warps, int64_t blocks);
 Tensor sell_unpack(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
                    int64_t gap_bits, int64_t warps, int64_t head);
 Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,

@@ -226,7 +226,7 @@ __global__ void choose_chunks(int warps, sell_block *blocks) {
 }
 
 // One thread block. The head is as many stages as cost at most 1/32 of the slots in blocks that do not fill them.
-__global__ void place_blocks(int warps, int num_blocks, sell_block *blocks, sell_totals *totals) {
+__global__ void place_blocks(int warps, int num_blocks, int most_head, sell_block *blocks, sell_totals *totals) {
     int64_t held[SELL_MAX_HEAD + 1] = {}, slots = 0; // slots of the first 0..4 stages
     int sums = 0;
     for (int block = threadIdx.x; block < num_blocks; block += SCAN_THREADS) {
@@ -242,7 +242,7 @@ __global__ void place_blocks(int warps, int num_blocks, sell_block *blocks, sell
     int head = 0;
     for (int stages = 1; stages <= SELL_MAX_HEAD; stages++) {
         block_exclusive_sum(held[stages], &held[stages]);
-        if ((int64_t)num_blocks * stages * warps - held[stages] <= slots / 32) head = stages;
+        if (stages <= most_head && (int64_t)num_blocks * stages * warps - held[stages] <= slots / 32) head = stages;
     }
     int64_t slot = 0, group = 0, total;
     for (int tile = 0; tile < num_blocks; tile += SCAN_THREADS) {
@@ -386,7 +386,8 @@ cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int warps, int n
     if (rows) rank_rows<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(counts, (int)rows, perm);
     cut_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, perm, rows, num_blocks, starts, line, blocks);
     choose_chunks<<<num_blocks, WARP, 0, stream>>>(warps, blocks);
-    place_blocks<<<1, SCAN_THREADS, 0, stream>>>(warps, num_blocks, blocks, totals);
+    const int most_head = number("MACKO_HEAD", SELL_MAX_HEAD);
+    place_blocks<<<1, SCAN_THREADS, 0, stream>>>(warps, num_blocks, most_head, blocks, totals);
     return cudaGetLastError();
 }
 

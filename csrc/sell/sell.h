@@ -24,9 +24,10 @@
  *            Warps go in pairs: the second has a slot wherever the first has one, so that every stage begins at a
  *            multiple of 128 B (at 64 B, each line of a bulk copy takes two requests).
  *
- * Where things are. A block can start to fetch before it has read its own header: the first `head` stages of all
- * blocks lie first in `data`, at a fixed distance, and hold a slot for every warp; so do the bases of each warp's first
- * group. The rest follows block after block at the offsets in the header.
+ * Where things are. The first `head` stages of the blocks lie first in `data`: stage 0 of each block, then stage 1 of
+ * each, and so on, with a slot for every warp. So a block can start to fetch before it has read its own header, and
+ * blocks that start side by side read side by side. The bases of each warp's first group lie first in `bases`. The rest
+ * follows block after block at the offsets in the header.
  *
  * The gaps of a step: entry e has gap g[e]. For pair j = 0..3 the four gaps g[2j], g[2j + 1], g[8 + 2j], g[9 + 2j] form
  * a number of 4 gap_bits bits, first gap lowest. Byte b of it is byte j of the lane's word in plane b (SELL_LANES
@@ -124,7 +125,7 @@ SELL_FN int sell_slots_before(const sell_block *b, int warps, int stages) {
 
 /* Slot in data of a warp's step (= stage) of a block. */
 SELL_FN int64_t sell_slot(const sell_block *b, int block, int num_blocks, int warps, int head, int stage, int warp) {
-    if (stage < head) return ((int64_t)block * head + stage) * warps + warp;
+    if (stage < head) return ((int64_t)stage * num_blocks + block) * warps + warp;
     return (int64_t)num_blocks * head * warps + b->slot + sell_slots_before(b, warps, stage) -
            sell_slots_before(b, warps, head) + warp;
 }

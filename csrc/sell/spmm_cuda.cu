@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ __align__(8) uint64_t barriers[MAX_TEAMS * 2 * SELL_MAX_STAGES];
+    __shared__ __align__(16) sell_block headers[MAX_TEAMS];
     constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
     const int warps = m.warps, stage_bytes = warps * SLOT, cols = (int)m.cols, consumers = launch.teams * warps;
     const int block_warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -129,52 +130,15 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     const uint32_t ring = x_at + x_bytes(cols, N) + launch.teams * sums_bytes(N) + team * launch.stages * stage_bytes;
     const uint32_t filled = shared_address(barriers + team * 2 * SELL_MAX_STAGES),
                    emptied = filled + 8 * SELL_MAX_STAGES;
-    sell_block b = {};
-    if (block < m.num_blocks) b = load_block(m.blocks + block);
 
     if (fetches) {
-        const uint8_t *head_data = m.data + (int64_t)block * m.head * stage_bytes;
-        const int blind = block < m.num_blocks ? min(m.head, launch.stages) : 0;
-        uint64_t once;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-        if (lane < launch.stages) {
-            barrier_init(filled + 8 * lane, 1);
-            barrier_init(emptied + 8 * lane, warps);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        __syncwarp();
-        if (lane == 0) {
-#pragma unroll 1
-            for (int stage = 0; stage < blind; stage++)
-                fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes, filled + 8 * stage,
-                           once);
-            asm volatile("griddepcontrol.launch_dependents;");
-        }
-        __syncwarp();
-        __syncthreads();
-        const int own_steps = lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
-        const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
-        int place = blind % launch.stages;
-        uint32_t parity = blind < launch.stages; // of the round before: 0 from the second round on
-#pragma unroll 1
-        for (int stage = blind; stage < b.stages; stage++) {
-            const bool in_head = stage < m.head;
-            const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
-            if (lane == 0) {
-                if (stage >= launch.stages) barrier_wait(emptied + 8 * place, parity);
-                fetch_bulk(ring + place * stage_bytes, in_head ? head_data + stage * stage_bytes : next, bytes,
-                           filled + 8 * place, once);
-            }
-            if (!in_head) next += bytes;
-            if (++place == launch.stages) place = 0, parity ^= 1;
-        }
-        // A block may not end while a copy is under way: the stages of the head that nobody needed.
-#pragma unroll 1
-        for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
-        __syncthreads();
+        const Ring whole = {launch.stages, launch.stages, launch.stages};
+        fill_ring<SLOT>(m, block, whole, ring, filled, emptied, headers[team], lane);
         return;
     }
-
+    sell_block b = {}; // of a team without a block
+    if (block < m.num_blocks) b = load_block(m.blocks + block);
+    if (warp == 0 && lane == 0) headers[team] = b;
     asm volatile("griddepcontrol.wait;" ::: "memory"); // from here on, what the previous kernel wrote may be read
     interleave<T, N>(x, launch.tokens, cols, shared, threadIdx.x, consumers * WARP);
     const int groups = sell_groups(&b), long_groups = sell_long_groups(&b), threads = warps * WARP;
@@ -232,7 +196,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
         advance();
     }
-    __syncthreads();
+    sync_threads(1 + team, threads);
 
 #pragma unroll 1
     for (int result = own; result - (own & (together - 1)) < results; result += warps * together) {

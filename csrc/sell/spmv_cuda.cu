@@ -39,74 +39,31 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
     }
 }
 
-// A lane's share of the slot at `offset` in the ring.
-template <typename T, int GAP_BITS>
-__device__ __forceinline__ void multiply_step(LaneSlot at, uint32_t offset, uint32_t &address, float (&sum)[2]) {
-    uint32_t planes[4] = {};
-    for (int plane = 0; plane < GAP_BITS / 2; plane++)
-        planes[plane] = load_shared_4(at.planes + offset + plane * SELL_LANES * 4);
-    if (GAP_BITS % 2) {
-        const uint32_t nibbles = load_shared_2(at.nibbles + offset);
-        planes[GAP_BITS / 2] = nibbles | nibbles << 12; // nibbles 0, 2, 1, 3 are the low halves of bytes 0 to 3
-    }
+// A lane's share of a slot.
+struct Step {
     uint4 values[2];
-    for (int half = 0; half < 2; half++) values[half] = load_shared_16(at.values + offset + half * SELL_LANES * 16);
-    for (int half = 0; half < 2; half++)
-        multiply_8<T, GAP_BITS>(values[half], gap_field<GAP_BITS>(planes, 2 * half),
-                                gap_field<GAP_BITS>(planes, 2 * half + 1), address, sum);
-}
-
-__device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-struct Launch {
-    int stages; // of the ring, at most SELL_MAX_STAGES
-    int early;  // stages to fetch before the previous kernel's end is waited for
+    uint32_t planes[4];
 };
 
-// The work of the warp that keeps the ring full: fetches the head, lets the others begin, fetches what is behind.
-template <int SLOT>
-__device__ __forceinline__ void fill_ring(const sell_matrix &m, const sell_block &b, const Launch &launch,
-                                          uint32_t ring, uint32_t filled, uint32_t emptied, const uint8_t *head_data,
-                                          const uint8_t *next, int lane) {
-    const int stage_bytes = m.warps * SLOT, blind = min(m.head, launch.stages);
-    uint64_t once; // the weights do not push x out of L2
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    if (lane == 0) {
-#pragma unroll 1
-        for (int stage = 0; stage < launch.stages; stage++) barrier_init(filled + 8 * stage, 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#pragma unroll 1
-        for (int stage = 0; stage < blind; stage++) {
-            if (stage == launch.early) asm volatile("griddepcontrol.wait;" ::: "memory");
-            fetch_bulk(ring + stage * stage_bytes, head_data + stage * stage_bytes, stage_bytes, filled + 8 * stage,
-                       once);
-        }
-        asm volatile("griddepcontrol.launch_dependents;");
-#pragma unroll 1
-        for (int stage = 0; stage < launch.stages; stage++) barrier_init(emptied + 8 * stage, m.warps);
+template <int GAP_BITS>
+__device__ __forceinline__ Step load_step(LaneSlot at, uint32_t offset) {
+    Step step = {};
+    for (int plane = 0; plane < GAP_BITS / 2; plane++)
+        step.planes[plane] = load_shared_4(at.planes + offset + plane * SELL_LANES * 4);
+    if (GAP_BITS % 2) {
+        const uint32_t nibbles = load_shared_2(at.nibbles + offset);
+        step.planes[GAP_BITS / 2] = nibbles | nibbles << 12; // nibbles 0, 2, 1, 3 are the low halves of bytes 0 to 3
     }
-    __syncwarp();
-    __syncthreads();
-    const int own_steps = lane < m.warps ? sell_steps_of_warp(&b, m.warps, lane) : 0;
-    int place = blind % launch.stages;
-    uint32_t parity = blind < launch.stages; // of the round before: 0 from the second round on
-#pragma unroll 1
-    for (int stage = blind; stage < b.stages; stage++) {
-        const bool in_head = stage < m.head;
-        const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
-        if (lane == 0) {
-            if (stage >= launch.stages) barrier_wait(emptied + 8 * place, parity);
-            fetch_bulk(ring + place * stage_bytes, in_head ? head_data + stage * stage_bytes : next, bytes,
-                       filled + 8 * place, once);
-        }
-        if (!in_head) next += bytes;
-        if (++place == launch.stages) place = 0, parity ^= 1;
-    }
-    // A block may not end while a copy is under way: the stages of the head that nobody needed.
-#pragma unroll 1
-    for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
+    for (int half = 0; half < 2; half++)
+        step.values[half] = load_shared_16(at.values + offset + half * SELL_LANES * 16);
+    return step;
+}
+
+template <typename T, int GAP_BITS>
+__device__ __forceinline__ void multiply_step(const Step &step, uint32_t &address, float (&sum)[2]) {
+    for (int half = 0; half < 2; half++)
+        multiply_8<T, GAP_BITS>(step.values[half], gap_field<GAP_BITS>(step.planes, 2 * half),
+                                gap_field<GAP_BITS>(step.planes, 2 * half + 1), address, sum);
 }
 
 /*
@@ -116,7 +73,7 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, const sell_block
  */
 template <typename T, int GAP_BITS, Copy COPY>
 __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
-    spmv(const sell_matrix m, const T *x, const T *bias, T *y, const Launch launch) {
+    spmv(const sell_matrix m, const T *x, const T *bias, T *y, const Ring ring) {
 #if __CUDA_ARCH__ < 900
     if constexpr (COPY == CP_ASYNC) {
 #else
@@ -124,22 +81,21 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #endif
         extern __shared__ __align__(128) uint8_t shared[];
         __shared__ __align__(8) uint64_t barriers[2 * SELL_MAX_STAGES]; // for each stage: filled, emptied
+        __shared__ __align__(16) sell_block header;
         constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
         const int warps = m.warps, threads = warps * WARP, stage_bytes = warps * SLOT, cols = (int)m.cols;
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        const uint32_t x_at = shared_address(shared), ring = x_at + sell_fixed_bytes(cols);
+        const uint32_t x_at = shared_address(shared), ring_at = x_at + sell_fixed_bytes(cols);
         const uint32_t filled = shared_address(barriers), emptied = filled + 8 * SELL_MAX_STAGES;
-        const uint8_t *head_data = m.data + (int64_t)blockIdx.x * m.head * stage_bytes;
-        const sell_block b = load_block(m.blocks + blockIdx.x); // half a microsecond away
-        const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
-
 #if __CUDA_ARCH__ >= 900
         if (COPY == BULK && warp == warps) {
-            fill_ring<SLOT>(m, b, launch, ring, filled, emptied, head_data, next, lane);
-            __syncthreads();
+            fill_ring<SLOT>(m, blockIdx.x, ring, ring_at, filled, emptied, header, lane);
             return;
         }
 #endif
+        // Through shared memory for the same reason as in fill_ring.
+        if (threadIdx.x < sizeof header / 16)
+            copy_16(shared_address(&header) + threadIdx.x * 16, (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
         uint32_t base = m.bases[((int64_t)blockIdx.x * warps + warp) * SELL_LANES + lane];
 
         // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
@@ -158,15 +114,22 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #pragma unroll 1
         for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)shared)[i] = x[i];
 
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads(); // x is there, and the barriers of the ring
+        const sell_block b = load_block(&header);
+
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
+        const uint8_t *head = m.data + (int64_t)blockIdx.x * stage_bytes;
+        const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
         const int lane_steps = COPY == CP_ASYNC && lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
         const int own_steps = COPY == CP_ASYNC ? __shfl_sync(FULL_WARP, lane_steps, warp) : 0;
         int fetched = 0;
         auto fetch_own = [&](uint32_t offset) {
             const int slots = stage_slots(lane_steps, fetched);
             if (fetched < own_steps) {
-                const uint8_t *from = (fetched < m.head ? head_data + fetched * stage_bytes : next) + warp * SLOT;
-                const uint32_t to = ring + offset + warp * SLOT;
+                const uint8_t *from =
+                    (fetched < m.head ? head + fetched * (int64_t)m.num_blocks * stage_bytes : next) + warp * SLOT;
+                const uint32_t to = ring_at + offset + warp * SLOT;
                 for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_16(to + piece, from + piece);
             }
             asm volatile("cp.async.commit_group;" ::: "memory"); // an empty one too, to keep count
@@ -189,10 +152,8 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const int group_rows = threads - group_chunks * rows; // from a group of this warp to the next
         int chunk = small_quotient(threadIdx.x, rows), row = (int)threadIdx.x - chunk * rows;
 
-        asm volatile("cp.async.wait_group %0;" ::"n"(COPY == CP_ASYNC ? CP_ASYNC_STAGES : 0) : "memory"); // x is there
-        __syncthreads();
-        const LaneSlot slot = lane_slot<GAP_BITS>(ring + warp * SLOT, lane);
-        const uint32_t ring_bytes = held((COPY == BULK ? launch.stages : CP_ASYNC_STAGES) * stage_bytes);
+        const LaneSlot slot = lane_slot<GAP_BITS>(ring_at + warp * SLOT, lane);
+        const uint32_t ring_bytes = held((COPY == BULK ? ring.stages : CP_ASYNC_STAGES) * stage_bytes);
         const uint32_t first_barrier = held(filled);
         uint32_t offset = 0, barrier = first_barrier, parity = 0;
         auto advance = [&] {
@@ -217,12 +178,13 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                     asm volatile("cp.async.wait_group %0;" ::"n"(CP_ASYNC_STAGES - 1) : "memory");
                     __syncwarp();
                 }
-                multiply_step<T, GAP_BITS>(slot, offset, address, sum);
+                const Step step = load_step<GAP_BITS>(slot, offset);
                 __syncwarp();
                 if (COPY == CP_ASYNC)
                     fetch_own(offset);
                 else if (lane == 0)
-                    barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
+                    barrier_arrive(barrier + 8 * SELL_MAX_STAGES); // before decoding: all of the ring is on its way
+                multiply_step<T, GAP_BITS>(step, address, sum);
                 advance();
             } while (--steps);
             if (chunk < b.chunks) sums[chunk * stride + row] = sum[0] + sum[1];
@@ -237,19 +199,26 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
                 advance();
             }
-        __syncthreads();
+        sync_threads(1, threads); // but not the warp that filled the ring
 
+        const int lanes = 1 << log_lanes;
 #pragma unroll 1
         for (int r = first_row; r - first_row < b.rows; r += threads >> log_lanes) {
             float sum = 0;
-            if (r < b.rows)
-                for (int c = part; c < b.chunks; c += 1 << log_lanes) sum += sums[c * stride + r];
 #pragma unroll 1
-            for (int distance = 1 << log_lanes >> 1; distance; distance /= 2)
-                sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+            for (int c = part; c < b.chunks; c += 4 * lanes) {
+                float some[4];
+                for (int i = 0; i < 4; i++)
+                    some[i] = r < b.rows && c + i * lanes < b.chunks ? sums[(c + i * lanes) * stride + r] : 0;
+                sum += (some[0] + some[1]) + (some[2] + some[3]);
+            }
+            __syncwarp();
+            for (int distance = WARP / 2; distance; distance /= 2)
+                if (distance < lanes) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
             if (r < b.rows && part == 0) {
                 if (r != first_row) out = m.perm[b.row + r];
-                y[out] = from_float<T>(bias ? sum + to_float(bias[out]) : sum);
+                if (bias) sum += to_float(bias[out]);
+                y[out] = from_float<T>(sum);
             }
         }
     }
@@ -280,7 +249,10 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *
     // 2 against all of them: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22 (11008 x 4096),
     // 20.0 / 19.7 with 32 (8192 x 8192).
     const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
-    const Launch launch = {shape.stages, few ? 2 : shape.stages};
+    // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
+    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
+    const Ring ring = {shape.stages, number("MACKO_EARLY", few ? 2 : shape.stages),
+                       chained ? shape.stages : sell_min(number("MACKO_FIRST", 3), shape.stages)};
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -291,7 +263,7 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = chained ? 1 : 0;
-    return cudaLaunchKernelEx(&config, spmv<T, GAP_BITS, COPY>, m, x, bias, y, launch);
+    return cudaLaunchKernelEx(&config, spmv<T, GAP_BITS, COPY>, m, x, bias, y, ring);
 }
 
 template <typename T, int GAP_BITS>
@@ -327,8 +299,11 @@ cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias
     sell_device device;
     const cudaError_t error = sell_device_cuda(&device);
     if (error) return error;
-    const sell_shape shape = sell_launch_shape(s->cols, s->gap_bits, s->warps, device);
+    sell_shape shape = sell_launch_shape(s->cols, s->gap_bits, s->warps, device);
     if (!shape.stages) return cudaErrorInvalidConfiguration;
+    shape.stages = sell_min(number("MACKO_STAGES", shape.stages), SELL_MAX_STAGES);
+    const int ring_bytes = shape.stages * s->warps * sell_slot_bytes(s->gap_bits);
+    shape.shared_bytes = std::max(shape.shared_bytes, sell_fixed_bytes(s->cols) + ring_bytes);
     return s->dtype == MACKO_F16 ? launch_width<__half>(*s, shape, x, bias, y, stream)
                                  : launch_width<__nv_bfloat16>(*s, shape, x, bias, y, stream);
 }

@@ -126,19 +126,89 @@ __device__ __forceinline__ int small_quotient(int a, int b) {
     return (int)__fdividef(a + 0.5f, (float)b);
 }
 
+// A barrier of some threads of a block.
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// A ring of stages in shared memory, and how it begins.
+struct Ring {
+    int stages; // at most SELL_MAX_STAGES
+    int early;  // stages to fetch before the previous kernel's end is waited for
+    int first;  // stages to fetch before x is waited for, those among them
+};
+
+/*
+ * The work of the warp that keeps a ring full for the m.warps warps that decode. Barriers in shared memory, one a stage:
+ * at `filled` for bytes that come in, at `emptied` for warps that are done. The block is met once, at __syncthreads,
+ * when these are ready and the others have put x and the block's header into shared memory.
+ *
+ * Nothing before that may depend on the header: half a microsecond away, and 1.5 once memory is busy. It comes through
+ * shared memory because the compiler takes what depends on a register as far up as it can, above the first fetches.
+ */
+template <int SLOT>
+__device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const Ring &ring, uint32_t ring_at,
+                                          uint32_t filled, uint32_t emptied, const sell_block &header, int lane) {
+    const int stage_bytes = m.warps * SLOT, blind = block < m.num_blocks ? min(m.head, ring.first) : 0;
+    const int64_t stride = (int64_t)m.num_blocks * stage_bytes;
+    const uint8_t *head = m.data + (int64_t)block * stage_bytes;
+    uint64_t once; // the weights do not push x out of L2
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    if (lane == 0) {
+#pragma unroll 1
+        for (int stage = 0; stage < ring.stages; stage++) {
+            barrier_init(filled + 8 * stage, 1);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            if (stage == ring.early) asm volatile("griddepcontrol.wait;" ::: "memory");
+            if (stage < blind)
+                fetch_bulk(ring_at + stage * stage_bytes, head + stage * stride, stage_bytes, filled + 8 * stage, once);
+        }
+        asm volatile("griddepcontrol.launch_dependents;");
+#pragma unroll 1
+        for (int stage = 0; stage < ring.stages; stage++) barrier_init(emptied + 8 * stage, m.warps);
+    }
+    __syncwarp();
+    __syncthreads();
+    const sell_block b = load_block(&header);
+    const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * m.warps + b.slot) * SLOT;
+    const int own_steps = lane < m.warps ? sell_steps_of_warp(&b, m.warps, lane) : 0;
+    int place = blind % ring.stages;
+    uint32_t parity = blind < ring.stages; // of the round before: 0 from the second round on
+#pragma unroll 1
+    for (int stage = blind; stage < b.stages; stage++) {
+        const bool in_head = stage < m.head;
+        const int bytes = in_head ? stage_bytes : stage_slots(own_steps, stage) * SLOT;
+        if (lane == 0) {
+            if (stage >= ring.stages) barrier_wait(emptied + 8 * place, parity);
+            fetch_bulk(ring_at + place * stage_bytes, in_head ? head + stage * stride : next, bytes, filled + 8 * place,
+                       once);
+        }
+        if (!in_head) next += bytes;
+        if (++place == ring.stages) place = 0, parity ^= 1;
+    }
+    // A block may not end while a copy is under way: the stages of the head that nobody needed.
+#pragma unroll 1
+    for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
+}
+
 // sell_slot for many steps of one block: the steps of its pairs of warps are counted once.
 struct Places {
-    int64_t head_slot, tail_slot;
+    int64_t head_slot, head_stride, tail_slot;
     int warps, head, steps[SELL_MAX_WARPS / 2];
 
     __device__ Places(const sell_matrix &s, const sell_block &b, int block) : warps(s.warps), head(s.head) {
-        head_slot = (int64_t)block * head * warps;
+        head_slot = (int64_t)block * warps;
+        head_stride = (int64_t)s.num_blocks * warps;
         tail_slot = (int64_t)s.num_blocks * head * warps + b.slot - sell_slots_before(&b, warps, head);
         for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++)
             steps[pair] = 2 * pair < warps ? sell_steps_of_warp(&b, warps, 2 * pair) : 0;
     }
     __device__ int64_t slot(int stage, int warp) const {
-        if (stage < head) return head_slot + stage * warps + warp;
+        if (stage < head) return head_slot + stage * head_stride + warp;
         int before = 0;
         for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(steps[pair], stage);
         return tail_slot + before + warp;
@@ -149,6 +219,12 @@ struct Places {
 inline bool is(const char *knob, const char *value) {
     const char *set = getenv(knob);
     return set && !strcmp(set, value);
+}
+
+// The number that an environment knob has, where it is set.
+inline int number(const char *knob, int otherwise) {
+    const char *set = getenv(knob);
+    return set ? atoi(set) : otherwise;
 }
 
 // Whether a kernel in a graph was itself launched to overlap with the one before it, as Triton's are with

@@ -16,7 +16,6 @@ from .formats import (
     MackoWeight,
     PackedWeight,
     SellWeight,
-    SlideWeight,
     TileWeight,
     format_named,
     sparsest_pattern,
@@ -50,7 +49,7 @@ def expected_us(
 def choose(weight: MackoWeight, batch: bool = False) -> type[PackedWeight]:
     """The format in which this weight takes the least time on its device, for one token or for a batch of them.
 
-    For a batch on a GPU that is tile (docs/performance.md).
+    For a batch on a GPU that is tile, whose time hardly grows with the tokens (docs/performance.md).
     """
     if weight.device.type == "cuda":
         if batch:
@@ -153,10 +152,10 @@ class Mixed:
         return Auto.from_dense(w)
 
 
-def chooser(packed_as: object, packed: PackedWeight) -> type[Auto] | None:
-    """What chooses again where a weight moves that packed_as has packed; None where the format was a user's choice."""
+def chooser(packed_as: object) -> type[Auto] | None:
+    """What chooses again when a weight that was packed as this moves: Auto or AutoBatch, if anything."""
     if isinstance(packed_as, Mixed):
-        return None if isinstance(packed, SlideWeight) else Auto
+        return Auto
     return next((kind for kind in (Auto, AutoBatch) if kind is packed_as), None)
 
 

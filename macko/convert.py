@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from .choose import Auto, AutoBatch, Mixed, chooser, expected_us, format_class
-from .formats import PackedWeight
+from .formats import PackedWeight, SlideWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported
 from .merge import merge_
@@ -82,7 +82,7 @@ def sparsify_(
         tokens: how many tokens a layer is usually given at a time. For format "auto" None is one, as when a model
             generates a single text, and "batch" is several, for which a GPU has another layout. For "slide" and "mixed"
             it is a number, by which macko.slide_choice picks the pattern's kernel or the dense one; None is 2048.
-        keep_dense: of those two formats too. One weight a layer is held, for the kernel that was picked; with this the
+        keep_dense: of those formats too. One weight a layer is held, for the kernel that was picked; with this the
             dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
 
@@ -135,12 +135,12 @@ def sparsify_(
 
 def _packing(format: str, pattern: str, dtype: str | None, tokens: int | str | None, keep_dense: bool) -> Packing:
     """What packs the weights, for the arguments of sparsify_ of these names."""
-    packed_as: Packing = format_class(format)
     if format in ("slide", "mixed"):
         if isinstance(tokens, str):
             raise ValueError(f"tokens is {tokens!r}, expected a number for format {format!r}")
         slide = SlidePacking(pattern, dtype, 2048 if tokens is None else tokens, keep_dense)
         return slide if format == "slide" else Mixed(slide)
+    packed_as = format_class(format)
     if (pattern, dtype, keep_dense) != ("auto", None, False):
         raise ValueError(f'pattern, dtype and keep_dense are of formats "slide" and "mixed", the format is {format!r}')
     if tokens is None:
@@ -207,7 +207,7 @@ def convert_layer(
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return row, None
-    auto = chooser(packed_as, packed)
+    auto = None if isinstance(packed, SlideWeight) else chooser(packed_as)
     if packed.nbytes >= size and auto:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     if packed.nbytes >= size:

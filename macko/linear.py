@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto, Mixed, chooser, format_class
-from .formats import MackoWeight, PackedWeight, format_named
+from .choose import Auto, chooser, format_class
+from .formats import MackoWeight, PackedWeight, SlideWeight, format_named
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -140,7 +140,8 @@ class SparseLinear(nn.Linear):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
         packed_as = format_class(format)
         packed = packed_as.from_dense(weight)
-        layer = cls.from_packed(packed, linear.bias, auto=chooser(packed_as, packed))
+        auto = None if isinstance(packed, SlideWeight) else chooser(packed_as)
+        layer = cls.from_packed(packed, linear.bias, auto=auto)
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -156,14 +157,13 @@ class SparseLinear(nn.Linear):
         "auto" chooses for batches where sparsify_ was asked to.
         """
         wanted, packed = format_class(format), self.packed
-        if isinstance(wanted, Mixed):
-            wanted = Auto
-        if wanted is Auto:
-            self._auto = self._auto or Auto
+        if (auto := chooser(wanted)) is not None:
+            self._auto = self._auto or auto
             if packed.is_layout or isinstance(packed, MackoWeight):  # ec and slide are a user's own choice
                 self._hold(self._auto.from_macko(packed.to_macko()))
             return self
         self._auto = None
+        assert isinstance(wanted, type)
         if not isinstance(packed, wanted):
             self._hold(wanted.from_macko(packed.to_macko()))
         return self

@@ -102,12 +102,17 @@ def tune(
 
 
 def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
-    """Microseconds of x W^T by format, and "dense", for a weight that is on a GPU: cold L2, in a CUDA graph."""
+    """Microseconds of x W^T by format, and "dense", for a weight that is on a GPU: cold L2, in a CUDA graph.
+
+    At whatever clock the GPU keeps up: many never run at their highest one.
+    """
     x = torch.randn(tokens, w.shape[1], device=w.device).to(w.dtype)
     dense = [held for (held,) in copies([w])]
-    took = {"dense": time_graph([partial(nn.functional.linear, x, w) for w in dense]).median_us}
+    took = {"dense": time_graph([partial(nn.functional.linear, x, w) for w in dense], rest=False).median_us}
     if tokens == 1:
-        took["dense"] = min(took["dense"], time_graph([partial(torch.mv, w, x[0]) for w in dense]).median_us)
+        took["dense"] = min(
+            took["dense"], time_graph([partial(torch.mv, w, x[0]) for w in dense], rest=False).median_us
+        )
     del dense
     for name, kind in FORMATS.items():
         if "cuda" not in kind.device_types or kind is SlideWeight:
@@ -115,7 +120,7 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
         try:
             packed = kind.from_dense(w)
             held = [_with(packed, tensors) for tensors in copies(list(packed.tensors().values()))]
-            took[name] = time_graph([partial(weight.linear, x) for weight in held]).median_us
+            took[name] = time_graph([partial(weight.linear, x) for weight in held], rest=False).median_us
         except (RuntimeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise

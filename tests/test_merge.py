@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import macko
 from macko import merge
 from macko.merge import MergedLinear
-from tests.common import assert_same_bits, devices, random_weight, torch_threads
+from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,45 @@ def test_compiled_in_one_graph(device: str) -> None:
     targets = [str(node.target) for node in graphs[0].graph.nodes if "_linear" in str(node.target)]
     assert len(targets) == 1
     assert merge._last.traced is None
+
+
+@pytest.mark.gpu
+@needs_capture
+def test_launches_that_overlap_with_those_of_a_compiler() -> None:
+    """Integers are exact, so a kernel that reads x before it is written is seen: in a graph, behind Triton's."""
+    pytest.importorskip("triton", reason="torch.compile needs triton")
+    inductor = pytest.importorskip("torch._inductor.config")
+    if not hasattr(inductor.triton, "enable_pdl"):
+        pytest.skip("this torch has no triton.enable_pdl")
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList()
+            for seed in range(4):
+                block = nn.Module()
+                for index, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+                    layer = nn.Linear(2048, 2048, bias=False, dtype=torch.float16)
+                    weight = random_weight(2048, 2048, 0.5, torch.float16, seed=3 * seed + index).sign()
+                    layer.weight = nn.Parameter(weight, requires_grad=False)
+                    setattr(block, name, layer)
+                self.blocks.append(block)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = (block.gate_proj(x).clamp(-1, 1) * block.up_proj(x).clamp(-1, 1)).clamp(-1, 1)
+                x = block.down_proj(x).clamp(-1, 1)
+            return x
+
+    model = Chain().cuda()
+    dense = copy.deepcopy(model)
+    assert len(macko.sparsify_(model, format="sell", merge=True).changed) == 12
+    assert model.blocks[0].up_proj.format == "sell"
+    compiled = torch.compile(model, options={"triton.cudagraphs": True, "triton.enable_pdl": True})
+    with torch.no_grad():
+        for seed in range(20):
+            x = vector(1, 2048, device="cuda", seed=seed).sign().half()
+            assert torch.equal(compiled(x), dense(x))
 
 
 def test_moves_copies_and_pickles() -> None:

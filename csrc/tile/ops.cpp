@@ -19,8 +19,8 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-// Up to how many tokens tile_mm_cuda multiplies; more go through dense rows and the library's GEMM. A pass of 256 tokens
-// takes 62 us at 8192 x 8192 and density 0.5, unpacking 50 and the library's product 48 a pass (H200).
+// Up to how many tokens tile_mm_cuda multiplies; more go through dense rows and the library's GEMM. A guess from passes of
+// 256 tokens and the time of unpacking, 8192 x 8192 on an H200 at density 0.5.
 int64_t packed_tokens() {
     const char *knob = getenv("MACKO_TILE_TOKENS");
     return knob ? atoll(knob) : 768;

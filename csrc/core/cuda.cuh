@@ -172,6 +172,15 @@ cudaError_t allow_all_shared_memory(const Device &device) {
     return error;
 }
 
+// Lets the next kernel of a chain start. Behind the wait for the one before, never earlier: a kernel of torch.compile with
+// triton.enable_pdl waits for its neighbour only, and takes for granted that whatever lies before that has ended.
+__device__ __forceinline__ void allow_next_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // Whether an environment knob has this value.
 inline bool is(const char *knob, const char *value) {
     const char *set = getenv(knob);

@@ -142,7 +142,7 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
             if (stage < blind)
                 fetch_bulk(ring_at + stage * stage_bytes, head + stage * stride, stage_bytes, filled + 8 * stage, once);
         }
-        asm volatile("griddepcontrol.launch_dependents;");
+        allow_next_launch();
 #pragma unroll 1
         for (int stage = 0; stage < ring.stages; stage++) barrier_init(emptied + 8 * stage, m.warps);
     }

@@ -169,7 +169,7 @@ __device__ void tile_produce(const tile_task &task, const tile_memory &memory, i
             phase ^= 1;
         }
     }
-    asm volatile("griddepcontrol.launch_dependents;");
+    allow_next_launch();
 }
 
 template <typename T>

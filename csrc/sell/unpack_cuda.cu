@@ -36,7 +36,7 @@ __device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, i
 
 // Where the steps of one row of a block lie in data. Held in shared memory: what a fetch needs of it is read each time.
 struct RowSteps {
-    int64_t head_slot, tail_slot; // as in Places
+    int64_t head_slot, head_stride, tail_slot; // as in Places
     int pair_steps[SELL_MAX_WARPS / 2];
     int least_steps; // of a warp
     int count;       // steps of the row
@@ -46,7 +46,7 @@ struct RowSteps {
     __device__ void find(const sell_matrix &s, int block, int64_t sorted) {
         const sell_block b = load_block(s.blocks + block);
         const Places places(s, b, block);
-        head_slot = places.head_slot, tail_slot = places.tail_slot;
+        head_slot = places.head_slot, head_stride = places.head_stride, tail_slot = places.tail_slot;
         for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) pair_steps[pair] = places.steps[pair];
         least_steps = sell_steps_of_warp(&b, s.warps, s.warps - 2);
         count = sell_chunk_start(&b, b.chunks);
@@ -64,7 +64,7 @@ struct RowSteps {
         const int long_turns = (int)((long_groups + s.warps - 1 - warp + 0.5f) * per_warp);
         const int stage = turn * (steps - 1) + min(turn, long_turns) + behind - passed * length;
         *lane = task % SELL_LANES;
-        if (stage < s.head) return head_slot + stage * s.warps + warp;
+        if (stage < s.head) return head_slot + stage * head_stride + warp;
         int before = stage * s.warps;
         if (stage > least_steps) {
             before = 0;

@@ -38,6 +38,8 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
     check_dim(op, "perm", perm, 1);
     if (blocks.size(1) != BLOCK_FIELDS)
         fail(op, "blocks has shape ", shape_name(blocks), ", expected [blocks, ", BLOCK_FIELDS, "]");
+    if (blocks.size(0) < 1 || blocks.size(0) > INT32_LIMIT)
+        fail(op, "blocks has shape ", shape_name(blocks), ", expected at least one block");
     const int64_t num_blocks = blocks.size(0), slot_bytes = sell_slot_bytes(int(gap_bits));
     if (data.numel() * 2 % slot_bytes || data.numel() * 2 < num_blocks * warps * head * slot_bytes)
         fail(op, "data has ", data.numel(), " elements, expected whole slots of ", slot_bytes / 2, ", ",
@@ -49,6 +51,8 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
     check_contiguous(op, "bases", bases);
     check_contiguous(op, "blocks", blocks);
     check_contiguous(op, "perm", perm);
+    check_aligned(op, "data", data, 16); // what a copy and a load take at once
+    check_aligned(op, "blocks", blocks, 16);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
             static_cast<const uint16_t *>(bases.const_data_ptr()),
             static_cast<const sell_block *>(blocks.const_data_ptr()),
@@ -161,7 +165,10 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     sell_device device;
     STD_CUDA_CHECK(sell_device_cuda(&device));
     sell_shape shape = sell_pack_shape(rows, cols, int(gap_bits), device);
-    if (warps) shape.warps = int(warps);
+    if (warps) {
+        shape.warps = int(warps);
+        shape.stages = sell_launch_shape(cols, int(gap_bits), shape.warps, device).stages;
+    }
     if (num_blocks) shape.num_blocks = int(num_blocks);
     if (!shape.stages)
         fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,

@@ -60,10 +60,11 @@ enum {
     SELL_MAX_WARPS = 12, /* and an even number */
     SELL_MIN_STAGES = 4, /* of the ring */
     SELL_MAX_STAGES = 8,
-    SELL_MAX_HEAD = 4,     /* stages at a fixed distance: what is fetched before the header has come */
-    SELL_MAX_COLS = 65535, /* base columns have 16 bits; cols itself is the base of a lane without a task */
-    SELL_MAX_CHUNK = 128,  /* steps of a chunk, so that padding runs at most this many steps past the columns */
-    SELL_MAX_SUMS = 2176,  /* partial sums of a block: chunks * (rows | 1) */
+    SELL_MAX_HEAD = 4,        /* stages at a fixed distance: what is fetched before the header has come */
+    SELL_MAX_COLS = 65535,    /* base columns have 16 bits; cols itself is the base of a lane without a task */
+    SELL_MAX_CHUNK = 128,     /* steps of a chunk, so that padding runs at most this many steps past the columns */
+    SELL_MAX_SUMS = 2176,     /* partial sums of a block: chunks * (rows | 1) */
+    SELL_BARRIER_BYTES = 512, /* of shared memory that a kernel has beside what it asks for */
     SELL_PAD = SELL_STEP * SELL_MAX_CHUNK, /* zeros behind x in shared memory: where padding points */
 };
 
@@ -172,12 +173,12 @@ SELL_FN int sell_fixed_bytes(int64_t cols) {
  * A block takes so much shared memory that no third one fits: the next launch's would be placed unevenly (+15 %).
  */
 SELL_FN sell_shape sell_launch_shape(int64_t cols, int gap_bits, int warps, sell_device device) {
-    const int stage = warps * sell_slot_bytes(gap_bits), fixed = sell_fixed_bytes(cols), barriers = 512;
+    const int stage = warps * sell_slot_bytes(gap_bits), fixed = sell_fixed_bytes(cols);
     sell_shape shape = {warps, warps > 8 ? 1 : 2, 0, 0, 0};
-    int room = sell_min(device.shared_per_sm / 2 - 1024, device.shared_per_block) - barriers;
+    int room = sell_min(device.shared_per_sm / 2 - 1024, device.shared_per_block) - SELL_BARRIER_BYTES;
     if (shape.blocks_per_sm == 1 || room < fixed + SELL_MIN_STAGES * stage) {
         shape.blocks_per_sm = 1;
-        room = device.shared_per_block - barriers;
+        room = device.shared_per_block - SELL_BARRIER_BYTES;
     }
     if (room < fixed + SELL_MIN_STAGES * stage) return shape;
     const int wanted = (80 * 1024 / shape.blocks_per_sm + stage / 2) / stage;

@@ -257,7 +257,7 @@ __global__ void unsort_from_copy(const int32_t *perm, int64_t rows, const uint16
 
 // Shared memory and teams for N tokens. stages is 0 where x and the partial sums leave no room for a ring.
 Launch shape_of(const sell_matrix &m, int n, const sell_device &device, int *shared_bytes) {
-    const int stage = m.warps * sell_slot_bytes(m.gap_bits), room = device.shared_per_block - 512;
+    const int stage = m.warps * sell_slot_bytes(m.gap_bits), room = device.shared_per_block - SELL_BARRIER_BYTES;
     for (int teams = m.warps <= 8 && m.num_blocks > device.num_sms ? MAX_TEAMS : 1; teams; teams--) {
         const int fixed = x_bytes(m.cols, n) + teams * sums_bytes(n);
         const int fit = (room - fixed) / (teams * stage), wanted = (80 * 1024 / teams + stage / 2) / stage;

@@ -231,7 +231,8 @@ cudaError_t allow_all_shared(const void *kernel, bool (&allowed)[64]) {
     if (error || (device < 64 && allowed[device])) return error;
     int most;
     error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - 1024);
+    if (!error)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - SELL_BARRIER_BYTES);
     if (!error)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      cudaSharedmemCarveoutMaxShared);
@@ -301,7 +302,7 @@ cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias
     if (error) return error;
     sell_shape shape = sell_launch_shape(s->cols, s->gap_bits, s->warps, device);
     if (!shape.stages) return cudaErrorInvalidConfiguration;
-    shape.stages = sell_min(number("MACKO_STAGES", shape.stages), SELL_MAX_STAGES);
+    shape.stages = std::clamp(number("MACKO_STAGES", shape.stages), 1, int(SELL_MAX_STAGES));
     const int ring_bytes = shape.stages * s->warps * sell_slot_bytes(s->gap_bits);
     shape.shared_bytes = std::max(shape.shared_bytes, sell_fixed_bytes(s->cols) + ring_bytes);
     return s->dtype == MACKO_F16 ? launch_width<__half>(*s, shape, x, bias, y, stream)

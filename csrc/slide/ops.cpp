@@ -83,6 +83,9 @@ macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor 
              rows, " rows and ", cols, " columns of ", dtype_name(dtype), ", ", pattern_name(n));
     check_contiguous(op, name, packed);
     check_contiguous(op, "scale", scale);
+#ifdef USE_CUDA
+    check_aligned(op, name, packed, 16); // what a bulk copy takes
+#endif
     return {{rows, cols, int(n), type},
             static_cast<const uint8_t *>(packed.const_data_ptr()),
             static_cast<const float *>(scale.const_data_ptr())};
@@ -261,6 +264,7 @@ Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &sca
     // One op for both weights, so that a compiled graph for any number of tokens has no branch.
     const bool takes_dense = dense && (tokens < sparse_from || tokens > sparse_to);
     const int64_t n = takes_dense ? 0 : n_packed;
+    if (dense) check_device(op, "dense", *dense, "packed", packed);
     const macko_slide_weight weight = takes_dense ? weight_of(op, *dense, scale, cols, n, dtype, "dense")
                                                   : weight_of(op, packed, scale, cols, n, dtype);
     check_device(op, "x", x_any, "packed", packed);

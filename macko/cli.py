@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
     command.add_argument("--method", choices=METHODS, default="wanda")
     command.add_argument("--calibration", metavar="FILE", help="a text to calibrate on (wanda, sparsegpt)")
-    command.add_argument("--samples", type=int, default=128, help="pieces of the text (default 128)")
-    command.add_argument("--length", type=int, default=2048, help="tokens in a piece (default 2048)")
+    command.add_argument("--samples", type=_count, default=128, help="pieces of the text (default 128)")
+    command.add_argument("--length", type=_count, default=2048, help="tokens in a piece (default 2048)")
     command.add_argument("--ignore", nargs="*", default=["lm_head"], help="layers to leave (default lm_head)")
     command.add_argument("--device", help="where to prune, one block at a time (default: a GPU if there is one)")
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
     command.add_argument("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
     command.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of --shapes")
-    command.add_argument("--tokens", nargs="+", type=int, default=[1], help="at once (default 1)")
+    command.add_argument("--tokens", nargs="+", type=_count, default=[1], help="at once (default 1)")
     command.add_argument("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
 
     command = _command(commands, bench, "time a model dense against sparse")
@@ -63,11 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_argument("--format", default="auto")
     command.add_argument("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
-    command.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
+    command.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
     command.add_argument(
-        "--prompt-tokens", type=int, nargs="+", default=[128], help="lengths to time the prefill of; decode: the first"
+        "--prompt-tokens",
+        type=_count,
+        nargs="+",
+        default=[128],
+        help="lengths to time the prefill of; decode: the first",
     )
-    command.add_argument("--new-tokens", type=int, default=32)
+    command.add_argument("--new-tokens", type=_count, default=32)
     command.add_argument(
         "--dtype", choices=("float16", "bfloat16", "float32"), help="default: float16, on a CPU bfloat16"
     )
@@ -89,6 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(f"macko {options.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
 
 
 def _command(commands: Any, run: Any, text: str) -> argparse.ArgumentParser:
@@ -195,7 +205,8 @@ def inspect(options: argparse.Namespace) -> None:
             expected = ""
             if known and "embed" not in name and dense.dtype.itemsize == 2:
                 found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
-                best = min(found, key=found.__getitem__, default="")
+                left = 1 - density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
+                best = "" if not found else "dense" if left else min(found, key=found.__getitem__)
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
@@ -218,6 +229,9 @@ def tune(options: argparse.Namespace) -> None:
 
     if bool(options.source) == bool(options.shapes):
         raise ValueError("give a checkpoint's folder, or --shapes")
+    for shape in options.shapes:
+        if not all(size.isdecimal() for size in shape.split("x")) or shape.count("x") != 1:
+            raise ValueError(f"--shapes has {shape!r}, expected rows x columns, as 4096x11008")
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         if options.source:

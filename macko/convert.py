@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from .choose import Auto, AutoBatch, Mixed, chooser, expected_us, format_class
 from .formats import PackedWeight, SlideWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
-from .linear import SparseLinear, unsupported
+from .linear import HOOKS, SparseLinear, unsupported
 from .merge import merge_
 from .slide_choice import SlidePacking, refused_shards
 
@@ -29,18 +29,6 @@ Packing = type[PackedWeight] | type[Auto] | Mixed | SlidePacking
 
 # Modules that hand a child's weight to a fused kernel in place of calling the child: it would be unpacked at each step.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-
-# What nn.Module keeps of hooks on calls. The dicts themselves go with the layer: a hook's handle still removes it.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
 
 
 def sparsify_(
@@ -120,12 +108,14 @@ def sparsify_(
                     undo.append(_replace(layer, sparse))
         if target is not None:
             _move(model, target, undo)
+        if merge:
+            found.clear()  # so that each layer's memory is free once it is part of a merged one
+            layer = sparse = None  # type: ignore[assignment]
+            merge_(model)
     except BaseException:
         for step in reversed(undo):
             step()
         raise
-    if merge:
-        merge_(model)
     if "transformers" in sys.modules:
         from .integrations.transformers import mark
 
@@ -217,7 +207,7 @@ def convert_layer(
     if bias is not None and bias.device != target:
         bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
     sparse = SparseLinear.from_packed(packed, bias, auto=auto).train(module.training)
-    vars(sparse).update({name: vars(module)[name] for name in _HOOKS})
+    vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
     return row, sparse
 
@@ -257,11 +247,12 @@ def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:
     def undo() -> None:
         dense = module()
         if dense is None:
-            dense = sparse.to_linear()
+            now = getattr(*places[0])  # not held here: merging lets it go
+            dense = now.to_linear()
             kept = weight()
             dense.weight = nn.Parameter(dense.weight.to(home), trainable) if kept is None else kept
             dense.register_parameter("bias", bias)
-            vars(dense).update({name: vars(sparse)[name] for name in _HOOKS})
+            vars(dense).update({name: vars(now)[name] for name in HOOKS})
         for parent, attribute in places:
             setattr(parent, attribute, dense)
 
@@ -282,3 +273,4 @@ def _move(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]
 
     undo.append(back)
     model.to(device)
+    homes[:] = [home for home in homes if home[0][home[1]] is not home[2] or home[2].data_ptr() != home[3].data_ptr()]

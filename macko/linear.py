@@ -16,6 +16,18 @@ from .formats import MackoWeight, PackedWeight, SlideWeight, format_named
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+#: What nn.Module keeps of hooks on calls. The dicts themselves go with the layer: a hook's handle still removes it.
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
 
 def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no format holds this dtype on this device, or None."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .formats import MackoWeight, PackedWeight
-from .linear import SparseLinear
+from .linear import HOOKS, SparseLinear
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -40,6 +40,8 @@ def _product(whole: SparseLinear, x: Tensor, index: int, count: int) -> Tensor:
     key = (version, torch.is_grad_enabled())
     held = _last.traced if tracing else _last.eager
     if held is None or held[0] is not whole or held[1] is not x or held[2] != key or index in held[4]:
+        if not tracing:
+            _last.eager = held = None  # what an exception between siblings may have left goes before there is more
         held = (whole, x, key, whole(x), ())
     taken = (*held[4], index)
     kept = (*held[:4], taken) if len(taken) < count else None
@@ -74,6 +76,8 @@ class MergedLinear(SparseLinear):
     @property
     def packed(self) -> PackedWeight:
         """This layer's rows, packed anew in the canonical format."""
+        if self.device.type == "meta":
+            return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
         return MackoWeight.smallest(self._whole.packed.to_dense()[self._start : self._start + self.out_features])
 
     @property
@@ -89,10 +93,12 @@ class MergedLinear(SparseLinear):
         return self._whole.device
 
     def split(self) -> SparseLinear:
-        """The layer by itself."""
-        packed = self.packed
-        packed = self._auto.from_macko(packed) if self._auto else packed  # type: ignore[arg-type]
-        return SparseLinear.from_packed(packed, auto=self._auto).train(self.training)
+        """The layer by itself, in the format of the whole or one chosen anew, with this layer's hooks."""
+        packed_as = self._whole._auto or type(self._whole.packed)
+        packed = packed_as.from_macko(self.packed)  # type: ignore[arg-type]
+        layer = SparseLinear.from_packed(packed, auto=self._whole._auto).train(self.training)
+        vars(layer).update({name: vars(self)[name] for name in HOOKS})
+        return layer
 
     def reformat_(self, format: str = "auto") -> SparseLinear:
         """Holds the matrix of all siblings in another format."""
@@ -100,8 +106,8 @@ class MergedLinear(SparseLinear):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
-        if self._index == 0:  # once for all
-            self._whole._apply(fn, recurse)
+        """What moves one layer moves all; done again for the others it changes nothing."""
+        self._whole._apply(fn, recurse)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -121,6 +127,8 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
 
     Merged are SparseLinear siblings without a bias, of one parent, format and dtype. Outputs, names and what is saved
     stay the same. A sibling that gets another input than the others is right still, but computes the product of all.
+    All or nothing, as sparsify_. Not for a model that changes the input in place between siblings: eager mode sees it
+    by the tensor's version, but tensors of inference mode, `.data` and compiled graphs have none.
 
     Args:
         model: after sparsify_, or as from_pretrained gave it.
@@ -129,7 +137,22 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
     Returns:
         What was merged, as "model.layers.0.self_attn.{q_proj,k_proj,v_proj}".
     """
-    merged = []
+    merged: list[str] = []
+    done: list[tuple[nn.Module, str]] = []
+    try:
+        _merge_all(model, siblings, merged, done)
+    except BaseException:
+        for parent, name in done:
+            if isinstance(layer := getattr(parent, name), MergedLinear):
+                setattr(parent, name, layer.split())
+        raise
+    return merged
+
+
+def _merge_all(
+    model: nn.Module, siblings: Sequence[Sequence[str]], merged: list[str], done: list[tuple[nn.Module, str]]
+) -> None:
+    """Notes what was merged, and before it is put there where."""
     for path, parent in model.named_modules():
         if any(word in path.rpartition(".")[2].lower() for word in _CROSS):
             continue
@@ -142,9 +165,9 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
             if len(kinds) > 1:
                 continue
             for name, layer in zip(names, _merge(layers), strict=True):
+                done.append((parent, name))
                 setattr(parent, name, layer)
             merged.append(f"{path}.{{{','.join(names)}}}".removeprefix("."))
-    return merged
 
 
 def _can_merge(layer: object) -> bool:
@@ -152,7 +175,7 @@ def _can_merge(layer: object) -> bool:
         return False
     if not isinstance(layer.packed, MackoWeight) and not layer.packed.is_layout:
         return False  # slide may hold quantised values, and is saved as it is
-    return not layer._forward_hooks and not layer._forward_pre_hooks
+    return "forward" not in vars(layer) and not any(vars(layer)[name] for name in HOOKS)
 
 
 def _merge(layers: list[SparseLinear]) -> list[MergedLinear]:
@@ -170,6 +193,10 @@ def _merge(layers: list[SparseLinear]) -> list[MergedLinear]:
 
 def split_(model: nn.Module) -> None:
     """Undoes merge_, in place."""
-    for name, module in list(model.named_modules()):
+    for module in list(model.modules()):
         if isinstance(module, MergedLinear):
-            model.set_submodule(name, module.split())
+            layer = module.split()
+            for parent in model.modules():
+                for place, child in parent._modules.items():
+                    if child is module:
+                        parent._modules[place] = layer

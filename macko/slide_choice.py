@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import ops
 from .formats import SLIDE_ELEMENTS, SLIDE_PATTERNS, SlideWeight, sparsest_pattern
-from .times import cache_file
+from .times import own_table
 
 #: Names of the types that values may be quantised to.
 SLIDE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -39,9 +39,8 @@ Table = dict[str, dict[str, dict[str, dict[str, float]]]]
 def slide_table(gpu: str) -> Table:
     """What is known of a GPU: what `macko tune` measured here (the part "slide" of its file) before what came along."""
     table = json.loads((Path(__file__).parent / "slide_times.json").read_text()).get(gpu, {})
-    if (own := cache_file(gpu)).exists():
-        for name, patterns in json.loads(own.read_text()).get("slide", {}).items():
-            table[name] = {**table.get(name, {}), **patterns}
+    for name, patterns in (own_table(gpu) or {"slide": {}})["slide"].items():
+        table[name] = {**table.get(name, {}), **patterns}
     return table
 
 
@@ -145,7 +144,7 @@ class SlidePacking:
             of tokens only.
 
     Raises:
-        ValueError: there is no such pattern or dtype.
+        ValueError: there is no such pattern or dtype, or tokens is no number from 1.
     """
 
     pattern: str
@@ -161,6 +160,8 @@ class SlidePacking:
             raise ValueError(f"pattern is {self.pattern!r}, expected one of auto, {', '.join(SLIDE_PATTERNS)}")
         if self.dtype is not None and self.dtype not in SLIDE_DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
+        if type(self.tokens) is not int or self.tokens < 1:
+            raise ValueError(f"tokens is {self.tokens!r}, expected a whole number from 1")
 
     def element(self, w: Tensor) -> torch.dtype | None:
         """The type that values of w are packed as, or None where this device has no kernel for it."""

@@ -133,9 +133,21 @@ def read(path: Path) -> dict[str, Any]:
             good = good and isinstance(getattr(torch, line["dtype"], None), torch.dtype)
             if not good or not line["us"] or not all(us > 0 for us in line["us"].values()):
                 raise ValueError(f"not a measurement: {line}")
+        if not all(isinstance(patterns, dict) for patterns in table.get("slide", {}).values()):
+            raise ValueError('"slide" is no table')
         return {"slide": {}, "bandwidth_gbps": 0, **table}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a table of macko tune: {error}") from None
+
+
+def own_table(gpu: str) -> dict[str, Any] | None:
+    """The user's own table of a GPU; none where its file is broken, with a warning."""
+    path = cache_file(gpu)
+    try:
+        return read(path) if path.exists() else None
+    except ValueError as error:
+        warnings.warn(f"{error}; it is left out. `macko tune` makes a new one", stacklevel=3)
+        return None
 
 
 @cache
@@ -144,11 +156,8 @@ def times(gpu: str, bandwidth: float = 0) -> Times:
     tables = []
     if (shipped := SHIPPED / file_name(gpu)).exists():
         tables.append(read(shipped))
-    if (own := cache_file(gpu)).exists():
-        try:
-            tables.append(read(own))
-        except ValueError as error:
-            warnings.warn(f"{error}; it is left out. `macko tune` makes a new one", stacklevel=2)
+    if own := own_table(gpu):
+        tables.append(own)
     if tables:
         lines = tuple(_latest(line for table in tables for line in table["linear"]))
         return Times(gpu, 1.0, lines, True)
@@ -184,8 +193,13 @@ def _with_slide(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, gpu: str, lines: Iterable[Line], slide: dict[str, Any], bandwidth: float) -> None:
-    """Writes a table, what was in the file before under what is new."""
-    before = read(path) if path.exists() else {"linear": [], "slide": {}}
+    """Writes a table, what was in the file before under what is new. A broken one of the user's own is replaced.
+
+    Raises:
+        ValueError: another file of this name is no table.
+    """
+    held = own_table(gpu) if path == cache_file(gpu) else read(path) if path.exists() else None
+    before = held or {"linear": [], "slide": {}}
     table: dict[str, Any] = {
         "version": VERSION,
         "gpu": gpu,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from .choose import meant_pattern
 from .formats import FORMATS, PackedWeight, SlideWeight
 from .layers import find_linears
 from .linear import SparseLinear
-from .times import Line, bandwidth_gbps, cache_file, gpu_name, write
+from .times import Line, bandwidth_gbps, cache_file, gpu_name, read, write
 from .timing import copies, time_graph
 
 #: Densities are rounded to this before they are compared.
@@ -50,14 +50,16 @@ def autotune(
     Raises:
         ValueError: there is no GPU, or no layer to time.
     """
-    weights = []
-    for layer in find_linears(model, (), None):
-        module = layer.module
-        if isinstance(module, SparseLinear):
-            weights.append((layer.name, module.weight.as_subclass(Tensor)))
-        elif type(module) is nn.Linear and module.weight.device.type != "meta":
-            weights.append((layer.name, module.weight.detach()))
-    return tune(weights, tokens=tokens, path=path, progress=progress)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:  # one unpacked at a time
+        for layer in find_linears(model, (), None):
+            module = layer.module
+            if isinstance(module, SparseLinear) and module.device.type != "meta":
+                yield layer.name, module.weight.as_subclass(Tensor)
+            elif type(module) is nn.Linear and module.weight.device.type != "meta":
+                yield layer.name, module.weight.detach()
+
+    return tune(weights(), tokens=tokens, path=path, progress=progress)
 
 
 def tune(
@@ -70,6 +72,10 @@ def tune(
     """What autotune does, for (name, dense weight) pairs."""
     if not torch.cuda.is_available():
         raise ValueError("tuning times kernels on a GPU, and there is none here")
+    gpu = gpu_name()
+    target = cache_file(gpu) if path is None else Path(path)
+    if path is not None and target.exists():
+        read(target)  # before the time is spent: what is no table is not overwritten
     done: dict[tuple[int, int, float, torch.dtype], list[Line]] = {}
     patterns: dict[str, set[tuple[int, int]]] = {}
     with tqdm(weights, disable=not progress, delay=1, unit="layer", leave=False) as bar:
@@ -94,8 +100,6 @@ def tune(
     for name, shapes in patterns.items():
         for dtype, gains in slide_choice.measure(patterns=(name,), shapes=sorted(shapes)).items():
             slide.setdefault(dtype, {}).update(gains)
-    gpu = gpu_name()
-    target = cache_file(gpu) if path is None else Path(path)
     write(target, gpu, (line for lines in done.values() for line in lines), slide, bandwidth_gbps())
     slide_choice.slide_table.cache_clear()
     return target

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,71 @@ def test_saved_as_if_it_were_not_merged(tmp_path: Path) -> None:
     merged.load_state_dict(wanted)
     x = vector(2, 64)
     assert_same_bits(merged(x), sparse(x))
+
+
+def test_hooks_and_replaced_forwards_are_kept() -> None:
+    calls: list[str] = []
+    sparse, merged = models()
+    sparse[0].q_proj.register_full_backward_hook(lambda *_: calls.append("backward"))
+    assert macko.merge_(sparse) == []
+    replaced, _ = models()
+    replaced[0].q_proj.forward = torch.zeros_like
+    assert macko.merge_(replaced) == []
+    handle = merged[0].q_proj.register_forward_hook(lambda *_: calls.append("forward"))
+    macko.split_(merged)
+    merged(vector(2, 64))
+    handle.remove()
+    merged(vector(2, 64))
+    assert calls == ["forward"]
+
+
+@pytest.mark.parametrize("format", ["macko", "bitmap"])
+def test_split_keeps_the_format_and_every_place(format: str) -> None:
+    model = nn.Sequential(Attention())
+    macko.sparsify_(model, format=format, merge=True)
+    model.append(model[0].q_proj)
+    macko.split_(model)
+    assert {layer.format for layer in (model[0].q_proj, model[0].k_proj)} == {format}
+    assert model[1] is model[0].q_proj
+    assert type(model[1]) is macko.SparseLinear
+
+
+def test_what_moves_one_layer_moves_all() -> None:
+    _, merged = models()
+    merged[0].k_proj.to(torch.float16)
+    assert merged[0].q_proj.dtype == torch.float16
+    merged.to("meta")
+    assert "q_proj" in repr(merged)
+    assert any(name.startswith("0.q_proj.") for name in merged.state_dict())
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_merging_is_all_or_nothing_and_lets_the_layers_go(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
+    model = nn.Sequential(Attention(), Attention())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain, seen = merge._merge, []
+
+    def failing(layers: Any) -> Any:
+        gc.collect()
+        seen.append(sum(ref() is not None for ref in refs))
+        refs.extend(weakref.ref(layer) for layer in layers)
+        if len(seen) == fails_at:
+            raise RuntimeError("no memory")
+        return plain(layers)
+
+    monkeypatch.setattr(merge, "_merge", failing)
+    refs: list[Any] = []
+    fails_at = 2
+    with pytest.raises(RuntimeError, match="no memory"):
+        macko.sparsify_(model, merge=True, device=device)
+    assert all(type(layer) is nn.Linear for layer in model.modules() if isinstance(layer, nn.Linear))
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(tensor, before[name])
+    refs, seen, fails_at = [], [], 0
+    macko.sparsify_(model, merge=True, device=device)
+    assert isinstance(model[1].q_proj, MergedLinear)
+    gc.collect()
+    assert not any(ref() for ref in refs)
 
 
 def test_what_is_not_merged() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import macko
 import macko.ops as ops
-from macko import SparseLinear, reference, slide_choice
+from macko import SparseLinear, reference, slide_choice, times
 from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
 from tests.common import HALVES, assert_same_bits, device_dtypes, devices, needs_capture
 
@@ -595,10 +595,10 @@ def test_sharded_weight_is_left_dense_by_name() -> None:
 
 def test_own_table_counts_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    own = slide_choice.cache_file("NVIDIA H200")
+    own = times.cache_file("NVIDIA H200")
     assert own == tmp_path / "macko" / "NVIDIA_H200.json"
     own.parent.mkdir()
-    own.write_text('{"slide": {"int8": {"2:4": {"64 x 64": {"1": 0.5}}}}}')
+    own.write_text('{"version": 1, "linear": [], "slide": {"int8": {"2:4": {"64 x 64": {"1": 0.5}}}}}')
     slide_choice.slide_table.cache_clear()
     assert slide_choice.slide_gain("NVIDIA H200", INT8, 2, (64, 64), 1) == 0.5
     assert slide_choice.slide_gain("NVIDIA H200", FP8, 2, (64, 64), 1) != 0.5

@@ -185,3 +185,19 @@ def test_the_fastest_format_is_taken(own_tables: Path) -> None:
         sparse = model(2048, 2048).cuda()
         report = macko.sparsify_(sparse)
         assert (report.layers[0].format, report.gain) == (best, pytest.approx(4.5, rel=0.1))
+
+
+def test_a_broken_table_of_the_user_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
+    for path in (times.cache_file("Some GPU"), tmp_path / "notes.txt"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("no table")
+    slide_choice.slide_table.cache_clear()
+    with pytest.warns(UserWarning, match="is left out"):
+        assert slide_choice.slide_table("Some GPU") == {}
+    with pytest.warns(UserWarning, match="is left out"):
+        times.write(times.cache_file("Some GPU"), "Some GPU", [], {}, 0)
+    assert times.read(times.cache_file("Some GPU"))["linear"] == []
+    with pytest.raises(ValueError, match="not a table"):
+        times.write(tmp_path / "notes.txt", "Some GPU", [], {}, 0)
+    assert (tmp_path / "notes.txt").read_text() == "no table"
+    slide_choice.slide_table.cache_clear()

@@ -17,17 +17,6 @@ __host__ __device__ constexpr int line_vectors(int cols) {
     return (cols + ZERO_COLS + VECTOR - 1) / VECTOR;
 }
 
-template <typename T>
-__device__ __forceinline__ float2 pair_of(uint32_t bits);
-template <>
-__device__ __forceinline__ float2 pair_of<__half>(uint32_t bits) {
-    return __half22float2(*reinterpret_cast<const __half2 *>(&bits));
-}
-template <>
-__device__ __forceinline__ float2 pair_of<__nv_bfloat16>(uint32_t bits) {
-    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
-}
-
 // Largest of both halves; bits of |value| order as the values do, NaN above Inf.
 __device__ __forceinline__ uint32_t larger(uint32_t most, uint32_t bits) {
     return __vmaxu2(most, bits & 0x7fff7fffu);
@@ -84,7 +73,7 @@ __device__ __forceinline__ void write_plain(const quant_task &task, const uint4 
             store_codes((uint4 *)to + i, v, task.streams);
             continue;
         }
-        const float2 a = pair_of<T>(v.x), b = pair_of<T>(v.y), c = pair_of<T>(v.z), d = pair_of<T>(v.w);
+        const float2 a = to_float2<T>(v.x), b = to_float2<T>(v.y), c = to_float2<T>(v.z), d = to_float2<T>(v.w);
         const int col = i * VECTOR;
         const uint32_t low =
             slide_codes4<TYPE>(scaled(a.x, col), scaled(a.y, col + 1), scaled(b.x, col + 2), scaled(b.y, col + 3));
@@ -108,7 +97,7 @@ __device__ __forceinline__ void write_lifted(const quant_task &task, const uint3
             store_codes((uint2 *)to + window, make_uint2(first, second), task.streams);
             continue;
         }
-        const float2 low = pair_of<T>(first), high = pair_of<T>(second);
+        const float2 low = to_float2<T>(first), high = to_float2<T>(second);
         const int col = 2 * pair;
         const uint32_t codes = slide_codes4<TYPE>(scaled(low.x, col), scaled(low.y, col + 1), scaled(high.x, col + 2),
                                                   scaled(high.y, col + 3));
@@ -146,7 +135,7 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
 #endif
         asm volatile("cp.async.wait_all;" ::: "memory");
         const uint32_t most = largest(line, KEEPS_BITS ? 0 : vectors, of_warp);
-        const macko_slide_quantiser by = macko_slide_quantiser_of(pair_of<T>(most).x, TYPE);
+        const macko_slide_quantiser by = macko_slide_quantiser_of(to_float2<T>(most).x, TYPE);
         if (threadIdx.x == 0) task.scale[token] = KEEPS_BITS ? 1.0f : by.scale;
         uint8_t *to = task.lifted + token * task.depth * macko_slide_element_bytes(TYPE);
         const auto write = [&](const auto &scaled) {

@@ -8,18 +8,22 @@
 // Blocks are persistent. Many tokens: a cluster of PAIR = 2 blocks has the same rows and neighbouring tokens, each
 // decodes half of the tiles and copies them to the other. Few output tiles: a cluster of `splits` blocks cuts the
 // columns, and each adds up its share of the tokens in a fixed order.
+#include <stdio.h>
+
+#include <type_traits>
+
 #include "../core/cuda.cuh"
 #include "../core/sm90.cuh"
 #include "decode.cuh"
 #include "tile.h"
 #include "wgmma.cuh"
-#include <stdio.h>
 
 namespace macko {
 namespace {
 
 constexpr int DOWN = 2; // row blocks of a block's tile, and multipliers: a warpgroup each
-constexpr int MAX_PACKED = 12; // stages of packed tiles
+constexpr int MAX_PACKED = 12; // units of packed tiles
+constexpr int MAX_SPLITS = 4;
 constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
 constexpr int CHUNK = 32; // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
@@ -34,19 +38,24 @@ struct gemm_task {
     int tokens, row_blocks, col_blocks;
     int row_tiles, token_tiles; // of the output, in clusters
     int splits;                 // blocks of a cluster that share the columns
-    int packed_stages, slot_bytes;
-    int knock;
+    int packed_units, slot_bytes; // the ring of packed tiles
 };
 
 template <int TOKENS_, int PAIR_>
 struct gemm_shape {
     static constexpr int TOKENS = TOKENS_, PAIR = PAIR_;
-    static constexpr int JOBS = DOWN / PAIR;                // tiles of a stage that a block decodes
-    static constexpr int DECODERS = TOKENS > 128 ? 1 : 3 - PAIR + 1; // warpgroups; wgmma of 256 tokens leaves room for one
+    // A decoder has two tiles at a time, so that one does not wait for the other's loads: the rows of a stage, or with
+    // half of those the same rows of a unit of two stages.
+    static constexpr int JOBS = 2, UNIT = PAIR;
+    static constexpr int DECODERS = TOKENS > 128 ? 1 : 2; // warpgroups; wgmma of 256 tokens leaves registers for one
     static constexpr int THREADS = (DOWN + DECODERS) * 128;
     static constexpr int X_BYTES = TOKENS * TILE_COLS * 2; // of a stage
-    static constexpr int X_STAGES = TOKENS > 128 ? 4 : 6;
-    static constexpr int DENSE_STAGES = TOKENS > 128 ? 3 : 4;
+    static constexpr int X_STAGES = TOKENS > 128 ? 3 : 4;
+    static constexpr int DENSE_UNITS = TOKENS > 128 ? (PAIR == 1 ? 3 : 2) : (PAIR == 1 ? 5 : 3);
+    static constexpr int DENSE_STAGES = DENSE_UNITS * UNIT;
+    static constexpr int MIN_PACKED = 3 * DECODERS; // units: loaded from, prepared, begun
+    // Clocks of an SM for a stage at density 0.5 on an H200.
+    static constexpr double STAGE_CLOCKS = TOKENS > 128 ? (PAIR == 1 ? 1500 : 1400) : (PAIR == 1 ? 1000 : 850);
     // Offsets in shared memory. The swizzle wants the first three at multiples of 1024.
     static constexpr int X = 0, DENSE = X + X_STAGES * X_BYTES;
     static constexpr int STAGING = DENSE + DENSE_STAGES * DOWN * DENSE_BYTES;
@@ -56,9 +65,11 @@ struct gemm_shape {
     static constexpr int PACKED_FULL = DENSE_EMPTY + DENSE_STAGES * DOWN * 8;
     static constexpr int PACKED_EMPTY = PACKED_FULL + MAX_PACKED * JOBS * 8;
     static constexpr int RING_DONE = PACKED_EMPTY + MAX_PACKED * JOBS * 8, SUMS_FULL = RING_DONE + 8;
-    static constexpr int PLACES = SUMS_FULL + 8;
-    static constexpr int PACKED = (PLACES + MAX_PACKED * JOBS * 4 + 127) / 128 * 128;
-    static_assert(X_STAGES * X_BYTES >= DOWN * 128 * TOKENS / 2 * 4); // the sums of a cluster's share
+    static constexpr int PACKED = (SUMS_FULL + 8 + 127) / 128 * 128;
+    static constexpr int SUMS_BYTES = 128 * TOKENS / 2 * 4; // of a multiplier
+    // A block takes the others' sums of its share into the ring of tokens.
+    static constexpr int MAX_SPLITS = PAIR > 1 ? 1 : 4;
+    static_assert(X_STAGES * X_BYTES >= DOWN * SUMS_BYTES / MAX_SPLITS * (MAX_SPLITS - 1));
 };
 
 struct gemm_ring {
@@ -107,125 +118,167 @@ __device__ __forceinline__ void copy_to_block(uint32_t at, int bytes, uint32_t b
                  : "memory");
 }
 
-// A warpgroup: every DECODERS-th stage. Packed tiles become dense ones, a warp 16 rows of each; warp j fetches tile j.
+// A warpgroup: every DECODERS-th unit. Packed tiles become dense ones, a warp 16 rows of each.
 template <class SHAPE>
 __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_work &work, int decoder) {
-    constexpr int JOBS = SHAPE::JOBS;
+    constexpr int JOBS = SHAPE::JOBS, UNIT = SHAPE::UNIT;
     const int lane = threadIdx.x % WARP, part = __shfl_sync(FULL_WARP, threadIdx.x / WARP % TILE_PARTS, 0);
-    const int per_tile = work.end - work.begin, stages = work.tiles * per_tile;
-    const int first_job = SHAPE::PAIR > 1 ? work.rank : 0;
-    // A warp's lanes hold the offsets of its next 32 tiles.
+    const int per_tile = work.end - work.begin, stages = work.tiles * per_tile, units = (stages + UNIT - 1) / UNIT;
+    // Of an odd number of stages the last unit lacks its second: that job does the first one's work and keeps it.
+    const auto exists = [&](int unit, int job) { return UNIT == 1 || unit * UNIT + job < stages; };
+    // Two of the warps fetch a tile each of a unit, the other two of the next. Lanes hold the offsets of 32 units.
+    const int own_job = part % JOBS;
     int from, to, next_from = 0, next_to = 0;
-    const auto look_ahead = [&](int stage) {
+    const auto look_ahead = [&](int unit) {
+        const int stage = unit * UNIT + (UNIT > 1 ? own_job : 0);
         if (stage >= stages) return;
         int row_tile, token_tile;
         gemm_place(task, work.first + stage / per_tile * work.step, row_tile, token_tile);
         // Behind the last row block: any rows do, their output is not stored.
-        const int block = min(row_tile * DOWN + first_job + part, task.row_blocks - 1);
+        const int block = min(row_tile * DOWN + (UNIT > 1 ? work.rank : own_job), task.row_blocks - 1);
         const int32_t *at = task.offsets + (int64_t)block * task.col_blocks + work.begin + stage % per_tile;
         next_from = at[0];
         next_to = at[1];
     };
-    int fetched = 0; // stages of this decoder
+    int fetched = 0; // units of this decoder
     gemm_ring fetch(decoder);
     const auto fetch_next = [&] {
-        const int stage = fetched * SHAPE::DECODERS + decoder;
-        if (part >= JOBS || stage >= stages) return;
+        const int unit = fetched * SHAPE::DECODERS + decoder;
+        if (unit >= units) return;
         if (fetched % WARP == 0) {
             from = next_from;
             to = next_to;
             look_ahead((fetched + WARP + lane) * SHAPE::DECODERS + decoder);
         }
-        const int start = __shfl_sync(FULL_WARP, from, fetched % WARP);
-        const int end = __shfl_sync(FULL_WARP, to, fetched % WARP);
-        const int begin = start & ~7; // copies begin at multiples of 128 bytes: else each line would take two requests
-        const int slot = fetch.slot * JOBS + part, bytes = (end - begin) * TILE_UNIT;
-        const uint32_t at = smem + SHAPE::PACKED + slot * task.slot_bytes, full = smem + SHAPE::PACKED_FULL + slot * 8;
-        sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + slot * 8, fetch.phase ^ 1);
-        if (lane == 0) {
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem + SHAPE::PLACES + slot * 4),
-                         "r"(at + (start - begin) * TILE_UNIT)
-                         : "memory");
-            sm90::barrier_expect(full, bytes);
-            sm90::copy_bytes(at, task.data + (int64_t)begin * TILE_UNIT, bytes, full);
+        if (part / JOBS == fetched % (TILE_PARTS / JOBS) && exists(unit, own_job)) {
+            const int begin = __shfl_sync(FULL_WARP, from, fetched % WARP);
+            const int bytes = (__shfl_sync(FULL_WARP, to, fetched % WARP) - begin) * TILE_UNIT;
+            const int slot = fetch.slot * JOBS + own_job;
+            const uint32_t full = smem + SHAPE::PACKED_FULL + slot * 8;
+            sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + slot * 8, fetch.phase ^ 1);
+            if (lane == 0) {
+                sm90::barrier_expect(full, bytes);
+                sm90::copy_bytes(smem + SHAPE::PACKED + slot * task.slot_bytes,
+                                 task.data + (int64_t)begin * TILE_UNIT, bytes, full);
+            }
+            __syncwarp();
         }
-        __syncwarp();
         fetched++;
-        fetch.advance(SHAPE::DECODERS, task.packed_stages);
+        fetch.advance(SHAPE::DECODERS, task.packed_units);
     };
-    if (part < JOBS) look_ahead(lane * SHAPE::DECODERS + decoder);
-    for (int stage = SHAPE::DECODERS; stage < task.packed_stages; stage += SHAPE::DECODERS) fetch_next();
-    // Matrix lane / 8 of the four of a store is rows 8 (lane / 8 % 2) on, columns 8 (lane / 16) on; its row lane % 8.
-    const uint32_t own = smem + SHAPE::DENSE + first_job * DENSE_BYTES +
-                         (part * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ lane % 8) << 4);
-    gemm_ring packed(decoder), dense(decoder);
-#pragma unroll 1
-    for (int stage = decoder; stage < stages; stage += SHAPE::DECODERS) {
-        tile_lane tile[JOBS];
-        uint32_t place[JOBS], a[JOBS][16];
+    look_ahead(lane * SHAPE::DECODERS + decoder);
+    for (int unit = 0; unit < task.packed_units; unit += SHAPE::DECODERS) fetch_next();
+
+    // Loads wait long for shared memory, which the products keep busy. So three units are under way: of one the values are
+    // loaded, of the next the places of the values found, of the one behind it the masks read.
+    tile_lane here[JOBS], next[JOBS], far[JOBS];
+    gemm_ring packed(decoder), ahead(decoder), dense(decoder);
+    uint32_t place[JOBS];
+    const auto find = [&](int unit) {
+        if (unit >= units) return; // the last one again
 #pragma unroll
         for (int job = 0; job < JOBS; job++) {
-            sm90::barrier_wait(smem + SHAPE::PACKED_FULL + (packed.slot * JOBS + job) * 8, packed.phase);
-            sm90::load(place[job], smem + SHAPE::PLACES + (packed.slot * JOBS + job) * 4);
+            const int slot = ahead.slot * JOBS + (exists(unit, job) ? job : 0);
+            sm90::barrier_wait(smem + SHAPE::PACKED_FULL + slot * 8, ahead.phase);
+            place[job] = smem + SHAPE::PACKED + slot * task.slot_bytes;
         }
-        if (!(task.knock & 1)) {
+        ahead.advance(SHAPE::DECODERS, task.packed_units);
+    };
+    const auto prepare = [&](auto &tile, auto step) {
 #pragma unroll
-            for (int job = 0; job < JOBS; job++) tile[job].template prepare<0>(place[job], part, lane);
+        for (int job = 0; job < JOBS; job++) tile[job].template prepare<decltype(step)::value>(place[job], part, lane);
+    };
+    const auto step0 = std::integral_constant<int, 0>();
+    const auto step1 = std::integral_constant<int, 1>();
+    const auto step2 = std::integral_constant<int, 2>();
+    const auto step3 = std::integral_constant<int, 3>();
+
+    // Matrix lane / 8 of the four of a store is rows 8 (lane / 8 % 2) on, columns 8 (lane / 16) on; its row lane % 8.
+    const int part_bytes = DENSE_BYTES / TILE_PARTS;
+    const uint32_t own_part = smem + SHAPE::DENSE + (UNIT > 1 ? work.rank * DENSE_BYTES : 0) + part * part_bytes;
+    const uint32_t own_row = own_part + (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ lane % 8) << 4);
+    constexpr int JOB_TILES = UNIT > 1 ? DOWN : 1; // dense tiles from one job's to the next
+    const auto dense_tile = [&](int slot, int job) { return slot * UNIT * DOWN + job * JOB_TILES; };
+    const int first_tile = UNIT > 1 ? work.rank : 0;
+    // A unit is handed over while the next one is decoded: until then its stores are through.
+    int stored = -1, stored_unit = 0;
+    const auto hand_over = [&] {
+        if (stored < 0) return;
+        sm90::fence_for_copies(); // the tensor core reads as the copies do
+        __syncwarp();
+        if (lane < JOBS && exists(stored_unit, lane)) {
+            const int tile = dense_tile(stored, lane);
+            const uint32_t full = smem + SHAPE::DENSE_FULL + (tile + first_tile) * 8;
+            sm90::barrier_arrive(full);
+            if (SHAPE::PAIR > 1) copy_to_block(own_part + tile * DENSE_BYTES, part_bytes, full, work.rank ^ 1);
+        }
+        __syncwarp();
+    };
+    if (decoder < units) {
+        find(decoder);
+        prepare(next, step0);
+        prepare(next, step1);
+        find(decoder + SHAPE::DECODERS);
+        prepare(far, step0);
+        prepare(far, step1);
+        prepare(next, step2);
+        prepare(next, step3);
+    }
+#pragma unroll 1
+    for (int unit = decoder; unit < units; unit += SHAPE::DECODERS) {
+        uint32_t a[JOBS][16];
 #pragma unroll
-            for (int job = 0; job < JOBS; job++) tile[job].template prepare<1>(place[job], part, lane);
+        for (int job = 0; job < JOBS; job++) {
+            here[job] = next[job];
+            next[job] = far[job];
+        }
+        find(unit + 2 * SHAPE::DECODERS);
+        const auto decode = [&](auto step) {
+            constexpr int STEP = decltype(step)::value;
 #pragma unroll
-            for (int job = 0; job < JOBS; job++) tile[job].template prepare<2>(place[job], part, lane);
+            for (int job = 0; job < JOBS; job++) {
+                uint32_t values[2][TILE_QUAD];
 #pragma unroll
-            for (int job = 0; job < JOBS; job++) tile[job].template prepare<3>(place[job], part, lane);
+                for (int i = 0; i < 2; i++) here[job].load(STEP * 2 + i, values[i]);
 #pragma unroll
-            for (int group = 0; group < TILE_GROUPS; group += 2)
-#pragma unroll
-                for (int job = 0; job < JOBS; job++) {
-                    uint32_t values[2][TILE_QUAD];
-#pragma unroll
-                    for (int i = 0; i < 2; i++) tile[job].load(group + i, values[i]);
-#pragma unroll
-                    for (int i = 0; i < 2; i++)
-                        tile[job].place(group + i, values[i], a[job][(group + i) * 2], a[job][(group + i) * 2 + 1]);
-                }
-        } else
-            for (int job = 0; job < JOBS; job++)
-                for (int i = 0; i < 16; i++) a[job][i] = 0;
+                for (int i = 0; i < 2; i++)
+                    here[job].place(STEP * 2 + i, values[i], a[job][STEP * 4 + i * 2], a[job][STEP * 4 + i * 2 + 1]);
+            }
+        };
+        prepare(far, step0);
+        decode(step0);
+        prepare(next, step2);
+        decode(step1);
+        prepare(far, step1);
+        decode(step2);
+        prepare(next, step3);
+        decode(step3);
 #pragma unroll
         for (int job = 0; job < JOBS; job++)
 #pragma unroll
             for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[job][i])::"memory"); // all is loaded
         __syncwarp();
         if (lane < JOBS) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (packed.slot * JOBS + lane) * 8);
-        packed.advance(SHAPE::DECODERS, task.packed_stages);
-        fetch_next();
+        packed.advance(SHAPE::DECODERS, task.packed_units);
+        hand_over();
 #pragma unroll
         for (int job = 0; job < JOBS; job++)
-            sm90::barrier_wait(smem + SHAPE::DENSE_EMPTY + (dense.slot * DOWN + first_job + job) * 8, dense.phase ^ 1);
-        const uint32_t at = own + dense.slot * (DOWN * DENSE_BYTES);
-        if (!(task.knock & 1)) {
+            if (exists(unit, job))
+                sm90::barrier_wait(smem + SHAPE::DENSE_EMPTY + (dense_tile(dense.slot, job) + first_tile) * 8,
+                                   dense.phase ^ 1);
+        const uint32_t at = own_row + dense_tile(dense.slot, 0) * DENSE_BYTES;
 #pragma unroll
-        for (int step = 0; step < 4; step++)
+        for (int job = 0; job < JOBS; job++)
+            if (exists(unit, job))
 #pragma unroll
-            for (int job = 0; job < JOBS; job++)
-                store_matrices((at + job * DENSE_BYTES) ^ step << 5, a[job] + step * 4);
-        }
-        sm90::fence_for_copies(); // the tensor core reads as the copies do
-        const uint32_t full = smem + SHAPE::DENSE_FULL + dense.slot * (DOWN * 8);
-        if (SHAPE::PAIR == 1) {
-            __syncwarp();
-            if (lane < JOBS) sm90::barrier_arrive(full + lane * 8);
-        } else {
-            sm90::warpgroup_sync(DOWN + decoder);
-            if (threadIdx.x % 128 == 0) {
-                sm90::barrier_arrive(full + first_job * 8);
-                copy_to_block(smem + SHAPE::DENSE + (dense.slot * DOWN + first_job) * DENSE_BYTES, DENSE_BYTES,
-                              full + first_job * 8, work.rank ^ 1);
-            }
-            __syncwarp();
-        }
-        dense.advance(SHAPE::DECODERS, SHAPE::DENSE_STAGES);
+                for (int step = 0; step < 4; step++)
+                    store_matrices((at + job * JOB_TILES * DENSE_BYTES) ^ step << 5, a[job] + step * 4);
+        stored = dense.slot;
+        stored_unit = unit;
+        dense.advance(SHAPE::DECODERS, SHAPE::DENSE_UNITS);
+        fetch_next();
     }
+    hand_over();
 }
 
 template <typename T>
@@ -371,40 +424,44 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
             if (thread == 0 && chunk_token < task.tokens && first_row < task.rows)
                 sm90::store_box(&task.y, (int)first_row, chunk_token, staging);
         };
-        if (task.splits == 1) {
+        // Where blocks share the columns, block r adds up the sums of tokens TOKENS / splits * r on. Those of the others
+        // take the place of the tokens in its ring, once it is through with them: [down][block][four registers][thread].
+        const int share = TOKENS / 16 / task.splits; // parts
+        const uint32_t others = smem + SHAPE::X + down * SHAPE::SUMS_BYTES / SHAPE::MAX_SPLITS * (SHAPE::MAX_SPLITS - 1) +
+                                thread * 16;
+        if (task.splits > 1) {
+            if (thread < task.splits) sm90::barrier_arrive_release(smem + SHAPE::RING_DONE, thread);
+            sm90::barrier_wait_acquire(smem + SHAPE::RING_DONE, i & 1);
 #pragma unroll
-            for (int part = 0; part < TOKENS / 16; part++) store_part(part, sums + part * 8);
-            continue;
-        }
-        // The sums take the place of the tokens in the ring, once all blocks of the cluster are through with theirs.
-        // [down][four registers of the share][block][thread]: block r adds up those of tokens TOKENS / splits * r on.
-        if (thread < task.splits) sm90::barrier_arrive_release(smem + SHAPE::RING_DONE, thread);
-        sm90::barrier_wait_acquire(smem + SHAPE::RING_DONE, i & 1);
-        const int share = SUMS / 4 / task.splits;
-        const uint32_t mine = smem + SHAPE::X + down * (SUMS * 512) + thread * 16;
+            for (int part = 0; part < TOKENS / 16; part++) {
+                const int owner = part / share;
+                if (owner == work.rank) continue;
+                const int place = (work.rank - (work.rank > owner)) * share + part - owner * share;
 #pragma unroll
-        for (int four = 0; four < SUMS / 4; four++) {
-            const int owner = four / share;
-            store_remote_16(mine + ((four - owner * share) * task.splits + work.rank) * 2048, owner, sums + four * 4);
-        }
-        __syncwarp();
-        if (lane < task.splits) sm90::barrier_arrive_release(smem + SHAPE::SUMS_FULL, lane);
-        sm90::barrier_wait_acquire(smem + SHAPE::SUMS_FULL, i & 1);
-        for (int part = 0; part < share / 2; part++) {
-            float sum[8];
-#pragma unroll
-            for (int j = 0; j < 8; j++) sum[j] = 0;
-            for (int block = 0; block < task.splits; block++) {
-#pragma unroll
-                for (int four = 0; four < 2; four++) {
-                    const uint4 v = load_shared_16(mine + ((part * 2 + four) * task.splits + block) * 2048);
-                    sum[four * 4] += __uint_as_float(v.x), sum[four * 4 + 1] += __uint_as_float(v.y);
-                    sum[four * 4 + 2] += __uint_as_float(v.z), sum[four * 4 + 3] += __uint_as_float(v.w);
-                }
+                for (int half = 0; half < 2; half++)
+                    store_remote_16(others + (place * 2 + half) * 2048, owner, sums + part * 8 + half * 4);
             }
-            store_part(work.rank * (share / 2) + part, sum);
+            __syncwarp();
+            if (lane < task.splits) sm90::barrier_arrive_release(smem + SHAPE::SUMS_FULL, lane);
+            sm90::barrier_wait_acquire(smem + SHAPE::SUMS_FULL, i & 1);
         }
-        if (i + 1 < work.tiles) {
+#pragma unroll
+        for (int part = 0; part < TOKENS / 16; part++) {
+            if (task.splits > 1) {
+                if (part / share != work.rank) continue;
+                for (int other = 0; other < task.splits - 1; other++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const uint4 v =
+                            load_shared_16(others + ((other * share + part - work.rank * share) * 2 + half) * 2048);
+                        float *sum = sums + part * 8 + half * 4;
+                        sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
+                        sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+                    }
+            }
+            store_part(part, sums + part * 8);
+        }
+        if (task.splits > 1 && i + 1 < work.tiles) {
             sm90::fence_for_copies();
             asm volatile("bar.sync 8, 256;" ::: "memory"); // both multipliers have read: the ring is for tokens again
             if (fetches) fill_ring(i + 2);
@@ -428,10 +485,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         };
         init(SHAPE::X_FULL, SHAPE::X_STAGES, 1);
         init(SHAPE::X_EMPTY, SHAPE::X_STAGES, DOWN);
-        init(SHAPE::DENSE_FULL, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR == 1 ? TILE_PARTS : 1);
+        init(SHAPE::DENSE_FULL, SHAPE::DENSE_STAGES * DOWN, TILE_PARTS);
         init(SHAPE::DENSE_EMPTY, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR);
-        init(SHAPE::PACKED_FULL, task.packed_stages * SHAPE::JOBS, 1);
-        init(SHAPE::PACKED_EMPTY, task.packed_stages * SHAPE::JOBS, TILE_PARTS);
+        init(SHAPE::PACKED_FULL, task.packed_units * SHAPE::JOBS, 1);
+        init(SHAPE::PACKED_EMPTY, task.packed_units * SHAPE::JOBS, TILE_PARTS);
         init(SHAPE::RING_DONE, 1, DOWN * task.splits);
         init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -458,70 +515,138 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
 #endif
 }
 
+// Units of packed tiles that fit beside the rest.
+template <class SHAPE>
+int gemm_packed_units(const Device &device, int slot_bytes) {
+    const int fit = std::min((device.shared_bytes - SHAPE::PACKED) / (slot_bytes * SHAPE::JOBS), MAX_PACKED);
+    return fit - fit % SHAPE::DECODERS;
+}
+
+int gemm_slot_bytes(const tile_matrix &m) { // a few bytes are read behind the last value
+    return (m.widest * TILE_UNIT + 16 + 127) / 128 * 128;
+}
+
+// How many clusters run at once. Each block takes an SM.
 template <typename T, class SHAPE>
-cudaError_t gemm_launch(const tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                        void *y, int splits, cudaStream_t stream) {
-    Device device;
-    cudaError_t error = current_device(&device);
-    if (!error) error = allow_all_shared_memory<tile_gemm_kernel<T, SHAPE>>(device);
-    if (error) return error;
+cudaError_t gemm_clusters_at_once(const Device &device, int cluster, int *clusters) {
+    static std::mutex mutex;
+    static int known[MAX_DEVICES][MAX_SPLITS + 1];
+    const std::lock_guard<std::mutex> lock(mutex);
+    int &found = known[device.index][cluster];
+    if (!found) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {(unsigned)cluster, 1, 1};
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(cluster);
+        config.blockDim = dim3(SHAPE::THREADS);
+        config.dynamicSmemBytes = device.shared_bytes - 1024;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&found, tile_gemm_kernel<T, SHAPE>, &config))
+            return error;
+        found = std::max(found, 1);
+    }
+    *clusters = found;
+    return cudaSuccess;
+}
+
+struct gemm_args {
+    const tile_matrix &m;
+    int64_t tokens;
+    const void *x;
+    int64_t x_stride;
+    const void *bias;
+    void *y;
+    cudaStream_t stream;
+};
+
+template <typename T, class SHAPE>
+cudaError_t gemm_launch(const gemm_args &args, const Device &device, int splits) {
+    const tile_matrix &m = args.m;
     gemm_task task{};
     task.data = m.data;
     task.offsets = m.offsets;
-    task.bias = bias;
-    task.y_plain = m.rows % 8 || (uintptr_t)y % 16 ? y : nullptr;
+    task.bias = args.bias;
+    task.y_plain = m.rows % 8 || (uintptr_t)args.y % 16 ? args.y : nullptr;
     task.rows = m.rows;
-    task.tokens = (int)tokens;
+    task.tokens = (int)args.tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
     task.col_blocks = (int)tile_col_blocks(m.cols);
     task.row_tiles = (int)ceil_div(task.row_blocks, DOWN);
-    task.token_tiles = (int)ceil_div(tokens, SHAPE::TOKENS * SHAPE::PAIR);
+    task.token_tiles = (int)ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
     task.splits = splits;
-    task.knock = number("KNOCK", 0);
-    task.slot_bytes = (m.widest * TILE_UNIT + 112 + 16 + 127) / 128 * 128; // what is read behind the last value
-    task.packed_stages = std::min((device.shared_bytes - SHAPE::PACKED) / (task.slot_bytes * SHAPE::JOBS), MAX_PACKED);
-    task.packed_stages -= task.packed_stages % SHAPE::DECODERS;
-    if (task.packed_stages < 2 * SHAPE::DECODERS) return cudaErrorInvalidValue;
-    error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,
-                             SHAPE::TOKENS);
-    if (!error && !task.y_plain)
-        error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, y, m.rows, tokens, m.rows * 2, TILE_ROWS,
-                                 CHUNK);
-    if (error) return error;
+    task.slot_bytes = gemm_slot_bytes(m);
+    task.packed_units = gemm_packed_units<SHAPE>(device, task.slot_bytes);
     const int cluster = SHAPE::PAIR * splits;
+    int at_once = 0;
+    cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, cluster, &at_once);
+    if (!error)
+        error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
+                                 args.x_stride * 2, TILE_COLS, SHAPE::TOKENS);
+    if (!error && !task.y_plain)
+        error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
+                                 TILE_ROWS, CHUNK);
+    if (error) return error;
+    const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)cluster, 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)(std::min<int64_t>(tiles, at_once) * cluster));
     config.blockDim = dim3(SHAPE::THREADS);
-    config.gridDim = dim3(cluster);
-    config.dynamicSmemBytes = SHAPE::PACKED + task.packed_stages * SHAPE::JOBS * task.slot_bytes;
-    config.stream = stream;
+    config.dynamicSmemBytes = SHAPE::PACKED + task.packed_units * SHAPE::JOBS * task.slot_bytes;
+    config.stream = args.stream;
     config.attrs = attributes;
-    config.numAttrs = 1;
-    int at_once = 0;
-    error = cudaOccupancyMaxActiveClusters(&at_once, tile_gemm_kernel<T, SHAPE>, &config);
-    if (error) return error;
-    if (getenv("KNOCK_SAY")) fprintf(stderr, "at_once %d packed stages %d tiles %d x %d\n", at_once, task.packed_stages, task.row_tiles, task.token_tiles);
-    const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles;
-    config.gridDim = dim3((unsigned)(std::min<int64_t>(tiles, std::max(at_once, 1)) * cluster));
-    config.numAttrs = may_overlap(stream, SHAPE::THREADS) ? 2 : 1;
+    config.numAttrs = may_overlap(args.stream, SHAPE::THREADS) ? 2 : 1;
     return cudaLaunchKernelEx(&config, tile_gemm_kernel<T, SHAPE>, task);
 }
 
-template <typename T>
-cudaError_t gemm_run(const tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias, void *y,
-                     cudaStream_t stream) {
-    const int splits = number("MACKO_TILE_SPLITS", 1), size = number("MACKO_TILE_SIZE", 0);
-    switch (size) {
-    case 0: return gemm_launch<T, gemm_shape<256, 1>>(m, tokens, x, x_stride, bias, y, splits, stream);
-    case 1: return gemm_launch<T, gemm_shape<256, 2>>(m, tokens, x, x_stride, bias, y, 1, stream);
-    case 2: return gemm_launch<T, gemm_shape<128, 1>>(m, tokens, x, x_stride, bias, y, splits, stream);
-    case 3: return gemm_launch<T, gemm_shape<128, 2>>(m, tokens, x, x_stride, bias, y, 1, stream);
+struct gemm_choice {
+    double time = 1e30;
+    int splits = 0;
+    cudaError_t (*launch)(const gemm_args &, const Device &, int) = nullptr;
+};
+
+// The best way to run a shape, if it beats the choice. MACKO_TILE_GEMM=256x2x1 (tokens x pair x splits) forces one.
+template <typename T, class SHAPE>
+cudaError_t gemm_consider(const gemm_args &args, const Device &device, gemm_choice *choice) {
+    const int slot_bytes = gemm_slot_bytes(args.m), col_blocks = (int)tile_col_blocks(args.m.cols);
+    if (gemm_packed_units<SHAPE>(device, slot_bytes) < SHAPE::MIN_PACKED) return cudaSuccess;
+    const int64_t tiles = ceil_div(tile_row_blocks(args.m.rows), DOWN) * ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
+    int forced[3] = {};
+    if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%dx%d", forced, forced + 1, forced + 2);
+        for (int splits = 1; splits <= std::min(SHAPE::MAX_SPLITS, col_blocks); splits *= 2) {
+        int at_once;
+        if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, SHAPE::PAIR * splits, &at_once))
+            return error;
+        // In clocks of an SM: stages, and for each output tile its epilogue and the sums of the cluster.
+        double time = ceil_div(tiles, at_once) * (ceil_div(col_blocks, splits) * SHAPE::STAGE_CLOCKS +
+                                                  SHAPE::TOKENS * (splits > 1 ? 24.0 : 8.0));
+        if (forced[0]) time = forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] >= splits ? 1.0 / splits : 1e29;
+        if (time < choice->time) *choice = {time, splits, gemm_launch<T, SHAPE>};
     }
-    return cudaErrorInvalidValue;
+    return cudaSuccess;
+}
+
+template <typename T>
+cudaError_t gemm_run(const gemm_args &args) {
+    Device device;
+    cudaError_t error = current_device(&device);
+    gemm_choice choice;
+    const auto consider = [&](auto shape) {
+        using SHAPE = decltype(shape);
+        if (!error) error = allow_all_shared_memory<tile_gemm_kernel<T, SHAPE>>(device);
+        if (!error) error = gemm_consider<T, SHAPE>(args, device, &choice);
+    };
+    consider(gemm_shape<256, 1>());
+    consider(gemm_shape<256, 2>());
+    consider(gemm_shape<128, 1>());
+    consider(gemm_shape<128, 2>());
+    if (error) return error;
+    return choice.launch ? choice.launch(args, device, choice.splits) : cudaErrorInvalidValue;
 }
 
 } // namespace
@@ -531,6 +656,6 @@ cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, 
                            void *y, cudaStream_t stream) {
     using namespace macko;
     if (!m->rows || !tokens) return cudaSuccess;
-    return m->dtype == MACKO_F16 ? gemm_run<__half>(*m, tokens, x, x_stride, bias, y, stream)
-                                 : gemm_run<__nv_bfloat16>(*m, tokens, x, x_stride, bias, y, stream);
+    const gemm_args args{*m, tokens, x, x_stride, bias, y, stream};
+    return m->dtype == MACKO_F16 ? gemm_run<__half>(args) : gemm_run<__nv_bfloat16>(args);
 }

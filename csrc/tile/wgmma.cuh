@@ -28,9 +28,11 @@ struct tile_wgmma_shared;
 #define MACKO_TILE_NAMES_256                                                                                           \
     "{" MACKO_TILE_TENS_0_5 MACKO_TILE_TENS_6_11                                                                       \
     "%120, %121, %122, %123, %124, %125, %126, %127}, {%128, %129, %130, %131}, %132"
+#define MACKO_TILE_SHARED_64 "{" MACKO_TILE_TENS_0_2 "%30, %31}, %32, %33"
 #define MACKO_TILE_SHARED_128 "{" MACKO_TILE_TENS_0_5 "%60, %61, %62, %63}, %64, %65"
 #define MACKO_TILE_SHARED_256                                                                                          \
     "{" MACKO_TILE_TENS_0_5 MACKO_TILE_TENS_6_11 "%120, %121, %122, %123, %124, %125, %126, %127}, %128, %129"
+#define MACKO_TILE_ADD_64 "%34"
 #define MACKO_TILE_ADD_128 "%66"
 #define MACKO_TILE_ADD_256 "%130"
 #define MACKO_OPERANDS_8(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
@@ -66,8 +68,10 @@ struct tile_wgmma_shared;
     MACKO_TILE_WGMMA(T, KIND, 256)
 MACKO_TILE_WGMMA_TYPE(__half, "f16")
 MACKO_TILE_WGMMA_TYPE(__nv_bfloat16, "bf16")
+MACKO_TILE_WGMMA_SHARED(__half, "f16", 64)
 MACKO_TILE_WGMMA_SHARED(__half, "f16", 128)
 MACKO_TILE_WGMMA_SHARED(__half, "f16", 256)
+MACKO_TILE_WGMMA_SHARED(__nv_bfloat16, "bf16", 64)
 MACKO_TILE_WGMMA_SHARED(__nv_bfloat16, "bf16", 128)
 MACKO_TILE_WGMMA_SHARED(__nv_bfloat16, "bf16", 256)
 

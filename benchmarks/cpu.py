@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.timing import append_jsonl, commit
 from macko import EcWeight, SparseLinear, ops
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
@@ -60,9 +59,8 @@ def on_path(path: str, call: Callable[[int], object], i: int) -> object:
 def machine(clock: str) -> dict[str, object]:
     info = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
     names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith(("model name", "cpu family"))]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     return {
-        "commit": commit,
+        "commit": commit(),
         "cpu": " family ".join(reversed(names[:2])) if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -89,11 +87,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1 if args.clock == "cpu" else args.threads)
     clock = time.thread_time if args.clock == "cpu" else time.perf_counter
-    args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def report(**row: object) -> None:
-        with args.out.open("a") as out:
-            out.write(json.dumps({**machine(args.clock), **row}) + "\n")
+        append_jsonl(args.out, **machine(args.clock), **row)
         print("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
     if args.host:

@@ -22,21 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.timing import append_jsonl, commit
+from benchmarks.timing import append_jsonl, commit, copies
 from macko import EcWeight, SparseLinear, ops
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
-ROTATED_BYTES = 300e6
 Calls = dict[str, Callable[[int], object]]
 
 
-def copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """The tensors and as many clones of them as make ROTATED_BYTES."""
-    count = 1 + int(ROTATED_BYTES / sum(t.nbytes for t in tensors))
-    return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
-
-
-def copy_of(ec: EcWeight, tensors: tuple[Tensor, ...]) -> EcWeight:
+def copy_of(ec: EcWeight, tensors: list[Tensor]) -> EcWeight:
     return dataclasses.replace(ec, **dict(zip(ec.tensors(), tensors, strict=True)))
 
 
@@ -139,11 +132,11 @@ def bench(
     packed = ops.pack(w, bits)
     bitmap = ops.bitmap_pack(*packed, cols, bits)
     assert_same_bits(ops.unpack(*ops.bitmap_unpack(*bitmap, cols, bits), cols, bits), w)
-    dense, macko, maps = copies(w), copies(*packed), copies(*bitmap)
+    dense, macko, maps = copies([w]), copies(packed), copies(bitmap)
     ecs = {"ec": EcWeight.from_dense(w), "ec_paper": EcWeight.paper(w, bits)} if bits in (4, 8) else {}
     size = {"macko": sum(t.nbytes for t in packed), "bitmap": sum(t.nbytes for t in bitmap)}
     size |= {name: ec.nbytes for name, ec in ecs.items()}
-    held = {name: [copy_of(ec, tensors) for tensors in copies(*ec.tensors().values())] for name, ec in ecs.items()}
+    held = {name: [copy_of(ec, tensors) for tensors in copies([*ec.tensors().values()])] for name, ec in ecs.items()}
     for tokens in args.tokens:
         x = random_vector(*([tokens] if tokens > 1 else []), cols, dtype=w.dtype)
         formats: Calls = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import macko
-from macko import MackoWeight, SparseLinear
+from macko import FORMATS, MackoWeight, SparseLinear
 from tests.common import (
     HALVES,
     assert_close_spmv,
@@ -444,6 +444,36 @@ def test_compile_fullgraph_with_dynamic_tokens(device: str, bias: bool) -> None:
         for lead in [(1,), (3,), (17,), (1, 1), (2, 5)]:
             x = random_vector(*lead, COLS, dtype=torch.bfloat16).to(device)
             assert_same_bits(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("device", "format"), [(d, f) for d in devices() for f in FORMATS if d in FORMATS[f].device_types]
+)
+def test_compiled_as_one_node_for_every_number_of_tokens(device: str, format: str) -> None:
+    dense = dense_layer(torch.float16, device)
+    sparse = SparseLinear.from_linear(dense, format)
+    graphs: list[list[str]] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    made = {}
+    for layer in (dense, sparse):
+        for one_is_special in (True, False):  # torch makes a graph of its own for one token, unless it is told not to
+            torch.compiler.reset()
+            graphs.clear()
+            compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
+            for tokens in (1, 2, 3, 8, 17, 64, 300, 4096):
+                x = random_vector(tokens, COLS, dtype=torch.float16).to(device)
+                if not one_is_special:
+                    torch._dynamo.decorators.mark_unbacked(x, 0)
+                assert compiled(x).shape == (tokens, ROWS)
+            made[layer, one_is_special] = len(graphs)
+            if layer is sparse:
+                assert all(sum("macko." in target for target in graph) == 1 for graph in graphs)
+    assert made[sparse, True] == made[dense, True]
+    assert made[sparse, False] == 1
 
 
 def test_compile_trains_an_adapter() -> None:

@@ -38,7 +38,6 @@ PACKED: dict[str, Callable[[Tensor], PackedWeight]] = {
     "sell": lambda w: SellWeight.from_dense(w.cuda()),
     "slide": SlideWeight.from_dense,
 }
-COUNTED = ("floor", "CSR-16", "CSR-32")
 COLUMNS = ("floor", "bitmap", "macko", "sell", *[f for f in PACKED if f.startswith("EC")], "CSR-16", "CSR-32", "slide")
 COLOURS = dict(
     zip(COLUMNS, ("#999", "#c90", "#06c", "#0aa", "#3a3", "#7c7", "#808", "#c4c", "#a55", "#733", "#333"), strict=True)

@@ -39,8 +39,8 @@ PACKED: dict[str, Callable[[Tensor], PackedWeight]] = {
     "tile": lambda w: TileWeight.from_macko(MackoWeight.from_dense(w)),
     "slide": SlideWeight.from_dense,
 }
-COLUMNS = ("floor", "bitmap", "macko", "sell", "tile")
-COLUMNS += (*[f for f in PACKED if f.startswith("EC")], "CSR-16", "CSR-32", "slide")
+EC = [name for name in PACKED if name.startswith("EC")]
+COLUMNS = ("floor", "bitmap", "macko", "sell", "tile", *EC, "CSR-16", "CSR-32", "slide")
 COLOURS = dict(
     zip(
         COLUMNS,
@@ -231,8 +231,8 @@ def write_docs(results: Path) -> None:
         "over the true non-zeros, 16-bit values.\n"
         "*floor*: a value and the entropy of its place, places independent with the density of their row and column.\n"
         "*macko*: the canonical format ([macko.md](macko.md)) with its width of deltas of fewest bytes, in brackets.\n"
-        "*sell*: its layout for a GPU, here of 132 SMs, its width of gaps in brackets; *tile*: one for several tokens on a "
-        "GPU; *bitmap*: one for a CPU.\n"
+        "*sell*: its layout for a GPU, here of 132 SMs, its width of gaps in brackets; *tile*: one for several tokens "
+        "on a GPU; *bitmap*: one for a CPU.\n"
         "*EC*: [ec.md](ec.md). *slide* holds patterns.\n\n"
         "Masks (`tests/common.py`, seed 0): uniform; equal_rows (Wanda-like, lognormal columns of spread 0.5); "
         "uneven_rows (SparseGPT-like, lognormal\ncolumns and rows of spread 0.2); uneven_both (magnitude); layers of "

@@ -197,18 +197,18 @@ def test_every_number_of_tokens_up_to_300(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("tile_and_splits", ["256x1x1", "256x1x2", "256x1x4", "256x2x1", "128x1x1", "128x1x4", "128x2x1"])
+@pytest.mark.parametrize("tile_and_splits", ["256x1x1", "256x1x2", "256x1x4", "256x2x1", "128x1x1", "128x1x4"])
 def test_every_way_to_run_many_tokens(
     tile_and_splits: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows and tokens that fill no tile, an odd number of k tiles, fewer of them than the pipeline is deep, full tiles."""
+    """Rows and tokens that fill no tile, odd numbers of k tiles, fewer than the pipeline is deep, tiles without zeros."""
     monkeypatch.setenv("MACKO_TILE_GEMM", tile_and_splits)
     monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
     for rows, cols, density in ((130, 500, 0.5), (301, 203, 1.0), (136, 64, 0.3), (2056, 1100, 0.5)):
         w, bias = random_weight(rows, cols, density, dtype), random_vector(rows, dtype=dtype)
         exact_w, exact_x, exact_y = integer_problem(rows, cols, density, dtype)
         tile, exact = packed(w), packed(exact_w)
-        for count in (65, 128, 257, 600):
+        for count in (129, 256, 257, 600):
             x = tokens_of(count, cols, dtype=dtype)
             poison = torch.full((count, rows), float("nan"), dtype=dtype, device="cuda")
             del poison  # the output gets its memory

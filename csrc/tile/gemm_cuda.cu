@@ -21,7 +21,7 @@
 namespace macko {
 namespace {
 
-constexpr int DOWN = 2; // row blocks of a block's tile, and multipliers: a warpgroup each
+constexpr int DOWN = 2;        // row blocks of a block's tile, and multipliers: a warpgroup each
 constexpr int MAX_PACKED = 12; // units of packed tiles
 constexpr int MAX_SPLITS = 4;
 constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
@@ -36,8 +36,8 @@ struct gemm_task {
     void *y_plain; // where y cannot be stored by boxes, else NULL
     int64_t rows;
     int tokens, row_blocks, col_blocks;
-    int row_tiles, token_tiles; // of the output, in clusters
-    int splits;                 // blocks of a cluster that share the columns
+    int row_tiles, token_tiles;   // of the output, in clusters
+    int splits;                   // blocks of a cluster that share the columns
     int packed_units, slot_bytes; // the ring of packed tiles
 };
 
@@ -50,12 +50,12 @@ struct gemm_shape {
     static constexpr int DECODERS = TOKENS > 128 ? 1 : 2; // warpgroups; wgmma of 256 tokens leaves registers for one
     static constexpr int THREADS = (DOWN + DECODERS) * 128;
     static constexpr int X_BYTES = TOKENS * TILE_COLS * 2; // of a stage
-    static constexpr int X_STAGES = 3;
-    static constexpr int DENSE_UNITS = TOKENS > 128 ? (PAIR == 1 ? 3 : 2) : (PAIR == 1 ? 5 : 3);
+    static constexpr int X_STAGES = TOKENS > 128 ? 3 : 4;
+    static constexpr int DENSE_UNITS = TOKENS > 128 ? (PAIR == 1 ? 3 : 2) : 5;
     static constexpr int DENSE_STAGES = DENSE_UNITS * UNIT;
     static constexpr int MIN_PACKED = 3 * DECODERS; // units: loaded from, prepared, begun
-    // Clocks of an SM for a stage at density 0.5 on an H200.
-    static constexpr double STAGE_CLOCKS = TOKENS > 128 ? (PAIR == 1 ? 1900 : 1450) : TOKENS > 64 ? (PAIR == 1 ? 1300 : 850) : 550;
+    // What a stage takes of an SM at 1.98 GHz (H200, density 0.5, 2026-11-21). The library's GEMM takes 1400 for 256 tokens.
+    static constexpr int STAGE_CLOCKS = TOKENS > 128 ? (PAIR == 1 ? 1950 : 1735) : 1600;
     // Offsets in shared memory. The swizzle wants the first three at multiples of 1024.
     static constexpr int X = 0, DENSE = X + X_STAGES * X_BYTES;
     static constexpr int STAGING = DENSE + DENSE_STAGES * DOWN * DENSE_BYTES;
@@ -63,8 +63,8 @@ struct gemm_shape {
     static constexpr int DENSE_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int DENSE_EMPTY = DENSE_FULL + DENSE_STAGES * DOWN * 8;
     static constexpr int PACKED_FULL = DENSE_EMPTY + DENSE_STAGES * DOWN * 8;
-    static constexpr int PACKED_EMPTY = PACKED_FULL + MAX_PACKED * 8;
-    static constexpr int RING_DONE = PACKED_EMPTY + MAX_PACKED * 8, SUMS_FULL = RING_DONE + 8;
+    static constexpr int PACKED_EMPTY = PACKED_FULL + MAX_PACKED * JOBS * 8;
+    static constexpr int RING_DONE = PACKED_EMPTY + MAX_PACKED * JOBS * 8, SUMS_FULL = RING_DONE + 8;
     static constexpr int PACKED = (SUMS_FULL + 8 + 127) / 128 * 128;
     static constexpr int SUMS_BYTES = 128 * TOKENS / 2 * 4; // of a multiplier
     // A block takes the others' sums of its share into the ring of tokens.
@@ -75,7 +75,8 @@ struct gemm_shape {
 struct gemm_ring {
     int slot;
     uint32_t phase = 0;
-    __device__ __forceinline__ explicit gemm_ring(int first = 0) : slot(first) {}
+    __device__ __forceinline__ explicit gemm_ring(int first = 0) : slot(first) {
+    }
     __device__ __forceinline__ void advance(int by, int slots) {
         slot += by;
         if (slot >= slots) {
@@ -150,17 +151,16 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
             to = next_to;
             look_ahead((fetched + WARP + lane) * SHAPE::DECODERS + decoder);
         }
-        if (part / JOBS == fetched % (TILE_PARTS / JOBS)) {
+        if (part / JOBS == fetched % (TILE_PARTS / JOBS) && exists(unit, own_job)) {
             const int begin = __shfl_sync(FULL_WARP, from, fetched % WARP);
             const int bytes = (__shfl_sync(FULL_WARP, to, fetched % WARP) - begin) * TILE_UNIT;
-            const uint32_t full = smem + SHAPE::PACKED_FULL + fetch.slot * 8;
-            sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + fetch.slot * 8, fetch.phase ^ 1);
+            const int slot = fetch.slot * JOBS + own_job;
+            const uint32_t full = smem + SHAPE::PACKED_FULL + slot * 8;
+            sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + slot * 8, fetch.phase ^ 1);
             if (lane == 0) {
-                const bool comes = exists(unit, own_job);
-                sm90::barrier_expect(full, comes ? bytes : 0);
-                if (comes)
-                    sm90::copy_bytes(smem + SHAPE::PACKED + (fetch.slot * JOBS + own_job) * task.slot_bytes,
-                                     task.data + (int64_t)begin * TILE_UNIT, bytes, full);
+                sm90::barrier_expect(full, bytes);
+                sm90::copy_bytes(smem + SHAPE::PACKED + slot * task.slot_bytes, task.data + (int64_t)begin * TILE_UNIT,
+                                 bytes, full);
             }
             __syncwarp();
         }
@@ -177,10 +177,12 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     uint32_t place[JOBS];
     const auto find = [&](int unit) {
         if (unit >= units) return; // the last one again
-        sm90::barrier_wait(smem + SHAPE::PACKED_FULL + ahead.slot * 8, ahead.phase);
 #pragma unroll
-        for (int job = 0; job < JOBS; job++)
-            place[job] = smem + SHAPE::PACKED + (ahead.slot * JOBS + (exists(unit, job) ? job : 0)) * task.slot_bytes;
+        for (int job = 0; job < JOBS; job++) {
+            const int slot = ahead.slot * JOBS + (exists(unit, job) ? job : 0);
+            sm90::barrier_wait(smem + SHAPE::PACKED_FULL + slot * 8, ahead.phase);
+            place[job] = smem + SHAPE::PACKED + slot * task.slot_bytes;
+        }
         ahead.advance(SHAPE::DECODERS, task.packed_units);
     };
     const auto prepare = [&](auto &tile, auto step) {
@@ -199,8 +201,7 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     constexpr int JOB_TILES = UNIT > 1 ? DOWN : 1; // dense tiles from one job's to the next
     const auto dense_tile = [&](int slot, int job) { return slot * UNIT * DOWN + job * JOB_TILES; };
     const int first_tile = UNIT > 1 ? work.rank : 0;
-    // A unit is handed over while the next one is decoded: until then its stores are through. Not so where it has to go to
-    // the other block, which takes as long as decoding.
+    // A unit is handed over while the next one is decoded: until then its stores are through.
     int stored = -1, stored_unit = 0;
     const auto hand_over = [&] {
         if (stored < 0) return;
@@ -258,9 +259,9 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
 #pragma unroll
             for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[job][i])::"memory"); // all is loaded
         __syncwarp();
-        if (lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
+        if (lane < JOBS) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (packed.slot * JOBS + lane) * 8);
         packed.advance(SHAPE::DECODERS, task.packed_units);
-        if (SHAPE::PAIR == 1) hand_over();
+        hand_over();
 #pragma unroll
         for (int job = 0; job < JOBS; job++)
             if (exists(unit, job))
@@ -276,10 +277,9 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         stored = dense.slot;
         stored_unit = unit;
         dense.advance(SHAPE::DECODERS, SHAPE::DENSE_UNITS);
-        if (SHAPE::PAIR > 1) hand_over();
         fetch_next();
     }
-    if (SHAPE::PAIR == 1) hand_over();
+    hand_over();
 }
 
 template <typename T>
@@ -428,8 +428,8 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         // Where blocks share the columns, block r adds up the sums of tokens TOKENS / splits * r on. Those of the others
         // take the place of the tokens in its ring, once it is through with them: [down][block][four registers][thread].
         const int share = TOKENS / 16 / task.splits; // parts
-        const uint32_t others = smem + SHAPE::X + down * SHAPE::SUMS_BYTES / SHAPE::MAX_SPLITS * (SHAPE::MAX_SPLITS - 1) +
-                                thread * 16;
+        const uint32_t others =
+            smem + SHAPE::X + down * SHAPE::SUMS_BYTES / SHAPE::MAX_SPLITS * (SHAPE::MAX_SPLITS - 1) + thread * 16;
         if (task.splits > 1) {
             if (thread < task.splits) sm90::barrier_arrive_release(smem + SHAPE::RING_DONE, thread);
             sm90::barrier_wait_acquire(smem + SHAPE::RING_DONE, i & 1);
@@ -488,8 +488,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         init(SHAPE::X_EMPTY, SHAPE::X_STAGES, DOWN);
         init(SHAPE::DENSE_FULL, SHAPE::DENSE_STAGES * DOWN, TILE_PARTS);
         init(SHAPE::DENSE_EMPTY, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR);
-        init(SHAPE::PACKED_FULL, task.packed_units, SHAPE::JOBS);
-        init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS);
+        init(SHAPE::PACKED_FULL, task.packed_units * SHAPE::JOBS, 1);
+        init(SHAPE::PACKED_EMPTY, task.packed_units * SHAPE::JOBS, TILE_PARTS);
         init(SHAPE::RING_DONE, 1, DOWN * task.splits);
         init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -606,27 +606,28 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device, int splits)
 }
 
 struct gemm_choice {
-    double time = 1e30;
+    int64_t time = INT64_MAX;
     int splits = 0;
     cudaError_t (*launch)(const gemm_args &, const Device &, int) = nullptr;
 };
 
-// The best way to run a shape, if it beats the choice. MACKO_TILE_GEMM=256x2x1 (tokens x pair x splits at most) is
-// taken where it fits.
+// The best way to run a shape, if it beats the choice. MACKO_TILE_GEMM=256x1x4 (tokens x pair x splits at most) is taken
+// where it fits.
 template <typename T, class SHAPE>
 cudaError_t gemm_consider(const gemm_args &args, const Device &device, gemm_choice *choice) {
     const int slot_bytes = gemm_slot_bytes(args.m), col_blocks = (int)tile_col_blocks(args.m.cols);
     if (gemm_packed_units<SHAPE>(device, slot_bytes) < SHAPE::MIN_PACKED) return cudaSuccess;
-    const int64_t tiles = ceil_div(tile_row_blocks(args.m.rows), DOWN) * ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
+    const int64_t tiles =
+        ceil_div(tile_row_blocks(args.m.rows), DOWN) * ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
     int forced[3] = {};
     if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%dx%d", forced, forced + 1, forced + 2);
-        for (int splits = 1; splits <= std::min(SHAPE::MAX_SPLITS, col_blocks); splits *= 2) {
+    for (int splits = 1; splits <= std::min(SHAPE::MAX_SPLITS, col_blocks); splits *= 2) {
         int at_once;
         if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, SHAPE::PAIR * splits, &at_once))
             return error;
-        // In clocks of an SM: stages, and for each output tile its epilogue and the sums of the cluster.
-        double time = ceil_div(tiles, at_once) * (ceil_div(col_blocks, splits) * SHAPE::STAGE_CLOCKS +
-                                                  SHAPE::TOKENS * (splits > 1 ? 24.0 : 8.0));
+        // Clocks of an SM: stages, and for each output tile its epilogue and the sums of the cluster.
+        const int64_t beside = splits > 1 ? 12000 : 2000;
+        int64_t time = ceil_div(tiles, at_once) * (ceil_div(col_blocks, splits) * SHAPE::STAGE_CLOCKS + beside);
         if (forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] >= splits) time = -splits;
         if (time < choice->time) *choice = {time, splits, gemm_launch<T, SHAPE>};
     }
@@ -646,8 +647,6 @@ cudaError_t gemm_run(const gemm_args &args) {
     consider(gemm_shape<256, 1>());
     consider(gemm_shape<256, 2>());
     consider(gemm_shape<128, 1>());
-    consider(gemm_shape<128, 2>());
-    consider(gemm_shape<64, 2>());
     if (error) return error;
     return choice.launch ? choice.launch(args, device, choice.splits) : cudaErrorInvalidValue;
 }

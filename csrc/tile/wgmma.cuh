@@ -25,14 +25,9 @@ struct tile_wgmma_shared;
 #define MACKO_TILE_NAMES_32 "{" MACKO_TILE_TEN_0 "%10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20"
 #define MACKO_TILE_NAMES_64 "{" MACKO_TILE_TENS_0_2 "%30, %31}, {%32, %33, %34, %35}, %36"
 #define MACKO_TILE_NAMES_128 "{" MACKO_TILE_TENS_0_5 "%60, %61, %62, %63}, {%64, %65, %66, %67}, %68"
-#define MACKO_TILE_NAMES_256                                                                                           \
-    "{" MACKO_TILE_TENS_0_5 MACKO_TILE_TENS_6_11                                                                       \
-    "%120, %121, %122, %123, %124, %125, %126, %127}, {%128, %129, %130, %131}, %132"
-#define MACKO_TILE_SHARED_64 "{" MACKO_TILE_TENS_0_2 "%30, %31}, %32, %33"
 #define MACKO_TILE_SHARED_128 "{" MACKO_TILE_TENS_0_5 "%60, %61, %62, %63}, %64, %65"
 #define MACKO_TILE_SHARED_256                                                                                          \
     "{" MACKO_TILE_TENS_0_5 MACKO_TILE_TENS_6_11 "%120, %121, %122, %123, %124, %125, %126, %127}, %128, %129"
-#define MACKO_TILE_ADD_64 "%34"
 #define MACKO_TILE_ADD_128 "%66"
 #define MACKO_TILE_ADD_256 "%130"
 #define MACKO_OPERANDS_8(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
@@ -52,7 +47,8 @@ struct tile_wgmma_shared;
     template <>                                                                                                        \
     struct tile_wgmma_shared<T, TOKENS> {                                                                              \
         static __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], uint64_t a, uint64_t b, int add) {     \
-            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " MACKO_TILE_ADD_##TOKENS ", 0;\n"                      \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " MACKO_TILE_ADD_##TOKENS                               \
+                         ", 0;\n"                                                                                      \
                          "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32." KIND "." KIND                          \
                          " " MACKO_TILE_SHARED_##TOKENS ", add, 1, 1, 0, 0;\n}"                                        \
                          : MACKO_OPERANDS_##TOKENS("+f")                                                               \
@@ -64,14 +60,11 @@ struct tile_wgmma_shared;
     MACKO_TILE_WGMMA(T, KIND, 16)                                                                                      \
     MACKO_TILE_WGMMA(T, KIND, 32)                                                                                      \
     MACKO_TILE_WGMMA(T, KIND, 64)                                                                                      \
-    MACKO_TILE_WGMMA(T, KIND, 128)                                                                                     \
-    MACKO_TILE_WGMMA(T, KIND, 256)
+    MACKO_TILE_WGMMA(T, KIND, 128)
 MACKO_TILE_WGMMA_TYPE(__half, "f16")
 MACKO_TILE_WGMMA_TYPE(__nv_bfloat16, "bf16")
-MACKO_TILE_WGMMA_SHARED(__half, "f16", 64)
 MACKO_TILE_WGMMA_SHARED(__half, "f16", 128)
 MACKO_TILE_WGMMA_SHARED(__half, "f16", 256)
-MACKO_TILE_WGMMA_SHARED(__nv_bfloat16, "bf16", 64)
 MACKO_TILE_WGMMA_SHARED(__nv_bfloat16, "bf16", 128)
 MACKO_TILE_WGMMA_SHARED(__nv_bfloat16, "bf16", 256)
 

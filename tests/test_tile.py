@@ -201,7 +201,7 @@ def test_every_number_of_tokens_up_to_300(
 def test_every_way_to_run_many_tokens(
     tile_and_splits: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows and tokens that fill no tile, odd numbers of k tiles, fewer than the pipeline is deep, tiles without zeros."""
+    """Rows and tokens that fill no tile, odd numbers of k tiles, less than the pipeline is deep, tiles without a zero."""
     monkeypatch.setenv("MACKO_TILE_GEMM", tile_and_splits)
     monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
     for rows, cols, density in ((130, 500, 0.5), (301, 203, 1.0), (136, 64, 0.3), (2056, 1100, 0.5)):

@@ -1,6 +1,7 @@
 """Quantised and structured-sparse linears on a GPU: the whole linear, from a 16-bit x to a 16-bit y.
 
     python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
+    python -m benchmarks.slide results.jsonl --tokens=    the quantiser alone
     python -m benchmarks.slide results.jsonl --table      writes macko/slide_times.json, which macko.slide_choice reads
     python -m benchmarks.slide results.jsonl --judge      what macko.slide_choice loses at tokens that nobody measured
 
@@ -276,15 +277,16 @@ def main() -> None:
     if args.table or args.judge:
         return write_table(args.results) if args.table else judge(args.results)
     where, clock = provenance(), Clock()
+    counts = [int(count) for count in args.tokens.split(",") if count]
     columns = [*PATTERNS, "torch", "bf16"]
     print(f"{where['gpu']}, torch {where['torch']}; us a linear, in brackets dense / it\n")
     print(f"{'type':5}{'shape':15}{'tokens':>7} " + "".join(f"{c:>16}" for c in columns))
     for name in args.types.split(","):
         for shape in args.shapes.split(","):
             rows, cols = SHAPES[shape]
-            weights = weights_of(name, rows, cols)
+            weights = weights_of(name, rows, cols) if counts else {}
             bias = torch.randn(rows, device="cuda").bfloat16()
-            for tokens in map(int, args.tokens.split(",")):
+            for tokens in counts:
                 x = torch.randn(tokens, cols, device="cuda").bfloat16()
                 sides = sides_of(name, weights, x, bias)
                 check(sides, name)

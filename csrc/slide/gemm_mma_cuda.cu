@@ -6,20 +6,23 @@
 namespace macko {
 namespace {
 
-// A block's tile by warps. A sparse product takes its weights from registers here, so shared memory gives only the tokens
-// at twice the dense rate: 64 rows x 32 tokens a warp read 8 matrices for 16 products.
+// A block's tile by warps. Operands come from shared memory by ldmatrix, at 128 bytes a clock for an SM: with 64 x 64 a warp
+// a large tile's stage takes 512 clocks of that (sparse 416) beside 1024 (512) of products on sm_80, and with 64 x 32 it
+// would be the limit. Float8 has 64 x 32: where its products are made of half-precision ones there are no registers for
+// more.
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 struct mma_tile {
     static constexpr int ROWS = slide_size_rows(SIZE), TOKENS = slide_size_tokens(SIZE);
-    static constexpr int WARP_ROWS = TOKENS == 16 ? 16 : TOKENS == 64 ? 32 : 64, WARP_TOKENS = TOKENS == 16 ? 16 : 32;
+    static constexpr int WARP_ROWS = TOKENS == 16 ? 16 : TOKENS == 64 ? 32 : 64;
+    static constexpr int WARP_TOKENS = TOKENS == 16 ? 16 : TOKENS == 128 && TYPE != MACKO_SLIDE_E4M3 ? 64 : 32;
     static constexpr int ROW_WARPS = ROWS / WARP_ROWS, THREADS = ROW_WARPS * (TOKENS / WARP_TOKENS) * WARP;
     static constexpr int BLOCKS = ROWS / MACKO_SLIDE_BLOCK_ROWS; // of rows
     static constexpr int TOKEN_BYTES = TOKENS * MACKO_SLIDE_TILE_BYTES;
     static constexpr int VALUE_BYTES = KIND == SLIDE_DENSE ? 2 * MACKO_SLIDE_VALUE_BYTES : MACKO_SLIDE_VALUE_BYTES;
     static constexpr int META_BYTES = KIND == SLIDE_DENSE ? 0 : TYPE <= MACKO_SLIDE_E4M3 ? 1024 : 512;
     static constexpr int TILE_BYTES = VALUE_BYTES + META_BYTES, STAGE_BYTES = TOKEN_BYTES + BLOCKS * TILE_BYTES;
-    // 99 KB is what a block of sm_86, 89 and 120 gets; small tiles leave room for a second block.
-    static constexpr int STAGES = (TOKENS == 128 ? 99 : 49) * 1024 / STAGE_BYTES;
+    // 99 KB is what a block of sm_86, 89 and 120 gets.
+    static constexpr int STAGES = 99 * 1024 / STAGE_BYTES;
     // A finished tile, through shared memory. Its lines are 16 bytes longer than their numbers: lanes' words then lie in
     // different banks.
     static constexpr int LINE = ROWS * 2 + 16;
@@ -100,9 +103,9 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     slide_place(task.common, blockIdx.x, row_tile, token_tile);
     const int k_tiles = task.common.k_tiles, first_token = token_tile * TILE::TOKENS;
 
-    const auto fetch = [&](int k_tile) {
+    const auto fetch = [&](int k_tile, uint32_t stage) {
         if (k_tile < k_tiles) {
-            const uint32_t to = smem + k_tile % TILE::STAGES * TILE::STAGE_BYTES;
+            const uint32_t to = smem + stage;
 #pragma unroll
             for (int i = threadIdx.x; i < TILE::TOKENS * 8; i += TILE::THREADS) {
                 const int token = first_token + i / 8, byte = k_tile * MACKO_SLIDE_TILE_BYTES + i % 8 * 16;
@@ -130,12 +133,15 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     const int lane_row = warp_row % 64 + lane % 16;
 
     sum sums[PARTS][OCTETS][4] = {};
-    for (int k_tile = 0; k_tile < TILE::STAGES - 1; k_tile++) fetch(k_tile);
-    for (int k_tile = 0; k_tile < k_tiles; k_tile++) {
+    for (int k_tile = 0; k_tile < TILE::STAGES - 1; k_tile++) fetch(k_tile, k_tile * TILE::STAGE_BYTES);
+    uint32_t stage = 0, free_stage = (TILE::STAGES - 1) * TILE::STAGE_BYTES;
+    const auto next = [](uint32_t at) {
+        return at == (TILE::STAGES - 1) * TILE::STAGE_BYTES ? 0 : at + TILE::STAGE_BYTES;
+    };
+    for (int k_tile = 0; k_tile < k_tiles; k_tile++, free_stage = stage, stage = next(stage)) {
         asm volatile("cp.async.wait_group %0;" ::"n"(TILE::STAGES - 2) : "memory");
         __syncthreads(); // the stage is there for all, and the one before it is through
-        fetch(k_tile + TILE::STAGES - 1);
-        const uint32_t stage = k_tile % TILE::STAGES * TILE::STAGE_BYTES;
+        fetch(k_tile + TILE::STAGES - 1, free_stage);
 #pragma unroll(TYPE == MACKO_SLIDE_E4M3 ? 1 : 2)
         for (int half = 0; half < 2; half++) { // 64 bytes of expanded columns
             uint32_t tokens[OCTETS][4];

@@ -199,9 +199,10 @@ cudaError_t launch(const void *x, int64_t tokens, int cols, int n, void *lifted,
     task.streams = tokens * task.depth * macko_slide_element_bytes(TYPE) > 32 << 20;
     task.windows = n <= 2 ? 0 : n - 1;
     task.inverse = n <= 2 ? 0 : (uint32_t)(((1ull << 32) + n - 2) / (n - 1));
-    // Few tokens: as many threads as there can be, for latency. Many: 128 threads for a token of 3584 columns, 320 for
-    // one of 18944 (H200: 25.7 and 123.8 us for 8192 tokens in 4:6; with twice the threads 27.2 and 133.2).
-    int held = tokens > device.num_sms ? (cols <= 8192 ? 4 : 8) : 1;
+    // Few tokens: as many threads as there can be, for latency. Many: 4 vectors a thread, and 8 where that would take so
+    // many threads that two blocks fit an SM (H200, 8192 tokens in 6:8: 3584 columns 26.6 and 27.0 us, 14336 99.0 and
+    // 100.5, 18944 137.8 and 131.4; with 2 vectors 3584 took 27.3).
+    int held = tokens > device.num_sms ? (cols <= 14336 ? 4 : 8) : 1;
     while (held < 8 && cols > held * VECTOR * MAX_THREADS) held *= 2;
     switch (held) {
     case 1: return run<T, TYPE, 1>(task, device, stream);

@@ -6,27 +6,26 @@
 namespace macko {
 namespace {
 
-// A block's tile by warps. Operands come from shared memory by ldmatrix, at 128 bytes a clock for an SM: with 64 x 64 a warp
-// a large tile's stage takes 512 clocks of that (sparse 416) beside 1024 (512) of products on sm_80, and with 64 x 32 it
-// would be the limit. Float8 has 64 x 32: where its products are made of half-precision ones there are no registers for
-// more.
+// A block's tile by warps. Operands come from shared memory by ldmatrix: with 64 x 64 a warp a dense stage of a large tile
+// reads 64 KB there, with 64 x 32 96 KB (H200, down at 2048 tokens: 510 us instead of 592). Float8 has 64 x 32: where its
+// products are made of half-precision ones there are no registers for more.
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 struct mma_tile {
     static constexpr int ROWS = slide_size_rows(SIZE), TOKENS = slide_size_tokens(SIZE);
     static constexpr int WARP_ROWS = TOKENS == 16 ? 16 : TOKENS == 64 ? 32 : 64;
-    static constexpr int WARP_TOKENS = TOKENS == 16 ? 16 : TOKENS >= 128 && TYPE != MACKO_SLIDE_E4M3 ? 64 : 32;
+    static constexpr int WARP_TOKENS = TOKENS == 16 ? 16 : TOKENS == 128 && TYPE != MACKO_SLIDE_E4M3 ? 64 : 32;
     static constexpr int ROW_WARPS = ROWS / WARP_ROWS, THREADS = ROW_WARPS * (TOKENS / WARP_TOKENS) * WARP;
     static constexpr int BLOCKS = ROWS / MACKO_SLIDE_BLOCK_ROWS; // of rows
     static constexpr int TOKEN_BYTES = TOKENS * MACKO_SLIDE_TILE_BYTES;
     static constexpr int VALUE_BYTES = KIND == SLIDE_DENSE ? 2 * MACKO_SLIDE_VALUE_BYTES : MACKO_SLIDE_VALUE_BYTES;
     static constexpr int META_BYTES = KIND == SLIDE_DENSE ? 0 : TYPE <= MACKO_SLIDE_E4M3 ? 1024 : 512;
     static constexpr int TILE_BYTES = VALUE_BYTES + META_BYTES, STAGE_BYTES = TOKEN_BYTES + BLOCKS * TILE_BYTES;
-    // 99 KB is what a block of sm_86, 89 and 120 gets, 163 KB one of sm_80.
-    static constexpr int STAGES = (TOKENS == 256 ? 163 : 99) * 1024 / STAGE_BYTES, SMEM_BYTES = STAGES * STAGE_BYTES;
+    // 99 KB is what a block of sm_86, 89 and 120 gets.
+    static constexpr int STAGES = 99 * 1024 / STAGE_BYTES;
     // A finished tile, through shared memory. Its lines are 16 bytes longer than their numbers: lanes' words then lie in
     // different banks.
     static constexpr int LINE = ROWS * 2 + 16;
-    static_assert(STAGES >= 3 && SMEM_BYTES >= TOKENS * LINE);
+    static_assert(STAGES >= 3 && STAGES * STAGE_BYTES >= TOKENS * LINE);
 };
 
 struct mma_task {
@@ -250,7 +249,8 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const Device &device, 
         if (built.ptxVersion < 89) return cudaErrorNotSupported;
     }
     if (const cudaError_t status = allow_all_shared_memory<slide_mma_kernel<TYPE, KIND, SIZE>>(device)) return status;
-    slide_mma_kernel<TYPE, KIND, SIZE><<<(unsigned)tiles, TILE::THREADS, TILE::SMEM_BYTES, stream>>>(task);
+    slide_mma_kernel<TYPE, KIND, SIZE>
+        <<<(unsigned)tiles, TILE::THREADS, TILE::STAGES * TILE::STAGE_BYTES, stream>>>(task);
     return cudaGetLastError();
 }
 
@@ -261,9 +261,6 @@ cudaError_t mma_run_kind(slide_size size, const macko_slide_gemm_args &args, con
     case SLIDE_64x16: return mma_launch<TYPE, KIND, SLIDE_64x16>(args, device, stream);
     case SLIDE_64x64: return mma_launch<TYPE, KIND, SLIDE_64x64>(args, device, stream);
     case SLIDE_128x128: return mma_launch<TYPE, KIND, SLIDE_128x128>(args, device, stream);
-    case SLIDE_128x256:
-        if constexpr (TYPE != MACKO_SLIDE_E4M3) return mma_launch<TYPE, KIND, SLIDE_128x256>(args, device, stream);
-        return cudaErrorInvalidValue;
     default: return cudaErrorInvalidValue;
     }
 }
@@ -280,15 +277,11 @@ cudaError_t mma_run(slide_kind kind, slide_size size, const macko_slide_gemm_arg
 cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cudaStream_t stream) {
     Device device;
     if (const cudaError_t status = current_device(&device)) return status;
-    // Nobody measured on a GPU that needs this: the largest tile that gives every SM work and fits shared memory. (What L2
-    // gives is the limit: a stage of 128 x 128 is 32 KB for what takes sm_80 1024 clocks.)
-    const auto tiles = [&](int tokens) {
-        return ceil_div(args.weight.shape.rows, 128) * ceil_div(args.tokens, tokens);
-    };
-    const bool has_room = device.shared_bytes >= 163 * 1024 && args.weight.shape.type != MACKO_SLIDE_E4M3;
-    slide_size size = args.tokens <= 16 ? SLIDE_64x16 : SLIDE_64x64;
-    if (args.tokens > 64 && 2 * tiles(128) >= device.num_sms) size = SLIDE_128x128;
-    if (args.tokens > 128 && tiles(256) >= device.num_sms && has_room) size = SLIDE_128x256;
+    // Nobody measured on a GPU that needs this: large tiles where they give every SM work.
+    const int64_t large = ceil_div(args.weight.shape.rows, 128) * ceil_div(args.tokens, 128);
+    const slide_size size = args.tokens <= 16                                 ? SLIDE_64x16
+                            : args.tokens <= 64 || 2 * large < device.num_sms ? SLIDE_64x64
+                                                                              : SLIDE_128x128;
     switch (args.weight.shape.type) {
     case MACKO_SLIDE_S8: return mma_run<MACKO_SLIDE_S8>(kind, size, args, device, stream);
     case MACKO_SLIDE_E4M3: return mma_run<MACKO_SLIDE_E4M3>(kind, size, args, device, stream);

@@ -98,8 +98,12 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     extern __shared__ __align__(1024) uint8_t memory[];
     const uint32_t smem = shared_address(memory);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int row_tile, token_tile;
-    slide_place(task.common, blockIdx.x, row_tile, token_tile);
+    // Tiles in groups of a few row tiles, all token tiles of a group together: both operands are found in L2.
+    constexpr int GROUP = 8;
+    const int group = blockIdx.x / (GROUP * task.common.token_tiles), first_in_group = group * GROUP;
+    const int in_group = blockIdx.x - first_in_group * task.common.token_tiles;
+    const int group_rows = min(GROUP, task.common.row_tiles - first_in_group);
+    const int token_tile = in_group / group_rows, row_tile = first_in_group + in_group % group_rows;
     const int k_tiles = task.common.k_tiles, first_token = token_tile * TILE::TOKENS;
 
     const auto fetch = [&](int k_tile, uint32_t stage) {

@@ -127,6 +127,8 @@ Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, Sca
     const cudaError_t status = macko_slide_gemm_cuda(&args, current_stream(out));
     if (status == cudaErrorNotSupported)
         fail(op, "float8 needs a GPU of compute capability 8.9, and code built for it: ", device_name(out), " has not");
+    if (status == cudaErrorSymbolNotFound)
+        fail(op, "the kernel needs a driver of CUDA 12.0 or later: this one has no cuTensorMapEncodeTiled");
     STD_CUDA_CHECK(status);
     if (cut) out = torch::stable::contiguous(torch::stable::narrow(out, out.dim() - 1, 0, rows));
 #else

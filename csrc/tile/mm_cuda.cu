@@ -29,6 +29,7 @@ constexpr int MIN_STAGES = PRODUCERS; // and one is multiplied, one prepared, on
 struct tile_deal {
     int whole, cut, share; // of a block; of the cluster, after cluster * whole; blocks for one of these
     int piece, longer;     // stages of a piece; the first `longer` have one more
+    int chunk_bits;        // log2 of the places (threads of an item's row blocks) whose sums a block adds up
 };
 
 struct tile_task {
@@ -45,8 +46,9 @@ struct tile_task {
     int more;                  // clusters that have an item more than the others
     tile_deal deal[2];         // of theirs, and of the others
     int stages, run_bytes;     // room for the weights of a row block in a stage
-    int sums_in_ring;          // every block has one item or piece only: the sums take the place of the stages
-    int window;                // stages of a warp under way at the start
+    int chunk_bits;            // as of a deal, for a whole item
+    int window;                // stages under way at the start
+    int lag;                   // how many stages a warpgroup may be ahead of another; 0: as the ring lets it
 };
 
 template <int TOKENS>
@@ -57,6 +59,9 @@ struct tile_shape {
     static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 152 : 232;
     static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : WARPGROUPS == 3 ? 56 : 40;
     static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a k tile
+    // Where there are many sums, those of a piece take the place of the stages, and those of a whole item meet in turn.
+    static constexpr bool MANY_SUMS = TOKENS >= 64;
+    static constexpr int TURNS = MANY_SUMS ? 4 : 1;
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
@@ -81,14 +86,8 @@ struct tile_work {
 
 // Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
 struct tile_memory {
-    uint32_t tokens, weights, sums, full, empty, sums_full, places, no_tile;
+    uint32_t tokens, weights, sums, cut_sums, full, empty, sums_full, places, no_tile; // sums: of whole items; of pieces
 };
-
-// A block adds up one of `blocks` shares of the units, each the 128 numbers that a register of a warpgroup holds.
-__host__ __device__ inline int tile_sums_bytes(int tokens, int down, int parts, int blocks) {
-    const int units = down * tokens / 2;
-    return (units + blocks - 1) / blocks * blocks * parts * 512;
-}
 
 template <int TOKENS>
 __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uint32_t base) {
@@ -101,7 +100,8 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
     m.no_tile = m.places + MAX_STAGES * 16; // masks without a bit, for a warpgroup that has none
     m.tokens = base + TILE_FIXED;
     m.weights = m.tokens + task.stages * task.parts * SHAPE::TOKEN_BYTES;
-    m.sums = task.sums_in_ring ? m.tokens : m.weights + task.stages * task.down * task.run_bytes;
+    m.sums = m.weights + task.stages * task.down * task.run_bytes;
+    m.cut_sums = SHAPE::MANY_SUMS ? m.tokens : m.sums;
     return m;
 }
 
@@ -134,8 +134,8 @@ __device__ __forceinline__ void wait_for_barriers(int threads) {
 
 // Four warps fill the ring, each its own stages of it: one alone took longer for a stage than its copies take. A warp's
 // lanes hold the offsets of its next four stages, eight each: of every row block the tiles of the stage and the one behind.
-// At the start only `window` stages of a warp are under way: else all blocks' rings are filled at once, 30 MB, and the
-// first stage comes with the last.
+// At the start only `window` stages are under way: else all blocks' rings are filled at once, 30 MB, and the first stage
+// comes with the last.
 template <int TOKENS>
 __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_memory &memory, int cluster, int rank) {
     using SHAPE = tile_shape<TOKENS>;
@@ -185,8 +185,13 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             sm90::barrier_init(memory.full + slot * 8, 1);
             sm90::barrier_init(memory.empty + slot * 8, SHAPE::WARPGROUPS);
         }
-        if (warp == 0)
-            sm90::barrier_init(memory.sums_full, max(1, work.pieces) * SHAPE::WARPGROUPS * 4);
+        if (warp == 0) {
+            sm90::barrier_init(memory.sums_full, 1);
+            const int bits = task.deal[cluster >= task.more].chunk_bits, places = task.down * 128 - (work.piece << bits);
+            if (work.pieces) // what the blocks that share an item will send
+                sm90::barrier_expect(memory.sums_full,
+                                     max(0, min(1 << bits, places)) * TOKENS * 2 * task.parts * work.pieces);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
@@ -194,6 +199,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     // Lane r < down: the run of tiles of row block r. Lane w: where warpgroup w finds its tile.
     const int row = lane % task.down, part = min(lane / task.down, task.parts - 1);
     uint32_t phase = 1;
+    // Before a stage is filled anew, all warps have seen those come that they waited for at the start.
+    const auto first_round_done = [] { asm volatile("bar.sync 3, %0;" ::"n"(PRODUCERS * WARP) : "memory"); };
     for (int count = 0; here.round + here.slot < total; count++) {
         const int stage = find(here), slot = here.slot, turn = count % AT_ONCE;
         if (turn == 0) {
@@ -212,9 +219,10 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         const int sum = __reduce_add_sync(FULL_WARP, bytes);
         const uint32_t barrier = memory.full + slot * 8;
         if (here.round) {
+            if (slot == warp && here.round == task.stages) first_round_done();
             sm90::barrier_wait(memory.empty + slot * 8, phase);
-        } else if (count >= task.window) {
-            sm90::barrier_wait(memory.full + (slot - task.window * PRODUCERS) * 8, 0);
+        } else if (slot >= task.window) {
+            sm90::barrier_wait(memory.full + (slot - task.window) * 8, 0);
         }
         if (lane < SHAPE::WARPGROUPS)
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + lane * 4), "r"(place) : "memory");
@@ -232,6 +240,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         next(here);
         if (here.slot == warp) phase ^= 1;
     }
+    if (task.stages + warp >= total) first_round_done();
     allow_next_launch();
 }
 
@@ -258,12 +267,12 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     };
     const auto sync_consumers = [] { asm volatile("bar.sync 2, %0;" ::"n"(SHAPE::WARPGROUPS * 128) : "memory"); };
     const bool meets = task.deal[cluster >= task.more].cut; // some blocks of the cluster
-    // From here on, another block may send its sums.
+    // From here on, another block may send its sums. Relaxed, as only reads came before: a release is a fence of the GPU.
     const auto let_send = [&] {
-        if (meets) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        if (meets) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     };
     wait_for_barriers(SHAPE::THREADS);
-    if (!task.sums_in_ring ? !work.whole || task.parts == 1 : !work.whole && !work.pieces) let_send();
+    if (!SHAPE::MANY_SUMS && (!work.whole || task.parts == 1)) let_send();
     tile_ring ring;
     for (int round = 0; round < work.whole + (work.pieces > 0); round++) {
         const bool whole = round < work.whole;
@@ -283,7 +292,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             sm90::load(place, memory.places + at.stage * 16 + warpgroup * 4);
         };
         int previous = -1;
-        tile_ring ahead = ring;
+        tile_ring ahead = ring, behind = ring;
         if (first < last) {
             find(ring);
             next.prepare<0>(place, part, lane);
@@ -297,6 +306,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
 #pragma unroll 1
         for (int stage = first; stage < last; stage++) {
             here = next;
+            if (task.lag && stage - first >= task.lag) sm90::barrier_wait(memory.empty + behind.stage * 8, behind.phase);
+            if (task.lag && stage - first >= task.lag) behind.next(task.stages);
             if (stage + 1 < last) find(ahead);
             const uint64_t b = tokens + ring.stage * stage_tokens;
             const auto multiply = [&](auto step) {
@@ -335,54 +346,58 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
 #pragma unroll
             for (int i = 0; i < SUMS; i++)
                 tile_store<T>(task, row + i / 2 % 2 * 8, first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sums[i]);
-            if (task.sums_in_ring) let_send();
             continue;
         }
-        // Unit u: the sums that register u % SUMS of the 128 threads of row block u / SUMS holds, [addends][128]. Each
-        // block that has a piece of the item adds up one unit in turn.
-        const int blocks = whole ? 1 : work.pieces, own = whole ? 0 : work.piece, addends = task.parts * blocks;
-        const int units = task.down * SUMS, addend = own * task.parts + across;
-        if (whole) {
-            if (round || task.sums_in_ring) sync_consumers(); // the sums before are read, the stages too
-        } else {
-            if (task.sums_in_ring) let_send();
-            asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-        }
-        int local = down * SUMS / blocks, owner = down * SUMS - local * blocks;
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) {
-            const uint32_t to = memory.sums + (local * addends + addend) * 512 + thread * 4;
-            if (whole)
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(sums[i]) : "memory");
-            else
-                sm90::store_remote(to, rank - own + owner, sums[i]);
-            if (++owner == blocks) {
-                owner = 0;
-                local++;
-            }
-        }
-        if (whole) {
-            sync_consumers();
-        } else {
-            __syncwarp();
-            if (lane < blocks) sm90::barrier_arrive_release(memory.sums_full, rank - own + lane);
-            sm90::barrier_wait_acquire(memory.sums_full, 0);
-        }
-        for (int local = warpgroup, unit; unit = local * blocks + own, unit < units; local += SHAPE::WARPGROUPS) {
-            const uint32_t from = memory.sums + local * addends * 512 + thread * 4;
-            float sum = 0;
+        // A place is a thread of one of the item's row blocks. Each block that has a piece of the item adds up the sums
+        // of a chunk of places, [addends][SUMS][chunk].
+        const int own = whole ? 0 : work.piece, addends = whole ? task.parts : task.parts * work.pieces;
+        const int bits = whole ? task.chunk_bits : task.deal[cluster >= task.more].chunk_bits, chunk = 1 << bits;
+        const int places = task.down * 128, place_here = down * 128 + thread;
+        const uint32_t sums_at = whole ? memory.sums : memory.cut_sums, my_addend = own * task.parts + across;
+        const auto add_up = [&](int turn, int count) { // of the registers turn * count on
+#pragma unroll 2
+            for (int i = threadIdx.x; i < count << bits; i += SHAPE::WARPGROUPS * 128) {
+                const int at = (own << bits) + (i & (chunk - 1)), r = turn * count + (i >> bits);
+                if (at >= places) continue;
+                float sum = 0;
 #pragma unroll 4
-            for (int i = 0; i < addends; i++) {
-                float next;
-                sm90::load(next, from + i * 512);
-                sum += next;
+                for (int addend = 0; addend < addends; addend++) {
+                    float next;
+                    sm90::load(next, sums_at + ((addend * count << bits) + i) * 4);
+                    sum += next;
+                }
+                tile_store<T>(task, first_row + at / WARP * 16 + at % WARP / 4 + r / 2 % 2 * 8,
+                              first_token + r / 4 * 8 + at % 4 * 2 + r % 2, sum);
             }
-            const int i = unit % SUMS;
-            tile_store<T>(task, first_row + unit / SUMS * TILE_ROWS + part * 16 + lane / 4 + i / 2 % 2 * 8,
-                          first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sum);
+        };
+        if (whole) {
+            constexpr int COUNT = SUMS / SHAPE::TURNS;
+            const uint32_t to = sums_at + ((my_addend * COUNT << bits) + place_here) * 4;
+#pragma unroll
+            for (int turn = 0; turn < SHAPE::TURNS; turn++) {
+                if (round || turn) sync_consumers(); // the sums before are read
+#pragma unroll
+                for (int i = 0; i < COUNT; i++)
+                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + (i * 4 << bits)), "f"(sums[turn * COUNT + i])
+                                 : "memory");
+                sync_consumers();
+                add_up(turn, COUNT);
+            }
+            if (!SHAPE::MANY_SUMS && round == work.whole - 1) let_send();
+        } else {
+            if (SHAPE::MANY_SUMS) let_send();
+            asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+            const int owner = rank - own + (place_here >> bits);
+            const uint32_t to = sm90::remote_address(
+                sums_at + ((my_addend * SUMS << bits) + (place_here & (chunk - 1))) * 4, owner);
+            const uint32_t full = sm90::remote_address(memory.sums_full, owner);
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) sm90::store_async(to + (i * 4 << bits), sums[i], full);
+            sm90::barrier_wait(memory.sums_full, 0);
+            add_up(0, SUMS);
         }
-        if (whole && round == work.whole - 1) let_send();
     }
+    if (SHAPE::MANY_SUMS && !work.pieces) let_send();
     if (meets && !work.pieces) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
@@ -545,14 +560,21 @@ cudaError_t clusters_at_once(const Device &device, int splits, int shared_bytes,
     return cudaSuccess;
 }
 
+inline int bits_of(int number) { // so that it is at most 1 << bits
+    int bits = 0;
+    while (1 << bits < number) bits++;
+    return bits;
+}
+
 // How a cluster of `blocks` shares `items` of so many stages.
-inline tile_deal deal_items(int items, int blocks, int k_stages) {
+inline tile_deal deal_items(int items, int blocks, int k_stages, int down) {
     tile_deal deal{};
     deal.whole = items / blocks;
     deal.cut = items % blocks;
     deal.share = deal.cut ? blocks / deal.cut : blocks;
     deal.piece = k_stages / deal.share;
     deal.longer = k_stages % deal.share;
+    deal.chunk_bits = bits_of((int)ceil_div(down * 128, deal.share));
     return deal;
 }
 
@@ -585,11 +607,12 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     cudaLaunchConfig_t config{};
     tile_task task = task_of(m, tokens, bias, y);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
-    task.window = number("TWINDOW", 1);
+    task.window = number("TWINDOW", TOKENS <= 8 ? 3 : 2);
+    task.lag = number("TLAG", 0);
     double least = 1e30;
     // Row blocks of a block: as measured on an H200 at density 0.5; as many as can be where tiles are so full that the
     // ring would not fit beside the sums.
-    for (int down : {number("TDOWN", TOKENS <= 32 ? 1 : TOKENS == 128 ? 3 : 2), SHAPE::WARPGROUPS}) {
+    for (int down : {number("TDOWN", TOKENS <= 64 ? 1 : SHAPE::WARPGROUPS), SHAPE::WARPGROUPS}) {
         const int parts = SHAPE::WARPGROUPS / down;
         const int k_stages = (int)ceil_div(task.col_blocks, parts);
         const int items = (int)ceil_div(task.row_blocks, down) * task.token_tiles;
@@ -602,15 +625,18 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
             if (error) return error;
             clusters = std::min(clusters, items);
             const int each = items / clusters;
-            const tile_deal most = deal_items(each + 1, blocks, k_stages), others = deal_items(each, blocks, k_stages);
             const bool more = items % clusters;
-            const bool in_ring = TOKENS >= 64 && others.whole + (others.cut > 0) == 1 &&
-                                 (!more || most.whole + (most.cut > 0) == 1);
-            const int sums = parts == 1 && blocks == 1 ? 0 : tile_sums_bytes(TOKENS, down, parts, blocks);
-            const int room = device.shared_bytes - TILE_FIXED - (in_ring ? 0 : sums);
-            const double time = std::max(more ? deal_time(most, parts, k_stages) : 0, deal_time(others, parts, k_stages));
-            if (room < MIN_STAGES * stage_bytes || time >= least * 0.99) continue;
-            if (in_ring && sums > std::min(room / stage_bytes, MAX_STAGES) * stage_bytes) continue;
+            const tile_deal most = deal_items(each + more, blocks, k_stages, down);
+            const tile_deal others = deal_items(each, blocks, k_stages, down);
+            const int chunk_bits = bits_of(down * 128);
+            int sums = parts > 1 && most.whole ? (parts << chunk_bits) / SHAPE::TURNS : 0, cut_sums = 0;
+            for (const tile_deal &deal : {most, others})
+                if (deal.cut) cut_sums = std::max(cut_sums, parts * deal.share << deal.chunk_bits);
+            if (!SHAPE::MANY_SUMS) sums = std::max(sums, cut_sums);
+            const int room = device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a chunk has TOKENS / 2 numbers a place
+            const int stages = std::min(std::min(room / stage_bytes, MAX_STAGES), number("TSTAGES", 99));
+            const double time = std::max(deal_time(most, parts, k_stages), deal_time(others, parts, k_stages));
+            if (stages < MIN_STAGES || time >= least * 0.99 || cut_sums * TOKENS * 2 > stages * stage_bytes) continue;
             least = time;
             task.down = down;
             task.parts = parts;
@@ -621,14 +647,14 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
             task.more = items % clusters;
             task.deal[0] = most;
             task.deal[1] = others;
-            task.sums_in_ring = in_ring;
-            task.stages = std::min(std::min(room / stage_bytes, MAX_STAGES), number("TSTAGES", 99));
+            task.chunk_bits = chunk_bits;
+            task.stages = stages;
             config.dynamicSmemBytes = device.shared_bytes - room + task.stages * stage_bytes;
         }
         if (task.down) break;
     }
     if (!task.down) return cudaErrorInvalidValue;
-    if (getenv("TSHOW")) printf("down %d parts %d cluster %d clusters %d stages %d time %.1f in_ring %d\n", task.down, task.parts, task.cluster, task.clusters, task.stages, least, task.sums_in_ring);
+    if (getenv("TSHOW")) printf("down %d parts %d cluster %d clusters %d stages %d time %.1f lag %d\n", task.down, task.parts, task.cluster, task.clusters, task.stages, least, task.lag);
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
     if (m.cols)
         error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,

@@ -6,7 +6,6 @@
 // copies. A block has `down` row blocks at a time and cuts their columns into `parts`, a warpgroup each. A cluster of
 // blocks shares items of such row blocks: each block has as many whole ones as the others, and what is left over is cut
 // by columns once more. The sums meet in shared memory, each block adding up its share in a fixed order.
-#include <stdio.h>
 #include <type_traits>
 
 #include "../core/cuda.cuh"
@@ -21,7 +20,8 @@ namespace {
 constexpr int MAX_CLUSTER = 8;
 constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-constexpr int TILE_FIXED = 2048; // bytes before the ring: barriers and what tile_memory has with them
+constexpr int WINDOW = 2;             // stages under way at the start
+constexpr int TILE_FIXED = 2048;      // bytes before the ring: barriers and what tile_memory has with them
 constexpr int MIN_STAGES = PRODUCERS; // and one is multiplied, one prepared, one waits for its last product
 
 // Who has what of a cluster's items: the block of rank r the whole ones r, r + cluster, ... and perhaps a piece of one of
@@ -47,8 +47,6 @@ struct tile_task {
     tile_deal deal[2];         // of theirs, and of the others
     int stages, run_bytes;     // room for the weights of a row block in a stage
     int chunk_bits;            // as of a deal, for a whole item
-    int window;                // stages under way at the start
-    int lag;                   // how many stages a warpgroup may be ahead of another; 0: as the ring lets it
 };
 
 template <int TOKENS>
@@ -86,7 +84,8 @@ struct tile_work {
 
 // Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
 struct tile_memory {
-    uint32_t tokens, weights, sums, cut_sums, full, empty, sums_full, places, no_tile; // sums: of whole items; of pieces
+    uint32_t tokens, weights, sums, cut_sums, full, empty, sums_full, places,
+        no_tile; // sums: of whole items; of pieces
 };
 
 template <int TOKENS>
@@ -124,7 +123,7 @@ __device__ __forceinline__ void copy_weights(uint32_t to, const void *from, int 
                  : "memory");
 }
 
-// All warps of the block: the barriers are there.
+// The warps that fill the ring tell the others that the barriers are there.
 __device__ __forceinline__ void barriers_ready(int threads) {
     asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
 }
@@ -134,7 +133,7 @@ __device__ __forceinline__ void wait_for_barriers(int threads) {
 
 // Four warps fill the ring, each its own stages of it: one alone took longer for a stage than its copies take. A warp's
 // lanes hold the offsets of its next four stages, eight each: of every row block the tiles of the stage and the one behind.
-// At the start only `window` stages are under way: else all blocks' rings are filled at once, 30 MB, and the first stage
+// At the start only WINDOW stages are under way: else all blocks' rings are filled at once, 30 MB, and the first stage
 // comes with the last.
 template <int TOKENS>
 __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_memory &memory, int cluster, int rank) {
@@ -170,7 +169,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     const auto load_offsets = [&] {
         const int stage = find(load);
         const bool more = load.round + load.slot < total;
-        const int row_block = (task.token_tiles == 1 ? load.item : load.item / task.token_tiles) * task.down + entry_row;
+        const int row_block =
+            (task.token_tiles == 1 ? load.item : load.item / task.token_tiles) * task.down + entry_row;
         const int tile = min(stage * task.parts + entry_tile, task.col_blocks);
         for (int i = 0; i < AT_ONCE; i++) next(load);
         return more && entry_row < task.down && row_block < task.row_blocks
@@ -187,7 +187,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         }
         if (warp == 0) {
             sm90::barrier_init(memory.sums_full, 1);
-            const int bits = task.deal[cluster >= task.more].chunk_bits, places = task.down * 128 - (work.piece << bits);
+            const int bits = task.deal[cluster >= task.more].chunk_bits,
+                      places = task.down * 128 - (work.piece << bits);
             if (work.pieces) // what the blocks that share an item will send
                 sm90::barrier_expect(memory.sums_full,
                                      max(0, min(1 << bits, places)) * TOKENS * 2 * task.parts * work.pieces);
@@ -196,6 +197,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     }
     __syncwarp();
     barriers_ready(SHAPE::THREADS);
+    if (task.deal[cluster >= task.more].cut) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     // Lane r < down: the run of tiles of row block r. Lane w: where warpgroup w finds its tile.
     const int row = lane % task.down, part = min(lane / task.down, task.parts - 1);
     uint32_t phase = 1;
@@ -221,8 +223,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         if (here.round) {
             if (slot == warp && here.round == task.stages) first_round_done();
             sm90::barrier_wait(memory.empty + slot * 8, phase);
-        } else if (slot >= task.window) {
-            sm90::barrier_wait(memory.full + (slot - task.window) * 8, 0);
+        } else if (slot >= WINDOW) {
+            sm90::barrier_wait(memory.full + (slot - WINDOW) * 8, 0);
         }
         if (lane < SHAPE::WARPGROUPS)
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + lane * 4), "r"(place) : "memory");
@@ -278,7 +280,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         const bool whole = round < work.whole;
         const int item = whole ? work.item + round * work.step : work.cut_item;
         const int first = whole ? 0 : work.first, last = whole ? task.k_stages : work.last;
-        const int64_t first_row = (int64_t)(task.token_tiles == 1 ? item : item / task.token_tiles) * task.down * TILE_ROWS;
+        const int64_t first_row =
+            (int64_t)(task.token_tiles == 1 ? item : item / task.token_tiles) * task.down * TILE_ROWS;
         const int first_token = task.token_tiles == 1 ? 0 : item % task.token_tiles * TOKENS;
         float sums[SUMS];
         uint32_t a[4][4];
@@ -292,7 +295,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             sm90::load(place, memory.places + at.stage * 16 + warpgroup * 4);
         };
         int previous = -1;
-        tile_ring ahead = ring, behind = ring;
+        tile_ring ahead = ring;
         if (first < last) {
             find(ring);
             next.prepare<0>(place, part, lane);
@@ -306,8 +309,6 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
 #pragma unroll 1
         for (int stage = first; stage < last; stage++) {
             here = next;
-            if (task.lag && stage - first >= task.lag) sm90::barrier_wait(memory.empty + behind.stage * 8, behind.phase);
-            if (task.lag && stage - first >= task.lag) behind.next(task.stages);
             if (stage + 1 < last) find(ahead);
             const uint64_t b = tokens + ring.stage * stage_tokens;
             const auto multiply = [&](auto step) {
@@ -353,7 +354,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         const int own = whole ? 0 : work.piece, addends = whole ? task.parts : task.parts * work.pieces;
         const int bits = whole ? task.chunk_bits : task.deal[cluster >= task.more].chunk_bits, chunk = 1 << bits;
         const int places = task.down * 128, place_here = down * 128 + thread;
-        const uint32_t sums_at = whole ? memory.sums : memory.cut_sums, my_addend = own * task.parts + across;
+        const uint32_t sums_at = whole ? memory.sums : memory.cut_sums;
+        const int my_addend = own * task.parts + across;
         const auto add_up = [&](int turn, int count) { // of the registers turn * count on
 #pragma unroll 2
             for (int i = threadIdx.x; i < count << bits; i += SHAPE::WARPGROUPS * 128) {
@@ -388,8 +390,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             if (SHAPE::MANY_SUMS) let_send();
             asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
             const int owner = rank - own + (place_here >> bits);
-            const uint32_t to = sm90::remote_address(
-                sums_at + ((my_addend * SUMS << bits) + (place_here & (chunk - 1))) * 4, owner);
+            const uint32_t to =
+                sm90::remote_address(sums_at + ((my_addend * SUMS << bits) + (place_here & (chunk - 1))) * 4, owner);
             const uint32_t full = sm90::remote_address(memory.sums_full, owner);
 #pragma unroll
             for (int i = 0; i < SUMS; i++) sm90::store_async(to + (i * 4 << bits), sums[i], full);
@@ -418,11 +420,9 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     rank = __shfl_sync(FULL_WARP, rank, 0);
     if (warpgroup == SHAPE::WARPGROUPS) {
         sm90::give_registers<SHAPE::PRODUCER_REGISTERS>();
-        const bool meets = task.deal[cluster >= task.more].cut;
-        if (meets) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
         tile_produce<TOKENS>(task, memory, cluster, rank);
         __syncwarp(); // what follows wants whole warps
-        if (meets) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+        if (task.deal[cluster >= task.more].cut) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     } else {
         for (int i = threadIdx.x; i < TILE_VALUES / 4; i += SHAPE::WARPGROUPS * 128)
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
@@ -537,17 +537,17 @@ __global__ void __launch_bounds__(MMA_THREADS)
 
 // How many clusters of this size run at once.
 template <typename T, int TOKENS>
-cudaError_t clusters_at_once(const Device &device, int splits, int shared_bytes, int *clusters) {
+cudaError_t clusters_at_once(const Device &device, int blocks, int shared_bytes, int *clusters) {
     static std::mutex mutex;
     static int known[MAX_DEVICES][MAX_CLUSTER + 1];
     const std::lock_guard<std::mutex> lock(mutex);
-    int &found = known[device.index][splits];
+    int &found = known[device.index][blocks];
     if (!found) {
         cudaLaunchAttribute attribute{};
         attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim = {(unsigned)splits, 1, 1};
+        attribute.val.clusterDim = {(unsigned)blocks, 1, 1};
         cudaLaunchConfig_t config{};
-        config.gridDim = dim3(splits);
+        config.gridDim = dim3(blocks);
         config.blockDim = dim3(tile_shape<TOKENS>::THREADS);
         config.dynamicSmemBytes = shared_bytes;
         config.attrs = &attribute;
@@ -607,19 +607,16 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     cudaLaunchConfig_t config{};
     tile_task task = task_of(m, tokens, bias, y);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
-    task.window = number("TWINDOW", TOKENS <= 8 ? 3 : 2);
-    task.lag = number("TLAG", 0);
     double least = 1e30;
-    // Row blocks of a block: as measured on an H200 at density 0.5; as many as can be where tiles are so full that the
-    // ring would not fit beside the sums.
-    for (int down : {number("TDOWN", TOKENS <= 64 ? 1 : SHAPE::WARPGROUPS), SHAPE::WARPGROUPS}) {
+    // Row blocks of an item: up to 64 tokens one, which evens the work best (H200); as many as can be where tiles are so
+    // full that the ring would not fit beside the sums.
+    for (int down : {TOKENS <= 64 ? 1 : SHAPE::WARPGROUPS, SHAPE::WARPGROUPS}) {
         const int parts = SHAPE::WARPGROUPS / down;
         const int k_stages = (int)ceil_div(task.col_blocks, parts);
         const int items = (int)ceil_div(task.row_blocks, down) * task.token_tiles;
         const int run_bytes = (int)ceil_div((int64_t)parts * m.widest * TILE_UNIT + 128 + 16, 128) * 128;
         const int stage_bytes = parts * SHAPE::TOKEN_BYTES + down * run_bytes;
         for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= std::max(1, k_stages); blocks++) {
-            if (getenv("TCLUSTER") && number("TCLUSTER", 1) != blocks) continue;
             int clusters;
             error = clusters_at_once<T, TOKENS>(device, blocks, device.shared_bytes - 1024, &clusters);
             if (error) return error;
@@ -633,8 +630,9 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
             for (const tile_deal &deal : {most, others})
                 if (deal.cut) cut_sums = std::max(cut_sums, parts * deal.share << deal.chunk_bits);
             if (!SHAPE::MANY_SUMS) sums = std::max(sums, cut_sums);
-            const int room = device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a chunk has TOKENS / 2 numbers a place
-            const int stages = std::min(std::min(room / stage_bytes, MAX_STAGES), number("TSTAGES", 99));
+            const int room =
+                device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a chunk has TOKENS / 2 numbers a place
+            const int stages = std::min(room / stage_bytes, MAX_STAGES);
             const double time = std::max(deal_time(most, parts, k_stages), deal_time(others, parts, k_stages));
             if (stages < MIN_STAGES || time >= least * 0.99 || cut_sums * TOKENS * 2 > stages * stage_bytes) continue;
             least = time;
@@ -654,7 +652,6 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
         if (task.down) break;
     }
     if (!task.down) return cudaErrorInvalidValue;
-    if (getenv("TSHOW")) printf("down %d parts %d cluster %d clusters %d stages %d time %.1f lag %d\n", task.down, task.parts, task.cluster, task.clusters, task.stages, least, task.lag);
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
     if (m.cols)
         error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,

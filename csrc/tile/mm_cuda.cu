@@ -20,9 +20,9 @@ namespace {
 constexpr int MAX_CLUSTER = 8;
 constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-constexpr int WINDOW = 2;             // stages under way at the start
-constexpr int TILE_FIXED = 2048;      // bytes before the ring: barriers and what tile_memory has with them
-constexpr int MIN_STAGES = PRODUCERS; // and one is multiplied, one prepared, one waits for its last product
+[[maybe_unused]] constexpr int WINDOW = 2; // stages under way at the start
+constexpr int TILE_FIXED = 2048;           // bytes before the ring: barriers and what tile_memory has with them
+constexpr int MIN_STAGES = PRODUCERS;      // and one is multiplied, one prepared, one waits for its last product
 
 // Who has what of a cluster's items: the block of rank r the whole ones r, r + cluster, ... and perhaps a piece of one of
 // those behind, which `share` blocks have together.

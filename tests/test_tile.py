@@ -201,7 +201,7 @@ def test_every_number_of_tokens_up_to_300(
 def test_every_way_to_run_many_tokens(
     tile_and_splits: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows and tokens that fill no tile, odd numbers of k tiles, less than the pipeline is deep, tiles without a zero."""
+    """Rows and tokens that fill no tile, odd and small numbers of k tiles, tiles without zeros."""
     monkeypatch.setenv("MACKO_TILE_GEMM", tile_and_splits)
     monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
     for rows, cols, density in ((130, 500, 0.5), (301, 203, 1.0), (136, 64, 0.3), (2056, 1100, 0.5)):
@@ -236,6 +236,19 @@ def test_large_shapes(rows: int, cols: int) -> None:
     tile = packed(w)
     for count in (1, 4, 16, 64, 300, 700):
         assert_close(tile.linear(x[:count].cuda()), w, x[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row_blocks", [1, 3, 65, 67, 131, 133, 199, 265, 400])
+def test_items_whole_and_cut(row_blocks: int) -> None:
+    """Row blocks in every remainder of what the SMs can share; several rounds use the same room for sums."""
+    rows = row_blocks * 64 - 5
+    for cols in (72, 1032):
+        w, x, wanted = integer_problem(rows, cols, 0.5, torch.float16)
+        tile, tokens = packed(w), torch.arange(64) % 3 - 1
+        xs, ys = (x * tokens[:, None]).half(), (wanted * tokens[:, None]).half()
+        for count in (1, 9, 17, 33, 64):
+            assert_same_bits(tile.linear(xs[:count].cuda()) + 0, ys[:count] + 0)
 
 
 @pytest.mark.gpu

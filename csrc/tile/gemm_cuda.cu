@@ -72,6 +72,8 @@ struct gemm_shape {
     static_assert(X_STAGES * X_BYTES >= DOWN * SUMS_BYTES / MAX_SPLITS * (MAX_SPLITS - 1));
 };
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
+
 struct gemm_ring {
     int slot;
     uint32_t phase = 0;
@@ -471,6 +473,8 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
     if (thread == 0) sm90::stores_are_done();
     allow_next_launch();
 }
+
+#endif
 
 template <typename T, class SHAPE>
 __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __grid_constant__ gemm_task task) {

@@ -374,10 +374,10 @@ def models_table(path: Path) -> str:
 
 def load_bench(path: Path) -> list[Line]:
     """Lines of `macko bench --json`; of those that measured the same thing the last one counts."""
-    names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "kernel")
+    names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "tokens", "kernel")
     found: dict[tuple[Any, ...], Line] = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        key = tuple(line.get(name) for name in names)
+        key = tuple(line.get(name) or None for name in names)
         found.pop(key, None)
         found[key] = line
     return list(found.values())
@@ -406,7 +406,9 @@ def bench_headline(lines: list[Line]) -> str:
 
 
 def bench_name(line: Line) -> str:
-    return f"{line['sparsity']:.0%} sparse" if line["model"] == "sparse" else "dense"
+    if line["model"] == "dense":
+        return "dense"
+    return f"{line['sparsity']:.0%} sparse{', for batches' if line.get('tokens') else ''}"
 
 
 def bench_table(lines: list[Line], what: str) -> str:
@@ -429,9 +431,9 @@ def bench_table(lines: list[Line], what: str) -> str:
 
 
 def logits_table(lines: list[Line]) -> str:
-    found = {line["sparsity"]: line for line in lines if line["what"] == "logits"}
-    rows = [[f"{key:.0%}", f"{line['error']:.2g}", f"{line['largest']:.2g}"] for key, line in sorted(found.items())]
-    return table(["sparsity", "largest difference of logits", "largest logit"], rows)
+    found = {bench_name(line): line for line in lines if line["what"] == "logits"}
+    rows = [[name, f"{line['error']:.2g}", f"{line['largest']:.2g}"] for name, line in sorted(found.items())]
+    return table(["model", "largest difference of logits", "largest logit"], rows)
 
 
 def profile_table(lines: list[Line], sparsity: float = 0.5, batch: int = 1) -> str:

@@ -385,7 +385,14 @@ def load_bench(path: Path) -> list[Line]:
 
 def bench_where(lines: list[Line]) -> str:
     commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
-    return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
+    about = f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
+    slowed = [bench_name(line) for line in lines if line.get("profiled_before") and line["what"] == "decode"]
+    if slowed:
+        about += (
+            "\n\nA profiler had run in the process before, which slows every launch on the host: decoding "
+            f"{', '.join(slowed)} and the prefill were measured behind it, so that they are too slow."
+        )
+    return about
 
 
 def bench_headline(lines: list[Line]) -> str:
@@ -402,7 +409,9 @@ def bench_headline(lines: list[Line]) -> str:
                 f"{speeds[1]:.0f}, `--compile {way}`), in **{sparse['peak_bytes'] / 1e9:.1f} GB** instead of "
                 f"{dense['peak_bytes'] / 1e9:.1f}"
             )
-    return "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."
+    slowed = any(line.get("profiled_before") for line in found if line["sparsity"] == 0.5)
+    about = " In that run a profiler slowed the sparse side." if slowed else ""
+    return "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "." + about
 
 
 def bench_name(line: Line) -> str:

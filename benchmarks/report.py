@@ -389,8 +389,8 @@ def bench_where(lines: list[Line]) -> str:
     slowed = [bench_name(line) for line in lines if line.get("profiled_before") and line["what"] == "decode"]
     if slowed:
         about += (
-            "\n\nA profiler had run in the process before, which slows every launch on the host: decoding "
-            f"{', '.join(slowed)} and the prefill were measured behind it, so that they are too slow."
+            f"\n\n{' and '.join(slowed)} are of another run than dense, in which a profiler had run before: that slows "
+            "every launch on the host, so that their speeds are too low."
         )
     return about
 
@@ -417,8 +417,6 @@ def bench_headline(lines: list[Line]) -> str:
         longest, way, _ = max(both)
         of = [ms[longest, way, sparsity] for sparsity in (0.0, 0.5)]
         text += f" A prompt of {longest} tokens: **{of[0] / of[1]:.2f}x**, {of[1]:.0f} ms against {of[0]:.0f}."
-    if any(line.get("profiled_before") for line in found if line["sparsity"] == 0.5):
-        text += " In that run a profiler slowed the sparse side."
     return text
 
 

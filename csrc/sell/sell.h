@@ -139,13 +139,15 @@ SELL_FN int64_t sell_slot(const sell_block *b, int block, int num_blocks, int wa
            sell_slots_before(b, warps, head) + warp;
 }
 
-/* First task of a group in bases: of a warp's first group, and of any. */
-SELL_FN int64_t sell_first_base(int block, int warps, int warp) {
-    return ((int64_t)block * warps + warp) * SELL_LANES;
+/* First task of a group in bases: of a warp's first group, of a later one, of any. */
+SELL_FN int64_t sell_first_base(int block, int warps, int group) {
+    return ((int64_t)block * warps + group) * SELL_LANES;
+}
+SELL_FN int64_t sell_later_base(const sell_block *b, int num_blocks, int warps, int group) {
+    return ((int64_t)num_blocks * warps + b->group + group - warps) * SELL_LANES;
 }
 SELL_FN int64_t sell_base(const sell_block *b, int block, int num_blocks, int warps, int group) {
-    if (group < warps) return sell_first_base(block, warps, group);
-    return sell_first_base(num_blocks, warps, 0) + (int64_t)(b->group + group - warps) * SELL_LANES;
+    return group < warps ? sell_first_base(block, warps, group) : sell_later_base(b, num_blocks, warps, group);
 }
 
 /* First step of a chunk within its row. */

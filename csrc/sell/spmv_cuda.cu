@@ -165,8 +165,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #pragma unroll 1
         for (int group = warp; group < groups; group += warps) {
             uint32_t address = x_at + 2 * base;
-            if (group + warps < groups)
-                base = m.bases[sell_base(&b, blockIdx.x, m.num_blocks, warps, group + warps) + lane];
+            if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group + warps) + lane];
             float sum[2] = {};
             int steps = b.steps - (group >= long_groups);
             stages_left -= steps;
@@ -179,12 +178,11 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                     __syncwarp();
                 }
                 const Step step = load_step<GAP_BITS>(slot, offset);
-                if (COPY == BULK) {
-                    give_back(barrier + 8 * SELL_MAX_STAGES, lane); // before decoding: all of the ring is on its way
-                } else {
-                    __syncwarp();
+                __syncwarp();
+                if (COPY == CP_ASYNC)
                     fetch_own(offset);
-                }
+                else
+                    give_back(barrier + 8 * SELL_MAX_STAGES, lane); // before decoding: all of the ring is on its way
                 multiply_step<T, GAP_BITS>(step, address, sum);
                 advance();
             } while (--steps);

@@ -75,17 +75,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                  "r"(parity)
                  : "memory");
 }
-// A warp has read its slot of a stage. __syncwarp puts the reads of all lanes before the arrival of one, which is up to
-// 1.4 % faster (4096 x 4096, chained) than an arrival of each. compute-sanitizer does not follow that, so for racecheck
-// all of them arrive: NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES.
+// Behind __syncwarp: a warp has read its slot of a stage. __syncwarp puts the reads of all lanes before the arrival of
+// one, which is up to 1.4 % faster (4096 x 4096, chained) than an arrival of each. compute-sanitizer does not follow
+// that, so for racecheck all of them arrive: NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES.
 #ifdef MACKO_EVERY_LANE_ARRIVES
 constexpr int ARRIVALS = WARP;
 #else
 constexpr int ARRIVALS = 1; // of a warp
 #endif
 __device__ __forceinline__ void give_back(uint32_t emptied, int lane) {
-    __syncwarp();
-    if (lane < ARRIVALS) barrier_arrive(emptied);
+    if (ARRIVALS == WARP || lane == 0) barrier_arrive(emptied);
 }
 // Announces `bytes` to the barrier and fetches them; all multiples of 16.
 __device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,

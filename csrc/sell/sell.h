@@ -139,15 +139,15 @@ SELL_FN int64_t sell_slot(const sell_block *b, int block, int num_blocks, int wa
            sell_slots_before(b, warps, head) + warp;
 }
 
-/* First task of a group in bases: of a warp's first group, of a later one, of any. */
+/* First task of a group in bases: of a warp's first group, of one behind those (counted from there), of any. */
 SELL_FN int64_t sell_first_base(int block, int warps, int group) {
     return ((int64_t)block * warps + group) * SELL_LANES;
 }
-SELL_FN int64_t sell_later_base(const sell_block *b, int num_blocks, int warps, int group) {
-    return ((int64_t)num_blocks * warps + b->group + group - warps) * SELL_LANES;
+SELL_FN int64_t sell_later_base(const sell_block *b, int num_blocks, int warps, int later) {
+    return ((int64_t)num_blocks * warps + b->group + later) * SELL_LANES;
 }
 SELL_FN int64_t sell_base(const sell_block *b, int block, int num_blocks, int warps, int group) {
-    return group < warps ? sell_first_base(block, warps, group) : sell_later_base(b, num_blocks, warps, group);
+    return group < warps ? sell_first_base(block, warps, group) : sell_later_base(b, num_blocks, warps, group - warps);
 }
 
 /* First step of a chunk within its row. */

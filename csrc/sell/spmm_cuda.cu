@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #pragma unroll 1
     for (int group = warp; group < groups; group += warps) {
         uint32_t address = x_at + 2 * N * base;
-        if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group + warps) + lane];
+        if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
         float sum[N] = {};
         int steps = b.steps - (group >= long_groups);
         stages_left -= steps;

@@ -15,20 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import macko.ops as ops
+from benchmarks import EIGHT
 from benchmarks.timing import append_jsonl, copies, provenance, time_graph, time_host
 from tests.common import assert_close_spmv, assert_same_bits, cuda_chain
-
-#: Layers of Llama-like models of 7 to 123 billion weights.
-SHAPES = (
-    (4096, 4096),
-    (11008, 4096),
-    (4096, 11008),
-    (8192, 8192),
-    (12288, 12288),
-    (28672, 8192),
-    (8192, 28672),
-    (36864, 12288),
-)
 
 
 def pruned(rows: int, cols: int, density: float, dtype: torch.dtype, row_spread: float = 0.0) -> Tensor:
@@ -126,7 +115,7 @@ def main() -> None:
 
     if "spmv" in options.only:
         for dtype in (torch.float16, torch.bfloat16):
-            for rows, cols in SHAPES:
+            for rows, cols in EIGHT:
                 record(spmv(rows, cols, 0.5, dtype))
         for density in (0.7, 0.3, 0.1, 0.05):
             record(spmv(4096, 4096, density, torch.float16))
@@ -137,7 +126,7 @@ def main() -> None:
         record(spmv(8192, 8192, 0.3, torch.float16, row_spread=0.5))
         record(spmv(4096, 131072, 0.5, torch.float16))  # x does not fit shared memory
     if "pack" in options.only:
-        for rows, cols in SHAPES:
+        for rows, cols in EIGHT:
             record(packing(rows, cols, 0.5))
     if "host" in options.only:
         for mode in ("inference_mode", "no_grad"):

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,20 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.timing import append_jsonl, commit, copies
 from macko import EcWeight, SparseLinear, ops
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
-ROTATED_BYTES = 300e6
 Calls = dict[str, Callable[[int], object]]
 
 
-def copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """The tensors and as many clones of them as make ROTATED_BYTES."""
-    count = 1 + int(ROTATED_BYTES / sum(t.nbytes for t in tensors))
-    return [tensors, *(tuple(t.clone() for t in tensors) for _ in range(count - 1))]
-
-
-def copy_of(ec: EcWeight, tensors: tuple[Tensor, ...]) -> EcWeight:
+def copy_of(ec: EcWeight, tensors: list[Tensor]) -> EcWeight:
     return dataclasses.replace(ec, **dict(zip(ec.tensors(), tensors, strict=True)))
 
 
@@ -60,9 +52,8 @@ def on_path(path: str, call: Callable[[int], object], i: int) -> object:
 def machine(clock: str) -> dict[str, object]:
     info = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
     names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith(("model name", "cpu family"))]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     return {
-        "commit": commit,
+        "commit": commit(),
         "cpu": " family ".join(reversed(names[:2])) if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -89,11 +80,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1 if args.clock == "cpu" else args.threads)
     clock = time.thread_time if args.clock == "cpu" else time.perf_counter
-    args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def report(**row: object) -> None:
-        with args.out.open("a") as out:
-            out.write(json.dumps({**machine(args.clock), **row}) + "\n")
+        append_jsonl(args.out, **machine(args.clock), **row)
         print("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
     if args.host:
@@ -143,11 +132,11 @@ def bench(
     packed = ops.pack(w, bits)
     bitmap = ops.bitmap_pack(*packed, cols, bits)
     assert_same_bits(ops.unpack(*ops.bitmap_unpack(*bitmap, cols, bits), cols, bits), w)
-    dense, macko, maps = copies(w), copies(*packed), copies(*bitmap)
+    dense, macko, maps = copies([w]), copies(packed), copies(bitmap)
     ecs = {"ec": EcWeight.from_dense(w), "ec_paper": EcWeight.paper(w, bits)} if bits in (4, 8) else {}
     size = {"macko": sum(t.nbytes for t in packed), "bitmap": sum(t.nbytes for t in bitmap)}
     size |= {name: ec.nbytes for name, ec in ecs.items()}
-    held = {name: [copy_of(ec, tensors) for tensors in copies(*ec.tensors().values())] for name, ec in ecs.items()}
+    held = {name: [copy_of(ec, tensors) for tensors in copies([*ec.tensors().values()])] for name, ec in ecs.items()}
     for tokens in args.tokens:
         x = random_vector(*([tokens] if tokens > 1 else []), cols, dtype=w.dtype)
         formats: Calls = {

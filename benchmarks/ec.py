@@ -11,7 +11,8 @@ import dataclasses
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import macko.ops as ops
-from benchmarks.canonical import SHAPES, pruned
+from benchmarks import EIGHT, timing
+from benchmarks.canonical import pruned
 from benchmarks.timing import Timing, append_jsonl, copies, provenance
-from benchmarks.timing import time_graph as time_replays
 from macko.formats import SellWeight
 from tests.common import assert_close_spmv
 
@@ -41,9 +42,8 @@ VARIANTS: dict[str, dict[str, int]] = {
 PACKED_ALL = ("paper, 4 bits", "8 lanes")
 
 
-def time_graph(calls: list[Callable[[], Any]]) -> Timing:
-    """Fewer replays than elsewhere: there are 160 measurements, and half of them spread by under 0.5 %."""
-    return time_replays(calls, replays=7, warmup=2)
+#: Fewer replays than elsewhere: there are 160 measurements, and half of them spread by under 0.5 %.
+time_graph = partial(timing.time_graph, replays=7, warmup=2)
 
 
 def time_csr(w: Tensor, x: Tensor) -> Timing:
@@ -133,7 +133,7 @@ def main() -> None:
         for line in lines:
             append_jsonl(results, **ran_on, variant=variant, **line)
             print(variant, line, flush=True)
-    for rows, cols in SHAPES:
+    for rows, cols in EIGHT:
         for density in (0.3, 0.2):
             best: dict[str, float] = {}
             for line in spmv(rows, cols, density, torch.float16):

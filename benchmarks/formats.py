@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.timing import append_jsonl, commit
 from macko import EcWeight, MackoWeight
-from macko.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight
+from macko.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
 from tests.common import MASKS, random_weight, torch_threads
 
 DENSITIES = (0.7, 0.5, 0.3, 0.2, 0.1)
@@ -36,12 +36,17 @@ PACKED: dict[str, Callable[[Tensor], PackedWeight]] = {
     "EC smallest": EcWeight.smallest,
     "bitmap": BitmapWeight.from_dense,
     "sell": lambda w: SellWeight.from_dense(w.cuda()),
+    "tile": lambda w: TileWeight.from_macko(MackoWeight.from_dense(w)),
     "slide": SlideWeight.from_dense,
 }
-COUNTED = ("floor", "CSR-16", "CSR-32")
-COLUMNS = ("floor", "bitmap", "macko", "sell", *[f for f in PACKED if f.startswith("EC")], "CSR-16", "CSR-32", "slide")
+EC = [name for name in PACKED if name.startswith("EC")]
+COLUMNS = ("floor", "bitmap", "macko", "sell", "tile", *EC, "CSR-16", "CSR-32", "slide")
 COLOURS = dict(
-    zip(COLUMNS, ("#999", "#c90", "#06c", "#0aa", "#3a3", "#7c7", "#808", "#c4c", "#a55", "#733", "#333"), strict=True)
+    zip(
+        COLUMNS,
+        ("#999", "#c90", "#06c", "#0aa", "#3a3", "#7c7", "#808", "#c4c", "#a55", "#733", "#333", "#e66"),
+        strict=True,
+    )
 )
 #: At most so many bytes a non-zero at densities 0.3, 0.2 and 0.1 is what EC was built to reach on these masks.
 BARS: dict[tuple[str, str, str], tuple[float, float, float]] = {
@@ -226,7 +231,8 @@ def write_docs(results: Path) -> None:
         "over the true non-zeros, 16-bit values.\n"
         "*floor*: a value and the entropy of its place, places independent with the density of their row and column.\n"
         "*macko*: the canonical format ([macko.md](macko.md)) with its width of deltas of fewest bytes, in brackets.\n"
-        "*sell*: its layout for a GPU, here of 132 SMs, its width of gaps in brackets; *bitmap*: one for a CPU.\n"
+        "*sell*: its layout for a GPU, here of 132 SMs, its width of gaps in brackets; *tile*: one for several tokens "
+        "on a GPU; *bitmap*: one for a CPU.\n"
         "*EC*: [ec.md](ec.md). *slide* holds patterns.\n\n"
         "Masks (`tests/common.py`, seed 0): uniform; equal_rows (Wanda-like, lognormal columns of spread 0.5); "
         "uneven_rows (SparseGPT-like, lognormal\ncolumns and rows of spread 0.2); uneven_both (magnitude); layers of "

@@ -14,10 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import EIGHT
+
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
-EIGHT = [(4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192), (12288, 12288), (28672, 8192), (8192, 28672)]
-EIGHT += [(36864, 12288)]
 DENSE = ("dense_linear", "dense_mv")
 #: What to call each kernel, in the order of plots.
 LABELS = {
@@ -402,7 +402,13 @@ def bench_headline(lines: list[Line]) -> str:
                 f"{speeds[1]:.0f}, `--compile {way}`), in **{sparse['peak_bytes'] / 1e9:.1f} GB** instead of "
                 f"{dense['peak_bytes'] / 1e9:.1f}"
             )
-    return "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."
+    text = "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."
+    prefills = [line for line in lines if line["what"] == "prefill" and line["batch"] == 1]
+    if prefills:
+        longest = max(line["prompt_tokens"] for line in prefills)
+        ms = {line["sparsity"]: line["ms"] for line in prefills if line["prompt_tokens"] == longest}
+        text += f" A prompt of {longest} tokens: **{ms[0.0] / ms[0.5]:.2f}x**, {ms[0.5]:.0f} ms against {ms[0.0]:.0f}."
+    return text
 
 
 def bench_name(line: Line) -> str:
@@ -480,7 +486,7 @@ def plot_bench(lines: list[Line], path: Path) -> None:
     save(figure, path)
 
 
-def latest(path: Path, *key: str, **only: Any) -> dict[tuple[Any, ...], Line]:
+def latest(path: Path, /, *key: str, **only: Any) -> dict[tuple[Any, ...], Line]:
     """The last line of each key, of the lines that hold what `only` says."""
     lines = map(json.loads, path.read_text().splitlines())
     return {tuple(line.get(k) for k in key): line for line in lines if only.items() <= line.items()}
@@ -536,10 +542,9 @@ def pairs_table(path: Path) -> str:
 
 
 def ec_cpu_table(path: Path) -> str:
-    key = ("dtype", "density", "format", "path")
-    lines = latest(path, *key, op="linear", tokens=1, rows=4096, cols=4096, clock="cpu")
-    commit = next(reversed([line["commit"] for line in lines.values() if line["format"] == "ec"]))
-    ours = {key: line for key, line in lines.items() if line["commit"] == commit}
+    run = {"op": "linear", "tokens": 1, "rows": 4096, "cols": 4096, "clock": "cpu"}
+    *_, commit = [line["commit"] for line in latest(path, "dtype", "density", format="ec", **run).values()]
+    ours = latest(path, "dtype", "density", "format", "path", commit=commit, **run)  # both formats in one run
     columns = [("macko", "avx512"), ("ec", "avx512"), ("ec", "avx2"), ("ec", "scalar"), ("ec_paper", "avx512")]
     rows = []
     for dtype, density in sorted({key[:2] for key in ours}, key=lambda k: (k[0], -k[1])):
@@ -551,6 +556,126 @@ def ec_cpu_table(path: Path) -> str:
     return table(["dtype", "density", "dense", *(f"{names[name]}, {path}" for name, path in columns)], rows)
 
 
+def canonical_lines(path: Path, **only: Any) -> dict[tuple[Any, ...], Line]:
+    """Lines of benchmarks.canonical; "dense_us", "us": of the better dense product, and of spmv."""
+    found = latest(path, "rows", "cols", "density", "delta_bits", "row_spread", "dtype", what="spmv", **only)
+    for line in found.values():
+        line["dense_us"] = min(line[name]["median_us"] for name in ("linear", "mv"))
+        line["us"] = line["spmv"]["median_us"]
+    return found
+
+
+def canonical_table(path: Path) -> str:
+    """Density 0.5, 4-bit deltas, both dtypes."""
+    found = canonical_lines(path, density=0.5, delta_bits=4, row_spread=0.0)
+    rows = []
+    for r, c in dict.fromkeys(key[:2] for key in found):
+        cells = [f"{r}x{c}"]
+        sides = [found.get((r, c, 0.5, 4, 0.0, dtype)) for dtype in ("float16", "bfloat16")]
+        for line in sides:
+            cells += [f"{line['dense_us']:.1f}", f"{line['us']:.1f}", f"{line['speedup']:.2f}x"] if line else [""] * 3
+        fp16 = sides[0]
+        rows.append([*cells, f"{fp16['bytes'] / fp16['us'] / 1e6:.1f}" if fp16 else ""])
+    return table(["shape", "dense fp16", "macko fp16", "", "dense bf16", "macko bf16", "", "TB/s fp16"], rows)
+
+
+def canonical_others_table(path: Path) -> str:
+    """What the other table leaves out."""
+    rows = []
+    for (r, c, density, bits, spread, _), line in canonical_lines(path, dtype="float16").items():
+        if (density, bits, spread) != (0.5, 4, 0.0):
+            rows.append([f"{r}x{c}", f"{density:g}", f"{bits}", "uneven" if spread else "even"])
+            rows[-1] += [f"{line['dense_us']:.1f}", f"{line['us']:.1f}", f"{line['speedup']:.2f}x"]
+    return table(["shape", "density", "delta bits", "rows", "dense", "macko", ""], rows)
+
+
+def canonical_packing_table(path: Path) -> str:
+    found = latest(path, "rows", "cols", what="pack").values()
+    names = {
+        "pack_gbps": "pack, one call with its wait",
+        "unpack_gbps": "unpack without the look at its content (graph)",
+        "unpack_checked_gbps": "unpack, one call with its wait",
+        "check_gbps": "check, one call",
+    }
+    rows = [[title, *(f"{line[name]:.0f}" for line in found)] for name, title in names.items()]
+    return table(["GB/s of dense fp16, density 0.5", *(f"{line['rows']}x{line['cols']}" for line in found)], rows)
+
+
+def cpu_where(path: Path) -> str:
+    """Of the lines that the tables of docs/cpu.md are made of."""
+    run = {"op": "linear", "rows": 8192, "cols": 8192, "tokens": 1, "delta_bits": 4}
+    lines = [line for clock in ("cpu", "wall") for line in latest(path, "dtype", clock=clock, **run).values()]
+    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
+    return f"{lines[-1]['cpu']}, torch {lines[-1]['torch']}, commit {commits}."
+
+
+def torch_ms(line: Line) -> float:
+    return min(line["torch_linear_ms"], line["torch_mv_ms"]) if line["tokens"] == 1 else line["torch_linear_ms"]
+
+
+def cpu_table(path: Path) -> str:
+    """One token of 8192x8192 on one core: ms, and times torch's better product."""
+    columns = [(form, vectors) for form in ("macko", "bitmap") for vectors in ("avx512", "avx2")]
+    run = {"op": "linear", "rows": 8192, "cols": 8192, "tokens": 1, "clock": "cpu"}
+    found = latest(path, "dtype", "density", "format", "path", **run)
+    rows = []
+    for dtype, density in sorted({key[:2] for key in found}, key=lambda key: (key[0], -key[1])):
+        lines = [found[(dtype, density, *column)] for column in columns]
+        times = [f"{line['ms']:.2f} ({torch_ms(line) / line['ms']:.2f}x)" for line in lines]
+        rows.append([dtype, f"{density} ({1 - density:.0%})", f"{torch_ms(lines[0]):.2f}", *times])
+    named = [f"{'canonical' if form == 'macko' else form} {vectors}" for form, vectors in columns]
+    return table(["8192x8192", "density (sparse)", "torch", *named], rows)
+
+
+def cpu_headline(path: Path) -> str:
+    run = {"op": "linear", "rows": 8192, "tokens": 1, "clock": "cpu", "path": "avx512", "dtype": "bfloat16"}
+    (line,) = latest(path, "rows", density=0.5, format="bitmap", **run).values()
+    gain = f"**{line['speedup']:.2f}x** of torch's better product"
+    return f"On one core of a Zen 5 CPU, bfloat16, 8192 x 8192, half of the weights zero: {gain}."
+
+
+def cpu_wall_table(path: Path) -> str:
+    """One token on two cores, bfloat16: times torch's better product."""
+    run = {"op": "linear", "tokens": 1, "clock": "wall", "dtype": "bfloat16", "path": "avx512"}
+    found = latest(path, "density", "rows", "format", **run)
+    columns = sorted({key[1:] for key in found}, key=lambda key: (key[0], key[1] != "macko"))
+    rows = [
+        [f"{density} ({1 - density:.0%})", *(f"{found[(density, *column)]['speedup']:.2f}x" for column in columns)]
+        for density in sorted({key[0] for key in found}, reverse=True)
+    ]
+    named = [f"{'canonical' if form == 'macko' else form}, {size}x{size}" for size, form in columns]
+    return table(["density (sparse)", *named], rows)
+
+
+def cpu_tokens_table(path: Path) -> str:
+    """Several tokens of 4096x4096, density 0.5, one core: ms, over as many calls of one token, over torch."""
+    run = {"op": "linear", "rows": 4096, "density": 0.5, "clock": "cpu", "path": "avx512"}
+    found = latest(path, "dtype", "tokens", "format", **run)
+    rows = []
+    for dtype, tokens in sorted({key[:2] for key in found if key[1] > 1}):
+        cells = [dtype, f"{tokens}", f"{torch_ms(found[dtype, tokens, 'bitmap']):.2f}"]
+        for form in ("macko", "bitmap"):
+            line, one = found[dtype, tokens, form], found[dtype, 1, form]
+            calls = f"{line['ms'] / one['ms'] / tokens:.2f}"
+            cells += [f"{line['ms']:.2f}", calls, f"{torch_ms(line) / line['ms']:.2f}x"]
+        rows.append(cells)
+    each = ["of single calls", "times torch"]
+    return table(["4096x4096", "tokens", "torch", "canonical", *each, "bitmap", *each], rows)
+
+
+def cpu_host_table(path: Path) -> str:
+    names = {
+        "linear_us": "F.linear",
+        "op_us": "torch.ops.macko.spmv",
+        "ops_us": "macko.ops.spmv",
+        "nn_linear_us": "nn.Linear",
+        "sparse_linear_us": "SparseLinear",
+    }
+    found = latest(path, "mode", op="host").items()
+    rows = [[mode, *(f"{line[name]:.1f}" for name in names)] for (mode,), line in found]
+    return table(["us a call", *names.values()], rows)
+
+
 def plot_densities(problems: dict[Key, dict[str, Line]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -560,15 +685,16 @@ def plot_densities(problems: dict[Key, dict[str, Line]], path: Path) -> None:
         for name, label in LABELS.items():
             points = sweep(problems, shape, name)
             if len(points) >= 5:
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+                even = f"{label}, break-even {break_even(points)}"
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=even)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_title(f"{shape[0]} x {shape[1]}")
         axis.set_xlabel("density")
         axis.set_yscale("log", base=2)
         axis.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["0.25x", "0.5x", "1x", "2x", "4x", "8x"])
         axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
     axes[0][0].set_ylabel("speed-up over dense float16")
-    axes[0][0].legend(fontsize=8)
     save(figure, path)
 
 
@@ -619,6 +745,8 @@ def load_slide(path: Path) -> tuple[SlideLines, list[Line]]:
     linears: SlideLines = {}
     quantiser = []
     for line in map(json.loads, path.read_text().splitlines()):
+        if line.get("mode") == "twin":
+            continue
         if "shape" in line:  # the oldest lines have one mode at each number of tokens, and do not name it
             mode = line.get("mode", "sustained" if line["tokens"] > 512 else "burst")
             linears.setdefault((line["type"], line["shape"], line["tokens"], mode), {})[line["side"]] = line
@@ -641,7 +769,9 @@ def slide_gains(linears: SlideLines, name: str, llama: bool) -> dict[Any, list[f
 def slide_table(linears: SlideLines, name: str, llama: bool = False) -> str:
     gains = slide_gains(linears, name, llama)
     rows = []
-    for tokens, mode in sorted({key[:2] for key in gains}, key=lambda key: (key[1], key[0])):
+    # Numbers of tokens at which only ours were timed are the choice's.
+    whole = {key[:2] for key in gains if "bf16" in key}
+    for tokens, mode in sorted(whole, key=lambda key: (key[1], key[0])):
         cells = [gains.get((tokens, mode, *pair), []) for pair in SLIDE_SIDES]
         rows.append([f"{tokens}", mode, *(f"{geomean(c):.2f} ({min(c):.2f})" if c else "-" for c in cells)])
     return table(["tokens", "", *(f"{slow} / {fast}" for slow, fast in SLIDE_SIDES)], rows)
@@ -666,6 +796,20 @@ def quantiser_table(lines: list[Line]) -> str:
         speed, share = f"{r['bytes'] / r['us'] / 1e3:.0f}", f"{r['floor_us'] / r['us']:.2f}"
         rows.append([name, f"{tokens} x {cols}", lift, f"{r['us']:.1f}", speed, share])
     return table(["to", "x", "lift", "us", "GB/s", "of floor"], rows)
+
+
+def slide_twin_table(path: Path) -> str:
+    """The dense GEMM alone beside CUTLASS's."""
+    found: dict[tuple[str, int], dict[str, Line]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line.get("mode") == "twin":
+            found.setdefault((line["shape"], line["tokens"]), {})[line["type"]] = line
+    names = ("int8", "fp8")
+    rows = []
+    for (shape, tokens), of in found.items():
+        ours = [(of[name]["us"], of[name]["cutlass_us"]) for name in names]
+        rows.append([shape, f"{tokens}", *(f"{cell}" for us, d in ours for cell in (f"{us:.1f}", d, f"{d / us:.2f}"))])
+    return table(["linear", "tokens", *(f"{name}{x}" for name in names for x in ("", ", CUTLASS", ", ratio"))], rows)
 
 
 def slide_model_table(path: Path) -> str:
@@ -738,6 +882,7 @@ def main() -> None:
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
     bench = load_bench(path.parent / "bench.jsonl")
     plot_bench(bench, IMAGES / "llama.svg")
+    cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
@@ -762,13 +907,24 @@ def main() -> None:
         "ec": lambda: ec_table(path.parent / "ec.jsonl"),
         "ec packing": lambda: ec_packing_table(path.parent / "ec.jsonl"),
         "ec pairs": lambda: pairs_table(path.parent / "pairs.jsonl"),
-        "ec cpu": lambda: ec_cpu_table(path.parent.parent / "cpu" / "kernels.jsonl"),
+        "ec cpu": lambda: ec_cpu_table(cpu),
+        "canonical where": lambda: where(canonical_lines(canonical).values()),
+        "canonical": lambda: canonical_table(canonical),
+        "canonical others": lambda: canonical_others_table(canonical),
+        "canonical packing": lambda: canonical_packing_table(canonical),
+        "cpu where": lambda: cpu_where(cpu),
+        "cpu headline": lambda: cpu_headline(cpu),
+        "cpu": lambda: cpu_table(cpu),
+        "cpu wall": lambda: cpu_wall_table(cpu),
+        "cpu tokens": lambda: cpu_tokens_table(cpu),
+        "cpu host": lambda: cpu_host_table(cpu),
     }
     if (slide_path := path.parent / "slide.jsonl").exists():
         slide, quantiser = load_slide(slide_path)
         plot_slide(slide, IMAGES / "slide_tokens.svg")
         parts |= {
             "slide where": lambda: where([*(line for sides in slide.values() for line in sides.values()), *quantiser]),
+            "slide twin": lambda: slide_twin_table(slide_path),
             "slide quantiser": lambda: quantiser_table(quantiser),
             "slide model": lambda: slide_model_table(path.parent / "slide_model.jsonl"),
         }

@@ -30,10 +30,11 @@ from torch import Tensor
 from macko import ops
 from macko.formats import MackoWeight, PackedWeight, SellWeight
 
+from . import EIGHT as SHAPES
 from .floor import floor
 from .timing import COLD_BYTES, MIN_LAUNCHES, Timing, append_jsonl, copies, provenance, time_graph
 
-EIGHT = "4096x4096,11008x4096,4096x11008,8192x8192,12288x12288,28672x8192,8192x28672,36864x12288"
+EIGHT = ",".join(f"{rows}x{cols}" for rows, cols in SHAPES)
 #: Every linear layer that the MACKO paper's appendix measures.
 PAPER = (
     "4096x4096,8192x8192,8192x29568,32000x5120,32000x8192,28672x8192,5120x5120,5120x13824,3584x20480,4096x11008,"

@@ -65,7 +65,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def append_jsonl(path: str | Path, **fields: Any) -> None:
+def append_jsonl(path: str | Path, /, **fields: Any) -> None:
     """Adds one line to a results file; a Timing becomes its fields."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as out:

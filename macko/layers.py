@@ -163,7 +163,7 @@ def _times(ratio: float) -> str:
 
 
 #: What `patterns` looks for, the strictest of each kind first.
-PATTERNS = ((1, 4), (2, 4), (4, 6), (6, 8), (8, 10))
+PATTERNS = ((1, 4), (2, 4), (4, 6), (6, 8), (8, 10), (10, 12), (12, 14), (14, 16))
 
 
 def patterns(weight: Tensor) -> list[str]:

@@ -26,7 +26,10 @@ from .times import own_table
 SLIDE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 #: What is measured: rows and columns of linears of 7B models, and numbers of tokens.
 SHAPES = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (12288, 4096), (22016, 4096), (4096, 11008))
-TOKENS = (1, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
+TOKENS = (
+    *(1, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768),
+    *(1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384),
+)
 
 #: The range of all numbers of tokens.
 EVERYWHERE = (0, 2**31 - 1)
@@ -216,7 +219,7 @@ def measure(
 ) -> Table:
     """Times dense and pattern kernels on a GPU, in turn, and returns what a table holds of that GPU.
 
-    Weights rotate over copies of `cold_bytes` together, so that they come from memory as in a model. About a minute.
+    Weights rotate over copies of `cold_bytes` together, so that they come from memory as in a model. About two minutes.
     """
     table: Table = {}
     with torch.cuda.device(device):

@@ -36,8 +36,8 @@ def autotune(
     """Times every format that can run the model's linear layers on this GPU, once for each shape, density and dtype.
 
     What it finds goes into the user's table for this GPU, which `sparsify_(format="auto")` reads from then on. Takes
-    about half a second a shape, and ten where slide's kernels are timed too: for weights of an n:m pattern. The model
-    is not changed.
+    about half a second a shape, and fifteen where slide's kernels are timed too: for weights of an n:m pattern. The
+    model is not changed.
 
     Args:
         model: dense with zeros in its weights, or sparse.

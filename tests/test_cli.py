@@ -123,6 +123,8 @@ def test_patterns_found_in_a_mask() -> None:
     assert patterns(holds("6:8")) == ["6:8"]
     assert patterns(holds("4:6")) == ["4:6"]
     assert patterns(holds("1:4")) == ["1:4"]
+    assert patterns(holds("10:12")) == ["10:12"]
+    assert patterns(holds("14:16")) == ["14:16"]
     assert patterns(torch.ones(4, 240)) == []
     assert patterns(torch.zeros(4, 7)) == []
 

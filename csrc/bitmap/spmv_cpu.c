@@ -77,6 +77,8 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_64(const macko_bitmap *m, macko_dty
                                                 __m512 sums[TOKENS_MAX][4]) {
     if (dtype == MACKO_F32) {
         const float *values = (const float *)m->values + at;
+        macko_fetch_ahead(values);
+        macko_fetch_ahead(values + 16);
         __m512 v[4];
         for (int i = 0; i < 4; i++)
             v[i] = _mm512_loadu_ps(values + (i ? __builtin_popcountll(mask << (64 - 16 * i)) : 0));
@@ -92,6 +94,7 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_64(const macko_bitmap *m, macko_dty
         }
     } else {
         const uint16_t *values = (const uint16_t *)m->values + at;
+        macko_fetch_ahead(values);
         __m512i packed[2];
         packed[0] = _mm512_loadu_si512(values);
         packed[1] = _mm512_loadu_si512(values + __builtin_popcount((uint32_t)mask));

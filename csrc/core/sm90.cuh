@@ -34,20 +34,24 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives at the same barrier of another block of the cluster. No .release: what is handed over is the right to
+// Arrives `times` at the same barrier of another block of the cluster. No .release: what is handed over is the right to
 // overwrite shared memory that only the tensor core and ordinary loads read, and the release costs a fence of the GPU.
-__device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, int rank) {
+__device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, int rank, int times = 1) {
     asm volatile("{\n"
                  ".reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n"
                  "}" ::"r"(barrier),
-                 "r"(rank)
+                 "r"(rank), "r"(times)
                  : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int times) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
 
 // Ordinary data from block to block: a write into another block's shared memory, and a barrier there that orders it.
@@ -222,7 +226,7 @@ inline cudaError_t tensor_map(CUtensorMap *map, CUtensorMapDataType type, const 
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
         return (decltype(&cuTensorMapEncodeTiled))found;
     }();
-    if (!encode) return cudaErrorNotSupported;
+    if (!encode) return cudaErrorSymbolNotFound; // a driver before CUDA 12.0
     const cuuint64_t extents[2] = {(cuuint64_t)inner, (cuuint64_t)outer}, strides[1] = {(cuuint64_t)inner_bytes};
     const cuuint32_t box[2] = {(cuuint32_t)box_inner, (cuuint32_t)box_outer}, steps[2] = {1, 1};
     const CUresult result =

@@ -67,6 +67,7 @@ MACKO_INLINE MACKO_TARGET_AVX2 int dot_avx2(const context *c, macko_dtype dtype,
         if (dtype == MACKO_F32) {
             const float *const x[2] = {(const float *)c->x + base, (const float *)c->x + second};
             const float *v = (const float *)m->values + entry;
+            macko_fetch_ahead(v);
             sums[0] = _mm256_fmadd_ps(_mm256_loadu_ps(v),
                                       _mm256_setr_ps(X(0), X(1), X(2), X(3), X(4), X(5), X(6), X(7)), sums[0]);
             sums[1] = _mm256_fmadd_ps(_mm256_loadu_ps(v + 8),
@@ -145,6 +146,7 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_32(const context *c, macko_dtype dt
                                pick_unit(window_at(c, next + near.span), far), 1);
     }
     const uint16_t *values = (const uint16_t *)m->values + entry;
+    macko_fetch_ahead(values);
     const __m512i v = count == 32 ? macko_load_512(values) : _mm512_maskz_loadu_epi16(kept, values);
     if (count < 32) x = _mm512_maskz_mov_epi16(kept, x); /* 0 times an Inf that is not the row's would be NaN */
     __m512 wide_v[2], wide_x[2];

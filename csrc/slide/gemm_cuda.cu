@@ -20,29 +20,39 @@ extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, slide_size, 
 namespace {
 
 // Size of a tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above, the
-// least time by what a tile takes of its SM, in per cent of the largest one's (H200, 2026-11-21, 28 to 222 stages). Two
-// small tiles share an SM: one alone takes 1.7 times its share. MACKO_SLIDE_TILE=128x192 (rows x tokens) forces one.
-slide_size size_of_tile(slide_kind kind, int64_t tokens, int64_t rows, int num_sms) {
+// least time by what a round of tiles takes, in per cent of the largest ones' (H200, 2026-11-21: of 88 cases, four linears,
+// float8, dense and 2:4, 72 to 1024 tokens, the best tile is taken in all but one to 2.5 %).
+// MACKO_SLIDE_TILE=128x192 (rows x tokens) forces one.
+slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int num_sms) {
     if (const char *forced = getenv("MACKO_SLIDE_TILE")) {
         int tile_rows = 0, tile_tokens = 0;
         sscanf(forced, "%dx%d", &tile_rows, &tile_tokens);
         return slide_size(tile_rows << 16 | tile_tokens);
     }
+    const macko_slide_shape &shape = args.weight.shape;
+    const int64_t tokens = args.tokens, k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type);
     if (tokens <= 64) return tokens <= 16 ? SLIDE_64x16 : tokens <= 32 ? SLIDE_64x32 : SLIDE_64x64;
+    // By kind. `last`: of small tiles, which run in twos, the least; of large ones a last round of halves.
     const struct {
         slide_size size;
-        int share[2], alone[2]; // by kind
+        int round[2], last[2];
     } tiles[] = {{SLIDE_64x64, {23, 27}, {39, 46}},
-                 {SLIDE_128x128, {54, 60}, {54, 60}},
-                 {SLIDE_128x192, {78, 80}, {78, 80}},
-                 {SLIDE_128x256, {100, 100}, {100, 100}}};
+                 {SLIDE_128x128, {54, 60}, {42, 46}},
+                 {SLIDE_128x192, {78, 80}, {52, 66}},
+                 {SLIDE_128x256, {100, 100}, {66, 72}}};
     slide_size best = SLIDE_128x256;
     int64_t least = INT64_MAX;
     for (const auto &tile : tiles) {
-        const int tile_rows = slide_size_rows(tile.size), tile_tokens = slide_size_tokens(tile.size);
-        const int64_t count = (rows + tile_rows - 1) / tile_rows * ((tokens + tile_tokens - 1) / tile_tokens);
-        const int64_t shares = (count + num_sms - 1) / num_sms * tile.share[kind];
-        const int64_t time = shares > tile.alone[kind] ? shares : tile.alone[kind];
+        const int warpgroups = slide_size_rows(tile.size) / 64, cluster = warpgroups; // large tiles run in pairs
+        const int tile_rows = slide_size_rows(tile.size) * cluster, tile_tokens = slide_size_tokens(tile.size);
+        const int64_t count = (shape.rows + tile_rows - 1) / tile_rows * ((tokens + tile_tokens - 1) / tile_tokens);
+        const int64_t clusters = num_sms / cluster, whole = slide_whole_tiles(count, clusters, warpgroups);
+        int64_t time = (whole + clusters - 1) / clusters * tile.round[kind];
+        if (warpgroups == 1 && time < tile.last[kind]) time = tile.last[kind];
+        if (whole < count) time += tile.last[kind];
+        // A single round that leaves SMs idle fetches fewer weights at a time.
+        const int64_t idle = num_sms - (2 * count - whole) * cluster;
+        time = time * k_tiles + (idle > 0 ? 5 * idle : 0);
         if (time < least) least = time, best = tile.size;
     }
     return best;
@@ -61,7 +71,7 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (major != 9 || minor != 0) return cudaErrorNotSupported;
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    const slide_size size = size_of_tile(kind, args->tokens, args->weight.shape.rows, num_sms);
+    const slide_size size = size_of_tile(kind, *args, num_sms);
     switch (args->weight.shape.type) {
     case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, num_sms, stream);
     case MACKO_SLIDE_E4M3: return slide_run<MACKO_SLIDE_E4M3>(kind, size, *args, num_sms, stream);

@@ -37,14 +37,18 @@ __host__ __device__ constexpr int slide_size_tokens(slide_size size) {
     return size & 0xffff;
 }
 
-// What the launcher prepares. Tiles are counted in clusters.
+// What the launcher prepares. Tiles are counted in clusters; those behind the whole ones are halves of tiles.
 struct slide_task {
-    CUtensorMap lifted, out;
+    // The last tile along the tokens has a box of its own: rows behind the last token take the copies longer than rows
+    // that are there (down at 72 tokens 40.5 -> 25.9 us).
+    CUtensorMap lifted, last_lifted, out;
     const uint8_t *packed;
     const float *scale, *token_scale;
     const uint16_t *bias;
     int64_t rows;
     int tokens, row_blocks, k_tiles, row_tiles, token_tiles;
+    int whole_tiles, num_tiles;
+    int last_share;    // tokens of a last tile that each block of a cluster fetches
     int splits;        // blocks that share the stages of one small tile
     int begins_beside; // the launch begins while the quantiser still runs
     int is_bf16;       // the output and the bias; else fp16
@@ -70,6 +74,7 @@ struct slide_tile {
     static constexpr int FIXED = WARPGROUPS * 2 * CHUNK_BYTES + (MAX_SPLITS - 1) * PARTIAL_BYTES + 256;
     static constexpr int FIT = (BUDGET - FIXED) / (TOKEN_BYTES + WEIGHT_BYTES);
     static constexpr int STAGES = FIT < 15 ? FIT : 15;
+    static constexpr int RELEASES = WARPGROUPS * (KIND == SLIDE_SPARSE ? 127 + CLUSTER : CLUSTER); // of a stage
     static constexpr int PREFETCH = 65536 / WEIGHT_BYTES; // stages, so that all blocks' together fit L2
     // Offsets in shared memory; the swizzles want multiples of 1024 (tokens, staging, dense tiles) and 512.
     static constexpr int STAGING = STAGES * TOKEN_BYTES;
@@ -84,13 +89,30 @@ struct slide_tile {
     static_assert((240 * WARPGROUPS + 24) * 128 <= 168 * THREADS || !MOVES_REGISTERS, "setmaxnreg would hang");
 };
 
+// How many tiles are taken whole by so many clusters at once. Where the last round has at most half of the clusters at
+// work, its tiles are cut into halves, half of the rows each, which blocks take with one warpgroup: float8 at 4096 tokens
+// 96.8 -> 88.6 us for o, 475 -> 432 us for down (3.4 rounds; H200, under load).
+__host__ __device__ constexpr int64_t slide_whole_tiles(int64_t tiles, int64_t clusters, int warpgroups) {
+    return warpgroups > 1 && tiles % clusters * 2 <= clusters ? tiles / clusters * clusters : tiles;
+}
+
+// A block's part of a tile: row blocks of 64 rows from `row_block` on, one for each warpgroup that takes part.
+struct slide_part {
+    int row_block, warpgroups, token_tile;
+};
+
 // Tiles in groups of a few row tiles, all token tiles of a group together: both operands are found in L2.
-__device__ __forceinline__ void slide_place(const slide_task &task, int tile, int &row_tile, int &token_tile) {
+template <class TILE>
+__device__ __forceinline__ slide_part slide_place(const slide_task &task, int tile, int rank) {
     constexpr int GROUP = 8;
+    const int half = tile - task.whole_tiles; // of those behind the whole ones
+    if (TILE::WARPGROUPS > 1 && half >= 0) tile = task.whole_tiles + half / 2;
     const int group = tile / (GROUP * task.token_tiles), in_group = tile - group * GROUP * task.token_tiles;
     const int rows = min(GROUP, task.row_tiles - group * GROUP);
-    token_tile = in_group / rows;
-    row_tile = group * GROUP + in_group - token_tile * rows;
+    const int token_tile = in_group / rows, row_tile = group * GROUP + in_group - token_tile * rows;
+    if (TILE::WARPGROUPS > 1 && half >= 0)
+        return {(row_tile * TILE::WARPGROUPS + half % 2) * TILE::CLUSTER + rank, 1, token_tile};
+    return {(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS, TILE::WARPGROUPS, token_tile};
 }
 
 // Position in the ring of stages: the phase flips at each turn.
@@ -131,46 +153,46 @@ __device__ __forceinline__ float slide_bias(const slide_task &task, int64_t row)
 // One thread of a block: fills the ring with the tokens and the weights of all tiles of its cluster.
 template <class TILE>
 __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, int split) {
-    constexpr int SHARE = TILE::TOKEN_BYTES / TILE::CLUSTER;
     const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
     const int first_k_tile = slide_first_k_tile<TILE>(task, split),
               last_k_tile = slide_first_k_tile<TILE>(task, split + 1);
     const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8;
     // Behind the last row block: any rows do, their output is not stored.
-    const auto weights_of = [&](int row_tile, int i) {
-        const int block = min((row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS + i, task.row_blocks - 1);
-        return task.packed + (int64_t)block * task.k_tiles * TILE::TILE_BYTES;
+    const auto weights_of = [&](int row_block) {
+        return task.packed + (int64_t)min(row_block, task.row_blocks - 1) * task.k_tiles * TILE::TILE_BYTES;
     };
-    const int num_tiles = task.row_tiles * task.token_tiles;
-    int row_tile, token_tile;
-    if (task.begins_beside && (int)blockIdx.x / blocks < num_tiles) {
+    if (task.begins_beside && (int)blockIdx.x / blocks < task.num_tiles) {
         // The weights are there before the tokens are: what the ring will ask for first comes to L2 meanwhile.
-        slide_place(task, blockIdx.x / blocks, row_tile, token_tile);
-        for (int i = 0; i < TILE::WARPGROUPS; i++)
-            sm90::prefetch_to_l2(weights_of(row_tile, i) + (int64_t)first_k_tile * TILE::TILE_BYTES,
+        const slide_part part = slide_place<TILE>(task, blockIdx.x / blocks, rank);
+        for (int i = 0; i < part.warpgroups; i++)
+            sm90::prefetch_to_l2(weights_of(part.row_block + i) + (int64_t)first_k_tile * TILE::TILE_BYTES,
                                  min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
     }
     sm90::wait_for_previous_launch();
     slide_ring<TILE::STAGES> ring;
-    for (int tile = blockIdx.x / blocks; tile < num_tiles; tile += gridDim.x / blocks) {
-        slide_place(task, tile, row_tile, token_tile);
-        const int token = token_tile * TILE::TOKENS + rank * (SHARE / 128);
+    for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
+        const slide_part part = slide_place<TILE>(task, tile, rank);
+        const bool is_last = part.token_tile == task.token_tiles - 1;
+        const CUtensorMap *lifted = is_last ? &task.last_lifted : &task.lifted;
+        const int share = is_last ? task.last_share : TILE::TOKENS / TILE::CLUSTER;
+        const int token = part.token_tile * TILE::TOKENS + rank * share;
         const uint8_t *weights[TILE::WARPGROUPS];
 #pragma unroll
-        for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(row_tile, i);
+        for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(part.row_block + i);
         for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, ring.next()) {
             const uint32_t barrier = full + ring.stage * 8;
             sm90::barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-            sm90::barrier_expect(barrier, TILE::TOKEN_BYTES + TILE::WEIGHT_BYTES);
-            const uint32_t tokens = smem + ring.stage * TILE::TOKEN_BYTES + rank * SHARE;
+            sm90::barrier_expect(barrier, share * TILE::CLUSTER * 128 + part.warpgroups * TILE::TILE_BYTES);
+            const uint32_t tokens = smem + ring.stage * TILE::TOKEN_BYTES + rank * share * 128;
             if (TILE::CLUSTER == 1)
-                sm90::copy_box(tokens, &task.lifted, k_tile * 128, token, barrier);
+                sm90::copy_box(tokens, lifted, k_tile * 128, token, barrier);
             else
-                sm90::copy_box_to_all(tokens, &task.lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
+                sm90::copy_box_to_all(tokens, lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
 #pragma unroll
             for (int i = 0; i < TILE::WARPGROUPS; i++)
-                sm90::copy_bytes(smem + TILE::WEIGHTS + ring.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
-                                 weights[i] + (int64_t)k_tile * TILE::TILE_BYTES, TILE::TILE_BYTES, barrier);
+                if (i < part.warpgroups)
+                    sm90::copy_bytes(smem + TILE::WEIGHTS + ring.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
+                                     weights[i] + (int64_t)k_tile * TILE::TILE_BYTES, TILE::TILE_BYTES, barrier);
         }
     }
 }
@@ -211,21 +233,26 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         stored++;
     };
 
-    // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
+    // Hands a stage back, for a warpgroup that has no part too. The whole warpgroup is behind a wgmma once one of its warps
+    // is, so one lane could do it for all. But metadata are read by ordinary loads: each lane hands back what it read.
+    slide_part part{};
     const auto release = [&](int stage) {
-        if (lane || warp >= TILE::CLUSTER) return;
-        if (TILE::CLUSTER == 1)
-            sm90::barrier_arrive(empty + stage * 8);
-        else
-            sm90::barrier_arrive_remote(empty + stage * 8, warp);
+        const uint32_t barrier = empty + stage * 8;
+        const int times = 1 + TILE::WARPGROUPS - part.warpgroups;
+        if (KIND == SLIDE_SPARSE) {
+            sm90::barrier_arrive(barrier, times);
+            if (TILE::CLUSTER > 1 && thread == 0) sm90::barrier_arrive_remote(barrier, rank ^ 1, times);
+        } else if (lane == 0 && warp < TILE::CLUSTER) {
+            TILE::CLUSTER > 1 ? sm90::barrier_arrive_remote(barrier, warp, times) : sm90::barrier_arrive(barrier);
+        }
     };
 
     slide_ring<TILE::STAGES> ring;
-    for (int tile = blockIdx.x / blocks; tile < task.row_tiles * task.token_tiles; tile += gridDim.x / blocks) {
-        int row_tile, token_tile;
-        slide_place(task, tile, row_tile, token_tile);
-        const int64_t first_row = ((int64_t)(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS + warpgroup) * 64;
-        const int first_token = token_tile * TOKENS;
+    for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
+        part = slide_place<TILE>(task, tile, rank);
+        if (warpgroup >= part.warpgroups) break; // halves come last
+        const int64_t first_row = (int64_t)(part.row_block + warpgroup) * 64;
+        const int first_token = part.token_tile * TOKENS;
         // Loaded now, used behind the products: their latency is hidden. Each warp holds the scales of all tokens.
         const int64_t row = first_row + warp * 16 + lane / 4;
         const float scale_low = row < task.rows ? task.scale[row] : 0;
@@ -336,9 +363,10 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < TILE::STAGES; stage++) {
             sm90::barrier_init(barriers + stage * 8, 1);
-            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::WARPGROUPS * TILE::CLUSTER);
+            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::RELEASES);
         }
         sm90::prefetch_map(&task.lifted);
+        sm90::prefetch_map(&task.last_lifted);
         sm90::prefetch_map(&task.out);
         sm90::barrier_init(barriers + TILE::STAGES * 16, 128 * (task.splits - 1) + 1);
         if (task.splits > 1) sm90::barrier_arrive(barriers + TILE::STAGES * 16);
@@ -391,8 +419,18 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
         if (blocks > slots || (blocks > num_sms && task.k_tiles < task.splits * 32)) break;
         task.splits *= 2;
     }
-    cudaError_t status = sm90::tensor_map(&task.lifted, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes,
-                                          args.tokens, token_bytes, 128, TILE::TOKENS / TILE::CLUSTER);
+    const int cluster = TILE::CLUSTER * task.splits;
+    const int64_t clusters = slots / cluster, whole = slide_whole_tiles(tiles, clusters, TILE::WARPGROUPS);
+    task.whole_tiles = (int)whole;
+    task.num_tiles = (int)(2 * tiles - task.whole_tiles);
+    const int last = task.tokens - (task.token_tiles - 1) * TILE::TOKENS;
+    task.last_share = TILE::CLUSTER == 1 ? last : (last + 8 * TILE::CLUSTER - 1) / (8 * TILE::CLUSTER) * 8;
+    const auto map_tokens = [&](CUtensorMap *map, int tokens) {
+        return sm90::tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes, args.tokens, token_bytes,
+                                128, tokens);
+    };
+    cudaError_t status = map_tokens(&task.lifted, TILE::TOKENS / TILE::CLUSTER);
+    if (status == cudaSuccess) status = map_tokens(&task.last_lifted, task.last_share);
     if (status == cudaSuccess)
         status = sm90::tensor_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
                                   args.out_stride * 2, 64, TILE::CHUNK);
@@ -400,11 +438,10 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
         status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, SIZE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       TILE::SMEM_BYTES);
     if (status != cudaSuccess) return status;
-    const int cluster = TILE::CLUSTER * task.splits;
     // Beginning beside the quantiser saves 1 us of 10, or 2 of 25. Where not all SMs are needed, the blocks of those at
     // which the quantiser still is pile up on others (down at 16 tokens 26.9 us instead of 25.2); of many tokens the
     // blocks fall out of step, and large GEMMs take 1 to 3 % longer (H200).
-    const int64_t blocks = tiles * cluster;
+    const int64_t blocks = (int64_t)task.num_tiles * cluster;
     task.begins_beside =
         args.follows_quantiser && args.tokens <= 512 && (args.tokens <= 4 || blocks <= num_sms || blocks >= slots);
     cudaLaunchAttribute attributes[2] = {};
@@ -413,7 +450,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)((tiles < slots / cluster ? tiles : slots / cluster) * cluster));
+    config.gridDim = dim3((unsigned)((task.num_tiles < clusters ? task.num_tiles : clusters) * cluster));
     config.blockDim = dim3(TILE::THREADS);
     config.dynamicSmemBytes = TILE::SMEM_BYTES;
     config.stream = stream;

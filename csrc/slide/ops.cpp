@@ -127,6 +127,8 @@ Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, Sca
     const cudaError_t status = macko_slide_gemm_cuda(&args, current_stream(out));
     if (status == cudaErrorNotSupported)
         fail(op, "the kernel needs a GPU of compute capability 9.0 (H100, H200, GH200), ", device_name(out), " is not");
+    if (status == cudaErrorSymbolNotFound)
+        fail(op, "the kernel needs a driver of CUDA 12.0 or later: this one has no cuTensorMapEncodeTiled");
     STD_CUDA_CHECK(status);
     if (cut) out = torch::stable::contiguous(torch::stable::narrow(out, out.dim() - 1, 0, rows));
 #else

@@ -929,6 +929,7 @@ def main() -> None:
             "slide model": lambda: slide_model_table(path.parent / "slide_model.jsonl"),
         }
         for name in ("int8", "fp8", "bf16"):
+            parts[f"slide llama {name}"] = lambda name=name: slide_table(slide, name, llama=True)
             parts[f"slide {name}"] = lambda name=name: slide_table(slide, name)
             parts[f"slide {name} us"] = lambda name=name: slide_times_table(slide, name)
     if (variants := path.parent / "variants.jsonl").exists():

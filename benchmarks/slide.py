@@ -1,6 +1,7 @@
 """Quantised and structured-sparse linears on a GPU: the whole linear, from a 16-bit x to a 16-bit y.
 
     python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
+    python -m benchmarks.slide results.jsonl --tokens=    the quantiser alone
     python -m benchmarks.slide results.jsonl --table      writes macko/slide_times.json, which macko.slide_choice reads
     python -m benchmarks.slide results.jsonl --judge      what macko.slide_choice loses at tokens that nobody measured
     python -m benchmarks.slide results.jsonl --twin       the dense GEMM alone, where CUTLASS's was measured (TWIN)
@@ -324,6 +325,7 @@ def main() -> None:
     if args.table or args.judge:
         return write_table(args.results) if args.table else judge(args.results)
     where, clock = provenance(), Clock()
+    counts = [int(count) for count in args.tokens.split(",") if count]
     if args.twin:
         for name in args.types.split(","):
             time_twin(name, args.results, where, clock, args)
@@ -334,9 +336,9 @@ def main() -> None:
     for name in args.types.split(","):
         for shape in args.shapes.split(","):
             rows, cols = SHAPES[shape]
-            weights = weights_of(name, rows, cols)
+            weights = weights_of(name, rows, cols) if counts else {}
             bias = torch.randn(rows, device="cuda").bfloat16()
-            for tokens in map(int, args.tokens.split(",")):
+            for tokens in counts:
                 x = torch.randn(tokens, cols, device="cuda").bfloat16()
                 sides = sides_of(name, weights, x, bias, args.ours)
                 check(sides["dense"][0](), F.linear(x, weights["bf16"][0][0], bias), name)

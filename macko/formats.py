@@ -678,9 +678,13 @@ class SlideWeight(PackedWeight):
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether there is a kernel that keeps weights of this dtype as they are: on the CPU and on sm_90."""
-        here = device.type == "cpu" or torch.cuda.get_device_capability(device) == (9, 0)
-        return here and dtype in SLIDE_ELEMENTS
+        """Whether there is a kernel that keeps weights of this dtype as they are: on the CPU and from sm_80 on.
+
+        Not where float8 products are made of half-precision ones: before sm_89, and on sm_100 to 110.
+        """
+        major, minor = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+        has_float8 = (8, 9) <= (major, minor) < (10, 0) or major >= 12
+        return major >= 8 and dtype in SLIDE_ELEMENTS and (dtype != torch.float8_e4m3fn or has_float8)
 
     @classmethod
     def from_dense(

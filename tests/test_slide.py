@@ -159,6 +159,18 @@ def test_tokens_are_quantised_and_lifted(n: int, source: torch.dtype, device: st
             assert_codes(lifted, reference.slide_lift(codes, n))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "cols"), [(140, 3592), (140, 9001), (2, 70_008), (140, 70_003)])
+def test_tokens_of_every_launch(tokens: int, cols: int) -> None:
+    """Few and many tokens, short and long, and longer than a block's registers hold, against the CPU."""
+    x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(cols)).half()
+    for n, dtype in product((0, 3, 4, 8), (INT8, FP8, torch.float16)):
+        lifted, scale = ops.slide_quant_fused(x.cuda(), n, dtype)
+        wanted = ops.slide_quant_fused(x, n, dtype)
+        assert_same_bits(scale.cpu(), wanted[1])
+        assert_codes(lifted, wanted[0])
+
+
 @pytest.mark.parametrize(("device", "source"), device_dtypes())
 def test_tokens_of_special_numbers(device: str, source: torch.dtype) -> None:
     kind = torch.finfo(source)
@@ -240,6 +252,37 @@ def test_every_tile(dtype: torch.dtype, n: int, tile: str, monkeypatch: pytest.M
         lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
         y = ops.slide_gemm(lifted, torch.ones(tokens, device="cuda"), packed, scale, cols, n, torch.bfloat16)
         assert_same_bits(y, (q.double() @ codes.double().t()).to(torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [0, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_kernel_of_other_gpus(dtype: torch.dtype, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mma.sync in place of wgmma: exact in integers, at every size of tile; int8 gives the same bits."""
+    monkeypatch.setenv("MACKO_COPY", "cp_async")
+    test_integer_products_are_exact(dtype, n, "cuda")
+    codes = integers(1800, 333, most=3, seed=5) * random_mask(1800, 333, n)
+    q = integers(2100, 333, most=3, seed=6) * (torch.rand(333, generator=torch.Generator().manual_seed(1)) < 0.5)
+    packed = ops.slide_pack(codes.to(dtype).cuda(), n, dtype)[:2]
+    lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
+    y = ops.slide_gemm(lifted, torch.ones(2100, device="cuda"), *packed, 333, n, torch.bfloat16)
+    assert_same_bits(y, (q.double() @ codes.double().t()).to(torch.bfloat16))
+    w, source = weight(200, 1203, n, source_of(dtype)), source_of(dtype)
+    packed = ops.slide_pack(w.cuda(), n, dtype)[:2]
+    x, bias = torch.randn(70, 1203).to(source), torch.randn(200).to(source)
+    y = ops.slide_linear(x.cuda(), *packed, 1203, n, dtype, bias.cuda())
+    assert_close_slide(y, x, w, (*packed, dtype), n, bias)
+    monkeypatch.delenv("MACKO_COPY")
+    if dtype == INT8:
+        assert_same_bits(y, ops.slide_linear(x.cuda(), *packed, 1203, n, dtype, bias.cuda()))
+
+
+def test_gpus_without_float8_products_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    for capability, has in {(7, 5): (), (8, 0): (INT8,), (8, 9): (INT8, FP8), (9, 0): (INT8, FP8), (10, 0): (INT8,),
+                            (12, 0): (INT8, FP8)}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert [dtype for dtype in (INT8, FP8) if SlideWeight.runs(device, dtype)] == list(has)
 
 
 @pytest.mark.gpu

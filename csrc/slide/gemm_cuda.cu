@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "../core/cuda.cuh"
 #include "gemm_cuda.cuh"
 
 namespace macko {
@@ -16,6 +17,9 @@ extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, slide_size, c
                                                        cudaStream_t);
 extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
                                                         cudaStream_t);
+
+// The same for GPUs without wgmma; cudaErrorNotSupported where the type needs a later one.
+cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cudaStream_t stream);
 
 namespace {
 
@@ -63,14 +67,13 @@ slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int 
 
 cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_t stream) {
     using namespace macko;
-    int device = 0, major = 0, minor = 0, num_sms = 0;
+    int device = 0, major = 0, num_sms = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status != cudaSuccess) return status;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-    if (major != 9 || minor != 0) return cudaErrorNotSupported;
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
+    if (major != 9 || is("MACKO_COPY", "cp_async")) return slide_run_mma(kind, *args, stream); // no wgmma
     const slide_size size = size_of_tile(kind, *args, num_sms);
     switch (args->weight.shape.type) {
     case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, num_sms, stream);

@@ -126,7 +126,7 @@ Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, Sca
     args.out = out.mutable_data_ptr();
     const cudaError_t status = macko_slide_gemm_cuda(&args, current_stream(out));
     if (status == cudaErrorNotSupported)
-        fail(op, "the kernel needs a GPU of compute capability 9.0 (H100, H200, GH200), ", device_name(out), " is not");
+        fail(op, "float8 needs a GPU of compute capability 8.9, and code built for it: ", device_name(out), " has not");
     if (status == cudaErrorSymbolNotFound)
         fail(op, "the kernel needs a driver of CUDA 12.0 or later: this one has no cuTensorMapEncodeTiled");
     STD_CUDA_CHECK(status);

@@ -211,8 +211,9 @@ cudaError_t macko_slide_unpack_cuda(const macko_slide_weight *weight, void *code
 cudaError_t macko_slide_quant_cuda(const void *x, macko_dtype dtype, int64_t tokens, int64_t cols, int n,
                                    macko_slide_type type, void *lifted, float *scale, cudaStream_t stream);
 
-/* cudaErrorNotSupported where the device is not of compute capability 9.0, cudaErrorSymbolNotFound where the driver is
-   older than CUDA 12.0. `lifted`, out and their rows: 16-byte aligned. */
+/* cudaErrorNotSupported for e4m3 where the device, or what was built for it, is older than compute capability 8.9;
+   cudaErrorSymbolNotFound where a device of 9.0 has a driver older than CUDA 12.0. `lifted`, out and their rows: 16-byte
+   aligned. */
 cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_t stream);
 #endif
 

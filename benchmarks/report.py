@@ -374,10 +374,10 @@ def models_table(path: Path) -> str:
 
 def load_bench(path: Path) -> list[Line]:
     """Lines of `macko bench --json`; of those that measured the same thing the last one counts."""
-    names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "kernel")
+    names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "tokens", "kernel")
     found: dict[tuple[Any, ...], Line] = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        key = tuple(line.get(name) for name in names)
+        key = tuple(line.get(name) or None for name in names)
         found.pop(key, None)
         found[key] = line
     return list(found.values())
@@ -385,7 +385,14 @@ def load_bench(path: Path) -> list[Line]:
 
 def bench_where(lines: list[Line]) -> str:
     commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
-    return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
+    about = f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
+    slowed = [bench_name(line) for line in lines if line.get("profiled_before") and line["what"] == "decode"]
+    if slowed:
+        about += (
+            f"\n\n{' and '.join(slowed)} are of another run than dense, in which a profiler had run before: that slows "
+            "every launch on the host, so that their speeds are too low."
+        )
+    return about
 
 
 def bench_headline(lines: list[Line]) -> str:
@@ -403,16 +410,20 @@ def bench_headline(lines: list[Line]) -> str:
                 f"{dense['peak_bytes'] / 1e9:.1f}"
             )
     text = "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."
-    prefills = [line for line in lines if line["what"] == "prefill" and line["batch"] == 1]
-    if prefills:
-        longest = max(line["prompt_tokens"] for line in prefills)
-        ms = {line["sparsity"]: line["ms"] for line in prefills if line["prompt_tokens"] == longest}
-        text += f" A prompt of {longest} tokens: **{ms[0.0] / ms[0.5]:.2f}x**, {ms[0.5]:.0f} ms against {ms[0.0]:.0f}."
+    prefills = [line for line in lines if line["what"] == "prefill" and not line.get("tokens")]
+    ms = {(line["prompt_tokens"], line["compile"] or "", line["sparsity"]): line["ms"] for line in prefills}
+    both = [(*run, sparsity) for *run, sparsity in ms if sparsity == 0.5 and (*run, 0.0) in ms]
+    if both:
+        longest, way, _ = max(both)
+        of = [ms[longest, way, sparsity] for sparsity in (0.0, 0.5)]
+        text += f" A prompt of {longest} tokens: **{of[0] / of[1]:.2f}x**, {of[1]:.0f} ms against {of[0]:.0f}."
     return text
 
 
 def bench_name(line: Line) -> str:
-    return f"{line['sparsity']:.0%} sparse" if line["model"] == "sparse" else "dense"
+    if line["model"] == "dense":
+        return "dense"
+    return f"{line['sparsity']:.0%} sparse{', for batches' if line.get('tokens') else ''}"
 
 
 def bench_table(lines: list[Line], what: str) -> str:
@@ -435,9 +446,9 @@ def bench_table(lines: list[Line], what: str) -> str:
 
 
 def logits_table(lines: list[Line]) -> str:
-    found = {line["sparsity"]: line for line in lines if line["what"] == "logits"}
-    rows = [[f"{key:.0%}", f"{line['error']:.2g}", f"{line['largest']:.2g}"] for key, line in sorted(found.items())]
-    return table(["sparsity", "largest difference of logits", "largest logit"], rows)
+    found = {bench_name(line): line for line in lines if line["what"] == "logits"}
+    rows = [[name, f"{line['error']:.2g}", f"{line['largest']:.2g}"] for name, line in sorted(found.items())]
+    return table(["model", "largest difference of logits", "largest logit"], rows)
 
 
 def profile_table(lines: list[Line], sparsity: float = 0.5, batch: int = 1) -> str:

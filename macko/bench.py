@@ -31,13 +31,25 @@ COMPILED: dict[str, dict[str, Any]] = {
 COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
 
 
-@dataclasses.dataclass
-class Result:
-    """One measurement of one model."""
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A model as it is compared."""
 
-    what: str  #: "prefill" or "decode"
     model: str  #: "dense" or "sparse"
     sparsity: float  #: share of zeros in its layers
+    tokens: str  #: what sparsify_ was told: "batch", or empty
+
+    def __str__(self) -> str:
+        if self.model == "dense":
+            return "dense"
+        return f"{self.sparsity:.0%} sparse{', for batches' if self.tokens else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result(Side):
+    """One measurement of it."""
+
+    what: str  #: "prefill" or "decode"
     batch: int
     prompt_tokens: int  #: of each sequence
     ms: float  #: of the prefill, or of one token of all sequences
@@ -56,26 +68,28 @@ def run(options: argparse.Namespace) -> None:
     results: list[Result] = []
     lines: list[dict[str, Any]] = []
     for index, sparsity in enumerate(sparsities or [None]):
+        _make_dense(model)
         if sparsity is not None:
             prune_(model, sparsity)
         dense_logits = _logits(model, prompts[:1])
         if index == 0:
-            results += _measure_all("dense", 0.0, model, prompts, options, lines)
-        report = sparsify_(model, format=options.format, merge=options.merge)
-        if not report.changed:
-            raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity")
-        density = sum((layer.density or 0) * _count(layer.shape) for layer in report.changed)
-        share = round(1 - density / sum(_count(layer.shape) for layer in report.changed), 3)
-        error, largest = (
-            (_logits(model, prompts[:1]) - dense_logits).abs().max().item(),
-            dense_logits.abs().max().item(),
-        )
-        print(str(report).splitlines()[-1])
-        print(f"logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})", flush=True)
-        lines.append({"what": "logits", "model": "sparse", "sparsity": share, "error": error, "largest": largest})
-        results += _measure_all("sparse", share, model, prompts, options, lines)
-        if index + 1 < len(sparsities):
+            results += _measure_all(Side("dense", 0.0, ""), model, prompts, options.batch, options, lines)
+        for tokens, batches in _ways(options, device):
             _make_dense(model)
+            report = sparsify_(model, format=options.format, merge=options.merge, tokens=tokens)
+            if not report.changed:
+                raise ValueError(
+                    f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity"
+                )
+            density = sum((layer.density or 0) * _count(layer.shape) for layer in report.changed)
+            share = round(1 - density / sum(_count(layer.shape) for layer in report.changed), 3)
+            side = Side("sparse", share, tokens or "")
+            logits = _logits(model, prompts[:1])
+            error, largest = (logits - dense_logits).abs().max().item(), dense_logits.abs().max().item()
+            print(str(report).splitlines()[-1])
+            print(f"{side}, logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})", flush=True)
+            lines.append({"what": "logits", **dataclasses.asdict(side), "error": error, "largest": largest})
+            results += _measure_all(side, model, prompts, batches, options, lines)
     if results:
         print(_table(results))
     if options.json:
@@ -92,8 +106,22 @@ def run(options: argparse.Namespace) -> None:
             file.writelines(json.dumps({**line, **about}) + "\n" for line in lines)
 
 
+def _ways(options: argparse.Namespace, device: torch.device) -> list[tuple[str | None, list[int]]]:
+    """What sparsify_ is told, and the batch sizes for it: on a GPU as a user would who knows how many there will be."""
+    if device.type != "cuda" or options.format != "auto":
+        return [(None, options.batch)]
+    several = [batch for batch in options.batch if batch > 1]
+    ways = [(None, [batch for batch in options.batch if batch == 1]), ("batch", several)]
+    return [(tokens, batches) for tokens, batches in ways if batches]
+
+
 def _measure_all(
-    name: str, sparsity: float, model: Any, prompts: Tensor, options: argparse.Namespace, lines: list[dict[str, Any]]
+    side: Side,
+    model: Any,
+    prompts: Tensor,
+    batches: list[int],
+    options: argparse.Namespace,
+    lines: list[dict[str, Any]],
 ) -> list[Result]:
     """Decoding at every batch size behind the first prompt length, the prefill of one sequence at every length."""
     results = []
@@ -101,24 +129,21 @@ def _measure_all(
     gc.collect()
     if prompts.is_cuda:
         torch.cuda.empty_cache()
-    for batch in options.batch:
+    for batch in batches:
         prompt = prompts[:batch, : options.prompt_tokens[0]]
         if options.profile:
             rows = profile_token(model, prompt, 1 + options.new_tokens, options.compile) if prompts.is_cuda else []
-            lines += [{"what": "profile", "model": name, "sparsity": sparsity, "batch": batch, **row} for row in rows]
+            lines += [{"what": "profile", **dataclasses.asdict(side), "batch": batch, **row} for row in rows]
             print("\n".join(f"{row['us']:9.1f} us {row['launches']:4} {row['kernel']}" for row in rows), flush=True)
         else:
-            decode = _decode(model, prompt, options)
-            results.append(dataclasses.replace(decode, model=name, sparsity=sparsity))
+            results.append(_decode(side, model, prompt, options))
     if options.profile:
         return []
-    for count in options.prompt_tokens:
-        results.append(dataclasses.replace(_prefill(model, prompts[:1, :count]), model=name, sparsity=sparsity))
+    results += [_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens]
     for result in results:
         peak = "" if result.peak_bytes is None else f", peak {format_bytes(result.peak_bytes)}"
         speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{peak}"
-        about = f"{result.what} batch {result.batch} prompt {result.prompt_tokens}"
-        print(f"{name} {sparsity:.0%} sparse, {about}: {speed}", flush=True)
+        print(f"{side}, {result.what} batch {result.batch} prompt {result.prompt_tokens}: {speed}", flush=True)
     return results
 
 
@@ -139,7 +164,7 @@ def _compile_config(compiled: str) -> Any:
     return CompileConfig(mode=None, options={"triton.cudagraphs": True, **COMPILED[compiled]})  # type: ignore[arg-type]
 
 
-def _decode(model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:
+def _decode(side: Side, model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:
     """A token behind the first is what a long generation takes beyond one of a single token, over their number."""
     compiled = options.compile
     count = 1 + options.new_tokens
@@ -150,17 +175,19 @@ def _decode(model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:
     whole = _best(lambda: _generate(model, prompts, count, compiled), prompts.is_cuda)
     seconds = max(whole - first, 1e-9) / options.new_tokens
     peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
-    return Result("decode", "", 0, len(prompts), prompts.shape[1], seconds * 1e3, len(prompts) / seconds, peak)
+    about = (side.model, side.sparsity, side.tokens, "decode", len(prompts), prompts.shape[1])
+    return Result(*about, seconds * 1e3, len(prompts) / seconds, peak)
 
 
-def _prefill(model: Any, prompts: Tensor) -> Result:
+def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
     """What generate() does before its first token: not compiled."""
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
         seconds = _best(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6)
     peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
-    return Result("prefill", "", 0, 1, prompts.shape[1], seconds * 1e3, prompts.shape[1] / seconds, peak)
+    about = (side.model, side.sparsity, side.tokens, "prefill", 1, prompts.shape[1])
+    return Result(*about, seconds * 1e3, prompts.shape[1] / seconds, peak)
 
 
 def _best(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> float:
@@ -281,12 +308,11 @@ def _table(results: list[Result]) -> str:
     for title in ("what", "batch", "prompt", "model", "ms", "tokens/s", "over dense", "peak GPU memory"):
         table.add_column(title, justify="left" if title in ("what", "model") else "right", no_wrap=True)
     dense = {(r.what, r.batch, r.prompt_tokens): r for r in results if r.model == "dense"}
-    for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity)):
+    for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity, r.tokens)):
         ratio = result.tokens_per_s / dense[result.what, result.batch, result.prompt_tokens].tokens_per_s
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
-        name = f"{result.sparsity:.0%} sparse" if result.model == "sparse" else "dense"
         times = (f"{result.ms:.3f}", f"{result.tokens_per_s:.1f}", f"{ratio:.2f}x")
-        table.add_row(result.what, str(result.batch), str(result.prompt_tokens), name, *times, peak)
+        table.add_row(result.what, str(result.batch), str(result.prompt_tokens), str(result), *times, peak)
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

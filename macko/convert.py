@@ -111,7 +111,9 @@ def sparsify_(
         if merge:
             found.clear()  # so that each layer's memory is free once it is part of a merged one
             layer = sparse = None  # type: ignore[assignment]
-            merge_(model)
+            merged = {name: [n for n in names if n != name] for names in merge_(model) for name in names}
+            for row in rows:
+                row.merged_with = merged.get(row.name, [])
     except BaseException:
         for step in reversed(undo):
             step()

@@ -90,6 +90,8 @@ class LayerReport:
     #: where nothing is known.
     us_before: float | None = None
     us_after: float | None = None
+    #: Names of the layers that are one matrix with it (macko.merge_); bytes and times are of the layer by itself.
+    merged_with: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -139,7 +141,7 @@ class Report:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False)
-        for title in ("layer", "shape", "density (sparse)", "format", "before", "after", "gain", "why not"):
+        for title in ("layer", "shape", "density (sparse)", "format", "before", "after", "gain", "note"):
             numeric = title in ("shape", "density (sparse)", "before", "after", "gain")
             table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
         for layer in self.layers:
@@ -147,7 +149,9 @@ class Report:
             shape = "x".join(map(str, layer.shape))
             sizes = (format_bytes(layer.bytes_before), format_bytes(layer.bytes_after))
             gain = _times(layer.us_before / layer.us_after) if layer.us_before and layer.us_after else ""
-            table.add_row(layer.name or "(the model)", shape, density, layer.format, *sizes, gain, layer.reason)
+            others = ", ".join(name.rpartition(".")[2] for name in layer.merged_with)
+            note = layer.reason or (f"one matrix with {others}" if others else "")
+            table.add_row(layer.name or "(the model)", shape, density, layer.format, *sizes, gain, note)
         share = f"{self.bytes_after / self.bytes_before:.3f} of before" if self.bytes_before else ""
         sizes = (format_bytes(self.bytes_before), format_bytes(self.bytes_after))
         table.add_section()

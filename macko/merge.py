@@ -122,7 +122,7 @@ class MergedLinear(SparseLinear):
         raise RuntimeError("MergedLinear: a packed weight has no random start")
 
 
-def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[str]:
+def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[list[str]]:
     """Packs sparse layers of the same input as one matrix, in place, so that a token takes fewer launches.
 
     Merged are SparseLinear siblings without a bias, of one parent, format and dtype. Outputs, names and what is saved
@@ -135,9 +135,9 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
         siblings: names of layers, in the order of their calls, that get the same tensor where one module has them all.
 
     Returns:
-        What was merged, as "model.layers.0.self_attn.{q_proj,k_proj,v_proj}".
+        The full names of the layers of each matrix.
     """
-    merged: list[str] = []
+    merged: list[list[str]] = []
     done: list[tuple[nn.Module, str]] = []
     try:
         _merge_all(model, siblings, merged, done)
@@ -150,7 +150,7 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
 
 
 def _merge_all(
-    model: nn.Module, siblings: Sequence[Sequence[str]], merged: list[str], done: list[tuple[nn.Module, str]]
+    model: nn.Module, siblings: Sequence[Sequence[str]], merged: list[list[str]], done: list[tuple[nn.Module, str]]
 ) -> None:
     """Notes what was merged, and before it is put there where."""
     for path, parent in model.named_modules():
@@ -167,7 +167,7 @@ def _merge_all(
             for name, layer in zip(names, _merge(layers), strict=True):
                 done.append((parent, name))
                 setattr(parent, name, layer)
-            merged.append(f"{path}.{{{','.join(names)}}}".removeprefix("."))
+            merged.append([f"{path}.{name}".removeprefix(".") for name in names])
 
 
 def _can_merge(layer: object) -> bool:

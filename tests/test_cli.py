@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
+from macko import bench
 from macko.cli import main, pieces
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, sparsity_format
@@ -82,7 +84,8 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @needs_transformers
-def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # so that logits are the same
     out = tmp_path / "results.jsonl"
     sizes = ["--batch", "1", "2", "--prompt-tokens", "4", "8", "--new-tokens", "2", "--sparsity", "0.7", "0.5"]
     assert main(["bench", "random:tiny", *sizes, "--json", str(out)]) == 0
@@ -97,6 +100,15 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["prompt_tokens"] for row in rows if row["what"] == "prefill"] == [4, 8] * 3
     assert all(row["tokens_per_s"] > 0 for row in rows if row["what"] != "logits")
     assert [(row["sparsity"], row["error"]) for row in rows if row["what"] == "logits"] == [(0.5, 0.0), (0.7, 0.0)]
+
+
+def test_bench_holds_a_model_on_a_gpu_as_its_batch_asks_for() -> None:
+    options = argparse.Namespace(format="auto", batch=[1, 8, 32])
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert bench._ways(options, gpu) == [(None, [1]), ("batch", [8, 32])]
+    assert bench._ways(options, cpu) == [(None, [1, 8, 32])]
+    assert bench._ways(argparse.Namespace(format="auto", batch=[8]), gpu) == [("batch", [8])]
+    assert bench._ways(argparse.Namespace(format="sell", batch=[1, 8]), gpu) == [(None, [1, 8])]
 
 
 def test_doctor_is_python_m_macko(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,17 @@ def models(device: str = "cpu") -> tuple[nn.Module, nn.Module]:
     sparse = nn.Sequential(Attention()).to(device)
     macko.sparsify_(sparse)
     merged = copy.deepcopy(sparse)
-    assert macko.merge_(merged) == ["0.{q_proj,k_proj,v_proj}"]
+    assert macko.merge_(merged) == [["0.q_proj", "0.k_proj", "0.v_proj"]]
     return sparse, merged
+
+
+def test_the_report_names_what_is_one_matrix() -> None:
+    report = macko.sparsify_(nn.Sequential(Attention()), merge=True)
+    assert [row.merged_with for row in report] == [
+        ["0.k_proj", "0.v_proj"], ["0.q_proj", "0.v_proj"], ["0.q_proj", "0.k_proj"]
+    ]  # fmt: skip
+    assert "one matrix with q_proj, v_proj" in str(report).splitlines()[2]
+    assert all(not row.merged_with for row in macko.sparsify_(nn.Sequential(Attention())))
 
 
 def vector(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 
 namespace macko {
@@ -157,18 +158,19 @@ inline cudaError_t current_device(Device *device) {
     return cudaSuccess;
 }
 
-// Lets KERNEL have as much shared memory as the device gives, once a device.
+// Lets KERNEL have as much shared memory as the device gives: once a device, and again after a failure. carveout: how
+// much of an SM's L1 becomes shared memory; a kernel of which two blocks shall share an SM has to ask for it.
 template <auto KERNEL>
-cudaError_t allow_all_shared_memory(const Device &device) {
-    static std::once_flag allowed[MAX_DEVICES];
-    cudaError_t error = cudaSuccess;
-    std::call_once(allowed[device.index], [&] {
-        cudaFuncAttributes own;
-        error = cudaFuncGetAttributes(&own, KERNEL);
-        if (!error)
-            error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         device.shared_bytes - int(own.sharedSizeBytes));
-    });
+cudaError_t allow_all_shared_memory(const Device &device, int carveout = cudaSharedmemCarveoutDefault) {
+    static std::atomic<bool> allowed[MAX_DEVICES];
+    if (allowed[device.index]) return cudaSuccess;
+    cudaFuncAttributes own;
+    cudaError_t error = cudaFuncGetAttributes(&own, KERNEL);
+    if (!error)
+        error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     device.shared_bytes - int(own.sharedSizeBytes));
+    if (!error) error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributePreferredSharedMemoryCarveout, carveout);
+    allowed[device.index] = !error;
     return error;
 }
 

@@ -242,7 +242,8 @@ __global__ void place_blocks(int warps, int num_blocks, int most_head, sell_bloc
     int head = 0;
     for (int stages = 1; stages <= SELL_MAX_HEAD; stages++) {
         block_exclusive_sum(held[stages], &held[stages]);
-        if (stages <= most_head && (int64_t)num_blocks * stages * warps - held[stages] <= slots / 32) head = stages;
+        const int64_t fixed = sell_head_slot(0, num_blocks, warps, stages);
+        if (stages <= most_head && fixed - held[stages] <= slots / 32) head = stages;
     }
     int64_t slot = 0, group = 0, total;
     for (int tile = 0; tile < num_blocks; tile += SCAN_THREADS) {
@@ -260,8 +261,8 @@ __global__ void place_blocks(int warps, int num_blocks, int most_head, sell_bloc
         blocks[block].group = (int32_t)first_group;
     }
     if (threadIdx.x) return;
-    totals->slots = (int64_t)num_blocks * head * warps + slot;
-    totals->groups = (int64_t)num_blocks * warps + group;
+    totals->slots = sell_head_slot(0, num_blocks, warps, head) + slot;
+    totals->groups = sell_first_base(num_blocks, warps, 0) / SELL_LANES + group;
     totals->head = head;
 }
 
@@ -319,7 +320,8 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
     const sell_block b = s.blocks[blockIdx.x];
     const int lane = threadIdx.x % WARP, slot_bytes = sell_slot_bytes(s.gap_bits);
     const int groups = max(sell_groups(&b), s.warps), long_groups = sell_long_groups(&b);
-    const Places places(s, b, blockIdx.x);
+    Places places;
+    places.find(s, b, blockIdx.x);
     for (int group = blockIdx.y * WARPS + threadIdx.x / WARP; group < groups; group += gridDim.y * WARPS) {
         const int task = group * SELL_LANES + lane, warp = group % s.warps, turn = group / s.warps;
         const bool owned = task < b.rows * b.chunks;
@@ -348,7 +350,7 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
                 gaps[i] = inside ? columns[at] - next : 0;
                 next += gaps[i] + 1;
             }
-            uint8_t *slot = data + slot_bytes * places.slot(stage + step, warp);
+            uint8_t *slot = data + slot_bytes * places.slot(s, stage + step, warp);
             for (int half = 0; half < 2; half++) {
                 uint4 packed;
                 uint32_t *words = &packed.x;

@@ -124,18 +124,30 @@ SELL_FN int sell_slots_before(const sell_block *b, int warps, int stages) {
     return slots;
 }
 
+/* Slot in data where a stage of the head begins, and where what a block has behind the head does. */
+SELL_FN int64_t sell_head_slot(int block, int num_blocks, int warps, int stage) {
+    return ((int64_t)stage * num_blocks + block) * warps;
+}
+SELL_FN int64_t sell_tail_slot(const sell_block *b, int num_blocks, int warps, int head) {
+    return sell_head_slot(0, num_blocks, warps, head) + b->slot;
+}
+
 /* Slot in data of a warp's step (= stage) of a block. */
 SELL_FN int64_t sell_slot(const sell_block *b, int block, int num_blocks, int warps, int head, int stage, int warp) {
-    if (stage < head) return ((int64_t)stage * num_blocks + block) * warps + warp;
-    return (int64_t)num_blocks * head * warps + b->slot + sell_slots_before(b, warps, stage) -
+    if (stage < head) return sell_head_slot(block, num_blocks, warps, stage) + warp;
+    return sell_tail_slot(b, num_blocks, warps, head) + sell_slots_before(b, warps, stage) -
            sell_slots_before(b, warps, head) + warp;
 }
 
-/* First task of a group in bases. */
+/* First task of a group in bases: of a warp's first group, of one behind those (counted from there), of any. */
+SELL_FN int64_t sell_first_base(int block, int warps, int group) {
+    return ((int64_t)block * warps + group) * SELL_LANES;
+}
+SELL_FN int64_t sell_later_base(const sell_block *b, int num_blocks, int warps, int later) {
+    return ((int64_t)num_blocks * warps + b->group + later) * SELL_LANES;
+}
 SELL_FN int64_t sell_base(const sell_block *b, int block, int num_blocks, int warps, int group) {
-    const int64_t index =
-        group < warps ? (int64_t)block * warps + group : (int64_t)num_blocks * warps + b->group + group - warps;
-    return index * SELL_LANES;
+    return group < warps ? sell_first_base(block, warps, group) : sell_later_base(b, num_blocks, warps, group - warps);
 }
 
 /* First step of a chunk within its row. */

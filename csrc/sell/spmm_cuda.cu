@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     asm volatile("griddepcontrol.wait;" ::: "memory"); // from here on, what the previous kernel wrote may be read
     interleave<T, N>(x, launch.tokens, cols, shared, threadIdx.x, consumers * WARP);
     const int groups = sell_groups(&b), long_groups = sell_long_groups(&b), threads = warps * WARP;
-    uint32_t base = warp < groups ? m.bases[((int64_t)block * warps + warp) * SELL_LANES + lane] : 0;
+    uint32_t base = warp < groups ? m.bases[sell_first_base(block, warps, warp) + lane] : 0;
 
     // Results are rows * N; 2^log_lanes lanes will add up one, next to it in the warp the lanes of the next results.
     const int results = b.rows * N, team_thread = warp * WARP + lane;
@@ -169,8 +169,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #pragma unroll 1
     for (int group = warp; group < groups; group += warps) {
         uint32_t address = x_at + 2 * N * base;
-        if (group + warps < groups)
-            base = m.bases[((int64_t)m.num_blocks * warps + b.group + group) * SELL_LANES + lane];
+        if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
         float sum[N] = {};
         int steps = b.steps - (group >= long_groups);
         stages_left -= steps;
@@ -180,7 +179,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
             multiply_step<T, GAP_BITS>(slot, offset, address, sum);
             address = min(address, x_end);
             __syncwarp();
-            if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
+            give_back(barrier + 8 * SELL_MAX_STAGES, lane);
             advance();
         } while (--steps);
         if (chunk < b.chunks)
@@ -193,7 +192,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #pragma unroll 1
     for (; stages_left > 0; stages_left--) { // the ring waits for all warps, so those with less to do go along
         barrier_wait(barrier, parity);
-        if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
+        give_back(barrier + 8 * SELL_MAX_STAGES, lane);
         advance();
     }
     sync_threads(1 + team, threads);
@@ -316,11 +315,11 @@ cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, 
                            cudaStream_t stream) {
     if (!s->rows) return cudaSuccess;
     sell_device device;
+    Device facts;
     cudaError_t error = sell_device_cuda(&device);
-    int index, major = 0;
-    if (!error) error = cudaGetDevice(&index);
-    if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-    const bool bulk = major >= 9 && !is("MACKO_COPY", "cp_async");
+    if (!error) error = current_device(&facts);
+    if (error) return error;
+    const bool bulk = facts.major >= 9 && !is("MACKO_COPY", "cp_async");
     for (int64_t token = 0; token < tokens && !error;) {
         const char *x_here = (const char *)x + token * s->cols * 2;
         char *y_here = (char *)y + token * s->rows * 2;

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         // Through shared memory for the same reason as in fill_ring.
         if (threadIdx.x < sizeof header / 16)
             copy_16(shared_address(&header) + threadIdx.x * 16, (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
-        uint32_t base = m.bases[((int64_t)blockIdx.x * warps + warp) * SELL_LANES + lane];
+        uint32_t base = m.bases[sell_first_base(blockIdx.x, warps, warp) + lane];
 
         // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
         // Before the wait there are weights only, so that their way from memory is over when x comes.
@@ -119,21 +119,21 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const sell_block b = load_block(&header);
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
-        const uint8_t *head = m.data + (int64_t)blockIdx.x * stage_bytes;
-        const uint8_t *next = m.data + ((int64_t)m.num_blocks * m.head * warps + b.slot) * SLOT;
+        const uint8_t *next = m.data + sell_tail_slot(&b, m.num_blocks, warps, m.head) * SLOT;
         const int lane_steps = COPY == CP_ASYNC && lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
         const int own_steps = COPY == CP_ASYNC ? __shfl_sync(FULL_WARP, lane_steps, warp) : 0;
         int fetched = 0;
         auto fetch_own = [&](uint32_t offset) {
             const int slots = stage_slots(lane_steps, fetched);
+            const bool behind = fetched >= m.head;
             if (fetched < own_steps) {
-                const uint8_t *from =
-                    (fetched < m.head ? head + fetched * (int64_t)m.num_blocks * stage_bytes : next) + warp * SLOT;
+                const int64_t head_slot = sell_head_slot(blockIdx.x, m.num_blocks, warps, fetched);
+                const uint8_t *from = (behind ? next : m.data + head_slot * SLOT) + warp * SLOT;
                 const uint32_t to = ring_at + offset + warp * SLOT;
                 for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_16(to + piece, from + piece);
             }
             asm volatile("cp.async.commit_group;" ::: "memory"); // an empty one too, to keep count
-            if (fetched >= m.head) next += slots * SLOT;
+            if (behind) next += slots * SLOT;
             fetched++;
         };
         if (COPY == CP_ASYNC)
@@ -165,8 +165,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #pragma unroll 1
         for (int group = warp; group < groups; group += warps) {
             uint32_t address = x_at + 2 * base;
-            if (group + warps < groups)
-                base = m.bases[((int64_t)m.num_blocks * warps + b.group + group) * SELL_LANES + lane];
+            if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
             float sum[2] = {};
             int steps = b.steps - (group >= long_groups);
             stages_left -= steps;
@@ -182,8 +181,8 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 __syncwarp();
                 if (COPY == CP_ASYNC)
                     fetch_own(offset);
-                else if (lane == 0)
-                    barrier_arrive(barrier + 8 * SELL_MAX_STAGES); // before decoding: all of the ring is on its way
+                else
+                    give_back(barrier + 8 * SELL_MAX_STAGES, lane); // before decoding: all of the ring is on its way
                 multiply_step<T, GAP_BITS>(step, address, sum);
                 advance();
             } while (--steps);
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #pragma unroll 1
             for (; stages_left > 0; stages_left--) {
                 barrier_wait(barrier, parity);
-                if (lane == 0) barrier_arrive(barrier + 8 * SELL_MAX_STAGES);
+                give_back(barrier + 8 * SELL_MAX_STAGES, lane);
                 advance();
             }
         sync_threads(1, threads); // but not the warp that filled the ring
@@ -224,27 +223,10 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
     }
 }
 
-// Lets a kernel ask for all of an SM's shared memory: once for each device, and not in the way of a launch after that.
-cudaError_t allow_all_shared(const void *kernel, bool (&allowed)[64]) {
-    int device;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error || (device < 64 && allowed[device])) return error;
-    int most;
-    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (!error)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - SELL_BARRIER_BYTES);
-    if (!error)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                     cudaSharedmemCarveoutMaxShared);
-    if (!error && device < 64) allowed[device] = true;
-    return error;
-}
-
 template <typename T, int GAP_BITS, Copy COPY>
-cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *x, const T *bias, T *y, bool chained,
-                        cudaStream_t stream) {
-    static bool allowed[64];
-    const cudaError_t error = allow_all_shared((const void *)spmv<T, GAP_BITS, COPY>, allowed);
+cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Device &device, const T *x, const T *bias,
+                        T *y, bool chained, cudaStream_t stream) {
+    const cudaError_t error = allow_all_shared_memory<spmv<T, GAP_BITS, COPY>>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
     // Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200,
     // 2 against all of them: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22 (11008 x 4096),
@@ -270,14 +252,12 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const T *
 template <typename T, int GAP_BITS>
 cudaError_t launch_copy(const sell_matrix &m, const sell_shape &shape, const void *x, const void *bias, void *y,
                         cudaStream_t stream) {
-    int device, major;
-    cudaError_t error = cudaGetDevice(&device);
-    if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (error) return error;
-    const bool bulk = major >= 9 && !is("MACKO_COPY", "cp_async");
+    Device device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    const bool bulk = device.major >= 9 && !is("MACKO_COPY", "cp_async");
     const auto launch = bulk ? launch_spmv<T, GAP_BITS, BULK> : launch_spmv<T, GAP_BITS, CP_ASYNC>;
     const bool chained = bulk && may_overlap(stream, (m.warps + 1) * WARP);
-    return launch(m, shape, (const T *)x, (const T *)bias, (T *)y, chained, stream);
+    return launch(m, shape, device, (const T *)x, (const T *)bias, (T *)y, chained, stream);
 }
 
 template <typename T>

@@ -36,19 +36,14 @@ __device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, i
 
 // Where the steps of one row of a block lie in data. Held in shared memory: what a fetch needs of it is read each time.
 struct RowSteps {
-    int64_t head_slot, head_stride, tail_slot; // as in Places
-    int pair_steps[SELL_MAX_WARPS / 2];
-    int least_steps; // of a warp
-    int count;       // steps of the row
+    Places places;
+    int count; // steps of the row
     int rows, row, steps, long_steps, long_chunks, long_groups;
     float per_step, per_short_step; // one over the steps of a chunk
 
     __device__ void find(const sell_matrix &s, int block, int64_t sorted) {
         const sell_block b = load_block(s.blocks + block);
-        const Places places(s, b, block);
-        head_slot = places.head_slot, head_stride = places.head_stride, tail_slot = places.tail_slot;
-        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) pair_steps[pair] = places.steps[pair];
-        least_steps = sell_steps_of_warp(&b, s.warps, s.warps - 2);
+        places.find(s, b, block);
         count = sell_chunk_start(&b, b.chunks);
         rows = b.rows, row = (int)(sorted - b.row), steps = b.steps;
         long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
@@ -64,13 +59,7 @@ struct RowSteps {
         const int long_turns = (int)((long_groups + s.warps - 1 - warp + 0.5f) * per_warp);
         const int stage = turn * (steps - 1) + min(turn, long_turns) + behind - passed * length;
         *lane = task % SELL_LANES;
-        if (stage < s.head) return head_slot + stage * head_stride + warp;
-        int before = stage * s.warps;
-        if (stage > least_steps) {
-            before = 0;
-            for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(pair_steps[pair], stage);
-        }
-        return tail_slot + before + warp;
+        return places.slot(s, stage, warp);
     }
 };
 

@@ -1,4 +1,4 @@
-// tile_mm on CUDA: y = x W^T for any number of tokens, one kernel.
+// tile_mm on CUDA: y = x W^T, one kernel for up to 128 tokens; for more see gemm_cuda.cu.
 //
 // A warpgroup decodes a tile into the registers of operand A, 16 columns at a time, and multiplies it with the tokens in
 // shared memory (wgmma, fp32 sums) while it decodes the next ones. No x is gathered and no dense tile is written, so the
@@ -51,11 +51,10 @@ struct tile_task {
 
 template <int TOKENS>
 struct tile_shape {
-    static constexpr int WARPGROUPS = TOKENS <= 64 ? 4 : TOKENS == 128 ? 3 : 2;
+    static constexpr int WARPGROUPS = TOKENS <= 64 ? 4 : 3;
     // The registers of an SM: the producer, a warpgroup for that reason, leaves its own to the others.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
-    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 152 : 232;
-    static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : WARPGROUPS == 3 ? 56 : 40;
+    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : 152, PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : 56;
     static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a k tile
     // Where there are many sums, those of a piece take the place of the stages, and those of a whole item meet in turn.
     static constexpr bool MANY_SUMS = TOKENS >= 64;
@@ -703,12 +702,12 @@ cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_
                                         : tile_launch_mma<T, 8>;
         return run(m, tokens, x, x_stride, bias, y, stream);
     }
-    const auto run = tokens <= 8     ? tile_launch<T, 8>
-                     : tokens <= 16  ? tile_launch<T, 16>
-                     : tokens <= 32  ? tile_launch<T, 32>
-                     : tokens <= 64  ? tile_launch<T, 64>
-                     : tokens <= 128 ? tile_launch<T, 128>
-                                     : tile_launch<T, 256>;
+    if (tokens > 128) return tile_gemm_cuda(&m, tokens, x, x_stride, bias, y, stream);
+    const auto run = tokens <= 8    ? tile_launch<T, 8>
+                     : tokens <= 16 ? tile_launch<T, 16>
+                     : tokens <= 32 ? tile_launch<T, 32>
+                     : tokens <= 64 ? tile_launch<T, 64>
+                                    : tile_launch<T, 128>;
     return run(m, tokens, x, x_stride, bias, y, stream);
 }
 

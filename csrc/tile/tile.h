@@ -150,6 +150,9 @@ cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count,
  */
 cudaError_t tile_mm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                          void *y, cudaStream_t stream);
+/* The same for more than 128 tokens, on sm_90; cols > 0. tile_mm_cuda calls it. */
+cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
+                           void *y, cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

@@ -1,0 +1,667 @@
+// tile_gemm on CUDA (sm_90a): y = x W^T for many tokens, where the tensor cores' time counts.
+//
+// A block makes 128 rows by TOKENS tokens of y. Decoders (a warpgroup or more) fetch packed tiles and turn them into dense
+// ones in shared memory, swizzled as wgmma reads it. Two warpgroups of multipliers, 64 rows each, do nothing but wgmma
+// with both operands in shared memory, and fetch the tokens. So a tile is decoded once for all of the block's tokens while
+// the products of those before it run, and nothing of decoding stands between two products.
+//
+// Blocks are persistent. Many tokens: a cluster of PAIR = 2 blocks has the same rows and neighbouring tokens, each
+// decodes half of the tiles and copies them to the other. Few output tiles: a cluster of `splits` blocks cuts the
+// columns, and each adds up its share of the tokens in a fixed order.
+#include <stdio.h>
+
+#include <type_traits>
+
+#include "../core/cuda.cuh"
+#include "../core/sm90.cuh"
+#include "decode.cuh"
+#include "tile.h"
+#include "wgmma.cuh"
+
+namespace macko {
+namespace {
+
+constexpr int DOWN = 2;        // row blocks of a block's tile, and multipliers: a warpgroup each
+constexpr int MAX_PACKED = 12; // units of packed tiles
+constexpr int MAX_SPLITS = 4;
+constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
+constexpr int CHUNK = 32; // tokens whose output is stored at once
+constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
+
+struct gemm_task {
+    CUtensorMap x, y; // boxes of TILE_COLS columns by TOKENS tokens, and of TILE_ROWS rows by CHUNK tokens
+    const uint8_t *data;
+    const int32_t *offsets;
+    const void *bias;
+    void *y_plain; // where y cannot be stored by boxes, else NULL
+    int64_t rows;
+    int tokens, row_blocks, col_blocks;
+    int row_tiles, token_tiles;   // of the output, in clusters
+    int splits;                   // blocks of a cluster that share the columns
+    int packed_units, slot_bytes; // the ring of packed tiles
+};
+
+template <int TOKENS_, int PAIR_>
+struct gemm_shape {
+    static constexpr int TOKENS = TOKENS_, PAIR = PAIR_;
+    // A decoder has two tiles at a time, so that one does not wait for the other's loads: the rows of a stage, or with
+    // half of those the same rows of a unit of two stages.
+    static constexpr int JOBS = 2, UNIT = PAIR;
+    static constexpr int DECODERS = TOKENS > 128 ? 1 : 2; // warpgroups; wgmma of 256 tokens leaves registers for one
+    static constexpr int THREADS = (DOWN + DECODERS) * 128;
+    static constexpr int X_BYTES = TOKENS * TILE_COLS * 2; // of a stage
+    static constexpr int X_STAGES = TOKENS > 128 ? 3 : 4;
+    static constexpr int DENSE_UNITS = TOKENS > 128 ? (PAIR == 1 ? 3 : 2) : 5;
+    static constexpr int DENSE_STAGES = DENSE_UNITS * UNIT;
+    static constexpr int MIN_PACKED = 3 * DECODERS; // units: loaded from, prepared, begun
+    // What a stage takes of an SM at 1.98 GHz (H200, density 0.5, 2026-11-21). The library's GEMM takes 1400 for 256 tokens.
+    static constexpr int STAGE_CLOCKS = TOKENS > 128 ? (PAIR == 1 ? 1950 : 1735) : 1600;
+    // Offsets in shared memory. The swizzle wants the first three at multiples of 1024.
+    static constexpr int X = 0, DENSE = X + X_STAGES * X_BYTES;
+    static constexpr int STAGING = DENSE + DENSE_STAGES * DOWN * DENSE_BYTES;
+    static constexpr int X_FULL = STAGING + DOWN * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
+    static constexpr int DENSE_FULL = X_EMPTY + X_STAGES * 8;
+    static constexpr int DENSE_EMPTY = DENSE_FULL + DENSE_STAGES * DOWN * 8;
+    static constexpr int PACKED_FULL = DENSE_EMPTY + DENSE_STAGES * DOWN * 8;
+    static constexpr int PACKED_EMPTY = PACKED_FULL + MAX_PACKED * JOBS * 8;
+    static constexpr int RING_DONE = PACKED_EMPTY + MAX_PACKED * JOBS * 8, SUMS_FULL = RING_DONE + 8;
+    static constexpr int PACKED = (SUMS_FULL + 8 + 127) / 128 * 128;
+    static constexpr int SUMS_BYTES = 128 * TOKENS / 2 * 4; // of a multiplier
+    // A block takes the others' sums of its share into the ring of tokens.
+    static constexpr int MAX_SPLITS = PAIR > 1 ? 1 : 4;
+    static_assert(X_STAGES * X_BYTES >= DOWN * SUMS_BYTES / MAX_SPLITS * (MAX_SPLITS - 1));
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
+
+struct gemm_ring {
+    int slot;
+    uint32_t phase = 0;
+    __device__ __forceinline__ explicit gemm_ring(int first = 0) : slot(first) {
+    }
+    __device__ __forceinline__ void advance(int by, int slots) {
+        slot += by;
+        if (slot >= slots) {
+            slot -= slots;
+            phase ^= 1;
+        }
+    }
+};
+
+// What a block works on: output tiles from `first` on, every `step`-th, k tiles [begin, end) of each.
+struct gemm_work {
+    int rank, first, step, tiles, begin, end;
+};
+
+// Groups of a few row tiles, all token tiles of a group one after the other: both operands are found in L2.
+__device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int &row_tile, int &token_tile) {
+    constexpr int GROUP = 8;
+    const int group = tile / (GROUP * task.token_tiles), in_group = tile - group * GROUP * task.token_tiles;
+    const int rows = min(GROUP, task.row_tiles - group * GROUP);
+    token_tile = in_group / rows;
+    row_tile = group * GROUP + in_group - token_tile * rows;
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t *v) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+// From shared memory to that of another block of the cluster, whose barrier counts the bytes.
+__device__ __forceinline__ void copy_to_block(uint32_t at, int bytes, uint32_t barrier, int rank) {
+    asm volatile("{\n"
+                 ".reg .b32 to, there;\n"
+                 "mapa.shared::cluster.u32 to, %0, %3;\n"
+                 "mapa.shared::cluster.u32 there, %2, %3;\n"
+                 "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [there], %1;\n"
+                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%0], %1, [there];\n"
+                 "}" ::"r"(at),
+                 "r"(bytes), "r"(barrier), "r"(rank)
+                 : "memory");
+}
+
+// A warpgroup: every DECODERS-th unit. Packed tiles become dense ones, a warp 16 rows of each.
+template <class SHAPE>
+__device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_work &work, int decoder) {
+    constexpr int JOBS = SHAPE::JOBS, UNIT = SHAPE::UNIT;
+    const int lane = threadIdx.x % WARP, part = __shfl_sync(FULL_WARP, threadIdx.x / WARP % TILE_PARTS, 0);
+    const int per_tile = work.end - work.begin, stages = work.tiles * per_tile, units = (stages + UNIT - 1) / UNIT;
+    // Of an odd number of stages the last unit lacks its second: that job does the first one's work and keeps it.
+    const auto exists = [&](int unit, int job) { return UNIT == 1 || unit * UNIT + job < stages; };
+    // Two of the warps fetch a tile each of a unit, the other two of the next. Lanes hold the offsets of 32 units.
+    const int own_job = part % JOBS;
+    int from, to, next_from = 0, next_to = 0;
+    const auto look_ahead = [&](int unit) {
+        const int stage = unit * UNIT + (UNIT > 1 ? own_job : 0);
+        if (stage >= stages) return;
+        int row_tile, token_tile;
+        gemm_place(task, work.first + stage / per_tile * work.step, row_tile, token_tile);
+        // Behind the last row block: any rows do, their output is not stored.
+        const int block = min(row_tile * DOWN + (UNIT > 1 ? work.rank : own_job), task.row_blocks - 1);
+        const int32_t *at = task.offsets + (int64_t)block * task.col_blocks + work.begin + stage % per_tile;
+        next_from = at[0];
+        next_to = at[1];
+    };
+    int fetched = 0; // units of this decoder
+    gemm_ring fetch(decoder);
+    const auto fetch_next = [&] {
+        const int unit = fetched * SHAPE::DECODERS + decoder;
+        if (unit >= units) return;
+        if (fetched % WARP == 0) {
+            from = next_from;
+            to = next_to;
+            look_ahead((fetched + WARP + lane) * SHAPE::DECODERS + decoder);
+        }
+        if (part / JOBS == fetched % (TILE_PARTS / JOBS) && exists(unit, own_job)) {
+            const int begin = __shfl_sync(FULL_WARP, from, fetched % WARP);
+            const int bytes = (__shfl_sync(FULL_WARP, to, fetched % WARP) - begin) * TILE_UNIT;
+            const int slot = fetch.slot * JOBS + own_job;
+            const uint32_t full = smem + SHAPE::PACKED_FULL + slot * 8;
+            sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + slot * 8, fetch.phase ^ 1);
+            if (lane == 0) {
+                sm90::barrier_expect(full, bytes);
+                sm90::copy_bytes(smem + SHAPE::PACKED + slot * task.slot_bytes, task.data + (int64_t)begin * TILE_UNIT,
+                                 bytes, full);
+            }
+            __syncwarp();
+        }
+        fetched++;
+        fetch.advance(SHAPE::DECODERS, task.packed_units);
+    };
+    look_ahead(lane * SHAPE::DECODERS + decoder);
+    for (int unit = 0; unit < task.packed_units; unit += SHAPE::DECODERS) fetch_next();
+
+    // Loads wait long for shared memory, which the products keep busy. So three units are under way: of one the values are
+    // loaded, of the next the places of the values found, of the one behind it the masks read.
+    tile_lane here[JOBS], next[JOBS], far[JOBS];
+    gemm_ring packed(decoder), ahead(decoder), dense(decoder);
+    uint32_t place[JOBS];
+    const auto find = [&](int unit) {
+        if (unit >= units) return; // the last one again
+#pragma unroll
+        for (int job = 0; job < JOBS; job++) {
+            const int slot = ahead.slot * JOBS + (exists(unit, job) ? job : 0);
+            sm90::barrier_wait(smem + SHAPE::PACKED_FULL + slot * 8, ahead.phase);
+            place[job] = smem + SHAPE::PACKED + slot * task.slot_bytes;
+        }
+        ahead.advance(SHAPE::DECODERS, task.packed_units);
+    };
+    const auto prepare = [&](auto &tile, auto step) {
+#pragma unroll
+        for (int job = 0; job < JOBS; job++) tile[job].template prepare<decltype(step)::value>(place[job], part, lane);
+    };
+    const auto step0 = std::integral_constant<int, 0>();
+    const auto step1 = std::integral_constant<int, 1>();
+    const auto step2 = std::integral_constant<int, 2>();
+    const auto step3 = std::integral_constant<int, 3>();
+
+    // Matrix lane / 8 of the four of a store is rows 8 (lane / 8 % 2) on, columns 8 (lane / 16) on; its row lane % 8.
+    const int part_bytes = DENSE_BYTES / TILE_PARTS;
+    const uint32_t own_part = smem + SHAPE::DENSE + (UNIT > 1 ? work.rank * DENSE_BYTES : 0) + part * part_bytes;
+    const uint32_t own_row = own_part + (lane / 8 % 2 * 8 + lane % 8) * 128 + ((lane / 16 ^ lane % 8) << 4);
+    constexpr int JOB_TILES = UNIT > 1 ? DOWN : 1; // dense tiles from one job's to the next
+    const auto dense_tile = [&](int slot, int job) { return slot * UNIT * DOWN + job * JOB_TILES; };
+    const int first_tile = UNIT > 1 ? work.rank : 0;
+    // A unit is handed over while the next one is decoded: until then its stores are through.
+    int stored = -1, stored_unit = 0;
+    const auto hand_over = [&] {
+        if (stored < 0) return;
+        sm90::fence_for_copies(); // the tensor core reads as the copies do
+        __syncwarp();
+        if (lane < JOBS && exists(stored_unit, lane)) {
+            const int tile = dense_tile(stored, lane);
+            const uint32_t full = smem + SHAPE::DENSE_FULL + (tile + first_tile) * 8;
+            sm90::barrier_arrive(full);
+            if (SHAPE::PAIR > 1) copy_to_block(own_part + tile * DENSE_BYTES, part_bytes, full, work.rank ^ 1);
+        }
+        __syncwarp();
+    };
+    if (decoder < units) {
+        find(decoder);
+        prepare(next, step0);
+        prepare(next, step1);
+        find(decoder + SHAPE::DECODERS);
+        prepare(far, step0);
+        prepare(far, step1);
+        prepare(next, step2);
+        prepare(next, step3);
+    }
+#pragma unroll 1
+    for (int unit = decoder; unit < units; unit += SHAPE::DECODERS) {
+        uint32_t a[JOBS][16];
+#pragma unroll
+        for (int job = 0; job < JOBS; job++) {
+            here[job] = next[job];
+            next[job] = far[job];
+        }
+        find(unit + 2 * SHAPE::DECODERS);
+        const auto decode = [&](auto step) {
+            constexpr int STEP = decltype(step)::value;
+#pragma unroll
+            for (int job = 0; job < JOBS; job++) {
+                uint32_t values[2][TILE_QUAD];
+#pragma unroll
+                for (int i = 0; i < 2; i++) here[job].load(STEP * 2 + i, values[i]);
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    here[job].place(STEP * 2 + i, values[i], a[job][STEP * 4 + i * 2], a[job][STEP * 4 + i * 2 + 1]);
+            }
+        };
+        prepare(far, step0);
+        decode(step0);
+        prepare(next, step2);
+        decode(step1);
+        prepare(far, step1);
+        decode(step2);
+        prepare(next, step3);
+        decode(step3);
+#pragma unroll
+        for (int job = 0; job < JOBS; job++)
+#pragma unroll
+            for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[job][i])::"memory"); // all is loaded
+        __syncwarp();
+        if (lane < JOBS) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (packed.slot * JOBS + lane) * 8);
+        packed.advance(SHAPE::DECODERS, task.packed_units);
+        hand_over();
+#pragma unroll
+        for (int job = 0; job < JOBS; job++)
+            if (exists(unit, job))
+                sm90::barrier_wait(smem + SHAPE::DENSE_EMPTY + (dense_tile(dense.slot, job) + first_tile) * 8,
+                                   dense.phase ^ 1);
+        const uint32_t at = own_row + dense_tile(dense.slot, 0) * DENSE_BYTES;
+#pragma unroll
+        for (int job = 0; job < JOBS; job++)
+            if (exists(unit, job))
+#pragma unroll
+                for (int step = 0; step < 4; step++)
+                    store_matrices((at + job * JOB_TILES * DENSE_BYTES) ^ step << 5, a[job] + step * 4);
+        stored = dense.slot;
+        stored_unit = unit;
+        dense.advance(SHAPE::DECODERS, SHAPE::DENSE_UNITS);
+        fetch_next();
+    }
+    hand_over();
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
+__device__ __forceinline__ void store_remote_16(uint32_t to, int rank, const float *v) {
+    asm volatile("{\n"
+                 ".reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n"
+                 "}" ::"r"(to),
+                 "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
+// The tokens of all stages, by the first warp of the multipliers: it has nothing to do while products run.
+template <class SHAPE>
+struct gemm_tokens {
+    int tile = 0, k_tile, token;
+    gemm_ring ring;
+
+    __device__ __forceinline__ void find(const gemm_task &task, const gemm_work &work) {
+        int row_tile, token_tile;
+        gemm_place(task, work.first + tile * work.step, row_tile, token_tile);
+        token = (token_tile * SHAPE::PAIR + (SHAPE::PAIR > 1 ? work.rank : 0)) * SHAPE::TOKENS;
+        k_tile = work.begin;
+    }
+    // The next stage; of the output tiles before `last` only.
+    __device__ __forceinline__ void fetch(const gemm_task &task, uint32_t smem, const gemm_work &work, int last) {
+        if (tile >= last) return;
+        const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
+        sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
+        if (threadIdx.x == 0) {
+            sm90::barrier_expect(full, SHAPE::X_BYTES);
+            sm90::copy_box(smem + SHAPE::X + ring.slot * SHAPE::X_BYTES, &task.x, k_tile * TILE_COLS, token, full);
+        }
+        __syncwarp();
+        ring.advance(1, SHAPE::X_STAGES);
+        if (++k_tile == work.end && ++tile < work.tiles) find(task, work);
+    }
+};
+
+// A warpgroup: 64 rows by TOKENS tokens.
+template <typename T, class SHAPE>
+__device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_work &work, int down) {
+    constexpr int TOKENS = SHAPE::TOKENS, SUMS = TOKENS / 2;
+    const int thread = threadIdx.x % 128, lane = thread % WARP, warp = __shfl_sync(FULL_WARP, thread / WARP, 0);
+    const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
+    const uint64_t weights = sm90::descriptor<128>(smem + SHAPE::DENSE + down * DENSE_BYTES);
+    const uint32_t staging = smem + SHAPE::STAGING + down * CHUNK_BYTES;
+    const bool fetches = down == 0 && warp == 0;
+    sm90::wait_for_previous_launch(); // before tokens are read and y is written
+    gemm_tokens<SHAPE> next_tokens;
+    const auto fill_ring = [&](int last) {
+        for (int stage = 0; stage < SHAPE::X_STAGES - 1; stage++) next_tokens.fetch(task, smem, work, last);
+    };
+    if (fetches) {
+        next_tokens.find(task, work);
+        fill_ring(task.splits > 1 ? 1 : work.tiles);
+    }
+    gemm_ring ring, dense;
+    int last_dense = -1, last_stage = 0;
+    // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
+    const auto release = [&] {
+        if (last_dense < 0 || thread) return;
+        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + last_stage * 8);
+        const uint32_t empty = smem + SHAPE::DENSE_EMPTY + (last_dense * DOWN + down) * 8;
+        if (SHAPE::PAIR == 1)
+            sm90::barrier_arrive(empty);
+        else
+            sm90::barrier_arrive_remote(empty, down); // who decodes these rows
+    };
+    for (int i = 0; i < work.tiles; i++) {
+        float sums[SUMS]; // written, not added to, by the first product
+#pragma unroll 1
+        for (int k_tile = work.begin; k_tile < work.end; k_tile++) {
+            sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
+            sm90::barrier_wait(smem + SHAPE::DENSE_FULL + (dense.slot * DOWN + down) * 8, dense.phase);
+            const uint64_t b = tokens + ring.slot * (SHAPE::X_BYTES >> 4);
+            const uint64_t a = weights + dense.slot * (DOWN * DENSE_BYTES >> 4);
+            sm90::wgmma_begin();
+#pragma unroll
+            for (int step = 0; step < 4; step++)
+                tile_wgmma_shared<T, TOKENS>::multiply(sums, a + 2 * step, b + 2 * step,
+                                                       step ? 1 : k_tile != work.begin);
+            sm90::wgmma_commit();
+            sm90::wgmma_wait<1>();
+            release();
+            last_stage = ring.slot;
+            last_dense = dense.slot;
+            ring.advance(1, SHAPE::X_STAGES);
+            dense.advance(1, SHAPE::DENSE_STAGES);
+            if (fetches) next_tokens.fetch(task, smem, work, task.splits > 1 ? i + 1 : work.tiles);
+        }
+        sm90::wgmma_wait<0>();
+        sm90::settle(sums);
+        release();
+        last_dense = -1;
+
+        int row_tile, token_tile;
+        gemm_place(task, work.first + i * work.step, row_tile, token_tile);
+        const int first_token = (token_tile * SHAPE::PAIR + (SHAPE::PAIR > 1 ? work.rank : 0)) * TOKENS;
+        const int64_t first_row = ((int64_t)row_tile * DOWN + down) * TILE_ROWS, row = first_row + warp * 16 + lane / 4;
+        float bias[2] = {0, 0};
+        if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
+        if (task.bias && row + 8 < task.rows) bias[1] = to_float(((const T *)task.bias)[row + 8]);
+        // Sums of 16 tokens, as registers of this thread, to y.
+        const auto store_part = [&](int part, const float *sum) {
+            if (task.y_plain) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const int token = first_token + part * 16 + j / 4 * 8 + lane % 4 * 2 + j % 2;
+                    const int64_t own_row = row + j / 2 % 2 * 8;
+                    if (own_row < task.rows && token < task.tokens)
+                        ((T *)task.y_plain)[token * task.rows + own_row] = from_float<T>(sum[j] + bias[j / 2 % 2]);
+                }
+                return;
+            }
+            constexpr int PARTS = CHUNK / 16;
+            if (part % PARTS == 0) { // the chunk before has left
+                if (thread == 0) sm90::stores_have_read();
+                sm90::warpgroup_sync(down);
+            }
+            const int token = part % PARTS * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
+            const uint32_t rounded[4] = {
+                pack2<T>(sum[0] + bias[0], sum[1] + bias[0]), pack2<T>(sum[2] + bias[1], sum[3] + bias[1]),
+                pack2<T>(sum[4] + bias[0], sum[5] + bias[0]), pack2<T>(sum[6] + bias[1], sum[7] + bias[1])};
+            sm90::store_matrices_transposed(staging + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
+            if (part % PARTS != PARTS - 1) return;
+            sm90::fence_for_copies();
+            sm90::warpgroup_sync(down);
+            const int chunk_token = first_token + part / PARTS * CHUNK;
+            if (thread == 0 && chunk_token < task.tokens && first_row < task.rows)
+                sm90::store_box(&task.y, (int)first_row, chunk_token, staging);
+        };
+        // Where blocks share the columns, block r adds up the sums of tokens TOKENS / splits * r on. Those of the others
+        // take the place of the tokens in its ring, once it is through with them: [down][block][four registers][thread].
+        const int share = TOKENS / 16 / task.splits; // parts
+        const uint32_t others =
+            smem + SHAPE::X + down * SHAPE::SUMS_BYTES / SHAPE::MAX_SPLITS * (SHAPE::MAX_SPLITS - 1) + thread * 16;
+        if (task.splits > 1) {
+            if (thread < task.splits) sm90::barrier_arrive_release(smem + SHAPE::RING_DONE, thread);
+            sm90::barrier_wait_acquire(smem + SHAPE::RING_DONE, i & 1);
+#pragma unroll
+            for (int part = 0; part < TOKENS / 16; part++) {
+                const int owner = part / share;
+                if (owner == work.rank) continue;
+                const int place = (work.rank - (work.rank > owner)) * share + part - owner * share;
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    store_remote_16(others + (place * 2 + half) * 2048, owner, sums + part * 8 + half * 4);
+            }
+            __syncwarp();
+            if (lane < task.splits) sm90::barrier_arrive_release(smem + SHAPE::SUMS_FULL, lane);
+            sm90::barrier_wait_acquire(smem + SHAPE::SUMS_FULL, i & 1);
+        }
+#pragma unroll
+        for (int part = 0; part < TOKENS / 16; part++) {
+            if (task.splits > 1) {
+                if (part / share != work.rank) continue;
+                for (int other = 0; other < task.splits - 1; other++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const uint4 v =
+                            load_shared_16(others + ((other * share + part - work.rank * share) * 2 + half) * 2048);
+                        float *sum = sums + part * 8 + half * 4;
+                        sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
+                        sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+                    }
+            }
+            store_part(part, sums + part * 8);
+        }
+        if (task.splits > 1 && i + 1 < work.tiles) {
+            sm90::fence_for_copies();
+            asm volatile("bar.sync 8, 256;" ::: "memory"); // both multipliers have read: the ring is for tokens again
+            if (fetches) fill_ring(i + 2);
+        }
+    }
+    if (thread == 0) sm90::stores_are_done();
+    allow_next_launch();
+}
+
+#endif
+
+template <typename T, class SHAPE>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __grid_constant__ gemm_task task) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t shared[];
+    uint32_t smem; // by way of asm, so that it is held and not made again in every loop
+    asm volatile("mov.u32 %0, %1;" : "=r"(smem) : "r"(sm90::smem_address(shared)));
+    const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
+    const int cluster = SHAPE::PAIR * task.splits;
+    if (threadIdx.x == 0) {
+        const auto init = [&](int barriers, int count, int arrivals) {
+            for (int i = 0; i < count; i++) sm90::barrier_init(smem + barriers + i * 8, arrivals);
+        };
+        init(SHAPE::X_FULL, SHAPE::X_STAGES, 1);
+        init(SHAPE::X_EMPTY, SHAPE::X_STAGES, DOWN);
+        init(SHAPE::DENSE_FULL, SHAPE::DENSE_STAGES * DOWN, TILE_PARTS);
+        init(SHAPE::DENSE_EMPTY, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR);
+        init(SHAPE::PACKED_FULL, task.packed_units * SHAPE::JOBS, 1);
+        init(SHAPE::PACKED_EMPTY, task.packed_units * SHAPE::JOBS, TILE_PARTS);
+        init(SHAPE::RING_DONE, 1, DOWN * task.splits);
+        init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        sm90::fence_for_copies();
+        sm90::prefetch_map(&task.x);
+        sm90::prefetch_map(&task.y);
+    }
+    __syncthreads();
+    if (cluster > 1) sm90::cluster_sync();
+    gemm_work work;
+    work.rank = blockIdx.x % cluster;
+    work.first = blockIdx.x / cluster;
+    work.step = gridDim.x / cluster;
+    work.tiles = (task.row_tiles * task.token_tiles - work.first + work.step - 1) / work.step;
+    const int split = SHAPE::PAIR > 1 ? 0 : work.rank;
+    work.begin = (int)((int64_t)task.col_blocks * split / task.splits);
+    work.end = (int)((int64_t)task.col_blocks * (split + 1) / task.splits);
+    if (warpgroup < DOWN)
+        gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
+    else
+        gemm_decode<SHAPE>(task, smem, work, warpgroup - DOWN);
+    __syncwarp();
+    if (cluster > 1) sm90::cluster_sync(); // no block may leave while its neighbour writes into it
+#endif
+}
+
+// Units of packed tiles that fit beside the rest.
+template <class SHAPE>
+int gemm_packed_units(const Device &device, int slot_bytes) {
+    const int fit = std::min((device.shared_bytes - SHAPE::PACKED) / (slot_bytes * SHAPE::JOBS), MAX_PACKED);
+    return fit - fit % SHAPE::DECODERS;
+}
+
+int gemm_slot_bytes(const tile_matrix &m) { // a few bytes are read behind the last value
+    return (m.widest * TILE_UNIT + 16 + 127) / 128 * 128;
+}
+
+// How many clusters run at once. Each block takes an SM.
+template <typename T, class SHAPE>
+cudaError_t gemm_clusters_at_once(const Device &device, int cluster, int *clusters) {
+    static std::mutex mutex;
+    static int known[MAX_DEVICES][MAX_SPLITS + 1];
+    const std::lock_guard<std::mutex> lock(mutex);
+    int &found = known[device.index][cluster];
+    if (!found) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {(unsigned)cluster, 1, 1};
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(cluster);
+        config.blockDim = dim3(SHAPE::THREADS);
+        config.dynamicSmemBytes = device.shared_bytes - 1024;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&found, tile_gemm_kernel<T, SHAPE>, &config))
+            return error;
+        found = std::max(found, 1);
+    }
+    *clusters = found;
+    return cudaSuccess;
+}
+
+struct gemm_args {
+    const tile_matrix &m;
+    int64_t tokens;
+    const void *x;
+    int64_t x_stride;
+    const void *bias;
+    void *y;
+    cudaStream_t stream;
+};
+
+template <typename T, class SHAPE>
+cudaError_t gemm_launch(const gemm_args &args, const Device &device, int splits) {
+    const tile_matrix &m = args.m;
+    gemm_task task{};
+    task.data = m.data;
+    task.offsets = m.offsets;
+    task.bias = args.bias;
+    task.y_plain = m.rows % 8 || (uintptr_t)args.y % 16 ? args.y : nullptr;
+    task.rows = m.rows;
+    task.tokens = (int)args.tokens;
+    task.row_blocks = (int)tile_row_blocks(m.rows);
+    task.col_blocks = (int)tile_col_blocks(m.cols);
+    task.row_tiles = (int)ceil_div(task.row_blocks, DOWN);
+    task.token_tiles = (int)ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
+    task.splits = splits;
+    task.slot_bytes = gemm_slot_bytes(m);
+    task.packed_units = gemm_packed_units<SHAPE>(device, task.slot_bytes);
+    const int cluster = SHAPE::PAIR * splits;
+    int at_once = 0;
+    cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, cluster, &at_once);
+    if (!error)
+        error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
+                                 args.x_stride * 2, TILE_COLS, SHAPE::TOKENS);
+    if (!error && !task.y_plain)
+        error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
+                                 TILE_ROWS, CHUNK);
+    if (error) return error;
+    const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles;
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {(unsigned)cluster, 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)(std::min<int64_t>(tiles, at_once) * cluster));
+    config.blockDim = dim3(SHAPE::THREADS);
+    config.dynamicSmemBytes = SHAPE::PACKED + task.packed_units * SHAPE::JOBS * task.slot_bytes;
+    config.stream = args.stream;
+    config.attrs = attributes;
+    config.numAttrs = may_overlap(args.stream, SHAPE::THREADS) ? 2 : 1;
+    return cudaLaunchKernelEx(&config, tile_gemm_kernel<T, SHAPE>, task);
+}
+
+struct gemm_choice {
+    int64_t time = INT64_MAX;
+    int splits = 0;
+    cudaError_t (*launch)(const gemm_args &, const Device &, int) = nullptr;
+};
+
+// The best way to run a shape, if it beats the choice. MACKO_TILE_GEMM=256x1x4 (tokens x pair x splits at most) is taken
+// where it fits.
+template <typename T, class SHAPE>
+cudaError_t gemm_consider(const gemm_args &args, const Device &device, gemm_choice *choice) {
+    const int slot_bytes = gemm_slot_bytes(args.m), col_blocks = (int)tile_col_blocks(args.m.cols);
+    if (gemm_packed_units<SHAPE>(device, slot_bytes) < SHAPE::MIN_PACKED) return cudaSuccess;
+    const int64_t tiles =
+        ceil_div(tile_row_blocks(args.m.rows), DOWN) * ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
+    int forced[3] = {};
+    if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%dx%d", forced, forced + 1, forced + 2);
+    for (int splits = 1; splits <= std::min(SHAPE::MAX_SPLITS, col_blocks); splits *= 2) {
+        int at_once;
+        if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, SHAPE::PAIR * splits, &at_once))
+            return error;
+        // Clocks of an SM: stages, and for each output tile its epilogue and the sums of the cluster.
+        const int64_t beside = splits > 1 ? 12000 : 2000;
+        int64_t time = ceil_div(tiles, at_once) * (ceil_div(col_blocks, splits) * SHAPE::STAGE_CLOCKS + beside);
+        if (forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] >= splits) time = -splits;
+        if (time < choice->time) *choice = {time, splits, gemm_launch<T, SHAPE>};
+    }
+    return cudaSuccess;
+}
+
+template <typename T>
+cudaError_t gemm_run(const gemm_args &args) {
+    Device device;
+    cudaError_t error = current_device(&device);
+    gemm_choice choice;
+    const auto consider = [&](auto shape) {
+        using SHAPE = decltype(shape);
+        if (!error) error = allow_all_shared_memory<tile_gemm_kernel<T, SHAPE>>(device);
+        if (!error) error = gemm_consider<T, SHAPE>(args, device, &choice);
+    };
+    consider(gemm_shape<256, 1>());
+    consider(gemm_shape<256, 2>());
+    consider(gemm_shape<128, 1>());
+    if (error) return error;
+    return choice.launch ? choice.launch(args, device, choice.splits) : cudaErrorInvalidValue;
+}
+
+} // namespace
+} // namespace macko
+
+cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
+                           void *y, cudaStream_t stream) {
+    using namespace macko;
+    if (!m->rows || !tokens) return cudaSuccess;
+    const gemm_args args{*m, tokens, x, x_stride, bias, y, stream};
+    return m->dtype == MACKO_F16 ? gemm_run<__half>(args) : gemm_run<__nv_bfloat16>(args);
+}

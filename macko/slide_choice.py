@@ -204,7 +204,8 @@ class SlidePacking:
         gain = slide_gain(gpu, dtype, n, w.shape, self.tokens)
         if gain is None:
             advice = "; `macko tune` measures it" if dtype in SLIDE_DTYPES.values() else ""
-            return f"nobody measured {name_of(dtype)} {pattern} on {gpu}, whose kernel is not tuned{advice}"
+            name = str(dtype).removeprefix("torch.")
+            return f"nobody measured {pattern} {name} on {gpu}, whose kernel is not tuned{advice}"
         return f"{pattern} would take {1 / gain:.2f} of dense's time at {self.tokens} tokens"
 
 

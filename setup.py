@@ -99,7 +99,11 @@ def arches() -> list[str]:
         if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch):
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected entries like 9.0a or 12.0+PTX, got {arch!r}.")
     # 9.0a, the target of bulk copies and wgmma, runs wherever 9.0 does.
-    return [arch.replace("9.0a", "9.0").replace("9.0", "9.0a") for arch in listed]
+    listed = [arch.replace("9.0a", "9.0").replace("9.0", "9.0a") for arch in listed]
+    # PTX of an earlier GPU would be compiled for a 9.0 too, whose kernels have no body in it.
+    if any(re.fullmatch(r"[78]\.\d\+PTX", arch) for arch in listed) and not any("9.0a" in arch for arch in listed):
+        listed.append("9.0a")
+    return listed
 
 
 def arch_flags() -> list[str]:

@@ -126,7 +126,8 @@ Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, Sca
     args.out = out.mutable_data_ptr();
     const cudaError_t status = macko_slide_gemm_cuda(&args, current_stream(out));
     if (status == cudaErrorNotSupported)
-        fail(op, "float8 needs a GPU of compute capability 8.9, and code built for it: ", device_name(out), " has not");
+        fail(op, "float8 needs a GPU of compute capability 8.9 or later and kernels built for 8.9 or later, got ",
+             device_name(out), " and the kernels of this build (TORCH_CUDA_ARCH_LIST)");
     if (status == cudaErrorSymbolNotFound)
         fail(op, "the kernel needs a driver of CUDA 12.0 or later: this one has no cuTensorMapEncodeTiled");
     STD_CUDA_CHECK(status);

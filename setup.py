@@ -100,9 +100,8 @@ def arches() -> list[str]:
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected entries like 9.0a or 12.0+PTX, got {arch!r}.")
     # 9.0a, the target of bulk copies and wgmma, runs wherever 9.0 does.
     listed = [arch.replace("9.0a", "9.0").replace("9.0", "9.0a") for arch in listed]
-    # PTX of an earlier GPU would be compiled for a 9.0 too, whose kernels have no body in it.
-    if any(re.fullmatch(r"[78]\.\d\+PTX", arch) for arch in listed) and not any("9.0a" in arch for arch in listed):
-        listed.append("9.0a")
+    # PTX from before 9.0 lacks what the kernels of 9.0 and later do, and a later GPU would run it as if it were there.
+    listed = [arch.removesuffix("+PTX") if arch[0] in "78" else arch for arch in listed]
     return listed
 
 

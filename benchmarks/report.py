@@ -446,8 +446,15 @@ def bench_table(lines: list[Line], what: str) -> str:
 
 def logits_table(lines: list[Line]) -> str:
     found = {bench_name(line): line for line in lines if line["what"] == "logits"}
-    rows = [[name, f"{line['error']:.2g}", f"{line['largest']:.2g}"] for name, line in sorted(found.items())]
-    return table(["model", "largest difference of logits", "largest logit"], rows)
+    rows = []
+    for name, line in sorted(found.items()):
+        layers = ", ".join(map(of_bound, line.get("layers", []))) or "-"
+        rows.append([name, f"{line['error']:.2g}", f"{line['largest']:.2g}", layers])
+    return table(["model", "largest difference of logits", "largest logit", "layers, of their bound"], rows)
+
+
+def of_bound(found: Line) -> str:
+    return f"{found['of_bound']:.2g} ({found['tokens']} token{'s' if found['tokens'] > 1 else ''})"
 
 
 def profile_table(lines: list[Line], sparsity: float = 0.5, batch: int = 1) -> str:

@@ -9,12 +9,13 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from . import reference
 from .convert import sparsify_
 from .layers import format_bytes
 from .linear import SparseLinear
@@ -29,6 +30,10 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 #: And dense products of one token by kernels that are searched for: 40 s for Llama-2-7B instead of 17.
 COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
+
+
+#: What --json writes.
+Line = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +71,12 @@ def run(options: argparse.Namespace) -> None:
     prompts = torch.arange(max(options.batch) * max(options.prompt_tokens)).view(max(options.batch), -1)
     prompts = (prompts * 7919 % model.config.vocab_size).to(device)
     results: list[Result] = []
-    lines: list[dict[str, Any]] = []
+    lines: list[Line] = []
     for index, sparsity in enumerate(sparsities or [None]):
         _make_dense(model)
         if sparsity is not None:
             prune_(model, sparsity)
-        dense_logits = _logits(model, prompts[:1])
+        dense_logits, dense_bits = _logits(model, prompts[:1]), _bits(model)
         if index == 0:
             results += _measure_all(Side("dense", 0.0, ""), model, prompts, options.batch, options, lines)
         for tokens, batches in _ways(options, device):
@@ -87,8 +92,11 @@ def run(options: argparse.Namespace) -> None:
             logits = _logits(model, prompts[:1])
             error, largest = (logits - dense_logits).abs().max().item(), dense_logits.abs().max().item()
             print(str(report).splitlines()[-1])
-            print(f"{side}, logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})", flush=True)
+            print(f"{side}, logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})")
             lines.append({"what": "logits", **dataclasses.asdict(side), "error": error, "largest": largest})
+            lines[-1]["layers"] = worst = check_layers(model, prompts[:1], (*batches, 128), dense_bits)
+            text = ", ".join("{of_bound:.2g} at {tokens} ({layer})".format(**found) for found in worst)
+            print(f"{side}, error of layers over its bound, the worst by tokens: {text}", flush=True)
             results += _measure_all(side, model, prompts, batches, options, lines)
     if results:
         print(_table(results))
@@ -121,7 +129,7 @@ def _measure_all(
     prompts: Tensor,
     batches: list[int],
     options: argparse.Namespace,
-    lines: list[dict[str, Any]],
+    lines: list[Line],
 ) -> list[Result]:
     """Decoding at every batch size behind the first prompt length, the prefill of one sequence at every length."""
     results = []
@@ -235,7 +243,7 @@ class _OneToken:
         pass
 
 
-def profile_token(model: Any, prompts: Tensor, count: int, compiled: str | None) -> list[dict[str, Any]]:
+def profile_token(model: Any, prompts: Tensor, count: int, compiled: str | None) -> list[Line]:
     """What the GPU does for one of `count` tokens: launches and microseconds by kernel, and how long it is busy.
 
     Kernels that overlap (chained launches) count with their waiting, so their sum may exceed that.
@@ -275,6 +283,62 @@ def _make_dense(model: Any) -> None:
 def _logits(model: Any, prompt: Tensor) -> Tensor:
     with torch.no_grad():
         return model(prompt[:, :128]).logits.float().cpu()
+
+
+def _bits(model: nn.Module) -> dict[str, Tensor]:
+    """Of each linear layer the sums of its weight's bits by column and by row: what tells weights apart."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.detach().as_subclass(Tensor) + 0  # -0.0, which no format keeps, is 0.0
+            bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
+            found[name] = torch.cat((bits.sum(0), bits.sum(1))).cpu()
+    return found
+
+
+def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_bits: dict[str, Tensor]) -> list[Line]:
+    """Each sparse layer against its dense twin, on what it is given in the model for these numbers of tokens.
+
+    A bound on logits, through every layer, would be too wide to say anything. But nothing changes beside the layers: so
+    each weight has to be the twin's bit for bit, and each output within what rounding explains (reference.linear) of
+    the float64 product of the same input. One token is a kernel of macko's, of several the sums may be torch's. One
+    layer is dense at a time.
+
+    Returns:
+        For each number of tokens the largest difference over its bound, "of_bound", and the layer where it is.
+
+    Raises:
+        ValueError: a weight is another one than in dense_bits, which is from `_bits` of the dense model.
+    """
+    for name, bits in _bits(model).items():
+        if not torch.equal(bits, dense_bits[name]):
+            raise ValueError(f"{name}: the packed weight is not the dense one")
+    worst: list[Line] = []
+
+    def check(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
+        weight = layer.weight.as_subclass(Tensor)
+        wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
+        # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.
+        same = y.isinf() & (y == wanted.to(y.dtype))
+        off = torch.where(same, 0.0, (y - wanted).abs() / bound).nan_to_num(nan=torch.inf)
+        of_bound = off.max().item()
+        if of_bound >= worst[-1]["of_bound"]:
+            worst[-1] |= {"of_bound": of_bound, "layer": name}
+
+    handles = [
+        layer.register_forward_hook(lambda layer, args, y, name=name: check(name, layer, args[0], y))
+        for name, layer in model.named_modules()
+        if isinstance(layer, SparseLinear)
+    ]
+    try:
+        with torch.no_grad():
+            for count in sorted({min(count, prompt.shape[1]) for count in tokens}):
+                worst.append({"tokens": count, "of_bound": 0.0})
+                model(prompt[:, :count], use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return worst
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,6 +22,9 @@ from .slide_choice import SlidePacking, refused_shards
 #: Layers under this sparsity stay dense: with 2-bit gaps three quarters of the values take 0.84 of the dense bytes. One
 #: token costs at least the reading of these bytes, so less than that is soon lost to a kernel's fixed costs.
 MIN_SPARSITY = 0.25
+
+#: By library, what is called with each model that sparsify_ has converted: macko.integrations put theirs here.
+CONVERTED: dict[str, Callable[[nn.Module], None]] = {}
 
 #: What makes a packed weight of a dense one.
 Packing = type[PackedWeight] | type[Auto] | Mixed | SlidePacking
@@ -118,10 +120,8 @@ def sparsify_(
         for step in reversed(undo):
             step()
         raise
-    if "transformers" in sys.modules:
-        from .integrations.transformers import mark
-
-        mark(model)
+    for converted in CONVERTED.values():
+        converted(model)
     return Report(rows + unpackable(model))
 
 
@@ -202,8 +202,10 @@ def convert_layer(
     auto = None if isinstance(packed, SlideWeight) else chooser(packed_as)
     if packed.nbytes >= size and auto:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
+    if isinstance(packed_as, SlidePacking) and isinstance(packed, SlideWeight):
+        row.note = packed_as.note(dense, packed)
     if packed.nbytes >= size:
-        row.reason = f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
+        row.reason = row.note or f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
         return row, None
     bias = module.bias
     if bias is not None and bias.device != target:

@@ -92,6 +92,8 @@ class LayerReport:
     us_after: float | None = None
     #: Names of the layers that are one matrix with it (macko.merge_); bytes and times are of the layer by itself.
     merged_with: list[str] = dataclasses.field(default_factory=list)
+    #: Why slide takes its dense kernel for it.
+    note: str = ""
 
 
 @dataclasses.dataclass
@@ -150,7 +152,7 @@ class Report:
             sizes = (format_bytes(layer.bytes_before), format_bytes(layer.bytes_after))
             gain = _times(layer.us_before / layer.us_after) if layer.us_before and layer.us_after else ""
             others = ", ".join(name.rpartition(".")[2] for name in layer.merged_with)
-            note = layer.reason or (f"one matrix with {others}" if others else "")
+            note = layer.reason or layer.note or (f"one matrix with {others}" if others else "")
             table.add_row(layer.name or "(the model)", shape, density, layer.format, *sizes, gain, note)
         share = f"{self.bytes_after / self.bytes_before:.3f} of before" if self.bytes_before else ""
         sizes = (format_bytes(self.bytes_before), format_bytes(self.bytes_after))

@@ -1,6 +1,6 @@
 """The definition of the formats and ops: slow, obvious PyTorch, bit exact for bytes and float64 for sums.
 
-Tests and documents refer to this file; nothing in the package calls it. Signatures are those of macko.ops.
+Tests and documents refer to this file; of the package only `macko bench` calls it. Signatures are those of macko.ops.
 """
 
 from __future__ import annotations
@@ -46,6 +46,23 @@ def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bit
 def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
     """y = W x in float64."""
     return unpack(values, deltas, row_ptr, cols, delta_bits).double() @ x.cpu().double()
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype, by_torch: bool = True
+) -> tuple[Tensor, Tensor]:
+    """x W^T + bias in float64 on x's device, and how far from it a result of `dtype` may be for its roundings.
+
+    Sums are in float32, in any order: cols + 2 roundings of 2^-24 of |x| |W|^T + |bias| (Higham, Accuracy and
+    Stability, lemma 3.1). Where torch's product may have done them, it may round two partial sums to `dtype` on the
+    way: eps / 2 of that each. Then the result is rounded to `dtype`.
+    """
+    wide_x, wide_w = x.double(), w.to(x.device).double()
+    wide_bias = torch.zeros((), device=x.device) if bias is None else bias.to(x.device).double()
+    wanted, size = wide_x @ wide_w.t() + wide_bias, wide_x.abs() @ wide_w.abs().t() + wide_bias.abs()
+    kind, roundings = torch.finfo(dtype), (w.shape[1] + 2) * 2.0**-24
+    error = size * (roundings / (1 - roundings) + by_torch * kind.eps) + kind.smallest_normal * kind.eps
+    return wanted, error + (wanted.abs() + error) * kind.eps / 2
 
 
 def sell_unpack(

@@ -21,6 +21,7 @@ from torch import Tensor
 from . import ops
 from .formats import SLIDE_ELEMENTS, SLIDE_PATTERNS, SlideWeight, sparsest_pattern
 from .times import own_table
+from .timing import time_graph
 
 #: Names of the types that values may be quantised to.
 SLIDE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -79,11 +80,17 @@ def slide_gain(gpu: str, dtype: torch.dtype, n: int, shape: Sequence[int], token
 
 
 def slide_layout(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> int:
-    """n where the pattern's kernel is the faster one for these tokens, or nobody measured; 0, dense, elsewhere."""
+    """n where the pattern's kernel is the faster one for these tokens, or should be; 0, dense, elsewhere.
+
+    Where nobody measured, a GPU of compute capability 9.0 takes the pattern. Any other has the kernel that is not tuned
+    (docs/slide.md): there 2:4 is taken, which reads the fewest bytes, and of wider patterns the dense weight.
+    """
     if not n or w.device.type != "cuda":
         return n
     gain = slide_gain(torch.cuda.get_device_name(w.device), dtype, n, w.shape, tokens)
-    return n if gain is None or gain >= 1 else 0
+    if gain is None:
+        return n if n == 2 or torch.cuda.get_device_capability(w.device) == (9, 0) else 0
+    return n if gain >= 1 else 0
 
 
 def sparse_range(gain: Callable[[int], float | None], tokens: int) -> tuple[int, int]:
@@ -185,28 +192,26 @@ class SlidePacking:
         layout = slide_layout(w, n, dtype, self.tokens)
         return packed if layout == n else SlideWeight.from_dense(w, layout, element)
 
+    def note(self, w: Tensor, packed: SlideWeight) -> str:
+        """Why w was packed as dense; empty where it was not."""
+        if packed.n:
+            return ""
+        n = sparsest_pattern(w) if self.pattern == "auto" else SLIDE_PATTERNS[self.pattern]
+        if not n:
+            return "it fits no pattern"
+        pattern, dtype = f"{2 * n - 2}:{2 * n}", SLIDE_ELEMENTS[packed.element]
+        gpu = torch.cuda.get_device_name(w.device)
+        gain = slide_gain(gpu, dtype, n, w.shape, self.tokens)
+        if gain is None:
+            advice = "; `macko tune` measures it" if dtype in SLIDE_DTYPES.values() else ""
+            name = str(dtype).removeprefix("torch.")
+            return f"nobody measured {pattern} {name} on {gpu}, whose kernel is not tuned{advice}"
+        return f"{pattern} would take {1 / gain:.2f} of dense's time at {self.tokens} tokens"
 
-def microseconds(calls: Sequence[Callable[[], Any]], launches: int = 32, replays: int = 5) -> float:
-    """The least time of one call, from replays of a CUDA graph that goes round the calls."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            calls[i % len(calls)]()
-    times = []
-    for _ in range(replays + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return min(times[1:])
+
+def _least_us(calls: Sequence[Callable[[], Any]], launches: int) -> float:
+    """The least time of one call, from graphs of about so many that go round the first of them."""
+    return time_graph(calls[:launches], replays=5, warmup=1, min_launches=launches, rest=False).min_us
 
 
 def measure(
@@ -220,10 +225,12 @@ def measure(
     """Times dense and pattern kernels on a GPU, in turn, and returns what a table holds of that GPU.
 
     Weights rotate over copies of `cold_bytes` together, so that they come from memory as in a model. About two minutes.
+    Types that the GPU has no kernel for are left out.
     """
     table: Table = {}
     with torch.cuda.device(device):
-        for (rows, cols), name in ((shape, name) for shape in shapes for name in dtypes):
+        there = [name for name in dtypes if SlideWeight.runs(torch.device("cuda"), SLIDE_DTYPES[name])]
+        for (rows, cols), name in ((shape, name) for shape in shapes for name in there):
             dtype = SLIDE_DTYPES[name]
             w = torch.randn(rows, cols, device="cuda").bfloat16()
             copies = max(2, cold_bytes // (rows * cols) + 1)
@@ -239,7 +246,7 @@ def measure(
                         lambda p=p, s=s, n=n, x=x, dtype=dtype: ops.slide_linear(x, p, s, x.shape[1], n, dtype)
                         for p, s in held[n]
                     ]
-                    us[n] = min(us[n], microseconds(calls, launches=32 if m <= 512 else 4))
+                    us[n] = min(us[n], _least_us(calls, 32 if m <= 512 else 4))
                 for n in held:
                     if n:
                         of_shape = table.setdefault(name, {}).setdefault(f"{2 * n - 2}:{2 * n}", {})

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from macko import reference
+
 #: 16-bit types, everywhere; float32 too on the CPU.
 HALVES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*HALVES, torch.float32)
@@ -164,17 +166,9 @@ def assert_close_spmv(
 
 
 def assert_close_library(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """y against x W^T + bias where torch's product did the sum: it may round two partial sums to y's type on the way.
-
-    Each is at most |x| |W|^T + |bias|, so they and the result are off by 2 (eps / 2) of that beside the rounding of y.
-    """
-    wide_w, wide_x = w.to(y.device).double(), x.to(y.device).double()
-    wide_bias = torch.zeros((), device=y.device) if bias is None else bias.to(y.device).double()
-    wanted, size = wide_x @ wide_w.t() + wide_bias, wide_x.abs() @ wide_w.abs().t() + wide_bias.abs()
+    """y against x W^T + bias in float64 where torch's product may have done the sum: see reference.linear."""
+    wanted, error = reference.linear(x.to(y.device), w, bias, y.dtype)
     assert y.shape == wanted.shape
-    kind = torch.finfo(y.dtype)
-    error = size * ((w.shape[1] + 2) * 2.0**-24 + kind.eps) + kind.smallest_normal * kind.eps
-    error += (wanted.abs() + error) * kind.eps / 2
     assert ((y.double() - wanted).abs() <= error).all()
 
 

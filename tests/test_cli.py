@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, sparsity_format
 from macko.layers import packed_share, patterns
 from tests.common import assert_same_bits, random_weight, torch_threads
-from tests.tiny_llama import needs_transformers
+from tests.tiny_llama import TinyLlama, needs_transformers
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +100,36 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     ]
     assert [row["prompt_tokens"] for row in rows if row["what"] == "prefill"] == [4, 8] * 3
     assert all(row["tokens_per_s"] > 0 for row in rows if row["what"] != "logits")
-    assert [(row["sparsity"], row["error"]) for row in rows if row["what"] == "logits"] == [(0.5, 0.0), (0.7, 0.0)]
+    logits = [row for row in rows if row["what"] == "logits"]
+    assert [(row["sparsity"], row["error"]) for row in logits] == [(0.5, 0.0), (0.7, 0.0)]
+    for row in logits:
+        assert [found["tokens"] for found in row["layers"]] == [1, 2, 8]
+        assert all(0 < found["of_bound"] <= 1 for found in row["layers"])
+
+
+@needs_transformers
+@pytest.mark.parametrize("merge", [False, True])
+def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama) -> None:
+    model = copy.deepcopy(tiny_llama.model).half()
+    macko.prune_(model, 0.5)
+    dense_bits, prompt = bench._bits(model), torch.arange(6)[None]
+    macko.sparsify_(model, merge=merge, progress=False)
+    good = bench.check_layers(model, prompt, (1, 6, 9), dense_bits)
+    assert [found["tokens"] for found in good] == [1, 6]
+    assert all(0 < found["of_bound"] <= 1 for found in good)
+
+    name = "model.layers.1.mlp.down_proj"
+    down = model.get_submodule(name)
+    handle = down.register_forward_hook(lambda layer, args, y: y + 0.1 * (torch.arange(y.shape[-1]) == 7).to(y.dtype))
+    bad = bench.check_layers(model, prompt, (1, 6), dense_bits)
+    assert all(found["of_bound"] > 1 and found["layer"] == name for found in bad)
+    handle.remove()
+    dense = down.to_linear()
+    dense.weight[3, 5:7] = dense.weight[3, 5:7].flip(0)  # two values change places
+    assert dense.weight[3, 5] != dense.weight[3, 6]
+    model.set_submodule(name, macko.SparseLinear.from_linear(dense))
+    with pytest.raises(ValueError, match=rf"{name}: the packed weight is not the dense one"):
+        bench.check_layers(model, prompt, (1,), dense_bits)
 
 
 def test_bench_holds_a_model_on_a_gpu_as_its_batch_asks_for() -> None:

@@ -606,6 +606,54 @@ def test_both_weights_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert packed.label == label
 
 
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0), (12, 0)])
+def test_nobody_measured_this_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The kernel for other GPUs than 9.0 is not tuned: only 2:4 is taken on trust, and a table of the user's counts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    slide_choice.slide_table.cache_clear()
+
+    def packed_as(n: int, pattern: str, keep_dense: bool = False) -> tuple[str, str]:
+        packing, w = slide_choice.SlidePacking(pattern, "int8", 2048, keep_dense), weight(128, 480, n, torch.float16)
+        packed = packing.from_dense(FakeDevice(w))
+        return packed.label, packing.note(FakeDevice(w), packed)
+
+    for keep_dense in (False, True):
+        assert packed_as(2, "2:4", keep_dense) == packed_as(2, "auto", keep_dense) == ("slide 2:4 int8", "")
+        for n, pattern in ((3, "4:6"), (4, "6:8"), (5, "8:10"), (8, "14:16")):
+            for asked in (pattern, "auto"):
+                label, note = packed_as(n, asked, keep_dense)
+                if capability == (9, 0):
+                    assert (label, note) == (f"slide {pattern} int8", "")
+                else:
+                    assert label == "slide dense int8"
+                    where = f"nobody measured {pattern} int8 on Some GPU, whose kernel is not tuned"
+                    assert note == f"{where}; `macko tune` measures it"
+    own = {"int8": {"6:8": {"128 x 480": {"1": 1.2}}, "2:4": {"128 x 480": {"1": 0.8}}}}
+    times.write(times.cache_file("Some GPU"), "Some GPU", [], own, 0)
+    slide_choice.slide_table.cache_clear()
+    assert packed_as(4, "6:8") == ("slide 6:8 int8", "")
+    assert packed_as(2, "2:4") == ("slide dense int8", "2:4 would take 1.25 of dense's time at 2048 tokens")
+    slide_choice.slide_table.cache_clear()
+
+
+def test_report_says_why_a_pattern_is_held_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slide_choice, "slide_layout", lambda w, n, dtype, tokens: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    for dtype, advice in (("int8", "; `macko tune` measures it"), (None, "")):
+        model = torch.nn.Sequential(torch.nn.Linear(256, 192, bias=False)).half()
+        with torch.no_grad():
+            model[0].weight.copy_(weight(192, 256, 4, torch.float16))
+        (row,) = macko.sparsify_(model, format="slide", pattern="6:8", dtype=dtype)
+        note = f"nobody measured 6:8 {dtype or 'float16'} on Some GPU, whose kernel is not tuned{advice}"
+        if dtype:
+            assert (row.format, row.note, row.reason) == ("slide dense int8", note, "")
+        else:  # a dense weight of 16 bits is not packed
+            assert (row.format, row.reason) == ("dense", note)
+        assert note in str(macko.Report([row]))
+
+
 class FakeDevice(Tensor):
     """A tensor that says that it is on a GPU."""
 

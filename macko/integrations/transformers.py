@@ -14,7 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..choose import format_class
-from ..convert import MIN_SPARSITY, convert_layer
+from ..convert import CONVERTED, MIN_SPARSITY, convert_layer
 from ..files import VERSION, Checkpoint, check_about, join, packed_state
 from ..formats import format_named
 from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
@@ -246,7 +246,7 @@ class _Loading(SparseLinear):
     set_extra_state = nn.Module.set_extra_state
 
 
-def mark(model: nn.Module) -> None:
+def _mark(model: nn.Module) -> None:
     """Makes save_pretrained of a transformers model write its sparse layers packed."""
     from transformers.modeling_utils import PreTrainedModel
 
@@ -256,6 +256,9 @@ def mark(model: nn.Module) -> None:
     any_model: Any = model
     any_model.hf_quantizer = quantizer
     any_model.config.quantization_config = quantizer.quantization_config
+
+
+CONVERTED["transformers"] = _mark
 
 
 def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: Any) -> Any:

@@ -93,18 +93,6 @@ int64_t smallest_width(const int64_t *stored, const std::vector<int> &widths, in
     return best;
 }
 
-// Dense [rows, cols] without a look for faults: those become NaN on CUDA.
-Tensor unpack_unchecked(const macko_matrix &m, const Tensor &values) {
-    Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
-#ifdef USE_CUDA
-    STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
-#else
-    for_rows(m.rows, m.cols,
-             [&](int64_t begin, int64_t end) { macko_unpack_cpu(&m, begin, end, w.mutable_data_ptr()); });
-#endif
-    return w;
-}
-
 // y [rows] = W x + bias, all checked but the content.
 void spmv_into(const char *op, const macko_matrix &m, const Tensor &x, const void *bias, const Tensor &y) {
 #ifdef USE_CUDA
@@ -201,8 +189,20 @@ Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
               bool check) {
     const macko_matrix m = matrix_of("unpack", values, deltas, row_ptr, cols, delta_bits);
     const DeviceOf guard(values);
-    if (check || values.is_cpu()) check_bounds("unpack", m, values); // on the CPU nobody waits for it
-    return unpack_unchecked(m, values);
+#ifdef USE_CUDA
+    if (check) check_bounds("unpack", m, values); // else faults become NaN
+    Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
+    STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
+#else
+    (void)check; // nobody waits for it here
+    Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
+    auto *const data = static_cast<char *>(w.mutable_data_ptr());
+    const macko_fault fault = first_fault(m.rows, m.cols, [&](int64_t begin, int64_t end) {
+        return macko_unpack_cpu(&m, begin, end, data + begin * m.cols * values.element_size());
+    });
+    if (fault.kind) fail_for("unpack", fault, m);
+#endif
+    return w;
 }
 
 Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
@@ -266,11 +266,7 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
         return torch::stable::reshape(y, shape);
     }
     const macko_fault fault = linear_by_blocks(x, m.rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
-        const macko_fault found = macko_check_bounds_cpu(&m, begin, end);
-        macko_matrix block = m;
-        block.row_ptr += begin;
-        if (!found.kind) macko_unpack_cpu(&block, 0, end - begin, w);
-        return found;
+        return macko_unpack_cpu(&m, begin, end, w);
     });
     if (fault.kind) fail_for("linear", fault, m);
 #endif

@@ -285,16 +285,17 @@ MACKO_INLINE MACKO_TARGET_AVX512 __m512i load_deltas(const uint8_t *deltas, int 
     return _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, eights), _mm512_set1_epi8(3));
 }
 
-/* For each eight bytes the bits that they name; a byte over 63 names none. */
+/*
+ * For each eight bytes the word of the bits that they name, all different; a byte over 63 names none. Two 8x8 matrices of
+ * bits, which byte of the word and which bit of it (from the top) for each of the eight, are turned and multiplied.
+ */
 MACKO_INLINE MACKO_TARGET_AVX512 __m512i bits_of(__m512i bytes) {
-    const __m512i one = _mm512_set1_epi64(1);
-    __m512i bits = _mm512_setzero_si512();
-    for (int k = 0; k < GROUP; k++) {
-        const int64_t low = (int64_t)0x8080808080808000ull + k, high = low + 8; /* byte k, seven zeros behind it */
-        const __m512i byte = _mm512_shuffle_epi8(bytes, _mm512_set4_epi64(high, low, high, low));
-        bits = _mm512_or_si512(bits, _mm512_sllv_epi64(one, byte));
-    }
-    return bits;
+    const __m512i power = _mm512_set4_epi64(0, (int64_t)0x8040201008040201, 0, (int64_t)0x8040201008040201);
+    const __m512i falling = _mm512_set1_epi64(0x0102040810204080), unit = _mm512_set1_epi64((int64_t)0x8040201008040201);
+    const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 3), _mm512_set1_epi8(15));
+    const __m512i byte = _mm512_gf2p8affine_epi64_epi8(unit, _mm512_shuffle_epi8(power, high), 0);
+    const __m512i bit = _mm512_gf2p8affine_epi64_epi8(unit, _mm512_shuffle_epi8(falling, bytes), 0);
+    return _mm512_gf2p8affine_epi64_epi8(byte, bit, 0);
 }
 
 /* Columns of 64 entries: of each eight the mask of their columns, counted from behind the eight before, and the last. */
@@ -344,7 +345,9 @@ MACKO_INLINE MACKO_TARGET_AVX512 row_place unpack_groups(const macko_matrix *m, 
                                                                                   : 4;
         /* Eight entries of 8-bit deltas may span more. */
         if (delta_bits == 8 && _mm512_test_epi64_mask(last, _mm512_set1_epi64(~127))) break;
-        if (at.next + _mm512_reduce_add_epi64(last) + GROUPS + 32 * parts > m->cols) break;
+        if (at.next + 32 * parts * (GROUPS + 1) > m->cols &&
+            at.next + _mm512_reduce_add_epi64(last) + GROUPS + 32 * parts > m->cols)
+            break;
         groups g;
         _mm512_storeu_si512(g.masks[0], bits_of(sums));
         if (delta_bits > 2 && parts == 4)

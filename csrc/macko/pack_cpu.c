@@ -291,7 +291,8 @@ MACKO_INLINE MACKO_TARGET_AVX512 __m512i load_deltas(const uint8_t *deltas, int 
  */
 MACKO_INLINE MACKO_TARGET_AVX512 __m512i bits_of(__m512i bytes) {
     const __m512i power = _mm512_set4_epi64(0, (int64_t)0x8040201008040201, 0, (int64_t)0x8040201008040201);
-    const __m512i falling = _mm512_set1_epi64(0x0102040810204080), unit = _mm512_set1_epi64((int64_t)0x8040201008040201);
+    const __m512i falling = _mm512_set1_epi64(0x0102040810204080),
+                  unit = _mm512_set1_epi64((int64_t)0x8040201008040201);
     const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 3), _mm512_set1_epi8(15));
     const __m512i byte = _mm512_gf2p8affine_epi64_epi8(unit, _mm512_shuffle_epi8(power, high), 0);
     const __m512i bit = _mm512_gf2p8affine_epi64_epi8(unit, _mm512_shuffle_epi8(falling, bytes), 0);

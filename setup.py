@@ -99,7 +99,10 @@ def arches() -> list[str]:
         if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch):
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected entries like 9.0a or 12.0+PTX, got {arch!r}.")
     # 9.0a, the target of bulk copies and wgmma, runs wherever 9.0 does.
-    return [arch.replace("9.0a", "9.0").replace("9.0", "9.0a") for arch in listed]
+    listed = [arch.replace("9.0a", "9.0").replace("9.0", "9.0a") for arch in listed]
+    # PTX from before 9.0 lacks what the kernels of 9.0 and later do, and a later GPU would run it as if it were there.
+    listed = [arch.removesuffix("+PTX") if arch[0] in "78" else arch for arch in listed]
+    return listed
 
 
 def arch_flags() -> list[str]:

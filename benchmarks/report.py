@@ -413,10 +413,9 @@ def bench_headline(lines: list[Line]) -> str:
     prefills = [line for line in lines if line["what"] == "prefill" and not line.get("tokens")]
     ms = {(line["prompt_tokens"], line["compile"] or "", line["sparsity"]): line["ms"] for line in prefills}
     both = [(*run, sparsity) for *run, sparsity in ms if sparsity == 0.5 and (*run, 0.0) in ms]
-    if both:
-        longest, way, _ = max(both)
-        of = [ms[longest, way, sparsity] for sparsity in (0.0, 0.5)]
-        text += f" A prompt of {longest} tokens: **{of[0] / of[1]:.2f}x**, {of[1]:.0f} ms against {of[0]:.0f}."
+    for prompt, way, _ in dict.fromkeys((max(both), min(both)) if both else ()):
+        of = [ms[prompt, way, sparsity] for sparsity in (0.0, 0.5)]
+        text += f" A prompt of {prompt} tokens: **{of[0] / of[1]:.2f}x**, {of[1]:.0f} ms against {of[0]:.0f}."
     return text
 
 

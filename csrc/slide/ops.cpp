@@ -101,8 +101,11 @@ std::tuple<Tensor, Tensor> quantise(const char *op, const Tensor &x, macko_dtype
     Tensor scale = torch::stable::new_empty(x, leading, ScalarType::Float);
     auto *scales = static_cast<float *>(scale.mutable_data_ptr());
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(macko_slide_quant_cuda(x.const_data_ptr(), dtype, tokens, cols, int(n), type,
-                                          lifted.mutable_data_ptr(), scales, current_stream(x)));
+    const cudaError_t status = macko_slide_quant_cuda(x.const_data_ptr(), dtype, tokens, cols, int(n), type,
+                                                      lifted.mutable_data_ptr(), scales, current_stream(x));
+    if (status == cudaErrorInvalidValue) // a token's codes lie in shared memory
+        fail(op, "x has ", cols, " columns, expected no more than fit a block's shared memory on ", device_name(x));
+    STD_CUDA_CHECK(status);
 #else
     in_parallel(op, tokens, (1 << 15) / std::max<int64_t>(1, cols), [&](int64_t begin, int64_t end) {
         return macko_slide_quant_cpu(x.const_data_ptr(), dtype, cols, int(n), type, begin, end,
@@ -126,7 +129,8 @@ Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, Sca
     args.out = out.mutable_data_ptr();
     const cudaError_t status = macko_slide_gemm_cuda(&args, current_stream(out));
     if (status == cudaErrorNotSupported)
-        fail(op, "float8 needs a GPU of compute capability 8.9, and code built for it: ", device_name(out), " has not");
+        fail(op, "float8 needs a GPU of compute capability 8.9 or later, and kernels built for 8.9 or later ",
+             "(TORCH_CUDA_ARCH_LIST): ", device_name(out), " lacks one of them");
     if (status == cudaErrorSymbolNotFound)
         fail(op, "the kernel needs a driver of CUDA 12.0 or later: this one has no cuTensorMapEncodeTiled");
     STD_CUDA_CHECK(status);

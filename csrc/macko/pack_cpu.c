@@ -323,7 +323,8 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t put_groups(const groups *g, int parts, 
 /*
  * The row's entries by 64, of a 16-bit type, as long as there are so many and none is near its last column. The deltas
  * become the mask of eight entries' columns, which expands their values; the zeros that come behind them are overwritten
- * by the next eight. One core of a Zen 5, density 0.5: 0.20 ns an entry, by single copies 0.52.
+ * by the next eight. linear, 64 tokens, 4096x4096 bf16, density 0.5, one core of a Zen 5: 7.4 ms, with copies entry by
+ * entry 11.3.
  */
 MACKO_INLINE MACKO_TARGET_AVX512 row_place unpack_groups(const macko_matrix *m, int delta_bits, int64_t entry,
                                                          int64_t stop, uint16_t *w) {
@@ -354,7 +355,7 @@ MACKO_INLINE MACKO_TARGET_AVX512 row_place unpack_groups(const macko_matrix *m, 
         if (delta_bits > 2 && parts == 4)
             _mm512_storeu_si512(g.masks[1], bits_of(_mm512_sub_epi8(sums, _mm512_set1_epi8(64))));
         _mm512_storeu_si512(g.last, last);
-        __asm__("" : "+m"(g)); /* else gcc takes the masks out of the vectors by shuffles: 0.05 ns an entry more */
+        __asm__("" : "+m"(g)); /* else gcc takes the masks out of the vectors by shuffles, which is slower */
         const uint16_t *const values = (const uint16_t *)m->values + at.entry;
         macko_fetch_ahead(values);
         macko_fetch_ahead(values + 32);

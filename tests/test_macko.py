@@ -213,6 +213,19 @@ def test_any_matrix_packs_to_the_references_bytes(
         assert_packs(w, bits)
 
 
+@all_bits
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_runs_of_zeros_among_dense_columns(cpu_path: str, dtype: torch.dtype, bits: int) -> None:
+    """Eight entries that span from 8 to all columns, in rows that end anywhere: what unpack takes together."""
+    for cols in (63, 64, 95, 96, 97, 128, 200, 333, 1000):
+        for run in (0, 20, 26, 60, 130, 300):
+            w = random_weight(9, cols, 0.8, dtype)
+            for row in range(9):
+                w[row, 30 * row : 30 * row + run] = 0
+                w[row, 400 + 7 * row : 400 + 7 * row + run] = 0
+            assert_packs(w, bits)
+
+
 # spmv and linear
 
 
@@ -351,8 +364,9 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
                     ops.unpack(*broken, cols, bits)
                 with pytest.raises(RuntimeError, match="macko::linear: " + message):
                     ops.linear(x, *broken, cols, None, bits)
-                with pytest.raises(RuntimeError, match="macko::linear: " + message):
-                    ops.linear(x.expand(3, cols), *broken, cols, None, bits)
+                for tokens in (3, 40):  # each by itself, and blocks of dense rows
+                    with pytest.raises(RuntimeError, match="macko::linear: " + message):
+                        ops.linear(x.expand(tokens, cols), *broken, cols, None, bits)
                 assert ops.check(*broken, cols, bits)[0] != 0
 
 

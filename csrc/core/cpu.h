@@ -18,7 +18,8 @@ typedef enum macko_cpu_path { MACKO_SCALAR = 0, MACKO_AVX2 = 1, MACKO_AVX512 = 2
 #include <immintrin.h>
 #define MACKO_TARGET_AVX2 __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt")))
 #define MACKO_TARGET_AVX512                                                                                            \
-    __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")))
+    __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,"      \
+                          "gfni")))
 #else
 #define MACKO_X86 0
 #endif
@@ -31,7 +32,7 @@ static inline macko_cpu_path macko_best_cpu_path(void) {
         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt"))
         best = MACKO_AVX2;
     if (best == MACKO_AVX2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2"))
+        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("gfni"))
         best = MACKO_AVX512;
 #endif
     const char *forced = getenv("MACKO_CPU");

@@ -58,14 +58,14 @@ void macko_pack_count_cpu(const void *w, macko_dtype dtype, int delta_bits, int6
 void macko_pack_write_cpu(const void *w, macko_dtype dtype, int delta_bits, int64_t cols, int64_t begin, int64_t end,
                           const int32_t *row_ptr, void *values, uint8_t *deltas);
 
-/* The first fault that makes reading unsafe: row_ptr, columns. What spmv and unpack look for. */
+/* The first fault that makes reading unsafe: row_ptr, columns. What spmv and unpack look for too. */
 macko_fault macko_check_bounds_cpu(const macko_matrix *m, int64_t begin, int64_t end);
 
 /* The first fault of any kind. Called with begin == end == rows it looks at the capacity and the padding. */
 macko_fault macko_check_cpu(const macko_matrix *m, int64_t begin, int64_t end);
 
-/* Writes w [rows, cols] densely. The matrix has passed macko_check_bounds_cpu. */
-void macko_unpack_cpu(const macko_matrix *m, int64_t begin, int64_t end, void *w);
+/* Writes the rows densely to w [end - begin, cols]. Stops at the first fault of bounds. */
+macko_fault macko_unpack_cpu(const macko_matrix *m, int64_t begin, int64_t end, void *w);
 
 /*
  * y = W x + bias (bias may be NULL); x [cols], bias and y [rows] of dtype. Stops at the first fault of bounds.

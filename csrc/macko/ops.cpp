@@ -93,18 +93,6 @@ int64_t smallest_width(const int64_t *stored, const std::vector<int> &widths, in
     return best;
 }
 
-// Dense [rows, cols] without a look for faults: those become NaN on CUDA.
-Tensor unpack_unchecked(const macko_matrix &m, const Tensor &values) {
-    Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
-#ifdef USE_CUDA
-    STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
-#else
-    for_rows(m.rows, m.cols,
-             [&](int64_t begin, int64_t end) { macko_unpack_cpu(&m, begin, end, w.mutable_data_ptr()); });
-#endif
-    return w;
-}
-
 // y [rows] = W x + bias, all checked but the content.
 void spmv_into(const char *op, const macko_matrix &m, const Tensor &x, const void *bias, const Tensor &y) {
 #ifdef USE_CUDA
@@ -137,6 +125,16 @@ void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
 #endif
     if (fault.kind) fail_for(op, fault, m);
 }
+
+#ifndef USE_CUDA
+// Up to how many tokens linear does each by itself; above, blocks of dense rows are faster. One core of a Zen 5, 4096x4096,
+// density 0.5 (0.1), ms: bf16 1.3 (0.63) a token, by blocks 3.3 (3.0); fp32 2.5 (0.67), by blocks 10 (6.5). fp16 1.4, by
+// blocks 1.5 and nearly as much a token again, because torch 2.13's product takes 1.3.
+double single_tokens(const macko_matrix &m) {
+    const double columns_an_entry = double(m.rows) * double(m.cols) / double(std::max<int64_t>(1, m.capacity));
+    return m.dtype == MACKO_F16 ? 20 : m.dtype == MACKO_BF16 ? 2 + 0.3 * columns_an_entry : 3 + 0.67 * columns_an_entry;
+}
+#endif
 
 } // namespace
 
@@ -201,8 +199,20 @@ Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
               bool check) {
     const macko_matrix m = matrix_of("unpack", values, deltas, row_ptr, cols, delta_bits);
     const DeviceOf guard(values);
-    if (check || values.is_cpu()) check_bounds("unpack", m, values); // on the CPU nobody waits for it
-    return unpack_unchecked(m, values);
+#ifdef USE_CUDA
+    if (check) check_bounds("unpack", m, values); // else faults become NaN
+    Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
+    STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
+#else
+    (void)check; // nobody waits for it here
+    Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
+    auto *const data = static_cast<char *>(w.mutable_data_ptr());
+    const macko_fault fault = first_fault(m.rows, m.cols, [&](int64_t begin, int64_t end) {
+        return macko_unpack_cpu(&m, begin, end, data + begin * m.cols * values.element_size());
+    });
+    if (fault.kind) fail_for("unpack", fault, m);
+#endif
+    return w;
 }
 
 Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
@@ -255,9 +265,7 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
         STD_CUDA_CHECK(macko_unpack_cuda(&part, w, current_stream(values)));
     });
 #else
-    // One core of a Zen 5, 4096x4096 bf16: 1.3 ms a token, 6 by blocks. 2048x2048 fp16: 0.39 ms, by blocks 1.5 and as much
-    // a token again, because torch 2.13's fp16 product takes 0.31.
-    if (tokens <= (m.dtype == MACKO_F16 ? 20 : 4)) {
+    if (tokens <= single_tokens(m)) {
         for (int64_t token = 0; token < tokens; token++) {
             Tensor from = x, to = y;
             spmv_into("linear", m, torch::stable::select(from, 0, token), data_of(bias),
@@ -265,13 +273,8 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
         }
         return torch::stable::reshape(y, shape);
     }
-    const macko_fault fault = linear_by_blocks(x, m.rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
-        const macko_fault found = macko_check_bounds_cpu(&m, begin, end);
-        macko_matrix block = m;
-        block.row_ptr += begin;
-        if (!found.kind) macko_unpack_cpu(&block, 0, end - begin, w);
-        return found;
-    });
+    const macko_fault fault = linear_by_blocks(
+        x, m.rows, bias, y, [&](int64_t begin, int64_t end, void *w) { return macko_unpack_cpu(&m, begin, end, w); });
     if (fault.kind) fail_for("linear", fault, m);
 #endif
     return torch::stable::reshape(y, shape);

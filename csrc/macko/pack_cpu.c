@@ -242,11 +242,10 @@ macko_fault macko_check_cpu(const macko_matrix *m, int64_t begin, int64_t end) {
     return (macko_fault){MACKO_OK, 0, -1, 0};
 }
 
-/* The row's entries into its zeroed columns at w, counted in elements of `dtype`. */
-MACKO_INLINE void unpack_row(const macko_matrix *m, macko_dtype dtype, int delta_bits, int64_t entry, int64_t stop,
-                             void *w, int64_t row_start) {
+/* Entries [entry, stop), the first of them counted from column `next`, into zeroed columns of the row at w. */
+MACKO_INLINE void unpack_entries(const macko_matrix *m, macko_dtype dtype, int delta_bits, int64_t entry, int64_t stop,
+                                 int64_t next, void *w) {
     const int unit = MACKO_UNIT_ENTRIES(delta_bits);
-    int64_t next = row_start;
     for (; entry < stop && entry % (8 / delta_bits); entry++) {
         next += macko_delta_at(m->deltas, delta_bits, entry) + 1;
         macko_copy(w, dtype, next - 1, m->values, entry);
@@ -264,26 +263,154 @@ MACKO_INLINE void unpack_row(const macko_matrix *m, macko_dtype dtype, int delta
     }
 }
 
-MACKO_INLINE void unpack_rows(const macko_matrix *m, macko_dtype dtype, int delta_bits, int64_t begin, int64_t end,
-                              void *w) {
-    const int64_t size = dtype == MACKO_F32 ? 4 : 2;
-    for (int64_t row = begin; row < end; row++) {
-        memset((char *)w + row * m->cols * size, 0, (size_t)(m->cols * size)); /* just in front: still in L1 */
-        unpack_row(m, dtype, delta_bits, m->row_ptr[row], m->row_ptr[row + 1], w, row * m->cols);
+/* As far as a row's unpacking has come. */
+typedef struct row_place {
+    int64_t entry; /* the next one to unpack */
+    int64_t next;  /* the column behind the entry before; all in front of it are written */
+} row_place;
+
+#if MACKO_X86
+enum { GROUP = 8, GROUPS = MACKO_BLOCK / GROUP }; /* entries that are expanded together */
+
+/* 64 deltas from the start of a byte on, a byte each. */
+MACKO_INLINE MACKO_TARGET_AVX512 __m512i load_deltas(const uint8_t *deltas, int delta_bits) {
+    if (delta_bits == 8) return _mm512_loadu_si512(deltas);
+    if (delta_bits == 4) {
+        const __m512i eights = _mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i *)deltas));
+        const __m512i shifts = _mm512_set1_epi64(0x1c1814100c080400);
+        return _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, eights), _mm512_set1_epi8(15));
     }
+    const __m512i eights = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i *)deltas));
+    const __m512i shifts = _mm512_set1_epi64(0x0e0c0a0806040200);
+    return _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, eights), _mm512_set1_epi8(3));
 }
 
-void macko_unpack_cpu(const macko_matrix *m, int64_t begin, int64_t end, void *w) {
-    const macko_dtype size = m->dtype == MACKO_F32 ? MACKO_F32 : MACKO_F16; /* only the element's size matters */
-    switch (m->delta_bits) {
-    case 2:
-        size == MACKO_F32 ? unpack_rows(m, MACKO_F32, 2, begin, end, w) : unpack_rows(m, MACKO_F16, 2, begin, end, w);
-        break;
-    case 4:
-        size == MACKO_F32 ? unpack_rows(m, MACKO_F32, 4, begin, end, w) : unpack_rows(m, MACKO_F16, 4, begin, end, w);
-        break;
-    case 8:
-        size == MACKO_F32 ? unpack_rows(m, MACKO_F32, 8, begin, end, w) : unpack_rows(m, MACKO_F16, 8, begin, end, w);
-        break;
+/*
+ * For each eight bytes the word of the bits that they name, all different; a byte over 63 names none. Two 8x8 matrices of
+ * bits, which byte of the word and which bit of it (from the top) for each of the eight, are turned and multiplied.
+ */
+MACKO_INLINE MACKO_TARGET_AVX512 __m512i bits_of(__m512i bytes) {
+    const __m512i power = _mm512_set4_epi64(0, (int64_t)0x8040201008040201, 0, (int64_t)0x8040201008040201);
+    const __m512i falling = _mm512_set1_epi64(0x0102040810204080),
+                  unit = _mm512_set1_epi64((int64_t)0x8040201008040201);
+    const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 3), _mm512_set1_epi8(15));
+    const __m512i byte = _mm512_gf2p8affine_epi64_epi8(unit, _mm512_shuffle_epi8(power, high), 0);
+    const __m512i bit = _mm512_gf2p8affine_epi64_epi8(unit, _mm512_shuffle_epi8(falling, bytes), 0);
+    return _mm512_gf2p8affine_epi64_epi8(byte, bit, 0);
+}
+
+/* Columns of 64 entries: of each eight the mask of their columns, counted from behind the eight before, and the last. */
+typedef struct groups {
+    uint64_t masks[2][GROUPS], last[GROUPS];
+} groups;
+
+/* Writes the columns of 64 entries, of each eight of them 32 `parts`. Returns the column behind them. */
+MACKO_INLINE MACKO_TARGET_AVX512 int64_t put_groups(const groups *g, int parts, const uint16_t *values, uint16_t *w,
+                                                    int64_t next) {
+    for (int i = 0; i < GROUPS; i++, values += GROUP) {
+        const uint16_t *from = values;
+        for (int part = 0; part < parts; part++) {
+            const uint32_t mask = (uint32_t)(g->masks[part / 2][i] >> 32 * (part % 2));
+            const __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
+            _mm512_storeu_si512(w + next + 32 * part, _mm512_maskz_expand_epi16(mask, v));
+            from += __builtin_popcount(mask);
+        }
+        next += (int64_t)g->last[i] + 1;
     }
+    return next;
+}
+
+/*
+ * The row's entries by 64, of a 16-bit type, as long as there are so many and none is near its last column. The deltas
+ * become the mask of eight entries' columns, which expands their values; the zeros that come behind them are overwritten
+ * by the next eight. linear, 64 tokens, 4096x4096 bf16, density 0.5, one core of a Zen 5: 7.4 ms, with copies entry by
+ * entry 11.3.
+ */
+MACKO_INLINE MACKO_TARGET_AVX512 row_place unpack_groups(const macko_matrix *m, int delta_bits, int64_t entry,
+                                                         int64_t stop, uint16_t *w) {
+    const int64_t start = entry + (-entry & (8 / delta_bits - 1));
+    row_place at = {entry, 0};
+    if (m->cols < 64 || start > stop) return at;
+    memset(w, 0, 64 * 2); /* entries in front of the first whole byte of deltas have at most 16 columns */
+    unpack_entries(m, MACKO_F16, delta_bits, entry, start, 0, w);
+    for (; at.entry < start; at.entry++) at.next += macko_delta_at(m->deltas, delta_bits, at.entry) + 1;
+    /* The last eight may read as many values again. */
+    for (; at.entry + MACKO_BLOCK + GROUP <= stop; at.entry += MACKO_BLOCK) {
+        __m512i sums = load_deltas(m->deltas + at.entry * delta_bits / 8, delta_bits); /* they stop at 255 */
+        sums = _mm512_adds_epu8(sums, _mm512_slli_epi64(sums, 8));
+        sums = _mm512_adds_epu8(sums, _mm512_slli_epi64(sums, 16));
+        sums = _mm512_adds_epu8(sums, _mm512_slli_epi64(sums, 32));
+        sums = _mm512_adds_epu8(sums, _mm512_set1_epi64(0x0706050403020100));
+        const __m512i last = _mm512_srli_epi64(sums, 56);
+        const int parts = !_mm512_test_epi64_mask(last, _mm512_set1_epi64(~31))   ? 1
+                          : !_mm512_test_epi64_mask(last, _mm512_set1_epi64(~63)) ? 2
+                                                                                  : 4;
+        /* Eight entries of 8-bit deltas may span more. */
+        if (delta_bits == 8 && _mm512_test_epi64_mask(last, _mm512_set1_epi64(~127))) break;
+        if (at.next + 32 * parts * (GROUPS + 1) > m->cols &&
+            at.next + _mm512_reduce_add_epi64(last) + GROUPS + 32 * parts > m->cols)
+            break;
+        groups g;
+        _mm512_storeu_si512(g.masks[0], bits_of(sums));
+        if (delta_bits > 2 && parts == 4)
+            _mm512_storeu_si512(g.masks[1], bits_of(_mm512_sub_epi8(sums, _mm512_set1_epi8(64))));
+        _mm512_storeu_si512(g.last, last);
+        __asm__("" : "+m"(g)); /* else gcc takes the masks out of the vectors by shuffles, which is slower */
+        const uint16_t *const values = (const uint16_t *)m->values + at.entry;
+        macko_fetch_ahead(values);
+        macko_fetch_ahead(values + 32);
+        if (parts == 1)
+            at.next = put_groups(&g, 1, values, w, at.next);
+        else if (parts == 2)
+            at.next = put_groups(&g, 2, values, w, at.next);
+        else
+            at.next = put_groups(&g, 4, values, w, at.next);
+    }
+    return at;
+}
+
+#define UNPACK_GROUPS(bits)                                                                                            \
+    static MACKO_TARGET_AVX512 row_place unpack_groups_##bits(const macko_matrix *m, int64_t entry, int64_t stop,      \
+                                                              uint16_t *w) {                                           \
+        return unpack_groups(m, bits, entry, stop, w);                                                                 \
+    }
+UNPACK_GROUPS(2)
+UNPACK_GROUPS(4)
+UNPACK_GROUPS(8)
+#undef UNPACK_GROUPS
+#endif
+
+MACKO_INLINE macko_fault unpack_rows(const macko_matrix *m, macko_dtype dtype, int delta_bits, int64_t begin,
+                                     int64_t end, char *w) {
+    const int64_t size = dtype == MACKO_F32 ? 4 : 2;
+    const macko_cpu_path path = macko_best_cpu_path();
+    for (int64_t row = begin; row < end; row++, w += m->cols * size) {
+        const macko_fault fault = macko_check_row_ptr(m, row);
+        if (fault.kind) return fault;
+        const int64_t stop = m->row_ptr[row + 1];
+        row_place at = {m->row_ptr[row], 0};
+#if MACKO_X86
+        if (dtype != MACKO_F32 && path == MACKO_AVX512) {
+            if (delta_bits == 2) at = unpack_groups_2(m, at.entry, stop, (uint16_t *)w);
+            if (delta_bits == 4) at = unpack_groups_4(m, at.entry, stop, (uint16_t *)w);
+            if (delta_bits == 8) at = unpack_groups_8(m, at.entry, stop, (uint16_t *)w);
+        }
+#endif
+        if (at.next + row_span(m->deltas, delta_bits, at.entry, stop) > m->cols)
+            return macko_check_bounds_cpu(m, row, row + 1);
+        memset(w + at.next * size, 0, (size_t)((m->cols - at.next) * size)); /* just in front: still in L1 */
+        unpack_entries(m, dtype, delta_bits, at.entry, stop, at.next, w);
+    }
+    return (macko_fault){MACKO_OK, 0, -1, 0};
+}
+
+macko_fault macko_unpack_cpu(const macko_matrix *m, int64_t begin, int64_t end, void *w) {
+    if (m->dtype == MACKO_F32)
+        return m->delta_bits == 2   ? unpack_rows(m, MACKO_F32, 2, begin, end, w)
+               : m->delta_bits == 4 ? unpack_rows(m, MACKO_F32, 4, begin, end, w)
+                                    : unpack_rows(m, MACKO_F32, 8, begin, end, w);
+    /* Of the other two only the element's size matters. */
+    return m->delta_bits == 2   ? unpack_rows(m, MACKO_F16, 2, begin, end, w)
+           : m->delta_bits == 4 ? unpack_rows(m, MACKO_F16, 4, begin, end, w)
+                                : unpack_rows(m, MACKO_F16, 8, begin, end, w);
 }

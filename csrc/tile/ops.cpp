@@ -146,10 +146,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         for_rows(tile_row_blocks(rows), cols * TILE_ROWS, [&](int64_t begin, int64_t end) {
             std::vector<uint16_t> dense(TILE_ROWS * cols);
             for (int64_t block = begin; block < end; block++) {
-                macko_matrix piece = source;
-                piece.row_ptr += block * TILE_ROWS;
-                const int64_t count = std::min<int64_t>(TILE_ROWS, rows - block * TILE_ROWS);
-                macko_unpack_cpu(&piece, 0, count, dense.data());
+                const int64_t first = block * TILE_ROWS, count = std::min<int64_t>(TILE_ROWS, rows - first);
+                macko_unpack_cpu(&source, first, first + count, dense.data());
                 body(block, count, dense.data());
             }
         });

@@ -134,6 +134,26 @@ def assert_same_bits(got: Tensor, wanted: Tensor) -> None:
     assert torch.equal(*as_bytes), f"{(as_bytes[0] != as_bytes[1]).sum()} bytes differ"
 
 
+def assert_graph_of_layers(layers: list, x: Tensor, bias: Tensor, bare: int) -> None:
+    """A captured chain of the layers, then of the first `bare` with no kernel between, has the bits of eager mode."""
+
+    def chain(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer.linear(x, bias) * 0.05
+        for layer in layers[:bare]:
+            x = layer.linear(x)
+        return x
+
+    eager = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(x)
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(captured, eager)
+
+
 def assert_close_spmv(
     y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None, *, chain: int | None = None, flush: float = 0.0
 ) -> None:

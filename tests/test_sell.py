@@ -18,6 +18,7 @@ from tests.common import (
     HALVES,
     MASKS,
     assert_close_spmv,
+    assert_graph_of_layers,
     assert_same_bits,
     integer_problem,
     random_vector,
@@ -208,22 +209,7 @@ def test_opcheck_compile_and_graph_of_32_layers() -> None:
     x = random_vector(512, dtype=torch.float16).cuda()
     torch.library.opcheck(torch.ops.macko.sell_spmv, (*layers[0]._packed, x, bias))
     torch.library.opcheck(torch.ops.macko.sell_linear, (x[None], *layers[0]._packed, bias))
-
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = layer.linear(x, bias) * 0.05
-        for layer in layers:  # and without a kernel between them
-            x = layer.linear(x)
-        return x
-
-    eager = chain(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain(x)
-    for _ in range(3):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert_same_bits(captured, eager)
+    assert_graph_of_layers(layers, x, bias, bare=32)
     compiled = torch.compile(lambda x: layers[0].linear(x, bias), fullgraph=True)
     for tokens in ((1,), (4,), (2, 3)):
         rows = random_vector(*tokens, 512, dtype=torch.float16).cuda()

@@ -9,6 +9,7 @@ from tests.common import (
     MASKS,
     assert_close_library,
     assert_close_spmv,
+    assert_graph_of_layers,
     assert_same_bits,
     integer_problem,
     random_vector,
@@ -156,22 +157,7 @@ def test_opcheck_and_graph_of_layers(tokens: int) -> None:
     x, bias = tokens_of(tokens, 512, torch.float16).cuda(), random_vector(512, dtype=torch.float16).cuda()
     torch.library.opcheck(torch.ops.macko.sell_spmm, (*layers[0]._packed, x, bias))
     torch.library.opcheck(torch.ops.macko.sell_linear, (x, *layers[0]._packed, bias))
-
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = layer.linear(x, bias) * 0.05
-        for layer in layers[:3]:  # and without a kernel between them
-            x = layer.linear(x)
-        return x
-
-    eager = chain(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain(x)
-    for _ in range(3):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert_same_bits(captured, eager)
+    assert_graph_of_layers(layers, x, bias, bare=3)
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from tests.common import (
     HALVES,
     MASKS,
     assert_close_spmv,
+    assert_graph_of_layers,
     assert_same_bits,
     devices,
     integer_problem,
@@ -324,22 +325,7 @@ def test_opcheck(device: str) -> None:
 def test_graph_of_layers(tokens: int) -> None:
     layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(8)]
     x, bias = tokens_of(tokens, 512).cuda(), random_vector(512, dtype=torch.float16).cuda()
-
-    def chained(x: Tensor) -> Tensor:
-        for layer in layers:
-            x = layer.linear(x, bias) * 0.05
-        for layer in layers[:3]:  # and without a kernel between them
-            x = layer.linear(x)
-        return x
-
-    eager = chained(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chained(x)
-    for _ in range(3):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert_same_bits(captured, eager)
+    assert_graph_of_layers(layers, x, bias, bare=3)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -47,6 +47,19 @@ template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
     return __float2bfloat16_rn(v);
 }
+// Two of them, the first one low.
+template <typename T>
+__device__ __forceinline__ uint32_t from_float2(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t from_float2<__half>(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t from_float2<__nv_bfloat16>(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
 
 // Loads of data that is read once: they leave L1 to what is read again.
 __device__ __forceinline__ uint4 load_stream(const uint4 *p) {
@@ -172,6 +185,31 @@ cudaError_t allow_all_shared_memory(const Device &device, int carveout = cudaSha
     if (!error) error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributePreferredSharedMemoryCarveout, carveout);
     allowed[device.index] = !error;
     return error;
+}
+
+// How many clusters of so many blocks of KERNEL run at once, at least 1: asked once, for the shared memory asked first. MOST:
+// blocks of a cluster.
+template <auto KERNEL, int MOST>
+cudaError_t clusters_at_once(const Device &device, int blocks, int threads, int shared_bytes, int *clusters) {
+    static std::mutex mutex;
+    static int known[MAX_DEVICES][MOST + 1];
+    const std::lock_guard<std::mutex> lock(mutex);
+    int &found = known[device.index][blocks];
+    if (!found) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {(unsigned)blocks, 1, 1};
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(blocks);
+        config.blockDim = dim3(threads);
+        config.dynamicSmemBytes = shared_bytes;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&found, KERNEL, &config)) return error;
+        found = std::max(found, 1);
+    }
+    *clusters = found;
+    return cudaSuccess;
 }
 
 // Lets the next kernel of a chain start. Behind the wait for the one before, never earlier: a kernel of torch.compile with

@@ -95,7 +95,8 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #endif
         // Through shared memory for the same reason as in fill_ring.
         if (threadIdx.x < sizeof header / 16)
-            copy_16(shared_address(&header) + threadIdx.x * 16, (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
+            copy_async_16(shared_address(&header) + threadIdx.x * 16,
+                          (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
         uint32_t base = m.bases[sell_first_base(blockIdx.x, warps, warp) + lane];
 
         // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 #pragma unroll 1
-        for (int i = threadIdx.x; i < whole; i += threads) copy_16(x_at + i * 16, x + i * 8);
+        for (int i = threadIdx.x; i < whole; i += threads) copy_async_16(x_at + i * 16, x + i * 8);
         asm volatile("cp.async.commit_group;" ::: "memory");
 #pragma unroll 1
         for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)shared)[i] = x[i];
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 const int64_t head_slot = sell_head_slot(blockIdx.x, m.num_blocks, warps, fetched);
                 const uint8_t *from = (behind ? next : m.data + head_slot * SLOT) + warp * SLOT;
                 const uint32_t to = ring_at + offset + warp * SLOT;
-                for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_16(to + piece, from + piece);
+                for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_async_16(to + piece, from + piece);
             }
             asm volatile("cp.async.commit_group;" ::: "memory"); // an empty one too, to keep count
             if (behind) next += slots * SLOT;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/cuda.cuh"
+#include "../core/sm90.cuh"
 #include "sell.h"
 
 namespace macko {
@@ -61,22 +62,13 @@ __device__ __forceinline__ LaneSlot lane_slot(uint32_t slot, int lane) {
     return {held(slot + lane * 16), held(gaps + lane * 4), held(gaps + GAP_BITS / 2 * SELL_LANES * 4 + lane * 2)};
 }
 
-// What sm_90 added. A barrier's phase ends when all arrivals and all announced bytes are in.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile("{ .reg .pred done;\n"
-                 "again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again_%=; }" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
-}
+// A barrier's phase ends when all arrivals and all announced bytes are in.
+using sm90::barrier_arrive;
+using sm90::barrier_init;
+using sm90::barrier_wait;
+
 // Behind __syncwarp: a warp has read its slot of a stage. __syncwarp puts the reads of all lanes before the arrival of
-// one, which is up to 1.4 % faster (4096 x 4096, chained) than an arrival of each. compute-sanitizer does not follow
+// one, which is faster (4096 x 4096, chained) than an arrival of each. compute-sanitizer does not follow
 // that, so for racecheck all of them arrive: NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES.
 #ifdef MACKO_EVERY_LANE_ARRIVES
 constexpr int ARRIVALS = WARP;
@@ -115,10 +107,6 @@ __device__ __forceinline__ int small_quotient(int a, int b) {
 // A barrier of some threads of a block.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // A ring of stages in shared memory, and how it begins.

@@ -11,9 +11,7 @@
 // So a sparse step of 64 x 256 takes 144 clocks instead of 128, and a stage 625 of 512 (H200, 2026-11-21).
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "../core/cuda.cuh"
 #include "wgmma.cuh"
 
 namespace macko {
@@ -136,12 +134,7 @@ __device__ __forceinline__ int slide_first_k_tile(const slide_task &task, int sp
 }
 
 __device__ __forceinline__ uint32_t slide_pack2(float low, float high, int is_bf16) {
-    if (is_bf16) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-        return *reinterpret_cast<const uint32_t *>(&pair);
-    }
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t *>(&pair);
+    return is_bf16 ? from_float2<__nv_bfloat16>(low, high) : from_float2<__half>(low, high);
 }
 
 __device__ __forceinline__ float slide_bias(const slide_task &task, int64_t row) {

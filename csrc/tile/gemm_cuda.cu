@@ -284,19 +284,6 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     hand_over();
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t pack2(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t *>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t *>(&pair);
-}
-
 __device__ __forceinline__ void store_remote_16(uint32_t to, int rank, const float *v) {
     asm volatile("{\n"
                  ".reg .b32 remote;\n"
@@ -417,8 +404,8 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
             }
             const int token = part % PARTS * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
             const uint32_t rounded[4] = {
-                pack2<T>(sum[0] + bias[0], sum[1] + bias[0]), pack2<T>(sum[2] + bias[1], sum[3] + bias[1]),
-                pack2<T>(sum[4] + bias[0], sum[5] + bias[0]), pack2<T>(sum[6] + bias[1], sum[7] + bias[1])};
+                from_float2<T>(sum[0] + bias[0], sum[1] + bias[0]), from_float2<T>(sum[2] + bias[1], sum[3] + bias[1]),
+                from_float2<T>(sum[4] + bias[0], sum[5] + bias[0]), from_float2<T>(sum[6] + bias[1], sum[7] + bias[1])};
             sm90::store_matrices_transposed(staging + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
             if (part % PARTS != PARTS - 1) return;
             sm90::fence_for_copies();
@@ -534,26 +521,8 @@ int gemm_slot_bytes(const tile_matrix &m) { // a few bytes are read behind the l
 // How many clusters run at once. Each block takes an SM.
 template <typename T, class SHAPE>
 cudaError_t gemm_clusters_at_once(const Device &device, int cluster, int *clusters) {
-    static std::mutex mutex;
-    static int known[MAX_DEVICES][MAX_SPLITS + 1];
-    const std::lock_guard<std::mutex> lock(mutex);
-    int &found = known[device.index][cluster];
-    if (!found) {
-        cudaLaunchAttribute attribute{};
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim = {(unsigned)cluster, 1, 1};
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(cluster);
-        config.blockDim = dim3(SHAPE::THREADS);
-        config.dynamicSmemBytes = device.shared_bytes - 1024;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-        if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&found, tile_gemm_kernel<T, SHAPE>, &config))
-            return error;
-        found = std::max(found, 1);
-    }
-    *clusters = found;
-    return cudaSuccess;
+    return clusters_at_once<tile_gemm_kernel<T, SHAPE>, MAX_SPLITS>(device, cluster, SHAPE::THREADS,
+                                                                    device.shared_bytes - 1024, clusters);
 }
 
 struct gemm_args {

@@ -447,29 +447,17 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #endif
 }
 
-// How many clusters of this size run at once.
-template <typename T, int TOKENS>
-cudaError_t clusters_at_once(const Device &device, int splits, int shared_bytes, int *clusters) {
-    static std::mutex mutex;
-    static int known[MAX_DEVICES][MAX_SPLITS + 1];
-    const std::lock_guard<std::mutex> lock(mutex);
-    int &found = known[device.index][splits];
-    if (!found) {
-        cudaLaunchAttribute attribute{};
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim = {(unsigned)splits, 1, 1};
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(splits);
-        config.blockDim = dim3(tile_shape<TOKENS>::THREADS);
-        config.dynamicSmemBytes = shared_bytes;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-        if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&found, tile_mm_kernel<T, TOKENS>, &config))
-            return error;
-        found = std::max(found, 1);
-    }
-    *clusters = found;
-    return cudaSuccess;
+inline tile_task task_of(const tile_matrix &m, int64_t tokens, const void *bias, void *y) {
+    tile_task task{};
+    task.data = m.data;
+    task.offsets = m.offsets;
+    task.bias = bias;
+    task.y = y;
+    task.rows = m.rows;
+    task.tokens = (int)tokens;
+    task.row_blocks = (int)tile_row_blocks(m.rows);
+    task.col_blocks = (int)tile_col_blocks(m.cols);
+    return task;
 }
 
 template <typename T, int TOKENS>
@@ -481,15 +469,7 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     if (!error) error = allow_all_shared_memory<tile_mm_kernel<T, TOKENS>>(device);
     if (error) return error;
     cudaLaunchConfig_t config{};
-    tile_task task{};
-    task.data = m.data;
-    task.offsets = m.offsets;
-    task.bias = bias;
-    task.y = y;
-    task.rows = m.rows;
-    task.tokens = (int)tokens;
-    task.row_blocks = (int)tile_row_blocks(m.rows);
-    task.col_blocks = (int)tile_col_blocks(m.cols);
+    tile_task task = task_of(m, tokens, bias, y);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
     const int fixed = MAX_STAGES * 48 + 16 + TILE_VALUES;
     int clusters = 0;
@@ -503,7 +483,8 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
         double least = 1e30;
         for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
             int at_once;
-            error = clusters_at_once<T, TOKENS>(device, splits, device.shared_bytes - 1024, &at_once);
+            error = clusters_at_once<tile_mm_kernel<T, TOKENS>, MAX_SPLITS>(device, splits, SHAPE::THREADS,
+                                                                            device.shared_bytes - 1024, &at_once);
             if (error) return error;
             const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, down, parts, splits);
             const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
@@ -550,14 +531,7 @@ cudaError_t tile_launch_mma(const tile_matrix &m, int64_t tokens, const void *x,
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<tile_mma_kernel<T, OCTETS>>(device);
     if (error) return error;
-    tile_task task{};
-    task.data = m.data;
-    task.offsets = m.offsets;
-    task.bias = bias;
-    task.y = y;
-    task.rows = m.rows;
-    task.tokens = (int)tokens;
-    task.col_blocks = (int)tile_col_blocks(m.cols);
+    tile_task task = task_of(m, tokens, bias, y);
     task.run_bytes = std::max(MMA_ACROSS * m.widest * TILE_UNIT, 512) + 128; // what is read behind the last value
     task.stages = device.shared_bytes / task.run_bytes < 4 ? 2 : 4;
     const int sums_bytes = (MMA_ACROSS - 1) * OCTETS * 4 * 128 * 4;

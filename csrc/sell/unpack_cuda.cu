@@ -7,7 +7,10 @@ namespace {
 
 constexpr int THREADS = 128;
 constexpr int MOST_ROWS = 8; // of a thread block at once
-constexpr int AHEAD = 4;     // steps that a lane has under way
+#ifndef AHEAD_N
+#define AHEAD_N 4
+#endif
+constexpr int AHEAD = AHEAD_N;     // steps that a lane has under way
 
 // A lane's share of a slot.
 template <int GAP_BITS>
@@ -16,12 +19,13 @@ struct Step {
     uint32_t words[GAP_BITS / 2];
     uint16_t nibbles;
 
-    __device__ void load(const uint8_t *slot, int lane) {
-        low = load_stream((const uint4 *)slot + lane);
-        high = load_stream((const uint4 *)slot + SELL_LANES + lane);
-        const uint32_t *planes = (const uint32_t *)(slot + VALUE_BYTES);
-        for (int plane = 0; plane < GAP_BITS / 2; plane++) words[plane] = load_stream(planes + plane * SELL_LANES + lane);
-        if (GAP_BITS % 2) nibbles = load_stream((const uint16_t *)(planes + GAP_BITS / 2 * SELL_LANES) + lane);
+    // From where the shares of a lane lie, `at` bytes on.
+    __device__ void load(const uint8_t *values, const uint8_t *planes, const uint8_t *last, int64_t at) {
+        low = load_stream((const uint4 *)(values + at));
+        high = load_stream((const uint4 *)(values + at) + SELL_LANES);
+        for (int plane = 0; plane < GAP_BITS / 2; plane++)
+            words[plane] = load_stream((const uint32_t *)(planes + at) + plane * SELL_LANES);
+        if (GAP_BITS % 2) nibbles = load_stream((const uint16_t *)(last + at));
     }
 
     // Scatters its 16 values to 2-byte places of shared memory from `at` on. Returns the columns passed.
@@ -54,17 +58,24 @@ struct Step {
     }
 };
 
-// Writes 16 bytes of a row, or those of its 2-byte parts that are in [begin, end).
-__device__ __forceinline__ void write_part(uint16_t *to, uint4 part, int at, int begin, int end) {
-    if (at >= begin && at + 8 <= end) {
-        *(uint4 *)to = part;
-        return;
+// Where the slots of a block lie: Places, made for a few steps of many short-lived thread blocks.
+struct Slots {
+    int head, first, tail; // stages of the head; slot of stage 0 there; where stage 0 would be behind it
+    int warps, stride;     // slots from stage to stage behind the head, and in it
+    int least_steps;       // up to here every warp has a slot
+    const int *pair_steps; // [warps / 2] in shared memory
+
+    __device__ int before(int stage) const {
+        if (stage <= least_steps) return stage * warps;
+        int slots = 0;
+#pragma unroll 1
+        for (int pair = 0; pair < warps / 2; pair++) slots += 2 * min(pair_steps[pair], stage);
+        return slots;
     }
-    const uint32_t words[4] = {part.x, part.y, part.z, part.w};
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        if (at + i >= begin && at + i < end) to[i] = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
-}
+    __device__ int of(int stage, int warp) const {
+        return warp + (stage < head ? first + stage * stride : tail + before(stage));
+    }
+};
 
 /*
  * A thread block owns some rows of a block of the layout, up to `most_rows` of those in [first, stop) of the matrix,
@@ -75,10 +86,16 @@ template <int GAP_BITS>
 __global__ void __launch_bounds__(THREADS, 3)
     unpack_rows(const sell_matrix s, int first, int stop, uint16_t *w, int most_rows, int row_bytes) {
     extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ int pair_steps[SELL_MAX_WARPS / 2];
     const uint32_t rows_at = shared_address(shared);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int block = blockIdx.x % s.num_blocks;
     const sell_block b = load_block(s.blocks + block);
+    const auto clear = [&] {
+        for (int i = threadIdx.x; i < most_rows * row_bytes / 16; i += blockDim.x)
+            store_shared_16(rows_at + i * 16, make_uint4(0, 0, 0, 0));
+    };
+    clear();
     int before = 0, inside = b.rows; // rows of the block that come before those to write, and how many are to write
     if (first > 0 || stop < s.rows) {
         inside = 0;
@@ -90,43 +107,43 @@ __global__ void __launch_bounds__(THREADS, 3)
         before = __reduce_add_sync(FULL_WARP, before);
         inside = __reduce_add_sync(FULL_WARP, inside);
     }
-    const int parts = (inside + most_rows - 1) / most_rows;
-    Places places;
-    places.find(s, b, block);
+    if (threadIdx.x < s.warps / 2) pair_steps[threadIdx.x] = sell_steps_of_warp(&b, s.warps, 2 * threadIdx.x);
+    __syncthreads();
     const int long_groups = sell_long_groups(&b);
+    Slots slots{s.head, block * s.warps, s.num_blocks * s.warps * s.head + b.slot,
+                s.warps, s.num_blocks * s.warps, pair_steps[s.warps / 2 - 1], pair_steps};
+    slots.tail -= slots.before(s.head);
+    const int parts = (inside + most_rows - 1) / most_rows, part_rows = (inside + parts - 1) / max(parts, 1);
     for (int part = blockIdx.x / s.num_blocks; part < parts; part += gridDim.x / s.num_blocks) {
-        const int begin = inside * part / parts, rows = inside * (part + 1) / parts - begin;
-        const int32_t *perm = s.perm + b.row + before + begin;
-        for (int i = threadIdx.x; i < rows * row_bytes / 16; i += blockDim.x)
-            store_shared_16(rows_at + i * 16, make_uint4(0, 0, 0, 0));
-        __syncthreads();
+        const int begin = before + part * part_rows, rows = min(part_rows, before + inside - begin);
+        const int32_t *perm = s.perm + b.row + begin;
         for (int own = threadIdx.x; own < rows * b.chunks; own += blockDim.x) {
             const int chunk = small_quotient(own, rows), row = own - chunk * rows;
-            const int task = chunk * b.rows + before + begin + row, group = task / SELL_LANES, share = task % SELL_LANES;
+            const int task = chunk * b.rows + begin + row, group = task / SELL_LANES, share = task % SELL_LANES;
             const int turn = small_quotient(group, s.warps), owner = group - turn * s.warps;
-            const int stage =
-                turn * (b.steps - 1) + min(turn, sell_groups_of_warp(long_groups, s.warps, owner));
+            const int long_turns = small_quotient(long_groups + s.warps - 1 - owner, s.warps);
+            const int stage = turn * (b.steps - 1) + min(turn, long_turns);
             const int steps = b.steps - (chunk >= b.long_chunks);
-            const auto slot = [&](int step) {
-                return s.data + sell_slot_bytes(GAP_BITS) * places.slot(s, stage + step, owner);
-            };
+            const uint8_t *values = s.data + share * 16, *planes = s.data + VALUE_BYTES + share * 4;
+            const uint8_t *last = s.data + VALUE_BYTES + GAP_BITS / 2 * SELL_LANES * 4 + share * 2;
             Step<GAP_BITS> ahead[AHEAD];
+            const auto fetch = [&](Step<GAP_BITS> &to, int step) {
+                to.load(values, planes, last, (int64_t)sell_slot_bytes(GAP_BITS) * slots.of(stage + step, owner));
+            };
 #pragma unroll
             for (int i = 0; i < AHEAD; i++)
-                if (i < steps) ahead[i].load(slot(i), share);
-            const uint16_t *row_out = w + (int64_t)(perm[row] - first) * s.cols;
-            const int skew = (int)((uintptr_t)row_out / 2 % 8);
-            const uint32_t row_at = rows_at + row * row_bytes + skew * 2;
+                if (i < steps) fetch(ahead[i], i);
+            const uint16_t *out = w + (int64_t)(perm[row] - first) * s.cols;
+            const uint32_t row_at = rows_at + row * row_bytes + (uint32_t)(uintptr_t)out % 16;
             int col = s.bases[sell_base(&b, block, s.num_blocks, s.warps, group) + share];
 #pragma unroll 1
             for (int step = 0; step < steps; step += AHEAD) {
 #pragma unroll
                 for (int i = 0; i < AHEAD; i++) {
                     if (step + i >= steps) break;
-                    const Step<GAP_BITS> now = ahead[i];
-                    if (step + i + AHEAD < steps) ahead[i].load(slot(step + i + AHEAD), share);
-                    col += now.scatter(row_at + col * 2);
+                    col += ahead[i].scatter(row_at + col * 2);
                     col = min(col, (int)s.cols); // padding passes it by a step at most
+                    if (step + i + AHEAD < steps) fetch(ahead[i], step + i + AHEAD);
                 }
             }
         }
@@ -135,10 +152,17 @@ __global__ void __launch_bounds__(THREADS, 3)
             uint16_t *out = w + (int64_t)(perm[row] - first) * s.cols;
             const int skew = (int)((uintptr_t)out / 2 % 8), end = skew + (int)s.cols;
             const uint32_t row_at = rows_at + row * row_bytes;
+            if (skew == 0 && s.cols % 8 == 0) {
 #pragma unroll 4
-            for (int at = lane * 8; at < end; at += WARP * 8)
-                write_part(out - skew + at, load_shared_16(row_at + at * 2), at, skew, end);
+                for (int at = lane * 8; at < end; at += WARP * 8) *(uint4 *)(out + at) = load_shared_16(row_at + at * 2);
+            } else {
+#pragma unroll 1
+                for (int at = skew + lane; at < end; at += WARP) out[at - skew] = load_shared_2(row_at + at * 2);
+            }
         }
+        if (part + (int)(gridDim.x / s.num_blocks) >= parts) break;
+        __syncthreads();
+        clear();
         __syncthreads();
     }
 }

@@ -12,7 +12,7 @@ constexpr int64_t TILE_BYTES = 64 << 20; // of dense rows at a time, the most th
 
 // Rows of a tile: all that fit, in tiles of about the same size; whole multiples of what a GEMM's block takes.
 inline int64_t rows_of_tile(int64_t rows, int64_t cols, int64_t element_bytes) {
-    constexpr int64_t GEMM_ROWS = 128;
+    constexpr int64_t GEMM_ROWS = 1024;
     const int64_t most = std::max<int64_t>(1, TILE_BYTES / std::max<int64_t>(1, cols * element_bytes));
     if (most >= rows) return std::max<int64_t>(1, rows);
     const int64_t tiles = (rows + most - 1) / most, even = (rows + tiles - 1) / tiles;

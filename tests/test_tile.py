@@ -240,7 +240,7 @@ def test_large_shapes(rows: int, cols: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row_blocks", [1, 3, 65, 67, 131, 133, 199, 265, 400])
+@pytest.mark.parametrize("row_blocks", [1, 3, 65, 67, 131, 133, 199, 265, 400, 530])
 def test_items_whole_and_cut(row_blocks: int) -> None:
     """Row blocks in every remainder of what the SMs can share; several rounds use the same room for sums."""
     rows = row_blocks * 64 - 5

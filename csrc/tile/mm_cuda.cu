@@ -83,7 +83,7 @@ struct tile_work {
 
 // Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
 struct tile_memory {
-    uint32_t tokens, weights, sums, cut_sums, full, empty, sums_full, places,
+    uint32_t tokens, weights, sums, cut_sums, full, empty, sums_full, may_send, places,
         no_tile; // sums: of whole items; of pieces
 };
 
@@ -94,7 +94,8 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
     m.full = base;
     m.empty = m.full + MAX_STAGES * 8;
     m.sums_full = m.empty + MAX_STAGES * 8;
-    m.places = m.sums_full + 16;            // of each warpgroup's tile in each stage
+    m.may_send = m.sums_full + 8;
+    m.places = m.may_send + 8;              // of each warpgroup's tile in each stage
     m.no_tile = m.places + MAX_STAGES * 16; // masks without a bit, for a warpgroup that has none
     m.tokens = base + TILE_FIXED;
     m.weights = m.tokens + task.stages * task.parts * SHAPE::TOKEN_BYTES;
@@ -186,6 +187,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         }
         if (warp == 0) {
             sm90::barrier_init(memory.sums_full, 1);
+            sm90::barrier_init(memory.may_send, max(work.pieces, 1));
             const int bits = task.deal[cluster >= task.more].chunk_bits,
                       places = task.down * 128 - (work.piece << bits);
             if (work.pieces) // what the blocks that share an item will send
@@ -270,17 +272,16 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     };
     const auto sync_consumers = [] { asm volatile("bar.sync 2, %0;" ::"n"(SHAPE::WARPGROUPS * 128) : "memory"); };
     const bool meets = task.deal[cluster >= task.more].cut; // some blocks of the cluster
-    // From here on, another block may send its sums. Relaxed, as only reads came before: a release is a fence of the GPU.
-    // A cluster's barrier counts warps and wants them whole. Behind the waits and releases of stages the compiler takes them
-    // for whole and leaves __syncwarp out; compute-sanitizer runs lanes apart there, and then the barrier is never passed. A
-    // barrier of the block puts them together.
+    // From here on, the other blocks of its item may send their sums here. What they overwrite was only read. Through
+    // barriers, as a cluster's own with some warps waiting and others on their way never ends under compute-sanitizer.
     const auto let_send = [&] {
-        if (!meets) return;
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); // their barriers are there
         sync_consumers();
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+        if (threadIdx.x < work.pieces) sm90::barrier_arrive_remote(memory.may_send, rank - work.piece + threadIdx.x);
     };
     wait_for_barriers(SHAPE::THREADS);
-    if (!SHAPE::MANY_SUMS && (!work.whole || task.parts == 1)) let_send();
+    if (meets) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if (!SHAPE::MANY_SUMS && work.pieces && (!work.whole || task.parts == 1)) let_send();
     tile_ring ring;
     for (int round = 0; round < work.whole + (work.pieces > 0); round++) {
         const bool whole = round < work.whole;
@@ -391,10 +392,10 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                 sync_consumers();
                 add_up(turn, COUNT);
             }
-            if (!SHAPE::MANY_SUMS && round == work.whole - 1) let_send();
+            if (!SHAPE::MANY_SUMS && work.pieces && round == work.whole - 1) let_send();
         } else {
             if (SHAPE::MANY_SUMS) let_send();
-            asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+            sm90::barrier_wait(memory.may_send, 0);
             const int owner = rank - own + (place_here >> bits);
             const uint32_t to =
                 sm90::remote_address(sums_at + ((my_addend * SUMS << bits) + (place_here & (chunk - 1))) * 4, owner);
@@ -405,7 +406,6 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             add_up(0, SUMS);
         }
     }
-    if (SHAPE::MANY_SUMS && !work.pieces) let_send();
     if (meets && !work.pieces) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
@@ -588,9 +588,11 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     tile_task task = task_of(m, tokens, bias, y);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
     double least = 1e30;
-    // Row blocks of an item: up to 64 tokens one, which evens the work best (H200); as many as can be where tiles are so
-    // full that the ring would not fit beside the sums.
-    for (int down : {TOKENS <= 64 ? 1 : SHAPE::WARPGROUPS, SHAPE::WARPGROUPS}) {
+    // Row blocks of an item: up to 16 tokens one, which evens the work best (H200); as many as can be where tiles are so
+    // full that the ring would not fit beside the sums. Above, tokens are much of what comes, and several row blocks share
+    // them.
+    for (int down = TOKENS <= 64 ? 1 : SHAPE::WARPGROUPS; down <= SHAPE::WARPGROUPS; down *= 2) {
+        if (TOKENS <= 16 && task.down) break;
         const int parts = SHAPE::WARPGROUPS / down;
         const int k_stages = (int)ceil_div(task.col_blocks, parts);
         const int items = (int)ceil_div(task.row_blocks, down) * task.token_tiles;
@@ -614,7 +616,9 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
             const int room =
                 device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a chunk has TOKENS / 2 numbers a place
             const int stages = std::min(room / stage_bytes, MAX_STAGES);
-            const double time = std::max(deal_time(most, parts, k_stages), deal_time(others, parts, k_stages));
+            // With 8 to 32 KB of tokens a stage took 1650 to 1950 clocks at 64 tokens, 1390 to 1590 with 4 to 16 at 32 (H200).
+            const double time = std::max(deal_time(most, parts, k_stages), deal_time(others, parts, k_stages)) *
+                                (1 + parts * SHAPE::TOKEN_BYTES / 1e5);
             if (stages < MIN_STAGES || time >= least * 0.99 || cut_sums * TOKENS * 2 > stages * stage_bytes) continue;
             least = time;
             task.down = down;
@@ -630,7 +634,6 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
             task.stages = stages;
             config.dynamicSmemBytes = device.shared_bytes - room + task.stages * stage_bytes;
         }
-        if (task.down) break;
     }
     if (!task.down) return cudaErrorInvalidValue;
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);

@@ -76,11 +76,12 @@ __device__ __forceinline__ uint32_t remote_address(uint32_t address, int rank) {
     return remote;
 }
 
-// A number to a remote address; the barrier there, a remote address too, counts its four bytes. No fence is needed.
-__device__ __forceinline__ void store_async(uint32_t to, float value, uint32_t barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(value),
-                 "r"(barrier)
-                 : "memory");
+// Four numbers to a remote address; the barrier there, a remote address too, counts their bytes. No fence is needed.
+__device__ __forceinline__ void store_async(uint32_t to, const float *v, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+        : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive_release(uint32_t barrier, int rank) {

@@ -192,7 +192,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
                       places = task.down * 128 - (work.piece << bits);
             if (work.pieces) // what the blocks that share an item will send
                 sm90::barrier_expect(memory.sums_full,
-                                     max(0, min(1 << bits, places)) * TOKENS * 2 * task.parts * work.pieces);
+                                     max(0, min(1 << bits, places)) * TOKENS * 2 * task.parts * (work.pieces - 1));
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -357,53 +357,65 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             continue;
         }
         // A place is a thread of one of the item's row blocks. Each block that has a piece of the item adds up the sums
-        // of a chunk of places, [addends][SUMS][chunk].
+        // of a chunk of places, [addends][SUMS / 4][chunk] of four.
         const int own = whole ? 0 : work.piece, addends = whole ? task.parts : task.parts * work.pieces;
         const int bits = whole ? task.chunk_bits : task.deal[cluster >= task.more].chunk_bits, chunk = 1 << bits;
         const int places = task.down * 128, place_here = down * 128 + thread;
         const uint32_t sums_at = whole ? memory.sums : memory.cut_sums;
         const int my_addend = own * task.parts + across;
-        const auto add_up = [&](int turn, int count) { // of the registers turn * count on
-#pragma unroll 2
-            for (int i = threadIdx.x; i < count << bits; i += SHAPE::WARPGROUPS * 128) {
-                const int at = (own << bits) + (i & (chunk - 1)), r = turn * count + (i >> bits);
+        const auto add_up = [&](int turn, int fours) { // of the sums turn * fours * 4 on
+#pragma unroll 1
+            for (int i = threadIdx.x; i < fours << bits; i += SHAPE::WARPGROUPS * 128) {
+                const int at = (own << bits) + (i & (chunk - 1)), token = (turn * fours + (i >> bits)) * 8 + at % 4 * 2;
                 if (at >= places) continue;
-                float sum = 0;
+                float sum[4] = {};
 #pragma unroll 4
                 for (int addend = 0; addend < addends; addend++) {
-                    float next;
-                    sm90::load(next, sums_at + ((addend * count << bits) + i) * 4);
-                    sum += next;
+                    float next[4];
+                    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                                 : "=f"(next[0]), "=f"(next[1]), "=f"(next[2]), "=f"(next[3])
+                                 : "r"(sums_at + ((addend * fours << bits) + i) * 16)
+                                 : "memory");
+                    for (int j = 0; j < 4; j++) sum[j] += next[j];
                 }
-                tile_store<T>(task, first_row + at / WARP * 16 + at % WARP / 4 + r / 2 % 2 * 8,
-                              first_token + r / 4 * 8 + at % 4 * 2 + r % 2, sum);
+                const int64_t row = first_row + at / WARP * 16 + at % WARP / 4;
+                for (int j = 0; j < 4; j++) tile_store<T>(task, row + j / 2 * 8, first_token + token + j % 2, sum[j]);
             }
         };
+        const auto store = [](uint32_t to, const float *v) {
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+                         "f"(v[3])
+                         : "memory");
+        };
         if (whole) {
-            constexpr int COUNT = SUMS / SHAPE::TURNS;
-            const uint32_t to = sums_at + ((my_addend * COUNT << bits) + place_here) * 4;
+            constexpr int FOURS = SUMS / 4 / SHAPE::TURNS;
+            const uint32_t to = sums_at + ((my_addend * FOURS << bits) + place_here) * 16;
 #pragma unroll
             for (int turn = 0; turn < SHAPE::TURNS; turn++) {
                 if (round || turn) sync_consumers(); // the sums before are read
 #pragma unroll
-                for (int i = 0; i < COUNT; i++)
-                    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + (i * 4 << bits)), "f"(sums[turn * COUNT + i])
-                                 : "memory");
+                for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + (turn * FOURS + i) * 4);
                 sync_consumers();
-                add_up(turn, COUNT);
+                add_up(turn, FOURS);
             }
             if (!SHAPE::MANY_SUMS && work.pieces && round == work.whole - 1) let_send();
         } else {
             if (SHAPE::MANY_SUMS) let_send();
-            sm90::barrier_wait(memory.may_send, 0);
-            const int owner = rank - own + (place_here >> bits);
-            const uint32_t to =
-                sm90::remote_address(sums_at + ((my_addend * SUMS << bits) + (place_here & (chunk - 1))) * 4, owner);
-            const uint32_t full = sm90::remote_address(memory.sums_full, owner);
+            const int owner = place_here >> bits;
+            const uint32_t to = sums_at + ((my_addend * (SUMS / 4) << bits) + (place_here & (chunk - 1))) * 16;
+            if (owner == own) {
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) sm90::store_async(to + (i * 4 << bits), sums[i], full);
+                for (int i = 0; i < SUMS / 4; i++) store(to + (i * 16 << bits), sums + i * 4);
+            } else {
+                sm90::barrier_wait(memory.may_send, 0);
+                const uint32_t there = sm90::remote_address(to, rank - own + owner);
+                const uint32_t full = sm90::remote_address(memory.sums_full, rank - own + owner);
+#pragma unroll
+                for (int i = 0; i < SUMS / 4; i++) sm90::store_async(there + (i * 16 << bits), sums + i * 4, full);
+            }
+            sync_consumers();
             sm90::barrier_wait(memory.sums_full, 0);
-            add_up(0, SUMS);
+            add_up(0, SUMS / 4);
         }
     }
     if (meets && !work.pieces) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");

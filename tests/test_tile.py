@@ -240,6 +240,19 @@ def test_large_shapes(rows: int, cols: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("row_blocks", [1, 3, 65, 67, 131, 133, 199, 265, 400, 530])
+def test_items_whole_and_cut(row_blocks: int) -> None:
+    """Row blocks in every remainder of what the SMs can share; several rounds use the same room for sums."""
+    rows = row_blocks * 64 - 5
+    for cols in (72, 1032):
+        w, x, wanted = integer_problem(rows, cols, 0.5, torch.float16)
+        tile, tokens = packed(w), torch.arange(64) % 3 - 1
+        xs, ys = (x * tokens[:, None]).half(), (wanted * tokens[:, None]).half()
+        for count in (1, 9, 17, 33, 64):
+            assert_same_bits(tile.linear(xs[:count].cuda()) + 0, ys[:count] + 0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [8, 300])
 def test_a_token_does_not_depend_on_the_others(tokens: int) -> None:
     tile, x = packed(random_weight(300, 704, 0.5, torch.float16)), tokens_of(tokens, 704).cuda()

@@ -69,6 +69,21 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int times) {
 MACKO_STORE_REMOTE(int32_t, ".s32", "r")
 MACKO_STORE_REMOTE(float, ".f32", "f")
 
+// The same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, int rank) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+
+// Four numbers to a remote address; the barrier there, a remote address too, counts their bytes. No fence is needed.
+__device__ __forceinline__ void store_async(uint32_t to, const float *v, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+        : "memory");
+}
+
 __device__ __forceinline__ void barrier_arrive_release(uint32_t barrier, int rank) {
     asm volatile("{\n"
                  ".reg .b32 remote;\n"

@@ -3,9 +3,9 @@
 // A warpgroup decodes a tile into the registers of operand A, 16 columns at a time, and multiplies it with the tokens in
 // shared memory (wgmma, fp32 sums) while it decodes the next ones. No x is gathered and no dense tile is written, so the
 // cost of a token is the tensor cores' alone. Four warps fill a ring of stages: weights by bulk copies, tokens by tensor
-// copies. A block has `down` row blocks and cuts their columns into `parts`, a warpgroup each; a cluster of `splits`
-// blocks cuts the columns once more. The sums meet in shared memory, each block of the cluster adding up its share in a
-// fixed order.
+// copies. A block has `down` row blocks at a time and cuts their columns into `parts`, a warpgroup each. A cluster of
+// blocks shares items of such row blocks: each block has as many whole ones as the others, and what is left over is cut
+// by columns once more. The sums meet in shared memory, each block adding up its share in a fixed order.
 #include <type_traits>
 
 #include "../core/cuda.cuh"
@@ -17,10 +17,20 @@
 namespace macko {
 namespace {
 
-constexpr int MAX_SPLITS = 8;
+constexpr int MAX_CLUSTER = 8;
 constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-constexpr int MIN_STAGES = PRODUCERS; // and one is multiplied, one prepared, one waits for its last product
+[[maybe_unused]] constexpr int WINDOW = 2; // stages under way at the start
+constexpr int TILE_FIXED = 2048;           // bytes before the ring: barriers and what tile_memory has with them
+constexpr int MIN_STAGES = PRODUCERS;      // and one is multiplied, one prepared, one waits for its last product
+
+// Who has what of a cluster's items: the block of rank r the whole ones r, r + cluster, ... and perhaps a piece of one of
+// those behind, which `share` blocks have together.
+struct tile_deal {
+    int whole, cut, share; // of a block; of the cluster, after cluster * whole; blocks for one of these
+    int piece, longer;     // stages of a piece; the first `longer` have one more
+    int chunk_bits;        // log2 of the places (threads of an item's row blocks) whose sums a block adds up
+};
 
 struct tile_task {
     CUtensorMap x; // boxes of TILE_COLS columns and the kernel's number of tokens
@@ -30,11 +40,13 @@ struct tile_task {
     void *y;
     int64_t rows;
     int tokens, row_blocks, col_blocks;
-    int down, parts; // row blocks of a block, and how many k tiles of each a stage has; warpgroups = down * parts
-    int groups, token_tiles; // of all blocks' work
-    int splits;              // blocks of a cluster
-    int stages, run_bytes;   // room for the weights of a row block in a stage
-    int sums_in_ring;        // one round only: the sums take the place of the stages
+    int down, parts; // row blocks of an item, and how many k tiles of each a stage has; warpgroups = down * parts
+    int token_tiles, k_stages; // item = group of row blocks * token_tiles + token tile; its stages
+    int cluster, clusters;     // blocks of a cluster
+    int more;                  // clusters that have an item more than the others
+    tile_deal deal[2];         // of theirs, and of the others
+    int stages, run_bytes;     // room for the weights of a row block in a stage
+    int chunk_bits;            // as of a deal, for a whole item
 };
 
 template <int TOKENS>
@@ -44,34 +56,51 @@ struct tile_shape {
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : 152, PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : 56;
     static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a k tile
+    // Where there are many sums, those of a piece take the place of the stages, and those of a whole item meet in turn.
+    static constexpr bool MANY_SUMS = TOKENS >= 64;
+    static constexpr int TURNS = MANY_SUMS ? 4 : 1;
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
+};
+
+// What a block does, in this order: whole items, then the piece.
+struct tile_work {
+    int item, step, whole; // the first item, the way to the next one, how many
+    int cut_item, first, last, piece, pieces;
+
+    __device__ __forceinline__ tile_work(const tile_task &task, int cluster, int rank) {
+        const tile_deal &deal = task.deal[cluster >= task.more];
+        whole = deal.whole;
+        step = task.cluster * task.clusters;
+        item = cluster + rank * task.clusters;
+        int cut = 0;
+        for (piece = rank; piece >= deal.share; piece -= deal.share) cut++;
+        pieces = cut < deal.cut ? deal.share : 0;
+        cut_item = cluster + (whole * task.cluster + cut) * task.clusters;
+        first = piece * deal.piece + min(piece, deal.longer);
+        last = pieces ? first + deal.piece + (piece < deal.longer) : first;
+    }
 };
 
 // Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
 struct tile_memory {
-    uint32_t tokens, weights, sums, full, empty, sums_full, sums_free, places, no_tile;
+    uint32_t tokens, weights, sums, cut_sums, full, empty, sums_full, may_send, places,
+        no_tile; // sums: of whole items; of pieces
 };
-
-__host__ __device__ inline int tile_sums_bytes(int tokens, int down, int parts, int splits) {
-    if (parts * splits == 1) return 0;
-    const int units = down * tokens / 2;
-    return (units + splits - 1) / splits * splits * parts * 512;
-}
 
 template <int TOKENS>
 __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uint32_t base) {
     using SHAPE = tile_shape<TOKENS>;
     tile_memory m;
-    m.tokens = base;
-    m.weights = m.tokens + task.stages * task.parts * SHAPE::TOKEN_BYTES;
-    const uint32_t ring_end = m.weights + task.stages * task.down * task.run_bytes;
-    m.sums = task.sums_in_ring ? base : ring_end;
-    m.full = ring_end + (task.sums_in_ring ? 0 : tile_sums_bytes(TOKENS, task.down, task.parts, task.splits));
+    m.full = base;
     m.empty = m.full + MAX_STAGES * 8;
     m.sums_full = m.empty + MAX_STAGES * 8;
-    m.sums_free = m.sums_full + 8;
-    m.places = m.sums_free + 8;             // of each warpgroup's tile in each stage
+    m.may_send = m.sums_full + 8;
+    m.places = m.may_send + 8;              // of each warpgroup's tile in each stage
     m.no_tile = m.places + MAX_STAGES * 16; // masks without a bit, for a warpgroup that has none
+    m.tokens = base + TILE_FIXED;
+    m.weights = m.tokens + task.stages * task.parts * SHAPE::TOKEN_BYTES;
+    m.sums = m.weights + task.stages * task.down * task.run_bytes;
+    m.cut_sums = SHAPE::MANY_SUMS ? m.tokens : m.sums;
     return m;
 }
 
@@ -94,60 +123,112 @@ __device__ __forceinline__ void copy_weights(uint32_t to, const void *from, int 
                  : "memory");
 }
 
-// Four warps fill the ring, a stage in turn: one alone took longer for a stage than its copies take. A warp's lanes hold
-// the offsets of its next four stages, eight each: of every row block the tiles of the stage and the one behind.
+// The warps that fill the ring tell the others that the barriers are there.
+__device__ __forceinline__ void barriers_ready(int threads) {
+    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+}
+__device__ __forceinline__ void wait_for_barriers(int threads) {
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+
+// Four warps fill the ring, each its own stages of it: one alone took longer for a stage than its copies take. A warp's
+// lanes hold the offsets of its next four stages, eight each: of every row block the tiles of the stage and the one behind.
+// At the start only WINDOW stages are under way: else all blocks' rings are filled at once, 30 MB, and the first stage
+// comes with the last.
 template <int TOKENS>
-__device__ void tile_produce(const tile_task &task, const tile_memory &memory, int first, int last) {
+__device__ __forceinline__ void tile_produce(const tile_task &task, const tile_memory &memory, int cluster, int rank) {
     using SHAPE = tile_shape<TOKENS>;
     constexpr int AT_ONCE = 4;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
-    const int clusters = gridDim.x / task.splits, total = task.groups * task.token_tiles;
-    const int first_work = blockIdx.x / task.splits, per_work = last - first, run = task.parts + 1;
-    if (per_work <= 0) return;
+    const tile_work work(task, cluster, rank);
+    const int total = work.whole * task.k_stages + work.last - work.first, run = task.parts + 1;
     const int entry = lane % 8, entry_row = (entry >= run) + (entry >= 2 * run) + (entry >= 3 * run);
     const int entry_tile = entry - entry_row * run;
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    const auto load_offsets = [&](int count) {
-        count += lane / 8 * PRODUCERS;
-        int work = first_work, stage = count;
-        if (count >= per_work) { // a division takes as long as a stage of the ring
-            work += count / per_work * clusters;
-            stage = count % per_work;
+    // Where one of the block's stages is; stages are looked for in rising order.
+    struct place {
+        int slot, round, begin; // of the ring; stages before this round of it; before this item
+        int item, left;         // left: whole items
+    };
+    const auto next = [&](place &p) { // the warp's next stage
+        p.slot += PRODUCERS;
+        if (p.slot >= task.stages) {
+            p.slot = warp;
+            p.round += task.stages;
         }
-        const int row_block = (task.token_tiles == 1 ? work : work / task.token_tiles) * task.down + entry_row;
-        const int tile = min((first + stage) * task.parts + entry_tile, task.col_blocks);
-        return work < total && entry_row < task.down && row_block < task.row_blocks
+    };
+    const auto find = [&](place &p) { // of its item
+        while (p.left && p.round + p.slot - p.begin >= task.k_stages) {
+            p.begin += task.k_stages;
+            p.item += work.step;
+            if (!--p.left) p.item = work.cut_item;
+        }
+        return p.round + p.slot - p.begin + (p.left ? 0 : work.first);
+    };
+    place load{warp, 0, 0, work.whole ? work.item : work.cut_item, work.whole}, here = load;
+    for (int i = 0; i < lane / 8; i++) next(load);
+    const auto load_offsets = [&] {
+        const int stage = find(load);
+        const bool more = load.round + load.slot < total;
+        const int row_block =
+            (task.token_tiles == 1 ? load.item : load.item / task.token_tiles) * task.down + entry_row;
+        const int tile = min(stage * task.parts + entry_tile, task.col_blocks);
+        for (int i = 0; i < AT_ONCE; i++) next(load);
+        return more && entry_row < task.down && row_block < task.row_blocks
                    ? task.offsets[(int64_t)row_block * task.col_blocks + tile]
                    : 0;
     };
+    int offsets = 0, next_offsets = load_offsets();
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    if (lane == 0) {
+        for (int slot = warp; slot < task.stages; slot += PRODUCERS) {
+            sm90::barrier_init(memory.full + slot * 8, 1);
+            sm90::barrier_init(memory.empty + slot * 8, SHAPE::WARPGROUPS);
+        }
+        if (warp == 0) {
+            sm90::barrier_init(memory.sums_full, 1);
+            sm90::barrier_init(memory.may_send, max(work.pieces, 1));
+            const int bits = task.deal[cluster >= task.more].chunk_bits,
+                      places = task.down * 128 - (work.piece << bits);
+            if (work.pieces) // what the blocks that share an item will send
+                sm90::barrier_expect(memory.sums_full,
+                                     max(0, min(1 << bits, places)) * TOKENS * 2 * task.parts * (work.pieces - 1));
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    barriers_ready(SHAPE::THREADS);
+    // A warp waits for stages of another's at the start, so all of their barriers have to be there.
+    asm volatile("bar.sync 3, %0;" ::"n"(PRODUCERS * WARP) : "memory");
+    if (task.deal[cluster >= task.more].cut) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     // Lane r < down: the run of tiles of row block r. Lane w: where warpgroup w finds its tile.
     const int row = lane % task.down, part = min(lane / task.down, task.parts - 1);
-    int offsets = 0, next_offsets = load_offsets(warp), slot = warp;
     uint32_t phase = 1;
-    int work = first_work, stage = first + warp;
-    for (int count = warp;; count += PRODUCERS) {
-        while (stage >= last) {
-            stage -= per_work;
-            work += clusters;
-        }
-        if (work >= total) break;
-        const int turn = count / PRODUCERS % AT_ONCE;
+    // Before a stage is filled anew, all warps have seen those come that they waited for at the start.
+    const auto first_round_done = [] { asm volatile("bar.sync 3, %0;" ::"n"(PRODUCERS * WARP) : "memory"); };
+    for (int count = 0; here.round + here.slot < total; count++) {
+        const int stage = find(here), slot = here.slot, turn = count % AT_ONCE;
         if (turn == 0) {
             offsets = next_offsets;
-            next_offsets = load_offsets(count + AT_ONCE * PRODUCERS);
+            next_offsets = load_offsets();
         }
-        const int here = turn * 8 + row * run;
-        const int from = __shfl_sync(FULL_WARP, offsets, here), to = __shfl_sync(FULL_WARP, offsets, here + task.parts);
-        const int own = __shfl_sync(FULL_WARP, offsets, here + part);
-        const int own_end = __shfl_sync(FULL_WARP, offsets, here + part + 1);
+        const int own_entry = turn * 8 + row * run;
+        const int from = __shfl_sync(FULL_WARP, offsets, own_entry);
+        const int to = __shfl_sync(FULL_WARP, offsets, own_entry + task.parts);
+        const int own = __shfl_sync(FULL_WARP, offsets, own_entry + part);
+        const int own_end = __shfl_sync(FULL_WARP, offsets, own_entry + part + 1);
         // Copies begin at multiples of 128 bytes: else each line would take two requests.
         const int begin = from & ~7, bytes = lane < task.down && to > from ? (to - begin) * TILE_UNIT : 0;
         const uint32_t weights = memory.weights + (slot * task.down + row) * task.run_bytes;
         const uint32_t place = own_end > own ? weights + (own - begin) * TILE_UNIT : memory.no_tile;
         const int sum = __reduce_add_sync(FULL_WARP, bytes);
         const uint32_t barrier = memory.full + slot * 8;
-        sm90::barrier_wait(memory.empty + slot * 8, phase);
+        if (here.round) {
+            if (slot == warp && here.round == task.stages) first_round_done();
+            sm90::barrier_wait(memory.empty + slot * 8, phase);
+        } else if (slot >= WINDOW) {
+            sm90::barrier_wait(memory.full + (slot - WINDOW) * 8, 0);
+        }
         if (lane < SHAPE::WARPGROUPS)
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + lane * 4), "r"(place) : "memory");
         __syncwarp();
@@ -155,19 +236,16 @@ __device__ void tile_produce(const tile_task &task, const tile_memory &memory, i
         __syncwarp();
         if (bytes) copy_weights(weights, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
         // Weights may be fetched before the kernel in front is done, tokens not.
-        if (count == warp) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (count == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
         if (lane < task.parts)
             sm90::copy_box(memory.tokens + (slot * task.parts + lane) * SHAPE::TOKEN_BYTES, &task.x,
                            (stage * task.parts + lane) * TILE_COLS,
-                           task.token_tiles == 1 ? 0 : work % task.token_tiles * TOKENS, barrier);
+                           task.token_tiles == 1 ? 0 : here.item % task.token_tiles * TOKENS, barrier);
         __syncwarp();
-        stage += PRODUCERS;
-        slot += PRODUCERS;
-        if (slot >= task.stages) {
-            slot -= task.stages;
-            phase ^= 1;
-        }
+        next(here);
+        if (here.slot == warp) phase ^= 1;
     }
+    if (task.stages + warp >= total) first_round_done();
     allow_next_launch();
 }
 
@@ -180,25 +258,38 @@ __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, i
 
 // A warpgroup: one row block, or a part of its columns.
 template <typename T, int TOKENS>
-__device__ void tile_consume(const tile_task &task, const tile_memory &memory, int rank, int first, int last,
-                             int warpgroup) {
+__device__ __forceinline__ void tile_consume(const tile_task &task, const tile_memory &memory, int cluster, int rank,
+                                             int warpgroup) {
     using SHAPE = tile_shape<TOKENS>;
     constexpr int SUMS = TOKENS / 2;
     const int thread = threadIdx.x % 128, lane = thread % WARP, part = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const int down = warpgroup % task.down, across = warpgroup / task.down;
-    const int clusters = gridDim.x / task.splits, total = task.groups * task.token_tiles;
+    const tile_work work(task, cluster, rank);
     const uint64_t tokens = sm90::descriptor<128>(memory.tokens + across * SHAPE::TOKEN_BYTES);
     const int stage_tokens = task.parts * SHAPE::TOKEN_BYTES >> 4;
-    const bool shares = task.parts * task.splits > 1;
     const auto release = [&](int stage) {
         if (stage >= 0 && thread == 0) sm90::barrier_arrive(memory.empty + stage * 8);
     };
+    const auto sync_consumers = [] { asm volatile("bar.sync 2, %0;" ::"n"(SHAPE::WARPGROUPS * 128) : "memory"); };
+    const bool meets = task.deal[cluster >= task.more].cut; // some blocks of the cluster
+    // From here on, the other blocks of its item may send their sums here. What they overwrite was only read. Through
+    // barriers, as a cluster's own with some warps waiting and others on their way never ends under compute-sanitizer.
+    const auto let_send = [&] {
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); // their barriers are there
+        sync_consumers();
+        if (threadIdx.x < work.pieces) sm90::barrier_arrive_remote(memory.may_send, rank - work.piece + threadIdx.x);
+    };
+    wait_for_barriers(SHAPE::THREADS);
+    if (meets) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if (!SHAPE::MANY_SUMS && work.pieces && (!work.whole || task.parts == 1)) let_send();
     tile_ring ring;
-    int round = 0;
-    bool waited = false;
-    for (int work = blockIdx.x / task.splits; work < total; work += clusters, round++) {
-        const int64_t first_row = (int64_t)(work / task.token_tiles) * task.down * TILE_ROWS;
-        const int first_token = work % task.token_tiles * TOKENS;
+    for (int round = 0; round < work.whole + (work.pieces > 0); round++) {
+        const bool whole = round < work.whole;
+        const int item = whole ? work.item + round * work.step : work.cut_item;
+        const int first = whole ? 0 : work.first, last = whole ? task.k_stages : work.last;
+        const int64_t first_row =
+            (int64_t)(task.token_tiles == 1 ? item : item / task.token_tiles) * task.down * TILE_ROWS;
+        const int first_token = task.token_tiles == 1 ? 0 : item % task.token_tiles * TOKENS;
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll
@@ -257,52 +348,77 @@ __device__ void tile_consume(const tile_task &task, const tile_memory &memory, i
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release(previous);
-        if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory"); // before y is written
-        if (!shares) {
-            waited = true;
+        if (!round) asm volatile("griddepcontrol.wait;" ::: "memory"); // before y is written
+        if (whole && task.parts == 1) {
             const int64_t row = first_row + down * TILE_ROWS + part * 16 + lane / 4;
 #pragma unroll
             for (int i = 0; i < SUMS; i++)
                 tile_store<T>(task, row + i / 2 % 2 * 8, first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sums[i]);
             continue;
         }
-        // Unit u: the sums that register u % SUMS of the 128 threads of row block u / SUMS holds. A block adds up those
-        // of its share, [units][parts * splits][128].
-        if (!waited) asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); // all blocks are there
-        if (task.sums_in_ring) sm90::cluster_sync();                             // and done with their stages
-        waited = true;
-        const int units = task.down * SUMS, addends = task.parts * task.splits;
-        const int addend = rank * task.parts + across;
-        if (round) sm90::barrier_wait_acquire(memory.sums_free, (round - 1) & 1);
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) {
-            const int unit = down * SUMS + i, owner = unit * task.splits / units;
-            const int local = unit - (owner * units + task.splits - 1) / task.splits;
-            sm90::store_remote(memory.sums + (local * addends + addend) * 512 + thread * 4, owner, sums[i]);
-        }
-        __syncwarp();
-        if (lane < task.splits) sm90::barrier_arrive_release(memory.sums_full, lane);
-        sm90::barrier_wait_acquire(memory.sums_full, round & 1);
-        const int first_unit = (rank * units + task.splits - 1) / task.splits;
-        const int last_unit = ((rank + 1) * units + task.splits - 1) / task.splits;
-        for (int unit = first_unit + warpgroup; unit < last_unit; unit += SHAPE::WARPGROUPS) {
-            const uint32_t from = memory.sums + (unit - first_unit) * addends * 512 + thread * 4;
-            float sum = 0;
-            for (int i = 0; i < addends; i++) {
-                float next;
-                sm90::load(next, from + i * 512);
-                sum += next;
+        // A place is a thread of one of the item's row blocks. Each block that has a piece of the item adds up the sums
+        // of a chunk of places, [addends][SUMS / 4][chunk] of four.
+        const int own = whole ? 0 : work.piece, addends = whole ? task.parts : task.parts * work.pieces;
+        const int bits = whole ? task.chunk_bits : task.deal[cluster >= task.more].chunk_bits, chunk = 1 << bits;
+        const int places = task.down * 128, place_here = down * 128 + thread;
+        const uint32_t sums_at = whole ? memory.sums : memory.cut_sums;
+        const int my_addend = own * task.parts + across;
+        const auto add_up = [&](int turn, int fours) { // of the sums turn * fours * 4 on
+#pragma unroll 1
+            for (int i = threadIdx.x; i < fours << bits; i += SHAPE::WARPGROUPS * 128) {
+                const int at = (own << bits) + (i & (chunk - 1)), token = (turn * fours + (i >> bits)) * 8 + at % 4 * 2;
+                if (at >= places) continue;
+                float sum[4] = {};
+#pragma unroll 4
+                for (int addend = 0; addend < addends; addend++) {
+                    float next[4];
+                    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                                 : "=f"(next[0]), "=f"(next[1]), "=f"(next[2]), "=f"(next[3])
+                                 : "r"(sums_at + ((addend * fours << bits) + i) * 16)
+                                 : "memory");
+                    for (int j = 0; j < 4; j++) sum[j] += next[j];
+                }
+                const int64_t row = first_row + at / WARP * 16 + at % WARP / 4;
+                for (int j = 0; j < 4; j++) tile_store<T>(task, row + j / 2 * 8, first_token + token + j % 2, sum[j]);
             }
-            const int i = unit % SUMS;
-            tile_store<T>(task, first_row + unit / SUMS * TILE_ROWS + part * 16 + lane / 4 + i / 2 % 2 * 8,
-                          first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sum);
-        }
-        if (work + clusters < total) {
-            __syncwarp();
-            if (lane < task.splits) sm90::barrier_arrive_release(memory.sums_free, lane);
+        };
+        const auto store = [](uint32_t to, const float *v) {
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+                         "f"(v[3])
+                         : "memory");
+        };
+        if (whole) {
+            constexpr int FOURS = SUMS / 4 / SHAPE::TURNS;
+            const uint32_t to = sums_at + ((my_addend * FOURS << bits) + place_here) * 16;
+#pragma unroll
+            for (int turn = 0; turn < SHAPE::TURNS; turn++) {
+                if (round || turn) sync_consumers(); // the sums before are read
+#pragma unroll
+                for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + (turn * FOURS + i) * 4);
+                sync_consumers();
+                add_up(turn, FOURS);
+            }
+            if (!SHAPE::MANY_SUMS && work.pieces && round == work.whole - 1) let_send();
+        } else {
+            if (SHAPE::MANY_SUMS) let_send();
+            const int owner = place_here >> bits;
+            const uint32_t to = sums_at + ((my_addend * (SUMS / 4) << bits) + (place_here & (chunk - 1))) * 16;
+            if (owner == own) {
+#pragma unroll
+                for (int i = 0; i < SUMS / 4; i++) store(to + (i * 16 << bits), sums + i * 4);
+            } else {
+                sm90::barrier_wait(memory.may_send, 0);
+                const uint32_t there = sm90::remote_address(to, rank - own + owner);
+                const uint32_t full = sm90::remote_address(memory.sums_full, rank - own + owner);
+#pragma unroll
+                for (int i = 0; i < SUMS / 4; i++) sm90::store_async(there + (i * 16 << bits), sums + i * 4, full);
+            }
+            sync_consumers();
+            sm90::barrier_wait(memory.sums_full, 0);
+            add_up(0, SUMS / 4);
         }
     }
-    if (!waited && shares) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    if (meets && !work.pieces) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 template <typename T, int TOKENS>
@@ -314,33 +430,22 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     uint32_t base; // by way of asm, so that it is held and not made again in every loop
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::smem_address(shared)));
     const tile_memory memory = tile_memory_of<TOKENS>(task, base);
-    const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), rank = blockIdx.x % task.splits;
-    for (int i = threadIdx.x; i < TILE_VALUES / 4; i += SHAPE::THREADS)
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < task.stages; stage++) {
-            sm90::barrier_init(memory.full + stage * 8, 1);
-            sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS);
-        }
-        sm90::barrier_init(memory.sums_full, task.splits * SHAPE::WARPGROUPS * 4);
-        sm90::barrier_init(memory.sums_free, task.splits * SHAPE::WARPGROUPS * 4);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
-    }
-    __syncthreads();
-    const bool shares = task.parts * task.splits > 1;
-    if (shares) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    const int stages = (task.col_blocks + task.parts - 1) / task.parts;
-    const int first = stages * rank / task.splits, last = stages * (rank + 1) / task.splits;
+    const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
+    int cluster, rank; // through shfl, as warpgroup: so the compiler knows that they are the same in all lanes
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    cluster = __shfl_sync(FULL_WARP, cluster, 0);
+    rank = __shfl_sync(FULL_WARP, rank, 0);
     if (warpgroup == SHAPE::WARPGROUPS) {
         sm90::give_registers<SHAPE::PRODUCER_REGISTERS>();
-        tile_produce<TOKENS>(task, memory, first, last);
-        __syncwarp(); // what follows wants whole warps
-        if (shares) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-        if (shares && task.sums_in_ring) sm90::cluster_sync();
+        tile_produce<TOKENS>(task, memory, cluster, rank);
+        if (task.deal[cluster >= task.more].cut) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     } else {
+        for (int i = threadIdx.x; i < TILE_VALUES / 4; i += SHAPE::WARPGROUPS * 128)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
+        if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
         sm90::take_registers<SHAPE::REGISTERS>();
-        tile_consume<T, TOKENS>(task, memory, rank, first, last, warpgroup);
+        tile_consume<T, TOKENS>(task, memory, cluster, rank, warpgroup);
     }
 #endif
 }
@@ -447,6 +552,29 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #endif
 }
 
+inline int bits_of(int number) { // so that it is at most 1 << bits
+    int bits = 0;
+    while (1 << bits < number) bits++;
+    return bits;
+}
+
+// How a cluster of `blocks` shares `items` of so many stages.
+inline tile_deal deal_items(int items, int blocks, int k_stages, int down) {
+    tile_deal deal{};
+    deal.whole = items / blocks;
+    deal.cut = items % blocks;
+    deal.share = deal.cut ? blocks / deal.cut : blocks;
+    deal.piece = k_stages / deal.share;
+    deal.longer = k_stages % deal.share;
+    deal.chunk_bits = bits_of((int)ceil_div(down * 128, deal.share));
+    return deal;
+}
+
+// What the block with the most work takes, in stages; a sum of several blocks takes about one, of one's warpgroups half.
+inline double deal_time(const tile_deal &deal, int parts, int k_stages) {
+    return deal.whole * (k_stages + (parts > 1 ? 0.5 : 0)) + (deal.cut ? deal.piece + (deal.longer > 0) + 1 : 0);
+}
+
 inline tile_task task_of(const tile_matrix &m, int64_t tokens, const void *bias, void *y) {
     tile_task task{};
     task.data = m.data;
@@ -471,41 +599,55 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     cudaLaunchConfig_t config{};
     tile_task task = task_of(m, tokens, bias, y);
     task.token_tiles = (int)ceil_div(tokens, TOKENS);
-    const int fixed = MAX_STAGES * 48 + 16 + TILE_VALUES;
-    int clusters = 0;
-    // Row blocks of a block: as measured on an H200 at density 0.5; as many as can be where tiles are so full that the
-    // ring would not fit beside the sums.
-    for (int down : {TOKENS <= 8 ? 1 : TOKENS == 128 ? 3 : 2, SHAPE::WARPGROUPS}) {
-        const int parts = SHAPE::WARPGROUPS / down, k_stages = (int)ceil_div(task.col_blocks, parts);
-        const int groups = (int)ceil_div(task.row_blocks, down), work = groups * task.token_tiles;
+    double least = 1e30;
+    // Row blocks of an item: up to 16 tokens one, which evens the work best (H200); as many as can be where tiles are so
+    // full that the ring would not fit beside the sums. Above, tokens are much of what comes, and several row blocks share
+    // them.
+    for (int down = TOKENS <= 64 ? 1 : SHAPE::WARPGROUPS; down <= SHAPE::WARPGROUPS; down *= 2) {
+        if (TOKENS <= 16 && task.down) break;
+        const int parts = SHAPE::WARPGROUPS / down;
+        const int k_stages = (int)ceil_div(task.col_blocks, parts);
+        const int items = (int)ceil_div(task.row_blocks, down) * task.token_tiles;
         const int run_bytes = (int)ceil_div((int64_t)parts * m.widest * TILE_UNIT + 128 + 16, 128) * 128;
         const int stage_bytes = parts * SHAPE::TOKEN_BYTES + down * run_bytes;
-        double least = 1e30;
-        for (int splits = 1; splits <= MAX_SPLITS && splits <= std::max(1, k_stages); splits++) {
-            int at_once;
-            error = clusters_at_once<tile_mm_kernel<T, TOKENS>, MAX_SPLITS>(device, splits, SHAPE::THREADS,
-                                                                            device.shared_bytes - 1024, &at_once);
+        for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= std::max(1, k_stages); blocks++) {
+            int clusters;
+            error = clusters_at_once<tile_mm_kernel<T, TOKENS>, MAX_CLUSTER>(device, blocks, SHAPE::THREADS,
+                                                                             device.shared_bytes - 1024, &clusters);
             if (error) return error;
-            const int rounds = (int)ceil_div(work, at_once), sums = tile_sums_bytes(TOKENS, down, parts, splits);
-            const bool in_ring = rounds == 1 && TOKENS >= 64 && sums <= MIN_STAGES * stage_bytes;
-            const int room = device.shared_bytes - fixed - (in_ring ? 0 : sums);
-            // The most even way to give the SMs the same work, in stages; the sums take about one.
-            const double time = rounds * (ceil_div(k_stages, splits) + (splits > 1 ? 1.0 : 0.5));
-            if (room < MIN_STAGES * stage_bytes || time >= least * 0.99) continue;
+            clusters = std::min(clusters, items);
+            const int each = items / clusters;
+            const bool more = items % clusters;
+            const tile_deal most = deal_items(each + more, blocks, k_stages, down);
+            const tile_deal others = deal_items(each, blocks, k_stages, down);
+            const int chunk_bits = bits_of(down * 128);
+            int sums = parts > 1 && most.whole ? (parts << chunk_bits) / SHAPE::TURNS : 0, cut_sums = 0;
+            for (const tile_deal &deal : {most, others})
+                if (deal.cut) cut_sums = std::max(cut_sums, parts * deal.share << deal.chunk_bits);
+            if (!SHAPE::MANY_SUMS) sums = std::max(sums, cut_sums);
+            const int room =
+                device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a chunk has TOKENS / 2 numbers a place
+            const int stages = std::min(room / stage_bytes, MAX_STAGES);
+            // With 8 to 32 KB of tokens a stage took 1650 to 1950 clocks at 64 tokens, 1390 to 1590 with 4 to 16 at 32 (H200).
+            const double time = std::max(deal_time(most, parts, k_stages), deal_time(others, parts, k_stages)) *
+                                (1 + parts * SHAPE::TOKEN_BYTES / 1e5);
+            if (stages < MIN_STAGES || time >= least * 0.99 || cut_sums * TOKENS * 2 > stages * stage_bytes) continue;
             least = time;
-            clusters = std::min(at_once, work);
             task.down = down;
             task.parts = parts;
-            task.groups = groups;
+            task.k_stages = k_stages;
             task.run_bytes = run_bytes;
-            task.splits = splits;
-            task.sums_in_ring = in_ring;
-            task.stages = std::min(room / stage_bytes, MAX_STAGES);
+            task.cluster = blocks;
+            task.clusters = clusters;
+            task.more = items % clusters;
+            task.deal[0] = most;
+            task.deal[1] = others;
+            task.chunk_bits = chunk_bits;
+            task.stages = stages;
             config.dynamicSmemBytes = device.shared_bytes - room + task.stages * stage_bytes;
         }
-        if (clusters) break;
     }
-    if (!clusters) return cudaErrorInvalidValue;
+    if (!task.down) return cudaErrorInvalidValue;
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
     if (m.cols)
         error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,
@@ -513,10 +655,10 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {(unsigned)task.splits, 1, 1};
+    attributes[0].val.clusterDim = {(unsigned)task.cluster, 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = dim3((unsigned)(clusters * task.splits));
+    config.gridDim = dim3((unsigned)(task.clusters * task.cluster));
     config.blockDim = dim3(SHAPE::THREADS);
     config.stream = stream;
     config.attrs = attributes;

@@ -35,7 +35,8 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
     if (head < 0 || head > SELL_MAX_HEAD) fail(op, "head is ", head, ", expected 0 to ", int(SELL_MAX_HEAD));
     if (cols < 0 || cols > SELL_MAX_COLS) fail(op, "cols is ", cols, ", expected 0 to ", int(SELL_MAX_COLS));
     check_dim(op, "blocks", blocks, 2);
-    check_dim(op, "perm", perm, 1);
+    check_dim(op, "perm", perm, 2);
+    if (perm.size(0) != 2) fail(op, "perm has shape ", shape_name(perm), ", expected [2, rows]");
     if (blocks.size(1) != BLOCK_FIELDS)
         fail(op, "blocks has shape ", shape_name(blocks), ", expected [blocks, ", BLOCK_FIELDS, "]");
     if (blocks.size(0) < 1 || blocks.size(0) > INT32_LIMIT)
@@ -57,7 +58,8 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
             static_cast<const uint16_t *>(bases.const_data_ptr()),
             static_cast<const sell_block *>(blocks.const_data_ptr()),
             static_cast<const int32_t *>(perm.const_data_ptr()),
-            perm.numel(),
+            static_cast<const int32_t *>(perm.const_data_ptr()) + perm.size(1),
+            perm.size(1),
             cols,
             data.numel() * 2 / slot_bytes,
             int(num_blocks),
@@ -149,15 +151,16 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     if (!shape.stages)
         fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,
              " bytes of shared memory of this GPU: use the macko format");
-    Tensor perm = torch::stable::new_empty(values, {rows}, ScalarType::Int);
+    Tensor perm = torch::stable::new_empty(values, {2, rows}, ScalarType::Int);
+    auto *perm_data = static_cast<int32_t *>(perm.mutable_data_ptr());
     Tensor starts = torch::stable::new_empty(values, {rows + 1}, ScalarType::Long);
     Tensor line = torch::stable::new_empty(values, {rows}, ScalarType::Long);
     auto *starts_data = static_cast<int64_t *>(starts.mutable_data_ptr());
     const auto cut = [&] {
         Tensor blocks = torch::stable::new_empty(values, {shape.num_blocks, BLOCK_FIELDS}, ScalarType::Int);
-        STD_CUDA_CHECK(sell_plan_cuda(counts_data + (gap_bits - SELL_MIN_GAP_BITS) * rows, rows, shape.warps,
-                                      shape.num_blocks, static_cast<int32_t *>(perm.mutable_data_ptr()), starts_data,
-                                      static_cast<int64_t *>(line.mutable_data_ptr()),
+        STD_CUDA_CHECK(sell_plan_cuda(counts_data + (gap_bits - SELL_MIN_GAP_BITS) * rows, rows,
+                                      rows_of_tile(rows, cols, 2), shape.warps, shape.num_blocks, perm_data,
+                                      perm_data + rows, starts_data, static_cast<int64_t *>(line.mutable_data_ptr()),
                                       static_cast<sell_block *>(blocks.mutable_data_ptr()), device_totals, stream));
         read_totals();
         return blocks;

@@ -205,6 +205,20 @@ __global__ void place_rows(const int32_t *counts, const int64_t *ordered, int64_
     if (threadIdx.x == 0) starts[rows] = entries;
 }
 
+// A warp owns a row of the layout and counts those of its part of the matrix that come before it: rows^2 compares again.
+__global__ void order_parts(const int32_t *perm, int rows, int part_rows, int32_t *order) {
+    const int at = blockIdx.x * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (at >= rows) return;
+    const int first = perm[at] / part_rows * part_rows;
+    int rank = 0;
+    for (int other = lane; other < at; other += WARP) {
+        const int row = perm[other];
+        rank += row >= first && row - first < part_rows;
+    }
+    rank = __reduce_add_sync(FULL_WARP, rank);
+    if (lane == 0) order[first + rank] = at;
+}
+
 // A warp owns a block and tries every number of chunks, one a lane. The cost is in steps: those stored, those that the
 // slowest warp does, 0.3 for the start and end of a group, and holes in the first two stages, which the head would hold.
 __global__ void choose_chunks(int warps, sell_block *blocks) {
@@ -404,13 +418,14 @@ cudaError_t sell_count_cuda(const macko_matrix *m, int32_t *counts, sell_totals 
     return cudaGetLastError();
 }
 
-cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int warps, int num_blocks, int32_t *perm,
-                           int64_t *starts, int64_t *line, sell_block *blocks, sell_totals *totals,
-                           cudaStream_t stream) {
+cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t part_rows, int warps, int num_blocks,
+                           int32_t *perm, int32_t *order, int64_t *starts, int64_t *line, sell_block *blocks,
+                           sell_totals *totals, cudaStream_t stream) {
     if (rows) rank_rows<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(counts, (int)rows, perm);
     cut_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, perm, rows, num_blocks, line, blocks);
     order_rows<<<num_blocks, WARPS * WARP, 0, stream>>>(blocks, perm, line);
     place_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, line, rows, perm, starts);
+    if (rows) order_parts<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(perm, (int)rows, (int)part_rows, order);
     choose_chunks<<<num_blocks, WARP, 0, stream>>>(warps, blocks);
     const int most_head = number("MACKO_HEAD", SELL_MAX_HEAD);
     place_blocks<<<1, SCAN_THREADS, 0, stream>>>(warps, num_blocks, most_head, blocks, totals);

@@ -5,166 +5,260 @@ using namespace macko;
 
 namespace {
 
-constexpr int THREADS = 128;
-constexpr int MOST_ROWS = 8; // of a thread block at once
-#ifndef AHEAD_N
-#define AHEAD_N 4
+#ifndef P_STAGES
+#define P_STAGES 0
 #endif
-constexpr int AHEAD = AHEAD_N;     // steps that a lane has under way
+#ifndef P_ROWS
+#define P_ROWS 8
+#endif
+constexpr int ROWS = P_ROWS;      // rows of a thread block, a warp each
+constexpr int RING = 2048;   // columns of a row that lie in shared memory: twice what 32 steps span at density 0.5
+constexpr int SEGMENT = 256; // columns that a warp writes at once, 16 bytes a lane
+constexpr int STEPS = WARP;  // of each row that are fetched together
+constexpr int STAGE_VALUES = ROWS * STEPS * SELL_STEP * 2;
+constexpr int RING_BYTES = RING * 2; // and what a ring is aligned to, so that a place in it is one instruction
+constexpr int ALIGNMENT = 1024;
 
-// A lane's share of a slot.
-template <int GAP_BITS>
-struct Step {
-    uint4 low, high; // values of entries 0..7 and 8..15
-    uint32_t words[GAP_BITS / 2];
-    uint16_t nibbles;
+__host__ __device__ constexpr int stage_bytes(int gap_bits) {
+    return STAGE_VALUES + ROWS * STEPS * gap_bits * 2;
+}
 
-    // From where the shares of a lane lie, `at` bytes on.
-    __device__ void load(const uint8_t *values, const uint8_t *planes, const uint8_t *last, int64_t at) {
-        low = load_stream((const uint4 *)(values + at));
-        high = load_stream((const uint4 *)(values + at) + SELL_LANES);
-        for (int plane = 0; plane < GAP_BITS / 2; plane++)
-            words[plane] = load_stream((const uint32_t *)(planes + at) + plane * SELL_LANES);
-        if (GAP_BITS % 2) nibbles = load_stream((const uint16_t *)(last + at));
+constexpr int shared_bytes(int gap_bits, int stages) {
+    return ROWS * RING_BYTES + stages * stage_bytes(gap_bits) + RING_BYTES - ALIGNMENT;
+}
+
+// The last block whose first row is not behind `row`: 32 candidates at a time, as each look costs the latency of a load.
+__device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, int lane) {
+    int block = 0;
+    for (int left = s.num_blocks; left > 1;) {
+        const int stride = (left + WARP - 1) / WARP, candidate = lane * stride;
+        const bool before = candidate < left && s.blocks[block + candidate].row <= row;
+        const int last = __popc(__ballot_sync(FULL_WARP, before)) - 1;
+        block += last * stride;
+        left = min(stride, left - last * stride);
     }
+    return block;
+}
 
-    // Scatters its 16 values to 2-byte places of shared memory from `at` on. Returns the columns passed.
-    __device__ int scatter(uint32_t at) const {
-        uint32_t planes[4] = {};
-        for (int plane = 0; plane < GAP_BITS / 2; plane++) planes[plane] = words[plane];
-        if (GAP_BITS % 2) planes[GAP_BITS / 2] = nibbles | (uint32_t)nibbles << 12;
-        const uint32_t values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        int passed = 0;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            // As in multiply_8 of spmv: distances to the even and odd entries of a half.
-            const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
-            const uint32_t pairs = gap_field<GAP_BITS>(planes, 2 * half) + odd;
-            const uint32_t to_odd =
-                GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
-            const uint32_t to_even = to_odd - odd - 0x01010101u;
-            const int middle = GAP_BITS < 6 ? 0 : (to_odd >> 8 & 255) + 1; // columns up to entry 4
-#pragma unroll
-            for (int entry = 0; entry < 8; entry++) {
-                const uint32_t from = at + (GAP_BITS == 6 && entry >= 4 ? 2 * middle : 0);
-                const uint32_t value = values[4 * half + entry / 2] >> (16 * (entry % 2));
-                store_shared_2(__dp4a(entry % 2 ? to_odd : to_even, 2u << (entry / 2 * 8), from), (uint16_t)value);
-            }
-            const int behind = middle + (to_odd >> 24) + 1;
-            passed += behind;
-            at += 2 * behind;
-        }
-        return passed;
+// Where the steps of one row of a block lie in data. Held in shared memory: what a fetch needs of it is read each time.
+struct RowSteps {
+    Places places;
+    int count; // steps of the row
+    int rows, row, steps, long_steps, long_chunks, long_groups;
+    float per_step, per_short_step; // one over the steps of a chunk
+
+    __device__ void find(const sell_matrix &s, int block, int at) {
+        const sell_block b = load_block(s.blocks + block);
+        places.find(s, b, block);
+        count = sell_chunk_start(&b, b.chunks);
+        rows = b.rows, row = at - b.row, steps = b.steps;
+        long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
+        per_step = 1.0f / b.steps, per_short_step = 1.0f / (b.steps - 1);
     }
-};
-
-// Where the slots of a block lie: Places, made for a few steps of many short-lived thread blocks.
-struct Slots {
-    int head, first, tail; // stages of the head; slot of stage 0 there; where stage 0 would be behind it
-    int warps, stride;     // slots from stage to stage behind the head, and in it
-    int least_steps;       // up to here every warp has a slot
-    const int *pair_steps; // [warps / 2] in shared memory
-
-    __device__ int before(int stage) const {
-        if (stage <= least_steps) return stage * warps;
-        int slots = 0;
-#pragma unroll 1
-        for (int pair = 0; pair < warps / 2; pair++) slots += 2 * min(pair_steps[pair], stage);
-        return slots;
-    }
-    __device__ int of(int stage, int warp) const {
-        return warp + (stage < head ? first + stage * stride : tail + before(stage));
+    // The slot of a step, and in *lane whose share of it the step is. Quotients as in small_quotient.
+    __device__ int64_t slot(const sell_matrix &s, float per_warp, int at, int *lane) const {
+        const bool is_long = at < long_steps;
+        const int behind = is_long ? at : at - long_steps, length = steps - !is_long;
+        const int passed = (int)((behind + 0.5f) * (is_long ? per_step : per_short_step));
+        const int task = (passed + (is_long ? 0 : long_chunks)) * rows + row, group = task / SELL_LANES;
+        const int turn = (int)((group + 0.5f) * per_warp), warp = group - turn * s.warps;
+        const int long_turns = (int)((long_groups + s.warps - 1 - warp + 0.5f) * per_warp);
+        const int stage = turn * (steps - 1) + min(turn, long_turns) + behind - passed * length;
+        *lane = task % SELL_LANES;
+        return places.slot(s, stage, warp);
     }
 };
 
 /*
- * A thread block owns some rows of a block of the layout, up to `most_rows` of those in [first, stop) of the matrix,
- * which lie side by side there; a lane one chunk of one of them. Where a chunk begins is known, so a lane goes through
- * it alone, and puts what it finds into whole dense rows in shared memory, from where they are written.
+ * Where a row's share of a step lies in a stage of shared memory: 32 steps x 8 rows, first half of the values, second
+ * half, planes, nibbles. Rows of a step lie in memory side by side, as they are fetched; a lane reads one row's. So that
+ * neither meets in a bank, rows change places from step to step.
+ */
+__device__ __forceinline__ uint32_t values_at(int step, int row) {
+    return (step * ROWS + (row ^ step * ROWS / 8 % ROWS)) * 16;
+}
+__device__ __forceinline__ uint32_t gaps_at(int step, int row) {
+    return step * ROWS + (row + step * ROWS / 32) % ROWS;
+}
+
+/*
+ * A thread block owns ROWS of the rows [first, stop) of the matrix, which are [first, stop) of s.order as well: rows that
+ * are neighbours in the layout, a warp one of them. All threads fetch the next steps of all rows, so that what lies side
+ * by side is read at once.
+ * Then a lane takes one step of its warp's row: where it begins is the sum of all gaps before. The lanes scatter into a
+ * ring of the row's columns, from which whole lines are written.
  */
 template <int GAP_BITS>
-__global__ void __launch_bounds__(THREADS, 3)
-    unpack_rows(const sell_matrix s, int first, int stop, uint16_t *w, int most_rows, int row_bytes) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ int pair_steps[SELL_MAX_WARPS / 2];
-    const uint32_t rows_at = shared_address(shared);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    const int block = blockIdx.x % s.num_blocks;
-    const sell_block b = load_block(s.blocks + block);
-    const auto clear = [&] {
-        for (int i = threadIdx.x; i < most_rows * row_bytes / 16; i += blockDim.x)
-            store_shared_16(rows_at + i * 16, make_uint4(0, 0, 0, 0));
-    };
-    clear();
-    int before = 0, inside = b.rows; // rows of the block that come before those to write, and how many are to write
-    if (first > 0 || stop < s.rows) {
-        inside = 0;
-        for (int i = lane; i < b.rows; i += WARP) {
-            const int row = s.perm[b.row + i];
-            before += row < first;
-            inside += row >= first && row < stop;
-        }
-        before = __reduce_add_sync(FULL_WARP, before);
-        inside = __reduce_add_sync(FULL_WARP, inside);
+__global__ void __launch_bounds__(ROWS *WARP, 32 / ROWS)
+    unpack_rows(const sell_matrix s, int64_t first, int64_t stop, uint16_t *w, int stages) {
+    extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
+    __shared__ RowSteps row_steps[ROWS];
+    constexpr int PLANES = GAP_BITS / 2, PLANE_BYTES = ROWS * STEPS * 4, NIBBLES = STAGE_VALUES + PLANES * PLANE_BYTES;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int64_t place = first + blockIdx.x * (int64_t)ROWS + warp;
+    const bool owns = place < stop;
+    const int at = s.order[min(place, stop - 1)]; // in the layout
+    const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
+    const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + warp * RING_BYTES);
+    for (int i = lane; i < RING / 8; i += WARP) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
+    const int block = block_of_row(s, at, lane);
+    if (lane == 0) {
+        row_steps[warp].find(s, block, at);
+        if (!owns) row_steps[warp].count = 0;
     }
-    if (threadIdx.x < s.warps / 2) pair_steps[threadIdx.x] = sell_steps_of_warp(&b, s.warps, 2 * threadIdx.x);
     __syncthreads();
-    const int long_groups = sell_long_groups(&b);
-    Slots slots{s.head, block * s.warps, s.num_blocks * s.warps * s.head + b.slot,
-                s.warps, s.num_blocks * s.warps, pair_steps[s.warps / 2 - 1], pair_steps};
-    slots.tail -= slots.before(s.head);
-    const int parts = (inside + most_rows - 1) / most_rows, part_rows = (inside + parts - 1) / max(parts, 1);
-    for (int part = blockIdx.x / s.num_blocks; part < parts; part += gridDim.x / s.num_blocks) {
-        const int begin = before + part * part_rows, rows = min(part_rows, before + inside - begin);
-        const int32_t *perm = s.perm + b.row + begin;
-        for (int own = threadIdx.x; own < rows * b.chunks; own += blockDim.x) {
-            const int chunk = small_quotient(own, rows), row = own - chunk * rows;
-            const int task = chunk * b.rows + begin + row, group = task / SELL_LANES, share = task % SELL_LANES;
-            const int turn = small_quotient(group, s.warps), owner = group - turn * s.warps;
-            const int long_turns = small_quotient(long_groups + s.warps - 1 - owner, s.warps);
-            const int stage = turn * (b.steps - 1) + min(turn, long_turns);
-            const int steps = b.steps - (chunk >= b.long_chunks);
-            const uint8_t *values = s.data + share * 16, *planes = s.data + VALUE_BYTES + share * 4;
-            const uint8_t *last = s.data + VALUE_BYTES + GAP_BITS / 2 * SELL_LANES * 4 + share * 2;
-            Step<GAP_BITS> ahead[AHEAD];
-            const auto fetch = [&](Step<GAP_BITS> &to, int step) {
-                to.load(values, planes, last, (int64_t)sell_slot_bytes(GAP_BITS) * slots.of(stage + step, owner));
-            };
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++)
-                if (i < steps) fetch(ahead[i], i);
-            const uint16_t *out = w + (int64_t)(perm[row] - first) * s.cols;
-            const uint32_t row_at = rows_at + row * row_bytes + (uint32_t)(uintptr_t)out % 16;
-            int col = s.bases[sell_base(&b, block, s.num_blocks, s.warps, group) + share];
-#pragma unroll 1
-            for (int step = 0; step < steps; step += AHEAD) {
-#pragma unroll
-                for (int i = 0; i < AHEAD; i++) {
-                    if (step + i >= steps) break;
-                    col += ahead[i].scatter(row_at + col * 2);
-                    col = min(col, (int)s.cols); // padding passes it by a step at most
-                    if (step + i + AHEAD < steps) fetch(ahead[i], step + i + AHEAD);
-                }
+    int steps = 0; // of the longest row
+    for (int each = 0; each < ROWS; each++) steps = max(steps, row_steps[each].count);
+    const int own_steps = row_steps[warp].count;
+
+    const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
+    const float per_warp = 1.0f / s.warps;
+    const uint32_t to_values = stage_at + values_at(their_step, their_row);
+    const uint32_t to_gaps = gaps_at(their_step, their_row);
+    int next = 0; // place of the stage that is fetched next
+    uint16_t nibbles = 0;
+    uint32_t to_nibbles = 0; // where they go once they have come; 0: there are none
+    auto settle = [&] {
+        if (GAP_BITS % 2 && to_nibbles) store_shared_2(to_nibbles, nibbles);
+        to_nibbles = 0;
+    };
+    auto fetch = [&](int tile) {
+        const int at = tile + their_step;
+        if (at < row_steps[their_row].count) {
+            int owner;
+            const int64_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
+            const uint8_t *slot = s.data + sell_slot_bytes(GAP_BITS) * number;
+            const uint32_t stage = next * stage_bytes(GAP_BITS);
+            for (int half = 0; half < 2; half++)
+                copy_async_16(to_values + stage + half * (STAGE_VALUES / 2), slot + (half * SELL_LANES + owner) * 16);
+            for (int plane = 0; plane < PLANES; plane++)
+                copy_async_4(stage_at + stage + STAGE_VALUES + plane * PLANE_BYTES + to_gaps * 4,
+                             slot + VALUE_BYTES + (plane * SELL_LANES + owner) * 4);
+            if (GAP_BITS % 2) {
+                nibbles = __ldg((const uint16_t *)(slot + VALUE_BYTES + PLANES * SELL_LANES * 4) + owner);
+                to_nibbles = stage_at + stage + NIBBLES + to_gaps * 2;
             }
         }
-        __syncthreads();
-        for (int row = warp; row < rows; row += warps) {
-            uint16_t *out = w + (int64_t)(perm[row] - first) * s.cols;
-            const int skew = (int)((uintptr_t)out / 2 % 8), end = skew + (int)s.cols;
-            const uint32_t row_at = rows_at + row * row_bytes;
-            if (skew == 0 && s.cols % 8 == 0) {
-#pragma unroll 4
-                for (int at = lane * 8; at < end; at += WARP * 8) *(uint4 *)(out + at) = load_shared_16(row_at + at * 2);
-            } else {
-#pragma unroll 1
-                for (int at = skew + lane; at < end; at += WARP) out[at - skew] = load_shared_2(row_at + at * 2);
-            }
-        }
-        if (part + (int)(gridDim.x / s.num_blocks) >= parts) break;
-        __syncthreads();
-        clear();
-        __syncthreads();
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        if (++next == stages) next = 0;
+    };
+
+    const int row = s.perm[at];
+    for (int stage = 0; stage + 1 < stages; stage++) {
+        settle();
+        fetch(stage * STEPS);
     }
+    // The ring holds the columns from `window` on, counted from the 16-byte boundary at or before the row's begin.
+    uint16_t *out = w + (row - first) * s.cols;
+    const int skew = (int)((uintptr_t)out / 2 % 8), end = owns ? skew + (int)s.cols : 0;
+    out += lane * 8 - skew; // of the lane's part of the segment at `window`
+    int window = 0;
+    auto write_segment = [&] {
+        const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + lane * 16;
+        const uint4 chunk = load_shared_16(from);
+        store_shared_16(from, make_uint4(0, 0, 0, 0));
+        if ((window || !skew) && window + SEGMENT <= end) {
+            *(uint4 *)out = chunk;
+        } else {
+            const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+            const int at = window + lane * 8;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (at + i >= skew && at + i < end) out[i] = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
+        }
+        window += SEGMENT;
+        out += SEGMENT;
+    };
+
+    int reached = skew; // columns passed by the steps before this tile
+    uint32_t from = stage_at;
+#pragma unroll 1
+    for (int tile = 0; tile < steps; tile += STEPS) {
+        settle();
+        if (stages == 2)
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+        else if (P_STAGES == 3)
+            asm volatile("cp.async.wait_group 1;" ::: "memory");
+        else
+            asm volatile("cp.async.wait_group 2;" ::: "memory");
+        __syncthreads();
+        fetch(tile + (stages - 1) * STEPS);
+
+        uint32_t words[8], planes[4] = {};
+        for (int half = 0; half < 2; half++) {
+            const uint4 v = load_shared_16(from + half * (STAGE_VALUES / 2) + values_at(lane, warp));
+            words[4 * half] = v.x, words[4 * half + 1] = v.y, words[4 * half + 2] = v.z, words[4 * half + 3] = v.w;
+        }
+        for (int plane = 0; plane < PLANES; plane++)
+            planes[plane] = load_shared_4(from + STAGE_VALUES + plane * PLANE_BYTES + gaps_at(lane, warp) * 4);
+        if (GAP_BITS % 2) {
+            const uint32_t four = load_shared_2(from + NIBBLES + gaps_at(lane, warp) * 2);
+            planes[PLANES] = four | four << 12;
+        }
+        from += stage_bytes(GAP_BITS);
+        if (from == stage_at + stages * stage_bytes(GAP_BITS)) from = stage_at;
+
+        // As in multiply_8 of spmv: distances to the even and odd entries of each half.
+        uint32_t to_even[2], to_odd[2];
+        int middle[2], behind[2]; // columns up to entry 4 and to the end of each half
+        for (int half = 0; half < 2; half++) {
+            const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
+            const uint32_t pairs = gap_field<GAP_BITS>(planes, 2 * half) + odd;
+            to_odd[half] =
+                GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
+            to_even[half] = to_odd[half] - odd - 0x01010101u;
+            middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
+            behind[half] = middle[half] + (to_odd[half] >> 24) + 1;
+        }
+        if (tile + STEPS > own_steps && tile + lane >= own_steps) { // behind the row: zeros, where nothing is
+            for (int i = 0; i < 8; i++) words[i] = 0;
+            for (int half = 0; half < 2; half++) to_even[half] = to_odd[half] = middle[half] = behind[half] = 0;
+        }
+        const int passed = behind[0] + behind[1], before = reached;
+        const int start = before + (int)warp_inclusive_sum((uint32_t)passed) - passed;
+        reached = __shfl_sync(FULL_WARP, start + passed, WARP - 1);
+        __syncwarp();
+        if (window == 0 && skew && SEGMENT <= before) write_segment();
+#pragma unroll 1
+        for (const int whole = min(before, end); window + SEGMENT <= whole; window += SEGMENT, out += SEGMENT) {
+            const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + lane * 16;
+            *(uint4 *)out = load_shared_16(from);
+            store_shared_16(from, make_uint4(0, 0, 0, 0));
+        }
+#pragma unroll 1
+        while (window + SEGMENT <= before) write_segment(); // padding behind the row
+        __syncwarp();
+        // place(entry, base): bytes from `base` to an entry.
+        auto place = [&](int entry, uint32_t base) {
+            const int half = entry / 8, pair = entry % 8 / 2;
+            if (half) base += 2 * behind[0];
+            if (GAP_BITS == 6 && pair >= 2) base += 2 * middle[half];
+            return __dp4a(entry % 2 ? to_odd[half] : to_even[half], 2u << (8 * pair), base);
+        };
+        auto value = [&](int entry) { return (uint16_t)(words[entry / 2] >> (16 * (entry % 2))); };
+        if (reached < window + RING) {
+#pragma unroll
+            for (int entry = 0; entry < SELL_STEP; entry++)
+                store_shared_2((place(entry, 2 * start) & (RING_BYTES - 1)) | ring_at, value(entry));
+            continue;
+        }
+#pragma unroll 1
+        while (true) { // the steps span more columns than the ring has
+#pragma unroll
+            for (int entry = 0; entry < SELL_STEP; entry++) {
+                const uint32_t at = place(entry, 2 * (start - window));
+                if (at < RING_BYTES) store_shared_2(((at + 2 * window) & (RING_BYTES - 1)) | ring_at, value(entry));
+            }
+            if (reached < window + RING || window + RING >= end) break;
+            __syncwarp();
+#pragma unroll 1
+            for (int segment = 0; segment < RING / SEGMENT; segment++) write_segment();
+            __syncwarp();
+        }
+    }
+    __syncwarp();
+#pragma unroll 1
+    while (window < end) write_segment();
 }
 
 template <int GAP_BITS>
@@ -173,13 +267,11 @@ cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, 
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<unpack_rows<GAP_BITS>>(device);
     if (error) return error;
-    // A row, up to 7 columns before it for alignment, a step of padding behind it.
-    const int row_bytes = (int)ceil_div((s->cols + 7 + SELL_STEP) * 2, 16) * 16;
-    const int fit = device.shared_bytes / number("MACKO_FIT", 3) / row_bytes;
-    const int rows = std::max(1, std::min(fit, number("MACKO_ROWS", MOST_ROWS)));
-    const int64_t mean = ceil_div(count, s->num_blocks), parts = ceil_div(mean + mean / 4 + 1, rows);
-    unpack_rows<GAP_BITS><<<(unsigned)(parts * s->num_blocks), number("MACKO_THREADS", THREADS), rows * row_bytes, stream>>>(
-        *s, (int)first, (int)(first + count), (uint16_t *)w, rows, row_bytes);
+    // 32 warps an SM hide the way from memory; where there are fewer, they fetch further ahead.
+    const int64_t blocks = ceil_div(count, ROWS);
+    const int stages = P_STAGES ? P_STAGES : blocks > 16 / ROWS * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;
+    unpack_rows<GAP_BITS><<<(unsigned)blocks, ROWS * WARP, shared_bytes(GAP_BITS, stages), stream>>>(
+        *s, first, first + count, (uint16_t *)w, stages);
     return cudaGetLastError();
 }
 

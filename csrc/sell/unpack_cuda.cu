@@ -47,13 +47,20 @@ struct RowSteps {
     int rows, row, steps, long_steps, long_chunks, long_groups;
     float per_step, per_short_step; // one over the steps of a chunk
 
-    __device__ void find(const sell_matrix &s, int block, int at) {
+    // By a warp: a pair of the block's warps each lane.
+    __device__ void find(const sell_matrix &s, int block, int at, int lane) {
         const sell_block b = load_block(s.blocks + block);
-        places.find(s, b, block);
+        const int pair = 2 * lane < s.warps ? sell_steps_of_warp(&b, s.warps, 2 * lane) : 0;
+        const int in_head = __reduce_add_sync(FULL_WARP, 2 * min(pair, s.head));
+        const int least = __shfl_sync(FULL_WARP, pair, s.warps / 2 - 1);
+        if (lane < SELL_MAX_WARPS / 2) places.pair_steps[lane] = pair;
+        if (lane) return;
+        places.tail_slot = sell_tail_slot(&b, s.num_blocks, s.warps, s.head) - in_head;
+        places.block = block, places.least_steps = least;
         count = sell_chunk_start(&b, b.chunks);
         rows = b.rows, row = at - b.row, steps = b.steps;
         long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
-        per_step = 1.0f / b.steps, per_short_step = 1.0f / (b.steps - 1);
+        per_step = __fdividef(1, b.steps), per_short_step = __fdividef(1, b.steps - 1);
     }
     // The slot of a step, and in *lane whose share of it the step is. Quotients as in small_quotient.
     __device__ int64_t slot(const sell_matrix &s, float per_warp, int at, int *lane) const {
@@ -102,10 +109,8 @@ __global__ void __launch_bounds__(ROWS *WARP, 32 / ROWS)
     const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + warp * RING_BYTES);
     for (int i = lane; i < RING / 8; i += WARP) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
     const int block = block_of_row(s, at, lane);
-    if (lane == 0) {
-        row_steps[warp].find(s, block, at);
-        if (!owns) row_steps[warp].count = 0;
-    }
+    row_steps[warp].find(s, block, at, lane);
+    if (lane == 0 && !owns) row_steps[warp].count = 0;
     __syncthreads();
     int steps = 0; // of the longest row
     for (int each = 0; each < ROWS; each++) steps = max(steps, row_steps[each].count);

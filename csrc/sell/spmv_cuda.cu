@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
     const uint32_t to_odd =
         GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
     const uint32_t to_even = to_odd - odd - 0x01010101u;
-    uint16_t x[8];
+    uint16_t x[8]; // all asked for before the first product, which waits
     for (int pair = 0; pair < 4; pair++) {
         const uint32_t pick = 2u << (8 * pair), last = __dp4a(to_odd, pick, address);
         x[2 * pair] = load_shared_2(__dp4a(to_even, pick, address));
@@ -71,9 +71,9 @@ __device__ __forceinline__ void multiply_step(const Step &step, uint32_t &addres
 
 /*
  * A block owns the rows of a block of the layout. Shared memory holds a ring of stages, x (and zeros behind it, for
- * padding) and a partial sum a task: the ring first, so that nothing but its size says where a stage goes. m.warps warps
- * decode: a lane walks a chunk of a row, then the next one. With BULK there is one warp more, which keeps the ring full.
- * At the end 2^k lanes add up a row's partial sums in a fixed order.
+ * padding) and a partial sum a task: the ring first, so that the first fetch does not wait for the parameter cols.
+ * m.warps warps decode: a lane walks a chunk of a row, then the next one. With BULK there is one warp more, which keeps
+ * the ring full. At the end 2^k lanes add up a row's partial sums in a fixed order.
  */
 template <typename T, int GAP_BITS, Copy COPY>
 __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
@@ -161,6 +161,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const uint32_t own_sums = held(shared_address(sums + part * stride + first_row));
         const int num_sums = (int)held((b.chunks - part + (1 << log_lanes) - 1) >> log_lanes);
         // Where the sum of this lane's task of a group goes, 0 where it has none: one register in the loop, not four.
+        static_assert(SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
         const auto place_of = [&](int group) {
             const int task = group * WARP + lane, chunk = small_quotient(task, rows), row = task - chunk * rows;
             return chunk < b.chunks ? held(shared_address(sums + chunk * stride + row)) : 0;
@@ -215,19 +216,18 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         // The block's neighbour still decodes, and each load or shuffle waits in line behind its gathers: loads that are
         // on their way together, and few shuffles.
         const uint32_t sum_bytes = 4 * stride << log_lanes; // from one sum of a lane to its next
-        const int rows_at_once = threads >> log_lanes;
         uint32_t at = own_sums;
 #pragma unroll 1
-        for (int r = first_row; r - first_row < b.rows; r += rows_at_once, at += 4 * rows_at_once) {
+        for (int r = first_row; r - first_row < b.rows; r += threads >> log_lanes, at += threads >> log_lanes << 2) {
             float sum = 0;
             uint32_t from = at;
 #pragma unroll 1
-            for (int left = r < b.rows ? num_sums : 0; left > 0; left -= SUMS_AT_ONCE) {
+            for (int left = r < b.rows ? num_sums : 0; left > 0;
+                 left -= SUMS_AT_ONCE, from += SUMS_AT_ONCE * sum_bytes) {
                 float some[SUMS_AT_ONCE];
                 for (int i = 0; i < SUMS_AT_ONCE; i++)
                     some[i] = i < left ? __uint_as_float(load_shared_4(from + i * sum_bytes)) : 0;
                 for (int i = 0; i < SUMS_AT_ONCE; i += 4) sum += (some[i] + some[i + 1]) + (some[i + 2] + some[i + 3]);
-                from += SUMS_AT_ONCE * sum_bytes;
             }
             __syncwarp();
 #pragma unroll 1

@@ -27,11 +27,12 @@ constexpr int MAX_SPLITS = 4;
 constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
 constexpr int CHUNK = 32; // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
-// Behind __syncwarp one lane arrives for its warp. compute-sanitizer does not follow that (docs/performance.md, "Checked").
+// Around the sums of other blocks one lane arrives for its warp or warpgroup, behind what puts the others' reads and writes
+// before it; for racecheck all of them can (docs/performance.md, "Checked").
 #ifdef MACKO_EVERY_LANE_ARRIVES
-constexpr int ARRIVALS = WARP;
+constexpr int OF_WARP = WARP, OF_WARPGROUP = 128; // arrivals
 #else
-constexpr int ARRIVALS = 1; // of a warp
+constexpr int OF_WARP = 1, OF_WARPGROUP = 1;
 #endif
 
 struct gemm_task {
@@ -427,7 +428,11 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         const uint32_t others =
             smem + SHAPE::X + down * SHAPE::SUMS_BYTES / SHAPE::MAX_SPLITS * (SHAPE::MAX_SPLITS - 1) + thread * 16;
         if (task.splits > 1) {
-            if (thread < task.splits) sm90::barrier_arrive_release(smem + SHAPE::RING_DONE, thread);
+            const auto arrive = [&](uint32_t barrier, int member) { // at each block's
+                for (int rank = 0; rank < task.splits; rank++)
+                    if (OF_WARP > 1 || member == rank) sm90::barrier_arrive_release(smem + barrier, rank);
+            };
+            arrive(SHAPE::RING_DONE, thread);
             sm90::barrier_wait_acquire(smem + SHAPE::RING_DONE, i & 1);
 #pragma unroll
             for (int part = 0; part < TOKENS / 16; part++) {
@@ -439,8 +444,7 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
                     store_remote_16(others + (place * 2 + half) * 2048, owner, sums + part * 8 + half * 4);
             }
             __syncwarp();
-            for (int rank = 0; rank < task.splits; rank++)
-                if (ARRIVALS == WARP || lane == rank) sm90::barrier_arrive_release(smem + SHAPE::SUMS_FULL, rank);
+            arrive(SHAPE::SUMS_FULL, lane);
             sm90::barrier_wait_acquire(smem + SHAPE::SUMS_FULL, i & 1);
         }
 #pragma unroll
@@ -489,8 +493,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         init(SHAPE::DENSE_EMPTY, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR);
         init(SHAPE::PACKED_FULL, task.packed_units, SHAPE::JOBS);
         init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS);
-        init(SHAPE::RING_DONE, 1, DOWN * task.splits);
-        init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits * ARRIVALS);
+        init(SHAPE::RING_DONE, 1, DOWN * task.splits * OF_WARPGROUP);
+        init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits * OF_WARP);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         sm90::fence_for_copies();
         sm90::prefetch_map(&task.x);

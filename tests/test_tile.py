@@ -31,6 +31,9 @@ from tests.common import (
 #: One element, one row, one column, no row, no column, less and more than a tile, whole tiles, cols of no 16 bytes.
 SHAPES = ((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (64, 64), (65, 130), (33, 203), (201, 512), (40, 1001))
 
+#: Values of MACKO_TILE_GEMM: tokens of a block x blocks with the same rows x blocks that share the columns.
+GEMM_WAYS = ("256x1x1", "256x1x2", "256x1x4", "256x2x1", "128x1x1", "128x1x4")
+
 
 def chain(cols: int) -> int:
     """Roundings behind a product, in units of 2^-24.
@@ -198,7 +201,7 @@ def test_every_number_of_tokens_up_to_300(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("tile_and_splits", ["256x1x1", "256x1x2", "256x1x4", "256x2x1", "128x1x1", "128x1x4"])
+@pytest.mark.parametrize("tile_and_splits", GEMM_WAYS)
 def test_every_way_to_run_many_tokens(
     tile_and_splits: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +222,17 @@ def test_every_way_to_run_many_tokens(
             scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(120)[:count, None]
             got = exact.linear((exact_x * scale).to(dtype).cuda())
             assert_same_bits(got + 0, (exact_y * scale).to(dtype) + 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_and_splits", GEMM_WAYS)
+def test_more_tiles_of_the_output_than_blocks(tile_and_splits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks take several one after the other."""
+    monkeypatch.setenv("MACKO_TILE_GEMM", tile_and_splits)
+    w, x, y = integer_problem(22_000, 450, 0.5, torch.float16)
+    signs = torch.tensor([1.0, -1.0, 0.0]).repeat(200)[:, None]
+    got = packed(w).linear((x * signs).to(w.dtype).cuda())
+    assert_same_bits(got + 0, (y * signs).to(w.dtype) + 0)
 
 
 @pytest.mark.gpu

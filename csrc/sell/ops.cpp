@@ -55,18 +55,18 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
     check_aligned(op, "data", data, 16); // what a copy and a load take at once
     check_aligned(op, "blocks", blocks, 16);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
+            int(num_blocks),
+            int(gap_bits),
+            int(warps),
+            int(head),
+            dtype,
             static_cast<const uint16_t *>(bases.const_data_ptr()),
             static_cast<const sell_block *>(blocks.const_data_ptr()),
             static_cast<const int32_t *>(perm.const_data_ptr()),
             static_cast<const int32_t *>(perm.const_data_ptr()) + perm.size(1),
             perm.size(1),
             cols,
-            data.numel() * 2 / slot_bytes,
-            int(num_blocks),
-            int(gap_bits),
-            int(warps),
-            int(head),
-            dtype};
+            data.numel() * 2 / slot_bytes};
 }
 
 // y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked.

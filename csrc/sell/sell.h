@@ -83,15 +83,16 @@ typedef struct sell_block {
     int32_t stages;      /* steps of warp 0 */
 } sell_block;
 
+/* What a kernel needs for its first fetch comes first: parameters come to it 64 bytes at a time. */
 typedef struct sell_matrix {
-    const uint8_t *data;      /* [slots * sell_slot_bytes(gap_bits)] */
+    const uint8_t *data; /* [slots * sell_slot_bytes(gap_bits)] */
+    int32_t num_blocks, gap_bits, warps, head;
+    macko_dtype dtype;        /* MACKO_F16 or MACKO_BF16 */
     const uint16_t *bases;    /* [groups * SELL_LANES] column before which each task starts */
     const sell_block *blocks; /* [num_blocks] */
     const int32_t *perm;      /* [rows] row of the matrix of each row of the layout */
     const int32_t *order;     /* [rows] row of the layout, see above */
     int64_t rows, cols, slots;
-    int32_t num_blocks, gap_bits, warps, head;
-    macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
 } sell_matrix;
 
 SELL_FN int sell_min(int a, int b) {

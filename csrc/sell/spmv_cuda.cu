@@ -6,6 +6,7 @@ using namespace macko;
 namespace {
 
 constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES; // an immediate of the instruction that waits
+constexpr int SUMS_AT_ONCE = 8;                  // that a lane reads from shared memory before it adds
 
 // How a block brings its slots into shared memory.
 enum Copy {
@@ -27,15 +28,17 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
     const uint32_t to_odd =
         GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
     const uint32_t to_even = to_odd - odd - 0x01010101u;
+    uint16_t x[8]; // all asked for before the first product, which waits
     for (int pair = 0; pair < 4; pair++) {
-        const uint32_t pick = 2u << (8 * pair);
-        const float x0 = widen<T>(load_shared_2(__dp4a(to_even, pick, address)));
-        const uint32_t last = __dp4a(to_odd, pick, address);
-        const float x1 = widen<T>(load_shared_2(last));
-        const float2 w = widen2<T>(words[pair]);
-        sum[0] = fmaf(w.x, x0, sum[0]);
-        sum[1] = fmaf(w.y, x1, sum[1]);
+        const uint32_t pick = 2u << (8 * pair), last = __dp4a(to_odd, pick, address);
+        x[2 * pair] = load_shared_2(__dp4a(to_even, pick, address));
+        x[2 * pair + 1] = load_shared_2(last);
         if (pair == 3 || (GAP_BITS == 6 && pair == 1)) address = last + 2;
+    }
+    for (int pair = 0; pair < 4; pair++) {
+        const float2 w = widen2<T>(words[pair]);
+        sum[0] = fmaf(w.x, widen<T>(x[2 * pair]), sum[0]);
+        sum[1] = fmaf(w.y, widen<T>(x[2 * pair + 1]), sum[1]);
     }
 }
 
@@ -67,13 +70,14 @@ __device__ __forceinline__ void multiply_step(const Step &step, uint32_t &addres
 }
 
 /*
- * A block owns the rows of a block of the layout. Shared memory holds x (and zeros behind it, for padding), a partial
- * sum a task, and a ring of stages. m.warps warps decode: a lane walks a chunk of a row, then the next one. With BULK
- * there is one warp more, which keeps the ring full. At the end 2^k lanes add up a row's partial sums in a fixed order.
+ * A block owns the rows of a block of the layout. Shared memory holds a ring of stages, x (and zeros behind it, for
+ * padding) and a partial sum a task: the ring first, so that the first fetch does not wait for the parameter cols.
+ * m.warps warps decode: a lane walks a chunk of a row, then the next one. With BULK there is one warp more, which keeps
+ * the ring full. At the end 2^k lanes add up a row's partial sums in a fixed order.
  */
 template <typename T, int GAP_BITS, Copy COPY>
 __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
-    spmv(const sell_matrix m, const T *x, const T *bias, T *y, const Ring ring) {
+    spmv(const Ring ring, const sell_matrix m, const T *x, const T *bias, T *y) {
 #if __CUDA_ARCH__ < 900
     if constexpr (COPY == CP_ASYNC) {
 #else
@@ -85,7 +89,9 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
         const int warps = m.warps, threads = warps * WARP, stage_bytes = warps * SLOT, cols = (int)m.cols;
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        const uint32_t x_at = shared_address(shared), ring_at = x_at + sell_fixed_bytes(cols);
+        const int ring_stages = COPY == BULK ? ring.stages : CP_ASYNC_STAGES;
+        uint8_t *own_x = shared + ring_stages * stage_bytes;
+        const uint32_t ring_at = shared_address(shared), x_at = ring_at + ring_stages * stage_bytes;
         const uint32_t filled = shared_address(barriers), emptied = filled + 8 * SELL_MAX_STAGES;
 #if __CUDA_ARCH__ >= 900
         if (COPY == BULK && warp == warps) {
@@ -102,10 +108,10 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
         // Before the wait there are weights only, so that their way from memory is over when x comes.
         const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
-        if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)shared)[cols + threadIdx.x] = 0;
+        if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)own_x)[cols + threadIdx.x] = 0;
 #pragma unroll 1
         for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
-            ((uint4 *)shared)[i] = make_uint4(0, 0, 0, 0);
+            ((uint4 *)own_x)[i] = make_uint4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900
         asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -113,7 +119,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         for (int i = threadIdx.x; i < whole; i += threads) copy_async_16(x_at + i * 16, x + i * 8);
         asm volatile("cp.async.commit_group;" ::: "memory");
 #pragma unroll 1
-        for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)shared)[i] = x[i];
+        for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)own_x)[i] = x[i];
 
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncthreads(); // x is there, and the barriers of the ring
@@ -140,21 +146,29 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         if (COPY == CP_ASYNC)
             for (int place = 0; place < CP_ASYNC_STAGES; place++) fetch_own(place * stage_bytes);
 
-        // Lanes that will write y: 2^log_lanes of them a row.
+        // Lanes that will add up a row: 2^log_lanes, as few as leave each of them SUMS_AT_ONCE partial sums or fewer.
         const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
         const int rows = max(b.rows, 1), group_chunks = small_quotient(threads, rows);
-        const int log_lanes = group_chunks ? min(31 - __clz(group_chunks), 5) : 0;
+        const int enough = min(32 - __clz(max(b.chunks - 1, 0) / SUMS_AT_ONCE), 5);
+        const int log_lanes = group_chunks ? min(31 - __clz(group_chunks), enough) : 0;
         const int first_row = threadIdx.x >> log_lanes, part = threadIdx.x & ((1 << log_lanes) - 1);
         int out = first_row < b.rows ? m.perm[b.row + first_row] : 0;
 
         // Partial sums lie chunk by chunk, an odd number of them a chunk, so that those of a row are in different banks.
-        float *sums = (float *)(shared + sell_x_bytes(cols));
+        float *sums = (float *)(own_x + sell_x_bytes(cols));
         const int stride = b.rows | 1;
-        const int group_rows = threads - group_chunks * rows; // from a group of this warp to the next
-        int chunk = small_quotient(threadIdx.x, rows), row = (int)threadIdx.x - chunk * rows;
+        // What the end needs is ready before it: nothing overlaps with the end.
+        const uint32_t own_sums = held(shared_address(sums + part * stride + first_row));
+        const int num_sums = (int)held((b.chunks - part + (1 << log_lanes) - 1) >> log_lanes);
+        // Where the sum of this lane's task of a group goes, 0 where it has none: one register in the loop, not four.
+        static_assert(SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
+        const auto place_of = [&](int group) {
+            const int task = group * WARP + lane, chunk = small_quotient(task, rows), row = task - chunk * rows;
+            return chunk < b.chunks ? held(shared_address(sums + chunk * stride + row)) : 0;
+        };
 
         const LaneSlot slot = lane_slot<GAP_BITS>(ring_at + warp * SLOT, lane);
-        const uint32_t ring_bytes = held((COPY == BULK ? ring.stages : CP_ASYNC_STAGES) * stage_bytes);
+        const uint32_t ring_bytes = held(ring_stages * stage_bytes);
         const uint32_t first_barrier = held(filled);
         uint32_t offset = 0, barrier = first_barrier, parity = 0;
         auto advance = [&] {
@@ -166,6 +180,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #pragma unroll 1
         for (int group = warp; group < groups; group += warps) {
             uint32_t address = x_at + 2 * base;
+            const uint32_t place = place_of(group);
             if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
             float sum[2] = {};
             int steps = b.steps - (group >= long_groups);
@@ -187,10 +202,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 multiply_step<T, GAP_BITS>(step, address, sum);
                 advance();
             } while (--steps);
-            if (chunk < b.chunks) sums[chunk * stride + row] = sum[0] + sum[1];
-            chunk += group_chunks;
-            row += group_rows;
-            if (row >= rows) row -= rows, chunk++;
+            if (place) asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(sum[0] + sum[1]) : "memory");
         }
         if (COPY == BULK) // the ring waits for all warps, so those with less to do go along
 #pragma unroll 1
@@ -201,20 +213,26 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             }
         sync_threads(1, threads); // but not the warp that filled the ring
 
-        const int lanes = 1 << log_lanes;
+        // The block's neighbour still decodes, and each load or shuffle waits in line behind its gathers: loads that are
+        // on their way together, and few shuffles.
+        const uint32_t sum_bytes = 4 * stride << log_lanes; // from one sum of a lane to its next
+        uint32_t at = own_sums;
 #pragma unroll 1
-        for (int r = first_row; r - first_row < b.rows; r += threads >> log_lanes) {
+        for (int r = first_row; r - first_row < b.rows; r += threads >> log_lanes, at += threads >> log_lanes << 2) {
             float sum = 0;
+            uint32_t from = at;
 #pragma unroll 1
-            for (int c = part; c < b.chunks; c += 4 * lanes) {
-                float some[4];
-                for (int i = 0; i < 4; i++)
-                    some[i] = r < b.rows && c + i * lanes < b.chunks ? sums[(c + i * lanes) * stride + r] : 0;
-                sum += (some[0] + some[1]) + (some[2] + some[3]);
+            for (int left = r < b.rows ? num_sums : 0; left > 0;
+                 left -= SUMS_AT_ONCE, from += SUMS_AT_ONCE * sum_bytes) {
+                float some[SUMS_AT_ONCE];
+                for (int i = 0; i < SUMS_AT_ONCE; i++)
+                    some[i] = i < left ? __uint_as_float(load_shared_4(from + i * sum_bytes)) : 0;
+                for (int i = 0; i < SUMS_AT_ONCE; i += 4) sum += (some[i] + some[i + 1]) + (some[i + 2] + some[i + 3]);
             }
             __syncwarp();
-            for (int distance = WARP / 2; distance; distance /= 2)
-                if (distance < lanes) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+#pragma unroll 1
+            for (int distance = 1 << log_lanes >> 1; distance; distance >>= 1)
+                sum += __shfl_xor_sync(FULL_WARP, sum, distance);
             if (r < b.rows && part == 0) {
                 if (r != first_row) out = m.perm[b.row + r];
                 if (bias) sum += to_float(bias[out]);
@@ -247,7 +265,7 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = chained ? 1 : 0;
-    return cudaLaunchKernelEx(&config, spmv<T, GAP_BITS, COPY>, m, x, bias, y, ring);
+    return cudaLaunchKernelEx(&config, spmv<T, GAP_BITS, COPY>, ring, m, x, bias, y);
 }
 
 template <typename T, int GAP_BITS>

@@ -27,6 +27,13 @@ constexpr int MAX_SPLITS = 4;
 constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
 constexpr int CHUNK = 32; // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
+// Around the sums of other blocks one lane arrives for its warp or warpgroup, behind what puts the others' reads and writes
+// before it; for racecheck all of them can (docs/performance.md, "Checked").
+#ifdef MACKO_EVERY_LANE_ARRIVES
+constexpr int OF_WARP = WARP, OF_WARPGROUP = 128; // arrivals
+#else
+constexpr int OF_WARP = 1, OF_WARPGROUP = 1;
+#endif
 
 struct gemm_task {
     CUtensorMap x, y; // boxes of TILE_COLS columns by TOKENS tokens, and of TILE_ROWS rows by CHUNK tokens
@@ -55,7 +62,7 @@ struct gemm_shape {
     static constexpr int DENSE_STAGES = DENSE_UNITS * UNIT;
     static constexpr int MIN_PACKED = 3 * DECODERS; // units: loaded from, prepared, begun
     // What a stage takes of an SM at 1.98 GHz (H200, density 0.5, 2026-11-21). The library's GEMM takes 1400 for 256 tokens.
-    static constexpr int STAGE_CLOCKS = TOKENS > 128 ? (PAIR == 1 ? 1950 : 1735) : 1600;
+    static constexpr int STAGE_CLOCKS = TOKENS > 128 ? (PAIR == 1 ? 1950 : 1640) : 1600;
     // Offsets in shared memory. The swizzle wants the first three at multiples of 1024.
     static constexpr int X = 0, DENSE = X + X_STAGES * X_BYTES;
     static constexpr int STAGING = DENSE + DENSE_STAGES * DOWN * DENSE_BYTES;
@@ -63,8 +70,8 @@ struct gemm_shape {
     static constexpr int DENSE_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int DENSE_EMPTY = DENSE_FULL + DENSE_STAGES * DOWN * 8;
     static constexpr int PACKED_FULL = DENSE_EMPTY + DENSE_STAGES * DOWN * 8;
-    static constexpr int PACKED_EMPTY = PACKED_FULL + MAX_PACKED * JOBS * 8;
-    static constexpr int RING_DONE = PACKED_EMPTY + MAX_PACKED * JOBS * 8, SUMS_FULL = RING_DONE + 8;
+    static constexpr int PACKED_EMPTY = PACKED_FULL + MAX_PACKED * 8;
+    static constexpr int RING_DONE = PACKED_EMPTY + MAX_PACKED * 8, SUMS_FULL = RING_DONE + 8;
     static constexpr int PACKED = (SUMS_FULL + 8 + 127) / 128 * 128;
     static constexpr int SUMS_BYTES = 128 * TOKENS / 2 * 4; // of a multiplier
     // A block takes the others' sums of its share into the ring of tokens.
@@ -153,16 +160,17 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
             to = next_to;
             look_ahead((fetched + WARP + lane) * SHAPE::DECODERS + decoder);
         }
-        if (part / JOBS == fetched % (TILE_PARTS / JOBS) && exists(unit, own_job)) {
+        if (part / JOBS == fetched % (TILE_PARTS / JOBS)) {
             const int begin = __shfl_sync(FULL_WARP, from, fetched % WARP);
             const int bytes = (__shfl_sync(FULL_WARP, to, fetched % WARP) - begin) * TILE_UNIT;
-            const int slot = fetch.slot * JOBS + own_job;
-            const uint32_t full = smem + SHAPE::PACKED_FULL + slot * 8;
-            sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + slot * 8, fetch.phase ^ 1);
+            const uint32_t full = smem + SHAPE::PACKED_FULL + fetch.slot * 8;
+            sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + fetch.slot * 8, fetch.phase ^ 1);
             if (lane == 0) {
-                sm90::barrier_expect(full, bytes);
-                sm90::copy_bytes(smem + SHAPE::PACKED + slot * task.slot_bytes, task.data + (int64_t)begin * TILE_UNIT,
-                                 bytes, full);
+                const bool comes = exists(unit, own_job);
+                sm90::barrier_expect(full, comes ? bytes : 0);
+                if (comes)
+                    sm90::copy_bytes(smem + SHAPE::PACKED + (fetch.slot * JOBS + own_job) * task.slot_bytes,
+                                     task.data + (int64_t)begin * TILE_UNIT, bytes, full);
             }
             __syncwarp();
         }
@@ -179,12 +187,10 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     uint32_t place[JOBS];
     const auto find = [&](int unit) {
         if (unit >= units) return; // the last one again
+        sm90::barrier_wait(smem + SHAPE::PACKED_FULL + ahead.slot * 8, ahead.phase);
 #pragma unroll
-        for (int job = 0; job < JOBS; job++) {
-            const int slot = ahead.slot * JOBS + (exists(unit, job) ? job : 0);
-            sm90::barrier_wait(smem + SHAPE::PACKED_FULL + slot * 8, ahead.phase);
-            place[job] = smem + SHAPE::PACKED + slot * task.slot_bytes;
-        }
+        for (int job = 0; job < JOBS; job++)
+            place[job] = smem + SHAPE::PACKED + (ahead.slot * JOBS + (exists(unit, job) ? job : 0)) * task.slot_bytes;
         ahead.advance(SHAPE::DECODERS, task.packed_units);
     };
     const auto prepare = [&](auto &tile, auto step) {
@@ -203,7 +209,8 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     constexpr int JOB_TILES = UNIT > 1 ? DOWN : 1; // dense tiles from one job's to the next
     const auto dense_tile = [&](int slot, int job) { return slot * UNIT * DOWN + job * JOB_TILES; };
     const int first_tile = UNIT > 1 ? work.rank : 0;
-    // A unit is handed over while the next one is decoded: until then its stores are through.
+    // A unit is handed over while the next one is decoded: until then its stores are through. To another block it goes at
+    // once: that takes about as long, and both blocks' products wait for it.
     int stored = -1, stored_unit = 0;
     const auto hand_over = [&] {
         if (stored < 0) return;
@@ -261,9 +268,9 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
 #pragma unroll
             for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[job][i])::"memory"); // all is loaded
         __syncwarp();
-        if (lane < JOBS) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (packed.slot * JOBS + lane) * 8);
+        if (lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
         packed.advance(SHAPE::DECODERS, task.packed_units);
-        hand_over();
+        if (SHAPE::PAIR == 1) hand_over();
 #pragma unroll
         for (int job = 0; job < JOBS; job++)
             if (exists(unit, job))
@@ -279,9 +286,10 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         stored = dense.slot;
         stored_unit = unit;
         dense.advance(SHAPE::DECODERS, SHAPE::DENSE_UNITS);
+        if (SHAPE::PAIR > 1) hand_over();
         fetch_next();
     }
-    hand_over();
+    if (SHAPE::PAIR == 1) hand_over();
 }
 
 __device__ __forceinline__ void store_remote_16(uint32_t to, int rank, const float *v) {
@@ -420,7 +428,11 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         const uint32_t others =
             smem + SHAPE::X + down * SHAPE::SUMS_BYTES / SHAPE::MAX_SPLITS * (SHAPE::MAX_SPLITS - 1) + thread * 16;
         if (task.splits > 1) {
-            if (thread < task.splits) sm90::barrier_arrive_release(smem + SHAPE::RING_DONE, thread);
+            const auto arrive = [&](uint32_t barrier, int member) { // at each block's
+                for (int rank = 0; rank < task.splits; rank++)
+                    if (OF_WARP > 1 || member == rank) sm90::barrier_arrive_release(smem + barrier, rank);
+            };
+            arrive(SHAPE::RING_DONE, thread);
             sm90::barrier_wait_acquire(smem + SHAPE::RING_DONE, i & 1);
 #pragma unroll
             for (int part = 0; part < TOKENS / 16; part++) {
@@ -432,7 +444,7 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
                     store_remote_16(others + (place * 2 + half) * 2048, owner, sums + part * 8 + half * 4);
             }
             __syncwarp();
-            if (lane < task.splits) sm90::barrier_arrive_release(smem + SHAPE::SUMS_FULL, lane);
+            arrive(SHAPE::SUMS_FULL, lane);
             sm90::barrier_wait_acquire(smem + SHAPE::SUMS_FULL, i & 1);
         }
 #pragma unroll
@@ -479,10 +491,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         init(SHAPE::X_EMPTY, SHAPE::X_STAGES, DOWN);
         init(SHAPE::DENSE_FULL, SHAPE::DENSE_STAGES * DOWN, TILE_PARTS);
         init(SHAPE::DENSE_EMPTY, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR);
-        init(SHAPE::PACKED_FULL, task.packed_units * SHAPE::JOBS, 1);
-        init(SHAPE::PACKED_EMPTY, task.packed_units * SHAPE::JOBS, TILE_PARTS);
-        init(SHAPE::RING_DONE, 1, DOWN * task.splits);
-        init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits);
+        init(SHAPE::PACKED_FULL, task.packed_units, SHAPE::JOBS);
+        init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS);
+        init(SHAPE::RING_DONE, 1, DOWN * task.splits * OF_WARPGROUP);
+        init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits * OF_WARP);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         sm90::fence_for_copies();
         sm90::prefetch_map(&task.x);

@@ -5,13 +5,7 @@ using namespace macko;
 
 namespace {
 
-#ifndef P_STAGES
-#define P_STAGES 0
-#endif
-#ifndef P_ROWS
-#define P_ROWS 8
-#endif
-constexpr int ROWS = P_ROWS;      // rows of a thread block, a warp each
+constexpr int ROWS = 8;      // of a thread block, a warp each
 constexpr int RING = 2048;   // columns of a row that lie in shared memory: twice what 32 steps span at density 0.5
 constexpr int SEGMENT = 256; // columns that a warp writes at once, 16 bytes a lane
 constexpr int STEPS = WARP;  // of each row that are fetched together
@@ -28,7 +22,7 @@ constexpr int shared_bytes(int gap_bits, int stages) {
 }
 
 // The last block whose first row is not behind `row`: 32 candidates at a time, as each look costs the latency of a load.
-__device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, int lane) {
+__device__ __forceinline__ int block_of_row(const sell_matrix &s, int row, int lane) {
     int block = 0;
     for (int left = s.num_blocks; left > 1;) {
         const int stride = (left + WARP - 1) / WARP, candidate = lane * stride;
@@ -47,8 +41,8 @@ struct RowSteps {
     int rows, row, steps, long_steps, long_chunks, long_groups;
     float per_step, per_short_step; // one over the steps of a chunk
 
-    // By a warp: a pair of the block's warps each lane.
-    __device__ void find(const sell_matrix &s, int block, int at, int lane) {
+    // By a warp, a pair of the block's warps each lane: done by one lane it was a quarter of the instructions.
+    __device__ void find(const sell_matrix &s, int block, int sorted, int lane) {
         const sell_block b = load_block(s.blocks + block);
         const int pair = 2 * lane < s.warps ? sell_steps_of_warp(&b, s.warps, 2 * lane) : 0;
         const int in_head = __reduce_add_sync(FULL_WARP, 2 * min(pair, s.head));
@@ -58,7 +52,7 @@ struct RowSteps {
         places.tail_slot = sell_tail_slot(&b, s.num_blocks, s.warps, s.head) - in_head;
         places.block = block, places.least_steps = least;
         count = sell_chunk_start(&b, b.chunks);
-        rows = b.rows, row = at - b.row, steps = b.steps;
+        rows = b.rows, row = sorted - b.row, steps = b.steps;
         long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
         per_step = __fdividef(1, b.steps), per_short_step = __fdividef(1, b.steps - 1);
     }
@@ -82,21 +76,20 @@ struct RowSteps {
  * neither meets in a bank, rows change places from step to step.
  */
 __device__ __forceinline__ uint32_t values_at(int step, int row) {
-    return (step * ROWS + (row ^ step * ROWS / 8 % ROWS)) * 16;
+    return (step * ROWS + (row ^ step % ROWS)) * 16;
 }
 __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
-    return step * ROWS + (row + step * ROWS / 32) % ROWS;
+    return step * ROWS + (row + step / 4) % ROWS;
 }
 
 /*
- * A thread block owns ROWS of the rows [first, stop) of the matrix, which are [first, stop) of s.order as well: rows that
- * are neighbours in the layout, a warp one of them. All threads fetch the next steps of all rows, so that what lies side
- * by side is read at once.
- * Then a lane takes one step of its warp's row: where it begins is the sum of all gaps before. The lanes scatter into a
- * ring of the row's columns, from which whole lines are written.
+ * A thread block owns ROWS of the rows [first, stop) of the matrix, a part or all, which are [first, stop) of s.order as
+ * well: neighbours in the layout, a warp one of them. All threads fetch the next steps of all rows, so that what lies
+ * side by side is read at once. Then a lane takes one step of its warp's row: where it begins is the sum of all gaps
+ * before. The lanes scatter into a ring of the row's columns, from which whole lines are written.
  */
 template <int GAP_BITS>
-__global__ void __launch_bounds__(ROWS *WARP, 32 / ROWS)
+__global__ void __launch_bounds__(ROWS *WARP, 4)
     unpack_rows(const sell_matrix s, int64_t first, int64_t stop, uint16_t *w, int stages) {
     extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
     __shared__ RowSteps row_steps[ROWS];
@@ -104,12 +97,12 @@ __global__ void __launch_bounds__(ROWS *WARP, 32 / ROWS)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64_t place = first + blockIdx.x * (int64_t)ROWS + warp;
     const bool owns = place < stop;
-    const int at = s.order[min(place, stop - 1)]; // in the layout
+    const int sorted = s.order[min(place, stop - 1)]; // its place in the layout
     const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
     const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + warp * RING_BYTES);
     for (int i = lane; i < RING / 8; i += WARP) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
-    const int block = block_of_row(s, at, lane);
-    row_steps[warp].find(s, block, at, lane);
+    const int block = block_of_row(s, sorted, lane);
+    row_steps[warp].find(s, block, sorted, lane);
     if (lane == 0 && !owns) row_steps[warp].count = 0;
     __syncthreads();
     int steps = 0; // of the longest row
@@ -148,7 +141,7 @@ __global__ void __launch_bounds__(ROWS *WARP, 32 / ROWS)
         if (++next == stages) next = 0;
     };
 
-    const int row = s.perm[at];
+    const int row = s.perm[sorted];
     for (int stage = 0; stage + 1 < stages; stage++) {
         settle();
         fetch(stage * STEPS);
@@ -182,8 +175,6 @@ __global__ void __launch_bounds__(ROWS *WARP, 32 / ROWS)
         settle();
         if (stages == 2)
             asm volatile("cp.async.wait_group 0;" ::: "memory");
-        else if (P_STAGES == 3)
-            asm volatile("cp.async.wait_group 1;" ::: "memory");
         else
             asm volatile("cp.async.wait_group 2;" ::: "memory");
         __syncthreads();
@@ -272,9 +263,9 @@ cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, 
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<unpack_rows<GAP_BITS>>(device);
     if (error) return error;
-    // 32 warps an SM hide the way from memory; where there are fewer, they fetch further ahead.
+    // Four blocks an SM hide the way from memory; where there are fewer, they fetch further ahead.
     const int64_t blocks = ceil_div(count, ROWS);
-    const int stages = P_STAGES ? P_STAGES : blocks > 16 / ROWS * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;
+    const int stages = blocks > 2 * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;
     unpack_rows<GAP_BITS><<<(unsigned)blocks, ROWS * WARP, shared_bytes(GAP_BITS, stages), stream>>>(
         *s, first, first + count, (uint16_t *)w, stages);
     return cudaGetLastError();

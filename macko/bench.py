@@ -71,14 +71,31 @@ def run(options: argparse.Namespace) -> None:
     prompts = torch.arange(max(options.batch) * max(options.prompt_tokens)).view(max(options.batch), -1)
     prompts = (prompts * 7919 % model.config.vocab_size).to(device)
     results: list[Result] = []
-    lines: list[Line] = []
+    chosen = {name: vars(options)[name] for name in ("source", "format", "merge", "compile", "new_tokens")}
+    about = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "commit": os.environ.get("MACKO_COMMIT", "unknown"),
+        "dtype": str(dtype).removeprefix("torch."),
+        **chosen,
+    }
+
+    def measure(side: Side, batches: list[int], lines: list[Line]) -> None:
+        """Also writes the lines at once: what comes behind may fail."""
+        found = _measure_all(side, model, prompts, batches, options, lines)
+        results.extend(found)
+        if options.json:
+            with open(options.json, "a", encoding="utf-8") as file:
+                every = (*lines, *map(dataclasses.asdict, found))
+                file.writelines(json.dumps({**line, **about}) + "\n" for line in every)
+
     for index, sparsity in enumerate(sparsities or [None]):
         _make_dense(model)
         if sparsity is not None:
             prune_(model, sparsity)
         dense_logits, dense_bits = _logits(model, prompts[:1]), _bits(model)
         if index == 0:
-            results += _measure_all(Side("dense", 0.0, ""), model, prompts, options.batch, options, lines)
+            measure(Side("dense", 0.0, ""), options.batch, [])
         for tokens, batches in _ways(options, device):
             _make_dense(model)
             report = sparsify_(model, format=options.format, merge=options.merge, tokens=tokens)
@@ -93,25 +110,13 @@ def run(options: argparse.Namespace) -> None:
             error, largest = (logits - dense_logits).abs().max().item(), dense_logits.abs().max().item()
             print(str(report).splitlines()[-1])
             print(f"{side}, logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})")
-            lines.append({"what": "logits", **dataclasses.asdict(side), "error": error, "largest": largest})
-            lines[-1]["layers"] = worst = check_layers(model, prompts[:1], (*batches, 128), dense_bits)
+            worst = check_layers(model, prompts[:1], (*batches, 128), dense_bits)
             text = ", ".join("{of_bound:.2g} at {tokens} ({layer})".format(**found) for found in worst)
             print(f"{side}, error of layers over its bound, the worst by tokens: {text}", flush=True)
-            results += _measure_all(side, model, prompts, batches, options, lines)
+            line = {"what": "logits", **dataclasses.asdict(side), "error": error, "largest": largest, "layers": worst}
+            measure(side, batches, [line])
     if results:
         print(_table(results))
-    if options.json:
-        chosen = {name: vars(options)[name] for name in ("source", "format", "merge", "compile", "new_tokens")}
-        about = {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "commit": os.environ.get("MACKO_COMMIT", "unknown"),
-            "dtype": str(dtype).removeprefix("torch."),
-            **chosen,
-        }
-        lines += map(dataclasses.asdict, results)
-        with open(options.json, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**line, **about}) + "\n" for line in lines)
 
 
 def _ways(options: argparse.Namespace, device: torch.device) -> list[tuple[str | None, list[int]]]:

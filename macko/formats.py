@@ -233,7 +233,7 @@ class SellWeight(PackedWeight):
 
     Attributes:
         data: [slots * slot size], float16 or bfloat16: values, and gaps among them.
-        bases: [groups * 32], int16. blocks: [blocks, 8], int32. perm: [rows], int32.
+        bases: [groups * 32], int16. blocks: [blocks, 8], int32. perm: [2, rows], int32: perm and order.
         rows, cols: shape of the dense weight, at most 65535 columns.
         gap_bits: 2 to 6. warps, head: of a block. entries: non-zeros and explicit zeros held.
         delta_bits: of the canonical weight that it was made from.
@@ -337,7 +337,7 @@ class SellWeight(PackedWeight):
             f"data has {self.data.numel()} elements, expected {slots}": self.data.numel() != slots,
             f"bases has {self.bases.numel()} elements": self.bases.numel() != (heads + int(others.sum())) * 32,
             "perm is not a permutation": not torch.equal(
-                self.perm.sort().values, torch.arange(self.rows, device=self.device, dtype=torch.int32)
+                self.perm.sort().values, torch.arange(self.rows, device=self.device, dtype=torch.int32).expand(2, -1)
             ),
         }
         return next((reason for reason, wrong in checks.items() if wrong), "")

@@ -120,7 +120,7 @@ def sell_pack(
         warps, blocks: that decode in a block, and blocks; 0 takes what suits this GPU.
 
     Returns:
-        data of values' dtype, bases int16, blocks [blocks, 8] int32, perm [rows] int32; gap_bits, warps, head, and
+        data of values' dtype, bases int16, blocks [blocks, 8] int32, perm [2, rows] int32; gap_bits, warps, head, and
         the number of entries, explicit zeros among them.
 
     Raises:
@@ -443,7 +443,7 @@ def _(
         values.new_empty(slots * 32),
         values.new_empty(groups * 32, dtype=torch.int16),
         values.new_empty(num_blocks, 8, dtype=torch.int32),
-        values.new_empty(row_ptr.shape[0] - 1, dtype=torch.int32),
+        values.new_empty(2, row_ptr.shape[0] - 1, dtype=torch.int32),
         *sizes,
     )
 
@@ -563,7 +563,7 @@ def _rows(given: dict[str, Any]) -> Any:
     """Rows of the packed matrix among an op's arguments."""
     if "row_ptr" in given:
         return given["row_ptr"].shape[0] - 1
-    return given["rows"] if "rows" in given else given["perm" if "perm" in given else "scale"].shape[0]
+    return given["rows"] if "rows" in given else given["perm" if "perm" in given else "scale"].shape[-1]
 
 
 def _unpack_of(format: str) -> Any:

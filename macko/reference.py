@@ -72,7 +72,7 @@ def sell_unpack(
     slots = data.cpu().view(torch.int16).view(-1, 512 + 32 * gap_bits)
     columns = bases.cpu().view(-1, 32).long() & 0xFFFF
     lane = torch.arange(32)
-    w = torch.zeros(perm.shape[0], cols, dtype=torch.int16)
+    w = torch.zeros(perm.shape[1], cols, dtype=torch.int16)
     for block, (slot, group_at, row, rows, chunks, long_chunks, steps, _) in enumerate(blocks.tolist()):
         groups, long_groups = -(-rows * chunks // 32), -(-rows * long_chunks // 32)
         order = [list(range(warp, groups, warps)) for warp in range(warps)]
@@ -81,7 +81,7 @@ def sell_unpack(
         tail = len(blocks) * head * warps + slot
         for group in range(groups):
             warp, task = group % warps, group * 32 + lane
-            chunk, sorted_row = task // rows, row + task % rows
+            chunk, own_row = task // rows, row + task % rows
             start = group_at + group - warps + len(blocks) * warps if group >= warps else block * warps + group
             at = columns[start].clone() - 1
             first = sum(steps - (g >= long_groups) for g in order[warp] if g < group)
@@ -98,7 +98,7 @@ def sell_unpack(
                     kept = (value & 0x7FFF) != 0
                     assert (kept <= (chunk < chunks)).all()
                     assert (at[kept] < cols).all()
-                    w[perm.cpu().long()[sorted_row[kept]], at[kept]] = value[kept]
+                    w[perm[0].cpu().long()[own_row[kept]], at[kept]] = value[kept]
     return w.view(data.dtype)
 
 

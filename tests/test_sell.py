@@ -76,6 +76,24 @@ def test_round_trip_of_any_shape(rows: int, cols: int, density: float, gap_bits:
 
 
 @pytest.mark.gpu
+def test_order_of_rows() -> None:
+    """In a block as in the matrix; in `order` workspace after workspace, each as in the layout."""
+    rows, cols, part_rows = 5000, 20_000, 1024
+    w = torch.zeros(rows, cols, dtype=torch.float16)
+    w[:, :96] = random_weight(rows, 96, 0.3, torch.float16, kind="uneven_rows")
+    sell = packed(w)
+    perm, order = sell.perm.cpu()
+    for first, count in sell.blocks[:, 2:4].tolist():
+        own = perm[first : first + count]
+        assert torch.equal(own, own.sort().values)
+    for first in range(0, rows, part_rows):
+        part = order[first : first + part_rows]
+        assert torch.equal(part, part.sort().values)
+        wanted = torch.arange(first, min(rows, first + part_rows), dtype=torch.int32)
+        assert torch.equal(perm[part.long()].sort().values, wanted)
+
+
+@pytest.mark.gpu
 def test_nan_and_inf_keep_their_bits() -> None:
     w = random_weight(40, 200, 0.5, torch.float16)
     w[3, 7], w[4, 9], w[5, 11], w[6, 13] = float("inf"), float("-inf"), float("nan"), -0.0
@@ -230,7 +248,14 @@ def test_side_stream() -> None:
 def test_validate() -> None:
     sell = packed(random_weight(300, 500, 0.5, torch.float16))
     sell.validate()
-    for name, index in (("data", 515), ("bases", 3), ("perm", 5), ("blocks", 3), ("blocks", 8 * 20 + 4)):
+    for name, index in (
+        ("data", 515),
+        ("bases", 3),
+        ("perm", 5),
+        ("perm", 2 * 300 + 4),
+        ("blocks", 3),
+        ("blocks", 8 * 20 + 4),
+    ):
         tensors = {key: value.clone() for key, value in sell.tensors().items()}
         tensors[name].view(-1).view(torch.int16)[index] += 1
         with pytest.raises(ValueError, match="not a sell weight"):

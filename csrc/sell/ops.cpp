@@ -35,7 +35,8 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
     if (head < 0 || head > SELL_MAX_HEAD) fail(op, "head is ", head, ", expected 0 to ", int(SELL_MAX_HEAD));
     if (cols < 0 || cols > SELL_MAX_COLS) fail(op, "cols is ", cols, ", expected 0 to ", int(SELL_MAX_COLS));
     check_dim(op, "blocks", blocks, 2);
-    check_dim(op, "perm", perm, 1);
+    check_dim(op, "perm", perm, 2);
+    if (perm.size(0) != 2) fail(op, "perm has shape ", shape_name(perm), ", expected [2, rows]");
     if (blocks.size(1) != BLOCK_FIELDS)
         fail(op, "blocks has shape ", shape_name(blocks), ", expected [blocks, ", BLOCK_FIELDS, "]");
     if (blocks.size(0) < 1 || blocks.size(0) > INT32_LIMIT)
@@ -62,7 +63,8 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
             static_cast<const uint16_t *>(bases.const_data_ptr()),
             static_cast<const sell_block *>(blocks.const_data_ptr()),
             static_cast<const int32_t *>(perm.const_data_ptr()),
-            perm.numel(),
+            static_cast<const int32_t *>(perm.const_data_ptr()) + perm.size(1),
+            perm.size(1),
             cols,
             data.numel() * 2 / slot_bytes};
 }
@@ -79,43 +81,19 @@ Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const
     return y;
 }
 
-// bias in the order of the layout's rows.
-std::optional<Tensor> sorted(const std::optional<Tensor> &bias, const Tensor &perm) {
-    using torch::stable::detail::from;
-    if (!bias) return std::nullopt;
-    std::array<StableIValue, 3> stack{from(*bias), from(int64_t(0)), from(perm)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::index_select", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 // x [tokens, cols] W^T + bias through dense rows.
-Tensor multiply_dense(const sell_matrix &m, const Tensor &x, const std::optional<Tensor> &bias_any,
-                      const Tensor &perm) {
-    const int64_t tokens = x.size(0);
+Tensor multiply_dense(const sell_matrix &m, const Tensor &x, const std::optional<Tensor> &bias) {
     const cudaStream_t stream = current_stream(x);
-    const bool whole = rows_of_tile(m.rows, m.cols, 2) >= m.rows;
-    const std::optional<Tensor> bias = whole ? bias_any : sorted(bias_any, perm);
-    Tensor y = torch::stable::new_empty(x, {tokens, m.rows});
+    Tensor y = torch::stable::new_empty(x, {x.size(0), m.rows});
     linear_by_tiles(x, m.rows, bias, y, [&](int64_t first, int64_t count, void *w) {
-        STD_CUDA_CHECK(whole ? sell_unpack_cuda(&m, w, stream) : sell_unpack_sorted_cuda(&m, first, count, w, stream));
+        STD_CUDA_CHECK(sell_unpack_cuda(&m, first, count, w, stream));
     });
-    if (whole) return y;
-    // The tiles hold sorted rows, as a block of the layout does: rows in the matrix's order are all over it.
-    sell_device device;
-    STD_CUDA_CHECK(sell_device_cuda(&device));
-    const bool copies = sell_unsort_needs_copy(&m, &device);
-    const int64_t most = copies ? std::max<int64_t>(1, TILE_BYTES / (m.rows * 2)) : tokens;
-    for (int64_t first = 0; first < tokens; first += most) {
-        Tensor part = torch::stable::narrow(y, 0, first, std::min(most, tokens - first));
-        const Tensor from = copies ? torch::stable::clone(part) : part;
-        STD_CUDA_CHECK(sell_unsort_cuda(&m, part.size(0), from.const_data_ptr(), part.mutable_data_ptr(), stream));
-    }
     return y;
 }
 
 Tensor unpack_matrix(const sell_matrix &m, const Tensor &data) {
     Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
-    STD_CUDA_CHECK(sell_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(data)));
+    STD_CUDA_CHECK(sell_unpack_cuda(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
     return w;
 }
 
@@ -173,15 +151,16 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     if (!shape.stages)
         fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,
              " bytes of shared memory of this GPU: use the macko format");
-    Tensor perm = torch::stable::new_empty(values, {rows}, ScalarType::Int);
+    Tensor perm = torch::stable::new_empty(values, {2, rows}, ScalarType::Int);
+    auto *perm_data = static_cast<int32_t *>(perm.mutable_data_ptr());
     Tensor starts = torch::stable::new_empty(values, {rows + 1}, ScalarType::Long);
     Tensor line = torch::stable::new_empty(values, {rows}, ScalarType::Long);
     auto *starts_data = static_cast<int64_t *>(starts.mutable_data_ptr());
     const auto cut = [&] {
         Tensor blocks = torch::stable::new_empty(values, {shape.num_blocks, BLOCK_FIELDS}, ScalarType::Int);
-        STD_CUDA_CHECK(sell_plan_cuda(counts_data + (gap_bits - SELL_MIN_GAP_BITS) * rows, rows, shape.warps,
-                                      shape.num_blocks, static_cast<int32_t *>(perm.mutable_data_ptr()), starts_data,
-                                      static_cast<int64_t *>(line.mutable_data_ptr()),
+        STD_CUDA_CHECK(sell_plan_cuda(counts_data + (gap_bits - SELL_MIN_GAP_BITS) * rows, rows,
+                                      rows_of_tile(rows, cols, 2), shape.warps, shape.num_blocks, perm_data,
+                                      perm_data + rows, starts_data, static_cast<int64_t *>(line.mutable_data_ptr()),
                                       static_cast<sell_block *>(blocks.mutable_data_ptr()), device_totals, stream));
         read_totals();
         return blocks;
@@ -251,7 +230,7 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
     const char *knob = getenv("MACKO_STREAM_TOKENS");
     if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens(&m)))
         return multiply(m, tokens, x_any, bias, shape);
-    return torch::stable::reshape(multiply_dense(m, as_tokens(x_any), bias, perm), shape);
+    return torch::stable::reshape(multiply_dense(m, as_tokens(x_any), bias), shape);
 }
 
 } // namespace macko

@@ -148,16 +148,16 @@ struct Cut {
     }
 };
 
-// One thread block. starts: first entry of each sorted row in scratch; line: scratch.
-__global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t rows, int num_blocks, int64_t *starts,
-                         int64_t *line, sell_block *blocks) {
+// One thread block. line: scratch.
+__global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t rows, int num_blocks, int64_t *line,
+                         sell_block *blocks) {
     int64_t steps = 0, total;
     for (int64_t row = threadIdx.x; row < rows; row += SCAN_THREADS) steps += steps_of(counts[row]);
     block_exclusive_sum(steps, &steps);
     Cut cut{counts, perm, line, rows, 0, 0};
     cut.extra = 1 + steps / ((int64_t)num_blocks * 1024); // so that no block has more than some 2048 rows
     cut.target = (steps + rows * cut.extra) * Cut::SCALE / num_blocks;
-    int64_t entries = 0, end = 0;
+    int64_t end = 0;
     for (int64_t tile = 0; tile < rows; tile += SCAN_THREADS) {
         const int64_t row = tile + threadIdx.x;
         const bool inside = row < rows;
@@ -165,11 +165,7 @@ __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t row
         const int64_t begin = end + block_exclusive_sum(inside ? gap + cut.length(row) : 0, &total) + gap;
         if (inside) line[row] = begin;
         end += total;
-        const int64_t first = entries + block_exclusive_sum(inside ? cut.count(row) : 0, &total);
-        if (inside) starts[row] = first;
-        entries += total;
     }
-    if (threadIdx.x == 0) starts[rows] = entries;
     __syncthreads();
     for (int block = threadIdx.x; block < num_blocks; block += SCAN_THREADS) {
         const int64_t begin = cut.row_at(end / num_blocks * block, end);
@@ -181,6 +177,46 @@ __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t row
         b.steps = 1;
         blocks[block] = b;
     }
+}
+
+// blockIdx.x is a block, whose rows come into the order of the matrix.
+__global__ void order_rows(const sell_block *blocks, const int32_t *perm, int64_t *ordered) {
+    const int first = blocks[blockIdx.x].row, rows = blocks[blockIdx.x].rows;
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+        const int row = perm[first + i];
+        int rank = 0;
+        for (int other = 0; other < rows; other++) rank += perm[first + other] < row;
+        ordered[first + rank] = row;
+    }
+}
+
+// One thread block. starts: first entry of each row of the layout in scratch.
+__global__ void place_rows(const int32_t *counts, const int64_t *ordered, int64_t rows, int32_t *perm,
+                           int64_t *starts) {
+    int64_t entries = 0, total;
+    for (int64_t tile = 0; tile < rows; tile += SCAN_THREADS) {
+        const int64_t at = tile + threadIdx.x, row = at < rows ? ordered[at] : 0;
+        const int64_t first = entries + block_exclusive_sum(at < rows ? counts[row] : 0, &total);
+        entries += total;
+        if (at >= rows) continue;
+        perm[at] = (int32_t)row;
+        starts[at] = first;
+    }
+    if (threadIdx.x == 0) starts[rows] = entries;
+}
+
+// A warp owns a row of the layout and counts those of its part of the matrix that come before it: rows^2 compares again.
+__global__ void order_parts(const int32_t *perm, int rows, int part_rows, int32_t *order) {
+    const int at = blockIdx.x * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (at >= rows) return;
+    const int first = perm[at] / part_rows * part_rows;
+    int rank = 0;
+    for (int other = lane; other < at; other += WARP) {
+        const int row = perm[other];
+        rank += row >= first && row - first < part_rows;
+    }
+    rank = __reduce_add_sync(FULL_WARP, rank);
+    if (lane == 0) order[first + rank] = at;
 }
 
 // A warp owns a block and tries every number of chunks, one a lane. The cost is in steps: those stored, those that the
@@ -382,11 +418,14 @@ cudaError_t sell_count_cuda(const macko_matrix *m, int32_t *counts, sell_totals 
     return cudaGetLastError();
 }
 
-cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int warps, int num_blocks, int32_t *perm,
-                           int64_t *starts, int64_t *line, sell_block *blocks, sell_totals *totals,
-                           cudaStream_t stream) {
+cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t part_rows, int warps, int num_blocks,
+                           int32_t *perm, int32_t *order, int64_t *starts, int64_t *line, sell_block *blocks,
+                           sell_totals *totals, cudaStream_t stream) {
     if (rows) rank_rows<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(counts, (int)rows, perm);
-    cut_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, perm, rows, num_blocks, starts, line, blocks);
+    cut_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, perm, rows, num_blocks, line, blocks);
+    order_rows<<<num_blocks, WARPS * WARP, 0, stream>>>(blocks, perm, line);
+    place_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, line, rows, perm, starts);
+    if (rows) order_parts<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(perm, (int)rows, (int)part_rows, order);
     choose_chunks<<<num_blocks, WARP, 0, stream>>>(warps, blocks);
     const int most_head = number("MACKO_HEAD", SELL_MAX_HEAD);
     place_blocks<<<1, SCAN_THREADS, 0, stream>>>(warps, num_blocks, most_head, blocks, totals);

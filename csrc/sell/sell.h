@@ -9,10 +9,14 @@
  *   all lanes have the same amount of work, and a block's work is contiguous, so that one bulk copy brings it in.
  *
  * Order of the entries, from the matrix down:
- *   perm     the rows sorted by stored entries, most first (equal ones in their order). "row" below is a sorted row.
- *   block    `rows` consecutive rows, the work of one thread block. Blocks hold about the same number of steps.
+ *   block    the work of one thread block: `rows` rows that are neighbours when all are sorted by stored entries, most
+ *            first (equal ones in their order). Blocks hold about the same number of steps. Within a block, rows are in
+ *            the order of the matrix: those of any part of it lie side by side.
+ *   perm     the rows of all blocks, one block after the other. "row" below is a place in it.
+ *   order    the rows once more: those that are among the first `part_rows` of the matrix, then those of the next as many,
+ *            and so on, each part as in perm. A part is what a product through dense rows unpacks at once.
  *   step     SELL_STEP consecutive entries of one row, read by one lane at once. A row is padded to whole steps with
- *            (value 0, gap 0), and to the steps of the first row of its block.
+ *            (value 0, gap 0), and to the steps of the longest row of its block.
  *   chunk    consecutive steps of one row, the work of one lane. Each row of a block is cut into `chunks` chunks at the
  *            same places: the first `long_chunks` of `steps` steps, the others of steps - 1.
  *   task     chunk c of row r of the block is task c * rows + r. 32 tasks are a group, one a lane; lanes without a task
@@ -86,7 +90,8 @@ typedef struct sell_matrix {
     macko_dtype dtype;        /* MACKO_F16 or MACKO_BF16 */
     const uint16_t *bases;    /* [groups * SELL_LANES] column before which each task starts */
     const sell_block *blocks; /* [num_blocks] */
-    const int32_t *perm;      /* [rows] row of the matrix of each sorted row */
+    const int32_t *perm;      /* [rows] row of the matrix of each row of the layout */
+    const int32_t *order;     /* [rows] row of the layout, see above */
     int64_t rows, cols, slots;
 } sell_matrix;
 
@@ -261,21 +266,18 @@ typedef struct sell_totals {
 /* Entries of each row at every gap width, counts [SELL_GAP_WIDTHS][rows], and their totals. */
 cudaError_t sell_count_cuda(const macko_matrix *m, int32_t *counts, sell_totals *totals, cudaStream_t stream);
 
-/* The cut into blocks. counts [rows] of the chosen width; writes perm, blocks, totals and starts [rows + 1], the first
- * entry of each sorted row in the scratch of the next call. line [rows] is scratch. */
-cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int warps, int num_blocks, int32_t *perm,
-                           int64_t *starts, int64_t *line, sell_block *blocks, sell_totals *totals,
-                           cudaStream_t stream);
+/* The cut into blocks. counts [rows] of the chosen width; writes perm, order, blocks, totals and starts [rows + 1], the
+ * first entry of each row of the layout in the scratch of the next call. line [rows] is scratch. */
+cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t part_rows, int warps, int num_blocks,
+                           int32_t *perm, int32_t *order, int64_t *starts, int64_t *line, sell_block *blocks,
+                           sell_totals *totals, cudaStream_t stream);
 
 /* All of data and bases. scratch: values and columns, [stored] uint16 each. */
 cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const int64_t *starts, uint16_t *values,
                             uint16_t *columns, uint8_t *data, uint16_t *bases, cudaStream_t stream);
 
-/* The dense matrix w [rows, cols]. */
-cudaError_t sell_unpack_cuda(const sell_matrix *s, void *w, cudaStream_t stream);
-
-/* The dense rows [first, first + count) of the sorted rows, w [count, cols]. */
-cudaError_t sell_unpack_sorted_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream);
+/* Rows [first, first + count) of the dense matrix, w [count, cols]: all of them, or a part. */
+cudaError_t sell_unpack_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream);
 
 /* y = W x + bias; bias may be NULL. Same bits every run. */
 cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias, void *y, cudaStream_t stream);
@@ -284,11 +286,6 @@ cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias
  * run, and whatever the other tokens are. */
 cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, const void *bias, void *y,
                            cudaStream_t stream);
-
-/* Puts the columns of y [tokens, rows], which stand in the order of the sorted rows, in the order of the matrix.
- * from is y itself, or a copy of it where sell_unsort_needs_copy. */
-int sell_unsort_needs_copy(const sell_matrix *s, const sell_device *device);
-cudaError_t sell_unsort_cuda(const sell_matrix *s, int64_t tokens, const void *from, void *y, cudaStream_t stream);
 
 /* The current device's sizes. */
 cudaError_t sell_device_cuda(sell_device *device);

@@ -212,48 +212,6 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #endif
 }
 
-// A block owns two tokens: their results, which are in the order of sorted rows, change places in shared memory, where a
-// row's two lie in one word. What is read and written is the time of it, so 16 bytes at once where rows allow it.
-__global__ void unsort_in_place(const int32_t *perm, int64_t rows, int64_t tokens, uint16_t *y) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    uint32_t *pairs = (uint32_t *)shared;
-    uint16_t *own = y + blockIdx.x * 2 * rows, *next = blockIdx.x * 2 + 1 < tokens ? own + rows : own;
-    const bool aligned = rows % 8 == 0 && (uintptr_t)y % 16 == 0 && (uintptr_t)perm % 16 == 0;
-    const int64_t eights = aligned ? rows / 8 : 0;
-    for (int64_t i = threadIdx.x; i < eights; i += blockDim.x) {
-        const uint4 first = ((const uint4 *)own)[i], second = ((const uint4 *)next)[i];
-        const int4 low = ((const int4 *)perm)[2 * i], high = ((const int4 *)perm)[2 * i + 1];
-        pairs[low.x] = __byte_perm(first.x, second.x, 0x5410);
-        pairs[low.y] = __byte_perm(first.x, second.x, 0x7632);
-        pairs[low.z] = __byte_perm(first.y, second.y, 0x5410);
-        pairs[low.w] = __byte_perm(first.y, second.y, 0x7632);
-        pairs[high.x] = __byte_perm(first.z, second.z, 0x5410);
-        pairs[high.y] = __byte_perm(first.z, second.z, 0x7632);
-        pairs[high.z] = __byte_perm(first.w, second.w, 0x5410);
-        pairs[high.w] = __byte_perm(first.w, second.w, 0x7632);
-    }
-    for (int64_t i = eights * 8 + threadIdx.x; i < rows; i += blockDim.x)
-        pairs[perm[i]] = own[i] | (uint32_t)next[i] << 16;
-    __syncthreads();
-    for (int64_t i = threadIdx.x; i < eights; i += blockDim.x) {
-        const uint4 a = ((const uint4 *)pairs)[2 * i], b = ((const uint4 *)pairs)[2 * i + 1];
-        ((uint4 *)own)[i] = make_uint4(__byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410),
-                                       __byte_perm(b.x, b.y, 0x5410), __byte_perm(b.z, b.w, 0x5410));
-        if (next != own)
-            ((uint4 *)next)[i] = make_uint4(__byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632),
-                                            __byte_perm(b.x, b.y, 0x7632), __byte_perm(b.z, b.w, 0x7632));
-    }
-    for (int64_t i = eights * 8 + threadIdx.x; i < rows; i += blockDim.x) {
-        own[i] = (uint16_t)pairs[i];
-        if (next != own) next[i] = (uint16_t)(pairs[i] >> 16);
-    }
-}
-
-__global__ void unsort_from_copy(const int32_t *perm, int64_t rows, const uint16_t *from, uint16_t *y) {
-    for (int64_t i = threadIdx.x; i < rows; i += blockDim.x)
-        y[blockIdx.x * rows + perm[i]] = from[blockIdx.x * rows + i];
-}
-
 // Shared memory and teams for N tokens. stages is 0 where x and the partial sums leave no room for a ring.
 Launch shape_of(const sell_matrix &m, int n, const sell_device &device, int *shared_bytes) {
     const int stage = m.warps * sell_slot_bytes(m.gap_bits), room = device.shared_per_block - SELL_BARRIER_BYTES;
@@ -340,25 +298,4 @@ cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, 
         token += launch.tokens;
     }
     return error;
-}
-
-int sell_unsort_needs_copy(const sell_matrix *s, const sell_device *device) {
-    return s->rows * 4 > device->shared_per_block;
-}
-
-cudaError_t sell_unsort_cuda(const sell_matrix *s, int64_t tokens, const void *from, void *y, cudaStream_t stream) {
-    constexpr int THREADS = 512;
-    if (!tokens || !s->rows) return cudaSuccess;
-    if (from != y) {
-        unsort_from_copy<<<(unsigned)tokens, THREADS, 0, stream>>>(s->perm, s->rows, (const uint16_t *)from,
-                                                                   (uint16_t *)y);
-        return cudaGetLastError();
-    }
-    Device device;
-    cudaError_t error = current_device(&device);
-    if (!error) error = allow_all_shared_memory<unsort_in_place>(device);
-    if (error) return error;
-    unsort_in_place<<<(unsigned)ceil_div(tokens, 2), THREADS, s->rows * 4, stream>>>(s->perm, s->rows, tokens,
-                                                                                     (uint16_t *)y);
-    return cudaGetLastError();
 }

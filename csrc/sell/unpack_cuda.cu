@@ -5,7 +5,7 @@ using namespace macko;
 
 namespace {
 
-constexpr int ROWS = 8;      // sorted rows of a thread block, a warp each
+constexpr int ROWS = 8;      // of a thread block, a warp each
 constexpr int RING = 2048;   // columns of a row that lie in shared memory: twice what 32 steps span at density 0.5
 constexpr int SEGMENT = 256; // columns that a warp writes at once, 16 bytes a lane
 constexpr int STEPS = WARP;  // of each row that are fetched together
@@ -22,7 +22,7 @@ constexpr int shared_bytes(int gap_bits, int stages) {
 }
 
 // The last block whose first row is not behind `row`: 32 candidates at a time, as each look costs the latency of a load.
-__device__ __forceinline__ int block_of_row(const sell_matrix &s, int64_t row, int lane) {
+__device__ __forceinline__ int block_of_row(const sell_matrix &s, int row, int lane) {
     int block = 0;
     for (int left = s.num_blocks; left > 1;) {
         const int stride = (left + WARP - 1) / WARP, candidate = lane * stride;
@@ -41,13 +41,20 @@ struct RowSteps {
     int rows, row, steps, long_steps, long_chunks, long_groups;
     float per_step, per_short_step; // one over the steps of a chunk
 
-    __device__ void find(const sell_matrix &s, int block, int64_t sorted) {
+    // By a warp, a pair of the block's warps each lane: done by one lane it was a quarter of the instructions.
+    __device__ void find(const sell_matrix &s, int block, int sorted, int lane) {
         const sell_block b = load_block(s.blocks + block);
-        places.find(s, b, block);
+        const int pair = 2 * lane < s.warps ? sell_steps_of_warp(&b, s.warps, 2 * lane) : 0;
+        const int in_head = __reduce_add_sync(FULL_WARP, 2 * min(pair, s.head));
+        const int least = __shfl_sync(FULL_WARP, pair, s.warps / 2 - 1);
+        if (lane < SELL_MAX_WARPS / 2) places.pair_steps[lane] = pair;
+        if (lane) return;
+        places.tail_slot = sell_tail_slot(&b, s.num_blocks, s.warps, s.head) - in_head;
+        places.block = block, places.least_steps = least;
         count = sell_chunk_start(&b, b.chunks);
-        rows = b.rows, row = (int)(sorted - b.row), steps = b.steps;
+        rows = b.rows, row = sorted - b.row, steps = b.steps;
         long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
-        per_step = 1.0f / b.steps, per_short_step = 1.0f / (b.steps - 1);
+        per_step = __fdividef(1, b.steps), per_short_step = __fdividef(1, b.steps - 1);
     }
     // The slot of a step, and in *lane whose share of it the step is. Quotients as in small_quotient.
     __device__ int64_t slot(const sell_matrix &s, float per_warp, int at, int *lane) const {
@@ -76,37 +83,37 @@ __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
 }
 
 /*
- * A thread block owns ROWS consecutive sorted rows of [first, stop), a warp one of them; each goes to row_at[row], or
- * next to the one before. All threads fetch the next steps of all rows, so that what lies side by side is read at once.
- * Then a lane takes one step of its warp's row: where it begins is the sum of all gaps before. The lanes scatter into a
- * ring of the row's columns, from which whole lines are written.
+ * A thread block owns ROWS of the rows [first, stop) of the matrix, a part or all, which are [first, stop) of s.order as
+ * well: neighbours in the layout, a warp one of them. All threads fetch the next steps of all rows, so that what lies
+ * side by side is read at once. Then a lane takes one step of its warp's row: where it begins is the sum of all gaps
+ * before. The lanes scatter into a ring of the row's columns, from which whole lines are written.
  */
 template <int GAP_BITS>
 __global__ void __launch_bounds__(ROWS *WARP, 4)
-    unpack_rows(const sell_matrix s, int64_t first, int64_t stop, const int32_t *row_at, uint16_t *w, int stages) {
+    unpack_rows(const sell_matrix s, int64_t first, int64_t stop, uint16_t *w, int stages) {
     extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
     __shared__ RowSteps row_steps[ROWS];
     constexpr int PLANES = GAP_BITS / 2, PLANE_BYTES = ROWS * STEPS * 4, NIBBLES = STAGE_VALUES + PLANES * PLANE_BYTES;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t begin = first + blockIdx.x * (int64_t)ROWS, sorted = begin + warp;
+    const int64_t place = first + blockIdx.x * (int64_t)ROWS + warp;
+    const bool owns = place < stop;
+    const int sorted = s.order[min(place, stop - 1)]; // its place in the layout
     const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
     const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + warp * RING_BYTES);
     for (int i = lane; i < RING / 8; i += WARP) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
-    const int block = block_of_row(s, min(sorted, stop - 1), lane);
-    if (lane == 0) {
-        row_steps[warp].find(s, block, min(sorted, stop - 1));
-        if (sorted >= stop) row_steps[warp].count = 0;
-    }
+    const int block = block_of_row(s, sorted, lane);
+    row_steps[warp].find(s, block, sorted, lane);
+    if (lane == 0 && !owns) row_steps[warp].count = 0;
     __syncthreads();
     int steps = 0; // of the longest row
-    for (int row = 0; row < ROWS; row++) steps = max(steps, row_steps[row].count);
+    for (int each = 0; each < ROWS; each++) steps = max(steps, row_steps[each].count);
     const int own_steps = row_steps[warp].count;
 
     const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
     const float per_warp = 1.0f / s.warps;
     const uint32_t to_values = stage_at + values_at(their_step, their_row);
     const uint32_t to_gaps = gaps_at(their_step, their_row);
-    int place = 0; // of the stage that is fetched next
+    int next = 0; // place of the stage that is fetched next
     uint16_t nibbles = 0;
     uint32_t to_nibbles = 0; // where they go once they have come; 0: there are none
     auto settle = [&] {
@@ -119,7 +126,7 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
             int owner;
             const int64_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
             const uint8_t *slot = s.data + sell_slot_bytes(GAP_BITS) * number;
-            const uint32_t stage = place * stage_bytes(GAP_BITS);
+            const uint32_t stage = next * stage_bytes(GAP_BITS);
             for (int half = 0; half < 2; half++)
                 copy_async_16(to_values + stage + half * (STAGE_VALUES / 2), slot + (half * SELL_LANES + owner) * 16);
             for (int plane = 0; plane < PLANES; plane++)
@@ -131,12 +138,17 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
-        if (++place == stages) place = 0;
+        if (++next == stages) next = 0;
     };
 
+    const int row = s.perm[sorted];
+    for (int stage = 0; stage + 1 < stages; stage++) {
+        settle();
+        fetch(stage * STEPS);
+    }
     // The ring holds the columns from `window` on, counted from the 16-byte boundary at or before the row's begin.
-    uint16_t *out = w + (row_at ? row_at[min(sorted, stop - 1)] : sorted - first) * s.cols;
-    const int skew = (int)((uintptr_t)out / 2 % 8), end = sorted < stop ? skew + (int)s.cols : 0;
+    uint16_t *out = w + (row - first) * s.cols;
+    const int skew = (int)((uintptr_t)out / 2 % 8), end = owns ? skew + (int)s.cols : 0;
     out += lane * 8 - skew; // of the lane's part of the segment at `window`
     int window = 0;
     auto write_segment = [&] {
@@ -156,10 +168,6 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
         out += SEGMENT;
     };
 
-    for (int stage = 0; stage + 1 < stages; stage++) {
-        settle();
-        fetch(stage * STEPS);
-    }
     int reached = skew; // columns passed by the steps before this tile
     uint32_t from = stage_at;
 #pragma unroll 1
@@ -206,8 +214,15 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
         const int start = before + (int)warp_inclusive_sum((uint32_t)passed) - passed;
         reached = __shfl_sync(FULL_WARP, start + passed, WARP - 1);
         __syncwarp();
+        if (window == 0 && skew && SEGMENT <= before) write_segment();
 #pragma unroll 1
-        while (window + SEGMENT <= before) write_segment();
+        for (const int whole = min(before, end); window + SEGMENT <= whole; window += SEGMENT, out += SEGMENT) {
+            const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + lane * 16;
+            *(uint4 *)out = load_shared_16(from);
+            store_shared_16(from, make_uint4(0, 0, 0, 0));
+        }
+#pragma unroll 1
+        while (window + SEGMENT <= before) write_segment(); // padding behind the row
         __syncwarp();
         // place(entry, base): bytes from `base` to an entry.
         auto place = [&](int entry, uint32_t base) {
@@ -243,8 +258,7 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
 }
 
 template <int GAP_BITS>
-cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, const int32_t *row_at, void *w,
-                   cudaStream_t stream) {
+cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
     Device device;
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<unpack_rows<GAP_BITS>>(device);
@@ -253,29 +267,20 @@ cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, const int
     const int64_t blocks = ceil_div(count, ROWS);
     const int stages = blocks > 2 * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;
     unpack_rows<GAP_BITS><<<(unsigned)blocks, ROWS * WARP, shared_bytes(GAP_BITS, stages), stream>>>(
-        *s, first, first + count, row_at, (uint16_t *)w, stages);
+        *s, first, first + count, (uint16_t *)w, stages);
     return cudaGetLastError();
-}
-
-cudaError_t unpack(const sell_matrix *s, int64_t first, int64_t count, const int32_t *row_at, void *w,
-                   cudaStream_t stream) {
-    if (!count || !s->cols) return cudaSuccess;
-    switch (s->gap_bits) {
-    case 2: return launch<2>(s, first, count, row_at, w, stream);
-    case 3: return launch<3>(s, first, count, row_at, w, stream);
-    case 4: return launch<4>(s, first, count, row_at, w, stream);
-    case 5: return launch<5>(s, first, count, row_at, w, stream);
-    case 6: return launch<6>(s, first, count, row_at, w, stream);
-    default: return cudaErrorInvalidValue;
-    }
 }
 
 } // namespace
 
-cudaError_t sell_unpack_cuda(const sell_matrix *s, void *w, cudaStream_t stream) {
-    return unpack(s, 0, s->rows, s->perm, w, stream);
-}
-
-cudaError_t sell_unpack_sorted_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
-    return unpack(s, first, count, NULL, w, stream);
+cudaError_t sell_unpack_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
+    if (!count || !s->cols) return cudaSuccess;
+    switch (s->gap_bits) {
+    case 2: return launch<2>(s, first, count, w, stream);
+    case 3: return launch<3>(s, first, count, w, stream);
+    case 4: return launch<4>(s, first, count, w, stream);
+    case 5: return launch<5>(s, first, count, w, stream);
+    case 6: return launch<6>(s, first, count, w, stream);
+    default: return cudaErrorInvalidValue;
+    }
 }

@@ -10,13 +10,14 @@ namespace macko {
 
 constexpr int64_t TILE_BYTES = 64 << 20; // of dense rows at a time, the most that a product takes beside its result
 
-// Rows of a tile: all that fit, in tiles of about the same size; whole multiples of what a GEMM's block takes.
+// Rows of a tile: all that fit, in tiles of about the same size; whole multiples of 1024, as a GEMM of some other numbers
+// takes longer a row, or of what its block takes.
 inline int64_t rows_of_tile(int64_t rows, int64_t cols, int64_t element_bytes) {
-    constexpr int64_t GEMM_ROWS = 128;
     const int64_t most = std::max<int64_t>(1, TILE_BYTES / std::max<int64_t>(1, cols * element_bytes));
     if (most >= rows) return std::max<int64_t>(1, rows);
     const int64_t tiles = (rows + most - 1) / most, even = (rows + tiles - 1) / tiles;
-    return most < GEMM_ROWS ? even : std::min(most / GEMM_ROWS, (even + GEMM_ROWS - 1) / GEMM_ROWS) * GEMM_ROWS;
+    const int64_t gemm_rows = most < 1024 ? 128 : 1024;
+    return most < gemm_rows ? even : std::min(most / gemm_rows, (even + gemm_rows - 1) / gemm_rows) * gemm_rows;
 }
 
 // y [tokens, rows] = x [tokens, cols] W^T + bias by the library's GEMM. unpack(first, count, w) writes rows

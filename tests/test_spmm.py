@@ -171,8 +171,8 @@ def test_compiles_once_for_every_number_of_tokens() -> None:
         return graph.forward
 
     compiled = torch.compile(lambda x: sell.linear(x, bias), fullgraph=True, dynamic=True, backend=count)
-    # Not two first: of tensors that are no module's, torch takes sizes that are equal at first for the same size, and perm
-    # has two rows. (Of a module they are constants: tests/test_linear.py.)
+    # Not two first: of tensors that are no module's, torch takes sizes that are equal at first for the same size, and
+    # perm has two rows. (Of a module they are constants: tests/test_linear.py.)
     for tokens in (3, 2, 8, 17, 64, 300):
         x = tokens_of(tokens, 128, torch.float16).cuda()
         assert_same_bits(compiled(x), sell.linear(x, bias))

@@ -3,7 +3,6 @@
 #include "ops.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <vector>
 

@@ -14,7 +14,8 @@
  *            the order of the matrix: those of any part of it lie side by side.
  *   perm     the rows of all blocks, one block after the other. "row" below is a place in it.
  *   order    the rows once more: those that are among the first `part_rows` of the matrix, then those of the next as many,
- *            and so on, each part as in perm. A part is what a product through dense rows unpacks at once.
+ *            and so on, each part as in perm. A part is what a product through dense rows unpacks at once:
+ *            part_rows is rows_of_tile(rows, cols, 2) of csrc/torch/tiles.h.
  *   step     SELL_STEP consecutive entries of one row, read by one lane at once. A row is padded to whole steps with
  *            (value 0, gap 0), and to the steps of the longest row of its block.
  *   chunk    consecutive steps of one row, the work of one lane. Each row of a block is cut into `chunks` chunks at the
@@ -276,7 +277,8 @@ cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t part_row
 cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const int64_t *starts, uint16_t *values,
                             uint16_t *columns, uint8_t *data, uint16_t *bases, cudaStream_t stream);
 
-/* Rows [first, first + count) of the dense matrix, w [count, cols]: all of them, or a part. */
+/* Rows [first, first + count) of the dense matrix, w [count, cols]: all of them, or one whole part. Other ranges would
+ * write outside of w. */
 cudaError_t sell_unpack_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream);
 
 /* y = W x + bias; bias may be NULL. Same bits every run. */

@@ -8,6 +8,7 @@
 #include "../macko/ops.h"
 #include "tile.h"
 #ifdef USE_CUDA
+#include <array>
 #include <cstdlib>
 
 #include "../torch/tiles.h"

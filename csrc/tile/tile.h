@@ -44,11 +44,10 @@ enum {
     TILE_PARTS = 4,
     TILE_LANES = 32,
     TILE_GROUPS = 8,
-    TILE_QUAD = 4,                                                /* elements of a lane in a group */
-    TILE_UNIT = 16,                                               /* bytes that offsets count */
-    TILE_STARTS = TILE_PARTS * TILE_LANES * 4,                    /* byte of a tile where its starts are */
-    TILE_VALUES = TILE_STARTS + TILE_PARTS * 2,                   /* and its values */
-    TILE_MAX_BYTES = TILE_VALUES + TILE_ROWS * TILE_COLS * 2 + 8, /* of a tile without zeros */
+    TILE_QUAD = 4,                              /* elements of a lane in a group */
+    TILE_UNIT = 16,                             /* bytes that offsets count */
+    TILE_STARTS = TILE_PARTS * TILE_LANES * 4,  /* byte of a tile where its starts are */
+    TILE_VALUES = TILE_STARTS + TILE_PARTS * 2, /* and its values */
 };
 
 typedef struct tile_matrix {

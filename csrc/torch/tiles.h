@@ -10,8 +10,8 @@ namespace macko {
 
 constexpr int64_t TILE_BYTES = 64 << 20; // of dense rows at a time, the most that a product takes beside its result
 
-// Rows of a tile: all that fit, in tiles of about the same size; whole multiples of 1024, as a GEMM of some other numbers
-// takes longer a row, or of what its block takes.
+// Rows of a tile: no more than fit; multiples of 1024 where so many do, as a GEMM of some other numbers takes longer a
+// row, else of what its block takes.
 inline int64_t rows_of_tile(int64_t rows, int64_t cols, int64_t element_bytes) {
     const int64_t most = std::max<int64_t>(1, TILE_BYTES / std::max<int64_t>(1, cols * element_bytes));
     if (most >= rows) return std::max<int64_t>(1, rows);

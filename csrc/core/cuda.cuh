@@ -85,6 +85,20 @@ __device__ __forceinline__ uint16_t load_stream(const uint16_t *p) {
     return v;
 }
 
+// How loads and copies of data that is read once leave L2 to what is read again.
+__device__ __forceinline__ uint64_t evict_first() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Hides how a register was made, so that a loop holds it instead of making it again.
+__device__ __forceinline__ uint32_t held(uint32_t value) {
+    uint32_t same;
+    asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
+    return same;
+}
+
 // Shared memory by 32-bit address.
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -113,6 +127,13 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from) {
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 __device__ __forceinline__ void store_shared_16(uint32_t at, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
@@ -121,15 +142,24 @@ __device__ __forceinline__ void store_shared_2(uint32_t at, uint16_t value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(value) : "memory");
 }
 
-// Sum over lanes 0..lane. The predicate of shfl itself says whether there is a lane to add: two instructions a level.
+// A barrier of some threads of a block; 0 is __syncthreads'.
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// One step of a sum over the lanes. The predicate of shfl itself says whether there is a lane to add: two instructions.
+__device__ __forceinline__ void add_from_below(uint32_t &sum, int distance) {
+    asm volatile("{ .reg .pred p; .reg .u32 r;\n"
+                 "  shfl.sync.up.b32 r|p, %0, %1, 0, 0xffffffff;\n"
+                 "  @p add.u32 %0, %0, r; }"
+                 : "+r"(sum)
+                 : "r"(distance));
+}
+
+// Sum over lanes 0..lane.
 __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t v) {
 #pragma unroll
-    for (int distance = 1; distance < WARP; distance *= 2)
-        asm volatile("{ .reg .pred p; .reg .u32 r;\n"
-                     "  shfl.sync.up.b32 r|p, %0, %1, 0, 0xffffffff;\n"
-                     "  @p add.u32 %0, %0, r; }"
-                     : "+r"(v)
-                     : "r"(distance));
+    for (int distance = 1; distance < WARP; distance *= 2) add_from_below(v, distance);
     return v;
 }
 

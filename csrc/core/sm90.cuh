@@ -8,13 +8,14 @@
 
 namespace macko::sm90 {
 
-// Addresses in shared memory are 32-bit integers throughout.
-__device__ __forceinline__ uint32_t smem_address(const void *p) {
-    return (uint32_t)__cvta_generic_to_shared(p);
-}
-
+// Addresses in shared memory are 32-bit integers throughout (shared_address).
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Behind barrier_init: copies and other blocks may use the barriers, once they know of it.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
@@ -106,6 +107,14 @@ __device__ __forceinline__ void barrier_wait_acquire(uint32_t barrier, uint32_t 
                  : "memory");
 }
 
+// In two steps. Relaxed: for what fence_barrier_init has made known.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -131,6 +140,15 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
 __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// policy: evict_first.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier,
+                                           uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                 "[%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
                  : "memory");
 }
 

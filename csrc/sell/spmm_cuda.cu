@@ -42,10 +42,10 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
         const uint32_t last = __dp4a(to_odd, pick, address);
         const Tokens<N> x[2] = {load_tokens(__dp4a(to_even, pick, address), Tokens<N>()),
                                 load_tokens(last, Tokens<N>())};
-        const float2 w = widen2<T>(words[pair]);
+        const float2 w = to_float2<T>(words[pair]);
         for (int entry = 0; entry < 2; entry++)
             for (int word = 0; word < N / 2; word++) {
-                const float2 two = widen2<T>(x[entry].words[word]);
+                const float2 two = to_float2<T>(x[entry].words[word]);
                 sum[2 * word] = fmaf(entry ? w.y : w.x, two.x, sum[2 * word]);
                 sum[2 * word + 1] = fmaf(entry ? w.y : w.x, two.y, sum[2 * word + 1]);
             }
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     sell_block b = {}; // of a team without a block
     if (block < m.num_blocks) b = load_block(m.blocks + block);
     if (warp == 0 && lane == 0) headers[team] = b;
-    asm volatile("griddepcontrol.wait;" ::: "memory"); // from here on, what the previous kernel wrote may be read
+    sm90::wait_for_previous_launch(); // from here on, what the previous kernel wrote may be read
     interleave<T, N>(x, launch.tokens, cols, shared, threadIdx.x, consumers * WARP);
     const int groups = sell_groups(&b), long_groups = sell_long_groups(&b), threads = warps * WARP;
     uint32_t base = warp < groups ? m.bases[sell_first_base(block, warps, warp) + lane] : 0;

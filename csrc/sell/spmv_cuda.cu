@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
         if (pair == 3 || (GAP_BITS == 6 && pair == 1)) address = last + 2;
     }
     for (int pair = 0; pair < 4; pair++) {
-        const float2 w = widen2<T>(words[pair]);
+        const float2 w = to_float2<T>(words[pair]);
         sum[0] = fmaf(w.x, widen<T>(x[2 * pair]), sum[0]);
         sum[1] = fmaf(w.y, widen<T>(x[2 * pair + 1]), sum[1]);
     }
@@ -113,14 +113,15 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
             ((uint4 *)own_x)[i] = make_uint4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        sm90::wait_for_previous_launch();
 #endif
 #pragma unroll 1
         for (int i = threadIdx.x; i < whole; i += threads) copy_async_16(x_at + i * 16, x + i * 8);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
 #pragma unroll 1
         for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)own_x)[i] = x[i];
 
+        // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncthreads(); // x is there, and the barriers of the ring
         const sell_block b = load_block(&header);
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 const uint32_t to = ring_at + offset + warp * SLOT;
                 for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_async_16(to + piece, from + piece);
             }
-            asm volatile("cp.async.commit_group;" ::: "memory"); // an empty one too, to keep count
+            commit_copies(); // an empty one too, to keep count
             if (behind) next += slots * SLOT;
             fetched++;
         };
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 if (COPY == BULK) {
                     barrier_wait(barrier, parity);
                 } else {
-                    asm volatile("cp.async.wait_group %0;" ::"n"(CP_ASYNC_STAGES - 1) : "memory");
+                    wait_copies<CP_ASYNC_STAGES - 1>();
                     __syncwarp();
                 }
                 const Step step = load_step<GAP_BITS>(slot, offset);

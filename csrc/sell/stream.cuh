@@ -9,14 +9,7 @@ namespace macko {
 
 constexpr int VALUE_BYTES = SELL_LANES * SELL_STEP * 2; // of a slot; its gaps follow
 
-// Hides how a register was made, so that the loop holds it instead of making it again: one instruction a value less.
-__device__ __forceinline__ uint32_t held(uint32_t value) {
-    uint32_t same;
-    asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));
-    return same;
-}
-
-// One value or two of them as bits -> float.
+// A value as bits -> float.
 template <typename T>
 __device__ __forceinline__ float widen(uint16_t bits);
 template <>
@@ -27,17 +20,6 @@ template <>
 __device__ __forceinline__ float widen<__nv_bfloat16>(uint16_t bits) {
     return __uint_as_float((uint32_t)bits << 16);
 }
-template <typename T>
-__device__ __forceinline__ float2 widen2(uint32_t bits);
-template <>
-__device__ __forceinline__ float2 widen2<__half>(uint32_t bits) {
-    return __half22float2(*(const __half2 *)&bits);
-}
-template <>
-__device__ __forceinline__ float2 widen2<__nv_bfloat16>(uint32_t bits) {
-    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
-}
-
 // The four gaps of field 0..3, one in each byte, from the planes of sell.h.
 template <int GAP_BITS>
 __device__ __forceinline__ uint32_t gap_field(const uint32_t (&planes)[4], int field) {
@@ -81,12 +63,8 @@ __device__ __forceinline__ void give_back(uint32_t emptied, int lane) {
 // Announces `bytes` to the barrier and fetches them; all multiples of 16.
 __device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
                                            uint64_t policy) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-        : "memory");
+    sm90::barrier_expect(barrier, bytes);
+    sm90::copy_bytes(to, from, bytes, barrier, policy);
 }
 
 __device__ __forceinline__ sell_block load_block(const sell_block *from) {
@@ -102,11 +80,6 @@ __device__ __forceinline__ int stage_slots(int steps_of_lane, int stage) {
 // a / b for 0 <= a < 2^12 and 0 < b < 2^12: a twentieth of the latency of an integer division.
 __device__ __forceinline__ int small_quotient(int a, int b) {
     return (int)__fdividef(a + 0.5f, (float)b);
-}
-
-// A barrier of some threads of a block.
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // A ring of stages in shared memory, and how it begins.
@@ -129,14 +102,13 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
                                           uint32_t filled, uint32_t emptied, const sell_block &header, int lane) {
     const int stage_bytes = m.warps * SLOT, blind = block < m.num_blocks ? min(m.head, ring.first) : 0;
     const auto in_head = [&](int stage) { return m.data + sell_head_slot(block, m.num_blocks, m.warps, stage) * SLOT; };
-    uint64_t once; // the weights do not push x out of L2
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    const uint64_t once = evict_first(); // the weights do not push x out of L2
     if (lane == 0) {
 #pragma unroll 1
         for (int stage = 0; stage < ring.stages; stage++) {
             barrier_init(filled + 8 * stage, 1);
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            if (stage == ring.early) asm volatile("griddepcontrol.wait;" ::: "memory");
+            sm90::fence_barrier_init();
+            if (stage == ring.early) sm90::wait_for_previous_launch();
             if (stage < blind)
                 fetch_bulk(ring_at + stage * stage_bytes, in_head(stage), stage_bytes, filled + 8 * stage, once);
         }

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
                 to_nibbles = stage_at + stage + NIBBLES + to_gaps * 2;
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
         if (++next == stages) next = 0;
     };
 
@@ -174,9 +174,9 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     for (int tile = 0; tile < steps; tile += STEPS) {
         settle();
         if (stages == 2)
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
+            wait_copies<0>();
         else
-            asm volatile("cp.async.wait_group 2;" ::: "memory");
+            wait_copies<2>();
         __syncthreads();
         fetch(tile + (stages - 1) * STEPS);
 

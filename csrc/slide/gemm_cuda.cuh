@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using TILE = slide_tile<TYPE, KIND, SIZE>;
     extern __shared__ __align__(1024) uint8_t memory[];
-    const uint32_t smem = sm90::smem_address(memory), barriers = smem + TILE::BARRIERS;
+    const uint32_t smem = shared_address(memory), barriers = smem + TILE::BARRIERS;
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     // The blocks of a cluster either share tokens, for rows of their own, or share the stages of one tile.
     const int rank = blockIdx.x % TILE::CLUSTER, split = TILE::CLUSTER > 1 ? 0 : blockIdx.x % task.splits;
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
         sm90::prefetch_map(&task.out);
         sm90::barrier_init(barriers + TILE::STAGES * 16, 128 * (task.splits - 1) + 1);
         if (task.splits > 1) sm90::barrier_arrive(barriers + TILE::STAGES * 16);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        sm90::fence_barrier_init();
         sm90::fence_for_copies();
     }
     __syncthreads();

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
                     copy_async_16(to + TILE::TOKEN_BYTES + block * TILE::TILE_BYTES + i * 16, from + i * 16);
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     };
 
     // Where this lane's rows of ldmatrix begin, in the tokens and in the weights of a stage.
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
         return at == (TILE::STAGES - 1) * TILE::STAGE_BYTES ? 0 : at + TILE::STAGE_BYTES;
     };
     for (int k_tile = 0; k_tile < k_tiles; k_tile++, free_stage = stage, stage = next(stage)) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(TILE::STAGES - 2) : "memory");
+        wait_copies<TILE::STAGES - 2>();
         __syncthreads(); // the stage is there for all, and the one before it is through
         fetch(k_tile + TILE::STAGES - 1, free_stage);
 #pragma unroll(TYPE == MACKO_SLIDE_E4M3 ? 1 : 2)

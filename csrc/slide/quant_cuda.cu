@@ -109,8 +109,7 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
     extern __shared__ uint4 line[];
     __shared__ uint32_t of_warp[MAX_THREADS / WARP];
     constexpr bool KEEPS_BITS = TYPE >= MACKO_SLIDE_F16;
-    uint64_t once;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    const uint64_t once = evict_first();
     const int64_t token = blockIdx.x;
     const uint16_t *from = task.x + token * task.cols;
     const int vectors = (int)ceil_div(task.cols, VECTOR), step = HELD * blockDim.x;

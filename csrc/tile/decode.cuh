@@ -21,14 +21,6 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
     return bytes;
 }
 
-__device__ __forceinline__ void add_from_below(uint32_t &sum, int distance) { // one step of a sum over the lanes
-    asm volatile("{ .reg .pred p; .reg .u32 r;\n"
-                 "  shfl.sync.up.b32 r|p, %0, %1, 0, 0xffffffff;\n"
-                 "  @p add.u32 %0, %0, r; }"
-                 : "+r"(sum)
-                 : "r"(distance));
-}
-
 // A lane's part of a tile: its mask and where its values of each group begin. Found in four steps, which the products of
 // the tile before leave time for.
 struct tile_lane {

@@ -465,7 +465,7 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         }
         if (task.splits > 1 && i + 1 < work.tiles) {
             sm90::fence_for_copies();
-            asm volatile("bar.sync 8, 256;" ::: "memory"); // both multipliers have read: the ring is for tokens again
+            sync_threads(8, 256); // both multipliers have read: the ring is for tokens again
             if (fetches) fill_ring(i + 2);
         }
     }
@@ -479,8 +479,7 @@ template <typename T, class SHAPE>
 __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __grid_constant__ gemm_task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint32_t smem; // by way of asm, so that it is held and not made again in every loop
-    asm volatile("mov.u32 %0, %1;" : "=r"(smem) : "r"(sm90::smem_address(shared)));
+    const uint32_t smem = held(shared_address(shared));
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
     const int cluster = SHAPE::PAIR * task.splits;
     if (threadIdx.x == 0) {
@@ -495,7 +494,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS);
         init(SHAPE::RING_DONE, 1, DOWN * task.splits * OF_WARPGROUP);
         init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits * OF_WARP);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        sm90::fence_barrier_init();
         sm90::fence_for_copies();
         sm90::prefetch_map(&task.x);
         sm90::prefetch_map(&task.y);

@@ -115,20 +115,12 @@ struct tile_ring {
     }
 };
 
-__device__ __forceinline__ void copy_weights(uint32_t to, const void *from, int bytes, uint32_t barrier,
-                                             uint64_t policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-                 "[%3], %4;" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-                 : "memory");
-}
-
 // The warps that fill the ring tell the others that the barriers are there.
 __device__ __forceinline__ void barriers_ready(int threads) {
     asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
 }
 __device__ __forceinline__ void wait_for_barriers(int threads) {
-    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+    sync_threads(1, threads);
 }
 
 // Four warps fill the ring, each its own stages of it: one alone took longer for a stage than its copies take. A warp's
@@ -178,8 +170,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
                    : 0;
     };
     int offsets = 0, next_offsets = load_offsets();
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const uint64_t policy = evict_first();
     if (lane == 0) {
         for (int slot = warp; slot < task.stages; slot += PRODUCERS) {
             sm90::barrier_init(memory.full + slot * 8, 1);
@@ -194,18 +185,18 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
                 sm90::barrier_expect(memory.sums_full,
                                      max(0, min(1 << bits, places)) * TOKENS * 2 * task.parts * (work.pieces - 1));
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        sm90::fence_barrier_init();
     }
     __syncwarp();
     barriers_ready(SHAPE::THREADS);
     // A warp waits for stages of another's at the start, so all of their barriers have to be there.
-    asm volatile("bar.sync 3, %0;" ::"n"(PRODUCERS * WARP) : "memory");
-    if (task.deal[cluster >= task.more].cut) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    sync_threads(3, PRODUCERS * WARP);
+    if (task.deal[cluster >= task.more].cut) sm90::cluster_arrive();
     // Lane r < down: the run of tiles of row block r. Lane w: where warpgroup w finds its tile.
     const int row = lane % task.down, part = min(lane / task.down, task.parts - 1);
     uint32_t phase = 1;
     // Before a stage is filled anew, all warps have seen those come that they waited for at the start.
-    const auto first_round_done = [] { asm volatile("bar.sync 3, %0;" ::"n"(PRODUCERS * WARP) : "memory"); };
+    const auto first_round_done = [] { sync_threads(3, PRODUCERS * WARP); };
     for (int count = 0; here.round + here.slot < total; count++) {
         const int stage = find(here), slot = here.slot, turn = count % AT_ONCE;
         if (turn == 0) {
@@ -234,9 +225,9 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         __syncwarp();
         if (lane == 0) sm90::barrier_expect(barrier, sum + task.parts * SHAPE::TOKEN_BYTES);
         __syncwarp();
-        if (bytes) copy_weights(weights, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
+        if (bytes) sm90::copy_bytes(weights, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
         // Weights may be fetched before the kernel in front is done, tokens not.
-        if (count == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (count == 0) sm90::wait_for_previous_launch();
         if (lane < task.parts)
             sm90::copy_box(memory.tokens + (slot * task.parts + lane) * SHAPE::TOKEN_BYTES, &task.x,
                            (stage * task.parts + lane) * TILE_COLS,
@@ -270,17 +261,17 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const auto release = [&](int stage) {
         if (stage >= 0 && thread == 0) sm90::barrier_arrive(memory.empty + stage * 8);
     };
-    const auto sync_consumers = [] { asm volatile("bar.sync 2, %0;" ::"n"(SHAPE::WARPGROUPS * 128) : "memory"); };
+    const auto sync_consumers = [] { sync_threads(2, SHAPE::WARPGROUPS * 128); };
     const bool meets = task.deal[cluster >= task.more].cut; // some blocks of the cluster
     // From here on, the other blocks of its item may send their sums here. What they overwrite was only read. Through
     // barriers, as a cluster's own with some warps waiting and others on their way never ends under compute-sanitizer.
     const auto let_send = [&] {
-        asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); // their barriers are there
+        sm90::cluster_wait(); // their barriers are there
         sync_consumers();
         if (threadIdx.x < work.pieces) sm90::barrier_arrive_remote(memory.may_send, rank - work.piece + threadIdx.x);
     };
     wait_for_barriers(SHAPE::THREADS);
-    if (meets) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if (meets) sm90::cluster_arrive();
     if (!SHAPE::MANY_SUMS && work.pieces && (!work.whole || task.parts == 1)) let_send();
     tile_ring ring;
     for (int round = 0; round < work.whole + (work.pieces > 0); round++) {
@@ -348,7 +339,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release(previous);
-        if (!round) asm volatile("griddepcontrol.wait;" ::: "memory"); // before y is written
+        if (!round) sm90::wait_for_previous_launch(); // before y is written
         if (whole && task.parts == 1) {
             const int64_t row = first_row + down * TILE_ROWS + part * 16 + lane / 4;
 #pragma unroll
@@ -418,7 +409,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             add_up(0, SUMS / 4);
         }
     }
-    if (meets && !work.pieces) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    if (meets && !work.pieces) sm90::cluster_wait();
 }
 
 template <typename T, int TOKENS>
@@ -427,8 +418,7 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using SHAPE = tile_shape<TOKENS>;
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint32_t base; // by way of asm, so that it is held and not made again in every loop
-    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::smem_address(shared)));
+    const uint32_t base = held(shared_address(shared));
     const tile_memory memory = tile_memory_of<TOKENS>(task, base);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
     int cluster, rank; // through shfl, as warpgroup: so the compiler knows that they are the same in all lanes
@@ -439,11 +429,11 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     if (warpgroup == SHAPE::WARPGROUPS) {
         sm90::give_registers<SHAPE::PRODUCER_REGISTERS>();
         tile_produce<TOKENS>(task, memory, cluster, rank);
-        if (task.deal[cluster >= task.more].cut) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+        if (task.deal[cluster >= task.more].cut) sm90::cluster_wait();
     } else {
         for (int i = threadIdx.x; i < TILE_VALUES / 4; i += SHAPE::WARPGROUPS * 128)
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
-        if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
+        if (threadIdx.x == 0) sm90::prefetch_map(&task.x);
         sm90::take_registers<SHAPE::REGISTERS>();
         tile_consume<T, TOKENS>(task, memory, cluster, rank, warpgroup);
     }
@@ -487,15 +477,15 @@ __global__ void __launch_bounds__(MMA_THREADS)
                              "l"(task.data + ((int64_t)from + i) * TILE_UNIT)
                              : "memory");
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     };
     float sums[OCTETS][4] = {};
     for (int stage = 0; stage + 1 < task.stages; stage++) fetch(stage);
     for (int stage = 0; stage < stages; stage++) {
         if (task.stages >= 4)
-            asm volatile("cp.async.wait_group 2;" ::: "memory");
+            wait_copies<2>();
         else
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
+            wait_copies<0>();
         __syncthreads();
         fetch(stage + task.stages - 1);
         const int k_tile = stage * MMA_ACROSS + across;

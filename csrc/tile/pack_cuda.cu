@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, 8)
 #pragma unroll
         for (int at = 0; at < PartRoom::VALUE_ROOM; at += WARP * 16)
             if (lane * 16 + at < bytes) copy_async_16(to + at, values + at);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     };
     PartHead here = head_of(0), next = head_of(1);
     fetch(here, 0);
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(THREADS, 8)
         fetch(next, !stage);
         here = next;
         next = head_of(i + 2);
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        wait_copies<1>();
         __syncwarp();
         const tile_lane own =
             places_of(((const uint32_t *)room.masks[stage])[lane], values_at + stage * sizeof room.values[0] + start);

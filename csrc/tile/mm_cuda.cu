@@ -120,10 +120,10 @@ struct tile_ring {
 };
 
 // The warps that fill the ring tell the others that the barriers are there.
-__device__ __forceinline__ void barriers_ready(int threads) {
+[[maybe_unused]] __device__ __forceinline__ void barriers_ready(int threads) {
     asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
 }
-__device__ __forceinline__ void wait_for_barriers(int threads) {
+[[maybe_unused]] __device__ __forceinline__ void wait_for_barriers(int threads) {
     sync_threads(1, threads);
 }
 
@@ -249,7 +249,6 @@ __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, i
     ((T *)task.y)[token * task.rows + row] = from_float<T>(sum);
 }
 
-// What a lane does with its part of a tile is tile_lane's, in fewer instructions.
 // With an offset of the load's own.
 template <int OFFSET>
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {
@@ -258,6 +257,7 @@ __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     return value;
 }
 
+// tile_lane in fewer instructions.
 struct mm_lane : tile_lane {
     template <int STEP>
     __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights) {
@@ -312,7 +312,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                                              int warpgroup) {
     using SHAPE = tile_shape<TOKENS>;
     constexpr int SUMS = TOKENS / 2;
-    const uint32_t first_thread = held(threadIdx.x % 128);
+    const uint32_t first_thread = held(threadIdx.x % 128); // 0; else it is asked for at every stage
     const int thread = threadIdx.x % 128, lane = thread % WARP, part = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const int down = warpgroup % task.down, across = warpgroup / task.down;
     const tile_work work(task, cluster, rank);

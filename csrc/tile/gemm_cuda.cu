@@ -263,13 +263,6 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         decode(step2);
         prepare(next, step3);
         decode(step3);
-#pragma unroll
-        for (int job = 0; job < JOBS; job++)
-#pragma unroll
-            for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[job][i])::"memory"); // all is loaded
-        __syncwarp();
-        if (lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
-        packed.advance(SHAPE::DECODERS, task.packed_units);
         if (SHAPE::PAIR == 1) hand_over();
 #pragma unroll
         for (int job = 0; job < JOBS; job++)
@@ -283,6 +276,11 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     store_matrices((at + job * JOB_TILES * DENSE_BYTES) ^ step << 5, a[job] + step * 4);
+        // Behind the stores, which wait for the values: an arrival can pass loads that are still on their way, and what came
+        // next into their place was read (once in some hundred products of pairs, H200).
+        __syncwarp();
+        if (lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
+        packed.advance(SHAPE::DECODERS, task.packed_units);
         stored = dense.slot;
         stored_unit = unit;
         dense.advance(SHAPE::DECODERS, SHAPE::DENSE_UNITS);

@@ -226,6 +226,7 @@ def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, monkeypatch:
 @pytest.mark.parametrize("way", GEMM_WAYS)
 def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks take several one after the other."""
+    monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
     monkeypatch.setenv("MACKO_TILE_GEMM", way)
     w, x, y = integer_problem(22_000, 450, 0.5, torch.float16)
     signs = torch.tensor([1.0, -1.0, 0.0]).repeat(200)[:, None]

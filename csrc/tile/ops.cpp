@@ -20,11 +20,12 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-// Up to how many tokens tile_mm_cuda multiplies; more go through dense rows and the library's GEMM. On an H200 dense rows
-// were the faster way at 2048 tokens and more, at five shapes of density 0.5.
-int64_t packed_tokens() {
-    const char *knob = getenv("MACKO_TILE_TOKENS");
-    return knob ? atoll(knob) : 1024;
+// Whether tokens are multiplied from the tiles; else through dense rows and the library's GEMM. Above 256 tokens tile_gemm
+// takes 512 at a time, in 1.18 of the library's time for as many; dense rows take as long as some 330 tokens of the
+// library's product (H200, density 0.5, seven shapes at 256 to 2048 tokens).
+bool takes_tiles(int64_t tokens) {
+    if (const char *knob = getenv("MACKO_TILE_TOKENS")) return tokens <= atoll(knob);
+    return tokens <= 512 || (tokens + 511) / 512 * 512 * 118 <= (tokens + 330) * 100;
 }
 #endif
 
@@ -232,7 +233,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
 #ifdef USE_CUDA
-    if (cols && tokens <= packed_tokens())
+    if (cols && takes_tiles(tokens))
         multiply(m, x, bias, y);
     else
         linear_by_tiles(x, rows, bias, y, [&](int64_t first, int64_t count, void *w) {

@@ -28,6 +28,12 @@ constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
 constexpr int GATHER_BYTES = 16384; // of sums that come at once
 constexpr int CHUNK = 32;           // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
+// Behind __syncwarp one lane arrives for its warp; for racecheck all of them can (docs/performance.md, "Checked").
+#ifdef MACKO_EVERY_LANE_ARRIVES
+constexpr int OF_WARP = WARP; // arrivals
+#else
+constexpr int OF_WARP = 1;
+#endif
 
 struct gemm_task {
     CUtensorMap x, y; // boxes of TILE_COLS columns by TOKENS tokens, and of TILE_ROWS rows by CHUNK tokens
@@ -316,7 +322,7 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         // Behind the stores, which wait for the values: an arrival can pass loads that are still on their way, and what came
         // next into their place was read (once in some hundred products of pairs, H200).
         __syncwarp();
-        if (lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
+        if (OF_WARP > 1 || lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
         packed.advance(SHAPE::DECODERS, task.packed_units);
         stored = dense.slot;
         stored_unit = unit;
@@ -552,7 +558,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         init(SHAPE::DENSE_FULL, SHAPE::DENSE_STAGES * DOWN, TILE_PARTS);
         init(SHAPE::DENSE_EMPTY, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR);
         init(SHAPE::PACKED_FULL, task.packed_units, SHAPE::JOBS);
-        init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS);
+        init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS * OF_WARP);
         init(SHAPE::GATHERED, DOWN * SHAPE::GATHER_SLOTS, 1);
         sm90::fence_barrier_init();
         sm90::fence_for_copies();

@@ -319,8 +319,8 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     store_matrices((at + job * JOB_TILES * DENSE_BYTES) ^ step << 5, a[job] + step * 4);
-        // Behind the stores, which wait for the values: an arrival can pass loads that are still on their way, and what came
-        // next into their place was read (once in some hundred products of pairs, H200).
+        // Behind the stores, which wait for the values. An arrival right behind the loads can overtake them, it seems: what came
+        // next into their place was read, in some of a thousand products of pairs (H200).
         __syncwarp();
         if (OF_WARP > 1 || lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
         packed.advance(SHAPE::DECODERS, task.packed_units);

@@ -260,6 +260,10 @@ def test_validate() -> None:
         tensors[name].view(-1).view(torch.int16)[index] += 1
         with pytest.raises(ValueError, match="not a sell weight"):
             SellWeight(**tensors, **sell.sizes()).validate()
+    tensors = {key: value.clone() for key, value in sell.tensors().items()}
+    tensors["perm"][1, [3, 40]] = tensors["perm"][1, [40, 3]]  # still a permutation, and the same matrix
+    with pytest.raises(ValueError, match="perm is not what packing"):
+        SellWeight(**tensors, **sell.sizes()).validate()
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ namespace {
 constexpr int MAX_TEAMS = 2;
 constexpr int MIN_STAGES = 3; // with 2 the ring runs dry
 constexpr int MAX_THREADS = (2 * (8 + 1) > SELL_MAX_WARPS + 1 ? 2 * (8 + 1) : SELL_MAX_WARPS + 1) * WARP;
+constexpr int X_AT_ONCE = 32; // words of x that a thread has on their way
 
 // N 16-bit values, the tokens of one column, from shared memory as words.
 template <int N>
@@ -32,65 +33,71 @@ template <typename T, int GAP_BITS, int N>
 __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t odd, uint32_t &address,
                                            float (&sum)[N]) {
     const uint32_t words[4] = {values.x, values.y, values.z, values.w};
-    const uint32_t pairs = even + odd;
-    // 6-bit gaps: sums of four entries fit a byte, those of eight do not, so the upper pairs start anew behind entry 3.
-    const uint32_t to_odd =
-        GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
-    const uint32_t to_even = to_odd - odd - 0x01010101u;
+    const auto [to_even, to_odd] = distances<GAP_BITS>(even, odd);
+    Tokens<N> x[8]; // all asked for before the first product, which waits
     for (int pair = 0; pair < 4; pair++) {
-        const uint32_t pick = 2u * N << (8 * pair);
-        const uint32_t last = __dp4a(to_odd, pick, address);
-        const Tokens<N> x[2] = {load_tokens(__dp4a(to_even, pick, address), Tokens<N>()),
-                                load_tokens(last, Tokens<N>())};
-        const float2 w = to_float2<T>(words[pair]);
-        for (int entry = 0; entry < 2; entry++)
-            for (int word = 0; word < N / 2; word++) {
-                const float2 two = to_float2<T>(x[entry].words[word]);
-                sum[2 * word] = fmaf(entry ? w.y : w.x, two.x, sum[2 * word]);
-                sum[2 * word + 1] = fmaf(entry ? w.y : w.x, two.y, sum[2 * word + 1]);
-            }
+        const uint32_t pick = 2u * N << (8 * pair), last = __dp4a(to_odd, pick, address);
+        x[2 * pair] = load_tokens(__dp4a(to_even, pick, address), Tokens<N>());
+        x[2 * pair + 1] = load_tokens(last, Tokens<N>());
         if (pair == 3 || (GAP_BITS == 6 && pair == 1)) address = last + 2 * N;
     }
-}
-
-// A lane's share of the slot at `offset` in the ring.
-template <typename T, int GAP_BITS, int N>
-__device__ __forceinline__ void multiply_step(LaneSlot at, uint32_t offset, uint32_t &address, float (&sum)[N]) {
-    uint32_t planes[4] = {};
-    for (int plane = 0; plane < GAP_BITS / 2; plane++)
-        planes[plane] = load_shared_4(at.planes + offset + plane * SELL_LANES * 4);
-    if (GAP_BITS % 2) {
-        const uint32_t nibbles = load_shared_2(at.nibbles + offset);
-        planes[GAP_BITS / 2] = nibbles | nibbles << 12; // nibbles 0, 2, 1, 3 are the low halves of bytes 0 to 3
+    for (int entry = 0; entry < 8; entry++) {
+        const float2 w = to_float2<T>(words[entry / 2]);
+        for (int word = 0; word < N / 2; word++) {
+            const float2 two = to_float2<T>(x[entry].words[word]);
+            sum[2 * word] = fmaf(entry % 2 ? w.y : w.x, two.x, sum[2 * word]);
+            sum[2 * word + 1] = fmaf(entry % 2 ? w.y : w.x, two.y, sum[2 * word + 1]);
+        }
     }
-    uint4 values[2];
-    for (int half = 0; half < 2; half++) values[half] = load_shared_16(at.values + offset + half * SELL_LANES * 16);
-    for (int half = 0; half < 2; half++)
-        multiply_8<T, GAP_BITS>(values[half], gap_field<GAP_BITS>(planes, 2 * half),
-                                gap_field<GAP_BITS>(planes, 2 * half + 1), address, sum);
 }
 
-// x [tokens, cols] into shared memory as [cols][N], zeros for the tokens that are missing and behind the last column.
+template <typename T, int GAP_BITS, int N>
+__device__ __forceinline__ void multiply_step(const Step &step, uint32_t &address, float (&sum)[N]) {
+    for (int half = 0; half < 2; half++)
+        multiply_8<T, GAP_BITS>(step.values[half], gap_field<GAP_BITS>(step.planes, 2 * half),
+                                gap_field<GAP_BITS>(step.planes, 2 * half + 1), address, sum);
+}
+
+// x [tokens, cols] into shared memory as [cols][N], zeros for the tokens that are missing.
 template <typename T, int N>
 __device__ __forceinline__ void interleave(const T *x, int tokens, int cols, uint8_t *shared, int thread, int threads) {
+    constexpr int COLS = N < 8 ? 4 : 2, PIECES = COLS * N / 8; // of a load, of 16 bytes of a load of each token
+    constexpr int LOADS = X_AT_ONCE / (4 * PIECES);            // all asked for before the first is needed
     const uint16_t *source = (const uint16_t *)x;
-    const int pairs = cols % 2 == 0 && (uintptr_t)x % 4 == 0 ? cols / 2 : 0;
-#pragma unroll(16 / N)
-    for (int pair = thread; pair < pairs; pair += threads) {
-        uint32_t in[N], out[N]; // out: the tokens of the even column, then those of the odd one
-        for (int n = 0; n < N; n++) in[n] = n < tokens ? *(const uint32_t *)(source + (int64_t)n * cols + 2 * pair) : 0;
-        for (int n = 0; n < N; n += 2) {
-            out[n / 2] = __byte_perm(in[n], in[n + 1], 0x5410);
-            out[N / 2 + n / 2] = __byte_perm(in[n], in[n + 1], 0x7632);
+    const int whole = cols % COLS == 0 && (uintptr_t)x % (2 * COLS) == 0 ? cols / COLS : 0;
+#pragma unroll 1
+    for (int first = thread; first < whole; first += LOADS * threads) {
+        uint32_t in[LOADS][N][COLS / 2];
+        for (int i = 0; i < LOADS; i++)
+            for (int n = 0; n < N; n++) {
+                const int at = first + i * threads;
+                const uint16_t *from = source + (int64_t)n * cols + at * COLS;
+                const bool there = n < tokens && at < whole;
+                if (COLS == 4) {
+                    const uint2 two = there ? *(const uint2 *)from : make_uint2(0, 0);
+                    in[i][n][0] = two.x, in[i][n][COLS / 2 - 1] = two.y;
+                } else {
+                    in[i][n][0] = there ? *(const uint32_t *)from : 0;
+                }
+            }
+        for (int i = 0; i < LOADS; i++) {
+            const int at = first + i * threads;
+            if (at >= whole) break;
+            uint4 out[PIECES]; // column after column
+            for (int word = 0; word < 4 * PIECES; word++) {
+                const int col = word / (N / 2), n = word % (N / 2) * 2;
+                ((uint32_t *)out)[word] =
+                    __byte_perm(in[i][n][col / 2], in[i][n + 1][col / 2], col % 2 ? 0x7632 : 0x5410);
+            }
+            uint4 *to = (uint4 *)shared + at * PIECES;
+            const bool swap = PIECES == 2 && thread & 4; // so that eight lanes write to all banks
+            to[swap] = swap ? out[PIECES - 1] : out[0];
+            if (PIECES == 2) to[!swap] = swap ? out[0] : out[PIECES - 1];
         }
-        uint8_t *to = shared + pair * (4 * N);
-        if (N == 2) *(uint2 *)to = make_uint2(out[0], out[1]);
-        for (int n = 0; n + 4 <= N; n += 4)
-            ((uint4 *)to)[n / 4] = make_uint4(out[n], out[n + 1], out[n + 2], out[n + 3]);
     }
-    for (int i = pairs * 2 * N + thread; i < cols * N; i += threads)
+#pragma unroll 1
+    for (int i = whole * COLS * N + thread; i < cols * N; i += threads)
         ((uint16_t *)shared)[i] = i % N < tokens ? source[(int64_t)(i % N) * cols + i / N] : 0;
-    for (int i = thread; i < SELL_STEP * N; i += threads) ((uint16_t *)shared)[cols * N + i] = 0;
 }
 
 // Bytes of x in shared memory. Padding points behind the columns, but is brought back after each step.
@@ -103,18 +110,19 @@ __host__ __device__ constexpr int sums_bytes(int n) {
 }
 
 struct Launch {
+    Ring ring;  // of a team
+    int teams;  // of a block
     int tokens; // 1..N
-    int teams;
-    int stages; // of a team's ring
 };
 
 /*
  * A block has one or two teams that share x. A team owns the rows of a block of the layout, has a ring and a table of
- * partial sums, and does what a block of spmv does: m.warps warps decode, one more keeps the ring full.
+ * partial sums, and does what a block of spmv does: m.warps warps decode, one more keeps the ring full. Shared memory
+ * holds the rings, x and zeros behind it, the tables.
  */
 template <typename T, int GAP_BITS, int N>
 __global__ void __launch_bounds__(MAX_THREADS, 1)
-    spmm(const sell_matrix m, const T *x, const T *bias, T *y, const Launch launch) {
+    spmm(const Launch launch, const sell_matrix m, const T *x, const T *bias, T *y) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ __align__(8) uint64_t barriers[MAX_TEAMS * 2 * SELL_MAX_STAGES];
@@ -123,52 +131,68 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     const int warps = m.warps, stage_bytes = warps * SLOT, cols = (int)m.cols, consumers = launch.teams * warps;
     const int block_warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const bool fetches = block_warp >= consumers;
-    const int team = fetches ? block_warp - consumers : block_warp / warps, warp = block_warp - team * warps;
-    const int block = blockIdx.x * launch.teams + team;
-    const uint32_t x_at = shared_address(shared);
-    float *sums = (float *)(shared + x_bytes(cols, N) + team * sums_bytes(N));
-    const uint32_t ring = x_at + x_bytes(cols, N) + launch.teams * sums_bytes(N) + team * launch.stages * stage_bytes;
+    const int team = fetches ? block_warp - consumers : block_warp >= warps, warp = block_warp - team * warps;
+    const int block = blockIdx.x * launch.teams + team, ring_bytes = launch.ring.stages * stage_bytes;
+    const uint32_t ring_at = shared_address(shared) + team * ring_bytes;
     const uint32_t filled = shared_address(barriers + team * 2 * SELL_MAX_STAGES),
                    emptied = filled + 8 * SELL_MAX_STAGES;
-
     if (fetches) {
-        const Ring whole = {launch.stages, launch.stages, launch.stages};
-        fill_ring<SLOT>(m, block, whole, ring, filled, emptied, headers[team], lane);
+        fill_ring<SLOT>(m, block, launch.ring, ring_at, filled, emptied, headers[team], lane);
         return;
     }
-    sell_block b = {}; // of a team without a block
-    if (block < m.num_blocks) b = load_block(m.blocks + block);
-    if (warp == 0 && lane == 0) headers[team] = b;
+    const int threads = warps * WARP, team_thread = warp * WARP + lane;
+    const bool owns = block < m.num_blocks;
+    if (team_thread < sizeof(sell_block) / 16) { // through shared memory for the same reason as in fill_ring
+        if (owns)
+            copy_async_16(shared_address(headers + team) + team_thread * 16,
+                          (const uint4 *)(m.blocks + block) + team_thread);
+        else
+            ((uint4 *)(headers + team))[team_thread] = make_uint4(0, 0, 0, 0);
+    }
+    commit_copies();
+    uint32_t base = owns ? m.bases[sell_first_base(block, warps, warp) + lane] : 0;
+
+    uint8_t *own_x = shared + launch.teams * ring_bytes;
+    if (threadIdx.x < SELL_STEP * N / 2) ((uint32_t *)(own_x + cols * 2 * N))[threadIdx.x] = 0;
     sm90::wait_for_previous_launch(); // from here on, what the previous kernel wrote may be read
-    interleave<T, N>(x, launch.tokens, cols, shared, threadIdx.x, consumers * WARP);
-    const int groups = sell_groups(&b), long_groups = sell_long_groups(&b), threads = warps * WARP;
-    uint32_t base = warp < groups ? m.bases[sell_first_base(block, warps, warp) + lane] : 0;
+    interleave<T, N>(x, launch.tokens, cols, own_x, threadIdx.x, consumers * WARP);
+    wait_copies<0>();
+    __syncthreads();
+    const sell_block b = load_block(&headers[team]);
 
     // Results are rows * N; 2^log_lanes lanes will add up one, next to it in the warp the lanes of the next results.
-    const int results = b.rows * N, team_thread = warp * WARP + lane;
+    const int results = b.rows * N;
     const int log_lanes = results && results < threads ? min(31 - __clz(small_quotient(threads, results)), 5) : 0;
     const int together = WARP >> log_lanes, own = warp * together + (lane & (together - 1));
+    const int part = lane >> (5 - log_lanes);
     int out = own < results ? m.perm[b.row + own / N] : 0;
 
     // Partial sums lie chunk by chunk, rows | 1 of them a chunk, N tokens each.
+    const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
     const int rows = max(b.rows, 1), stride = b.rows | 1;
-    const int group_chunks = rows <= threads ? small_quotient(threads, rows) : 0;
-    const int group_rows = threads - group_chunks * rows; // from a group of this warp to the next
-    int chunk = rows <= threads ? small_quotient(team_thread, rows) : 0, row = team_thread - chunk * rows;
-    const LaneSlot slot = lane_slot<GAP_BITS>(ring + warp * SLOT, lane);
-    const uint32_t ring_bytes = held(launch.stages * stage_bytes), first_barrier = held(filled);
-    const uint32_t x_end = held(x_at + 2 * N * cols);
+    const uint32_t x_at = held(shared_address(own_x)), x_end = held(x_at + 2 * N * cols);
+    const uint32_t sums = held(x_at + x_bytes(cols, N) + team * sums_bytes(N));
+    static_assert(SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
+    const auto place_of = [&](int group) { // where this lane's sums of a group go, 0 where it has none
+        const int task = group * WARP + lane, chunk = small_quotient(task, rows), row = task - chunk * rows;
+        return chunk < b.chunks ? held(sums + (chunk * stride + row) * (4 * N)) : 0;
+    };
+    // What the end needs is ready before it.
+    const uint32_t own_sums = held(sums + 4 * (part * stride * N + own));
+    const int num_sums = (int)held((b.chunks - part + (1 << log_lanes) - 1) >> log_lanes);
+    const LaneSlot slot = lane_slot<GAP_BITS>(ring_at + warp * SLOT, lane);
+    const uint32_t ring_end = held(ring_bytes), first_barrier = held(filled);
     uint32_t offset = 0, barrier = first_barrier, parity = 0;
     auto advance = [&] {
         offset += stage_bytes;
         barrier += 8;
-        if (offset == ring_bytes) offset = 0, barrier = first_barrier, parity ^= 1;
+        if (offset == ring_end) offset = 0, barrier = first_barrier, parity ^= 1;
     };
-    __syncthreads();
     int stages_left = b.stages;
 #pragma unroll 1
     for (int group = warp; group < groups; group += warps) {
         uint32_t address = x_at + 2 * N * base;
+        const uint32_t place = place_of(group);
         if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
         float sum[N] = {};
         int steps = b.steps - (group >= long_groups);
@@ -176,18 +200,17 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #pragma unroll 1
         do {
             barrier_wait(barrier, parity);
-            multiply_step<T, GAP_BITS>(slot, offset, address, sum);
-            address = min(address, x_end);
+            const Step step = load_step<GAP_BITS>(slot, offset);
             __syncwarp();
-            give_back(barrier + 8 * SELL_MAX_STAGES, lane);
+            give_back(barrier + 8 * SELL_MAX_STAGES, lane); // before decoding: all of the ring is on its way
+            multiply_step<T, GAP_BITS>(step, address, sum);
+            address = min(address, x_end);
             advance();
         } while (--steps);
-        if (chunk < b.chunks)
+        if (place)
             for (int n = 0; n < N; n += 2)
-                ((float2 *)sums)[((chunk * stride + row) * N + n) / 2] = make_float2(sum[n], sum[n + 1]);
-        chunk += group_chunks;
-        row += group_rows;
-        if (row >= rows) row -= rows, chunk++;
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place + 4 * n), "f"(sum[n]), "f"(sum[n + 1])
+                             : "memory");
     }
 #pragma unroll 1
     for (; stages_left > 0; stages_left--) { // the ring waits for all warps, so those with less to do go along
@@ -197,11 +220,23 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     }
     sync_threads(1 + team, threads);
 
+    const uint32_t sum_bytes = stride * N * 4 << log_lanes; // from one sum of a lane to its next
+    uint32_t at = own_sums;
 #pragma unroll 1
-    for (int result = own; result - (own & (together - 1)) < results; result += warps * together) {
+    for (int result = own; result - (own & (together - 1)) < results;
+         result += warps * together, at += warps * together * 4) {
         float sum = 0;
-        if (result < results)
-            for (int c = lane / together; c < b.chunks; c += 1 << log_lanes) sum += sums[c * stride * N + result];
+        uint32_t from = at;
+#pragma unroll 1
+        for (int left = result < results ? num_sums : 0; left > 0;
+             left -= SUMS_AT_ONCE, from += SUMS_AT_ONCE * sum_bytes) {
+            float some[SUMS_AT_ONCE];
+            for (int i = 0; i < SUMS_AT_ONCE; i++)
+                some[i] = i < left ? __uint_as_float(load_shared_4(from + i * sum_bytes)) : 0;
+            for (int i = 0; i < SUMS_AT_ONCE; i += 4) sum += (some[i] + some[i + 1]) + (some[i + 2] + some[i + 3]);
+        }
+        __syncwarp();
+#pragma unroll 1
         for (int distance = together; distance < WARP; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
         const int token = result % N;
         if (result < results && token < launch.tokens && lane < together) {
@@ -212,7 +247,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #endif
 }
 
-// Shared memory and teams for N tokens. stages is 0 where x and the partial sums leave no room for a ring.
+// Shared memory and teams for N tokens. ring.stages is 0 where x and the partial sums leave no room for a ring.
 Launch shape_of(const sell_matrix &m, int n, const sell_device &device, int *shared_bytes) {
     const int stage = m.warps * sell_slot_bytes(m.gap_bits), room = device.shared_per_block - SELL_BARRIER_BYTES;
     for (int teams = m.warps <= 8 && m.num_blocks > device.num_sms ? MAX_TEAMS : 1; teams; teams--) {
@@ -220,13 +255,13 @@ Launch shape_of(const sell_matrix &m, int n, const sell_device &device, int *sha
         const int fit = (room - fixed) / (teams * stage), wanted = (80 * 1024 / teams + stage / 2) / stage;
         const int stages = std::min({fit, std::max(wanted, int(SELL_MIN_STAGES)), int(SELL_MAX_STAGES)});
         *shared_bytes = fixed + teams * stages * stage;
-        if (stages >= MIN_STAGES) return {0, teams, stages};
+        if (stages >= MIN_STAGES) return {{stages, 0, 0}, teams, 0};
     }
-    return {0, 1, 0};
+    return {};
 }
 
 template <typename T, int GAP_BITS, int N>
-cudaError_t launch_spmm(const sell_matrix &m, const Launch &launch, int shared_bytes, const T *x, const T *bias, T *y,
+cudaError_t launch_spmm(const sell_matrix &m, Launch launch, int shared_bytes, const T *x, const T *bias, T *y,
                         cudaStream_t stream) {
     Device device;
     cudaError_t error = current_device(&device);
@@ -242,7 +277,13 @@ cudaError_t launch_spmm(const sell_matrix &m, const Launch &launch, int shared_b
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = may_overlap(stream, config.blockDim.x) ? 1 : 0;
-    return cudaLaunchKernelEx(&config, spmm<T, GAP_BITS, N>, m, x, bias, y, launch);
+    launch.ring = ring_of(m, launch.ring.stages, config.numAttrs);
+    // x comes the sooner, the fewer stages are asked for before it: 2 where decoding takes longer than the weights' way
+    // from memory, or where there are few; else 3. H200, chained, 2 / 3 / all: 7.48 / 8.03 / 8.35 us for 4 tokens
+    // (4096 x 4096, density 0.3), 5.68 / 6.06 / 6.31 for 2, 21.2 / 20.7 / 21.0 for 2 (8192 x 8192, density 0.5).
+    const bool few = config.numAttrs && m.slots <= (int64_t)10 * m.num_blocks * m.warps;
+    launch.ring.first = N > 2 || few ? 2 : 3;
+    return cudaLaunchKernelEx(&config, spmm<T, GAP_BITS, N>, launch, m, x, bias, y);
 }
 
 template <typename T, int GAP_BITS>
@@ -286,7 +327,7 @@ cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, 
         Launch launch = {};
         for (; n > 1; n /= 2) { // the most tokens that fit
             launch = shape_of(*s, n, device, &shared_bytes);
-            if (launch.stages) break;
+            if (launch.ring.stages) break;
         }
         launch.tokens = (int)std::min<int64_t>(n, left);
         if (n == 1)

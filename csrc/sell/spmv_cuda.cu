@@ -6,7 +6,6 @@ using namespace macko;
 namespace {
 
 constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES; // an immediate of the instruction that waits
-constexpr int SUMS_AT_ONCE = 8;                  // that a lane reads from shared memory before it adds
 
 // How a block brings its slots into shared memory.
 enum Copy {
@@ -14,20 +13,13 @@ enum Copy {
     CP_ASYNC, // sm_80 and up: each warp fetches its own slots, 16 bytes a lane
 };
 
-/*
- * Eight products. even and odd hold the gaps of entries 0, 2, 4, 6 and 1, 3, 5, 7; `address` that of the first x not
- * passed yet. One multiplication gives the four sums of gaps up to an odd entry (at most 8 * 31 + 7 < 256), and dp4a
- * picks a byte, scales it and adds the address, so that an x costs one instruction and its load.
- */
+// Eight products; `address` is that of the first x not passed yet. dp4a picks a byte of the distances, scales it and adds
+// the address, so that an x costs one instruction and its load.
 template <typename T, int GAP_BITS>
 __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t odd, uint32_t &address,
                                            float (&sum)[2]) {
     const uint32_t words[4] = {values.x, values.y, values.z, values.w};
-    const uint32_t pairs = even + odd;
-    // 6-bit gaps: sums of four entries fit a byte, those of eight do not, so the upper pairs start anew behind entry 3.
-    const uint32_t to_odd =
-        GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
-    const uint32_t to_even = to_odd - odd - 0x01010101u;
+    const auto [to_even, to_odd] = distances<GAP_BITS>(even, odd);
     uint16_t x[8]; // all asked for before the first product, which waits
     for (int pair = 0; pair < 4; pair++) {
         const uint32_t pick = 2u << (8 * pair), last = __dp4a(to_odd, pick, address);
@@ -40,26 +32,6 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
         sum[0] = fmaf(w.x, widen<T>(x[2 * pair]), sum[0]);
         sum[1] = fmaf(w.y, widen<T>(x[2 * pair + 1]), sum[1]);
     }
-}
-
-// A lane's share of a slot.
-struct Step {
-    uint4 values[2];
-    uint32_t planes[4];
-};
-
-template <int GAP_BITS>
-__device__ __forceinline__ Step load_step(LaneSlot at, uint32_t offset) {
-    Step step = {};
-    for (int plane = 0; plane < GAP_BITS / 2; plane++)
-        step.planes[plane] = load_shared_4(at.planes + offset + plane * SELL_LANES * 4);
-    if (GAP_BITS % 2) {
-        const uint32_t nibbles = load_shared_2(at.nibbles + offset);
-        step.planes[GAP_BITS / 2] = nibbles | nibbles << 12; // nibbles 0, 2, 1, 3 are the low halves of bytes 0 to 3
-    }
-    for (int half = 0; half < 2; half++)
-        step.values[half] = load_shared_16(at.values + offset + half * SELL_LANES * 16);
-    return step;
 }
 
 template <typename T, int GAP_BITS>
@@ -248,14 +220,7 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
                         T *y, bool chained, cudaStream_t stream) {
     const cudaError_t error = allow_all_shared_memory<spmv<T, GAP_BITS, COPY>>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
-    // Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200,
-    // 2 against all of them: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22 (11008 x 4096),
-    // 20.0 / 19.7 with 32 (8192 x 8192).
-    const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
-    // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
-    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
-    const Ring ring = {shape.stages, number("MACKO_EARLY", few ? 2 : shape.stages),
-                       chained ? shape.stages : sell_min(number("MACKO_FIRST", 3), shape.stages)};
+    const Ring ring = ring_of(m, shape.stages, chained);
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

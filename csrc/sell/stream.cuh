@@ -8,6 +8,7 @@
 namespace macko {
 
 constexpr int VALUE_BYTES = SELL_LANES * SELL_STEP * 2; // of a slot; its gaps follow
+constexpr int SUMS_AT_ONCE = 8;                         // that a lane reads from shared memory before it adds
 
 // A value as bits -> float.
 template <typename T>
@@ -33,6 +34,21 @@ __device__ __forceinline__ uint32_t gap_field(const uint32_t (&planes)[4], int f
     return gaps & ONES * ((1u << GAP_BITS) - 1);
 }
 
+// From the first x not passed yet to those of eight entries, in columns, a byte each: to_even entries 0, 2, 4, 6, to_odd
+// entries 1, 3, 5, 7. even and odd hold their gaps. One multiplication gives the four sums of gaps up to an odd entry (at
+// most 8 * 31 + 7 < 256). 6-bit gaps: sums of four entries fit a byte, those of eight do not, so the upper pairs start
+// anew behind entry 3.
+struct Distances {
+    uint32_t to_even, to_odd;
+};
+template <int GAP_BITS>
+__device__ __forceinline__ Distances distances(uint32_t even, uint32_t odd) {
+    const uint32_t pairs = even + odd;
+    const uint32_t to_odd =
+        GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
+    return {to_odd - odd - 0x01010101u, to_odd};
+}
+
 // Where in a slot a lane's share lies.
 struct LaneSlot {
     uint32_t values, planes, nibbles;
@@ -42,6 +58,26 @@ template <int GAP_BITS>
 __device__ __forceinline__ LaneSlot lane_slot(uint32_t slot, int lane) {
     const uint32_t gaps = slot + VALUE_BYTES;
     return {held(slot + lane * 16), held(gaps + lane * 4), held(gaps + GAP_BITS / 2 * SELL_LANES * 4 + lane * 2)};
+}
+
+// A lane's share of a slot.
+struct Step {
+    uint4 values[2];
+    uint32_t planes[4];
+};
+
+template <int GAP_BITS>
+__device__ __forceinline__ Step load_step(LaneSlot at, uint32_t offset) {
+    Step step = {};
+    for (int plane = 0; plane < GAP_BITS / 2; plane++)
+        step.planes[plane] = load_shared_4(at.planes + offset + plane * SELL_LANES * 4);
+    if (GAP_BITS % 2) {
+        const uint32_t nibbles = load_shared_2(at.nibbles + offset);
+        step.planes[GAP_BITS / 2] = nibbles | nibbles << 12; // nibbles 0, 2, 1, 3 are the low halves of bytes 0 to 3
+    }
+    for (int half = 0; half < 2; half++)
+        step.values[half] = load_shared_16(at.values + offset + half * SELL_LANES * 16);
+    return step;
 }
 
 // A barrier's phase ends when all arrivals and all announced bytes are in.
@@ -88,6 +124,19 @@ struct Ring {
     int early;  // stages to fetch before the previous kernel's end is waited for
     int first;  // stages to fetch before x is waited for, those among them
 };
+
+/*
+ * Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200,
+ * spmv, 2 against all of them: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22
+ * (11008 x 4096), 20.0 / 19.7 with 32 (8192 x 8192). Behind an ordinary kernel three stages a block are enough to keep
+ * memory busy until x is there, and the first of them is complete the sooner the fewer there are (docs/performance.md has
+ * the times of 1, 2 and 4).
+ */
+inline Ring ring_of(const sell_matrix &m, int stages, bool chained) {
+    const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
+    return {stages, number("MACKO_EARLY", few ? 2 : stages),
+            chained ? stages : sell_min(number("MACKO_FIRST", 3), stages)};
+}
 
 /*
  * The work of the warp that keeps a ring full for the m.warps warps that decode. Barriers in shared memory, one a stage:

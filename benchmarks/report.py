@@ -801,9 +801,12 @@ def slide_table(linears: SlideLines, name: str, llama: bool = False) -> str:
 def slide_times_table(linears: SlideLines, name: str) -> str:
     """Microseconds of every side at a few numbers of tokens."""
     sides = ("dense", "2:4", "4:6", "6:8", "torch", "bf16")
+    shapes = list(dict.fromkeys(shape for _, shape, _, _ in linears))  # in the order of the lines
     rows = [
         [shape, f"{tokens}", *(f"{found[side]['us']:.1f}" if side in found else "-" for side in sides)]
-        for (type_name, shape, tokens, mode), found in linears.items()
+        for (type_name, shape, tokens, mode), found in sorted(
+            linears.items(), key=lambda entry: (shapes.index(entry[0][1]), entry[0][2])
+        )
         if type_name == name and (tokens, mode) in SLIDE_SHOWN
     ]
     return table(["linear", "tokens", *sides], rows)

@@ -705,6 +705,7 @@ def test_own_table_counts_before_the_shipped_one(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.gpu
+@needs_capture
 def test_measured_table_is_what_the_choice_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     table = slide_choice.measure(dtypes=["int8"], patterns=["2:4"], shapes=[(256, 512)], tokens=[1, 64])
     monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: table)

@@ -28,6 +28,17 @@ struct tile_lane {
     uint32_t start, own[2],
         sum[2]; // sum: of the groups' values, a byte each, over the lanes up to this one: at most 128
 
+    // The lane's counts, four bits each, and the first two steps of their sums over the lanes.
+    __device__ __forceinline__ void add_counts(uint32_t both) {
+        own[0] = both & 0x0f0f0f0fu;
+        own[1] = both >> 4 & 0x0f0f0f0fu;
+        add_from_below(both, 1); // at most 8 still
+        sum[0] = both & 0x0f0f0f0fu;
+        sum[1] = both >> 4 & 0x0f0f0f0fu;
+#pragma unroll
+        for (int half = 0; half < 2; half++) add_from_below(sum[half], 2);
+    }
+
     template <int STEP>
     __device__ __forceinline__ void prepare(uint32_t place, int part, int lane) {
         if (STEP == 0) {
@@ -45,13 +56,7 @@ struct tile_lane {
             uint32_t both = 0;
 #pragma unroll
             for (int j = 0; j < 4; j++) both += __dp4a(mask >> j & 0x11111111u, 0x01010101u, 0u) << (8 * j);
-            own[0] = both & 0x0f0f0f0fu;
-            own[1] = both >> 4 & 0x0f0f0f0fu;
-            add_from_below(both, 1); // at most 8 still
-            sum[0] = both & 0x0f0f0f0fu;
-            sum[1] = both >> 4 & 0x0f0f0f0fu;
-#pragma unroll
-            for (int half = 0; half < 2; half++) add_from_below(sum[half], 2);
+            add_counts(both);
         } else if (STEP == 2) {
 #pragma unroll
             for (int distance = 4; distance < WARP; distance *= 2)

@@ -32,6 +32,16 @@ struct tile_deal {
     int chunk_bits;        // log2 of the places (threads of an item's row blocks) whose sums a block adds up
 };
 
+// Weights of dp4a, a byte each. They come with the launch, as dp4a takes them from there itself: immediates go through
+// uniform registers, an instruction each time.
+struct tile_weights {
+    uint32_t one = 0x01010101, one_up = 0x80808080;                 // 1, and 1 << 7
+    uint32_t two[4] = {0x2, 0x200, 0x20000, 0x2000000};             // for one byte
+    uint32_t below[4] = {0, 0x2, 0x202, 0x20202}, all = 0x02020202; // for all bytes in front of one; for all
+    uint32_t back[2][4] = {{0, 0xfe, 0xfefe, 0xfefefe},
+                           {0, 0xff, 0xffff, 0xffffff}}; // -2, or -1, for those in front of one
+};
+
 struct tile_task {
     CUtensorMap x; // boxes of TILE_COLS columns and the kernel's number of tokens
     const uint8_t *data;
@@ -41,12 +51,12 @@ struct tile_task {
     int64_t rows;
     int tokens, row_blocks, col_blocks;
     int down, parts; // row blocks of an item, and how many k tiles of each a stage has; warpgroups = down * parts
-    int token_tiles, k_stages; // item = group of row blocks * token_tiles + token tile; its stages
-    int cluster, clusters;     // blocks of a cluster
-    int more;                  // clusters that have an item more than the others
-    tile_deal deal[2];         // of theirs, and of the others
-    int stages, run_bytes;     // room for the weights of a row block in a stage
-    int chunk_bits;            // as of a deal, for a whole item
+    int k_stages, chunk_bits; // of an item: its stages; as of a deal
+    int cluster, clusters;    // blocks of a cluster
+    int more;                 // clusters that have an item more than the others
+    tile_deal deal[2];        // of theirs, and of the others
+    int stages, run_bytes;    // room for the weights of a row block in a stage
+    tile_weights weights;
 };
 
 template <int TOKENS>
@@ -104,22 +114,16 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
     return m;
 }
 
+// A stage of the ring, as a consumer needs it.
 struct tile_ring {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void next(int stages) {
-        if (++stage == stages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
+    uint32_t full, tokens, phase; // its barrier; the lower half of its tokens' descriptor
 };
 
 // The warps that fill the ring tell the others that the barriers are there.
-__device__ __forceinline__ void barriers_ready(int threads) {
+[[maybe_unused]] __device__ __forceinline__ void barriers_ready(int threads) {
     asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
 }
-__device__ __forceinline__ void wait_for_barriers(int threads) {
+[[maybe_unused]] __device__ __forceinline__ void wait_for_barriers(int threads) {
     sync_threads(1, threads);
 }
 
@@ -161,8 +165,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     const auto load_offsets = [&] {
         const int stage = find(load);
         const bool more = load.round + load.slot < total;
-        const int row_block =
-            (task.token_tiles == 1 ? load.item : load.item / task.token_tiles) * task.down + entry_row;
+        const int row_block = load.item * task.down + entry_row;
         const int tile = min(stage * task.parts + entry_tile, task.col_blocks);
         for (int i = 0; i < AT_ONCE; i++) next(load);
         return more && entry_row < task.down && row_block < task.row_blocks
@@ -230,8 +233,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         if (count == 0) sm90::wait_for_previous_launch();
         if (lane < task.parts)
             sm90::copy_box(memory.tokens + (slot * task.parts + lane) * SHAPE::TOKEN_BYTES, &task.x,
-                           (stage * task.parts + lane) * TILE_COLS,
-                           task.token_tiles == 1 ? 0 : here.item % task.token_tiles * TOKENS, barrier);
+                           (stage * task.parts + lane) * TILE_COLS, 0, barrier);
         __syncwarp();
         next(here);
         if (here.slot == warp) phase ^= 1;
@@ -247,19 +249,89 @@ __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, i
     ((T *)task.y)[token * task.rows + row] = from_float<T>(sum);
 }
 
+// With an offset of the load's own.
+template <int OFFSET>
+__device__ __forceinline__ uint32_t load_value(uint32_t at) {
+    uint32_t value;
+    asm("ld.shared.u16 %0, [%1 + %2];" : "=r"(value) : "r"(at), "n"(OFFSET));
+    return value;
+}
+
+// tile_lane in fewer instructions.
+struct mm_lane : tile_lane {
+    template <int STEP>
+    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights) {
+        if (STEP == 1) {
+            // Groups j and j + 4 of the four bytes at once. No bit is moved: each counts 1 << j.
+            const uint32_t low =
+                __dp4a(mask & 0x22222222u, weights.one_up, __dp4a(mask & 0x11111111u, weights.one, 0u));
+            const uint32_t high =
+                __dp4a(mask & 0x88888888u, weights.one_up, __dp4a(mask & 0x44444444u, weights.one, 0u));
+            add_counts(low + (high << 14));
+        } else if (STEP == 3) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t total = __shfl_sync(FULL_WARP, sum[half], WARP - 1), before = sum[half] - own[half];
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    at[half * 4 + j] =
+                        __dp4a(before, weights.two[j], j ? __dp4a(total, weights.below[j], start) : start);
+                start = __dp4a(total, weights.all, start);
+            }
+        } else {
+            tile_lane::prepare<STEP>(place, part, lane);
+        }
+    }
+
+    // Of each element of group j that has no value, 1 << j % 2 in its byte: one shift serves two groups.
+    __device__ __forceinline__ uint32_t missing(int j) const {
+        return ~(mask >> (j & ~1)) & 0x01010101u << j % 2;
+    }
+
+    // As if each element had a value, and back by those that are missing: what is added for each is free.
+    __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD], const tile_weights &weights) const {
+        const int m = missing(j), from = at[j];
+        const uint32_t (&back)[4] = weights.back[j % 2];
+        values[0] = load_value<0>(from);
+        values[1] = load_value<2>(__dp4a(m, (int)back[1], from));
+        values[2] = load_value<4>(__dp4a(m, (int)back[2], from));
+        values[3] = load_value<6>(__dp4a(m, (int)back[3], from));
+    }
+
+    __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
+                                          uint32_t &high) const {
+        const uint32_t selectors = 0x54105410u + (0x22u >> j % 2) * missing(j);
+        low = byte_permute(values[0], values[1], selectors);
+        high = byte_permute(values[2], values[3], selectors >> 16);
+    }
+};
+
 // A warpgroup: one row block, or a part of its columns.
 template <typename T, int TOKENS>
 __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_memory &memory, int cluster, int rank,
                                              int warpgroup) {
     using SHAPE = tile_shape<TOKENS>;
     constexpr int SUMS = TOKENS / 2;
+    const uint32_t first_thread = held(threadIdx.x % 128); // 0; else it is asked for at every stage
     const int thread = threadIdx.x % 128, lane = thread % WARP, part = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const int down = warpgroup % task.down, across = warpgroup / task.down;
     const tile_work work(task, cluster, rank);
-    const uint64_t tokens = sm90::descriptor<128>(memory.tokens + across * SHAPE::TOKEN_BYTES);
-    const int stage_tokens = task.parts * SHAPE::TOKEN_BYTES >> 4;
-    const auto release = [&](int stage) {
-        if (stage >= 0 && thread == 0) sm90::barrier_arrive(memory.empty + stage * 8);
+    // The upper half of a descriptor is the same for all.
+    const uint64_t descriptor = sm90::descriptor<128>(memory.tokens + across * SHAPE::TOKEN_BYTES);
+    const uint32_t stage_tokens = task.parts * SHAPE::TOKEN_BYTES >> 4, full_end = memory.full + task.stages * 8;
+    const tile_ring begin{memory.full, held((uint32_t)descriptor), 0};
+    const uint32_t places = memory.places + warpgroup * 4 - 2 * memory.full; // and twice the barrier
+    const auto next_stage = [&](tile_ring &ring) {
+        ring.full += 8;
+        ring.tokens += stage_tokens;
+        if (ring.full == full_end) {
+            ring.full = begin.full;
+            ring.tokens = begin.tokens;
+            ring.phase ^= 1;
+        }
+    };
+    const auto release = [&](uint32_t full) {
+        if (full && first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
     const auto sync_consumers = [] { sync_threads(2, SHAPE::WARPGROUPS * 128); };
     const bool meets = task.deal[cluster >= task.more].cut; // some blocks of the cluster
@@ -273,57 +345,64 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     wait_for_barriers(SHAPE::THREADS);
     if (meets) sm90::cluster_arrive();
     if (!SHAPE::MANY_SUMS && work.pieces && (!work.whole || task.parts == 1)) let_send();
-    tile_ring ring;
+    tile_ring ring = begin;
     for (int round = 0; round < work.whole + (work.pieces > 0); round++) {
         const bool whole = round < work.whole;
         const int item = whole ? work.item + round * work.step : work.cut_item;
         const int first = whole ? 0 : work.first, last = whole ? task.k_stages : work.last;
-        const int64_t first_row =
-            (int64_t)(task.token_tiles == 1 ? item : item / task.token_tiles) * task.down * TILE_ROWS;
-        const int first_token = task.token_tiles == 1 ? 0 : item % task.token_tiles * TOKENS;
+        const int64_t first_row = (int64_t)item * task.down * TILE_ROWS;
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
+        sm90::settle(sums);
         // A tile is prepared while the one before it is multiplied; so are its first values fetched.
-        tile_lane here, next;
+        mm_lane here, next;
         uint32_t values[2][2][TILE_QUAD], place;
         const auto find = [&](const tile_ring &at) {
-            sm90::barrier_wait(memory.full + at.stage * 8, at.phase);
-            sm90::load(place, memory.places + at.stage * 16 + warpgroup * 4);
+            sm90::barrier_wait(at.full, at.phase);
+            sm90::load(place, places + 2 * at.full);
         };
-        int previous = -1;
+        uint32_t previous = 0;
         tile_ring ahead = ring;
         if (first < last) {
             find(ring);
-            next.prepare<0>(place, part, lane);
-            next.prepare<1>(place, part, lane);
-            next.prepare<2>(place, part, lane);
-            next.prepare<3>(place, part, lane);
-            next.load(0, values[0][0]);
-            next.load(1, values[0][1]);
-            ahead.next(task.stages);
+            next.prepare<0>(place, part, lane, task.weights);
+            next.prepare<1>(place, part, lane, task.weights);
+            next.prepare<2>(place, part, lane, task.weights);
+            next.prepare<3>(place, part, lane, task.weights);
+            next.load(0, values[0][0], task.weights);
+            next.load(1, values[0][1], task.weights);
+            next_stage(ahead);
         }
 #pragma unroll 1
         for (int stage = first; stage < last; stage++) {
             here = next;
             if (stage + 1 < last) find(ahead);
-            const uint64_t b = tokens + ring.stage * stage_tokens;
+            const uint64_t b = descriptor >> 32 << 32 | ring.tokens;
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
                 if (STEP < 3) {
-                    here.load(2 * STEP + 2, values[(STEP + 1) % 2][0]);
-                    here.load(2 * STEP + 3, values[(STEP + 1) % 2][1]);
+                    here.load(2 * STEP + 2, values[(STEP + 1) % 2][0], task.weights);
+                    here.load(2 * STEP + 3, values[(STEP + 1) % 2][1], task.weights);
                 }
-                next.prepare<STEP>(place, part, lane); // behind the last tile: that one again
+                next.prepare<STEP>(place, part, lane, task.weights); // behind the last tile: that one again
                 if (STEP == 3) {
-                    next.load(0, values[0][0]);
-                    next.load(1, values[0][1]);
+                    next.load(0, values[0][0], task.weights);
+                    next.load(1, values[0][1], task.weights);
                 }
-                sm90::wgmma_wait<3>(); // the product that read these registers last
+                // The products that read these registers last. All of the stage before have ended two tiles into this
+                // one: that stage goes back then, not a product later (H200: less time at every shape, most at 64 tokens).
+                if (STEP == 0) sm90::wgmma_wait<1>();
+                if (STEP == 1) {
+                    sm90::wgmma_wait<0>();
+                    release(previous);
+                }
                 here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
                 here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
-                sm90::wgmma_begin();
+                if (STEP % 2 == 0) return;
+                sm90::wgmma_begin(); // two together: the warps wait for each other every time
+                tile_wgmma<T, TOKENS>::multiply(sums, a[STEP & 2], b + 2 * (STEP & 2));
                 tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
                 sm90::wgmma_commit();
             };
@@ -331,10 +410,9 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             multiply(std::integral_constant<int, 1>());
             multiply(std::integral_constant<int, 2>());
             multiply(std::integral_constant<int, 3>());
-            release(previous); // its last product was waited for
-            previous = ring.stage;
+            previous = ring.full;
             ring = ahead;
-            ahead.next(task.stages);
+            next_stage(ahead);
         }
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
@@ -344,7 +422,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             const int64_t row = first_row + down * TILE_ROWS + part * 16 + lane / 4;
 #pragma unroll
             for (int i = 0; i < SUMS; i++)
-                tile_store<T>(task, row + i / 2 % 2 * 8, first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sums[i]);
+                tile_store<T>(task, row + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2, sums[i]);
             continue;
         }
         // A place is a thread of one of the item's row blocks. Each block that has a piece of the item adds up the sums
@@ -370,7 +448,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                     for (int j = 0; j < 4; j++) sum[j] += next[j];
                 }
                 const int64_t row = first_row + at / WARP * 16 + at % WARP / 4;
-                for (int j = 0; j < 4; j++) tile_store<T>(task, row + j / 2 * 8, first_token + token + j % 2, sum[j]);
+                for (int j = 0; j < 4; j++) tile_store<T>(task, row + j / 2 * 8, token + j % 2, sum[j]);
             }
         };
         const auto store = [](uint32_t to, const float *v) {
@@ -588,7 +666,6 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     if (error) return error;
     cudaLaunchConfig_t config{};
     tile_task task = task_of(m, tokens, bias, y);
-    task.token_tiles = (int)ceil_div(tokens, TOKENS);
     double least = 1e30;
     // Row blocks of an item: up to 16 tokens one, which evens the work best (H200); as many as can be where tiles are so
     // full that the ring would not fit beside the sums. Above, tokens are much of what comes, and several row blocks share
@@ -597,7 +674,7 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
         if (TOKENS <= 16 && task.down) break;
         const int parts = SHAPE::WARPGROUPS / down;
         const int k_stages = (int)ceil_div(task.col_blocks, parts);
-        const int items = (int)ceil_div(task.row_blocks, down) * task.token_tiles;
+        const int items = (int)ceil_div(task.row_blocks, down);
         const int run_bytes = (int)ceil_div((int64_t)parts * m.widest * TILE_UNIT + 128 + 16, 128) * 128;
         const int stage_bytes = parts * SHAPE::TOKEN_BYTES + down * run_bytes;
         for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= std::max(1, k_stages); blocks++) {

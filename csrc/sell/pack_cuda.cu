@@ -386,7 +386,7 @@ __global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t
                 gaps[i] = inside ? columns[at] - next : 0;
                 next += gaps[i] + 1;
             }
-            uint8_t *slot = data + slot_bytes * places.slot(s, stage + step, warp);
+            uint8_t *slot = data + (uint64_t)places.slot(s, stage + step, warp) * slot_bytes;
             for (int half = 0; half < 2; half++) {
                 uint4 packed;
                 uint32_t *words = &packed.x;

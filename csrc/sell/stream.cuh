@@ -188,26 +188,35 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
     for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
 }
 
-// sell_slot for many steps of one block: the steps of its pairs of warps are counted once.
+// sell_slot for many steps of one block. Its pairs of warps have three numbers of steps at most, counted once: `most`,
+// and, of the pairs behind those, `middle` and `least`.
 struct Places {
-    int64_t tail_slot; // where stage 0 would be behind the head
-    int block, least_steps, pair_steps[SELL_MAX_WARPS / 2];
+    uint32_t tail_slot; // where stage 0 would be behind the head; slots of a matrix are less than 2^31
+    int block, most, middle, least, num_middle, num_least;
 
     __device__ void find(const sell_matrix &s, const sell_block &b, int of_block) {
+        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
+        const int turns = small_quotient(groups + s.warps - 1, s.warps);
+        const int long_turns = small_quotient(long_groups + s.warps - 1, s.warps);
+        // Pairs that have a group in the last turn, and a long one in the last turn of those.
+        const int pairs = (groups - (turns - 1) * s.warps + 1) / 2;
+        const int long_pairs = (long_groups - (long_turns - 1) * s.warps + 1) / 2;
         block = of_block;
-        tail_slot = sell_tail_slot(&b, s.num_blocks, s.warps, s.head) - sell_slots_before(&b, s.warps, s.head);
-        least_steps = sell_steps_of_warp(&b, s.warps, s.warps - 2);
-        for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++)
-            pair_steps[pair] = 2 * pair < s.warps ? sell_steps_of_warp(&b, s.warps, 2 * pair) : 0;
+        most = turns * (b.steps - 1) + long_turns;
+        middle = most - (pairs < long_pairs ? b.steps - 1 : 1);
+        least = most - b.steps;
+        num_middle = abs(pairs - long_pairs);
+        num_least = s.warps / 2 - max(pairs, long_pairs);
+        tail_slot = (uint32_t)sell_tail_slot(&b, s.num_blocks, s.warps, s.head) - before(s, min(s.head, most));
     }
-    __device__ int64_t slot(const sell_matrix &s, int stage, int warp) const {
-        if (stage < s.head) return sell_head_slot(block, s.num_blocks, s.warps, stage) + warp;
-        int before = stage * s.warps;
-        if (stage > least_steps) {
-            before = 0;
-            for (int pair = 0; pair < SELL_MAX_WARPS / 2; pair++) before += 2 * min(pair_steps[pair], stage);
-        }
-        return tail_slot + before + warp;
+    // Slots of the first stages, as many as there are or fewer.
+    __device__ int before(const sell_matrix &s, int stages) const {
+        return stages * s.warps - 2 * (num_middle * max(stages - middle, 0) + num_least * max(stages - least, 0));
+    }
+    __device__ uint32_t slot(const sell_matrix &s, int stage, int warp) const {
+        const uint32_t in_head = (uint32_t)(stage * s.num_blocks + block) * s.warps,
+                       behind = tail_slot + before(s, stage);
+        return (stage < s.head ? in_head : behind) + warp;
     }
 };
 

@@ -22,8 +22,13 @@ constexpr int shared_bytes(int gap_bits, int stages) {
 }
 
 // The last block whose first row is not behind `row`: 32 candidates at a time, as each look costs the latency of a load.
-__device__ __forceinline__ int block_of_row(const sell_matrix &s, int row, int lane) {
-    int block = 0;
+// Those about `guess` come first: they are loaded before the row is known, and bring the header.
+__device__ __forceinline__ int block_of_row(const sell_matrix &s, int row, int guess, int lane) {
+    int block = max(0, min(guess - WARP / 2, s.num_blocks - WARP));
+    const bool not_behind = block + lane < s.num_blocks && s.blocks[block + lane].row <= row;
+    const int found = __popc(__ballot_sync(FULL_WARP, not_behind));
+    if (found && (found < WARP || block + WARP == s.num_blocks)) return block + found - 1;
+    block = 0;
     for (int left = s.num_blocks; left > 1;) {
         const int stride = (left + WARP - 1) / WARP, candidate = lane * stride;
         const bool before = candidate < left && s.blocks[block + candidate].row <= row;
@@ -35,40 +40,36 @@ __device__ __forceinline__ int block_of_row(const sell_matrix &s, int row, int l
 }
 
 // Where the steps of one row of a block lie in data. Held in shared memory: what a fetch needs of it is read each time.
-struct RowSteps {
+struct alignas(16) RowSteps {
     Places places;
     int count; // steps of the row
     int rows, row, steps, long_steps, long_chunks, long_groups;
     float per_step, per_short_step; // one over the steps of a chunk
+    int apart[4];                   // eight of these lie in different banks
 
-    // By a warp, a pair of the block's warps each lane: done by one lane it was a quarter of the instructions.
-    __device__ void find(const sell_matrix &s, int block, int sorted, int lane) {
+    __device__ void find(const sell_matrix &s, int block, int sorted) {
         const sell_block b = load_block(s.blocks + block);
-        const int pair = 2 * lane < s.warps ? sell_steps_of_warp(&b, s.warps, 2 * lane) : 0;
-        const int in_head = __reduce_add_sync(FULL_WARP, 2 * min(pair, s.head));
-        const int least = __shfl_sync(FULL_WARP, pair, s.warps / 2 - 1);
-        if (lane < SELL_MAX_WARPS / 2) places.pair_steps[lane] = pair;
-        if (lane) return;
-        places.tail_slot = sell_tail_slot(&b, s.num_blocks, s.warps, s.head) - in_head;
-        places.block = block, places.least_steps = least;
+        places.find(s, b, block);
         count = sell_chunk_start(&b, b.chunks);
         rows = b.rows, row = sorted - b.row, steps = b.steps;
         long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
         per_step = __fdividef(1, b.steps), per_short_step = __fdividef(1, b.steps - 1);
     }
     // The slot of a step, and in *lane whose share of it the step is. Quotients as in small_quotient.
-    __device__ int64_t slot(const sell_matrix &s, float per_warp, int at, int *lane) const {
+    __device__ uint32_t slot(const sell_matrix &s, float per_warp, int at, uint32_t *lane) const {
         const bool is_long = at < long_steps;
         const int behind = is_long ? at : at - long_steps, length = steps - !is_long;
         const int passed = (int)((behind + 0.5f) * (is_long ? per_step : per_short_step));
-        const int task = (passed + (is_long ? 0 : long_chunks)) * rows + row, group = task / SELL_LANES;
-        const int turn = (int)((group + 0.5f) * per_warp), warp = group - turn * s.warps;
+        const uint32_t task = (passed + (is_long ? 0 : long_chunks)) * rows + row;
+        const int group = task / SELL_LANES, turn = (int)((group + 0.5f) * per_warp), warp = group - turn * s.warps;
         const int long_turns = (int)((long_groups + s.warps - 1 - warp + 0.5f) * per_warp);
         const int stage = turn * (steps - 1) + min(turn, long_turns) + behind - passed * length;
         *lane = task % SELL_LANES;
         return places.slot(s, stage, warp);
     }
 };
+
+static_assert(sizeof(RowSteps) == 80);
 
 /*
  * Where a row's share of a step lies in a stage of shared memory: 32 steps x 8 rows, first half of the values, second
@@ -80,6 +81,11 @@ __device__ __forceinline__ uint32_t values_at(int step, int row) {
 }
 __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
     return step * ROWS + (row + step / 4) % ROWS;
+}
+
+// As copy_async_16, and brings the rest of the 128 bytes to L2, where the blocks of neighbouring rows find it.
+__device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 /*
@@ -94,6 +100,7 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
     __shared__ RowSteps row_steps[ROWS];
     constexpr int PLANES = GAP_BITS / 2, PLANE_BYTES = ROWS * STEPS * 4, NIBBLES = STAGE_VALUES + PLANES * PLANE_BYTES;
+    constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64_t place = first + blockIdx.x * (int64_t)ROWS + warp;
     const bool owns = place < stop;
@@ -101,13 +108,15 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
     const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + warp * RING_BYTES);
     for (int i = lane; i < RING / 8; i += WARP) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
-    const int block = block_of_row(s, sorted, lane);
-    row_steps[warp].find(s, block, sorted, lane);
-    if (lane == 0 && !owns) row_steps[warp].count = 0;
+    const int guess = (int)((float)(place - first) / (stop - first) * s.num_blocks); // of a part, as rows are spread
+    RowSteps own;
+    own.find(s, block_of_row(s, sorted, guess, lane), sorted);
+    if (!owns) own.count = 0;
+    if (lane == 0) row_steps[warp] = own;
     __syncthreads();
     int steps = 0; // of the longest row
     for (int each = 0; each < ROWS; each++) steps = max(steps, row_steps[each].count);
-    const int own_steps = row_steps[warp].count;
+    const int own_steps = own.count;
 
     const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
     const float per_warp = 1.0f / s.warps;
@@ -123,17 +132,18 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     auto fetch = [&](int tile) {
         const int at = tile + their_step;
         if (at < row_steps[their_row].count) {
-            int owner;
-            const int64_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
-            const uint8_t *slot = s.data + sell_slot_bytes(GAP_BITS) * number;
+            uint32_t owner;
+            const uint32_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
+            const uint8_t *slot = s.data + (uint64_t)number * SLOT, *values = slot + owner * 16;
+            const uint8_t *gaps = slot + VALUE_BYTES + owner * 4;
             const uint32_t stage = next * stage_bytes(GAP_BITS);
             for (int half = 0; half < 2; half++)
-                copy_async_16(to_values + stage + half * (STAGE_VALUES / 2), slot + (half * SELL_LANES + owner) * 16);
+                copy_async_of_line(to_values + stage + half * (STAGE_VALUES / 2), values + half * (SELL_LANES * 16));
             for (int plane = 0; plane < PLANES; plane++)
                 copy_async_4(stage_at + stage + STAGE_VALUES + plane * PLANE_BYTES + to_gaps * 4,
-                             slot + VALUE_BYTES + (plane * SELL_LANES + owner) * 4);
+                             gaps + plane * SELL_LANES * 4);
             if (GAP_BITS % 2) {
-                nibbles = __ldg((const uint16_t *)(slot + VALUE_BYTES + PLANES * SELL_LANES * 4) + owner);
+                nibbles = __ldg((const uint16_t *)(gaps + PLANES * SELL_LANES * 4 - owner * 2));
                 to_nibbles = stage_at + stage + NIBBLES + to_gaps * 2;
             }
         }

@@ -6,10 +6,11 @@
 // the products of those before it run, and nothing of decoding stands between two products.
 //
 // Blocks are persistent. Many tokens: a cluster of PAIR = 2 blocks has the same rows and neighbouring tokens, each
-// decodes half of the tiles and copies them to the other. Few output tiles: a cluster of `splits` blocks cuts the
-// columns, and each adds up its share of the tokens in a fixed order.
+// decodes half of the tiles and copies them to the other. Output tiles that fill no whole round of all SMs are cut: each
+// cluster has as many of their columns, and their sums meet in memory, in a fixed order.
 #include <stdio.h>
 
+#include <atomic>
 #include <type_traits>
 
 #include "../core/cuda.cuh"
@@ -23,16 +24,15 @@ namespace {
 
 constexpr int DOWN = 2;        // row blocks of a block's tile, and multipliers: a warpgroup each
 constexpr int MAX_PACKED = 12; // units of packed tiles
-constexpr int MAX_SPLITS = 4;
 constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
-constexpr int CHUNK = 32; // tokens whose output is stored at once
+constexpr int GATHER_BYTES = 16384; // of sums that come at once
+constexpr int CHUNK = 32;           // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
-// Around the sums of other blocks one lane arrives for its warp or warpgroup, behind what puts the others' reads and writes
-// before it; for racecheck all of them can (docs/performance.md, "Checked").
+// Behind __syncwarp one lane arrives for its warp; for racecheck all of them can (docs/performance.md, "Checked").
 #ifdef MACKO_EVERY_LANE_ARRIVES
-constexpr int OF_WARP = WARP, OF_WARPGROUP = 128; // arrivals
+constexpr int OF_WARP = WARP; // arrivals
 #else
-constexpr int OF_WARP = 1, OF_WARPGROUP = 1;
+constexpr int OF_WARP = 1;
 #endif
 
 struct gemm_task {
@@ -44,8 +44,11 @@ struct gemm_task {
     int64_t rows;
     int tokens, row_blocks, col_blocks;
     int row_tiles, token_tiles;   // of the output, in clusters
-    int splits;                   // blocks of a cluster that share the columns
+    int clusters, cut;            // the first `cut` tiles are shared by all clusters
     int packed_units, slot_bytes; // the ring of packed tiles
+    float4 *sums;                 // of ranges, for the cluster that adds them up: [range][block][DOWN][SUMS / 4][128]
+    uint64_t *given;              // [range][block][DOWN]: `launch` once they are there
+    uint64_t launch;              // a number of this launch alone
 };
 
 template <int TOKENS_, int PAIR_>
@@ -71,12 +74,12 @@ struct gemm_shape {
     static constexpr int DENSE_EMPTY = DENSE_FULL + DENSE_STAGES * DOWN * 8;
     static constexpr int PACKED_FULL = DENSE_EMPTY + DENSE_STAGES * DOWN * 8;
     static constexpr int PACKED_EMPTY = PACKED_FULL + MAX_PACKED * 8;
-    static constexpr int RING_DONE = PACKED_EMPTY + MAX_PACKED * 8, SUMS_FULL = RING_DONE + 8;
-    static constexpr int PACKED = (SUMS_FULL + 8 + 127) / 128 * 128;
-    static constexpr int SUMS_BYTES = 128 * TOKENS / 2 * 4; // of a multiplier
-    // A block takes the others' sums of its share into the ring of tokens.
-    static constexpr int MAX_SPLITS = PAIR > 1 ? 1 : 4;
-    static_assert(X_STAGES * X_BYTES >= DOWN * SUMS_BYTES / MAX_SPLITS * (MAX_SPLITS - 1));
+    // A block takes other clusters' sums into the ring of tokens.
+    static constexpr int GATHER_SLOTS = X_STAGES * X_BYTES / (DOWN * GATHER_BYTES);
+    static constexpr int GATHERED = PACKED_EMPTY + MAX_PACKED * 8;
+    static constexpr int PACKED = (GATHERED + DOWN * GATHER_SLOTS * 8 + 127) / 128 * 128;
+    static constexpr int SUMS = TOKENS / 2, SUMS_BYTES = 128 * SUMS * 4; // of a thread, of a multiplier
+    static_assert(SUMS_BYTES % GATHER_BYTES == 0);
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
@@ -95,9 +98,48 @@ struct gemm_ring {
     }
 };
 
-// What a block works on: output tiles from `first` on, every `step`-th, k tiles [begin, end) of each.
+// Tells the compiler that all lanes have the same: divisions hide it, and rings in ordinary registers cost the products 6 %.
+__device__ __forceinline__ int uniform(int value) {
+    return __shfl_sync(FULL_WARP, value, 0);
+}
+
+// What a cluster works on, a stage for each k tile: first its range of the k tiles of those output tiles that are cut, then
+// whole tiles. The ranges are equal, one a cluster. Of a cut tile the range with its beginning adds up the sums of the
+// others, which come behind it and, so that nobody waits for a block that is not there yet, belong to clusters in front.
 struct gemm_work {
-    int rank, first, step, tiles, begin, end;
+    const gemm_task &task;
+    int rank, cluster, cut_begin, cut_stages, stages;
+    __device__ __forceinline__ gemm_work(const gemm_task &task, int pair) : task(task) {
+        rank = blockIdx.x % pair;
+        cluster = blockIdx.x / pair;
+        cut_begin = uniform(begin(range()));
+        cut_stages = uniform(begin(range() + 1)) - cut_begin;
+        const int whole = task.row_tiles * task.token_tiles - task.cut;
+        stages = cut_stages + uniform((whole - cluster + task.clusters - 1) / task.clusters) * task.col_blocks;
+    }
+    __device__ __forceinline__ int range() const {
+        return task.clusters - 1 - cluster;
+    }
+    __device__ __forceinline__ int begin(int range) const {
+        return (int)((int64_t)task.cut * task.col_blocks * range / task.clusters);
+    }
+    // The output tile of a stage, and its k tile; up to which one the following stages are of the same tile.
+    __device__ __forceinline__ void find(int stage, int &tile, int &k_tile, int &end) const {
+        const bool whole = stage >= cut_stages;
+        const int at = whole ? stage - cut_stages : cut_begin + stage, nth = at / task.col_blocks;
+        tile = whole ? task.cut + nth * task.clusters + cluster : nth;
+        k_tile = at - nth * task.col_blocks;
+        end = whole ? task.col_blocks : min(task.col_blocks, k_tile + cut_stages - stage);
+    }
+    // Where the sums of a range lie, and what says that they are there.
+    template <class SHAPE>
+    __device__ __forceinline__ float4 *sums(int range, int down) const {
+        return task.sums + ((int64_t)(range * SHAPE::PAIR + rank) * DOWN + down) * (SHAPE::SUMS_BYTES / 16);
+    }
+    template <class SHAPE>
+    __device__ __forceinline__ uint64_t *given(int range, int down) const {
+        return task.given + (range * SHAPE::PAIR + rank) * DOWN + down;
+    }
 };
 
 // Groups of a few row tiles, all token tiles of a group one after the other: both operands are found in L2.
@@ -133,7 +175,7 @@ template <class SHAPE>
 __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_work &work, int decoder) {
     constexpr int JOBS = SHAPE::JOBS, UNIT = SHAPE::UNIT;
     const int lane = threadIdx.x % WARP, part = __shfl_sync(FULL_WARP, threadIdx.x / WARP % TILE_PARTS, 0);
-    const int per_tile = work.end - work.begin, stages = work.tiles * per_tile, units = (stages + UNIT - 1) / UNIT;
+    const int stages = work.stages, units = (stages + UNIT - 1) / UNIT;
     // Of an odd number of stages the last unit lacks its second: that job does the first one's work and keeps it.
     const auto exists = [&](int unit, int job) { return UNIT == 1 || unit * UNIT + job < stages; };
     // Two of the warps fetch a tile each of a unit, the other two of the next. Lanes hold the offsets of 32 units.
@@ -142,11 +184,12 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     const auto look_ahead = [&](int unit) {
         const int stage = unit * UNIT + (UNIT > 1 ? own_job : 0);
         if (stage >= stages) return;
-        int row_tile, token_tile;
-        gemm_place(task, work.first + stage / per_tile * work.step, row_tile, token_tile);
+        int tile, k_tile, end, row_tile, token_tile;
+        work.find(stage, tile, k_tile, end);
+        gemm_place(task, tile, row_tile, token_tile);
         // Behind the last row block: any rows do, their output is not stored.
         const int block = min(row_tile * DOWN + (UNIT > 1 ? work.rank : own_job), task.row_blocks - 1);
-        const int32_t *at = task.offsets + (int64_t)block * task.col_blocks + work.begin + stage % per_tile;
+        const int32_t *at = task.offsets + (int64_t)block * task.col_blocks + k_tile;
         next_from = at[0];
         next_to = at[1];
     };
@@ -263,13 +306,6 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         decode(step2);
         prepare(next, step3);
         decode(step3);
-#pragma unroll
-        for (int job = 0; job < JOBS; job++)
-#pragma unroll
-            for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[job][i])::"memory"); // all is loaded
-        __syncwarp();
-        if (lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
-        packed.advance(SHAPE::DECODERS, task.packed_units);
         if (SHAPE::PAIR == 1) hand_over();
 #pragma unroll
         for (int job = 0; job < JOBS; job++)
@@ -283,6 +319,11 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     store_matrices((at + job * JOB_TILES * DENSE_BYTES) ^ step << 5, a[job] + step * 4);
+        // Behind the stores, which wait for the values. An arrival right behind the loads can overtake them, it seems: what came
+        // next into their place was read, in some of a thousand products of pairs (H200).
+        __syncwarp();
+        if (OF_WARP > 1 || lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
+        packed.advance(SHAPE::DECODERS, task.packed_units);
         stored = dense.slot;
         stored_unit = unit;
         dense.advance(SHAPE::DECODERS, SHAPE::DENSE_UNITS);
@@ -292,31 +333,32 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     if (SHAPE::PAIR == 1) hand_over();
 }
 
-__device__ __forceinline__ void store_remote_16(uint32_t to, int rank, const float *v) {
-    asm volatile("{\n"
-                 ".reg .b32 remote;\n"
-                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n"
-                 "}" ::"r"(to),
-                 "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-                 : "memory");
+// Data for another block, through memory: its number behind it.
+__device__ __forceinline__ void store_release(uint64_t *at, uint64_t value) {
+    asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+__device__ __forceinline__ void wait_for(const uint64_t *at, uint64_t value) {
+    uint64_t found;
+    do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
+    while (found != value);
 }
 
 // The tokens of all stages, by the first warp of the multipliers: it has nothing to do while products run.
 template <class SHAPE>
 struct gemm_tokens {
-    int tile = 0, k_tile, token;
+    int stage = 0, k_tile = 0, end = 0, token;
+    bool gathers = false, rests = false; // behind a cut tile: sums of other clusters take the ring's place
     gemm_ring ring;
 
-    __device__ __forceinline__ void find(const gemm_task &task, const gemm_work &work) {
-        int row_tile, token_tile;
-        gemm_place(task, work.first + tile * work.step, row_tile, token_tile);
-        token = (token_tile * SHAPE::PAIR + (SHAPE::PAIR > 1 ? work.rank : 0)) * SHAPE::TOKENS;
-        k_tile = work.begin;
-    }
-    // The next stage; of the output tiles before `last` only.
-    __device__ __forceinline__ void fetch(const gemm_task &task, uint32_t smem, const gemm_work &work, int last) {
-        if (tile >= last) return;
+    __device__ __forceinline__ void fetch(const gemm_task &task, uint32_t smem, const gemm_work &work) { // a stage
+        if (stage == work.stages || rests) return;
+        if (k_tile == end) {
+            int tile, row_tile, token_tile;
+            work.find(stage, tile, k_tile, end);
+            gathers = k_tile == 0 && end < task.col_blocks;
+            gemm_place(task, tile, row_tile, token_tile);
+            token = (token_tile * SHAPE::PAIR + work.rank) * SHAPE::TOKENS;
+        }
         const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
         sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
         if (threadIdx.x == 0) {
@@ -325,14 +367,69 @@ struct gemm_tokens {
         }
         __syncwarp();
         ring.advance(1, SHAPE::X_STAGES);
-        if (++k_tile == work.end && ++tile < work.tiles) find(task, work);
+        stage++;
+        rests = ++k_tile == end && gathers;
+    }
+    // What the ring holds in front of the products.
+    __device__ __forceinline__ void fill(const gemm_task &task, uint32_t smem, const gemm_work &work) {
+        rests = false;
+        for (int i = 0; i < SHAPE::X_STAGES - 1; i++) fetch(task, smem, work);
     }
 };
+
+// A multiplier adds up, range by range, what the others have of its tile. It comes by bulk copies: ordinary loads wait for
+// memory each, as there are no registers for many of them.
+template <class SHAPE>
+__device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work &work, int tile,
+                                            int down, gemm_ring &ring, float (&sums)[SHAPE::SUMS]) {
+    constexpr int TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES, SLOTS = SHAPE::GATHER_SLOTS;
+    const int thread = threadIdx.x % 128, first = work.range() + 1;
+    const uint32_t here = smem + SHAPE::X + down * SLOTS * GATHER_BYTES;
+    const uint32_t full = smem + SHAPE::GATHERED + down * SLOTS * 8;
+    int others = 0;
+    while (work.begin(first + others) < (tile + 1) * task.col_blocks) others++;
+    others = uniform(others);
+    if (thread < WARP) {
+        for (int i = thread; i < others; i += WARP) {
+            uint64_t *given = work.template given<SHAPE>(first + i, down);
+            wait_for(given, task.launch);
+            *given = 0; // a graph launches this again with the same number
+        }
+        __syncwarp();
+        asm volatile("fence.proxy.async;" ::: "memory"); // copies read what was stored
+    }
+    gemm_ring ahead = ring;
+    const auto fetch = [&](int nth) {
+        if (thread || nth >= others * TURNS) return;
+        sm90::barrier_expect(full + ahead.slot * 8, GATHER_BYTES);
+        sm90::copy_bytes(here + ahead.slot * GATHER_BYTES,
+                         work.template sums<SHAPE>(first + nth / TURNS, down) + nth % TURNS * (GATHER_BYTES / 16),
+                         GATHER_BYTES, full + ahead.slot * 8);
+        ahead.advance(1, SLOTS);
+    };
+    for (int nth = 0; nth < SLOTS; nth++) fetch(nth);
+#pragma unroll 1
+    for (int other = 0; other < others; other++)
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++) {
+            sm90::barrier_wait(full + ring.slot * 8, ring.phase);
+#pragma unroll
+            for (int j = 0; j < GATHER_BYTES / 2048; j++) {
+                const uint4 v = load_shared_16(here + ring.slot * GATHER_BYTES + j * 2048 + thread * 16);
+                float *sum = sums + turn * (GATHER_BYTES / 512) + j * 4;
+                sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
+                sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+            }
+            ring.advance(1, SLOTS);
+            sm90::warpgroup_sync(down); // before something else takes the place
+            fetch(other * TURNS + turn + SLOTS);
+        }
+}
 
 // A warpgroup: 64 rows by TOKENS tokens.
 template <typename T, class SHAPE>
 __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_work &work, int down) {
-    constexpr int TOKENS = SHAPE::TOKENS, SUMS = TOKENS / 2;
+    constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS;
     const int thread = threadIdx.x % 128, lane = thread % WARP, warp = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
     const uint64_t weights = sm90::descriptor<128>(smem + SHAPE::DENSE + down * DENSE_BYTES);
@@ -340,13 +437,7 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
     const bool fetches = down == 0 && warp == 0;
     sm90::wait_for_previous_launch(); // before tokens are read and y is written
     gemm_tokens<SHAPE> next_tokens;
-    const auto fill_ring = [&](int last) {
-        for (int stage = 0; stage < SHAPE::X_STAGES - 1; stage++) next_tokens.fetch(task, smem, work, last);
-    };
-    if (fetches) {
-        next_tokens.find(task, work);
-        fill_ring(task.splits > 1 ? 1 : work.tiles);
-    }
+    if (fetches) next_tokens.fill(task, smem, work);
     gemm_ring ring, dense;
     int last_dense = -1, last_stage = 0;
     // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
@@ -359,10 +450,16 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         else
             sm90::barrier_arrive_remote(empty, down); // who decodes these rows
     };
-    for (int i = 0; i < work.tiles; i++) {
+    gemm_ring gathered;
+    for (int stage = 0; stage < work.stages;) {
+        int tile, begin, end;
+        work.find(stage, tile, begin, end);
+        begin = uniform(begin);
+        end = uniform(end);
+        stage += end - begin;
         float sums[SUMS]; // written, not added to, by the first product
 #pragma unroll 1
-        for (int k_tile = work.begin; k_tile < work.end; k_tile++) {
+        for (int k_tile = begin; k_tile < end; k_tile++) {
             sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
             sm90::barrier_wait(smem + SHAPE::DENSE_FULL + (dense.slot * DOWN + down) * 8, dense.phase);
             const uint64_t b = tokens + ring.slot * (SHAPE::X_BYTES >> 4);
@@ -370,8 +467,7 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
             sm90::wgmma_begin();
 #pragma unroll
             for (int step = 0; step < 4; step++)
-                tile_wgmma_shared<T, TOKENS>::multiply(sums, a + 2 * step, b + 2 * step,
-                                                       step ? 1 : k_tile != work.begin);
+                tile_wgmma_shared<T, TOKENS>::multiply(sums, a + 2 * step, b + 2 * step, step ? 1 : k_tile != begin);
             sm90::wgmma_commit();
             sm90::wgmma_wait<1>();
             release();
@@ -379,16 +475,32 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
             last_dense = dense.slot;
             ring.advance(1, SHAPE::X_STAGES);
             dense.advance(1, SHAPE::DENSE_STAGES);
-            if (fetches) next_tokens.fetch(task, smem, work, task.splits > 1 ? i + 1 : work.tiles);
+            if (fetches) next_tokens.fetch(task, smem, work);
         }
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release();
         last_dense = -1;
 
+        if (begin > 0) { // of a tile that another cluster stores
+            float4 *to = work.template sums<SHAPE>(work.range(), down) + thread;
+#pragma unroll
+            for (int j = 0; j < SUMS / 4; j++)
+                __stcg(to + j * 128, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
+            sm90::warpgroup_sync(down);
+            if (thread == 0) store_release(work.template given<SHAPE>(work.range(), down), task.launch);
+            continue;
+        }
+        if (end < task.col_blocks) {
+            sync_threads(8, 256); // both multipliers are through with the ring of tokens
+            gemm_gather<SHAPE>(task, smem, work, tile, down, gathered, sums);
+            sm90::fence_for_copies();
+            sync_threads(8, 256);
+            if (fetches) next_tokens.fill(task, smem, work);
+        }
         int row_tile, token_tile;
-        gemm_place(task, work.first + i * work.step, row_tile, token_tile);
-        const int first_token = (token_tile * SHAPE::PAIR + (SHAPE::PAIR > 1 ? work.rank : 0)) * TOKENS;
+        gemm_place(task, tile, row_tile, token_tile);
+        const int first_token = (token_tile * SHAPE::PAIR + work.rank) * TOKENS;
         const int64_t first_row = ((int64_t)row_tile * DOWN + down) * TILE_ROWS, row = first_row + warp * 16 + lane / 4;
         float bias[2] = {0, 0};
         if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
@@ -422,52 +534,8 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
             if (thread == 0 && chunk_token < task.tokens && first_row < task.rows)
                 sm90::store_box(&task.y, (int)first_row, chunk_token, staging);
         };
-        // Where blocks share the columns, block r adds up the sums of tokens TOKENS / splits * r on. Those of the others
-        // take the place of the tokens in its ring, once it is through with them: [down][block][four registers][thread].
-        const int share = TOKENS / 16 / task.splits; // parts
-        const uint32_t others =
-            smem + SHAPE::X + down * SHAPE::SUMS_BYTES / SHAPE::MAX_SPLITS * (SHAPE::MAX_SPLITS - 1) + thread * 16;
-        if (task.splits > 1) {
-            const auto arrive = [&](uint32_t barrier, int member) { // at each block's
-                for (int rank = 0; rank < task.splits; rank++)
-                    if (OF_WARP > 1 || member == rank) sm90::barrier_arrive_release(smem + barrier, rank);
-            };
-            arrive(SHAPE::RING_DONE, thread);
-            sm90::barrier_wait_acquire(smem + SHAPE::RING_DONE, i & 1);
 #pragma unroll
-            for (int part = 0; part < TOKENS / 16; part++) {
-                const int owner = part / share;
-                if (owner == work.rank) continue;
-                const int place = (work.rank - (work.rank > owner)) * share + part - owner * share;
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    store_remote_16(others + (place * 2 + half) * 2048, owner, sums + part * 8 + half * 4);
-            }
-            __syncwarp();
-            arrive(SHAPE::SUMS_FULL, lane);
-            sm90::barrier_wait_acquire(smem + SHAPE::SUMS_FULL, i & 1);
-        }
-#pragma unroll
-        for (int part = 0; part < TOKENS / 16; part++) {
-            if (task.splits > 1) {
-                if (part / share != work.rank) continue;
-                for (int other = 0; other < task.splits - 1; other++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const uint4 v =
-                            load_shared_16(others + ((other * share + part - work.rank * share) * 2 + half) * 2048);
-                        float *sum = sums + part * 8 + half * 4;
-                        sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
-                        sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-                    }
-            }
-            store_part(part, sums + part * 8);
-        }
-        if (task.splits > 1 && i + 1 < work.tiles) {
-            sm90::fence_for_copies();
-            sync_threads(8, 256); // both multipliers have read: the ring is for tokens again
-            if (fetches) fill_ring(i + 2);
-        }
+        for (int part = 0; part < TOKENS / 16; part++) store_part(part, sums + part * 8);
     }
     if (thread == 0) sm90::stores_are_done();
     allow_next_launch();
@@ -481,7 +549,6 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = held(shared_address(shared));
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
-    const int cluster = SHAPE::PAIR * task.splits;
     if (threadIdx.x == 0) {
         const auto init = [&](int barriers, int count, int arrivals) {
             for (int i = 0; i < count; i++) sm90::barrier_init(smem + barriers + i * 8, arrivals);
@@ -491,30 +558,23 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         init(SHAPE::DENSE_FULL, SHAPE::DENSE_STAGES * DOWN, TILE_PARTS);
         init(SHAPE::DENSE_EMPTY, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR);
         init(SHAPE::PACKED_FULL, task.packed_units, SHAPE::JOBS);
-        init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS);
-        init(SHAPE::RING_DONE, 1, DOWN * task.splits * OF_WARPGROUP);
-        init(SHAPE::SUMS_FULL, 1, DOWN * 4 * task.splits * OF_WARP);
+        init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS * OF_WARP);
+        init(SHAPE::GATHERED, DOWN * SHAPE::GATHER_SLOTS, 1);
         sm90::fence_barrier_init();
         sm90::fence_for_copies();
         sm90::prefetch_map(&task.x);
         sm90::prefetch_map(&task.y);
     }
     __syncthreads();
-    if (cluster > 1) sm90::cluster_sync();
-    gemm_work work;
-    work.rank = blockIdx.x % cluster;
-    work.first = blockIdx.x / cluster;
-    work.step = gridDim.x / cluster;
-    work.tiles = (task.row_tiles * task.token_tiles - work.first + work.step - 1) / work.step;
-    const int split = SHAPE::PAIR > 1 ? 0 : work.rank;
-    work.begin = (int)((int64_t)task.col_blocks * split / task.splits);
-    work.end = (int)((int64_t)task.col_blocks * (split + 1) / task.splits);
-    if (warpgroup < DOWN)
+    if (SHAPE::PAIR > 1) sm90::cluster_sync();
+    const gemm_work work(task, SHAPE::PAIR);
+    if (warpgroup < DOWN) {
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
-    else
+    } else {
         gemm_decode<SHAPE>(task, smem, work, warpgroup - DOWN);
+    }
     __syncwarp();
-    if (cluster > 1) sm90::cluster_sync(); // no block may leave while its neighbour writes into it
+    if (SHAPE::PAIR > 1) sm90::cluster_sync(); // no block may leave while its neighbour writes into it
 #endif
 }
 
@@ -531,9 +591,9 @@ int gemm_slot_bytes(const tile_matrix &m) { // a few bytes are read behind the l
 
 // How many clusters run at once. Each block takes an SM.
 template <typename T, class SHAPE>
-cudaError_t gemm_clusters_at_once(const Device &device, int cluster, int *clusters) {
-    return clusters_at_once<tile_gemm_kernel<T, SHAPE>, MAX_SPLITS>(device, cluster, SHAPE::THREADS,
-                                                                    device.shared_bytes - 1024, clusters);
+cudaError_t gemm_clusters_at_once(const Device &device, int *clusters) {
+    return clusters_at_once<tile_gemm_kernel<T, SHAPE>, SHAPE::PAIR>(device, SHAPE::PAIR, SHAPE::THREADS,
+                                                                     device.shared_bytes - 1024, clusters);
 }
 
 struct gemm_args {
@@ -542,12 +602,26 @@ struct gemm_args {
     const void *x;
     int64_t x_stride;
     const void *bias;
-    void *y;
+    void *y, *room;
     cudaStream_t stream;
 };
 
+// How to run: so many clusters, which share the first `cut` tiles of the output.
+struct gemm_choice {
+    int64_t time = INT64_MAX, room_bytes = 0;
+    int clusters = 0, cut = 0;
+    cudaError_t (*launch)(const gemm_args &, const Device &, const gemm_choice &) = nullptr;
+};
+
+template <class SHAPE>
+int64_t gemm_given_bytes(int clusters) {
+    return (clusters * SHAPE::PAIR * DOWN * 8 + 127) / 128 * 128;
+}
+
+std::atomic<uint64_t> gemm_launches;
+
 template <typename T, class SHAPE>
-cudaError_t gemm_launch(const gemm_args &args, const Device &device, int splits) {
+cudaError_t gemm_launch(const gemm_args &args, const Device &device, const gemm_choice &choice) {
     const tile_matrix &m = args.m;
     gemm_task task{};
     task.data = m.data;
@@ -560,27 +634,26 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device, int splits)
     task.col_blocks = (int)tile_col_blocks(m.cols);
     task.row_tiles = (int)ceil_div(task.row_blocks, DOWN);
     task.token_tiles = (int)ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
-    task.splits = splits;
+    task.clusters = choice.clusters;
+    task.cut = choice.cut;
+    task.given = (uint64_t *)args.room;
+    task.sums = (float4 *)((uint8_t *)args.room + gemm_given_bytes<SHAPE>(choice.clusters));
+    task.launch = ++gemm_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
     task.slot_bytes = gemm_slot_bytes(m);
     task.packed_units = gemm_packed_units<SHAPE>(device, task.slot_bytes);
-    const int cluster = SHAPE::PAIR * splits;
-    int at_once = 0;
-    cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, cluster, &at_once);
-    if (!error)
-        error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
-                                 args.x_stride * 2, TILE_COLS, SHAPE::TOKENS);
+    cudaError_t error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
+                                         args.x_stride * 2, TILE_COLS, SHAPE::TOKENS);
     if (!error && !task.y_plain)
         error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
                                  TILE_ROWS, CHUNK);
     if (error) return error;
-    const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {(unsigned)cluster, 1, 1};
+    attributes[0].val.clusterDim = {SHAPE::PAIR, 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(std::min<int64_t>(tiles, at_once) * cluster));
+    config.gridDim = dim3((unsigned)(choice.clusters * SHAPE::PAIR));
     config.blockDim = dim3(SHAPE::THREADS);
     config.dynamicSmemBytes = SHAPE::PACKED + task.packed_units * SHAPE::JOBS * task.slot_bytes;
     config.stream = args.stream;
@@ -589,59 +662,83 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device, int splits)
     return cudaLaunchKernelEx(&config, tile_gemm_kernel<T, SHAPE>, task);
 }
 
-struct gemm_choice {
-    int64_t time = INT64_MAX;
-    int splits = 0;
-    cudaError_t (*launch)(const gemm_args &, const Device &, int) = nullptr;
-};
-
-// The best way to run a shape, if it beats the choice. MACKO_TILE_GEMM=256x1x4 (tokens x pair x splits at most) is taken
-// where it fits.
+// The best way to run a shape, if it beats the choice. MACKO_TILE_GEMM=256x1x1 (tokens x pair x whether tiles are cut) is
+// taken where it fits.
 template <typename T, class SHAPE>
-cudaError_t gemm_consider(const gemm_args &args, const Device &device, gemm_choice *choice) {
-    const int slot_bytes = gemm_slot_bytes(args.m), col_blocks = (int)tile_col_blocks(args.m.cols);
-    if (gemm_packed_units<SHAPE>(device, slot_bytes) < SHAPE::MIN_PACKED) return cudaSuccess;
-    const int64_t tiles =
-        ceil_div(tile_row_blocks(args.m.rows), DOWN) * ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
+cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, gemm_choice *choice) {
+    if (gemm_packed_units<SHAPE>(device, gemm_slot_bytes(m)) < SHAPE::MIN_PACKED) return cudaSuccess;
+    int at_once;
+    if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, &at_once)) return error;
+    const int64_t tiles = ceil_div(tile_row_blocks(m.rows), DOWN) * ceil_div(tokens, SHAPE::TOKENS * SHAPE::PAIR);
+    const int64_t k_tiles = tile_col_blocks(m.cols);
     int forced[3] = {};
     if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%dx%d", forced, forced + 1, forced + 2);
-    for (int splits = 1; splits <= std::min(SHAPE::MAX_SPLITS, col_blocks); splits *= 2) {
-        int at_once;
-        if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, SHAPE::PAIR * splits, &at_once))
-            return error;
-        // Clocks of an SM: stages, and for each output tile its epilogue and the sums of the cluster.
-        const int64_t beside = splits > 1 ? 12000 : 2000;
-        int64_t time = ceil_div(tiles, at_once) * (ceil_div(col_blocks, splits) * SHAPE::STAGE_CLOCKS + beside);
-        if (forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] >= splits) time = -splits;
-        if (time < choice->time) *choice = {time, splits, gemm_launch<T, SHAPE>};
+    const auto consider = [&](int64_t clusters, int64_t cut) {
+        // Clocks of an SM: stages (5 % more where clusters are at different columns and find less in L2), the end of each
+        // output tile, the meeting of sums, and each range that they come from.
+        const int64_t range = cut ? ceil_div(cut * k_tiles, clusters) : 0, whole = ceil_div(tiles - cut, clusters);
+        int64_t time = (whole * k_tiles * 20 + range * 21) * SHAPE::STAGE_CLOCKS / 20 + whole * 2000;
+        if (cut) time += 17000 + ceil_div(k_tiles, range) * 1500;
+        if (forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] == (cut > 0)) time = -1;
+        const int64_t room =
+            cut ? gemm_given_bytes<SHAPE>(clusters) + clusters * SHAPE::PAIR * DOWN * SHAPE::SUMS_BYTES : 0;
+        if (time < choice->time) *choice = {time, room, (int)clusters, (int)cut, gemm_launch<T, SHAPE>};
+    };
+    consider(std::min<int64_t>(tiles, at_once), 0);
+    // Cut: what a last round of whole tiles leaves over, or that and a round more, so that no tile is cut often.
+    const int64_t left = tiles % at_once;
+    for (int64_t cut = left; left && cut <= tiles && cut <= left + at_once; cut += at_once) {
+        const int64_t clusters = std::min<int64_t>(at_once, cut * k_tiles);
+        if (cut * k_tiles > INT32_MAX || (clusters < at_once && cut < tiles)) break;
+        consider(clusters, cut);
+        if (cut == tiles && clusters > tiles) consider(clusters / tiles * tiles, cut); // all cut alike
     }
     return cudaSuccess;
 }
 
 template <typename T>
-cudaError_t gemm_run(const gemm_args &args) {
-    Device device;
-    cudaError_t error = current_device(&device);
-    gemm_choice choice;
+cudaError_t gemm_choose(const tile_matrix &m, int64_t tokens, const Device &device, gemm_choice *choice) {
+    cudaError_t error = cudaSuccess;
     const auto consider = [&](auto shape) {
         using SHAPE = decltype(shape);
         if (!error) error = allow_all_shared_memory<tile_gemm_kernel<T, SHAPE>>(device);
-        if (!error) error = gemm_consider<T, SHAPE>(args, device, &choice);
+        if (!error) error = gemm_consider<T, SHAPE>(m, tokens, device, choice);
     };
     consider(gemm_shape<256, 1>());
     consider(gemm_shape<256, 2>());
     consider(gemm_shape<128, 1>());
+    return !error && !choice->launch ? cudaErrorInvalidValue : error;
+}
+
+cudaError_t gemm_choose(const tile_matrix &m, int64_t tokens, Device *device, gemm_choice *choice) {
+    const cudaError_t error = current_device(device);
     if (error) return error;
-    return choice.launch ? choice.launch(args, device, choice.splits) : cudaErrorInvalidValue;
+    return m.dtype == MACKO_F16 ? gemm_choose<__half>(m, tokens, *device, choice)
+                                : gemm_choose<__nv_bfloat16>(m, tokens, *device, choice);
 }
 
 } // namespace
 } // namespace macko
 
+cudaError_t tile_gemm_room_cuda(const tile_matrix *m, int64_t tokens, int64_t *bytes) {
+    using namespace macko;
+    *bytes = -1;
+    Device device;
+    gemm_choice choice;
+    cudaError_t error = current_device(&device);
+    if (error || tokens <= 128 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
+        return error;
+    error = gemm_choose(*m, tokens, &device, &choice);
+    *bytes = choice.room_bytes;
+    return error;
+}
+
 cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                           void *y, cudaStream_t stream) {
+                           void *y, void *room, cudaStream_t stream) {
     using namespace macko;
     if (!m->rows || !tokens) return cudaSuccess;
-    const gemm_args args{*m, tokens, x, x_stride, bias, y, stream};
-    return m->dtype == MACKO_F16 ? gemm_run<__half>(args) : gemm_run<__nv_bfloat16>(args);
+    Device device;
+    gemm_choice choice;
+    if (const cudaError_t error = gemm_choose(*m, tokens, &device, &choice)) return error;
+    return choice.launch({*m, tokens, x, x_stride, bias, y, room, stream}, device, choice);
 }

@@ -766,7 +766,7 @@ cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_
                                         : tile_launch_mma<T, 8>;
         return run(m, tokens, x, x_stride, bias, y, stream);
     }
-    if (tokens > 128) return tile_gemm_cuda(&m, tokens, x, x_stride, bias, y, stream);
+    if (tokens > 128) return cudaErrorInvalidValue; // tile_gemm_cuda
     const auto run = tokens <= 8    ? tile_launch<T, 8>
                      : tokens <= 16 ? tile_launch<T, 16>
                      : tokens <= 32 ? tile_launch<T, 32>

@@ -20,11 +20,12 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-// Up to how many tokens tile_mm_cuda multiplies; more go through dense rows and the library's GEMM. On an H200 dense rows
-// were the faster way at 2048 tokens and more, at five shapes of density 0.5.
-int64_t packed_tokens() {
-    const char *knob = getenv("MACKO_TILE_TOKENS");
-    return knob ? atoll(knob) : 1024;
+// Whether tokens are multiplied from the tiles; else through dense rows and the library's GEMM. Above 256 tokens tile_gemm
+// takes 512 at a time, in 1.18 of the library's time for as many; dense rows take as long as some 330 tokens of the
+// library's product (H200, density 0.5, seven shapes at 256 to 2048 tokens).
+bool takes_tiles(int64_t tokens) {
+    if (const char *knob = getenv("MACKO_TILE_TOKENS")) return tokens <= atoll(knob);
+    return tokens <= 512 || (tokens + 511) / 512 * 512 * 118 <= (tokens + 330) * 100;
 }
 #endif
 
@@ -85,8 +86,16 @@ void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Ten
     if (!padding && !fits(x))
         x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
     const int64_t stride = tokens == 1 ? m.cols + padding : x.stride(0);
-    STD_CUDA_CHECK(
-        tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(), current_stream(x)));
+    int64_t room_bytes = 0;
+    STD_CUDA_CHECK(tile_gemm_room_cuda(&m, tokens, &room_bytes));
+    if (room_bytes < 0) {
+        STD_CUDA_CHECK(tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(),
+                                    current_stream(x)));
+    } else {
+        Tensor room = torch::stable::new_empty(y, {room_bytes / 2});
+        STD_CUDA_CHECK(tile_gemm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(),
+                                      room.mutable_data_ptr(), current_stream(x)));
+    }
 }
 #endif
 
@@ -224,7 +233,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
 #ifdef USE_CUDA
-    if (cols && tokens <= packed_tokens())
+    if (cols && takes_tiles(tokens))
         multiply(m, x, bias, y);
     else
         linear_by_tiles(x, rows, bias, y, [&](int64_t first, int64_t count, void *w) {

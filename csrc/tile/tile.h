@@ -142,16 +142,20 @@ cudaError_t tile_write_cuda(const tile_matrix *m, const void *w, uint8_t *data, 
 cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count, void *w, cudaStream_t stream);
 
 /*
- * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. Any tokens >= 1 in one launch, same bits every
+ * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every
  * run. Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (tensor copies want it).
  * May start before the kernel in front of it in the stream is done (programmatic dependent launch): that one must not
  * write the weight.
  */
 cudaError_t tile_mm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                          void *y, cudaStream_t stream);
-/* The same for more than 128 tokens, on sm_90; cols > 0. tile_mm_cuda calls it. */
+/*
+ * The same for more than 128 tokens on sm_90. room: device memory of so many bytes, with any content, for the sums of
+ * output tiles that blocks share; -1 bytes where it is tile_mm_cuda that multiplies.
+ */
+cudaError_t tile_gemm_room_cuda(const tile_matrix *m, int64_t tokens, int64_t *bytes);
 cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                           void *y, cudaStream_t stream);
+                           void *y, void *room, cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

@@ -152,6 +152,7 @@ def test_gradients_of_x_and_bias(tokens: int) -> None:
 
 
 @pytest.mark.gpu
+@needs_capture
 @pytest.mark.parametrize("tokens", [2, 5, 8, 80])
 def test_opcheck_and_graph_of_layers(tokens: int) -> None:
     layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(8)]

@@ -21,6 +21,7 @@ from tests.common import (
     assert_graph_of_layers,
     assert_same_bits,
     integer_problem,
+    needs_capture,
     random_vector,
     random_weight,
 )
@@ -232,6 +233,27 @@ def test_opcheck_compile_and_graph_of_32_layers() -> None:
     for tokens in ((1,), (4,), (2, 3)):
         rows = random_vector(*tokens, 512, dtype=torch.float16).cuda()
         torch.testing.assert_close(compiled(rows), layers[0].linear(rows, bias))
+
+
+@pytest.mark.gpu
+@needs_capture
+@pytest.mark.parametrize(("rows", "cols"), [(4096, 4096), (2048, 8192), (1024, 16384)])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_products_many_times(rows: int, cols: int, tokens: int) -> None:
+    """A place in the ring that is filled anew while it is read gives a wrong product in some ten thousand."""
+    random = torch.Generator("cuda").manual_seed(1)
+    w = torch.randint(-2, 3, (rows, cols), device="cuda", generator=random).half()
+    w[torch.rand(rows, cols, device="cuda", generator=random) < 0.375] = 0
+    x = torch.randint(-1, 2, (tokens, cols), device="cuda", generator=random).half()
+    sell, wanted = packed(w), (x.double() @ w.double().T).half()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # weights that fit L2, so that copies are fast
+        wrong = torch.stack([(sell.linear(x) != wanted).any() for _ in range(100)]).sum()
+    total = torch.zeros_like(wrong)
+    for _ in range(300):
+        graph.replay()
+        total += wrong
+    assert int(total) == 0
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from tests.common import (
     assert_graph_of_layers,
     assert_same_bits,
     integer_problem,
+    needs_capture,
     random_vector,
     random_weight,
 )

@@ -202,8 +202,8 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
             barrier_wait(barrier, parity);
             const Step step = load_step<GAP_BITS>(slot, offset);
             __syncwarp();
-            give_back(barrier + 8 * SELL_MAX_STAGES, lane); // before decoding: all of the ring is on its way
             multiply_step<T, GAP_BITS>(step, address, sum);
+            give_back(barrier + 8 * SELL_MAX_STAGES, lane);
             address = min(address, x_end);
             advance();
         } while (--steps);

@@ -168,11 +168,9 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 }
                 const Step step = load_step<GAP_BITS>(slot, offset);
                 __syncwarp();
-                if (COPY == CP_ASYNC)
-                    fetch_own(offset);
-                else
-                    give_back(barrier + 8 * SELL_MAX_STAGES, lane); // before decoding: all of the ring is on its way
+                if (COPY == CP_ASYNC) fetch_own(offset);
                 multiply_step<T, GAP_BITS>(step, address, sum);
+                if (COPY == BULK) give_back(barrier + 8 * SELL_MAX_STAGES, lane);
                 advance();
             } while (--steps);
             if (place) asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(sum[0] + sum[1]) : "memory");

@@ -85,9 +85,11 @@ using sm90::barrier_arrive;
 using sm90::barrier_init;
 using sm90::barrier_wait;
 
-// Behind __syncwarp: a warp has read its slot of a stage. __syncwarp puts the reads of all lanes before the arrival of
-// one, which is faster (4096 x 4096, chained) than an arrival of each. compute-sanitizer does not follow
-// that, so for racecheck all of them arrive: NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES.
+// A warp has read its slot of a stage. Only behind the products of the step, which wait for what was loaded: an arrival
+// overtakes loads that are still on their way, and the next stage comes into their place (right behind the loads a few
+// products of 2048 x 8192 by 4 tokens in thirty thousand were wrong, H200). __syncwarp, between loads and products, puts the reads of
+// all lanes before the arrival of one, which is faster (4096 x 4096, chained) than an arrival of each. compute-sanitizer
+// does not follow that, so for racecheck all of them arrive: NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES.
 #ifdef MACKO_EVERY_LANE_ARRIVES
 constexpr int ARRIVALS = WARP;
 #else

@@ -8,24 +8,25 @@ namespace {
 constexpr int MAX_TEAMS = 2;
 constexpr int MIN_STAGES = 3; // with 2 the ring runs dry
 constexpr int MAX_THREADS = (2 * (8 + 1) > SELL_MAX_WARPS + 1 ? 2 * (8 + 1) : SELL_MAX_WARPS + 1) * WARP;
-constexpr int X_AT_ONCE = 32; // words of x that a thread has on their way
+[[maybe_unused]] constexpr int X_AT_ONCE = 32; // words of x that a thread has on their way
 
 // N 16-bit values, the tokens of one column, from shared memory as words.
 template <int N>
 struct Tokens {
     uint32_t words[N / 2];
 };
-__device__ __forceinline__ Tokens<2> load_tokens(uint32_t at, Tokens<2>) {
-    return {{load_shared_4(at)}};
-}
-__device__ __forceinline__ Tokens<4> load_tokens(uint32_t at, Tokens<4>) {
-    Tokens<4> x;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.words[0]), "=r"(x.words[1]) : "r"(at));
+template <int N>
+__device__ __forceinline__ Tokens<N> load_tokens(uint32_t at) {
+    Tokens<N> x;
+    if constexpr (N == 2) {
+        x.words[0] = load_shared_4(at);
+    } else if constexpr (N == 4) {
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.words[0]), "=r"(x.words[1]) : "r"(at));
+    } else {
+        const uint4 eight = load_shared_16(at);
+        x = {{eight.x, eight.y, eight.z, eight.w}};
+    }
     return x;
-}
-__device__ __forceinline__ Tokens<8> load_tokens(uint32_t at, Tokens<8>) {
-    const uint4 x = load_shared_16(at);
-    return {{x.x, x.y, x.z, x.w}};
 }
 
 // Eight entries times N tokens; see multiply_8 of spmv, from which it differs in the size of an x.
@@ -37,8 +38,8 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
     Tokens<N> x[8]; // all asked for before the first product, which waits
     for (int pair = 0; pair < 4; pair++) {
         const uint32_t pick = 2u * N << (8 * pair), last = __dp4a(to_odd, pick, address);
-        x[2 * pair] = load_tokens(__dp4a(to_even, pick, address), Tokens<N>());
-        x[2 * pair + 1] = load_tokens(last, Tokens<N>());
+        x[2 * pair] = load_tokens<N>(__dp4a(to_even, pick, address));
+        x[2 * pair + 1] = load_tokens<N>(last);
         if (pair == 3 || (GAP_BITS == 6 && pair == 1)) address = last + 2 * N;
     }
     for (int entry = 0; entry < 8; entry++) {

@@ -64,7 +64,8 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const int ring_stages = COPY == BULK ? ring.stages : CP_ASYNC_STAGES;
         uint8_t *own_x = shared + ring_stages * stage_bytes;
         const uint32_t ring_at = shared_address(shared), x_at = ring_at + ring_stages * stage_bytes;
-        const uint32_t filled = shared_address(barriers), emptied = filled + 8 * SELL_MAX_STAGES;
+        const uint32_t filled = shared_address(barriers);
+        [[maybe_unused]] const uint32_t emptied = filled + 8 * SELL_MAX_STAGES;
 #if __CUDA_ARCH__ >= 900
         if (COPY == BULK && warp == warps) {
             fill_ring<SLOT>(m, blockIdx.x, ring, ring_at, filled, emptied, header, lane);

@@ -30,9 +30,9 @@ constexpr int CHUNK = 32;           // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
 // Behind __syncwarp one lane arrives for its warp; for racecheck all of them can (docs/performance.md, "Checked").
 #ifdef MACKO_EVERY_LANE_ARRIVES
-constexpr int OF_WARP = WARP; // arrivals
+[[maybe_unused]] constexpr int OF_WARP = WARP; // arrivals
 #else
-constexpr int OF_WARP = 1;
+[[maybe_unused]] constexpr int OF_WARP = 1;
 #endif
 
 struct gemm_task {

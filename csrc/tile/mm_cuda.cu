@@ -249,6 +249,8 @@ __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, i
     ((T *)task.y)[token * task.rows + row] = from_float<T>(sum);
 }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
+
 // With an offset of the load's own.
 template <int OFFSET>
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {
@@ -489,6 +491,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     }
     if (meets && !work.pieces) sm90::cluster_wait();
 }
+
+#endif
 
 template <typename T, int TOKENS>
 __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)

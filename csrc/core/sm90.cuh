@@ -55,6 +55,14 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int times) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
 
+// Behind __syncwarp one lane arrives for its warp: __syncwarp puts the reads of all lanes before it. compute-sanitizer does
+// not follow that, so for racecheck all of them arrive: NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES.
+#ifdef MACKO_EVERY_LANE_ARRIVES
+[[maybe_unused]] constexpr int WARP_ARRIVALS = WARP;
+#else
+[[maybe_unused]] constexpr int WARP_ARRIVALS = 1;
+#endif
+
 // Ordinary data from block to block: a write into another block's shared memory, and a barrier there that orders it.
 // (No casts between float and integer here or in load: they cost moves of all sums at every product.)
 #define MACKO_STORE_REMOTE(T, KIND, C)                                                                                 \

@@ -85,18 +85,13 @@ using sm90::barrier_arrive;
 using sm90::barrier_init;
 using sm90::barrier_wait;
 
-// A warp has read its slot of a stage. Only behind the products of the step, which wait for what was loaded: an arrival
-// overtakes loads that are still on their way, and the next stage comes into their place (right behind the loads a few
-// products of 2048 x 8192 by 4 tokens in thirty thousand were wrong, H200). __syncwarp, between loads and products, puts the reads of
-// all lanes before the arrival of one, which is faster (4096 x 4096, chained) than an arrival of each. compute-sanitizer
-// does not follow that, so for racecheck all of them arrive: NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES.
-#ifdef MACKO_EVERY_LANE_ARRIVES
-constexpr int ARRIVALS = WARP;
-#else
-constexpr int ARRIVALS = 1; // of a warp
-#endif
+// A warp has read its slot of a stage. Only behind the products of the step: an arrival overtakes loads that are still on
+// their way, and the next stage comes into their place (right behind the loads a few products of 2048 x 8192 by 4 tokens
+// in thirty thousand were wrong, H200). The compiler may put some products behind it all the same; that all loads from the
+// ring have been waited for by then was looked up in the instructions (wait masks, nvcc 13.0, sm_90a, 100, 120).
+// One lane arrives for the warp, which is faster (4096 x 4096, chained) than each for itself.
 __device__ __forceinline__ void give_back(uint32_t emptied, int lane) {
-    if (ARRIVALS == WARP || lane == 0) barrier_arrive(emptied);
+    if (sm90::WARP_ARRIVALS > 1 || lane == 0) barrier_arrive(emptied);
 }
 // Announces `bytes` to the barrier and fetches them; all multiples of 16.
 __device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
@@ -129,7 +124,7 @@ struct Ring {
 
 /*
  * Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200,
- * spmv, 2 against all of them: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22
+ * spmv, 2 against all that come before the header: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22
  * (11008 x 4096), 20.0 / 19.7 with 32 (8192 x 8192). Behind an ordinary kernel three stages a block are enough to keep
  * memory busy until x is there, and the first of them is complete the sooner the fewer there are (docs/performance.md has
  * the times of 1, 2 and 4).
@@ -165,7 +160,8 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
         }
         allow_next_launch();
 #pragma unroll 1
-        for (int stage = 0; stage < ring.stages; stage++) barrier_init(emptied + 8 * stage, m.warps * ARRIVALS);
+        for (int stage = 0; stage < ring.stages; stage++)
+            barrier_init(emptied + 8 * stage, m.warps * sm90::WARP_ARRIVALS);
     }
     __syncwarp();
     __syncthreads();

@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
         from += stage_bytes(GAP_BITS);
         if (from == stage_at + stages * stage_bytes(GAP_BITS)) from = stage_at;
 
-        // As in multiply_8 of spmv: distances to the even and odd entries of each half.
+        // As `distances` of stream.cuh: distances to the even and odd entries of each half.
         uint32_t to_even[2], to_odd[2];
         int middle[2], behind[2]; // columns up to entry 4 and to the end of each half
         for (int half = 0; half < 2; half++) {

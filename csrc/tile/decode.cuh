@@ -25,8 +25,8 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
 // the tile before leave time for.
 struct tile_lane {
     uint32_t mask, at[TILE_GROUPS];
-    uint32_t start, own[2],
-        sum[2]; // sum: of the groups' values, a byte each, over the lanes up to this one: at most 128
+    uint32_t start, own[2];
+    uint32_t sum[2]; // of the groups' values, a byte each, over the lanes up to this one: at most 128
 
     // The lane's counts, four bits each, and the first two steps of their sums over the lanes.
     __device__ __forceinline__ void add_counts(uint32_t both) {

@@ -28,12 +28,6 @@ constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
 constexpr int GATHER_BYTES = 16384; // of sums that come at once
 constexpr int CHUNK = 32;           // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
-// Behind __syncwarp one lane arrives for its warp; for racecheck all of them can (docs/performance.md, "Checked").
-#ifdef MACKO_EVERY_LANE_ARRIVES
-[[maybe_unused]] constexpr int OF_WARP = WARP; // arrivals
-#else
-[[maybe_unused]] constexpr int OF_WARP = 1;
-#endif
 
 struct gemm_task {
     CUtensorMap x, y; // boxes of TILE_COLS columns by TOKENS tokens, and of TILE_ROWS rows by CHUNK tokens
@@ -105,7 +99,8 @@ __device__ __forceinline__ int uniform(int value) {
 
 // What a cluster works on, a stage for each k tile: first its range of the k tiles of those output tiles that are cut, then
 // whole tiles. The ranges are equal, one a cluster. Of a cut tile the range with its beginning adds up the sums of the
-// others, which come behind it and, so that nobody waits for a block that is not there yet, belong to clusters in front.
+// others, which come behind it and belong to clusters in front: blocks start in the order of their index, so nobody waits
+// for one that is not there yet where not all of them fit at once.
 struct gemm_work {
     const gemm_task &task;
     int rank, cluster, cut_begin, cut_stages, stages;
@@ -319,10 +314,10 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     store_matrices((at + job * JOB_TILES * DENSE_BYTES) ^ step << 5, a[job] + step * 4);
-        // Behind the stores, which wait for the values. An arrival right behind the loads can overtake them, it seems: what came
-        // next into their place was read, in some of a thousand products of pairs (H200).
+        // Behind the stores, which wait for the values. An arrival right behind the loads can overtake them, it seems: what
+        // came next into their place was read, in some of a thousand products of pairs (H200).
         __syncwarp();
-        if (OF_WARP > 1 || lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
+        if (sm90::WARP_ARRIVALS > 1 || lane == 0) sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + packed.slot * 8);
         packed.advance(SHAPE::DECODERS, task.packed_units);
         stored = dense.slot;
         stored_unit = unit;
@@ -421,7 +416,8 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
                 sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
             }
             ring.advance(1, SLOTS);
-            sm90::warpgroup_sync(down); // before something else takes the place
+            sm90::warpgroup_sync(
+                down); // the sums have taken the values (looked up in the instructions); the place is free
             fetch(other * TURNS + turn + SLOTS);
         }
 }
@@ -558,7 +554,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         init(SHAPE::DENSE_FULL, SHAPE::DENSE_STAGES * DOWN, TILE_PARTS);
         init(SHAPE::DENSE_EMPTY, SHAPE::DENSE_STAGES * DOWN, SHAPE::PAIR);
         init(SHAPE::PACKED_FULL, task.packed_units, SHAPE::JOBS);
-        init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS * OF_WARP);
+        init(SHAPE::PACKED_EMPTY, task.packed_units, TILE_PARTS * sm90::WARP_ARRIVALS);
         init(SHAPE::GATHERED, DOWN * SHAPE::GATHER_SLOTS, 1);
         sm90::fence_barrier_init();
         sm90::fence_for_copies();

@@ -93,8 +93,9 @@ struct tile_work {
 
 // Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
 struct tile_memory {
-    uint32_t tokens, weights, sums, cut_sums, full, empty, sums_full, may_send, places,
-        no_tile; // sums: of whole items; of pieces
+    uint32_t tokens, weights;
+    uint32_t sums, cut_sums; // of whole items; of pieces
+    uint32_t full, empty, sums_full, may_send, places, no_tile;
 };
 
 template <int TOKENS>
@@ -393,7 +394,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                     next.load(0, values[0][0], task.weights);
                     next.load(1, values[0][1], task.weights);
                 }
-                // The products that read these registers last. All of the stage before have ended two tiles into this
+                // The products that read these registers last. All of the stage before have ended two steps into this
                 // one: that stage goes back then, not a product later (H200: less time at every shape, most at 64 tokens).
                 if (STEP == 0) sm90::wgmma_wait<1>();
                 if (STEP == 1) {

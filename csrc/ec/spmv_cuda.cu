@@ -32,14 +32,9 @@ __device__ __forceinline__ int load_base(const void *bases, int base_bytes, int6
     return base_bytes == 2 ? __ldg((const uint16_t *)bases + at) : __ldg((const int32_t *)bases + at);
 }
 
-// Asynchronous copies to shared memory: what is on its way takes no registers.
 template <int BYTES>
 __device__ __forceinline__ void copy(void *to, const void *from) {
-    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(BYTES) : "memory");
+    copy_async<BYTES>(shared_address(to), from);
 }
 
 // N values in the widest loads that their size allows.

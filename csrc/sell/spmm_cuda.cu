@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     const bool owns = block < m.num_blocks;
     if (team_thread < sizeof(sell_block) / 16) { // through shared memory for the same reason as in fill_ring
         if (owns)
-            copy_async_16(shared_address(headers + team) + team_thread * 16,
-                          (const uint4 *)(m.blocks + block) + team_thread);
+            copy_async<16>(shared_address(headers + team) + team_thread * 16,
+                           (const uint4 *)(m.blocks + block) + team_thread);
         else
             ((uint4 *)(headers + team))[team_thread] = make_uint4(0, 0, 0, 0);
     }
@@ -226,16 +226,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #pragma unroll 1
     for (int result = own; result - (own & (together - 1)) < results;
          result += warps * together, at += warps * together * 4) {
-        float sum = 0;
-        uint32_t from = at;
-#pragma unroll 1
-        for (int left = result < results ? num_sums : 0; left > 0;
-             left -= SUMS_AT_ONCE, from += SUMS_AT_ONCE * sum_bytes) {
-            float some[SUMS_AT_ONCE];
-            for (int i = 0; i < SUMS_AT_ONCE; i++)
-                some[i] = i < left ? __uint_as_float(load_shared_4(from + i * sum_bytes)) : 0;
-            for (int i = 0; i < SUMS_AT_ONCE; i += 4) sum += (some[i] + some[i + 1]) + (some[i + 2] + some[i + 3]);
-        }
+        float sum = sum_of(at, sum_bytes, result < results, num_sums);
         __syncwarp();
 #pragma unroll 1
         for (int distance = together; distance < WARP; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
@@ -278,12 +269,11 @@ cudaError_t launch_spmm(const sell_matrix &m, Launch launch, int shared_bytes, c
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = may_overlap(stream, config.blockDim.x) ? 1 : 0;
-    launch.ring = ring_of(m, launch.ring.stages, config.numAttrs);
     // x comes the sooner, the fewer stages are asked for before it: 2 where decoding takes longer than the weights' way
     // from memory, or where there are few; else 3. H200, chained, 2 / 3 / all: 7.48 / 8.03 / 8.35 us for 4 tokens
     // (4096 x 4096, density 0.3), 5.68 / 6.06 / 6.31 for 2, 21.2 / 20.7 / 21.0 for 2 (8192 x 8192, density 0.5).
     const bool few = config.numAttrs && m.slots <= (int64_t)10 * m.num_blocks * m.warps;
-    launch.ring.first = N > 2 || few ? 2 : 3;
+    launch.ring = ring_of(m, launch.ring.stages, N > 2 || few ? 2 : 3);
     return cudaLaunchKernelEx(&config, spmm<T, GAP_BITS, N>, launch, m, x, bias, y);
 }
 

@@ -74,8 +74,8 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #endif
         // Through shared memory for the same reason as in fill_ring.
         if (threadIdx.x < sizeof header / 16)
-            copy_async_16(shared_address(&header) + threadIdx.x * 16,
-                          (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
+            copy_async<16>(shared_address(&header) + threadIdx.x * 16,
+                           (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
         uint32_t base = m.bases[sell_first_base(blockIdx.x, warps, warp) + lane];
 
         // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         sm90::wait_for_previous_launch();
 #endif
 #pragma unroll 1
-        for (int i = threadIdx.x; i < whole; i += threads) copy_async_16(x_at + i * 16, x + i * 8);
+        for (int i = threadIdx.x; i < whole; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
         commit_copies();
 #pragma unroll 1
         for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)own_x)[i] = x[i];
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 const int64_t head_slot = sell_head_slot(blockIdx.x, m.num_blocks, warps, fetched);
                 const uint8_t *from = (behind ? next : m.data + head_slot * SLOT) + warp * SLOT;
                 const uint32_t to = ring_at + offset + warp * SLOT;
-                for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_async_16(to + piece, from + piece);
+                for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_async<16>(to + piece, from + piece);
             }
             commit_copies(); // an empty one too, to keep count
             if (behind) next += slots * SLOT;
@@ -191,16 +191,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         uint32_t at = own_sums;
 #pragma unroll 1
         for (int r = first_row; r - first_row < b.rows; r += threads >> log_lanes, at += threads >> log_lanes << 2) {
-            float sum = 0;
-            uint32_t from = at;
-#pragma unroll 1
-            for (int left = r < b.rows ? num_sums : 0; left > 0;
-                 left -= SUMS_AT_ONCE, from += SUMS_AT_ONCE * sum_bytes) {
-                float some[SUMS_AT_ONCE];
-                for (int i = 0; i < SUMS_AT_ONCE; i++)
-                    some[i] = i < left ? __uint_as_float(load_shared_4(from + i * sum_bytes)) : 0;
-                for (int i = 0; i < SUMS_AT_ONCE; i += 4) sum += (some[i] + some[i + 1]) + (some[i + 2] + some[i + 3]);
-            }
+            float sum = sum_of(at, sum_bytes, r < b.rows, num_sums);
             __syncwarp();
 #pragma unroll 1
             for (int distance = 1 << log_lanes >> 1; distance; distance >>= 1)
@@ -219,7 +210,9 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
                         T *y, bool chained, cudaStream_t stream) {
     const cudaError_t error = allow_all_shared_memory<spmv<T, GAP_BITS, COPY>>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
-    const Ring ring = ring_of(m, shape.stages, chained);
+    // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
+    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
+    const Ring ring = ring_of(m, shape.stages, chained ? shape.stages : number("MACKO_FIRST", 3));
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

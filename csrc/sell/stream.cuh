@@ -21,6 +21,7 @@ template <>
 __device__ __forceinline__ float widen<__nv_bfloat16>(uint16_t bits) {
     return __uint_as_float((uint32_t)bits << 16);
 }
+
 // The four gaps of field 0..3, one in each byte, from the planes of sell.h.
 template <int GAP_BITS>
 __device__ __forceinline__ uint32_t gap_field(const uint32_t (&planes)[4], int field) {
@@ -80,6 +81,21 @@ __device__ __forceinline__ Step load_step(LaneSlot at, uint32_t offset) {
     return step;
 }
 
+// The sum of a lane's partial sums in shared memory, one each `bytes`, if it has any: several are on their way together.
+// (Arguments by reference: by value ptxas puts the kernels in another order than the one that was timed.)
+__device__ __forceinline__ float sum_of(const uint32_t &at, const uint32_t &bytes, bool any, const int &count) {
+    float sum = 0;
+    uint32_t from = at;
+#pragma unroll 1
+    for (int left = any ? count : 0; left > 0; left -= SUMS_AT_ONCE, from += SUMS_AT_ONCE * bytes) {
+        float some[SUMS_AT_ONCE];
+        for (int i = 0; i < SUMS_AT_ONCE; i++)
+            some[i] = i < left ? __uint_as_float(load_shared_4(from + i * bytes)) : 0;
+        for (int i = 0; i < SUMS_AT_ONCE; i += 4) sum += (some[i] + some[i + 1]) + (some[i + 2] + some[i + 3]);
+    }
+    return sum;
+}
+
 // A barrier's phase ends when all arrivals and all announced bytes are in.
 using sm90::barrier_arrive;
 using sm90::barrier_init;
@@ -125,14 +141,11 @@ struct Ring {
 /*
  * Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200,
  * spmv, 2 against all that come before the header: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22
- * (11008 x 4096), 20.0 / 19.7 with 32 (8192 x 8192). Behind an ordinary kernel three stages a block are enough to keep
- * memory busy until x is there, and the first of them is complete the sooner the fewer there are (docs/performance.md has
- * the times of 1, 2 and 4).
+ * (11008 x 4096), 20.0 / 19.7 with 32 (8192 x 8192).
  */
-inline Ring ring_of(const sell_matrix &m, int stages, bool chained) {
+inline Ring ring_of(const sell_matrix &m, int stages, int first) {
     const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
-    return {stages, number("MACKO_EARLY", few ? 2 : stages),
-            chained ? stages : sell_min(number("MACKO_FIRST", 3), stages)};
+    return {stages, number("MACKO_EARLY", few ? 2 : stages), sell_min(first, stages)};
 }
 
 /*

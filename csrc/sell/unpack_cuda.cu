@@ -83,7 +83,7 @@ __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
     return step * ROWS + (row + step / 4) % ROWS;
 }
 
-// As copy_async_16, and brings the rest of the 128 bytes to L2, where the blocks of neighbouring rows find it.
+// As copy_async<16>, and brings the rest of the 128 bytes to L2, where the blocks of neighbouring rows find it.
 __device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
             for (int half = 0; half < 2; half++)
                 copy_async_of_line(to_values + stage + half * (STAGE_VALUES / 2), values + half * (SELL_LANES * 16));
             for (int plane = 0; plane < PLANES; plane++)
-                copy_async_4(stage_at + stage + STAGE_VALUES + plane * PLANE_BYTES + to_gaps * 4,
-                             gaps + plane * SELL_LANES * 4);
+                copy_async<4>(stage_at + stage + STAGE_VALUES + plane * PLANE_BYTES + to_gaps * 4,
+                              gaps + plane * SELL_LANES * 4);
             if (GAP_BITS % 2) {
                 nibbles = __ldg((const uint16_t *)(gaps + PLANES * SELL_LANES * 4 - owner * 2));
                 to_nibbles = stage_at + stage + NIBBLES + to_gaps * 2;
@@ -204,15 +204,13 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
         from += stage_bytes(GAP_BITS);
         if (from == stage_at + stages * stage_bytes(GAP_BITS)) from = stage_at;
 
-        // As `distances` of stream.cuh: distances to the even and odd entries of each half.
         uint32_t to_even[2], to_odd[2];
         int middle[2], behind[2]; // columns up to entry 4 and to the end of each half
         for (int half = 0; half < 2; half++) {
             const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
-            const uint32_t pairs = gap_field<GAP_BITS>(planes, 2 * half) + odd;
-            to_odd[half] =
-                GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
-            to_even[half] = to_odd[half] - odd - 0x01010101u;
+            const Distances to = distances<GAP_BITS>(gap_field<GAP_BITS>(planes, 2 * half), odd);
+            to_odd[half] = to.to_odd;
+            to_even[half] = to.to_even;
             middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
             behind[half] = middle[half] + (to_odd[half] >> 24) + 1;
         }

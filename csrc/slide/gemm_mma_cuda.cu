@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
                 const int row_block = min(row_tile * TILE::BLOCKS + block, task.common.row_blocks - 1);
                 const uint8_t *from = task.common.packed + ((int64_t)row_block * k_tiles + k_tile) * TILE::TILE_BYTES;
                 for (int i = threadIdx.x; i < TILE::TILE_BYTES / 16; i += TILE::THREADS)
-                    copy_async_16(to + TILE::TOKEN_BYTES + block * TILE::TILE_BYTES + i * 16, from + i * 16);
+                    copy_async<16>(to + TILE::TOKEN_BYTES + block * TILE::TILE_BYTES + i * 16, from + i * 16);
             }
         }
         commit_copies();

@@ -8,9 +8,11 @@
 
 namespace macko {
 
+// With an offset of the load's own.
+template <int OFFSET = 0>
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     uint32_t value;
-    asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
+    asm("ld.shared.u16 %0, [%1 + %2];" : "=r"(value) : "r"(at), "n"(OFFSET));
     return value;
 }
 

@@ -252,14 +252,6 @@ __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, i
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
 
-// With an offset of the load's own.
-template <int OFFSET>
-__device__ __forceinline__ uint32_t load_value(uint32_t at) {
-    uint32_t value;
-    asm("ld.shared.u16 %0, [%1 + %2];" : "=r"(value) : "r"(at), "n"(OFFSET));
-    return value;
-}
-
 // tile_lane in fewer instructions.
 struct mm_lane : tile_lane {
     template <int STEP>
@@ -545,7 +537,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     tile_mma_kernel(const __grid_constant__ tile_task task, const uint16_t *x, int64_t x_stride, int cols) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(1024) uint8_t shared[];
-    const uint32_t base = (uint32_t)__cvta_generic_to_shared(shared);
+    const uint32_t base = shared_address(shared);
     const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP % TILE_PARTS;
     const int across = threadIdx.x / (WARP * TILE_PARTS);
     const int32_t *offsets = task.offsets + (int64_t)blockIdx.x * task.col_blocks;
@@ -555,10 +547,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
         if (stage < stages) {
             const int from = run(stage, 0), units = run(stage, MMA_ACROSS) - from;
             for (int i = threadIdx.x; i < units; i += MMA_THREADS)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                                 base + stage % task.stages * task.run_bytes + i * TILE_UNIT),
-                             "l"(task.data + ((int64_t)from + i) * TILE_UNIT)
-                             : "memory");
+                copy_async<16>(base + stage % task.stages * task.run_bytes + i * TILE_UNIT,
+                               task.data + ((int64_t)from + i) * TILE_UNIT);
         }
         commit_copies();
     };

@@ -158,10 +158,10 @@ __global__ void __launch_bounds__(THREADS, 8)
         const uint8_t *masks = head.tile + part * (TILE_LANES * 4) + lane * 16, *values = head.tile + from + lane * 16;
         const uint32_t to = values_at + stage * sizeof room.values[0] + lane * 16;
         if (head.tile && lane < TILE_LANES * 4 / 16)
-            copy_async_16(masks_at + stage * sizeof room.masks[0] + lane * 16, masks);
+            copy_async<16>(masks_at + stage * sizeof room.masks[0] + lane * 16, masks);
 #pragma unroll
         for (int at = 0; at < PartRoom::VALUE_ROOM; at += WARP * 16)
-            if (lane * 16 + at < bytes) copy_async_16(to + at, values + at);
+            if (lane * 16 + at < bytes) copy_async<16>(to + at, values + at);
         commit_copies();
     };
     PartHead here = head_of(0), next = head_of(1);

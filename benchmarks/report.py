@@ -385,18 +385,7 @@ def load_bench(path: Path) -> list[Line]:
 
 def bench_where(lines: list[Line]) -> str:
     commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
-    about = f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
-    slowed = [
-        f"{bench_name(line)} ({line['what']}, prompt of {line['prompt_tokens']})"
-        for line in lines
-        if line.get("profiled_before") and line["what"] in ("decode", "prefill")
-    ]
-    if slowed:
-        about += (
-            f"\n\n{', '.join(slowed)} are of another run than dense, in which a profiler had run before: that slows "
-            "every launch on the host, so that their speeds are too low."
-        )
-    return about
+    return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
 
 
 def bench_headline(lines: list[Line]) -> str:

@@ -166,6 +166,16 @@ def sell_linear(x: Tensor, packed: SellMatrix, bias: Tensor | None = None) -> Te
     return _call(torch.ops.macko.sell_linear, x, *packed, bias)
 
 
+def sell_norm_linear(x: Tensor, weight: Tensor, eps: float, packed: SellMatrix, bias: Tensor | None = None) -> Tensor:
+    """sell_linear(x / sqrt(mean(x^2) + eps) * weight, packed, bias) for one token, in one launch; without gradients.
+
+    Args:
+        x: [..., cols] of one token, of data's dtype and device; cols a multiple of 8.
+        weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
+    """
+    return _call(torch.ops.macko.sell_norm_linear, x, weight, eps, *packed, bias)
+
+
 #: data, offsets, rows, cols, widest of a matrix in the tile layout.
 TileMatrix = tuple[Tensor, Tensor, int, int, int]
 
@@ -583,6 +593,8 @@ def _times(grad: Tensor, format: str, packed: dict[str, Any]) -> Tensor:
 def _register_product(name: str) -> None:
     """The shape function of y = x W^T + bias and its gradients in x and bias."""
     format, _, kind = name.rpartition("_")
+    if fused := format.endswith("_norm"):
+        format = format.removesuffix("_norm")
     bind = _binder(name)
     names = list(bind((), {}))
     packed_names = [argument.name for argument in _unpack_of(format)._schema.arguments if argument.name in names]
@@ -603,6 +615,8 @@ def _register_product(name: str) -> None:
         ctx.tensor_names, ctx.sizes = list(tensors), {name: given[name] for name in packed_names if name not in tensors}
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if fused:
+            raise NotImplementedError(f"macko::{name} has no gradients: give {format}_linear what the norm gives")
         wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
         gradients: dict[str, Tensor | None] = dict.fromkeys(names)
         if wanted["x"]:

@@ -75,7 +75,7 @@ Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const
     Tensor y = torch::stable::new_empty(x, shape);
     const void *bias = data_of(bias_any);
     const cudaStream_t stream = current_stream(x);
-    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream)
+    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, bias, y.mutable_data_ptr(), stream)
                                : sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
     return y;
 }
@@ -214,6 +214,28 @@ Tensor sell_spmm(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     return multiply(m, x_any.size(0), x_any, bias, {x_any.size(0), m.rows});
+}
+
+Tensor sell_norm_linear(const Tensor &x_any, const Tensor &weight_any, double eps, const Tensor &data,
+                        const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits,
+                        int64_t warps, int64_t head, const std::optional<Tensor> &bias_any) {
+    const char *op = "sell_norm_linear";
+    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    check_tokens(op, x_any, "data", data, cols);
+    if (num_tokens(x_any) != 1) fail(op, "x has shape ", shape_name(x_any), ", expected one token");
+    check_device(op, "weight", weight_any, "data", data);
+    check_dtype(op, "weight", weight_any, data.scalar_type());
+    check_dim(op, "weight", weight_any, 1);
+    check_last(op, "weight", weight_any, cols);
+    if (cols % 8) fail(op, "cols is ", cols, ", expected a multiple of 8");
+    const DeviceOf guard(data);
+    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
+    const Tensor x = as_aligned(x_any), weight = as_aligned(weight_any);
+    Tensor y = torch::stable::new_empty(x, with_last(x, m.rows));
+    const sell_norm norm = {weight.const_data_ptr(), float(eps)};
+    STD_CUDA_CHECK(
+        sell_spmv_cuda(&m, x.const_data_ptr(), &norm, data_of(bias), y.mutable_data_ptr(), current_stream(x)));
+    return y;
 }
 
 Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases, const Tensor &blocks,

@@ -94,5 +94,6 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     """A call of target in the node's place; dead code is left for later."""
     new = node.graph.call_function(target, args)
     new.meta.update(node.meta)
+    new.meta.pop("eager_input_vals", None)  # of the arguments there were; they hold no layout that the kernel needs
     node.replace_all_uses_with(new)
     return new

@@ -61,8 +61,8 @@ def on_the_cpu() -> Iterator[None]:
     """The two ops of sell for CPU tensors, as functions above."""
     with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one already, which says why there is none
-        library.impl("sell_linear", linear, "CPU")
-        library.impl("sell_norm_linear", norm_linear, "CPU")
+        library.impl("sell_linear", linear, "CPU", allow_override=True)
+        library.impl("sell_norm_linear", norm_linear, "CPU", allow_override=True)
         yield
 
 
@@ -108,6 +108,26 @@ def test_a_block_of_one_token(dtype: torch.dtype) -> None:
     h = h.to(dtype)
     wanted = h.double() + second(h).double() @ (weights[1] + weights[2].double()).T
     assert_near(y, wanted, dtype)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_as_an_option_of_torch_compile() -> None:
+    """Inductor takes the pass, and the op that it puts there."""
+    w, norm, x = (
+        random_weight(64, 64, 0.5, torch.bfloat16),
+        Norm(64, torch.bfloat16),
+        random_vector(1, 64, dtype=HALVES[1]),
+    )
+
+    def block(x: Tensor) -> Tensor:
+        return x + product(norm(x), w)
+
+    torch._dynamo.reset()
+    fuse = Fuse()
+    with torch.no_grad():
+        y = torch.compile(block, fullgraph=True, options={"post_grad_custom_pre_pass": fuse})(x)
+    assert fuse.uuid() == Fuse().uuid()
+    assert_near(y, block(x).double(), torch.bfloat16)
 
 
 def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -273,7 +293,7 @@ def test_a_chain_many_times() -> None:
 @needs_capture
 @needs_transformers
 def test_generate_compiled() -> None:
-    """A Llama whose step of one token is compiled with the pass: its kernels are there, its tokens those of eager mode."""
+    """A Llama whose step of one token is compiled with the pass: with its kernels, and the tokens of eager mode."""
     from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
     from macko.bench import COMPILED

@@ -113,21 +113,23 @@ def test_a_block_of_one_token(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("on_the_cpu")
 def test_as_an_option_of_torch_compile() -> None:
     """Inductor takes the pass, and the op that it puts there."""
-    w, norm, x = (
-        random_weight(64, 64, 0.5, torch.bfloat16),
-        Norm(64, torch.bfloat16),
-        random_vector(1, 64, dtype=HALVES[1]),
-    )
+    w, norm = random_weight(64, 64, 0.5, torch.bfloat16), Norm(64, torch.bfloat16)
+    x, seen = random_vector(1, 64, dtype=torch.bfloat16), []
+
+    class Watched(Fuse):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            super().__call__(graph)
+            seen.extend(str(node.target) for node in graph.nodes)
 
     def block(x: Tensor) -> Tensor:
         return x + product(norm(x), w)
 
     torch._dynamo.reset()
-    fuse = Fuse()
     with torch.no_grad():
-        y = torch.compile(block, fullgraph=True, options={"post_grad_custom_pre_pass": fuse})(x)
-    assert fuse.uuid() == Fuse().uuid()
+        y = torch.compile(block, fullgraph=True, options={"post_grad_custom_pre_pass": Watched()})(x)
+    assert seen.count("macko.sell_norm_linear.default") == 1
     assert_near(y, block(x).double(), torch.bfloat16)
+    assert Fuse().uuid() == Fuse().uuid()
 
 
 def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:

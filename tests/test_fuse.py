@@ -127,7 +127,7 @@ def test_as_an_option_of_torch_compile() -> None:
 
     torch._dynamo.reset()
     with torch.no_grad():
-        options: dict[str, Any] = {"post_grad_custom_pre_pass": Watched(), "force_disable_caches": True}
+        options: dict[str, Any] = {"post_grad_custom_pre_pass": Watched(), "fx_graph_cache": False}
         y = torch.compile(block, fullgraph=True, options=options)(x)
     assert seen.count("macko.sell_norm_linear.default") == 1
     assert_near(y, block(x).double(), torch.bfloat16)

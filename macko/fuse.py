@@ -2,9 +2,10 @@
 
     torch.compile(model, options={"post_grad_custom_pre_pass": macko.fuse.Fuse()})
 
-A decoder's step for one token has some thirty kernels of microseconds between its products. Two kinds of them need no
-launch of their own: the root mean square norm of a layer's input, which the kernel makes where it puts x into shared
-memory, and the sum of its output and the residual, which is a bias to it. Dense layers have the same from Inductor.
+A decoder's step for one token has kernels of some microseconds between its products, which wait for them. The root
+mean square norm of a layer's input is made where the kernel puts x into shared memory; the sum of its output and the
+residual is a bias to it; silu(gate) * up lets the product behind it fetch weights meanwhile. Dense layers have the like
+from Inductor.
 """
 
 from __future__ import annotations
@@ -24,10 +25,24 @@ _root = CallFunction(aten.rsqrt.default, CallFunction(aten.add.Tensor, _mean, Ke
 _scaled = CallFunction(
     prims.convert_element_type.default, CallFunction(aten.mul.Tensor, _x, _root), KeywordArg("dtype")
 )
-#: weight * (x.float() / sqrt(mean(x^2) + eps)).to(dtype), as LlamaRMSNorm and its many copies have it.
-_NORMS = (
-    CallFunction(aten.mul.Tensor, KeywordArg("weight"), _scaled, _users=MULTIPLE),
-    CallFunction(aten.mul.Tensor, _scaled, KeywordArg("weight"), _users=MULTIPLE),
+_gate = CallFunction(prims.convert_element_type.default, KeywordArg("x"), torch.float32, _users=MULTIPLE)
+_below = CallFunction(aten.add.Tensor, CallFunction(aten.exp.default, CallFunction(aten.neg.default, _gate)), 1)
+_silu = CallFunction(
+    prims.convert_element_type.default, CallFunction(aten.div.Tensor, _gate, _below), KeywordArg("dtype")
+)
+
+
+def _product(a: Any, b: Any) -> tuple[CallFunction, CallFunction]:
+    """a * b and b * a."""
+    return CallFunction(aten.mul.Tensor, a, b, _users=MULTIPLE), CallFunction(aten.mul.Tensor, b, a, _users=MULTIPLE)
+
+
+#: What a sparse layer's input is made by, and the op that makes it itself.
+_INPUTS = (
+    # weight * (x.float() / sqrt(mean(x^2) + eps)).to(dtype), as LlamaRMSNorm and its many copies have it
+    (_product(KeywordArg("weight"), _scaled), torch.ops.macko.sell_norm_linear.default),
+    # silu(x) * other, as a decoder's MLP has it
+    (_product(_silu, KeywordArg("other")), torch.ops.macko.sell_gated_linear.default),
 )
 
 
@@ -42,7 +57,7 @@ class Fuse(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=torch.ops.macko.sell_linear.default):
             y = _value(node)
             if y is not None and y.shape.numel() == y.shape[-1]:  # one token
-                _take_norm(_take_sum(node))
+                _take_input(_take_sum(node))
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
@@ -75,19 +90,29 @@ def _take_sum(linear: fx.Node) -> fx.Node:
         return _replace(add, linear.target, (*x_and_packed, flat))
 
 
-def _take_norm(linear: fx.Node) -> fx.Node:
-    """linear(norm(x, weight)) -> norm_linear(x, weight, eps)."""
+def _take_input(linear: fx.Node) -> fx.Node:
+    """linear(norm(x, weight)) -> norm_linear(x, weight, eps), linear(silu(gate) * up) -> gated_linear(gate, up)."""
     source, *packed = linear.args
-    matches = [pattern.match(source) for pattern in _NORMS] if isinstance(source, fx.Node) and not linear.kwargs else []
-    found = next((match.kwargs for match in matches if isinstance(match, Match)), None)
-    if found is None or not _alike(_value(found["x"]), _value(source)) or not isinstance(found["eps"], float):
+    if not isinstance(source, fx.Node) or linear.kwargs:
         return linear
-    x, weight = _value(found["x"]), _value(found["weight"])
-    if not _alike(x.reshape(-1), weight) or found["dtype"] != x.dtype or x.shape[-1] % 8:  # type: ignore[union-attr]
-        return linear
-    args = (found["x"], found["weight"], found["eps"], *packed)
-    with linear.graph.inserting_before(linear):
-        return _replace(linear, torch.ops.macko.sell_norm_linear.default, args)
+    for patterns, op in _INPUTS:
+        for pattern in patterns:
+            match = pattern.match(source)
+            if isinstance(match, Match) and (args := _arguments(match.kwargs)):
+                with linear.graph.inserting_before(linear):
+                    return _replace(linear, op, (*args, *packed))
+    return linear
+
+
+def _arguments(found: dict[str, Any]) -> tuple[Any, ...]:
+    """Of the op that makes its input itself, but for the packed weight; empty where it would not be the same."""
+    x = _value(found["x"])
+    if x is None or x.dtype != found["dtype"] or x.shape[-1] % 8:
+        return ()
+    if "weight" in found:
+        args = (found["x"], found["weight"], found["eps"])
+        return args if _alike(_value(args[1]), x.reshape(-1)) and isinstance(args[2], float) else ()
+    return (found["x"], found["other"]) if _alike(_value(found["other"]), x) else ()
 
 
 def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:

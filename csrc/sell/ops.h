@@ -19,6 +19,9 @@ Tensor sell_spmm(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
 Tensor sell_norm_linear(const Tensor &x, const Tensor &weight, double eps, const Tensor &data, const Tensor &bases,
                         const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps,
                         int64_t head, const std::optional<Tensor> &bias);
+Tensor sell_gated_linear(const Tensor &gate, const Tensor &up, const Tensor &data, const Tensor &bases,
+                         const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps,
+                         int64_t head, const std::optional<Tensor> &bias);
 Tensor sell_linear(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm,
                    int64_t cols, int64_t gap_bits, int64_t warps, int64_t head, const std::optional<Tensor> &bias);
 

@@ -31,10 +31,12 @@ EPS = 1e-5
 
 
 class Watched(Fuse):
-    """With the names of macko's ops and of sums in the graph behind it."""
+    """With the names of macko's ops and of sums in the graphs behind it, since an object was made."""
+
+    seen: list[str] = []  # of the class: options are copied
 
     def __init__(self) -> None:
-        self.seen: list[str] = []
+        self.seen.clear()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         super().__call__(graph)
@@ -101,7 +103,7 @@ def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=run, decompositions=select_decomp_table())
     with torch.no_grad():
-        return torch.compile(model, backend=backend, fullgraph=True)(*inputs), watched.seen
+        return torch.compile(model, backend=backend, fullgraph=True)(*inputs), list(watched.seen)
 
 
 @pytest.mark.usefixtures("on_the_cpu")

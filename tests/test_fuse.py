@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ EPS = 1e-5
 class Watched(Fuse):
     """With the names of macko's ops and of sums in the graphs behind it, since an object was made."""
 
-    seen: list[str] = []  # of the class: options are copied
+    seen: ClassVar[list[str]] = []  # options are copied
 
     def __init__(self) -> None:
         self.seen.clear()

@@ -26,10 +26,12 @@ from .prune import prune_
 #: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs, alike on both sides.
 COMPILED: dict[str, dict[str, Any]] = {
     "default": {},  # what generate() does by itself with a static cache
-    # Kernels begin before the one before them has ended; the model's 300 to 900 tensors are not checked at every token;
-    # sparse layers take norms and sums into their kernels, as dense ones do by themselves.
+    # Kernels begin before the one before them has ended, and small ones are put together; the model's 300 to 900
+    # tensors are not checked at every token; sparse layers take norms and sums into their kernels, as dense ones do by
+    # themselves.
     "fast": {
         "triton.enable_pdl": True,
+        "combo_kernels": True,
         "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
         "post_grad_custom_pre_pass": Fuse(),
     },

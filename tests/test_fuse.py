@@ -42,7 +42,7 @@ class Watched(Fuse):
         super().__call__(graph)
         graph.lint()
         targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-        self.seen += [name.split(".")[1] for name in targets if name.startswith(("macko", "aten.add"))]
+        self.seen.extend(name.split(".")[1] for name in targets if name.startswith(("macko", "aten.add")))
 
 
 class Norm(nn.Module):

@@ -1,5 +1,6 @@
 """macko: pruned neural networks, smaller and faster, on CPU and CUDA."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import integrations, ops
@@ -15,6 +16,7 @@ from .tune import autotune
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import fuse as fuse
     from .integrations.transformers import MackoConfig as MackoConfig
 
 __all__ = [
@@ -42,4 +44,6 @@ def __getattr__(name: str) -> Any:
         from .integrations.transformers import MackoConfig
 
         return MackoConfig
+    if name == "fuse":  # imports Inductor, which takes a second
+        return import_module(".fuse", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,31 @@ enum Copy {
     CP_ASYNC, // sm_80 and up: each warp fetches its own slots, 16 bytes a lane
 };
 
+// The part of x behind ring.split, by a bulk copy. Nothing is read of what it holds before it is asked to do something: its
+// parameters come later than those of the first fetch.
+template <typename T>
+struct RestOfX {
+    const Ring &ring;
+    const T *const &x;
+    const int64_t &cols;
+    uint32_t x_at, barrier;
+
+    __device__ int pieces() const {
+        return (uintptr_t)x % 16 == 0 ? (int)cols / 8 : 0;
+    }
+    __device__ void fetch() const {
+        const int bytes = (pieces() - ring.split) * 16;
+        if (bytes <= 0) return;
+        sm90::barrier_init(barrier, 1);
+        sm90::fence_barrier_init();
+        sm90::barrier_expect(barrier, bytes);
+        sm90::copy_bytes(x_at + ring.split * 16, x + ring.split * 8, bytes, barrier);
+    }
+    __device__ void wait() const {
+        if (pieces() > ring.split) barrier_wait(barrier, 0);
+    }
+};
+
 // Eight products; `address` is that of the first x not passed yet. dp4a picks a byte of the distances, scales it and adds
 // the address, so that an x costs one instruction and its load.
 template <typename T, int GAP_BITS>
@@ -56,7 +81,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
     {
 #endif
         extern __shared__ __align__(128) uint8_t shared[];
-        __shared__ __align__(8) uint64_t barriers[2 * SELL_MAX_STAGES]; // for each stage: filled, emptied
+        __shared__ __align__(8) uint64_t barriers[2 * SELL_MAX_STAGES + 1]; // for each stage: filled, emptied; x
         __shared__ __align__(16) sell_block header;
         constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
         const int warps = m.warps, threads = warps * WARP, stage_bytes = warps * SLOT, cols = (int)m.cols;
@@ -67,8 +92,9 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const uint32_t filled = shared_address(barriers);
         [[maybe_unused]] const uint32_t emptied = filled + 8 * SELL_MAX_STAGES;
 #if __CUDA_ARCH__ >= 900
+        const RestOfX<T> rest = {ring, x, m.cols, x_at, filled + 8 * 2 * SELL_MAX_STAGES};
         if (COPY == BULK && warp == warps) {
-            fill_ring<SLOT>(m, blockIdx.x, ring, ring_at, filled, emptied, header, lane);
+            fill_ring<SLOT>(m, blockIdx.x, ring, ring_at, filled, emptied, header, lane, rest);
             return;
         }
 #endif
@@ -81,6 +107,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
         // Before the wait there are weights only, so that their way from memory is over when x comes.
         const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
+        const int split = COPY == BULK ? min(whole, ring.split) : whole;
         if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)own_x)[cols + threadIdx.x] = 0;
 #pragma unroll 1
         for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
@@ -89,14 +116,14 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         sm90::wait_for_previous_launch();
 #endif
 #pragma unroll 1
-        for (int i = threadIdx.x; i < whole; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
+        for (int i = threadIdx.x; i < split; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
         commit_copies();
 #pragma unroll 1
         for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)own_x)[i] = x[i];
 
         // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
         asm volatile("cp.async.wait_group 0;" ::: "memory");
-        __syncthreads(); // x is there, and the barriers of the ring
+        __syncthreads(); // x is there but for the rest, and the barriers of the ring
         const sell_block b = load_block(&header);
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
@@ -126,7 +153,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const int enough = min(32 - __clz(max(b.chunks - 1, 0) / SUMS_AT_ONCE), 5);
         const int log_lanes = group_chunks ? min(31 - __clz(group_chunks), enough) : 0;
         const int first_row = threadIdx.x >> log_lanes, part = threadIdx.x & ((1 << log_lanes) - 1);
-        int out = first_row < b.rows ? m.perm[b.row + first_row] : 0;
+        int out = -1;
 
         // Partial sums lie chunk by chunk, an odd number of them a chunk, so that those of a row are in different banks.
         float *sums = (float *)(own_x + sell_x_bytes(cols));
@@ -151,11 +178,20 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             if (offset == ring_bytes) offset = 0, barrier = first_barrier, parity ^= 1;
         };
         int stages_left = b.stages;
+#if __CUDA_ARCH__ >= 900
+        if (COPY == BULK) { // does a lane come to the rest of x in its first steps? See fill_ring.
+            const int reached = (int)base < cols ? (int)base + ring.stages * (SELL_STEP << GAP_BITS) : 0;
+            const int needed = b.steps > ring.stages ? __reduce_max_sync(FULL_WARP, reached) : cols;
+            if (needed > split * 8) rest.wait();
+        }
+#endif
 #pragma unroll 1
         for (int group = warp; group < groups; group += warps) {
             uint32_t address = x_at + 2 * base;
             const uint32_t place = place_of(group);
             if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
+            // Behind the first use of base: what waits for one of two loads waits for both, and this one takes half a microsecond.
+            if (group == warp && first_row < b.rows) out = m.perm[b.row + first_row];
             float sum[2] = {};
             int steps = b.steps - (group >= long_groups);
             stages_left -= steps;
@@ -197,7 +233,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             for (int distance = 1 << log_lanes >> 1; distance; distance >>= 1)
                 sum += __shfl_xor_sync(FULL_WARP, sum, distance);
             if (r < b.rows && part == 0) {
-                if (r != first_row) out = m.perm[b.row + r];
+                if (r != first_row || out < 0) out = m.perm[b.row + r];
                 if (bias) sum += to_float(bias[out]);
                 y[out] = from_float<T>(sum);
             }
@@ -212,7 +248,9 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     if (error) return error;
     // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
     // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
-    const Ring ring = ring_of(m, shape.stages, chained ? shape.stages : number("MACKO_FIRST", 3));
+    Ring ring = ring_of(m, shape.stages, chained ? shape.stages : number("MACKO_FIRST", 3));
+    if (!chained) ring.early = sell_min(2, ring.stages);
+    ring.split = (int)(m.cols / 16 + 7) / 8 * 8;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

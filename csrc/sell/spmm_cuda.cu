@@ -248,7 +248,7 @@ Launch shape_of(const sell_matrix &m, int n, const sell_device &device, int *sha
         const int fit = (room - fixed) / (teams * stage), wanted = (80 * 1024 / teams + stage / 2) / stage;
         const int stages = std::min({fit, std::max(wanted, int(SELL_MIN_STAGES)), int(SELL_MAX_STAGES)});
         *shared_bytes = fixed + teams * stages * stage;
-        if (stages >= MIN_STAGES) return {{stages, 0, 0}, teams, 0};
+        if (stages >= MIN_STAGES) return {{stages, 0, 0, 0}, teams, 0};
     }
     return {};
 }
@@ -274,7 +274,7 @@ cudaError_t launch_spmm(const sell_matrix &m, Launch launch, int shared_bytes, c
     // from memory, or where there are few; else 3. H200, chained, 2 / 3 / all: 7.48 / 8.03 / 8.35 us for 4 tokens
     // (4096 x 4096, density 0.3), 5.68 / 6.06 / 6.31 for 2, 21.2 / 20.7 / 21.0 for 2 (8192 x 8192, density 0.5).
     const bool few = config.numAttrs && m.slots <= (int64_t)10 * m.num_blocks * m.warps;
-    launch.ring = ring_of(m, launch.ring.stages, N > 2 || few ? 2 : 3);
+    launch.ring = ring_of(launch.ring.stages, N > 2 || few ? 2 : 3);
     return cudaLaunchKernelEx(&config, spmm<T, GAP_BITS, N>, launch, m, x, bias, y);
 }
 

@@ -6,6 +6,7 @@ using namespace macko;
 namespace {
 
 constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES; // an immediate of the instruction that waits
+constexpr int LONG_X = 8192;                     // columns; the way of so many into 264 blocks takes as long as two stages
 
 // How a block brings its slots into shared memory.
 enum Copy {
@@ -13,8 +14,8 @@ enum Copy {
     CP_ASYNC, // sm_80 and up: each warp fetches its own slots, 16 bytes a lane
 };
 
-// The part of x behind ring.split, by a bulk copy. Nothing is read of what it holds before it is asked to do something: its
-// parameters come later than those of the first fetch.
+// The part of x behind ring.split comes by a bulk copy, if x can be read so. Parameters are read only by the functions, and
+// late: they are not there yet when the first stage is fetched.
 template <typename T>
 struct RestOfX {
     const Ring &ring;
@@ -22,19 +23,18 @@ struct RestOfX {
     const int64_t &cols;
     uint32_t x_at, barrier;
 
-    __device__ int pieces() const {
-        return (uintptr_t)x % 16 == 0 ? (int)cols / 8 : 0;
+    __device__ int bytes() const {
+        return ring.split < NO_SPLIT && (uintptr_t)x % 16 == 0 ? ((int)cols / 8 - ring.split) * 16 : 0;
     }
     __device__ void fetch() const {
-        const int bytes = (pieces() - ring.split) * 16;
-        if (bytes <= 0) return;
+        if (bytes() <= 0) return;
         sm90::barrier_init(barrier, 1);
         sm90::fence_barrier_init();
-        sm90::barrier_expect(barrier, bytes);
-        sm90::copy_bytes(x_at + ring.split * 16, x + ring.split * 8, bytes, barrier);
+        sm90::barrier_expect(barrier, bytes());
+        sm90::copy_bytes(x_at + ring.split * 16, x + ring.split * 8, bytes(), barrier);
     }
     __device__ void wait() const {
-        if (pieces() > ring.split) barrier_wait(barrier, 0);
+        if (bytes() > 0) barrier_wait(barrier, 0);
     }
 };
 
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
         // Before the wait there are weights only, so that their way from memory is over when x comes.
         const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
-        const int split = COPY == BULK ? min(whole, ring.split) : whole;
+        const int split = min(whole, ring.split);
         if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)own_x)[cols + threadIdx.x] = 0;
 #pragma unroll 1
         for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
@@ -179,10 +179,9 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         };
         int stages_left = b.stages;
 #if __CUDA_ARCH__ >= 900
-        if (COPY == BULK) { // does a lane come to the rest of x in its first steps? See fill_ring.
-            const int reached = (int)base < cols ? (int)base + ring.stages * (SELL_STEP << GAP_BITS) : 0;
-            const int needed = b.steps > ring.stages ? __reduce_max_sync(FULL_WARP, reached) : cols;
-            if (needed > split * 8) rest.wait();
+        if (COPY == BULK && split < whole) { // what lanes come to later than in a round of the ring is there: fill_ring
+            const bool near = (int)base >= cols || (int)base + ring.stages * (SELL_STEP << GAP_BITS) <= split * 8;
+            if (b.steps <= ring.stages || !__all_sync(FULL_WARP, near)) barrier_wait(rest.barrier, 0);
         }
 #endif
 #pragma unroll 1
@@ -247,10 +246,13 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     const cudaError_t error = allow_all_shared_memory<spmv<T, GAP_BITS, COPY>>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
     // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
-    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
-    Ring ring = ring_of(m, shape.stages, chained ? shape.stages : number("MACKO_FIRST", 3));
-    if (!chained) ring.early = sell_min(2, ring.stages);
-    ring.split = (int)(m.cols / 16 + 7) / 8 * 8;
+    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4). One stage less in all: it
+    // makes a plain launch up to 3 % faster where x is short, and a chained one where blocks have few stages.
+    const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
+    const int stages = chained && !few ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
+    Ring ring = ring_of(stages, chained ? stages : number("MACKO_FIRST", 3));
+    // The second half of a long x comes later, so that half of the warps begin earlier.
+    if (COPY == BULK && m.cols > LONG_X) ring.split = (int)ceil_div(m.cols, 128) * 8;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

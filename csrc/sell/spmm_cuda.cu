@@ -274,7 +274,7 @@ cudaError_t launch_spmm(const sell_matrix &m, Launch launch, int shared_bytes, c
     // from memory, or where there are few; else 3. H200, chained, 2 / 3 / all: 7.48 / 8.03 / 8.35 us for 4 tokens
     // (4096 x 4096, density 0.3), 5.68 / 6.06 / 6.31 for 2, 21.2 / 20.7 / 21.0 for 2 (8192 x 8192, density 0.5).
     const bool few = config.numAttrs && m.slots <= (int64_t)10 * m.num_blocks * m.warps;
-    launch.ring = ring_of(launch.ring.stages, N > 2 || few ? 2 : 3);
+    launch.ring = ring_of(m, launch.ring.stages, N > 2 || few ? 2 : 3);
     return cudaLaunchKernelEx(&config, spmm<T, GAP_BITS, N>, launch, m, x, bias, y);
 }
 

@@ -6,7 +6,7 @@ using namespace macko;
 namespace {
 
 constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES; // an immediate of the instruction that waits
-constexpr int LONG_X = 8192;                     // columns; the way of so many into 264 blocks takes as long as two stages
+constexpr int LONG_X = 8192; // columns; the way of so many into 264 blocks takes as long as two stages
 
 // How a block brings its slots into shared memory.
 enum Copy {
@@ -245,13 +245,15 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
                         T *y, bool chained, cudaStream_t stream) {
     const cudaError_t error = allow_all_shared_memory<spmv<T, GAP_BITS, COPY>>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
+    // In a chain of blocks with many stages, where two blocks share an SM, the whole ring; else one stage less, with which a
+    // plain launch is up to 3 % faster where x is short.
+    const bool whole = shape.blocks_per_sm == 1 || (chained && !has_few_stages(m));
+    const int stages = whole ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
     // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
-    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4). One stage less in all: it
-    // makes a plain launch up to 3 % faster where x is short, and a chained one where blocks have few stages.
-    const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
-    const int stages = chained && !few ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
-    Ring ring = ring_of(stages, chained ? stages : number("MACKO_FIRST", 3));
-    // The second half of a long x comes later, so that half of the warps begin earlier.
+    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
+    Ring ring = ring_of(m, stages, chained ? stages : number("MACKO_FIRST", 3));
+    // The second half of a long x comes later, so that half of the warps begin earlier: in a plain launch behind one stage.
+    if (!chained) ring.early = sell_min(number("MACKO_EARLY", 1), stages);
     if (COPY == BULK && m.cols > LONG_X) ring.split = (int)ceil_div(m.cols, 128) * 8;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -141,16 +141,24 @@ struct Ring {
 
 // Where the ring's warp fetches nothing of x.
 struct NoRest {
-    __device__ void fetch() const {}
-    __device__ void wait() const {}
+    __device__ void fetch() const {
+    }
+    __device__ void wait() const {
+    }
 };
 
 constexpr int NO_SPLIT = INT32_MAX;
 
-// Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. Two of them:
-// all that come before the header took 1-5 % longer at 14 shapes (H200, spmv), three of them 6 % longer at 4096 x 4096.
-inline Ring ring_of(int stages, int first) {
-    return {stages, sell_min(number("MACKO_EARLY", 2), stages), sell_min(first, stages), NO_SPLIT};
+inline bool has_few_stages(const sell_matrix &m) {
+    return m.slots <= (int64_t)24 * m.num_blocks * m.warps;
+}
+
+// Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200, spmv,
+// 2 / 3: 6.0 / 6.4 us with 8 stages a block (4096 x 4096), 13.9 / 14.0 with 22 (11008 x 4096), 19.7 / 19.6 with 32
+// (8192 x 8192), 17.4 / 17.1 with 28 (4096 x 14336). All that come before the header are slower at most shapes.
+inline Ring ring_of(const sell_matrix &m, int stages, int first) {
+    const int early = number("MACKO_EARLY", has_few_stages(m) ? 2 : 3);
+    return {stages, sell_min(early, stages), sell_min(first, stages), NO_SPLIT};
 }
 
 /*

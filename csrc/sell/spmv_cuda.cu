@@ -6,7 +6,7 @@ using namespace macko;
 namespace {
 
 constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES; // an immediate of the instruction that waits
-constexpr int LONG_X = 8192; // columns; the way of so many into 264 blocks takes as long as two stages
+constexpr int LONG_X = 8192;                     // columns; halves of a shorter x gained nothing
 
 // How a block brings its slots into shared memory.
 enum Copy {
@@ -263,8 +263,8 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         };
         int stages_left = b.stages;
 #if __CUDA_ARCH__ >= 900
-        if (COPY == BULK && INPUT == AS_IT_IS &&
-            split < whole) { // what lanes come to later than in a round of the ring is there: fill_ring
+        // The rest of x is waited for only where a lane may come to it before the ring begins anew: see fill_ring.
+        if (COPY == BULK && INPUT == AS_IT_IS && split < whole) {
             const bool near = (int)base >= cols || (int)base + ring.stages * (SELL_STEP << GAP_BITS) <= split * 8;
             if (b.steps <= ring.stages || !__all_sync(FULL_WARP, near)) barrier_wait(rest.barrier, 0);
         }
@@ -352,8 +352,8 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     if (error) return error;
     // In a chain of blocks with many stages, where two blocks share an SM, the whole ring; else one stage less, with which a
     // plain launch is up to 3 % faster where x is short.
-    const bool whole = shape.blocks_per_sm == 1 || (chained && !has_few_stages(m));
-    const int stages = whole ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
+    const bool all = shape.blocks_per_sm == 1 || (chained && !has_few_stages(m));
+    const int stages = all ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
     // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
     // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
     Ring ring = ring_of(m, stages, chained ? stages : number("MACKO_FIRST", 3));

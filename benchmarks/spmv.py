@@ -47,6 +47,7 @@ MASKS = ("uniform", "magnitude", "sgpt")
 KERNELS = ("dense", "sell", "sell_gap4", "sell_cp_async", "sell_behind", "macko", "cusparse", "compiled")
 VARIANT_SHAPES = "4096x4096,4096x11008,8192x8192,28672x8192"
 #: What the chosen layout and launch could be instead: options of packing (blocks in units of SMs), knobs.
+#: A ring is that of a chain; other launches have a stage less, but not less than four.
 VARIANTS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
     "as chosen": ({}, {}),
     "2-bit gaps": ({"gap_bits": 2}, {}),

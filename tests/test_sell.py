@@ -257,6 +257,27 @@ def test_products_many_times(rows: int, cols: int, tokens: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize("cols", [8201, 11008, 20480, 40000])
+def test_x_of_the_product_before_is_never_read(
+    cols: int, path: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory still holds it where the second half of a long x has not arrived; lanes begin anywhere in x."""
+    for name, value in path.items():
+        monkeypatch.setenv(name, value)
+    random = torch.Generator("cuda").manual_seed(cols)
+    xs = torch.randint(-1, 2, (8, cols), device="cuda", generator=random).half()
+    for left, right in ((0.5, 0.5), (0.02, 0.9), (0.9, 0.02), (0.004, 0.004)):
+        w = torch.randint(-2, 3, (550, cols), device="cuda", generator=random).half()
+        share = torch.where(torch.arange(cols, device="cuda") < cols // 2, left, right)
+        w[torch.rand(w.shape, device="cuda", generator=random) >= share] = 0
+        wanted = (xs.double() @ w.double().T).half()
+        for gap_bits in (2, 3, 6):
+            sell = packed(w, gap_bits)
+            assert torch.equal(torch.stack([sell.spmv(x) for x in xs] * 2), torch.cat([wanted, wanted]))
+
+
+@pytest.mark.gpu
 def test_side_stream() -> None:
     w, x = random_weight(256, 1024, 0.5, torch.float16), random_vector(1024, dtype=torch.float16)
     stream = torch.cuda.Stream()

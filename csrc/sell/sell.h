@@ -187,8 +187,9 @@ SELL_FN int sell_fixed_bytes(int64_t cols) {
 }
 
 /*
- * Ring and shared memory for a matrix packed for `warps` warps. 80 KB in flight an SM measured best on an H200 at
- * 8192 x 8192 (41 KB: 20 % slower; 143 KB: 2-5 % slower), as two blocks of 8 warps where x fits twice, else one of 12.
+ * Ring and shared memory for a matrix packed for `warps` warps: two blocks of 8 warps an SM where x fits twice, with 96 KB in
+ * flight, else one of 12 with 80 KB. H200: 41 KB are 20 % slower at 8192 x 8192, 80 KB 1-4 % in a chain (but faster alone, see
+ * spmv_cuda.cu), 143 KB 2-5 %; 96 KB by one block are 0.6 % slower at 9216 x 36864, in a chain.
  * A block takes so much shared memory that no third one fits: the next launch's would be placed unevenly (+15 %).
  */
 SELL_FN sell_shape sell_launch_shape(int64_t cols, int gap_bits, int warps, sell_device device) {
@@ -200,7 +201,7 @@ SELL_FN sell_shape sell_launch_shape(int64_t cols, int gap_bits, int warps, sell
         room = device.shared_per_block - SELL_BARRIER_BYTES;
     }
     if (room < fixed + SELL_MIN_STAGES * stage) return shape;
-    const int wanted = (80 * 1024 / shape.blocks_per_sm + stage / 2) / stage;
+    const int wanted = ((shape.blocks_per_sm == 1 ? 80 : 48) * 1024 + stage / 2) / stage;
     const int alone = device.shared_per_sm / (shape.blocks_per_sm + 1); /* with this much, no further block fits */
     shape.stages = sell_min((room - fixed) / stage,
                             wanted < SELL_MIN_STAGES ? SELL_MIN_STAGES : sell_min(wanted, SELL_MAX_STAGES));

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     const uint32_t filled = shared_address(barriers + team * 2 * SELL_MAX_STAGES),
                    emptied = filled + 8 * SELL_MAX_STAGES;
     if (fetches) {
-        fill_ring<SLOT>(m, block, launch.ring, ring_at, filled, emptied, headers[team], lane);
+        fill_ring<SLOT>(m, block, launch.ring, ring_at, filled, emptied, headers[team], lane, NoRest());
         return;
     }
     const int threads = warps * WARP, team_thread = warp * WARP + lane;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     const int log_lanes = results && results < threads ? min(31 - __clz(small_quotient(threads, results)), 5) : 0;
     const int together = WARP >> log_lanes, own = warp * together + (lane & (together - 1));
     const int part = lane >> (5 - log_lanes);
-    int out = own < results ? m.perm[b.row + own / N] : 0;
+    int out = -1;
 
     // Partial sums lie chunk by chunk, rows | 1 of them a chunk, N tokens each.
     const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         uint32_t address = x_at + 2 * N * base;
         const uint32_t place = place_of(group);
         if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
+        if (group == warp && own < results) out = m.perm[b.row + own / N]; // here for the same reason as in spmv
         float sum[N] = {};
         int steps = b.steps - (group >= long_groups);
         stages_left -= steps;
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         for (int distance = together; distance < WARP; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
         const int token = result % N;
         if (result < results && token < launch.tokens && lane < together) {
-            if (result != own) out = m.perm[b.row + result / N];
+            if (result != own || out < 0) out = m.perm[b.row + result / N];
             y[token * m.rows + out] = from_float<T>(bias ? sum + to_float(bias[out]) : sum);
         }
     }
@@ -247,7 +248,7 @@ Launch shape_of(const sell_matrix &m, int n, const sell_device &device, int *sha
         const int fit = (room - fixed) / (teams * stage), wanted = (80 * 1024 / teams + stage / 2) / stage;
         const int stages = std::min({fit, std::max(wanted, int(SELL_MIN_STAGES)), int(SELL_MAX_STAGES)});
         *shared_bytes = fixed + teams * stages * stage;
-        if (stages >= MIN_STAGES) return {{stages, 0, 0}, teams, 0};
+        if (stages >= MIN_STAGES) return {{stages, 0, 0, 0}, teams, 0};
     }
     return {};
 }

@@ -6,6 +6,7 @@ using namespace macko;
 namespace {
 
 constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES; // an immediate of the instruction that waits
+constexpr int LONG_X = 8192;                     // columns; halves of a shorter x gained nothing
 
 // How a block brings its slots into shared memory.
 enum Copy {
@@ -92,6 +93,30 @@ __device__ __forceinline__ void stage_normalised(uint4 *own_x, const T *x, const
         own_x[i] = normalised<T>(load_piece(from + i), own_x[i], scale);
 }
 
+// The part of x behind ring.split comes by a bulk copy, if x can be read so. Parameters are read only by the functions, and
+// late: they are not there yet when the first stage is fetched.
+template <typename T>
+struct RestOfX {
+    const Ring &ring;
+    const T *const &x;
+    const int64_t &cols;
+    uint32_t x_at, barrier;
+
+    __device__ int bytes() const {
+        return ring.split < NO_SPLIT && (uintptr_t)x % 16 == 0 ? ((int)cols / 8 - ring.split) * 16 : 0;
+    }
+    __device__ void fetch() const {
+        if (bytes() <= 0) return;
+        sm90::barrier_init(barrier, 1);
+        sm90::fence_barrier_init();
+        sm90::barrier_expect(barrier, bytes());
+        sm90::copy_bytes(x_at + ring.split * 16, x + ring.split * 8, bytes(), barrier);
+    }
+    __device__ void wait() const {
+        if (bytes() > 0) barrier_wait(barrier, 0);
+    }
+};
+
 // Eight products; `address` is that of the first x not passed yet. dp4a picks a byte of the distances, scales it and adds
 // the address, so that an x costs one instruction and its load.
 template <typename T, int GAP_BITS>
@@ -135,7 +160,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
     {
 #endif
         extern __shared__ __align__(128) uint8_t shared[];
-        __shared__ __align__(8) uint64_t barriers[2 * SELL_MAX_STAGES]; // for each stage: filled, emptied
+        __shared__ __align__(8) uint64_t barriers[2 * SELL_MAX_STAGES + 1]; // for each stage: filled, emptied; x
         __shared__ __align__(16) sell_block header;
         constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
         const int warps = m.warps, threads = warps * WARP, stage_bytes = warps * SLOT, cols = (int)m.cols;
@@ -146,8 +171,9 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const uint32_t filled = shared_address(barriers);
         [[maybe_unused]] const uint32_t emptied = filled + 8 * SELL_MAX_STAGES;
 #if __CUDA_ARCH__ >= 900
+        const RestOfX<T> rest = {ring, x, m.cols, x_at, filled + 8 * 2 * SELL_MAX_STAGES};
         if (COPY == BULK && warp == warps) {
-            fill_ring<SLOT>(m, blockIdx.x, ring, ring_at, filled, emptied, header, lane);
+            fill_ring<SLOT>(m, blockIdx.x, ring, ring_at, filled, emptied, header, lane, rest);
             return;
         }
 #endif
@@ -160,6 +186,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
         // Before the wait there are weights only, so that their way from memory is over when x comes.
         const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
+        const int split = min(whole, ring.split);
         if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)own_x)[cols + threadIdx.x] = 0;
 #pragma unroll 1
         for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
@@ -172,7 +199,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             stage_normalised((uint4 *)own_x, x, norm, cols, threads, (float *)(own_x + sell_x_bytes(cols)));
         } else {
 #pragma unroll 1
-            for (int i = threadIdx.x; i < whole; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
+            for (int i = threadIdx.x; i < split; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
             commit_copies();
 #pragma unroll 1
             for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)own_x)[i] = x[i];
@@ -180,7 +207,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 
         // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
         asm volatile("cp.async.wait_group 0;" ::: "memory");
-        __syncthreads(); // x is there, and the barriers of the ring
+        __syncthreads(); // x is there but for the rest, and the barriers of the ring
         const sell_block b = load_block(&header);
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
@@ -210,7 +237,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         const int enough = min(32 - __clz(max(b.chunks - 1, 0) / SUMS_AT_ONCE), 5);
         const int log_lanes = group_chunks ? min(31 - __clz(group_chunks), enough) : 0;
         const int first_row = threadIdx.x >> log_lanes, part = threadIdx.x & ((1 << log_lanes) - 1);
-        int out = first_row < b.rows ? m.perm[b.row + first_row] : 0;
+        int out = -1;
 
         // Partial sums lie chunk by chunk, an odd number of them a chunk, so that those of a row are in different banks.
         float *sums = (float *)(own_x + sell_x_bytes(cols));
@@ -235,11 +262,20 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             if (offset == ring_bytes) offset = 0, barrier = first_barrier, parity ^= 1;
         };
         int stages_left = b.stages;
+#if __CUDA_ARCH__ >= 900
+        // The rest of x is waited for only where a lane may come to it before the ring begins anew: see fill_ring.
+        if (COPY == BULK && INPUT == AS_IT_IS && split < whole) {
+            const bool near = (int)base >= cols || (int)base + ring.stages * (SELL_STEP << GAP_BITS) <= split * 8;
+            if (b.steps <= ring.stages || !__all_sync(FULL_WARP, near)) barrier_wait(rest.barrier, 0);
+        }
+#endif
 #pragma unroll 1
         for (int group = warp; group < groups; group += warps) {
             uint32_t address = x_at + 2 * base;
             const uint32_t place = place_of(group);
             if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
+            // Behind the first use of base: what waits for one of two loads waits for both, and this one takes half a microsecond.
+            if (group == warp && first_row < b.rows) out = m.perm[b.row + first_row];
             float sum[2] = {};
             int steps = b.steps - (group >= long_groups);
             stages_left -= steps;
@@ -281,7 +317,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
             for (int distance = 1 << log_lanes >> 1; distance; distance >>= 1)
                 sum += __shfl_xor_sync(FULL_WARP, sum, distance);
             if (r < b.rows && part == 0) {
-                if (r != first_row) out = m.perm[b.row + r];
+                if (r != first_row || out < 0) out = m.perm[b.row + r];
                 if (bias) sum += to_float(bias[out]);
                 y[out] = from_float<T>(sum);
             }
@@ -314,9 +350,16 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     constexpr auto KERNEL = spmv<T, GAP_BITS, COPY, INPUT>;
     const cudaError_t error = allow_all_shared_memory<KERNEL>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
+    // In a chain of blocks with many stages, where two blocks share an SM, the whole ring; else one stage less, with which a
+    // plain launch is up to 3 % faster where x is short.
+    const bool all = shape.blocks_per_sm == 1 || (chained && !has_few_stages(m));
+    const int stages = all ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
     // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
     // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
-    const Ring ring = ring_of(m, shape.stages, chained ? shape.stages : number("MACKO_FIRST", 3));
+    Ring ring = ring_of(m, stages, chained ? stages : number("MACKO_FIRST", 3));
+    // The second half of a long x comes later, so that half of the warps begin earlier: in a plain launch behind one stage.
+    if (!chained) ring.early = sell_min(number("MACKO_EARLY", 1), stages);
+    if (COPY == BULK && INPUT == AS_IT_IS && m.cols > LONG_X) ring.split = (int)ceil_div(m.cols, 128) * 8;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

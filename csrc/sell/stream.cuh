@@ -136,41 +136,62 @@ struct Ring {
     int stages; // at most SELL_MAX_STAGES
     int early;  // stages to fetch before the previous kernel's end is waited for
     int first;  // stages to fetch before x is waited for, those among them
+    int split;  // 16-byte pieces of x that the decoding warps copy; those behind them come through the ring's warp
 };
 
-/*
- * Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200,
- * spmv, 2 against all that come before the header: 6.27 against 6.89 us with 8 stages a block (4096 x 4096), 13.8 / 14.4 with 22
- * (11008 x 4096), 20.0 / 19.7 with 32 (8192 x 8192).
- */
+// Where the ring's warp fetches nothing of x.
+struct NoRest {
+    __device__ void fetch() const {
+    }
+    __device__ void wait() const {
+    }
+};
+
+constexpr int NO_SPLIT = INT32_MAX;
+
+inline bool has_few_stages(const sell_matrix &m) {
+    return m.slots <= (int64_t)24 * m.num_blocks * m.warps;
+}
+
+// Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200, spmv,
+// 2 / 3: 6.0 / 6.4 us with 8 stages a block (4096 x 4096), 13.9 / 14.0 with 22 (11008 x 4096), 19.7 / 19.6 with 32
+// (8192 x 8192), 17.4 / 17.1 with 28 (4096 x 14336). All that come before the header are slower at most shapes.
 inline Ring ring_of(const sell_matrix &m, int stages, int first) {
-    const bool few = m.slots <= (int64_t)24 * m.num_blocks * m.warps;
-    return {stages, number("MACKO_EARLY", few ? 2 : stages), sell_min(first, stages)};
+    const int early = number("MACKO_EARLY", has_few_stages(m) ? 2 : 3);
+    return {stages, sell_min(early, stages), sell_min(first, stages), NO_SPLIT};
 }
 
 /*
  * The work of the warp that keeps a ring full for the m.warps warps that decode. Barriers in shared memory, one a stage:
  * at `filled` for bytes that come in, at `emptied` for warps that are done. The block is met once, at __syncthreads,
- * when these are ready and the others have put x and the block's header into shared memory.
+ * when these are ready and the others have put their part of x and the block's header into shared memory. `rest` is the
+ * other part: asked for behind the previous kernel's end, and there before the ring begins anew, so what a lane needs later
+ * than in its first ring.stages steps it need not wait for.
  *
  * Nothing before that may depend on the header: half a microsecond away, and 1.5 once memory is busy. It comes through
  * shared memory because the compiler takes what depends on a register as far up as it can, above the first fetches.
  */
-template <int SLOT>
+template <int SLOT, typename Rest>
 __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const Ring &ring, uint32_t ring_at,
-                                          uint32_t filled, uint32_t emptied, const sell_block &header, int lane) {
+                                          uint32_t filled, uint32_t emptied, const sell_block &header, int lane,
+                                          const Rest &rest) {
     const int stage_bytes = m.warps * SLOT, blind = block < m.num_blocks ? min(m.head, ring.first) : 0;
     const auto in_head = [&](int stage) { return m.data + sell_head_slot(block, m.num_blocks, m.warps, stage) * SLOT; };
     const uint64_t once = evict_first(); // the weights do not push x out of L2
     if (lane == 0) {
+        const auto begin = [&](int stage, int stop) {
 #pragma unroll 1
-        for (int stage = 0; stage < ring.stages; stage++) {
-            barrier_init(filled + 8 * stage, 1);
-            sm90::fence_barrier_init();
-            if (stage == ring.early) sm90::wait_for_previous_launch();
-            if (stage < blind)
-                fetch_bulk(ring_at + stage * stage_bytes, in_head(stage), stage_bytes, filled + 8 * stage, once);
-        }
+            for (; stage < stop; stage++) {
+                barrier_init(filled + 8 * stage, 1);
+                sm90::fence_barrier_init();
+                if (stage < blind)
+                    fetch_bulk(ring_at + stage * stage_bytes, in_head(stage), stage_bytes, filled + 8 * stage, once);
+            }
+        };
+        begin(0, ring.early);
+        sm90::wait_for_previous_launch();
+        rest.fetch();
+        begin(ring.early, ring.stages);
         allow_next_launch();
 #pragma unroll 1
         for (int stage = 0; stage < ring.stages; stage++)
@@ -188,13 +209,15 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
         const bool behind = stage >= m.head;
         const int bytes = behind ? stage_slots(own_steps, stage) * SLOT : stage_bytes;
         if (lane == 0) {
+            if (stage == ring.stages) rest.wait();
             if (stage >= ring.stages) barrier_wait(emptied + 8 * place, parity);
             fetch_bulk(ring_at + place * stage_bytes, behind ? next : in_head(stage), bytes, filled + 8 * place, once);
         }
         if (behind) next += bytes;
         if (++place == ring.stages) place = 0, parity ^= 1;
     }
-    // A block may not end while a copy is under way: the stages of the head that nobody needed.
+    // A block may not end while a copy is under way: x, and the stages of the head that nobody needed.
+    if (b.stages <= ring.stages) rest.wait();
 #pragma unroll 1
     for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
 }

@@ -296,15 +296,19 @@ cudaError_t launch(const Device &device, const sell_matrix *s, int64_t first, in
 
 /*
  * Four blocks of 32 steps an SM hide the way from memory; where there are fewer, they fetch further ahead. Where there are
- * more, the last round takes as long as a full one, however few it has: of 16 steps nearly all run at once. That is faster
- * at 12288 x 4096 and 22016 x 4096; where all of 32 steps do, it is slower at 4096 x 11008 (H200, 2026-11).
+ * more, the last round takes as long as a full one, however few it has, so blocks of 16 steps are taken if all of them run
+ * at once: faster at 12288 x 4096 and, at density 0.5, 22016 x 4096. Where not all do (density 0.3) that is slower, and
+ * where all of 32 steps do, at 4096 x 11008 (H200, 2026-11).
  */
 template <int GAP_BITS>
 cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
     const int64_t blocks = ceil_div(count, ROWS);
-    if (blocks > 4 * device.num_sms) return launch<GAP_BITS, 16>(device, s, first, count, w, 2, stream);
+    constexpr int RESERVED = 1024,
+                  HALF = shared_bytes<16>(GAP_BITS, 2) + 1024 + RESERVED; // row_steps and what CUDA takes
+    if (blocks > 4 * device.num_sms && blocks <= (device.shared_bytes + RESERVED) / HALF * device.num_sms)
+        return launch<GAP_BITS, 16>(device, s, first, count, w, 2, stream);
     const int stages = blocks > 2 * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;
     return launch<GAP_BITS, 32>(device, s, first, count, w, stages, stream);
 }

@@ -77,6 +77,16 @@ def test_round_trip_of_any_shape(rows: int, cols: int, density: float, gap_bits:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gap_bits", GAPS)
+@pytest.mark.parametrize(("rows", "cols", "density"), [(4500, 1001, 0.5), (4500, 65, 0.5), (4500, 700, 0.02)])
+def test_dense_rows_two_a_warp(rows: int, cols: int, density: float, gap_bits: int) -> None:
+    """More rows than one round of blocks with a row a warp has, on an H200; rows that span more columns than a ring."""
+    w = random_weight(rows, cols, density, torch.float16)
+    w[[3, 4]] = 0
+    assert_same_bits(packed(w, gap_bits).to_dense(), torch.where(w == 0, 0, w))
+
+
+@pytest.mark.gpu
 def test_order_of_rows() -> None:
     """In a block as in the matrix; in `order` workspace after workspace, each as in the layout."""
     rows, cols, part_rows = 5000, 20_000, 1024

@@ -150,19 +150,22 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// One step of a sum over the lanes. The predicate of shfl itself says whether there is a lane to add: two instructions.
+// One step of a sum over the lanes, of each LANES by themselves. The predicate of shfl itself says whether there is a lane
+// to add: two instructions.
+template <int LANES = WARP>
 __device__ __forceinline__ void add_from_below(uint32_t &sum, int distance) {
     asm volatile("{ .reg .pred p; .reg .u32 r;\n"
-                 "  shfl.sync.up.b32 r|p, %0, %1, 0, 0xffffffff;\n"
+                 "  shfl.sync.up.b32 r|p, %0, %1, %2, 0xffffffff;\n"
                  "  @p add.u32 %0, %0, r; }"
                  : "+r"(sum)
-                 : "r"(distance));
+                 : "r"(distance), "n"((WARP - LANES) << 8));
 }
 
-// Sum over lanes 0..lane.
+// Sum over the lanes up to this one, of each LANES by themselves.
+template <int LANES = WARP>
 __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t v) {
 #pragma unroll
-    for (int distance = 1; distance < WARP; distance *= 2) add_from_below(v, distance);
+    for (int distance = 1; distance < LANES; distance *= 2) add_from_below<LANES>(v, distance);
     return v;
 }
 

@@ -5,20 +5,29 @@ using namespace macko;
 
 namespace {
 
-constexpr int ROWS = 8;      // of a thread block, a warp each
-constexpr int RING = 2048;   // columns of a row that lie in shared memory: twice what 32 steps span at density 0.5
-constexpr int SEGMENT = 256; // columns that a warp writes at once, 16 bytes a lane
-constexpr int STEPS = WARP;  // of each row that are fetched together
+constexpr int ROWS = 8; // of a thread block
+
+// STEPS of each row are fetched together: a warp's lanes are those of one row, or of two.
+template <int STEPS>
+constexpr int THREADS = ROWS * STEPS;
+template <int STEPS>
+constexpr int RING = 64 * STEPS; // columns of a row in shared memory: twice what its steps span at density 0.5
+template <int STEPS>
+constexpr int RING_BYTES = RING<STEPS> * 2; // and what a ring is aligned to, so that a place in it is one instruction
+template <int STEPS>
+constexpr int SEGMENT = 8 * STEPS; // columns that are written at once, 16 bytes a lane
+template <int STEPS>
 constexpr int STAGE_VALUES = ROWS * STEPS * SELL_STEP * 2;
-constexpr int RING_BYTES = RING * 2; // and what a ring is aligned to, so that a place in it is one instruction
 constexpr int ALIGNMENT = 1024;
 
+template <int STEPS>
 __host__ __device__ constexpr int stage_bytes(int gap_bits) {
-    return STAGE_VALUES + ROWS * STEPS * gap_bits * 2;
+    return STAGE_VALUES<STEPS> + ROWS * STEPS * gap_bits * 2;
 }
 
+template <int STEPS>
 constexpr int shared_bytes(int gap_bits, int stages) {
-    return ROWS * RING_BYTES + stages * stage_bytes(gap_bits) + RING_BYTES - ALIGNMENT;
+    return ROWS * RING_BYTES<STEPS> + stages * stage_bytes<STEPS>(gap_bits) + RING_BYTES<STEPS> - ALIGNMENT;
 }
 
 // The last block whose first row is not behind `row`: 32 candidates at a time, as each look costs the latency of a load.
@@ -72,15 +81,16 @@ struct alignas(16) RowSteps {
 static_assert(sizeof(RowSteps) == 80);
 
 /*
- * Where a row's share of a step lies in a stage of shared memory: 32 steps x 8 rows, first half of the values, second
- * half, planes, nibbles. Rows of a step lie in memory side by side, as they are fetched; a lane reads one row's. So that
+ * Where a row's share of a step lies in a stage of shared memory: STEPS x 8 rows, first half of the values, second half,
+ * planes, nibbles. Rows of a step lie in memory side by side, as they are fetched; a lane reads one row's. So that
  * neither meets in a bank, rows change places from step to step.
  */
 __device__ __forceinline__ uint32_t values_at(int step, int row) {
     return (step * ROWS + (row ^ step % ROWS)) * 16;
 }
+template <int STEPS>
 __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
-    return step * ROWS + (row + step / 4) % ROWS;
+    return step * ROWS + (row + step / 4 * (WARP / STEPS)) % ROWS;
 }
 
 // As copy_async<16>, and brings the rest of the 128 bytes to L2, where the blocks of neighbouring rows find it.
@@ -90,29 +100,36 @@ __device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from
 
 /*
  * A thread block owns ROWS of the rows [first, stop) of the matrix, a part or all, which are [first, stop) of s.order as
- * well: neighbours in the layout, a warp one of them. All threads fetch the next steps of all rows, so that what lies
- * side by side is read at once. Then a lane takes one step of its warp's row: where it begins is the sum of all gaps
+ * well: neighbours in the layout, STEPS lanes one of them. All threads fetch the next steps of all rows, so that what lies
+ * side by side is read at once. Then a lane takes one step of its row: where it begins is the sum of all gaps
  * before. The lanes scatter into a ring of the row's columns, from which whole lines are written.
  */
-template <int GAP_BITS>
-__global__ void __launch_bounds__(ROWS *WARP, 4)
+template <int GAP_BITS, int STEPS>
+__global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
     unpack_rows(const sell_matrix s, int64_t first, int64_t stop, uint16_t *w, int stages) {
     extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
     __shared__ RowSteps row_steps[ROWS];
+    constexpr int RING = ::RING<STEPS>, RING_BYTES = ::RING_BYTES<STEPS>, SEGMENT = ::SEGMENT<STEPS>;
+    constexpr int STAGE_VALUES = ::STAGE_VALUES<STEPS>, STAGE_BYTES = stage_bytes<STEPS>(GAP_BITS);
     constexpr int PLANES = GAP_BITS / 2, PLANE_BYTES = ROWS * STEPS * 4, NIBBLES = STAGE_VALUES + PLANES * PLANE_BYTES;
     constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t place = first + blockIdx.x * (int64_t)ROWS + warp;
+    const int lane = threadIdx.x % WARP, own_row = threadIdx.x / STEPS, own_step = threadIdx.x % STEPS;
+    const int64_t place = first + blockIdx.x * (int64_t)ROWS + own_row;
     const bool owns = place < stop;
     const int sorted = s.order[min(place, stop - 1)]; // its place in the layout
     const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
-    const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + warp * RING_BYTES);
-    for (int i = lane; i < RING / 8; i += WARP) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
+    const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + own_row * RING_BYTES);
+    for (int i = own_step; i < RING / 8; i += STEPS) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
     const int guess = (int)((float)(place - first) / (stop - first) * s.num_blocks); // of a part, as rows are spread
+    int block = 0;
+    for (int row = 0; row < WARP; row += STEPS) { // each row of the warp
+        const int found = block_of_row(s, __shfl_sync(FULL_WARP, sorted, row), __shfl_sync(FULL_WARP, guess, 0), lane);
+        if (lane / STEPS == row / STEPS) block = found;
+    }
     RowSteps own;
-    own.find(s, block_of_row(s, sorted, guess, lane), sorted);
+    own.find(s, block, sorted);
     if (!owns) own.count = 0;
-    if (lane == 0) row_steps[warp] = own;
+    if (own_step == 0) row_steps[own_row] = own;
     __syncthreads();
     int steps = 0; // of the longest row
     for (int each = 0; each < ROWS; each++) steps = max(steps, row_steps[each].count);
@@ -121,7 +138,7 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
     const float per_warp = 1.0f / s.warps;
     const uint32_t to_values = stage_at + values_at(their_step, their_row);
-    const uint32_t to_gaps = gaps_at(their_step, their_row);
+    const uint32_t to_gaps = gaps_at<STEPS>(their_step, their_row);
     int next = 0; // place of the stage that is fetched next
     uint16_t nibbles = 0;
     uint32_t to_nibbles = 0; // where they go once they have come; 0: there are none
@@ -136,7 +153,7 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
             const uint32_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
             const uint8_t *slot = s.data + (uint64_t)number * SLOT, *values = slot + owner * 16;
             const uint8_t *gaps = slot + VALUE_BYTES + owner * 4;
-            const uint32_t stage = next * stage_bytes(GAP_BITS);
+            const uint32_t stage = next * STAGE_BYTES;
             for (int half = 0; half < 2; half++)
                 copy_async_of_line(to_values + stage + half * (STAGE_VALUES / 2), values + half * (SELL_LANES * 16));
             for (int plane = 0; plane < PLANES; plane++)
@@ -159,17 +176,17 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     // The ring holds the columns from `window` on, counted from the 16-byte boundary at or before the row's begin.
     uint16_t *out = w + (row - first) * s.cols;
     const int skew = (int)((uintptr_t)out / 2 % 8), end = owns ? skew + (int)s.cols : 0;
-    out += lane * 8 - skew; // of the lane's part of the segment at `window`
+    out += own_step * 8 - skew; // of the lane's part of the segment at `window`
     int window = 0;
     auto write_segment = [&] {
-        const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + lane * 16;
+        const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + own_step * 16;
         const uint4 chunk = load_shared_16(from);
         store_shared_16(from, make_uint4(0, 0, 0, 0));
         if ((window || !skew) && window + SEGMENT <= end) {
             *(uint4 *)out = chunk;
         } else {
             const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-            const int at = window + lane * 8;
+            const int at = window + own_step * 8;
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 if (at + i >= skew && at + i < end) out[i] = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
@@ -192,17 +209,18 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
 
         uint32_t words[8], planes[4] = {};
         for (int half = 0; half < 2; half++) {
-            const uint4 v = load_shared_16(from + half * (STAGE_VALUES / 2) + values_at(lane, warp));
+            const uint4 v = load_shared_16(from + half * (STAGE_VALUES / 2) + values_at(own_step, own_row));
             words[4 * half] = v.x, words[4 * half + 1] = v.y, words[4 * half + 2] = v.z, words[4 * half + 3] = v.w;
         }
         for (int plane = 0; plane < PLANES; plane++)
-            planes[plane] = load_shared_4(from + STAGE_VALUES + plane * PLANE_BYTES + gaps_at(lane, warp) * 4);
+            planes[plane] =
+                load_shared_4(from + STAGE_VALUES + plane * PLANE_BYTES + gaps_at<STEPS>(own_step, own_row) * 4);
         if (GAP_BITS % 2) {
-            const uint32_t four = load_shared_2(from + NIBBLES + gaps_at(lane, warp) * 2);
+            const uint32_t four = load_shared_2(from + NIBBLES + gaps_at<STEPS>(own_step, own_row) * 2);
             planes[PLANES] = four | four << 12;
         }
-        from += stage_bytes(GAP_BITS);
-        if (from == stage_at + stages * stage_bytes(GAP_BITS)) from = stage_at;
+        from += STAGE_BYTES;
+        if (from == stage_at + stages * STAGE_BYTES) from = stage_at;
 
         uint32_t to_even[2], to_odd[2];
         int middle[2], behind[2]; // columns up to entry 4 and to the end of each half
@@ -214,18 +232,18 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
             middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
             behind[half] = middle[half] + (to_odd[half] >> 24) + 1;
         }
-        if (tile + STEPS > own_steps && tile + lane >= own_steps) { // behind the row: zeros, where nothing is
+        if (tile + STEPS > own_steps && tile + own_step >= own_steps) { // behind the row: zeros, where nothing is
             for (int i = 0; i < 8; i++) words[i] = 0;
             for (int half = 0; half < 2; half++) to_even[half] = to_odd[half] = middle[half] = behind[half] = 0;
         }
         const int passed = behind[0] + behind[1], before = reached;
-        const int start = before + (int)warp_inclusive_sum((uint32_t)passed) - passed;
-        reached = __shfl_sync(FULL_WARP, start + passed, WARP - 1);
+        const int start = before + (int)warp_inclusive_sum<STEPS>((uint32_t)passed) - passed;
+        reached = __shfl_sync(FULL_WARP, start + passed, STEPS - 1, STEPS);
         __syncwarp();
         if (window == 0 && skew && SEGMENT <= before) write_segment();
 #pragma unroll 1
         for (const int whole = min(before, end); window + SEGMENT <= whole; window += SEGMENT, out += SEGMENT) {
-            const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + lane * 16;
+            const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + own_step * 16;
             *(uint4 *)out = load_shared_16(from);
             store_shared_16(from, make_uint4(0, 0, 0, 0));
         }
@@ -240,23 +258,24 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
             return __dp4a(entry % 2 ? to_odd[half] : to_even[half], 2u << (8 * pair), base);
         };
         auto value = [&](int entry) { return (uint16_t)(words[entry / 2] >> (16 * (entry % 2))); };
-        if (reached < window + RING) {
+        if (__all_sync(FULL_WARP, reached < window + RING)) {
 #pragma unroll
             for (int entry = 0; entry < SELL_STEP; entry++)
                 store_shared_2((place(entry, 2 * start) & (RING_BYTES - 1)) | ring_at, value(entry));
             continue;
         }
 #pragma unroll 1
-        while (true) { // the steps span more columns than the ring has
+        while (true) { // the steps span more columns than a ring has
 #pragma unroll
             for (int entry = 0; entry < SELL_STEP; entry++) {
                 const uint32_t at = place(entry, 2 * (start - window));
                 if (at < RING_BYTES) store_shared_2(((at + 2 * window) & (RING_BYTES - 1)) | ring_at, value(entry));
             }
-            if (reached < window + RING || window + RING >= end) break;
+            const bool more = reached >= window + RING && window + RING < end;
+            if (!__any_sync(FULL_WARP, more)) break;
             __syncwarp();
 #pragma unroll 1
-            for (int segment = 0; segment < RING / SEGMENT; segment++) write_segment();
+            for (int segment = 0; more && segment < RING / SEGMENT; segment++) write_segment();
             __syncwarp();
         }
     }
@@ -265,18 +284,33 @@ __global__ void __launch_bounds__(ROWS *WARP, 4)
     while (window < end) write_segment();
 }
 
+template <int GAP_BITS, int STEPS>
+cudaError_t launch(const Device &device, const sell_matrix *s, int64_t first, int64_t count, void *w, int stages,
+                   cudaStream_t stream) {
+    if (const cudaError_t error = allow_all_shared_memory<unpack_rows<GAP_BITS, STEPS>>(device)) return error;
+    unpack_rows<GAP_BITS, STEPS>
+        <<<(unsigned)ceil_div(count, ROWS), THREADS<STEPS>, shared_bytes<STEPS>(GAP_BITS, stages), stream>>>(
+            *s, first, first + count, (uint16_t *)w, stages);
+    return cudaGetLastError();
+}
+
+/*
+ * Four blocks of 32 steps an SM hide the way from memory; where there are fewer, they fetch further ahead. Where there are
+ * more, the last round takes as long as a full one, however few it has, so blocks of 16 steps are taken if all of them run
+ * at once: faster at 12288 x 4096 and, at density 0.5, 22016 x 4096. Where not all do (density 0.3) that is slower, and
+ * where all of 32 steps do, at 4096 x 11008 (H200, 2026-11).
+ */
 template <int GAP_BITS>
 cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
     Device device;
-    cudaError_t error = current_device(&device);
-    if (!error) error = allow_all_shared_memory<unpack_rows<GAP_BITS>>(device);
-    if (error) return error;
-    // Four blocks an SM hide the way from memory; where there are fewer, they fetch further ahead.
+    if (const cudaError_t error = current_device(&device)) return error;
     const int64_t blocks = ceil_div(count, ROWS);
+    constexpr int RESERVED = 1024,
+                  HALF = shared_bytes<16>(GAP_BITS, 2) + 1024 + RESERVED; // row_steps and what CUDA takes
+    if (blocks > 4 * device.num_sms && blocks <= (device.shared_bytes + RESERVED) / HALF * device.num_sms)
+        return launch<GAP_BITS, 16>(device, s, first, count, w, 2, stream);
     const int stages = blocks > 2 * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;
-    unpack_rows<GAP_BITS><<<(unsigned)blocks, ROWS * WARP, shared_bytes(GAP_BITS, stages), stream>>>(
-        *s, first, first + count, (uint16_t *)w, stages);
-    return cudaGetLastError();
+    return launch<GAP_BITS, 32>(device, s, first, count, w, stages, stream);
 }
 
 } // namespace

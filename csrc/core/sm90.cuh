@@ -184,9 +184,10 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, int x, int y, 
                  : "memory");
 }
 
-// Waits until this thread's stores have read shared memory.
+// Waits until this thread's stores, but the last LEFT, have read shared memory.
+template <int LEFT = 0>
 __device__ __forceinline__ void stores_have_read() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
 
 __device__ __forceinline__ void stores_are_done() {

@@ -28,6 +28,8 @@ constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
 constexpr int GATHER_BYTES = 16384; // of sums that come at once
 constexpr int CHUNK = 32;           // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
+[[maybe_unused]] constexpr int WINDOW = 3; // units under way at the start
+constexpr int STAGINGS = 2;
 
 struct gemm_task {
     CUtensorMap x, y; // boxes of TILE_COLS columns by TOKENS tokens, and of TILE_ROWS rows by CHUNK tokens
@@ -43,6 +45,7 @@ struct gemm_task {
     float4 *sums;                 // of ranges, for the cluster that adds them up: [range][block][DOWN][SUMS / 4][128]
     uint64_t *given;              // [range][block][DOWN]: `launch` once they are there
     uint64_t launch;              // a number of this launch alone
+    tile_weights weights;
 };
 
 template <int TOKENS_, int PAIR_>
@@ -63,7 +66,7 @@ struct gemm_shape {
     // Offsets in shared memory. The swizzle wants the first three at multiples of 1024.
     static constexpr int X = 0, DENSE = X + X_STAGES * X_BYTES;
     static constexpr int STAGING = DENSE + DENSE_STAGES * DOWN * DENSE_BYTES;
-    static constexpr int X_FULL = STAGING + DOWN * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
+    static constexpr int X_FULL = STAGING + DOWN * STAGINGS * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
     static constexpr int DENSE_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int DENSE_EMPTY = DENSE_FULL + DENSE_STAGES * DOWN * 8;
     static constexpr int PACKED_FULL = DENSE_EMPTY + DENSE_STAGES * DOWN * 8;
@@ -116,7 +119,7 @@ struct gemm_work {
         return task.clusters - 1 - cluster;
     }
     __device__ __forceinline__ int begin(int range) const {
-        return (int)((int64_t)task.cut * task.col_blocks * range / task.clusters);
+        return (unsigned)(task.cut * task.col_blocks * range) / (unsigned)task.clusters;
     }
     // The output tile of a stage, and its k tile; up to which one the following stages are of the same tile.
     __device__ __forceinline__ void find(int stage, int &tile, int &k_tile, int &end) const {
@@ -166,8 +169,9 @@ __device__ __forceinline__ void copy_to_block(uint32_t at, int bytes, uint32_t b
 }
 
 // A warpgroup: every DECODERS-th unit. Packed tiles become dense ones, a warp 16 rows of each.
-template <class SHAPE>
-__device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_work &work, int decoder) {
+template <class SHAPE, class READY>
+__device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_work &work, int decoder,
+                            const READY &barriers_ready) {
     constexpr int JOBS = SHAPE::JOBS, UNIT = SHAPE::UNIT;
     const int lane = threadIdx.x % WARP, part = __shfl_sync(FULL_WARP, threadIdx.x / WARP % TILE_PARTS, 0);
     const int stages = work.stages, units = (stages + UNIT - 1) / UNIT;
@@ -192,13 +196,12 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     gemm_ring fetch(decoder);
     const auto fetch_next = [&] {
         const int unit = fetched * SHAPE::DECODERS + decoder;
-        if (unit >= units) return;
         if (fetched % WARP == 0) {
             from = next_from;
             to = next_to;
             look_ahead((fetched + WARP + lane) * SHAPE::DECODERS + decoder);
         }
-        if (part / JOBS == fetched % (TILE_PARTS / JOBS)) {
+        if (unit < units && part / JOBS == fetched % (TILE_PARTS / JOBS)) {
             const int begin = __shfl_sync(FULL_WARP, from, fetched % WARP);
             const int bytes = (__shfl_sync(FULL_WARP, to, fetched % WARP) - begin) * TILE_UNIT;
             const uint32_t full = smem + SHAPE::PACKED_FULL + fetch.slot * 8;
@@ -216,11 +219,14 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         fetch.advance(SHAPE::DECODERS, task.packed_units);
     };
     look_ahead(lane * SHAPE::DECODERS + decoder);
-    for (int unit = 0; unit < task.packed_units; unit += SHAPE::DECODERS) fetch_next();
+    barriers_ready();
+    // Not the whole ring at the start: else the first units of all SMs come among the last.
+    int room = task.packed_units / SHAPE::DECODERS - WINDOW;
+    for (int i = 0; i < WINDOW; i++) fetch_next();
 
     // Loads wait long for shared memory, which the products keep busy. So three units are under way: of one the values are
     // loaded, of the next the places of the values found, of the one behind it the masks read.
-    tile_lane here[JOBS], next[JOBS], far[JOBS];
+    mm_lane here[JOBS], next[JOBS], far[JOBS];
     gemm_ring packed(decoder), ahead(decoder), dense(decoder);
     uint32_t place[JOBS];
     const auto find = [&](int unit) {
@@ -233,7 +239,7 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     };
     const auto prepare = [&](auto &tile, auto step) {
 #pragma unroll
-        for (int job = 0; job < JOBS; job++) tile[job].template prepare<decltype(step)::value>(place[job], part, lane);
+        for (int job = 0; job < JOBS; job++) tile[job].template prepare<decltype(step)::value>(place[job], part, lane, task.weights);
     };
     const auto step0 = std::integral_constant<int, 0>();
     const auto step1 = std::integral_constant<int, 1>();
@@ -260,6 +266,7 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
             sm90::barrier_arrive(full);
             if (SHAPE::PAIR > 1) copy_to_block(own_part + tile * DENSE_BYTES, part_bytes, full, work.rank ^ 1);
         }
+        stored = -1;
         __syncwarp();
     };
     if (decoder < units) {
@@ -287,7 +294,7 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
             for (int job = 0; job < JOBS; job++) {
                 uint32_t values[2][TILE_QUAD];
 #pragma unroll
-                for (int i = 0; i < 2; i++) here[job].load(STEP * 2 + i, values[i]);
+                for (int i = 0; i < 2; i++) here[job].load(STEP * 2 + i, values[i], task.weights);
 #pragma unroll
                 for (int i = 0; i < 2; i++)
                     here[job].place(STEP * 2 + i, values[i], a[job][STEP * 4 + i * 2], a[job][STEP * 4 + i * 2 + 1]);
@@ -322,8 +329,10 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         stored = dense.slot;
         stored_unit = unit;
         dense.advance(SHAPE::DECODERS, SHAPE::DENSE_UNITS);
-        if (SHAPE::PAIR > 1) hand_over();
-        fetch_next();
+        if (SHAPE::PAIR > 1 || unit == decoder) hand_over(); // nobody waits longer than for the first one
+#pragma unroll 1
+        for (int more = room ? 2 : 1; more; more--) fetch_next();
+        if (room) room--;
     }
     if (SHAPE::PAIR == 1) hand_over();
 }
@@ -429,7 +438,7 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
     const int thread = threadIdx.x % 128, lane = thread % WARP, warp = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
     const uint64_t weights = sm90::descriptor<128>(smem + SHAPE::DENSE + down * DENSE_BYTES);
-    const uint32_t staging = smem + SHAPE::STAGING + down * CHUNK_BYTES;
+    const uint32_t staging = smem + SHAPE::STAGING + down * STAGINGS * CHUNK_BYTES;
     const bool fetches = down == 0 && warp == 0;
     sm90::wait_for_previous_launch(); // before tokens are read and y is written
     gemm_tokens<SHAPE> next_tokens;
@@ -501,6 +510,9 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         float bias[2] = {0, 0};
         if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
         if (task.bias && row + 8 < task.rows) bias[1] = to_float(((const T *)task.bias)[row + 8]);
+        // The last tile's output has all of the ring of tokens to itself.
+        const bool last = stage == work.stages && !task.y_plain;
+        if (last) sync_threads(8, 256);
         // Sums of 16 tokens, as registers of this thread, to y.
         const auto store_part = [&](int part, const float *sum) {
             if (task.y_plain) {
@@ -514,26 +526,31 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
                 return;
             }
             constexpr int PARTS = CHUNK / 16;
-            if (part % PARTS == 0) { // the chunk before has left
-                if (thread == 0) sm90::stores_have_read();
+            const int chunk = part / PARTS;
+            if (!last && part % PARTS == 0) { // a chunk before has left
+                if (thread == 0) sm90::stores_have_read<STAGINGS - 1>();
                 sm90::warpgroup_sync(down);
             }
+            const uint32_t to = last ? smem + SHAPE::X + (down * (TOKENS / CHUNK) + chunk) * CHUNK_BYTES
+                                     : staging + chunk % STAGINGS * CHUNK_BYTES;
             const int token = part % PARTS * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
             const uint32_t rounded[4] = {
                 from_float2<T>(sum[0] + bias[0], sum[1] + bias[0]), from_float2<T>(sum[2] + bias[1], sum[3] + bias[1]),
                 from_float2<T>(sum[4] + bias[0], sum[5] + bias[0]), from_float2<T>(sum[6] + bias[1], sum[7] + bias[1])};
-            sm90::store_matrices_transposed(staging + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
-            if (part % PARTS != PARTS - 1) return;
+            sm90::store_matrices_transposed(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
+            if (part % PARTS != PARTS - 1 || (last && part + 1 < TOKENS / 16)) return;
             sm90::fence_for_copies();
             sm90::warpgroup_sync(down);
-            const int chunk_token = first_token + part / PARTS * CHUNK;
-            if (thread == 0 && chunk_token < task.tokens && first_row < task.rows)
-                sm90::store_box(&task.y, (int)first_row, chunk_token, staging);
+            if (thread || first_row >= task.rows) return;
+            for (int at = last ? 0 : chunk; at <= chunk; at++)
+                if (first_token + at * CHUNK < task.tokens)
+                    sm90::store_box(&task.y, (int)first_row, first_token + at * CHUNK,
+                                    last ? smem + SHAPE::X + (down * (TOKENS / CHUNK) + at) * CHUNK_BYTES : to);
         };
 #pragma unroll
         for (int part = 0; part < TOKENS / 16; part++) store_part(part, sums + part * 8);
     }
-    if (thread == 0) sm90::stores_are_done();
+    if (thread == 0) sm90::stores_have_read<0>();
     allow_next_launch();
 }
 
@@ -561,13 +578,16 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         sm90::prefetch_map(&task.x);
         sm90::prefetch_map(&task.y);
     }
-    __syncthreads();
-    if (SHAPE::PAIR > 1) sm90::cluster_sync();
+    const auto barriers_ready = [] {
+        __syncthreads();
+        if (SHAPE::PAIR > 1) sm90::cluster_sync();
+    };
     const gemm_work work(task, SHAPE::PAIR);
     if (warpgroup < DOWN) {
+        barriers_ready();
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
     } else {
-        gemm_decode<SHAPE>(task, smem, work, warpgroup - DOWN);
+        gemm_decode<SHAPE>(task, smem, work, warpgroup - DOWN, barriers_ready);
     }
     __syncwarp();
     if (SHAPE::PAIR > 1) sm90::cluster_sync(); // no block may leave while its neighbour writes into it
@@ -685,7 +705,7 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
     const int64_t left = tiles % at_once;
     for (int64_t cut = left; left && cut <= tiles && cut <= left + at_once; cut += at_once) {
         const int64_t clusters = std::min<int64_t>(at_once, cut * k_tiles);
-        if (cut * k_tiles > INT32_MAX || (clusters < at_once && cut < tiles)) break;
+        if (cut * k_tiles * clusters > INT32_MAX || (clusters < at_once && cut < tiles)) break;
         consider(clusters, cut);
         if (cut == tiles && clusters > tiles) consider(clusters / tiles * tiles, cut); // all cut alike
     }

@@ -436,11 +436,11 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
 template <typename T, class SHAPE>
 __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_work &work, int down) {
     constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS, CHUNKS = TOKENS / CHUNK;
-    const int thread = threadIdx.x % 128, lane = thread % WARP, warp = __shfl_sync(FULL_WARP, thread / WARP, 0);
+    const int thread = threadIdx.x % 128;
     const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
     const uint64_t weights = sm90::descriptor<128>(smem + SHAPE::DENSE + down * DENSE_BYTES);
     const uint32_t staging = smem + SHAPE::STAGING + down * STAGINGS * CHUNK_BYTES;
-    const bool fetches = down == 0 && warp == 0;
+    const bool fetches = down == 0 && uniform(thread / WARP) == 0;
     sm90::wait_for_previous_launch(); // before tokens are read and y is written
     gemm_tokens<SHAPE> next_tokens;
     if (fetches) next_tokens.fill(task, smem, work);
@@ -504,6 +504,8 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
             sync_threads(8, 256);
             if (fetches) next_tokens.fill(task, smem, work);
         }
+        // Asked for anew: there are no registers to keep them in while products run.
+        const int lane = held(threadIdx.x) % WARP, warp = uniform(held(threadIdx.x) % 128 / WARP);
         int row_tile, token_tile;
         gemm_place(task, tile, row_tile, token_tile);
         const int first_token = (token_tile * SHAPE::PAIR + work.rank) * TOKENS;

@@ -184,6 +184,11 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, int x, int y, 
                  : "memory");
 }
 
+// A group without a store, for a wait that counts groups.
+__device__ __forceinline__ void no_store() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Waits until this thread's stores, but the last LEFT, have read shared memory.
 template <int LEFT = 0>
 __device__ __forceinline__ void stores_have_read() {

@@ -525,8 +525,11 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         const auto store_chunk = [&](int chunk, uint32_t from) { // by all threads
             const int token = first_token + chunk * CHUNK;
             if (!task.y_plain) {
-                if (thread == 0 && first_row < task.rows && token < task.tokens)
+                if (thread) return;
+                if (first_row < task.rows && token < task.tokens)
                     sm90::store_box(&task.y, (int)first_row, token, from);
+                else
+                    sm90::no_store(); // the wait for a place counts them
                 return;
             }
             const int own_row = thread % TILE_ROWS;

@@ -184,15 +184,9 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, int x, int y, 
                  : "memory");
 }
 
-// A group without a store, for a wait that counts groups.
-__device__ __forceinline__ void no_store() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Waits until this thread's stores, but the last LEFT, have read shared memory.
-template <int LEFT = 0>
+// Waits until this thread's stores have read shared memory.
 __device__ __forceinline__ void stores_have_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 __device__ __forceinline__ void stores_are_done() {

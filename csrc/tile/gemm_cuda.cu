@@ -29,7 +29,6 @@ constexpr int GATHER_BYTES = 16384; // of sums that come at once
 constexpr int CHUNK = 32;           // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
 [[maybe_unused]] constexpr int WINDOW = 3; // units under way at the start
-constexpr int STAGINGS = 2;                // chunks on their way to y
 
 struct gemm_task {
     CUtensorMap x, y; // boxes of TILE_COLS columns by TOKENS tokens, and of TILE_ROWS rows by CHUNK tokens
@@ -66,7 +65,7 @@ struct gemm_shape {
     // Offsets in shared memory. The swizzle wants the first three at multiples of 1024.
     static constexpr int X = 0, DENSE = X + X_STAGES * X_BYTES;
     static constexpr int STAGING = DENSE + DENSE_STAGES * DOWN * DENSE_BYTES;
-    static constexpr int X_FULL = STAGING + DOWN * STAGINGS * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
+    static constexpr int X_FULL = STAGING + DOWN * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
     static constexpr int DENSE_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int DENSE_EMPTY = DENSE_FULL + DENSE_STAGES * DOWN * 8;
     static constexpr int PACKED_FULL = DENSE_EMPTY + DENSE_STAGES * DOWN * 8;
@@ -439,7 +438,7 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
     const int thread = threadIdx.x % 128;
     const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
     const uint64_t weights = sm90::descriptor<128>(smem + SHAPE::DENSE + down * DENSE_BYTES);
-    const uint32_t staging = smem + SHAPE::STAGING + down * STAGINGS * CHUNK_BYTES;
+    const uint32_t staging = smem + SHAPE::STAGING + down * CHUNK_BYTES;
     const bool fetches = down == 0 && uniform(thread / WARP) == 0;
     sm90::wait_for_previous_launch(); // before tokens are read and y is written
     gemm_tokens<SHAPE> next_tokens;
@@ -525,11 +524,8 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         const auto store_chunk = [&](int chunk, uint32_t from) { // by all threads
             const int token = first_token + chunk * CHUNK;
             if (!task.y_plain) {
-                if (thread) return;
-                if (first_row < task.rows && token < task.tokens)
+                if (thread == 0 && first_row < task.rows && token < task.tokens)
                     sm90::store_box(&task.y, (int)first_row, token, from);
-                else
-                    sm90::no_store(); // the wait for a place counts them
                 return;
             }
             const int own_row = thread % TILE_ROWS;
@@ -545,9 +541,9 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         if (last) sync_threads(8, 256);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            const uint32_t to = room + (last ? chunk : chunk % STAGINGS) * CHUNK_BYTES;
-            if (!last) { // a chunk before has left
-                if (thread == 0) sm90::stores_have_read<STAGINGS - 1>();
+            const uint32_t to = room + (last ? chunk : 0) * CHUNK_BYTES;
+            if (!last) { // the chunk before has left
+                if (thread == 0) sm90::stores_have_read();
                 sm90::warpgroup_sync(down);
             }
 #pragma unroll
@@ -562,7 +558,7 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         sm90::warpgroup_sync(down);
         for (int chunk = 0; chunk < CHUNKS; chunk++) store_chunk(chunk, room + chunk * CHUNK_BYTES);
     }
-    if (thread == 0) sm90::stores_have_read<0>();
+    if (thread == 0) sm90::stores_have_read();
     allow_next_launch();
 }
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from . import reference
 from .convert import sparsify_
+from .fuse import Fuse
 from .layers import format_bytes
 from .linear import SparseLinear
 from .merge import split_
@@ -25,8 +26,15 @@ from .prune import prune_
 #: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs, alike on both sides.
 COMPILED: dict[str, dict[str, Any]] = {
     "default": {},  # what generate() does by itself with a static cache
-    # Kernels begin before the one before them has ended; the model's 300 to 900 tensors are not checked at every token.
-    "fast": {"triton.enable_pdl": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe},
+    # Kernels begin before the one before them has ended, and small ones are put together; the model's 300 to 900
+    # tensors are not checked at every token; sparse layers take norms and sums into their kernels, as dense ones do by
+    # themselves.
+    "fast": {
+        "triton.enable_pdl": True,
+        "combo_kernels": True,
+        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
+        "post_grad_custom_pre_pass": Fuse(),
+    },
 }
 #: And dense products of one token by kernels that are searched for: 40 s for Llama-2-7B instead of 17.
 COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}

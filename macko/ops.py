@@ -166,6 +166,26 @@ def sell_linear(x: Tensor, packed: SellMatrix, bias: Tensor | None = None) -> Te
     return _call(torch.ops.macko.sell_linear, x, *packed, bias)
 
 
+def sell_norm_linear(x: Tensor, weight: Tensor, eps: float, packed: SellMatrix, bias: Tensor | None = None) -> Tensor:
+    """sell_linear(x / sqrt(mean(x^2) + eps) * weight, packed, bias) for one token, in one launch; without gradients.
+
+    Args:
+        x: [..., cols] of one token, of data's dtype and device; cols a multiple of 8.
+        weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
+    """
+    return _call(torch.ops.macko.sell_norm_linear, x, weight, eps, *packed, bias)
+
+
+def sell_gated_linear(gate: Tensor, up: Tensor, packed: SellMatrix, bias: Tensor | None = None) -> Tensor:
+    """sell_linear(silu(gate) * up, packed, bias) for one token, two launches that overlap; without gradients.
+
+    Args:
+        gate, up: [..., cols] of one token, of data's dtype and device; cols a multiple of 8. Both the silu and the
+            product are rounded, as modules do it.
+    """
+    return _call(torch.ops.macko.sell_gated_linear, gate, up, *packed, bias)
+
+
 #: data, offsets, rows, cols, widest of a matrix in the tile layout.
 TileMatrix = tuple[Tensor, Tensor, int, int, int]
 
@@ -583,13 +603,14 @@ def _times(grad: Tensor, format: str, packed: dict[str, Any]) -> Tensor:
 def _register_product(name: str) -> None:
     """The shape function of y = x W^T + bias and its gradients in x and bias."""
     format, _, kind = name.rpartition("_")
+    format, _, fused = format.partition("_")  # "norm" or "gated": what is done to x before
     bind = _binder(name)
     names = list(bind((), {}))
     packed_names = [argument.name for argument in _unpack_of(format)._schema.arguments if argument.name in names]
 
     def fake(*args: Any, **kwargs: Any) -> Tensor:
         given = bind(args, kwargs)
-        x, cols = given["x"], given["cols"]
+        x, cols = given["gate" if fused == "gated" else "x"], given["cols"]
         torch._check(
             x.dim() >= 1 and x.dim() == {"spmv": 1, "spmm": 2}.get(kind, x.dim()) and x.shape[-1] == cols,
             lambda: f"macko::{name}: x has shape {list(x.shape)}, expected {_SHAPES[kind].replace('cols', str(cols))}",
@@ -603,6 +624,8 @@ def _register_product(name: str) -> None:
         ctx.tensor_names, ctx.sizes = list(tensors), {name: given[name] for name in packed_names if name not in tensors}
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if fused:
+            raise NotImplementedError(f"macko::{name} has no gradients: make its input before {format}_linear")
         wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
         gradients: dict[str, Tensor | None] = dict.fromkeys(names)
         if wanted["x"]:

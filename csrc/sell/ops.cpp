@@ -68,6 +68,15 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
             data.numel() * 2 / slot_bytes};
 }
 
+// One token, in pieces of 16 bytes.
+void check_token(const char *op, const char *name, const Tensor &x, const Tensor &data, int64_t cols) {
+    check_device(op, name, x, "data", data);
+    check_dtype(op, name, x, data.scalar_type());
+    check_last(op, name, x, cols);
+    if (num_tokens(x) != 1) fail(op, name, " has shape ", shape_name(x), ", expected one token");
+    if (cols % 8) fail(op, "cols is ", cols, ", expected a multiple of 8");
+}
+
 // y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked.
 Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const std::optional<Tensor> &bias_any,
                 const std::vector<int64_t> &shape) {
@@ -75,7 +84,7 @@ Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const
     Tensor y = torch::stable::new_empty(x, shape);
     const void *bias = data_of(bias_any);
     const cudaStream_t stream = current_stream(x);
-    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream)
+    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, bias, y.mutable_data_ptr(), stream)
                                : sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
     return y;
 }
@@ -214,6 +223,44 @@ Tensor sell_spmm(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     return multiply(m, x_any.size(0), x_any, bias, {x_any.size(0), m.rows});
+}
+
+Tensor sell_norm_linear(const Tensor &x_any, const Tensor &weight_any, double eps, const Tensor &data,
+                        const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits,
+                        int64_t warps, int64_t head, const std::optional<Tensor> &bias_any) {
+    const char *op = "sell_norm_linear";
+    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    check_token(op, "x", x_any, data, cols);
+    check_device(op, "weight", weight_any, "data", data);
+    check_dtype(op, "weight", weight_any, data.scalar_type());
+    check_dim(op, "weight", weight_any, 1);
+    check_last(op, "weight", weight_any, cols);
+    const DeviceOf guard(data);
+    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
+    const Tensor x = as_aligned(x_any), weight = as_aligned(weight_any);
+    Tensor y = torch::stable::new_empty(x, with_last(x, m.rows));
+    const sell_norm norm = {weight.const_data_ptr(), float(eps)};
+    STD_CUDA_CHECK(
+        sell_spmv_cuda(&m, x.const_data_ptr(), &norm, data_of(bias), y.mutable_data_ptr(), current_stream(x)));
+    return y;
+}
+
+Tensor sell_gated_linear(const Tensor &gate_any, const Tensor &up_any, const Tensor &data, const Tensor &bases,
+                         const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps,
+                         int64_t head, const std::optional<Tensor> &bias_any) {
+    const char *op = "sell_gated_linear";
+    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    check_token(op, "gate", gate_any, data, cols);
+    check_token(op, "up", up_any, data, cols);
+    const DeviceOf guard(data);
+    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
+    const Tensor gate = as_aligned(gate_any), up = as_aligned(up_any);
+    Tensor x = torch::stable::new_empty(gate, {cols}), y = torch::stable::new_empty(gate, with_last(gate, m.rows));
+    const cudaStream_t stream = current_stream(gate);
+    STD_CUDA_CHECK(
+        sell_gate_cuda(m.dtype, gate.const_data_ptr(), up.const_data_ptr(), cols, x.mutable_data_ptr(), stream));
+    STD_CUDA_CHECK(sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, data_of(bias), y.mutable_data_ptr(), stream));
+    return y;
 }
 
 Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases, const Tensor &blocks,

@@ -16,6 +16,12 @@ Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
                  int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x, const std::optional<Tensor> &bias);
 Tensor sell_spmm(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
                  int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x, const std::optional<Tensor> &bias);
+Tensor sell_norm_linear(const Tensor &x, const Tensor &weight, double eps, const Tensor &data, const Tensor &bases,
+                        const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps,
+                        int64_t head, const std::optional<Tensor> &bias);
+Tensor sell_gated_linear(const Tensor &gate, const Tensor &up, const Tensor &data, const Tensor &bases,
+                         const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps,
+                         int64_t head, const std::optional<Tensor> &bias);
 Tensor sell_linear(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm,
                    int64_t cols, int64_t gap_bits, int64_t warps, int64_t head, const std::optional<Tensor> &bias);
 

@@ -281,8 +281,21 @@ cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const i
  * write outside of w. */
 cudaError_t sell_unpack_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream);
 
-/* y = W x + bias; bias may be NULL. Same bits every run. */
-cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias, void *y, cudaStream_t stream);
+/* What a decoder does to x before the product: x / sqrt(mean(x^2) + eps), times weight [cols]. */
+typedef struct sell_norm {
+    const void *weight;
+    float eps;
+} sell_norm;
+
+/* y = W x + bias; bias may be NULL. Same bits every run. Where norm is not NULL, W is multiplied by the normalised x: then
+ * x and weight begin at a multiple of 16 bytes, and cols is a multiple of 8. */
+cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const sell_norm *norm, const void *bias, void *y,
+                           cudaStream_t stream);
+
+/* x = silu(gate) * up of cols elements, a multiple of 8; all begin at a multiple of 16 bytes. The next launch on the stream has
+ * to be sell_spmv_cuda's: it may start before this one's. */
+cudaError_t sell_gate_cuda(macko_dtype dtype, const void *gate, const void *up, int64_t cols, void *x,
+                           cudaStream_t stream);
 
 /* y [tokens, rows] = x [tokens, cols] W^T + bias, up to 8 tokens a launch, as many as fit shared memory. Same bits every
  * run, and whatever the other tokens are. */

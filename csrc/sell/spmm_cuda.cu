@@ -322,7 +322,7 @@ cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, 
         }
         launch.tokens = (int)std::min<int64_t>(n, left);
         if (n == 1)
-            error = sell_spmv_cuda(s, x_here, bias, y_here, stream);
+            error = sell_spmv_cuda(s, x_here, nullptr, bias, y_here, stream);
         else if (s->dtype == MACKO_F16)
             error = launch_width<__half>(*s, launch, n, shared_bytes, x_here, bias, y_here, stream);
         else

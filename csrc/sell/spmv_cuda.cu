@@ -1,4 +1,4 @@
-// y = W x + bias on CUDA, from the sell layout, in one launch.
+// y = W x + bias on CUDA, from the sell layout, in one launch, which may normalise x before.
 #include "stream.cuh"
 
 using namespace macko;
@@ -12,6 +12,85 @@ enum Copy {
     BULK,     // sm_90 and up: one warp fetches whole stages for all, cp.async.bulk and mbarriers
     CP_ASYNC, // sm_80 and up: each warp fetches its own slots, 16 bytes a lane
 };
+
+constexpr int GATE_THREADS = 128;
+
+// What a block multiplies.
+enum Input {
+    AS_IT_IS,
+    RMS_NORM, // x by its root mean square, times a weight a column
+};
+
+template <typename T>
+struct Norm {
+    const T *weight; // [cols]
+    float eps;
+};
+
+// Where the previous kernel's end is waited for, what it wrote is read from L2.
+__device__ __forceinline__ uint4 load_piece(const uint4 *from) {
+    return __ldcg(from);
+}
+
+template <typename T>
+__device__ __forceinline__ float sum_of_squares(uint4 piece, float sum) {
+    for (const uint32_t word : {piece.x, piece.y, piece.z, piece.w}) {
+        const float2 x = to_float2<T>(word);
+        sum = fmaf(x.y, x.y, fmaf(x.x, x.x, sum));
+    }
+    return sum;
+}
+
+// Rounded twice, as modules do it: x scaled, and its product with the weight.
+template <typename T>
+__device__ __forceinline__ uint4 normalised(uint4 piece, uint4 weight, float scale) {
+    const auto two = [scale](uint32_t x, uint32_t w) {
+        const float2 v = to_float2<T>(x), factor = to_float2<T>(w);
+        const float2 scaled = to_float2<T>(from_float2<T>(v.x * scale, v.y * scale));
+        return from_float2<T>(scaled.x * factor.x, scaled.y * factor.y);
+    };
+    return make_uint4(two(piece.x, weight.x), two(piece.y, weight.y), two(piece.z, weight.z), two(piece.w, weight.w));
+}
+
+/*
+ * x / sqrt(mean(x^2) + eps) * weight into own_x, by `threads` threads and every block for itself: half a microsecond that a kernel
+ * in front of this one would take several times. `partial` has room for a float a warp. A thread reads only the weights it fetched.
+ */
+template <typename T>
+__device__ __forceinline__ void stage_normalised(uint4 *own_x, const T *x, const Norm<T> &norm, int cols, int threads,
+                                                 float *partial) {
+    constexpr int HELD =
+        4; // pieces of 8 columns that a thread holds from one pass to the next: 8192 columns by 8 warps
+    const auto *from = (const uint4 *)x;
+    const int pieces = cols / 8, warp = threadIdx.x / WARP;
+    uint4 held_x[HELD] = {};
+#pragma unroll
+    for (int k = 0; k < HELD; k++)
+        if (threadIdx.x + k * threads < pieces) held_x[k] = load_piece(from + threadIdx.x + k * threads);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pieces; i += threads)
+        copy_async<16>(shared_address(own_x + i), (const uint4 *)norm.weight + i);
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < HELD; k++) sum = sum_of_squares<T>(held_x[k], sum);
+#pragma unroll 1
+    for (int i = threadIdx.x + HELD * threads; i < pieces; i += threads)
+        sum = sum_of_squares<T>(load_piece(from + i), sum);
+    for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+    if (threadIdx.x % WARP == 0) partial[warp] = sum;
+    sync_threads(1, threads); // but not the warp that fills the ring
+    float total = 0;
+    for (int w = 0; w < threads / WARP; w++) total += partial[w];
+    const float scale = rsqrtf(total / cols + norm.eps);
+    commit_copies();
+    wait_copies<0>();
+#pragma unroll
+    for (int k = 0; k < HELD; k++)
+        if (const int i = threadIdx.x + k * threads; i < pieces) own_x[i] = normalised<T>(held_x[k], own_x[i], scale);
+#pragma unroll 1
+    for (int i = threadIdx.x + HELD * threads; i < pieces; i += threads)
+        own_x[i] = normalised<T>(load_piece(from + i), own_x[i], scale);
+}
 
 // Eight products; `address` is that of the first x not passed yet. dp4a picks a byte of the distances, scales it and adds
 // the address, so that an x costs one instruction and its load.
@@ -47,9 +126,9 @@ __device__ __forceinline__ void multiply_step(const Step &step, uint32_t &addres
  * m.warps warps decode: a lane walks a chunk of a row, then the next one. With BULK there is one warp more, which keeps
  * the ring full. At the end 2^k lanes add up a row's partial sums in a fixed order.
  */
-template <typename T, int GAP_BITS, Copy COPY>
+template <typename T, int GAP_BITS, Copy COPY, Input INPUT>
 __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
-    spmv(const Ring ring, const sell_matrix m, const T *x, const T *bias, T *y) {
+    spmv(const Ring ring, const sell_matrix m, const T *x, const T *bias, T *y, const Norm<T> norm) {
 #if __CUDA_ARCH__ < 900
     if constexpr (COPY == CP_ASYNC) {
 #else
@@ -86,13 +165,18 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
             ((uint4 *)own_x)[i] = make_uint4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900
+        if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::prefetch_to_l2(norm.weight, cols * 2);
         sm90::wait_for_previous_launch();
 #endif
+        if constexpr (INPUT == RMS_NORM) {
+            stage_normalised((uint4 *)own_x, x, norm, cols, threads, (float *)(own_x + sell_x_bytes(cols)));
+        } else {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < whole; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
-        commit_copies();
+            for (int i = threadIdx.x; i < whole; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
+            commit_copies();
 #pragma unroll 1
-        for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)own_x)[i] = x[i];
+            for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)own_x)[i] = x[i];
+        }
 
         // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
         asm volatile("cp.async.wait_group 0;" ::: "memory");
@@ -205,10 +289,30 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
     }
 }
 
-template <typename T, int GAP_BITS, Copy COPY>
-cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Device &device, const T *x, const T *bias,
-                        T *y, bool chained, cudaStream_t stream) {
-    const cudaError_t error = allow_all_shared_memory<spmv<T, GAP_BITS, COPY>>(device, cudaSharedmemCarveoutMaxShared);
+// x = silu(gate) * up, eight columns a thread, rounded twice as modules do it. It lets the next kernel start before it waits
+// itself, for which there has to be a spmv behind it, that reads nothing but weights before its own wait.
+template <typename T>
+__global__ void __launch_bounds__(GATE_THREADS) gate_x(const T *gate, const T *up, T *x, int pieces) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    sm90::wait_for_previous_launch();
+#endif
+    const int i = blockIdx.x * GATE_THREADS + threadIdx.x;
+    if (i >= pieces) return;
+    const uint4 g = load_piece((const uint4 *)gate + i), u = load_piece((const uint4 *)up + i);
+    const auto two = [](uint32_t gates, uint32_t ups) {
+        const float2 a = to_float2<T>(gates), b = to_float2<T>(ups);
+        const float2 silu = to_float2<T>(from_float2<T>(a.x / (1 + __expf(-a.x)), a.y / (1 + __expf(-a.y))));
+        return from_float2<T>(silu.x * b.x, silu.y * b.y);
+    };
+    ((uint4 *)x)[i] = make_uint4(two(g.x, u.x), two(g.y, u.y), two(g.z, u.z), two(g.w, u.w));
+}
+
+template <typename T, int GAP_BITS, Copy COPY, Input INPUT>
+cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Device &device, const T *x,
+                        const Norm<T> &norm, const T *bias, T *y, bool chained, cudaStream_t stream) {
+    constexpr auto KERNEL = spmv<T, GAP_BITS, COPY, INPUT>;
+    const cudaError_t error = allow_all_shared_memory<KERNEL>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
     // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
     // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
@@ -223,36 +327,41 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = chained ? 1 : 0;
-    return cudaLaunchKernelEx(&config, spmv<T, GAP_BITS, COPY>, ring, m, x, bias, y);
+    return cudaLaunchKernelEx(&config, KERNEL, ring, m, x, bias, y, norm);
 }
 
 template <typename T, int GAP_BITS>
-cudaError_t launch_copy(const sell_matrix &m, const sell_shape &shape, const void *x, const void *bias, void *y,
-                        cudaStream_t stream) {
+cudaError_t launch_copy(const sell_matrix &m, const sell_shape &shape, const void *x, const sell_norm *norm,
+                        const void *bias, void *y, cudaStream_t stream) {
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
     const bool bulk = device.major >= 9 && !is("MACKO_COPY", "cp_async");
-    const auto launch = bulk ? launch_spmv<T, GAP_BITS, BULK> : launch_spmv<T, GAP_BITS, CP_ASYNC>;
+    const auto launch = bulk
+                            ? norm ? launch_spmv<T, GAP_BITS, BULK, RMS_NORM> : launch_spmv<T, GAP_BITS, BULK, AS_IT_IS>
+                        : norm ? launch_spmv<T, GAP_BITS, CP_ASYNC, RMS_NORM>
+                               : launch_spmv<T, GAP_BITS, CP_ASYNC, AS_IT_IS>;
     const bool chained = bulk && may_overlap(stream, (m.warps + 1) * WARP);
-    return launch(m, shape, device, (const T *)x, (const T *)bias, (T *)y, chained, stream);
+    const Norm<T> of_type = norm ? Norm<T>{(const T *)norm->weight, norm->eps} : Norm<T>{};
+    return launch(m, shape, device, (const T *)x, of_type, (const T *)bias, (T *)y, chained, stream);
 }
 
 template <typename T>
-cudaError_t launch_width(const sell_matrix &m, const sell_shape &shape, const void *x, const void *bias, void *y,
-                         cudaStream_t stream) {
+cudaError_t launch_width(const sell_matrix &m, const sell_shape &shape, const void *x, const sell_norm *norm,
+                         const void *bias, void *y, cudaStream_t stream) {
     switch (m.gap_bits) {
-    case 2: return launch_copy<T, 2>(m, shape, x, bias, y, stream);
-    case 3: return launch_copy<T, 3>(m, shape, x, bias, y, stream);
-    case 4: return launch_copy<T, 4>(m, shape, x, bias, y, stream);
-    case 5: return launch_copy<T, 5>(m, shape, x, bias, y, stream);
-    case 6: return launch_copy<T, 6>(m, shape, x, bias, y, stream);
+    case 2: return launch_copy<T, 2>(m, shape, x, norm, bias, y, stream);
+    case 3: return launch_copy<T, 3>(m, shape, x, norm, bias, y, stream);
+    case 4: return launch_copy<T, 4>(m, shape, x, norm, bias, y, stream);
+    case 5: return launch_copy<T, 5>(m, shape, x, norm, bias, y, stream);
+    case 6: return launch_copy<T, 6>(m, shape, x, norm, bias, y, stream);
     default: return cudaErrorInvalidValue;
     }
 }
 
 } // namespace
 
-cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias, void *y, cudaStream_t stream) {
+cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const sell_norm *norm, const void *bias, void *y,
+                           cudaStream_t stream) {
     if (!s->rows) return cudaSuccess;
     sell_device device;
     const cudaError_t error = sell_device_cuda(&device);
@@ -262,6 +371,27 @@ cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const void *bias
     shape.stages = std::clamp(number("MACKO_STAGES", shape.stages), 1, int(SELL_MAX_STAGES));
     const int ring_bytes = shape.stages * s->warps * sell_slot_bytes(s->gap_bits);
     shape.shared_bytes = std::max(shape.shared_bytes, sell_fixed_bytes(s->cols) + ring_bytes);
-    return s->dtype == MACKO_F16 ? launch_width<__half>(*s, shape, x, bias, y, stream)
-                                 : launch_width<__nv_bfloat16>(*s, shape, x, bias, y, stream);
+    return s->dtype == MACKO_F16 ? launch_width<__half>(*s, shape, x, norm, bias, y, stream)
+                                 : launch_width<__nv_bfloat16>(*s, shape, x, norm, bias, y, stream);
+}
+
+cudaError_t sell_gate_cuda(macko_dtype dtype, const void *gate, const void *up, int64_t cols, void *x,
+                           cudaStream_t stream) {
+    if (!cols) return cudaSuccess;
+    Device device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    const int pieces = (int)(cols / 8);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((pieces + GATE_THREADS - 1) / GATE_THREADS);
+    config.blockDim = dim3(GATE_THREADS);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.major >= 9 && !is("MACKO_PDL", "0");
+    const auto launch = [&](auto kernel, auto *out) {
+        return cudaLaunchKernelEx(&config, kernel, (decltype(out))gate, (decltype(out))up, out, pieces);
+    };
+    return dtype == MACKO_F16 ? launch(gate_x<__half>, (__half *)x) : launch(gate_x<__nv_bfloat16>, (__nv_bfloat16 *)x);
 }

@@ -28,6 +28,12 @@ inline Tensor as_contiguous(const Tensor &t) {
     return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
+// And beginning at a multiple of 16 bytes, as tensors do that are no views.
+inline Tensor as_aligned(const Tensor &t) {
+    const bool aligned = t.is_contiguous() && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+    return aligned ? t : torch::stable::clone(t);
+}
+
 inline int64_t num_tokens(const Tensor &x) {
     int64_t tokens = 1;
     for (int64_t i = 0; i + 1 < x.dim(); i++) tokens *= x.size(i);

@@ -1,0 +1,406 @@
+"""Norms and sums in the kernel of a sparse layer: what the pass for torch.compile replaces, and that kernel."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+import macko
+from macko import ops
+from macko.formats import SellWeight
+from macko.fuse import Fuse
+from tests.common import (
+    HALVES,
+    assert_same_bits,
+    integer_problem,
+    needs_capture,
+    random_vector,
+    random_weight,
+)
+from tests.tiny_llama import needs_transformers
+
+EPS = 1e-5
+
+
+class Watched(Fuse):
+    """With the names of macko's ops and of sums in the graphs behind it, since an object was made."""
+
+    seen: ClassVar[list[str]] = []  # options are copied
+
+    def __init__(self) -> None:
+        self.seen.clear()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        super().__call__(graph)
+        graph.lint()
+        targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        self.seen.extend(name.split(".")[1] for name in targets if name.startswith(("macko", "aten.add")))
+
+
+class Norm(nn.Module):
+    """As transformers' LlamaRMSNorm computes it."""
+
+    def __init__(self, cols: int, dtype: torch.dtype, eps: float = EPS) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + random_vector(cols, dtype=dtype, seed=5) / 4, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def norm_linear(x: Tensor, weight: Tensor, eps: float, w: Tensor, *others: Any) -> Tensor:
+    norm = Norm(len(weight), weight.dtype, eps)
+    norm.weight.data = weight
+    return linear(norm(x), w, *others)
+
+
+def gated_linear(gate: Tensor, up: Tensor, w: Tensor, *others: Any) -> Tensor:
+    return linear(nn.functional.silu(gate) * up, w, *others)
+
+
+def linear(x: Tensor, w: Tensor, *others: Any) -> Tensor:
+    """With a dense weight in the place of the packed one, whose rows are those of perm."""
+    bias = others[7] if len(others) > 7 else None
+    return nn.functional.linear(x, w, bias)
+
+
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """Ops of sell for CPU tensors, as the functions above."""
+    with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one already, which says why there is none
+        library.impl("sell_linear", linear, "CPU", allow_override=True)
+        library.impl("sell_norm_linear", norm_linear, "CPU", allow_override=True)
+        library.impl("sell_gated_linear", gated_linear, "CPU", allow_override=True)
+        yield
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    perm = torch.zeros(2, w.shape[0], dtype=torch.int32)
+    return torch.ops.macko.sell_linear(x, w, perm, perm, perm, w.shape[1], 3, 8, 4, bias)
+
+
+def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
+    """What the graph that Inductor would compile gives behind the pass, and the names of its ops of macko and sums."""
+    watched = Watched()
+
+    def run(graph: torch.fx.GraphModule, _: Any) -> Any:
+        watched(graph.graph)
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=run, decompositions=select_decomp_table())
+    with torch.no_grad():
+        return torch.compile(model, backend=backend, fullgraph=True)(*inputs), list(watched.seen)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_block_of_one_token(dtype: torch.dtype) -> None:
+    """Two layers with residuals: norms and sums are in the products, whose numbers are those of the modules."""
+    first, second = Norm(64, dtype), Norm(64, dtype)
+    weights = [random_weight(64, 64, 0.5, dtype, seed=i) for i in range(3)]
+
+    def block(x: Tensor) -> Tensor:
+        h = x + product(first(x), weights[0])
+        normed = second(h)
+        return product(normed, weights[1]) + h + product(normed, weights[2])
+
+    x = random_vector(1, 1, 64, dtype=dtype)
+    y, names = compiled(block, x)
+    assert names == ["sell_norm_linear"] * 3
+    h = x.double() + first(x).double() @ weights[0].double().T
+    h = h.to(dtype)
+    wanted = h.double() + second(h).double() @ (weights[1] + weights[2].double()).T
+    assert_near(y, wanted, dtype)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_as_an_option_of_torch_compile() -> None:
+    """Inductor takes the pass, and the op that it puts there."""
+    w, norm = random_weight(64, 64, 0.5, torch.bfloat16), Norm(64, torch.bfloat16)
+    x = random_vector(1, 64, dtype=torch.bfloat16)
+
+    def block(x: Tensor) -> Tensor:
+        return x + product(norm(x), w)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        options: dict[str, Any] = {"post_grad_custom_pre_pass": (watched := Watched()), "fx_graph_cache": False}
+        y = torch.compile(block, fullgraph=True, options=options)(x)
+    assert watched.seen == ["sell_norm_linear"]
+    assert_near(y, block(x).double(), torch.bfloat16)
+    assert Fuse().uuid() == Fuse().uuid()
+
+
+def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """Sums of up to three roundings to dtype of numbers up to twice the largest."""
+    assert (got.double() - wanted).abs().max() <= 6 * wanted.abs().max() * torch.finfo(dtype).eps
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_what_stays() -> None:
+    """More tokens, a bias that is there, other shapes, another norm: each node is what it was."""
+    w, square = random_weight(40, 64, 0.5, torch.float16), random_weight(64, 64, 0.5, torch.float16)
+    norm, x, y = Norm(64, torch.float16), random_vector(1, 64, dtype=torch.float16), torch.ones(1, 40).half()
+
+    def kept(model: Any, *inputs: Tensor) -> list[str]:
+        y, names = compiled(model, *inputs)
+        assert_same_bits(y, model(*inputs))
+        return names
+
+    two = random_vector(2, 64, dtype=torch.float16)
+    assert kept(lambda x: product(norm(x), w), two) == ["add", "sell_linear"]
+    assert kept(lambda x, y: product(x, w, y[0]) + y, x, y) == ["sell_linear", "add"]
+    assert kept(lambda x: product(x, w) + 1, x) == ["sell_linear", "add"]
+    assert kept(lambda x, y: product(x, w) + y, x, torch.ones(3, 40).half()) == ["sell_linear", "add"]
+    assert kept(lambda x, y: product(x, w) + y, x, y.float()) == ["sell_linear", "add"]
+    assert kept(lambda x, y: torch.add(product(x, w), y, alpha=2), x, y) == ["sell_linear", "add"]
+    assert kept(lambda x, y: (lambda z: (z + y) * z)(product(x, w)), x, y) == ["sell_linear", "add"]
+    assert kept(lambda x: (lambda z: z + z)(product(x, square)), x) == ["sell_linear", "add"]
+    assert kept(lambda x: product(norm.weight * x, w), x) == ["sell_linear"]
+    assert kept(lambda x: product(norm(x) * 1.5, w), x) == ["add", "sell_linear"]
+    narrow, of_60 = random_weight(8, 60, 0.5, torch.float16), Norm(60, torch.float16)
+    assert kept(lambda x: product(of_60(x), narrow), x[:, :60].contiguous()) == ["add", "sell_linear"]
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_gate_of_one_product() -> None:
+    """Both halves of one matrix, in either order, as merge_ has them; not another activation or another shape."""
+    both, down = random_weight(160, 64, 0.5, torch.float16), random_weight(64, 80, 0.5, torch.float16)
+    x, silu = random_vector(1, 1, 64, dtype=torch.float16), nn.functional.silu
+
+    def mlp(x: Tensor) -> Tensor:
+        y = product(x, both)
+        return product(silu(y[..., :80]) * y[..., 80:], down)
+
+    def swapped(x: Tensor) -> Tensor:
+        y = product(x, both)
+        return product(y[..., 80:] * silu(y[..., :80]), down) + x
+
+    for model, wanted in ((mlp, mlp(x)), (swapped, swapped(x))):
+        y, names = compiled(model, x)
+        assert names == ["sell_linear", "sell_gated_linear"]
+        assert_near(y, wanted.double(), torch.float16)
+    for other in (
+        lambda x: product(torch.sigmoid(x) * x, both),
+        lambda x: product(silu(x) * 2.0, both),
+        lambda x: product(silu(x) * x[..., :1], both),
+        lambda x: product(silu(x), both),
+    ):
+        y, names = compiled(other, x)
+        assert names[-1] == "sell_linear"
+        assert_near(y, other(x).double(), torch.float16)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_either_order_and_a_norm_that_others_need() -> None:
+    w, norm = random_weight(40, 64, 0.5, torch.float16), Norm(64, torch.float16)
+    x = random_vector(1, 64, dtype=torch.float16)
+
+    def shared(x: Tensor) -> Tensor:
+        normed = norm(x)
+        return product(normed, w) + normed[:, :40]
+
+    y, names = compiled(shared, x)
+    assert names == ["add", "sell_norm_linear"]
+    assert_near(y, norm(x).double() @ w.double().T + norm(x)[:, :40].double(), torch.float16)
+
+    def swapped(x: Tensor) -> Tensor:
+        wide = x.float()
+        return product((wide * torch.rsqrt(wide.square().mean(-1, True) + EPS)).half() * norm.weight, w)
+
+    y, names = compiled(swapped, x)
+    assert names == ["sell_norm_linear"]
+    assert_same_bits(y, swapped(x))
+
+
+#: Columns that fill a round of no thread, of some, what they hold at once, and more.
+COLS = (8, 64, 2048, 4104, 8192, 11008, 24576)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copy", ["bulk", "cp_async"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norm_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MACKO_COPY", copy)
+    for cols in COLS:
+        w, bias = random_weight(200, cols, 0.5, dtype), random_vector(200, dtype=dtype, seed=3)
+        x, weight = 3 * random_vector(1, 1, cols, dtype=dtype), 1 + random_vector(cols, dtype=dtype, seed=4) / 2
+        sell = SellWeight.from_dense(w.cuda())
+        y = ops.sell_norm_linear(x.cuda(), weight.cuda(), EPS, sell._packed, bias.cuda())
+        assert_same_bits(ops.sell_norm_linear(x.cuda(), weight.cuda(), EPS, sell._packed, bias.cuda()), y)
+        assert_close_norm_linear(y[0, 0], w, x[0, 0], weight, bias)
+
+
+def assert_close_norm_linear(y: Tensor, w: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """The scale is off by half of what its mean is, cols + 3 roundings to float32, and by an rsqrt of two units; then x
+    is rounded to dtype, and its product with the weight."""
+    kind, unit = torch.finfo(y.dtype), 2.0**-24
+    wide = x.double()
+    exact = wide / (wide.pow(2).mean() + EPS).sqrt() * weight.double()
+    relative = (1 + (w.shape[1] + 3) * unit / 2 + 4 * unit) * (1 + unit) * (1 + kind.eps / 2) ** 2 - 1
+    off_by = relative * exact.abs() + kind.smallest_normal * kind.eps * (1 + weight.double().abs())
+    assert_within(y, w, exact, off_by, bias)
+
+
+def assert_within(y: Tensor, w: Tensor, exact: Tensor, off_by: Tensor, bias: Tensor) -> None:
+    """y against W exact + bias in float64, where the kernel's x is the exact one but for off_by; and spmv's bound."""
+    kind, roundings = torch.finfo(y.dtype), (w.shape[1] + 2) * 2.0**-24
+    size = w.double().abs()
+    wanted = w.double() @ exact + bias.double()
+    bound = size @ off_by + (size @ (exact.abs() + off_by) + bias.double().abs()) * roundings / (1 - roundings)
+    bound += (wanted.abs() + bound) * kind.eps / 2 + kind.smallest_normal * kind.eps
+    bad = ~((y.cpu().double() - wanted).abs() <= bound)
+    assert not bad.any(), f"{bad.sum()} of {len(y)} off"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norm_linear_exact(dtype: torch.dtype) -> None:
+    """x of one size, whose norm is a sign: what is left is a sum of integers, with another weight for each column."""
+    for cols in COLS:
+        w, weight, wanted = integer_problem(300, cols, 0.5, dtype)
+        sign = torch.where(random_vector(cols, dtype=dtype) < 0, -1, 1).to(dtype)
+        wanted = (w.double() @ (weight * sign).double()).to(dtype)
+        sell = SellWeight.from_dense(w.cuda())
+        for size in (1, 0.25, 16):
+            got = ops.sell_norm_linear((sign * size).cuda(), weight.cuda(), 0.0, sell._packed)
+            assert_same_bits(got + 0, wanted + 0)
+
+
+@pytest.mark.gpu
+def test_norm_linear_of_zeros_nan_and_views() -> None:
+    w, weight = random_weight(64, 256, 0.5, torch.float16), torch.ones(256).half()
+    packed = SellWeight.from_dense(w.cuda())._packed
+    x = random_vector(256, dtype=torch.float16)
+    y = ops.sell_norm_linear(x.cuda(), weight.cuda(), EPS, packed)
+    shifted = torch.cat([torch.zeros(3).half(), x]).cuda()[3:]  # begins 6 bytes past a multiple of 16
+    assert_same_bits(ops.sell_norm_linear(shifted, weight.cuda(), EPS, packed), y)
+    assert_same_bits(ops.sell_norm_linear(x.cuda().repeat_interleave(2)[::2], weight.cuda(), EPS, packed), y)
+    assert not ops.sell_norm_linear(torch.zeros(256).half().cuda(), weight.cuda(), EPS, packed).any()
+    x[7] = float("nan")
+    assert ops.sell_norm_linear(x.cuda(), weight.cuda(), EPS, packed).isnan().all()
+
+
+@pytest.mark.gpu
+def test_norm_linear_errors_opcheck_and_graph() -> None:
+    w = random_weight(64, 256, 0.5, torch.float16)
+    packed, weight = SellWeight.from_dense(w.cuda())._packed, torch.ones(256, device="cuda").half()
+    x = random_vector(1, 256, dtype=torch.float16).cuda()
+    torch.library.opcheck(torch.ops.macko.sell_norm_linear, (x, weight, EPS, *packed))
+    with pytest.raises(RuntimeError, match=r"x has shape \[2, 256\], expected one token"):
+        ops.sell_norm_linear(x.expand(2, 256), weight, EPS, packed)
+    with pytest.raises(RuntimeError, match=r"weight has shape \[255\], expected \[\.\.\., 256\]"):
+        ops.sell_norm_linear(x, weight[:255], EPS, packed)
+    with pytest.raises(RuntimeError, match="weight has dtype float32, expected float16"):
+        ops.sell_norm_linear(x, weight.float(), EPS, packed)
+    narrow = SellWeight.from_dense(w[:, :255].contiguous().cuda())._packed
+    with pytest.raises(RuntimeError, match="cols is 255, expected a multiple of 8"):
+        ops.sell_norm_linear(x[:, :255], weight[:255], EPS, narrow)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        ops.sell_norm_linear(x.clone().requires_grad_(), weight, EPS, packed).sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gated_linear(dtype: torch.dtype) -> None:
+    """The input is torch's, to a rounding of each of its two steps."""
+    for cols in COLS:
+        w, bias = random_weight(200, cols, 0.5, dtype), random_vector(200, dtype=dtype, seed=3)
+        gate, up = 4 * random_vector(1, cols, dtype=dtype, seed=4), random_vector(1, cols, dtype=dtype, seed=5)
+        gate[0, 0], gate[0, 1] = -60000 if dtype == torch.float16 else -1e30, 500
+        packed = SellWeight.from_dense(w.cuda())._packed
+        y = ops.sell_gated_linear(gate.cuda(), up.cuda(), packed, bias.cuda())
+        assert_same_bits(ops.sell_gated_linear(gate.cuda(), up.cuda(), packed, bias.cuda()), y)
+        exact = nn.functional.silu(gate[0].double()) * up[0].double()
+        kind = torch.finfo(dtype)
+        # Two roundings to dtype; and of the silu, which is x / (1 + e^-x) in float32, those of e^-x, whose exponent is
+        # rounded (2^-23 of it, |x| log2(e)), the sum, the quotient of two units.
+        relative = (1 + kind.eps / 2) ** 2 * (1 + (gate[0].double().abs().clamp(max=100) * 2 + 8) * 2.0**-23) - 1
+        off_by = relative * exact.abs() + kind.smallest_normal * kind.eps * (1 + up[0].double().abs())
+        assert_within(y[0], w, exact, off_by, bias)
+
+
+@pytest.mark.gpu
+def test_gated_linear_errors_and_opcheck() -> None:
+    w, gate = random_weight(64, 256, 0.5, torch.float16), random_vector(1, 256, dtype=torch.float16).cuda()
+    packed = SellWeight.from_dense(w.cuda())._packed
+    torch.library.opcheck(torch.ops.macko.sell_gated_linear, (gate, gate, *packed))
+    with pytest.raises(RuntimeError, match=r"up has shape \[2, 256\], expected one token"):
+        ops.sell_gated_linear(gate, gate.expand(2, 256), packed)
+    with pytest.raises(RuntimeError, match=r"gate has shape \[1, 255\], expected \[\.\.\., 256\]"):
+        ops.sell_gated_linear(gate[:, :255], gate, packed)
+    with pytest.raises(RuntimeError, match="up is on cpu, data is on cuda:0"):
+        ops.sell_gated_linear(gate, gate.cpu(), packed)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        ops.sell_gated_linear(gate.clone().requires_grad_(), gate, packed).sum().backward()
+    shifted = torch.cat([gate[0, :3], gate[0]])[3:]
+    assert_same_bits(ops.sell_gated_linear(shifted, gate[0], packed), ops.sell_gated_linear(gate[0], gate[0], packed))
+
+
+@pytest.mark.gpu
+@needs_capture
+def test_a_chain_many_times() -> None:
+    """Launches that begin early read what the one before has written, and only then."""
+    w = [random_weight(2048, 2048, 0.5, torch.float16, seed=i).cuda() / 32 for i in range(8)]
+    layers = [SellWeight.from_dense(one)._packed for one in w]
+    weight, x = torch.ones(2048, device="cuda").half(), random_vector(1, 2048, dtype=torch.float16).cuda()
+
+    def chain(x: Tensor) -> Tensor:
+        for packed in layers:
+            y = ops.sell_norm_linear(x, weight, EPS, packed, x.view(-1))
+            x = ops.sell_gated_linear(y, weight[None], packed, x.view(-1))
+        return x
+
+    wanted = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x)
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    for _ in range(2000):
+        graph.replay()
+        wrong += (got != wanted).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+@needs_capture
+@needs_transformers
+def test_generate_compiled() -> None:
+    """A Llama whose step of one token is compiled with the pass: with its kernels, and the tokens of eager mode."""
+    from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
+
+    from macko.bench import COMPILED
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).half().cuda().eval()
+    macko.prune_(model, 0.5)
+    assert len(macko.sparsify_(model, format="sell", merge=True).changed) == 14
+    prompt = torch.arange(8, device="cuda")[None]
+    more = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    eager = model.generate(prompt, **more)
+    torch._dynamo.reset()
+    watched = Watched()
+    options = {"triton.cudagraphs": True, **COMPILED["fast"], "post_grad_custom_pre_pass": watched}
+    compiled = CompileConfig(mode=None, options={**options, "fx_graph_cache": False})  # type: ignore[arg-type]
+    found = model.generate(prompt, cache_implementation="static", compile_config=compiled, **more)
+    assert torch.equal(found, eager)
+    layer = ["sell_norm_linear", "sell_linear", "sell_norm_linear", "sell_gated_linear"]
+    assert [name for name in watched.seen if name.startswith("sell")] == layer * 2

@@ -236,7 +236,7 @@ def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @needs_capture
-@pytest.mark.parametrize("way", ["256x1x1", "256x2x0", "256x2x1"])
+@pytest.mark.parametrize("way", ["256x1x1", "256x2x0", "256x2x1", "128x1x1"])
 def test_a_large_product_many_times(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All SMs busy for long: a place that is filled anew while it is read gives a wrong product in some hundred."""
     monkeypatch.setenv("MACKO_TILE_GEMM", way)

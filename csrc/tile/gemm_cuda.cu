@@ -28,6 +28,7 @@ constexpr int DENSE_BYTES = TILE_ROWS * TILE_COLS * 2;
 constexpr int GATHER_BYTES = 16384; // of sums that come at once
 constexpr int CHUNK = 32;           // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
+[[maybe_unused]] constexpr int WINDOW = 3; // units under way at the start
 
 struct gemm_task {
     CUtensorMap x, y; // boxes of TILE_COLS columns by TOKENS tokens, and of TILE_ROWS rows by CHUNK tokens
@@ -43,6 +44,7 @@ struct gemm_task {
     float4 *sums;                 // of ranges, for the cluster that adds them up: [range][block][DOWN][SUMS / 4][128]
     uint64_t *given;              // [range][block][DOWN]: `launch` once they are there
     uint64_t launch;              // a number of this launch alone
+    tile_weights weights;
 };
 
 template <int TOKENS_, int PAIR_>
@@ -116,7 +118,7 @@ struct gemm_work {
         return task.clusters - 1 - cluster;
     }
     __device__ __forceinline__ int begin(int range) const {
-        return (int)((int64_t)task.cut * task.col_blocks * range / task.clusters);
+        return (unsigned)(task.cut * task.col_blocks * range) / (unsigned)task.clusters;
     }
     // The output tile of a stage, and its k tile; up to which one the following stages are of the same tile.
     __device__ __forceinline__ void find(int stage, int &tile, int &k_tile, int &end) const {
@@ -166,8 +168,9 @@ __device__ __forceinline__ void copy_to_block(uint32_t at, int bytes, uint32_t b
 }
 
 // A warpgroup: every DECODERS-th unit. Packed tiles become dense ones, a warp 16 rows of each.
-template <class SHAPE>
-__device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_work &work, int decoder) {
+template <class SHAPE, class READY>
+__device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_work &work, int decoder,
+                            const READY &barriers_ready) {
     constexpr int JOBS = SHAPE::JOBS, UNIT = SHAPE::UNIT;
     const int lane = threadIdx.x % WARP, part = __shfl_sync(FULL_WARP, threadIdx.x / WARP % TILE_PARTS, 0);
     const int stages = work.stages, units = (stages + UNIT - 1) / UNIT;
@@ -192,13 +195,12 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     gemm_ring fetch(decoder);
     const auto fetch_next = [&] {
         const int unit = fetched * SHAPE::DECODERS + decoder;
-        if (unit >= units) return;
         if (fetched % WARP == 0) {
             from = next_from;
             to = next_to;
             look_ahead((fetched + WARP + lane) * SHAPE::DECODERS + decoder);
         }
-        if (part / JOBS == fetched % (TILE_PARTS / JOBS)) {
+        if (unit < units && part / JOBS == fetched % (TILE_PARTS / JOBS)) {
             const int begin = __shfl_sync(FULL_WARP, from, fetched % WARP);
             const int bytes = (__shfl_sync(FULL_WARP, to, fetched % WARP) - begin) * TILE_UNIT;
             const uint32_t full = smem + SHAPE::PACKED_FULL + fetch.slot * 8;
@@ -216,11 +218,14 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         fetch.advance(SHAPE::DECODERS, task.packed_units);
     };
     look_ahead(lane * SHAPE::DECODERS + decoder);
-    for (int unit = 0; unit < task.packed_units; unit += SHAPE::DECODERS) fetch_next();
+    barriers_ready();
+    // Not the whole ring at the start: else the first units of all SMs come among the last.
+    int room = task.packed_units / SHAPE::DECODERS - WINDOW;
+    for (int i = 0; i < WINDOW; i++) fetch_next();
 
     // Loads wait long for shared memory, which the products keep busy. So three units are under way: of one the values are
     // loaded, of the next the places of the values found, of the one behind it the masks read.
-    tile_lane here[JOBS], next[JOBS], far[JOBS];
+    mm_lane here[JOBS], next[JOBS], far[JOBS];
     gemm_ring packed(decoder), ahead(decoder), dense(decoder);
     uint32_t place[JOBS];
     const auto find = [&](int unit) {
@@ -233,7 +238,8 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     };
     const auto prepare = [&](auto &tile, auto step) {
 #pragma unroll
-        for (int job = 0; job < JOBS; job++) tile[job].template prepare<decltype(step)::value>(place[job], part, lane);
+        for (int job = 0; job < JOBS; job++)
+            tile[job].template prepare<decltype(step)::value>(place[job], part, lane, task.weights);
     };
     const auto step0 = std::integral_constant<int, 0>();
     const auto step1 = std::integral_constant<int, 1>();
@@ -260,6 +266,7 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
             sm90::barrier_arrive(full);
             if (SHAPE::PAIR > 1) copy_to_block(own_part + tile * DENSE_BYTES, part_bytes, full, work.rank ^ 1);
         }
+        stored = -1;
         __syncwarp();
     };
     if (decoder < units) {
@@ -287,7 +294,7 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
             for (int job = 0; job < JOBS; job++) {
                 uint32_t values[2][TILE_QUAD];
 #pragma unroll
-                for (int i = 0; i < 2; i++) here[job].load(STEP * 2 + i, values[i]);
+                for (int i = 0; i < 2; i++) here[job].load(STEP * 2 + i, values[i], task.weights);
 #pragma unroll
                 for (int i = 0; i < 2; i++)
                     here[job].place(STEP * 2 + i, values[i], a[job][STEP * 4 + i * 2], a[job][STEP * 4 + i * 2 + 1]);
@@ -322,8 +329,10 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
         stored = dense.slot;
         stored_unit = unit;
         dense.advance(SHAPE::DECODERS, SHAPE::DENSE_UNITS);
-        if (SHAPE::PAIR > 1) hand_over();
-        fetch_next();
+        if (SHAPE::PAIR > 1 || unit == decoder) hand_over(); // nobody waits longer than for the first one
+#pragma unroll 1
+        for (int more = room ? 2 : 1; more; more--) fetch_next();
+        if (room) room--;
     }
     if (SHAPE::PAIR == 1) hand_over();
 }
@@ -425,12 +434,12 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
 // A warpgroup: 64 rows by TOKENS tokens.
 template <typename T, class SHAPE>
 __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_work &work, int down) {
-    constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS;
-    const int thread = threadIdx.x % 128, lane = thread % WARP, warp = __shfl_sync(FULL_WARP, thread / WARP, 0);
+    constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS, CHUNKS = TOKENS / CHUNK;
+    const int thread = threadIdx.x % 128;
     const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
     const uint64_t weights = sm90::descriptor<128>(smem + SHAPE::DENSE + down * DENSE_BYTES);
     const uint32_t staging = smem + SHAPE::STAGING + down * CHUNK_BYTES;
-    const bool fetches = down == 0 && warp == 0;
+    const bool fetches = down == 0 && uniform(thread / WARP) == 0;
     sm90::wait_for_previous_launch(); // before tokens are read and y is written
     gemm_tokens<SHAPE> next_tokens;
     if (fetches) next_tokens.fill(task, smem, work);
@@ -494,6 +503,8 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
             sync_threads(8, 256);
             if (fetches) next_tokens.fill(task, smem, work);
         }
+        // Asked for anew: there are no registers to keep them in while products run.
+        const int lane = held(threadIdx.x) % WARP, warp = uniform(held(threadIdx.x) % 128 / WARP);
         int row_tile, token_tile;
         gemm_place(task, tile, row_tile, token_tile);
         const int first_token = (token_tile * SHAPE::PAIR + work.rank) * TOKENS;
@@ -501,39 +512,53 @@ __device__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_w
         float bias[2] = {0, 0};
         if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
         if (task.bias && row + 8 < task.rows) bias[1] = to_float(((const T *)task.bias)[row + 8]);
-        // Sums of 16 tokens, as registers of this thread, to y.
-        const auto store_part = [&](int part, const float *sum) {
-            if (task.y_plain) {
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    const int token = first_token + part * 16 + j / 4 * 8 + lane % 4 * 2 + j % 2;
-                    const int64_t own_row = row + j / 2 % 2 * 8;
-                    if (own_row < task.rows && token < task.tokens)
-                        ((T *)task.y_plain)[token * task.rows + own_row] = from_float<T>(sum[j] + bias[j / 2 % 2]);
-                }
-                return;
-            }
-            constexpr int PARTS = CHUNK / 16;
-            if (part % PARTS == 0) { // the chunk before has left
-                if (thread == 0) sm90::stores_have_read();
-                sm90::warpgroup_sync(down);
-            }
-            const int token = part % PARTS * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
+        // Sums of 16 tokens, as registers of this thread, to shared memory.
+        constexpr int PARTS = CHUNK / 16;
+        const auto store_part = [&](int part, const float *sum, uint32_t to) {
+            const int token = part * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
             const uint32_t rounded[4] = {
                 from_float2<T>(sum[0] + bias[0], sum[1] + bias[0]), from_float2<T>(sum[2] + bias[1], sum[3] + bias[1]),
                 from_float2<T>(sum[4] + bias[0], sum[5] + bias[0]), from_float2<T>(sum[6] + bias[1], sum[7] + bias[1])};
-            sm90::store_matrices_transposed(staging + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
-            if (part % PARTS != PARTS - 1) return;
+            sm90::store_matrices_transposed(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
+        };
+        const auto store_chunk = [&](int chunk, uint32_t from) { // by all threads
+            const int token = first_token + chunk * CHUNK;
+            if (!task.y_plain) {
+                if (thread == 0 && first_row < task.rows && token < task.tokens)
+                    sm90::store_box(&task.y, (int)first_row, token, from);
+                return;
+            }
+            const int own_row = thread % TILE_ROWS;
+            if (first_row + own_row >= task.rows) return;
+#pragma unroll 1
+            for (int i = thread / TILE_ROWS; i < min(CHUNK, task.tokens - token); i += 128 / TILE_ROWS)
+                ((uint16_t *)task.y_plain)[(token + i) * task.rows + first_row + own_row] =
+                    load_shared_2(from + i * 128 + ((own_row / 8 ^ i % 8) << 4) + own_row % 8 * 2);
+        };
+        // The last tile's output has all of the ring of tokens to itself.
+        const bool last = stage == work.stages;
+        const uint32_t room = last ? smem + SHAPE::X + down * CHUNKS * CHUNK_BYTES : staging;
+        if (last) sync_threads(8, 256);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            const uint32_t to = room + (last ? chunk : 0) * CHUNK_BYTES;
+            if (!last) { // the chunk before has left
+                if (thread == 0) sm90::stores_have_read();
+                sm90::warpgroup_sync(down);
+            }
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) store_part(part, sums + (chunk * PARTS + part) * 8, to);
+            if (last) continue;
             sm90::fence_for_copies();
             sm90::warpgroup_sync(down);
-            const int chunk_token = first_token + part / PARTS * CHUNK;
-            if (thread == 0 && chunk_token < task.tokens && first_row < task.rows)
-                sm90::store_box(&task.y, (int)first_row, chunk_token, staging);
-        };
-#pragma unroll
-        for (int part = 0; part < TOKENS / 16; part++) store_part(part, sums + part * 8);
+            store_chunk(chunk, to);
+        }
+        if (!last) continue;
+        sm90::fence_for_copies();
+        sm90::warpgroup_sync(down);
+        for (int chunk = 0; chunk < CHUNKS; chunk++) store_chunk(chunk, room + chunk * CHUNK_BYTES);
     }
-    if (thread == 0) sm90::stores_are_done();
+    if (thread == 0) sm90::stores_have_read();
     allow_next_launch();
 }
 
@@ -561,13 +586,16 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         sm90::prefetch_map(&task.x);
         sm90::prefetch_map(&task.y);
     }
-    __syncthreads();
-    if (SHAPE::PAIR > 1) sm90::cluster_sync();
+    const auto barriers_ready = [] {
+        __syncthreads();
+        if (SHAPE::PAIR > 1) sm90::cluster_sync();
+    };
     const gemm_work work(task, SHAPE::PAIR);
     if (warpgroup < DOWN) {
+        barriers_ready();
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
     } else {
-        gemm_decode<SHAPE>(task, smem, work, warpgroup - DOWN);
+        gemm_decode<SHAPE>(task, smem, work, warpgroup - DOWN, barriers_ready);
     }
     __syncwarp();
     if (SHAPE::PAIR > 1) sm90::cluster_sync(); // no block may leave while its neighbour writes into it
@@ -598,15 +626,10 @@ struct gemm_args {
     const void *x;
     int64_t x_stride;
     const void *bias;
-    void *y, *room;
+    void *y;
+    const tile_gemm_plan &plan;
+    void *room;
     cudaStream_t stream;
-};
-
-// How to run: so many clusters, which share the first `cut` tiles of the output.
-struct gemm_choice {
-    int64_t time = INT64_MAX, room_bytes = 0;
-    int clusters = 0, cut = 0;
-    cudaError_t (*launch)(const gemm_args &, const Device &, const gemm_choice &) = nullptr;
 };
 
 template <class SHAPE>
@@ -617,8 +640,9 @@ int64_t gemm_given_bytes(int clusters) {
 std::atomic<uint64_t> gemm_launches;
 
 template <typename T, class SHAPE>
-cudaError_t gemm_launch(const gemm_args &args, const Device &device, const gemm_choice &choice) {
+cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     const tile_matrix &m = args.m;
+    const tile_gemm_plan &plan = args.plan;
     gemm_task task{};
     task.data = m.data;
     task.offsets = m.offsets;
@@ -630,10 +654,10 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device, const gemm_
     task.col_blocks = (int)tile_col_blocks(m.cols);
     task.row_tiles = (int)ceil_div(task.row_blocks, DOWN);
     task.token_tiles = (int)ceil_div(args.tokens, SHAPE::TOKENS * SHAPE::PAIR);
-    task.clusters = choice.clusters;
-    task.cut = choice.cut;
+    task.clusters = plan.clusters;
+    task.cut = plan.cut;
     task.given = (uint64_t *)args.room;
-    task.sums = (float4 *)((uint8_t *)args.room + gemm_given_bytes<SHAPE>(choice.clusters));
+    task.sums = (float4 *)((uint8_t *)args.room + gemm_given_bytes<SHAPE>(plan.clusters));
     task.launch = ++gemm_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
     task.slot_bytes = gemm_slot_bytes(m);
     task.packed_units = gemm_packed_units<SHAPE>(device, task.slot_bytes);
@@ -646,22 +670,33 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device, const gemm_
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {SHAPE::PAIR, 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(choice.clusters * SHAPE::PAIR));
+    config.gridDim = dim3((unsigned)(plan.clusters * SHAPE::PAIR));
     config.blockDim = dim3(SHAPE::THREADS);
     config.dynamicSmemBytes = SHAPE::PACKED + task.packed_units * SHAPE::JOBS * task.slot_bytes;
     config.stream = args.stream;
     config.attrs = attributes;
-    config.numAttrs = may_overlap(args.stream, SHAPE::THREADS) ? 2 : 1;
+    config.numAttrs = 1;
+    if (may_overlap(args.stream, SHAPE::THREADS)) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
     return cudaLaunchKernelEx(&config, tile_gemm_kernel<T, SHAPE>, task);
 }
 
-// The best way to run a shape, if it beats the choice. MACKO_TILE_GEMM=256x1x1 (tokens x pair x whether tiles are cut) is
-// taken where it fits.
+// The shapes that there are.
+template <class BODY>
+void for_gemm_shapes(const BODY &body) {
+    body(gemm_shape<256, 1>());
+    body(gemm_shape<256, 2>());
+    body(gemm_shape<128, 1>());
+}
+
+// The best way to run a shape, if it takes less than *least. MACKO_TILE_GEMM=256x1x1 (tokens x pair x whether tiles are cut)
+// is taken where it fits.
 template <typename T, class SHAPE>
-cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, gemm_choice *choice) {
+cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, int64_t *least,
+                          tile_gemm_plan *plan) {
     if (gemm_packed_units<SHAPE>(device, gemm_slot_bytes(m)) < SHAPE::MIN_PACKED) return cudaSuccess;
     int at_once;
     if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, &at_once)) return error;
@@ -678,14 +713,16 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
         if (forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] == (cut > 0)) time = -1;
         const int64_t room =
             cut ? gemm_given_bytes<SHAPE>(clusters) + clusters * SHAPE::PAIR * DOWN * SHAPE::SUMS_BYTES : 0;
-        if (time < choice->time) *choice = {time, room, (int)clusters, (int)cut, gemm_launch<T, SHAPE>};
+        if (time >= *least) return;
+        *least = time;
+        *plan = {room, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut};
     };
     consider(std::min<int64_t>(tiles, at_once), 0);
     // Cut: what a last round of whole tiles leaves over, or that and a round more, so that no tile is cut often.
     const int64_t left = tiles % at_once;
     for (int64_t cut = left; left && cut <= tiles && cut <= left + at_once; cut += at_once) {
         const int64_t clusters = std::min<int64_t>(at_once, cut * k_tiles);
-        if (cut * k_tiles > INT32_MAX || (clusters < at_once && cut < tiles)) break;
+        if (cut * k_tiles * clusters > INT32_MAX || (clusters < at_once && cut < tiles)) break;
         consider(clusters, cut);
         if (cut == tiles && clusters > tiles) consider(clusters / tiles * tiles, cut); // all cut alike
     }
@@ -693,48 +730,48 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
 }
 
 template <typename T>
-cudaError_t gemm_choose(const tile_matrix &m, int64_t tokens, const Device &device, gemm_choice *choice) {
+cudaError_t gemm_choose(const tile_matrix &m, int64_t tokens, const Device &device, tile_gemm_plan *plan) {
     cudaError_t error = cudaSuccess;
-    const auto consider = [&](auto shape) {
+    int64_t least = INT64_MAX;
+    for_gemm_shapes([&](auto shape) {
         using SHAPE = decltype(shape);
         if (!error) error = allow_all_shared_memory<tile_gemm_kernel<T, SHAPE>>(device);
-        if (!error) error = gemm_consider<T, SHAPE>(m, tokens, device, choice);
-    };
-    consider(gemm_shape<256, 1>());
-    consider(gemm_shape<256, 2>());
-    consider(gemm_shape<128, 1>());
-    return !error && !choice->launch ? cudaErrorInvalidValue : error;
+        if (!error) error = gemm_consider<T, SHAPE>(m, tokens, device, &least, plan);
+    });
+    return !error && least == INT64_MAX ? cudaErrorInvalidValue : error;
 }
 
-cudaError_t gemm_choose(const tile_matrix &m, int64_t tokens, Device *device, gemm_choice *choice) {
-    const cudaError_t error = current_device(device);
-    if (error) return error;
-    return m.dtype == MACKO_F16 ? gemm_choose<__half>(m, tokens, *device, choice)
-                                : gemm_choose<__nv_bfloat16>(m, tokens, *device, choice);
+template <typename T>
+cudaError_t gemm_run(const gemm_args &args, const Device &device) {
+    cudaError_t error = cudaErrorInvalidValue;
+    for_gemm_shapes([&](auto shape) {
+        using SHAPE = decltype(shape);
+        if (args.plan.tokens == SHAPE::TOKENS && args.plan.pair == SHAPE::PAIR)
+            error = gemm_launch<T, SHAPE>(args, device);
+    });
+    return error;
 }
 
 } // namespace
 } // namespace macko
 
-cudaError_t tile_gemm_room_cuda(const tile_matrix *m, int64_t tokens, int64_t *bytes) {
+cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan) {
     using namespace macko;
-    *bytes = -1;
+    *plan = {-1, 0, 0, 0, 0};
     Device device;
-    gemm_choice choice;
-    cudaError_t error = current_device(&device);
+    const cudaError_t error = current_device(&device);
     if (error || tokens <= 128 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
         return error;
-    error = gemm_choose(*m, tokens, &device, &choice);
-    *bytes = choice.room_bytes;
-    return error;
+    return m->dtype == MACKO_F16 ? gemm_choose<__half>(*m, tokens, device, plan)
+                                 : gemm_choose<__nv_bfloat16>(*m, tokens, device, plan);
 }
 
 cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                           void *y, void *room, cudaStream_t stream) {
+                           void *y, const tile_gemm_plan *plan, void *room, cudaStream_t stream) {
     using namespace macko;
     if (!m->rows || !tokens) return cudaSuccess;
     Device device;
-    gemm_choice choice;
-    if (const cudaError_t error = gemm_choose(*m, tokens, &device, &choice)) return error;
-    return choice.launch({*m, tokens, x, x_stride, bias, y, room, stream}, device, choice);
+    if (const cudaError_t error = current_device(&device)) return error;
+    const gemm_args args = {*m, tokens, x, x_stride, bias, y, *plan, room, stream};
+    return m->dtype == MACKO_F16 ? gemm_run<__half>(args, device) : gemm_run<__nv_bfloat16>(args, device);
 }

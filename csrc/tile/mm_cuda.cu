@@ -32,16 +32,6 @@ struct tile_deal {
     int chunk_bits;        // log2 of the places (threads of an item's row blocks) whose sums a block adds up
 };
 
-// Weights of dp4a, a byte each. They come with the launch, as dp4a takes them from there itself: immediates go through
-// uniform registers, an instruction each time.
-struct tile_weights {
-    uint32_t one = 0x01010101, one_up = 0x80808080;                 // 1, and 1 << 7
-    uint32_t two[4] = {0x2, 0x200, 0x20000, 0x2000000};             // for one byte
-    uint32_t below[4] = {0, 0x2, 0x202, 0x20202}, all = 0x02020202; // for all bytes in front of one; for all
-    uint32_t back[2][4] = {{0, 0xfe, 0xfefe, 0xfefefe},
-                           {0, 0xff, 0xffff, 0xffffff}}; // -2, or -1, for those in front of one
-};
-
 struct tile_task {
     CUtensorMap x; // boxes of TILE_COLS columns and the kernel's number of tokens
     const uint8_t *data;
@@ -251,55 +241,6 @@ __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, i
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
-
-// tile_lane in fewer instructions.
-struct mm_lane : tile_lane {
-    template <int STEP>
-    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights) {
-        if (STEP == 1) {
-            // Groups j and j + 4 of the four bytes at once. No bit is moved: each counts 1 << j.
-            const uint32_t low =
-                __dp4a(mask & 0x22222222u, weights.one_up, __dp4a(mask & 0x11111111u, weights.one, 0u));
-            const uint32_t high =
-                __dp4a(mask & 0x88888888u, weights.one_up, __dp4a(mask & 0x44444444u, weights.one, 0u));
-            add_counts(low + (high << 14));
-        } else if (STEP == 3) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint32_t total = __shfl_sync(FULL_WARP, sum[half], WARP - 1), before = sum[half] - own[half];
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    at[half * 4 + j] =
-                        __dp4a(before, weights.two[j], j ? __dp4a(total, weights.below[j], start) : start);
-                start = __dp4a(total, weights.all, start);
-            }
-        } else {
-            tile_lane::prepare<STEP>(place, part, lane);
-        }
-    }
-
-    // Of each element of group j that has no value, 1 << j % 2 in its byte: one shift serves two groups.
-    __device__ __forceinline__ uint32_t missing(int j) const {
-        return ~(mask >> (j & ~1)) & 0x01010101u << j % 2;
-    }
-
-    // As if each element had a value, and back by those that are missing: what is added for each is free.
-    __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD], const tile_weights &weights) const {
-        const int m = missing(j), from = at[j];
-        const uint32_t (&back)[4] = weights.back[j % 2];
-        values[0] = load_value<0>(from);
-        values[1] = load_value<2>(__dp4a(m, (int)back[1], from));
-        values[2] = load_value<4>(__dp4a(m, (int)back[2], from));
-        values[3] = load_value<6>(__dp4a(m, (int)back[3], from));
-    }
-
-    __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
-                                          uint32_t &high) const {
-        const uint32_t selectors = 0x54105410u + (0x22u >> j % 2) * missing(j);
-        low = byte_permute(values[0], values[1], selectors);
-        high = byte_permute(values[2], values[3], selectors >> 16);
-    }
-};
 
 // A warpgroup: one row block, or a part of its columns.
 template <typename T, int TOKENS>

@@ -86,15 +86,15 @@ void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Ten
     if (!padding && !fits(x))
         x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
     const int64_t stride = tokens == 1 ? m.cols + padding : x.stride(0);
-    int64_t room_bytes = 0;
-    STD_CUDA_CHECK(tile_gemm_room_cuda(&m, tokens, &room_bytes));
-    if (room_bytes < 0) {
+    tile_gemm_plan plan;
+    STD_CUDA_CHECK(tile_gemm_plan_cuda(&m, tokens, &plan));
+    if (plan.room_bytes < 0) {
         STD_CUDA_CHECK(tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(),
                                     current_stream(x)));
     } else {
-        Tensor room = torch::stable::new_empty(y, {room_bytes / 2});
+        Tensor room = torch::stable::new_empty(y, {plan.room_bytes / 2});
         STD_CUDA_CHECK(tile_gemm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(),
-                                      room.mutable_data_ptr(), current_stream(x)));
+                                      &plan, room.mutable_data_ptr(), current_stream(x)));
     }
 }
 #endif

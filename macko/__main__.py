@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import FORMATS, __version__, _library, ops
-from .formats import SlideWeight
+from .formats import SellWeight, SlideWeight
 from .linear import DTYPES
 
 
@@ -60,6 +60,14 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
         lifted = ops.slide_quant_fused(x.to(device, dtype), packed.n, dtype)
         y = ops.slide_gemm(*lifted, packed.tiles, packed.scale, cols, packed.n, dtype)
         assert torch.equal(y.cpu().double(), x @ wide.t()), "slide_gemm is off"
+    if device.type in SellWeight.device_types:
+        sell = SellWeight.from_dense(w)._packed
+        sign, weight = torch.where(x[:1] < 0, -1.0, 1.0), x[1]  # the root mean square of signs is 1
+        y = ops.sell_norm_linear(sign.to(device, dtype), weight.to(device, dtype), 0.0, sell, bias.to(device, dtype))
+        assert torch.equal(y.cpu().double(), (sign * weight) @ wide.t() + bias), "sell_norm_linear is off"
+        gate = torch.full_like(x[0], 64)  # and silu(64) is 64
+        y = ops.sell_gated_linear(gate.to(device, dtype), x[0].to(device, dtype), sell)
+        assert torch.equal(y.cpu().double(), 64 * (x[0] @ wide.t())), "sell_gated_linear is off"
 
 
 def main() -> int:

@@ -23,21 +23,18 @@ from .linear import SparseLinear
 from .merge import split_
 from .prune import prune_
 
-#: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs, alike on both sides.
+#: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs.
 COMPILED: dict[str, dict[str, Any]] = {
     "default": {},  # what generate() does by itself with a static cache
-    # Kernels begin before the one before them has ended, and small ones are put together; the model's 300 to 900
-    # tensors are not checked at every token; sparse layers take norms and sums into their kernels, as dense ones do by
-    # themselves.
-    "fast": {
-        "triton.enable_pdl": True,
-        "combo_kernels": True,
-        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-        "post_grad_custom_pre_pass": Fuse(),
-    },
+    # Kernels begin before the one before them has ended; the model's 300 to 900 tensors are not checked at every token.
+    "fast": {"triton.enable_pdl": True, "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe},
 }
 #: And dense products of one token by kernels that are searched for: 40 s for Llama-2-7B instead of 17.
 COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
+#: What "fast" and "max" have besides where layers are sparse, so that both sides are at their best: norms and sums in
+#: the products, which Inductor's dense products have by themselves, and small kernels put together. With the latter
+#: dense took 6.2 ms a token in the one run there is, 5.0 without (bench_combo.jsonl, bench.jsonl of the H200).
+FOR_SPARSE: dict[str, Any] = {"post_grad_custom_pre_pass": Fuse(), "combo_kernels": True}
 
 
 #: What --json writes.
@@ -173,16 +170,17 @@ def _generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str | None
     if compiled is not None:
         settings["cache_implementation"] = "static"
         if COMPILED[compiled]:
-            settings["compile_config"] = _compile_config(compiled)
+            sparse = any(isinstance(module, SparseLinear) for module in model.modules())
+            settings["compile_config"] = _compile_config({**COMPILED[compiled], **(FOR_SPARSE if sparse else {})})
     else:
         settings["disable_compile"] = True
     model.generate(prompts, max_new_tokens=new_tokens, **settings)
 
 
-def _compile_config(compiled: str) -> Any:
+def _compile_config(options: dict[str, Any]) -> Any:
     from transformers import CompileConfig
 
-    return CompileConfig(mode=None, options={"triton.cudagraphs": True, **COMPILED[compiled]})  # type: ignore[arg-type]
+    return CompileConfig(mode=None, options={"triton.cudagraphs": True, **options})  # type: ignore[arg-type]
 
 
 def _decode(side: Side, model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_argument(
         "--compile", choices=("default", "fast", "max"), nargs="?", const="fast",
-        help="a static cache and torch.compile, alike on both sides; max takes longer to compile",
+        help="a static cache and torch.compile; max takes longer to compile",
     )  # fmt: skip
     command.add_argument(
         "--profile", action="store_true",

@@ -383,7 +383,7 @@ def test_generate_compiled() -> None:
     """A Llama whose step of one token is compiled with the pass: with its kernels, and the tokens of eager mode."""
     from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-    from macko.bench import COMPILED
+    from macko.bench import COMPILED, FOR_SPARSE
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -398,7 +398,7 @@ def test_generate_compiled() -> None:
     eager = model.generate(prompt, **more)
     torch._dynamo.reset()
     watched = Watched()
-    options = {"triton.cudagraphs": True, **COMPILED["fast"], "post_grad_custom_pre_pass": watched}
+    options = {"triton.cudagraphs": True, **COMPILED["fast"], **FOR_SPARSE, "post_grad_custom_pre_pass": watched}
     compiled = CompileConfig(mode=None, options={**options, "fx_graph_cache": False})  # type: ignore[arg-type]
     found = model.generate(prompt, cache_implementation="static", compile_config=compiled, **more)
     assert torch.equal(found, eager)

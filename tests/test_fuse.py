@@ -404,3 +404,28 @@ def test_generate_compiled() -> None:
     assert torch.equal(found, eager)
     layer = ["sell_norm_linear", "sell_linear", "sell_norm_linear", "sell_gated_linear"]
     assert [name for name in watched.seen if name.startswith("sell")] == layer * 2
+
+
+@needs_transformers
+def test_options_of_macko_bench() -> None:
+    """A sparse model is compiled with the pass, a dense one without."""
+    from macko import bench
+
+    given: list[dict[str, Any]] = []
+
+    class Model(nn.Sequential):
+        def generate(self, prompts: Tensor, **settings: Any) -> None:
+            given.append(settings)
+
+    w = random_weight(64, 64, 0.5, torch.float32)
+    dense = nn.Linear(64, 64, bias=False)
+    dense.weight.data = w
+    for layer in (dense, macko.SparseLinear.from_linear(dense)):
+        for compiled in ("default", "max"):
+            bench._generate(Model(layer), torch.zeros(1, 1), 1, compiled)
+    default, on_dense, sparse_default, on_sparse = given
+    assert "compile_config" not in default
+    assert "compile_config" not in sparse_default
+    wanted = {"triton.cudagraphs": True, **bench.COMPILED["max"]}
+    assert on_dense["compile_config"].options == wanted
+    assert on_sparse["compile_config"].options == {**wanted, **bench.FOR_SPARSE}

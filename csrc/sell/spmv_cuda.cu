@@ -54,14 +54,15 @@ __device__ __forceinline__ uint4 normalised(uint4 piece, uint4 weight, float sca
 }
 
 /*
- * x / sqrt(mean(x^2) + eps) * weight into own_x, by `threads` threads and every block for itself: half a microsecond that a kernel
- * in front of this one would take several times. `partial` has room for a float a warp. A thread reads only the weights it fetched.
+ * x / sqrt(mean(x^2) + eps) * weight into own_x, by `threads` threads and every block for itself: a kernel in front of
+ * this one would take longer, for no block of this one could start before it is through. `partial` has room for a float
+ * a warp. A thread reads only the weights that it fetched.
  */
 template <typename T>
 __device__ __forceinline__ void stage_normalised(uint4 *own_x, const T *x, const Norm<T> &norm, int cols, int threads,
                                                  float *partial) {
-    constexpr int HELD =
-        4; // pieces of 8 columns that a thread holds from one pass to the next: 8192 columns by 8 warps
+    // Pieces of 8 columns that a thread holds from one pass to the next: 8192 columns by 8 warps.
+    constexpr int HELD = 4;
     const auto *from = (const uint4 *)x;
     const int pieces = cols / 8, warp = threadIdx.x / WARP;
     uint4 held_x[HELD] = {};
@@ -325,8 +326,9 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
     }
 }
 
-// x = silu(gate) * up, eight columns a thread, rounded twice as modules do it. It lets the next kernel start before it waits
-// itself, for which there has to be a spmv behind it, that reads nothing but weights before its own wait.
+// x = silu(gate) * up, eight columns a thread, rounded twice as modules do it. It lets the next kernel start before it
+// waits itself, for which there has to be a spmv behind it, that reads nothing but weights before its own wait. Not where
+// spmv puts x into shared memory: by count that takes as long there, in each of two blocks an SM.
 template <typename T>
 __global__ void __launch_bounds__(GATE_THREADS) gate_x(const T *gate, const T *up, T *x, int pieces) {
 #if __CUDA_ARCH__ >= 900

@@ -257,8 +257,7 @@ Tensor sell_gated_linear(const Tensor &gate_any, const Tensor &up_any, const Ten
     const Tensor gate = as_aligned(gate_any), up = as_aligned(up_any);
     Tensor x = torch::stable::new_empty(gate, {cols}), y = torch::stable::new_empty(gate, with_last(gate, m.rows));
     const cudaStream_t stream = current_stream(gate);
-    STD_CUDA_CHECK(
-        sell_gate_cuda(m.dtype, gate.const_data_ptr(), up.const_data_ptr(), cols, x.mutable_data_ptr(), stream));
+    STD_CUDA_CHECK(sell_gate_cuda(&m, gate.const_data_ptr(), up.const_data_ptr(), x.mutable_data_ptr(), stream));
     STD_CUDA_CHECK(sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, data_of(bias), y.mutable_data_ptr(), stream));
     return y;
 }

@@ -293,10 +293,9 @@ typedef struct sell_norm {
 cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const sell_norm *norm, const void *bias, void *y,
                            cudaStream_t stream);
 
-/* x = silu(gate) * up of cols elements, a multiple of 8; all begin at a multiple of 16 bytes. The next launch on the stream
- * has to be sell_spmv_cuda's: it may start before this one's. */
-cudaError_t sell_gate_cuda(macko_dtype dtype, const void *gate, const void *up, int64_t cols, void *x,
-                           cudaStream_t stream);
+/* x = silu(gate) * up of s->cols elements, a multiple of 8; all begin at a multiple of 16 bytes. The next launch on the
+ * stream has to be sell_spmv_cuda of s: it may start before this one is through. */
+cudaError_t sell_gate_cuda(const sell_matrix *s, const void *gate, const void *up, void *x, cudaStream_t stream);
 
 /* y [tokens, rows] = x [tokens, cols] W^T + bias, up to 8 tokens a launch, as many as fit shared memory. Same bits every
  * run, and whatever the other tokens are. */

@@ -420,23 +420,23 @@ cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const sell_norm 
                                  : launch_width<__nv_bfloat16>(*s, shape, x, norm, bias, y, stream);
 }
 
-cudaError_t sell_gate_cuda(macko_dtype dtype, const void *gate, const void *up, int64_t cols, void *x,
-                           cudaStream_t stream) {
-    if (!cols) return cudaSuccess;
+cudaError_t sell_gate_cuda(const sell_matrix *s, const void *gate, const void *up, void *x, cudaStream_t stream) {
+    if (!s->cols) return cudaSuccess;
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
-    const int pieces = (int)(cols / 8);
+    const int pieces = (int)(s->cols / 8);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((pieces + GATE_THREADS - 1) / GATE_THREADS);
     config.blockDim = dim3(GATE_THREADS);
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = device.major >= 9 && !is("MACKO_PDL", "0");
+    config.numAttrs = device.major >= 9 && may_overlap(stream, (s->warps + 1) * WARP);
     const auto launch = [&](auto kernel, auto *out) {
         return cudaLaunchKernelEx(&config, kernel, (decltype(out))gate, (decltype(out))up, out, pieces);
     };
-    return dtype == MACKO_F16 ? launch(gate_x<__half>, (__half *)x) : launch(gate_x<__nv_bfloat16>, (__nv_bfloat16 *)x);
+    return s->dtype == MACKO_F16 ? launch(gate_x<__half>, (__half *)x)
+                                 : launch(gate_x<__nv_bfloat16>, (__nv_bfloat16 *)x);
 }

@@ -49,14 +49,15 @@ _INPUTS = (
 class Fuse(CustomGraphPass):
     """For Inductor's option `post_grad_custom_pre_pass`: macko::sell_linear of one token takes its neighbours in.
 
-    Sums are rounded once where two kernels round twice; all else has the same roundings. Graphs of more tokens at once,
-    of other formats and without sparse layers stay as they are.
+    Results are rounded to the dtype where modules round them, but for sums, once; in float32 between, the norm's sum
+    has another order, and silu a faster exp. Graphs of more tokens at once, or of a number that is not known when they
+    are compiled, of other formats and without sparse layers stay as they are.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=torch.ops.macko.sell_linear.default):
             y = _value(node)
-            if y is not None and y.shape.numel() == y.shape[-1]:  # one token
+            if y is not None and y.shape[:-1].numel() == 1:  # one token
                 _take_input(_take_sum(node))
         graph.eliminate_dead_code()
 
@@ -65,9 +66,9 @@ class Fuse(CustomGraphPass):
 
 
 def _value(node: Any) -> Tensor | None:
-    """What stands for the tensor of a graph's node while it is compiled."""
+    """What stands for the tensor of a graph's node while it is compiled; None where sizes are not known yet."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) else None
+    return value if isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape) else None
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:

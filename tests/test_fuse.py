@@ -177,6 +177,25 @@ def test_what_stays() -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+def test_sizes_that_depend_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens, or as long a residual, as a mask says: such graphs compile, and stay."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    w, x = random_weight(40, 64, 0.5, torch.float16), random_vector(4, 64, dtype=torch.float16)
+    one, mask, others = x[:1], torch.tensor([True, False, False, False]), torch.ones(4, 40).half()
+
+    def some_tokens(x: Tensor, mask: Tensor) -> Tensor:
+        return product(x[mask.nonzero().squeeze(1)], w)
+
+    def some_residual(x: Tensor, mask: Tensor) -> Tensor:
+        return product(x, w) + others[mask.nonzero().squeeze(1)]
+
+    for model, tokens, wanted in ((some_tokens, x, ["sell_linear"]), (some_residual, one, ["sell_linear", "add"])):
+        y, names = compiled(model, tokens, mask)
+        assert names == wanted
+        assert_same_bits(y, model(tokens, mask))
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_gate_of_one_product() -> None:
     """Both halves of one matrix, in either order, as merge_ has them; not another activation or another shape."""
     both, down = random_weight(160, 64, 0.5, torch.float16), random_weight(64, 80, 0.5, torch.float16)
@@ -272,7 +291,7 @@ def assert_within(y: Tensor, w: Tensor, exact: Tensor, off_by: Tensor, bias: Ten
 def test_norm_linear_exact(dtype: torch.dtype) -> None:
     """x of one size, whose norm is a sign: what is left is a sum of integers, with another weight for each column."""
     for cols in COLS:
-        w, weight, wanted = integer_problem(300, cols, 0.5, dtype)
+        w, weight, _ = integer_problem(300, cols, 0.5, dtype)
         sign = torch.where(random_vector(cols, dtype=dtype) < 0, -1, 1).to(dtype)
         wanted = (w.double() @ (weight * sign).double()).to(dtype)
         sell = SellWeight.from_dense(w.cuda())
@@ -315,9 +334,11 @@ def test_norm_linear_errors_opcheck_and_graph() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("copy", ["bulk", "cp_async"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gated_linear(dtype: torch.dtype) -> None:
+def test_gated_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The input is torch's, to a rounding of each of its two steps."""
+    monkeypatch.setenv("MACKO_COPY", copy)
     for cols in COLS:
         w, bias = random_weight(200, cols, 0.5, dtype), random_vector(200, dtype=dtype, seed=3)
         gate, up = 4 * random_vector(1, cols, dtype=dtype, seed=4), random_vector(1, cols, dtype=dtype, seed=5)

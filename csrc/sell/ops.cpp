@@ -256,6 +256,7 @@ Tensor sell_gated_linear(const Tensor &gate_any, const Tensor &up_any, const Ten
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const Tensor gate = as_aligned(gate_any), up = as_aligned(up_any);
     Tensor x = torch::stable::new_empty(gate, {cols}), y = torch::stable::new_empty(gate, with_last(gate, m.rows));
+    if (!m.rows) return y;
     const cudaStream_t stream = current_stream(gate);
     STD_CUDA_CHECK(sell_gate_cuda(&m, gate.const_data_ptr(), up.const_data_ptr(), x.mutable_data_ptr(), stream));
     STD_CUDA_CHECK(sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, data_of(bias), y.mutable_data_ptr(), stream));

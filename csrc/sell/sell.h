@@ -294,7 +294,8 @@ cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const sell_norm 
                            cudaStream_t stream);
 
 /* x = silu(gate) * up of s->cols elements, a multiple of 8; all begin at a multiple of 16 bytes. The next launch on the
- * stream has to be sell_spmv_cuda of s: it may start before this one is through. */
+ * stream has to be sell_spmv_cuda of s, and launch: it may start, and fetch weights, before the one in front of this one is
+ * through, so that one must not write them. */
 cudaError_t sell_gate_cuda(const sell_matrix *s, const void *gate, const void *up, void *x, cudaStream_t stream);
 
 /* y [tokens, rows] = x [tokens, cols] W^T + bias, up to 8 tokens a launch, as many as fit shared memory. Same bits every

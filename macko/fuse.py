@@ -25,10 +25,9 @@ _root = CallFunction(aten.rsqrt.default, CallFunction(aten.add.Tensor, _mean, Ke
 _scaled = CallFunction(
     prims.convert_element_type.default, CallFunction(aten.mul.Tensor, _x, _root), KeywordArg("dtype")
 )
-_gate = CallFunction(prims.convert_element_type.default, KeywordArg("x"), torch.float32, _users=MULTIPLE)
-_below = CallFunction(aten.add.Tensor, CallFunction(aten.exp.default, CallFunction(aten.neg.default, _gate)), 1)
+_below = CallFunction(aten.add.Tensor, CallFunction(aten.exp.default, CallFunction(aten.neg.default, _x)), 1)
 _silu = CallFunction(
-    prims.convert_element_type.default, CallFunction(aten.div.Tensor, _gate, _below), KeywordArg("dtype")
+    prims.convert_element_type.default, CallFunction(aten.div.Tensor, _x, _below), KeywordArg("dtype")
 )
 
 

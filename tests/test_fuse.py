@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -246,6 +246,13 @@ def test_either_order_and_a_norm_that_others_need() -> None:
     assert_same_bits(y, swapped(x))
 
 
+def twice(op: Callable[..., Tensor], *args: Any) -> Tensor:
+    """What the op gives, which has the same bits at both runs."""
+    y = op(*args)
+    assert_same_bits(op(*args), y)
+    return y
+
+
 #: Columns that fill a round of no thread, of some, what they hold at once, and more.
 COLS = (8, 64, 2048, 4104, 8192, 11008, 24576)
 
@@ -259,8 +266,7 @@ def test_norm_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyPa
         w, bias = random_weight(200, cols, 0.5, dtype), random_vector(200, dtype=dtype, seed=3)
         x, weight = 3 * random_vector(1, 1, cols, dtype=dtype), 1 + random_vector(cols, dtype=dtype, seed=4) / 2
         sell = SellWeight.from_dense(w.cuda())
-        y = ops.sell_norm_linear(x.cuda(), weight.cuda(), EPS, sell._packed, bias.cuda())
-        assert_same_bits(ops.sell_norm_linear(x.cuda(), weight.cuda(), EPS, sell._packed, bias.cuda()), y)
+        y = twice(ops.sell_norm_linear, x.cuda(), weight.cuda(), EPS, sell._packed, bias.cuda())
         assert_close_norm_linear(y[0, 0], w, x[0, 0], weight, bias)
 
 
@@ -322,7 +328,7 @@ def test_norm_linear_errors_opcheck_and_graph() -> None:
     torch.library.opcheck(torch.ops.macko.sell_norm_linear, (x, weight, EPS, *packed))
     with pytest.raises(RuntimeError, match=r"x has shape \[2, 256\], expected one token"):
         ops.sell_norm_linear(x.expand(2, 256), weight, EPS, packed)
-    with pytest.raises(RuntimeError, match=r"weight has shape \[255\], expected \[\.\.\., 256\]"):
+    with pytest.raises(RuntimeError, match="weight has 255 elements, the matrix has 256 columns"):
         ops.sell_norm_linear(x, weight[:255], EPS, packed)
     with pytest.raises(RuntimeError, match="weight has dtype float32, expected float16"):
         ops.sell_norm_linear(x, weight.float(), EPS, packed)
@@ -344,8 +350,7 @@ def test_gated_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyP
         gate, up = 4 * random_vector(1, cols, dtype=dtype, seed=4), random_vector(1, cols, dtype=dtype, seed=5)
         gate[0, 0], gate[0, 1] = -60000 if dtype == torch.float16 else -1e30, 500
         packed = SellWeight.from_dense(w.cuda())._packed
-        y = ops.sell_gated_linear(gate.cuda(), up.cuda(), packed, bias.cuda())
-        assert_same_bits(ops.sell_gated_linear(gate.cuda(), up.cuda(), packed, bias.cuda()), y)
+        y = twice(ops.sell_gated_linear, gate.cuda(), up.cuda(), packed, bias.cuda())
         exact = nn.functional.silu(gate[0].double()) * up[0].double()
         kind = torch.finfo(dtype)
         # Two roundings to dtype; and of the silu, which is x / (1 + e^-x) in float32, those of e^-x, whose exponent is

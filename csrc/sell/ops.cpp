@@ -70,21 +70,19 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
 
 // One token, in pieces of 16 bytes.
 void check_token(const char *op, const char *name, const Tensor &x, const Tensor &data, int64_t cols) {
-    check_device(op, name, x, "data", data);
-    check_dtype(op, name, x, data.scalar_type());
-    check_last(op, name, x, cols);
+    check_tokens(op, x, "data", data, cols, name);
     if (num_tokens(x) != 1) fail(op, name, " has shape ", shape_name(x), ", expected one token");
     if (cols % 8) fail(op, "cols is ", cols, ", expected a multiple of 8");
 }
 
-// y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked.
+// y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked; of one token also with a norm.
 Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const std::optional<Tensor> &bias_any,
-                const std::vector<int64_t> &shape) {
+                const std::vector<int64_t> &shape, const sell_norm *norm = nullptr) {
     const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(x, shape);
     const void *bias = data_of(bias_any);
     const cudaStream_t stream = current_stream(x);
-    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, bias, y.mutable_data_ptr(), stream)
+    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), norm, bias, y.mutable_data_ptr(), stream)
                                : sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
     return y;
 }
@@ -231,18 +229,12 @@ Tensor sell_norm_linear(const Tensor &x_any, const Tensor &weight_any, double ep
     const char *op = "sell_norm_linear";
     const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_token(op, "x", x_any, data, cols);
-    check_device(op, "weight", weight_any, "data", data);
-    check_dtype(op, "weight", weight_any, data.scalar_type());
-    check_dim(op, "weight", weight_any, 1);
-    check_last(op, "weight", weight_any, cols);
+    check_vector(op, weight_any, "data", data, cols, "weight");
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
-    const Tensor x = as_aligned(x_any), weight = as_aligned(weight_any);
-    Tensor y = torch::stable::new_empty(x, with_last(x, m.rows));
+    const Tensor weight = as_aligned(weight_any);
     const sell_norm norm = {weight.const_data_ptr(), float(eps)};
-    STD_CUDA_CHECK(
-        sell_spmv_cuda(&m, x.const_data_ptr(), &norm, data_of(bias), y.mutable_data_ptr(), current_stream(x)));
-    return y;
+    return multiply(m, 1, as_aligned(x_any), bias, with_last(x_any, m.rows), &norm);
 }
 
 Tensor sell_gated_linear(const Tensor &gate_any, const Tensor &up_any, const Tensor &data, const Tensor &bases,
@@ -255,6 +247,7 @@ Tensor sell_gated_linear(const Tensor &gate_any, const Tensor &up_any, const Ten
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const Tensor gate = as_aligned(gate_any), up = as_aligned(up_any);
+    // Both before the first launch, which wants no other one behind it than the second: torch may fill new memory.
     Tensor x = torch::stable::new_empty(gate, {cols}), y = torch::stable::new_empty(gate, with_last(gate, m.rows));
     if (!m.rows) return y;
     const cudaStream_t stream = current_stream(gate);

@@ -260,9 +260,7 @@ cudaError_t launch_spmm(const sell_matrix &m, Launch launch, int shared_bytes, c
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<spmm<T, GAP_BITS, N>>(device);
     if (error) return error;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute = overlap_attribute();
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)ceil_div(m.num_blocks, launch.teams));
     config.blockDim = dim3(launch.teams * (m.warps + 1) * WARP);

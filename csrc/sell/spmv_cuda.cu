@@ -362,9 +362,7 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     // The second half of a long x comes later, so that half of the warps begin earlier: in a plain launch behind one stage.
     if (!chained) ring.early = sell_min(number("MACKO_EARLY", 1), stages);
     if (COPY == BULK && INPUT == AS_IT_IS && m.cols > LONG_X) ring.split = (int)ceil_div(m.cols, 128) * 8;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute = overlap_attribute();
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(m.num_blocks);
     config.blockDim = dim3((m.warps + (COPY == BULK)) * WARP);
@@ -424,9 +422,7 @@ cudaError_t sell_gate_cuda(const sell_matrix *s, const void *gate, const void *u
     if (!s->cols) return cudaSuccess;
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute = overlap_attribute();
     const int pieces = (int)(s->cols / 8);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((pieces + GATE_THREADS - 1) / GATE_THREADS);

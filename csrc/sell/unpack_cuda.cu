@@ -305,8 +305,8 @@ cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, 
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
     const int64_t blocks = ceil_div(count, ROWS);
-    constexpr int RESERVED = 1024,
-                  HALF = shared_bytes<16>(GAP_BITS, 2) + 1024 + RESERVED; // row_steps and what CUDA takes
+    constexpr int RESERVED = 1024;                                        // by CUDA, of each block
+    constexpr int HALF = shared_bytes<16>(GAP_BITS, 2) + 1024 + RESERVED; // row_steps are less than 1024
     if (blocks > 4 * device.num_sms && blocks <= (device.shared_bytes + RESERVED) / HALF * device.num_sms)
         return launch<GAP_BITS, 16>(device, s, first, count, w, 2, stream);
     const int stages = blocks > 2 * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;

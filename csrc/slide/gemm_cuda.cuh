@@ -440,8 +440,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)cluster, 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1] = overlap_attribute();
     cudaLaunchConfig_t config{};
     config.gridDim = dim3((unsigned)((task.num_tiles < clusters ? task.num_tiles : clusters) * cluster));
     config.blockDim = dim3(TILE::THREADS);

@@ -677,10 +677,7 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     config.stream = args.stream;
     config.attrs = attributes;
     config.numAttrs = 1;
-    if (may_overlap(args.stream, SHAPE::THREADS)) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
+    if (may_overlap(args.stream, SHAPE::THREADS)) attributes[config.numAttrs++] = overlap_attribute();
     return cudaLaunchKernelEx(&config, tile_gemm_kernel<T, SHAPE>, task);
 }
 

@@ -659,8 +659,7 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)task.cluster, 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1] = overlap_attribute();
     config.gridDim = dim3((unsigned)(task.clusters * task.cluster));
     config.blockDim = dim3(SHAPE::THREADS);
     config.stream = stream;

@@ -110,18 +110,20 @@ inline void check_last(const char *op, const char *name, const Tensor &t, int64_
 }
 
 // x [..., cols] for a matrix of which `like` holds the values.
-inline void check_tokens(const char *op, const Tensor &x, const char *like_name, const Tensor &like, int64_t cols) {
-    check_device(op, "x", x, like_name, like);
-    check_dtype(op, "x", x, like.scalar_type());
-    check_last(op, "x", x, cols);
+inline void check_tokens(const char *op, const Tensor &x, const char *like_name, const Tensor &like, int64_t cols,
+                         const char *name = "x") {
+    check_device(op, name, x, like_name, like);
+    check_dtype(op, name, x, like.scalar_type());
+    check_last(op, name, x, cols);
 }
 
 // x [cols] for such a matrix.
-inline void check_vector(const char *op, const Tensor &x, const char *like_name, const Tensor &like, int64_t cols) {
-    check_device(op, "x", x, like_name, like);
-    check_dtype(op, "x", x, like.scalar_type());
-    check_dim(op, "x", x, 1);
-    if (x.numel() != cols) fail(op, "x has ", x.numel(), " elements, the matrix has ", cols, " columns");
+inline void check_vector(const char *op, const Tensor &x, const char *like_name, const Tensor &like, int64_t cols,
+                         const char *name = "x") {
+    check_device(op, name, x, like_name, like);
+    check_dtype(op, name, x, like.scalar_type());
+    check_dim(op, name, x, 1);
+    if (x.numel() != cols) fail(op, name, " has ", x.numel(), " elements, the matrix has ", cols, " columns");
 }
 
 // The element type of values, or an error: fp16 and bf16 everywhere, fp32 on the CPU.

@@ -29,9 +29,9 @@ inline Tensor as_contiguous(const Tensor &t) {
 }
 
 // And beginning at a multiple of 16 bytes, as tensors do that are no views.
-inline Tensor as_aligned(const Tensor &t) {
-    const bool aligned = t.is_contiguous() && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-    return aligned ? t : torch::stable::clone(t);
+inline Tensor as_aligned(const Tensor &t_any) {
+    const Tensor t = as_contiguous(t_any);
+    return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 ? torch::stable::clone(t) : t;
 }
 
 inline int64_t num_tokens(const Tensor &x) {

@@ -26,9 +26,7 @@ _scaled = CallFunction(
     prims.convert_element_type.default, CallFunction(aten.mul.Tensor, _x, _root), KeywordArg("dtype")
 )
 _below = CallFunction(aten.add.Tensor, CallFunction(aten.exp.default, CallFunction(aten.neg.default, _x)), 1)
-_silu = CallFunction(
-    prims.convert_element_type.default, CallFunction(aten.div.Tensor, _x, _below), KeywordArg("dtype")
-)
+_silu = CallFunction(prims.convert_element_type.default, CallFunction(aten.div.Tensor, _x, _below), KeywordArg("dtype"))
 
 
 def _product(a: Any, b: Any) -> tuple[CallFunction, CallFunction]:

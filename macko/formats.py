@@ -14,7 +14,7 @@ Its fields are tensors and plain ints. The ints besides rows and cols are the op
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -34,6 +34,8 @@ class PackedWeight:
     is_layout: ClassVar[bool] = False
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
+    #: From how many tokens a layout goes through dense rows, whose products may as well be tensors of their own.
+    dense_from: ClassVar[int | None] = None
     rows: int
     cols: int
 
@@ -45,6 +47,16 @@ class PackedWeight:
         raise NotImplementedError
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+        """x W^T for x [..., cols], as [..., rows of a part]: tensors of their own where that costs nothing, or slices."""
+        many = self.dense_from is not None and x.is_cuda and x.shape[:-1].numel() >= self.dense_from
+        if many and not (torch.is_grad_enabled() and x.requires_grad):
+            return self._own_parts(x, part_rows)
+        return self.linear(x).split(part_rows, -1)  # type: ignore[no-untyped-call]
+
+    def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         raise NotImplementedError
 
     def validate(self) -> None:
@@ -243,6 +255,7 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
+    dense_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most
 
     data: Tensor
     bases: Tensor
@@ -282,6 +295,9 @@ class SellWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.sell_linear(x, self._packed, bias)
+
+    def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+        return ops.sell_linear_parts(x, self._packed, part_rows)
 
     def spmv(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """W x + bias for x [cols]."""
@@ -369,6 +385,7 @@ class TileWeight(PackedWeight):
     format: ClassVar[str] = "tile"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
+    dense_from: ClassVar[int | None] = 1537  # takes_tiles of csrc/tile/ops.cpp: never above 1536
 
     data: Tensor
     offsets: Tensor
@@ -402,6 +419,9 @@ class TileWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.tile_linear(x, self._packed, bias)
+
+    def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+        return ops.tile_linear_parts(x, self._packed, part_rows)
 
     @property
     def _packed(self) -> ops.TileMatrix:

@@ -87,14 +87,11 @@ Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const
     return y;
 }
 
-// x [tokens, cols] W^T + bias through dense rows.
-Tensor multiply_dense(const sell_matrix &m, const Tensor &x, const std::optional<Tensor> &bias) {
-    const cudaStream_t stream = current_stream(x);
-    Tensor y = torch::stable::new_empty(x, {x.size(0), m.rows});
-    linear_by_tiles(x, m.rows, bias, y, [&](int64_t first, int64_t count, void *w) {
+// What unpacks rows on x's stream.
+auto unpacking(const sell_matrix &m, const Tensor &x) {
+    return [&m, stream = current_stream(x)](int64_t first, int64_t count, void *w) {
         STD_CUDA_CHECK(sell_unpack_cuda(&m, first, count, w, stream));
-    });
-    return y;
+    };
 }
 
 Tensor unpack_matrix(const sell_matrix &m, const Tensor &data) {
@@ -265,11 +262,20 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const int64_t tokens = num_tokens(x_any);
-    const auto shape = with_last(x_any, m.rows);
     const char *knob = getenv("MACKO_STREAM_TOKENS");
     if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens(&m)))
-        return multiply(m, tokens, x_any, bias, shape);
-    return torch::stable::reshape(multiply_dense(m, as_tokens(x_any), bias), shape);
+        return multiply(m, tokens, x_any, bias, with_last(x_any, m.rows));
+    return linear_by_tiles(x_any, m.rows, bias, unpacking(m, x_any));
+}
+
+std::vector<Tensor> sell_linear_parts(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks,
+                                      const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head,
+                                      const std::vector<int64_t> &part_rows) {
+    const char *op = "sell_linear_parts";
+    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    check_tokens(op, x, "data", data, cols);
+    const DeviceOf guard(data);
+    return linear_by_parts(op, x, part_rows, m.rows, unpacking(m, x));
 }
 
 } // namespace macko

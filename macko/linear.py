@@ -212,7 +212,7 @@ class SparseLinear(nn.Linear):
         return self._format(**self._buffers, **self._sizes).linear(self._cast(input), self.bias)  # type: ignore[arg-type]
 
     def parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """forward(input) cut into so many out_features each: of many tokens on a GPU tensors of their own, not slices."""
+        """forward(input) in parts of so many out_features: of many tokens on a GPU tensors of their own, not slices."""
         if torch.compiler.is_compiling() or self.bias is not None:
             return self(input).split(part_rows, -1)
         return self.packed.linear_parts(self._cast(input), part_rows)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import macko
 from macko import merge
+from macko.formats import SellWeight, TileWeight
 from macko.merge import MergedLinear
 from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
 
@@ -113,10 +114,10 @@ def test_many_tokens_are_tensors_of_their_own(format: str, tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["sell", "tile"])
-def test_the_op_of_parts(format: str) -> None:
-    packed = macko.SparseLinear.from_linear(nn.Linear(64, 96, bias=False).half().cuda(), format).packed
-    op = getattr(torch.ops.macko, f"{format}_linear_parts")
+@pytest.mark.parametrize("weight", [SellWeight, TileWeight])
+def test_the_op_of_parts(weight: type[SellWeight] | type[TileWeight]) -> None:
+    packed = weight.from_dense(random_weight(96, 64, 0.5, torch.float16).cuda())
+    op = getattr(torch.ops.macko, f"{weight.format}_linear_parts")
     x = torch.randn(3, 64, device="cuda", dtype=torch.float16)
     torch.library.opcheck(op, (x, *packed._packed, [32, 0, 64]))
     for part_rows, words in {

@@ -50,7 +50,7 @@ class PackedWeight:
         raise NotImplementedError
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """x W^T for x [..., cols] as [..., rows of a part]: tensors of their own where that costs nothing, or slices."""
+        """x W^T for x [..., cols] as [..., rows of a part]: tensors of their own where that is for free, or slices."""
         many = self.dense_from is not None and x.is_cuda and x.shape[:-1].numel() >= self.dense_from
         if many and not (torch.is_grad_enabled() and x.requires_grad):
             return self._own_parts(x, part_rows)

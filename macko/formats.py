@@ -34,8 +34,9 @@ class PackedWeight:
     is_layout: ClassVar[bool] = False
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
-    #: From how many tokens a layout goes through dense rows, whose products may as well be tensors of their own.
-    dense_from: ClassVar[int | None] = None
+    #: From how many tokens parts of a product are better tensors of their own: it goes through dense rows, whose
+    #: products may be cut anywhere, and what that costs is less than what it spares kernels that read slices.
+    own_parts_from: ClassVar[int | None] = None
     rows: int
     cols: int
 
@@ -50,8 +51,8 @@ class PackedWeight:
         raise NotImplementedError
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """x W^T for x [..., cols] as [..., rows of a part]: tensors of their own where that is for free, or slices."""
-        many = self.dense_from is not None and x.is_cuda and x.shape[:-1].numel() >= self.dense_from
+        """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or of many tokens on a GPU own tensors."""
+        many = self.own_parts_from is not None and x.is_cuda and x.shape[:-1].numel() >= self.own_parts_from
         if many and not (torch.is_grad_enabled() and x.requires_grad):
             return self._own_parts(x, part_rows)
         return self.linear(x).split(part_rows, -1)  # type: ignore[no-untyped-call]
@@ -255,7 +256,7 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    dense_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most
+    own_parts_from: ClassVar[int | None] = 1024  # at 512, and below, a GEMM more costs what it spares (H200)
 
     data: Tensor
     bases: Tensor
@@ -385,7 +386,7 @@ class TileWeight(PackedWeight):
     format: ClassVar[str] = "tile"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
-    dense_from: ClassVar[int | None] = 1537  # takes_tiles of csrc/tile/ops.cpp: never above 1536
+    own_parts_from: ClassVar[int | None] = 1537  # takes_tiles of csrc/tile/ops.cpp: no dense rows for some below
 
     data: Tensor
     offsets: Tensor

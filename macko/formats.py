@@ -23,6 +23,11 @@ from typing_extensions import Self
 
 from . import ops
 
+#: Elements of a part of a product, from which on it is a tensor of its own. Kernels of torch that read slices take twice
+#: the time, but each part is a GEMM by itself: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512,
+#: and not for q, k and v of 4096 at 2048 (H200).
+OWN_PART = 10 << 20
+
 
 class PackedWeight:
     """What every format's dataclass has and, behind `shape`, shares."""
@@ -34,9 +39,8 @@ class PackedWeight:
     is_layout: ClassVar[bool] = False
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
-    #: From how many tokens parts of a product are better tensors of their own: it goes through dense rows, whose
-    #: products may be cut anywhere, and what that costs is less than what it spares kernels that read slices.
-    own_parts_from: ClassVar[int | None] = None
+    #: From how many tokens a layout always goes through dense rows, whose products may be cut anywhere.
+    dense_from: ClassVar[int | None] = None
     rows: int
     cols: int
 
@@ -51,9 +55,10 @@ class PackedWeight:
         raise NotImplementedError
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or of many tokens on a GPU own tensors."""
-        many = self.own_parts_from is not None and x.is_cuda and x.shape[:-1].numel() >= self.own_parts_from
-        if many and not (torch.is_grad_enabled() and x.requires_grad):
+        """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""
+        tokens = x.shape[:-1].numel()
+        dense = self.dense_from is not None and x.is_cuda and tokens >= self.dense_from
+        if dense and tokens * min(part_rows) >= OWN_PART and not (torch.is_grad_enabled() and x.requires_grad):
             return self._own_parts(x, part_rows)
         return self.linear(x).split(part_rows, -1)  # type: ignore[no-untyped-call]
 
@@ -256,7 +261,7 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    own_parts_from: ClassVar[int | None] = 1024  # at 512, and below, a GEMM more costs what it spares (H200)
+    dense_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most
 
     data: Tensor
     bases: Tensor
@@ -386,7 +391,7 @@ class TileWeight(PackedWeight):
     format: ClassVar[str] = "tile"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
-    own_parts_from: ClassVar[int | None] = 1537  # takes_tiles of csrc/tile/ops.cpp: no dense rows for some below
+    dense_from: ClassVar[int | None] = 1537  # takes_tiles of csrc/tile/ops.cpp is true for some below
 
     data: Tensor
     offsets: Tensor

@@ -21,12 +21,14 @@ inline int64_t rows_of_tile(int64_t rows, int64_t cols, int64_t element_bytes) {
     return most < gemm_rows ? even : std::min(most / gemm_rows, (even + gemm_rows - 1) / gemm_rows) * gemm_rows;
 }
 
-// x [tokens, cols] W^T + bias by the library's GEMM, as tensors [tokens, rows of a part]: part i begins at row starts[i] of
+// x W^T + bias for x [..., cols] by the library's GEMM, as tensors [..., rows of a part]: part i begins at row starts[i] of
 // W, the last one ends at starts.back(). unpack(first, count, w) writes rows [first, first + count) densely to w.
 template <typename Unpack>
-std::vector<Tensor> linear_by_tiles(const Tensor &x, const std::vector<int64_t> &starts,
+std::vector<Tensor> linear_by_tiles(const Tensor &x_any, const std::vector<int64_t> &starts,
                                     const std::optional<Tensor> &bias, const Unpack &unpack) {
     using torch::stable::detail::from;
+    Tensor x = torch::stable::reshape(x_any, {num_tokens(x_any), x_any.size(-1)});
+    if (x.stride(1) != 1) x = torch::stable::contiguous(x); // once, where each GEMM would
     const int64_t rows = starts.back(), tile_rows = rows_of_tile(rows, x.size(1), x.element_size());
     std::vector<Tensor> parts;
     for (size_t i = 0; i + 1 < starts.size(); i++)
@@ -46,17 +48,17 @@ std::vector<Tensor> linear_by_tiles(const Tensor &x, const std::vector<int64_t> 
             torch::stable::detail::to<Tensor>(stack[0]); // takes over the reference that the call gave
         }
     }
+    for (Tensor &part : parts) part = torch::stable::reshape(part, with_last(x_any, part.size(1)));
     return parts;
 }
 
-// All rows as one part, [..., rows] for x [..., cols].
+// All rows as one part.
 template <typename Unpack>
 Tensor linear_by_tiles(const Tensor &x, int64_t rows, const std::optional<Tensor> &bias, const Unpack &unpack) {
-    const Tensor tokens = torch::stable::reshape(x, {num_tokens(x), x.size(-1)}); // may have strides: a GEMM takes them
-    return torch::stable::reshape(linear_by_tiles(tokens, {0, rows}, bias, unpack)[0], with_last(x, rows));
+    return linear_by_tiles(x, {0, rows}, bias, unpack)[0];
 }
 
-// Parts of part_rows rows of W, one after the other, as tensors [..., rows of a part] for x [..., cols].
+// Parts of part_rows rows, which come from the caller and have to be those of W.
 template <typename Unpack>
 std::vector<Tensor> linear_by_parts(const char *op, const Tensor &x, const std::vector<int64_t> &part_rows,
                                     int64_t rows, const Unpack &unpack) {
@@ -67,10 +69,7 @@ std::vector<Tensor> linear_by_parts(const char *op, const Tensor &x, const std::
         starts.push_back(starts.back() + count);
     }
     if (starts.back() != rows) fail(op, "part_rows are ", starts.back(), " in all, the matrix has ", rows, " rows");
-    const Tensor tokens = torch::stable::reshape(x, {num_tokens(x), x.size(-1)});
-    std::vector<Tensor> parts = linear_by_tiles(tokens, starts, std::nullopt, unpack);
-    for (size_t i = 0; i < parts.size(); i++) parts[i] = torch::stable::reshape(parts[i], with_last(x, part_rows[i]));
-    return parts;
+    return linear_by_tiles(x, starts, std::nullopt, unpack);
 }
 
 } // namespace macko

@@ -14,7 +14,7 @@ Its fields are tensors and plain ints. The ints besides rows and cols are the op
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -22,6 +22,11 @@ from torch import Tensor
 from typing_extensions import Self
 
 from . import ops
+
+#: Elements of a part of a product from which on it is a tensor of its own. Kernels of torch that read slices take twice
+#: the time, but each part is a GEMM by itself: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512,
+#: and not for q, k and v of 4096 at 2048 (H200).
+OWN_PART = 10 << 20
 
 
 class PackedWeight:
@@ -34,6 +39,8 @@ class PackedWeight:
     is_layout: ClassVar[bool] = False
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
+    #: From how many tokens a layout always goes through dense rows, whose products may be cut anywhere.
+    dense_from: ClassVar[int | None] = None
     rows: int
     cols: int
 
@@ -45,6 +52,17 @@ class PackedWeight:
         raise NotImplementedError
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+        """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""
+        tokens = x.shape[:-1].numel()
+        dense = self.dense_from is not None and x.is_cuda and tokens >= self.dense_from
+        if dense and tokens * min(part_rows) >= OWN_PART and not (torch.is_grad_enabled() and x.requires_grad):
+            return self._own_parts(x, part_rows)
+        return self.linear(x).split(part_rows, -1)  # type: ignore[no-untyped-call]
+
+    def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         raise NotImplementedError
 
     def validate(self) -> None:
@@ -243,6 +261,7 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
+    dense_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most
 
     data: Tensor
     bases: Tensor
@@ -282,6 +301,9 @@ class SellWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.sell_linear(x, self._packed, bias)
+
+    def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+        return ops.sell_linear_parts(x, self._packed, part_rows)
 
     def spmv(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """W x + bias for x [cols]."""
@@ -369,6 +391,7 @@ class TileWeight(PackedWeight):
     format: ClassVar[str] = "tile"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
+    dense_from: ClassVar[int | None] = 1537  # takes_tiles of csrc/tile/ops.cpp is true for some below
 
     data: Tensor
     offsets: Tensor
@@ -402,6 +425,9 @@ class TileWeight(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""
         return ops.tile_linear(x, self._packed, bias)
+
+    def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+        return ops.tile_linear_parts(x, self._packed, part_rows)
 
     @property
     def _packed(self) -> ops.TileMatrix:

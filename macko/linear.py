@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -208,11 +208,20 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
+        # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
+        return self._format(**self._buffers, **self._sizes).linear(self._cast(input), self.bias)  # type: ignore[arg-type]
+
+    def parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+        """forward(input) in parts of so many out_features: of many tokens on a GPU tensors of their own, not slices."""
+        if torch.compiler.is_compiling() or self.bias is not None:
+            return self(input).split(part_rows, -1)
+        return self.packed.linear_parts(self._cast(input), part_rows)
+
+    def _cast(self, input: Tensor) -> Tensor:
         kind = input.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind) and input.dtype != self.dtype:
-            input = input.to(self.dtype)
-        # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
-        return self._format(**self._buffers, **self._sizes).linear(input, self.bias)  # type: ignore[arg-type]
+            return input.to(self.dtype)
+        return input
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

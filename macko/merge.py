@@ -22,7 +22,7 @@ _CROSS = ("cross", "encoder_attn")
 
 
 class _Last:
-    """The last product of siblings, while one of them may still ask for it: (layer, input, key, product, taken by)."""
+    """The last product of siblings, while one of them may still ask for it: (layer, input, key, parts, taken by)."""
 
     def __init__(self) -> None:
         #: One for eager calls; one within a traced graph, None at its beginning and end, so that a guard on it holds.
@@ -33,8 +33,8 @@ class _Last:
 _last = _Last()
 
 
-def _product(whole: SparseLinear, x: Tensor, index: int, count: int) -> Tensor:
-    """x W^T of all siblings, computed for the first one that asks with this x."""
+def _part(whole: SparseLinear, x: Tensor, index: int, part_rows: tuple[int, ...]) -> Tensor:
+    """A sibling's part of x W^T, computed for all of them for the first one that asks with this x."""
     tracing = torch.compiler.is_compiling()
     version = None if tracing or x.is_inference() else x._version
     key = (version, torch.is_grad_enabled())
@@ -42,14 +42,14 @@ def _product(whole: SparseLinear, x: Tensor, index: int, count: int) -> Tensor:
     if held is None or held[0] is not whole or held[1] is not x or held[2] != key or index in held[4]:
         if not tracing:
             _last.eager = held = None  # what an exception between siblings may have left goes before there is more
-        held = (whole, x, key, whole(x), ())
+        held = (whole, x, key, whole.parts(x, part_rows), ())
     taken = (*held[4], index)
-    kept = (*held[:4], taken) if len(taken) < count else None
+    kept = (*held[:4], taken) if len(taken) < len(part_rows) else None
     if tracing:
         _last.traced = kept
     else:
         _last.eager = kept
-    return held[3]
+    return held[3][index]
 
 
 class MergedLinear(SparseLinear):
@@ -61,24 +61,23 @@ class MergedLinear(SparseLinear):
 
     _whole: SparseLinear
 
-    def __init__(self, whole: SparseLinear, index: int, count: int, start: int, rows: int) -> None:
+    def __init__(self, whole: SparseLinear, index: int, part_rows: tuple[int, ...]) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = whole.in_features, rows
+        self.in_features, self.out_features = whole.in_features, part_rows[index]
         self.register_parameter("bias", None)
-        self._index, self._count, self._start, self._auto = index, count, start, whole._auto
+        self._index, self._part_rows, self._auto = index, part_rows, whole._auto
         self._format, self._sizes = MackoWeight, {}
         vars(self)["_whole"] = whole  # the matrix of all siblings; no submodule
 
     def forward(self, input: Tensor) -> Tensor:
-        y = _product(self._whole, input, self._index, self._count)
-        return y[..., self._start : self._start + self.out_features]
+        return _part(self._whole, input, self._index, self._part_rows)
 
     @property
     def packed(self) -> PackedWeight:
         """This layer's rows, packed anew in the canonical format."""
         if self.device.type == "meta":
             return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
-        return MackoWeight.smallest(self._whole.packed.to_dense()[self._start : self._start + self.out_features])
+        return MackoWeight.smallest(self._whole.packed.to_dense().split(self._part_rows)[self._index])  # type: ignore[no-untyped-call]
 
     @property
     def format(self) -> str:
@@ -184,11 +183,8 @@ def _merge(layers: list[SparseLinear]) -> list[MergedLinear]:
     packed = MackoWeight.smallest(dense)
     held = first._auto.from_macko(packed) if first._auto else type(first.packed).from_macko(packed)
     whole = SparseLinear.from_packed(held, auto=first._auto).train(first.training)
-    parts, start = [], 0
-    for index, layer in enumerate(layers):
-        parts.append(MergedLinear(whole, index, len(layers), start, layer.out_features).train(layer.training))
-        start += layer.out_features
-    return parts
+    part_rows = tuple(layer.out_features for layer in layers)
+    return [MergedLinear(whole, index, part_rows).train(layer.training) for index, layer in enumerate(layers)]
 
 
 def split_(model: nn.Module) -> None:

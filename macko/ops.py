@@ -6,7 +6,7 @@ A packed matrix is three tensors, `values, deltas, row_ptr`; csrc/macko/macko.h 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -166,6 +166,18 @@ def sell_linear(x: Tensor, packed: SellMatrix, bias: Tensor | None = None) -> Te
     return _call(torch.ops.macko.sell_linear, x, *packed, bias)
 
 
+def sell_linear_parts(x: Tensor, packed: SellMatrix, part_rows: Sequence[int]) -> list[Tensor]:
+    """x W^T for x [..., cols], cut into tensors of its own memory for so many rows each: what siblings are given.
+
+    As `sell_linear(x, packed).split(part_rows, -1)`, but always through dense rows, and each part is contiguous, which
+    torch's elementwise kernels take in about half the time of a slice. Without gradients.
+
+    Raises:
+        RuntimeError: part_rows do not add up to the rows of W; or as sell_linear.
+    """
+    return torch.ops.macko.sell_linear_parts(x, *packed, part_rows)
+
+
 def sell_norm_linear(x: Tensor, weight: Tensor, eps: float, packed: SellMatrix, bias: Tensor | None = None) -> Tensor:
     """sell_linear(x / sqrt(mean(x^2) + eps) * weight, packed, bias) for one token, in one launch; without gradients.
 
@@ -228,6 +240,11 @@ def tile_linear(x: Tensor, packed: TileMatrix, bias: Tensor | None = None) -> Te
     most 64 MB, but for 879 to 1024 and 1483 to 1536. On the CPU always through dense rows.
     """
     return _call(torch.ops.macko.tile_linear, x, *packed, bias)
+
+
+def tile_linear_parts(x: Tensor, packed: TileMatrix, part_rows: Sequence[int]) -> list[Tensor]:
+    """As sell_linear_parts. CUDA only."""
+    return torch.ops.macko.tile_linear_parts(x, *packed, part_rows)
 
 
 def bitmap_pack(
@@ -639,6 +656,26 @@ def _register_product(name: str) -> None:
     torch.library.register_autograd(f"macko::{name}", backward, setup_context=save)
 
 
+def _register_parts(name: str) -> None:
+    """The shape function of x W^T in parts; its gradient is an error, as its users take the whole product for that."""
+    bind = _binder(name)
+
+    def fake(*args: Any, **kwargs: Any) -> list[Tensor]:
+        given = bind(args, kwargs)
+        x = given["x"]
+        torch._check(
+            x.dim() >= 1 and x.shape[-1] == given["cols"],
+            lambda: f"macko::{name}: x has shape {list(x.shape)}, expected [..., {given['cols']}]",
+        )
+        return [x.new_empty(*x.shape[:-1], rows) for rows in given["part_rows"]]
+
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise NotImplementedError(f"macko::{name} has no gradients: split what {name.removesuffix('_parts')} gives")
+
+    torch.library.register_fake(f"macko::{name}", fake)
+    torch.library.register_autograd(f"macko::{name}", backward)
+
+
 def _register_unpack(name: str) -> None:
     """The shape function of the dense [rows, cols] matrix, of the first tensor's dtype or the one asked for."""
     bind = _binder(name)
@@ -658,6 +695,8 @@ def _fault(*args: Any, **kwargs: Any) -> Tensor:
 for _name in _library.op_names:
     if _name.rpartition("_")[2] in _SHAPES:
         _register_product(_name)
+    elif _name.endswith("_parts"):
+        _register_parts(_name)
     elif _name.endswith("unpack") and _name != "bitmap_unpack":  # that one gives the canonical tensors
         _register_unpack(_name)
     elif _name.endswith("check"):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import macko
-from macko import merge
+from macko import formats, merge
+from macko.formats import SellWeight, TileWeight
 from macko.merge import MergedLinear
 from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
 
@@ -66,13 +67,13 @@ def products(model: Any) -> list[int]:
     """Counts the products of the merged matrix from now on."""
     count: list[int] = []
     layer = model[0].q_proj._whole
-    plain = layer.forward
+    plain = layer.parts
 
-    def counted(x: Tensor) -> Tensor:
+    def counted(x: Tensor, part_rows: tuple[int, ...]) -> Any:
         count.append(1)
-        return plain(x)
+        return plain(x, part_rows)
 
-    layer.forward = counted
+    layer.parts = counted
     return count
 
 
@@ -89,6 +90,49 @@ def test_same_outputs_from_one_product(device: str, shape: tuple[int, ...]) -> N
             torch.testing.assert_close(merged(x), sparse(x))
     assert len(count) == 3
     assert merge._last.eager is None  # nothing is kept alive
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("format", "tokens"), [("sell", 65), ("tile", 1537)])
+def test_many_tokens_are_tensors_of_their_own(format: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not slices, whose rows are apart; but where a gradient is wanted. Parts are cut by the rows of a workspace."""
+    monkeypatch.setattr(formats, "OWN_PART", tokens * 300)
+    attention, wanted = nn.Module(), {}
+    x = torch.ones(tokens, 4096, dtype=torch.float16, device="cuda")
+    x[torch.rand(x.shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda") < 0.5] = -1
+    for seed, (name, rows) in enumerate((("q_proj", 8000), ("k_proj", 700), ("v_proj", 300))):
+        layer = nn.Linear(4096, rows, bias=False, device="cuda", dtype=torch.float16)
+        layer.weight = nn.Parameter(random_weight(rows, 4096, 0.4, torch.float16, seed=seed).sign().cuda())
+        setattr(attention, name, layer)
+        wanted[name] = (x.float() @ layer.weight.detach().float().t()).half()  # integers below 2048: exact
+    macko.sparsify_(attention, format=format, merge=True)
+    for grad in (False, True):
+        x.requires_grad_(grad)
+        for name, y in wanted.items():
+            part = getattr(attention, name)(x.view(1, tokens, 4096))
+            assert part.is_contiguous() is not grad
+            assert torch.equal(part[0], y)
+    assert not attention.q_proj(x.detach()[1:]).is_contiguous()  # too few
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight", [SellWeight, TileWeight])
+def test_the_op_of_parts(weight: type[SellWeight] | type[TileWeight]) -> None:
+    packed = weight.from_dense(random_weight(96, 64, 0.5, torch.float16).cuda())
+    op = getattr(torch.ops.macko, f"{weight.format}_linear_parts")
+    x = torch.randn(3, 64, device="cuda", dtype=torch.float16)
+    torch.library.opcheck(op, (x, *packed._packed, [32, 0, 64]))
+    for part_rows, words in {
+        (32, 32): "part_rows are 64 in all, the matrix has 96 rows",
+        (32, 65): "part_rows has 65 behind 32 rows, the matrix has 96",
+        (-1, 97): "part_rows has -1 behind 0 rows",
+    }.items():
+        with pytest.raises(RuntimeError, match=words):
+            op(x, *packed._packed, part_rows)
+    with pytest.raises(RuntimeError, match="x has shape"):
+        op(x[:, 1:], *packed._packed, [96])
+    with pytest.raises(NotImplementedError, match="has no gradients"):
+        op(x.requires_grad_(), *packed._packed, [96])[0].sum().backward()
 
 
 def test_any_order_and_repeated_calls() -> None:

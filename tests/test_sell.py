@@ -87,13 +87,26 @@ def test_dense_rows_two_a_warp(rows: int, cols: int, density: float, gap_bits: i
 
 
 @pytest.mark.gpu
-def test_order_of_rows() -> None:
+@pytest.mark.parametrize("gap_bits", GAPS)
+@pytest.mark.parametrize(("rows", "cols", "density"), [(9, 65535, 0.6), (300, 20_000, 0.3), (1040, 9001, 0.05)])
+def test_dense_rows_in_shares(rows: int, cols: int, density: float, gap_bits: int) -> None:
+    """Few long rows, each unpacked by several thread blocks, which begin where one of its chunks does."""
+    w = random_weight(rows, cols, density, torch.float16)
+    w[3], w[5, : cols // 2], w[6, 100:] = 0, 0, 0
+    assert_same_bits(packed(w, gap_bits).to_dense(), torch.where(w == 0, 0, w))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "filled"), [("uniform", 20_000), ("uneven_rows", 96)])
+def test_order_of_rows(kind: str, filled: int) -> None:
     """In a block as in the matrix; in `order` workspace after workspace, each as in the layout."""
     rows, cols, part_rows = 5000, 20_000, 1024
     w = torch.zeros(rows, cols, dtype=torch.float16)
-    w[:, :96] = random_weight(rows, 96, 0.3, torch.float16, kind="uneven_rows")
+    w[:, :filled] = random_weight(rows, filled, 0.3, torch.float16, kind=kind)
     sell = packed(w)
     perm, order = sell.perm.cpu()
+    if kind == "uniform":  # each workspace's rows are sorted by themselves, which pads them hardly more
+        assert torch.equal(order, torch.arange(rows, dtype=torch.int32))
     for first, count in sell.blocks[:, 2:4].tolist():
         own = perm[first : first + count]
         assert torch.equal(own, own.sort().values)

@@ -119,6 +119,17 @@ def test_x_of_any_stride_and_alignment() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [SellWeight, MackoWeight])
+def test_many_tokens_of_any_stride(layout: type[PackedWeight]) -> None:
+    """Through dense rows: a slice, every other column, columns side by side, one token again and again."""
+    w = random_weight(130, 512, 0.5, torch.float16)
+    weight, long = layout.from_dense(w.cuda()), tokens_of(80, 2 * 512 + 2, torch.float16).cuda()
+    for x in (long[:, 1:513], long[:, 1:1025:2], long[:, :512].t().contiguous().t(), long[:1, :512].expand(80, 512)):
+        assert_close_library(weight.linear(x), w.cuda(), x)
+        assert_close_library(weight.linear(x[None])[0], w.cuda(), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [SellWeight, MackoWeight])
 @pytest.mark.parametrize(("rows", "cols"), [(8448, 4096), (130_000, 300)])
 def test_dense_tiles_keep_to_the_workspace(layout: type[PackedWeight], rows: int, cols: int) -> None:
     w, x = random_weight(rows, cols, 0.3, torch.float16), tokens_of(80, cols, torch.float16)

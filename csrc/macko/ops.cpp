@@ -254,17 +254,17 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
         spmv_into("linear", m, x, data_of(bias), y);
         return y;
     }
-    const Tensor x = as_tokens(x_any);
-    Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
 #ifdef USE_CUDA
     // More tokens: dense rows for the time of one product, as many as the workspace holds. They cost a read and a write.
-    linear_by_tiles(x, m.rows, bias, y, [&](int64_t first, int64_t count, void *w) {
+    return linear_by_tiles(x_any, m.rows, bias, [&](int64_t first, int64_t count, void *w) {
         macko_matrix part = m;
         part.row_ptr += first;
         part.rows = count;
         STD_CUDA_CHECK(macko_unpack_cuda(&part, w, current_stream(values)));
     });
 #else
+    const Tensor x = as_tokens(x_any);
+    Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
     if (tokens <= single_tokens(m)) {
         for (int64_t token = 0; token < tokens; token++) {
             Tensor from = x, to = y;
@@ -276,8 +276,8 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
     const macko_fault fault = linear_by_blocks(
         x, m.rows, bias, y, [&](int64_t begin, int64_t end, void *w) { return macko_unpack_cpu(&m, begin, end, w); });
     if (fault.kind) fail_for("linear", fault, m);
-#endif
     return torch::stable::reshape(y, shape);
+#endif
 }
 
 macko_matrix checked_matrix(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,

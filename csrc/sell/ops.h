@@ -2,6 +2,7 @@
 #pragma once
 
 #include <tuple>
+#include <vector>
 
 #include "../torch/check.h"
 
@@ -24,5 +25,8 @@ Tensor sell_gated_linear(const Tensor &gate, const Tensor &up, const Tensor &dat
                          int64_t head, const std::optional<Tensor> &bias);
 Tensor sell_linear(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm,
                    int64_t cols, int64_t gap_bits, int64_t warps, int64_t head, const std::optional<Tensor> &bias);
+std::vector<Tensor> sell_linear_parts(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks,
+                                      const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head,
+                                      const std::vector<int64_t> &part_rows);
 
 } // namespace macko

@@ -10,8 +10,10 @@
  *
  * Order of the entries, from the matrix down:
  *   block    the work of one thread block: `rows` rows that are neighbours when all are sorted by stored entries, most
- *            first (equal ones in their order). Blocks hold about the same number of steps. Within a block, rows are in
- *            the order of the matrix: those of any part of it lie side by side.
+ *            first (equal ones in their order); or when those of each part (see order) are sorted by themselves, most
+ *            first in one part and fewest first in the next, if that takes at most 0.3 % more slots. Blocks hold about the
+ *            same number of steps. Within a block, rows are in the order of the matrix: those of any part of it lie side
+ *            by side.
  *   perm     the rows of all blocks, one block after the other. "row" below is a place in it.
  *   order    the rows once more: those that are among the first `part_rows` of the matrix, then those of the next as many,
  *            and so on, each part as in perm. A part is what a product through dense rows unpacks at once:
@@ -268,11 +270,12 @@ typedef struct sell_totals {
 /* Entries of each row at every gap width, counts [SELL_GAP_WIDTHS][rows], and their totals. */
 cudaError_t sell_count_cuda(const macko_matrix *m, int32_t *counts, sell_totals *totals, cudaStream_t stream);
 
-/* The cut into blocks. counts [rows] of the chosen width; writes perm, order, blocks, totals and starts [rows + 1], the
- * first entry of each row of the layout in the scratch of the next call. line [rows] is scratch. */
-cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t part_rows, int warps, int num_blocks,
-                           int32_t *perm, int32_t *order, int64_t *starts, int64_t *line, sell_block *blocks,
-                           sell_totals *totals, cudaStream_t stream);
+/* The cut into blocks, of rows sorted in ranges of range_rows. counts [rows] of the chosen width; writes perm, order,
+ * blocks, totals and starts [rows + 1], the first entry of each row of the layout in the scratch of the next call. line
+ * [rows] is scratch. */
+cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t range_rows, int64_t part_rows, int warps,
+                           int num_blocks, int32_t *perm, int32_t *order, int64_t *starts, int64_t *line,
+                           sell_block *blocks, sell_totals *totals, cudaStream_t stream);
 
 /* All of data and bases. scratch: values and columns, [stored] uint16 each. */
 cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const int64_t *starts, uint16_t *values,

@@ -1,4 +1,6 @@
 // The dense matrix from the sell layout.
+#include <algorithm>
+
 #include "stream.cuh"
 
 using namespace macko;
@@ -48,19 +50,30 @@ __device__ __forceinline__ int block_of_row(const sell_matrix &s, int row, int g
     return block;
 }
 
-// Where the steps of one row of a block lie in data. Held in shared memory: what a fetch needs of it is read each time.
+// Where the steps of one row of a block lie in data, or of some of its chunks. Held in shared memory: what a fetch needs
+// of it is read each time.
 struct alignas(16) RowSteps {
     Places places;
-    int count; // steps of the row
+    int begin, stop; // steps of the row
     int rows, row, steps, long_steps, long_chunks, long_groups;
     float per_step, per_short_step; // one over the steps of a chunk
-    int apart[4];                   // eight of these lie in different banks
+    int apart[3];                   // eight of these lie in different banks
 
-    __device__ void find(const sell_matrix &s, int block, int sorted) {
+    // Share `share` of `shares`: whole chunks, and the columns from where the first one begins.
+    __device__ void find(const sell_matrix &s, int block, int sorted, int share, int shares, int *first_col,
+                         int *last_col) {
         const sell_block b = load_block(s.blocks + block);
         places.find(s, b, block);
-        count = sell_chunk_start(&b, b.chunks);
+        const int first = b.chunks * share / shares, last = b.chunks * (share + 1) / shares;
+        begin = sell_chunk_start(&b, first), stop = sell_chunk_start(&b, last);
         rows = b.rows, row = sorted - b.row, steps = b.steps;
+        auto column_of = [&](int chunk) {
+            const int task = chunk * rows + row, group = task / SELL_LANES;
+            const int column = s.bases[sell_base(&b, block, s.num_blocks, s.warps, group) + task % SELL_LANES];
+            return min(column, (int)s.cols);
+        };
+        *first_col = first ? column_of(first) : 0;
+        *last_col = share + 1 == shares ? (int)s.cols : last ? column_of(last) : 0;
         long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
         per_step = __fdividef(1, b.steps), per_short_step = __fdividef(1, b.steps - 1);
     }
@@ -100,9 +113,10 @@ __device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from
 
 /*
  * A thread block owns ROWS of the rows [first, stop) of the matrix, a part or all, which are [first, stop) of s.order as
- * well: neighbours in the layout, STEPS lanes one of them. All threads fetch the next steps of all rows, so that what lies
- * side by side is read at once. Then a lane takes one step of its row: where it begins is the sum of all gaps
- * before. The lanes scatter into a ring of the row's columns, from which whole lines are written.
+ * well: neighbours in the layout, STEPS lanes one of them; and of these rows share blockIdx.y of gridDim.y. All threads
+ * fetch the next steps of all rows, so that what lies side by side is read at once. Then a lane takes one step of its row:
+ * where it begins is the sum of all gaps before. The lanes scatter into a ring of the row's columns, from which whole lines
+ * are written.
  */
 template <int GAP_BITS, int STEPS>
 __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
@@ -127,13 +141,14 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
         if (lane / STEPS == row / STEPS) block = found;
     }
     RowSteps own;
-    own.find(s, block, sorted);
-    if (!owns) own.count = 0;
+    int first_col, last_col;
+    own.find(s, block, sorted, blockIdx.y, gridDim.y, &first_col, &last_col);
+    if (!owns) own.stop = own.begin;
     if (own_step == 0) row_steps[own_row] = own;
     __syncthreads();
     int steps = 0; // of the longest row
-    for (int each = 0; each < ROWS; each++) steps = max(steps, row_steps[each].count);
-    const int own_steps = own.count;
+    for (int each = 0; each < ROWS; each++) steps = max(steps, row_steps[each].stop - row_steps[each].begin);
+    const int own_steps = own.stop - own.begin;
 
     const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
     const float per_warp = 1.0f / s.warps;
@@ -147,8 +162,8 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
         to_nibbles = 0;
     };
     auto fetch = [&](int tile) {
-        const int at = tile + their_step;
-        if (at < row_steps[their_row].count) {
+        const int at = row_steps[their_row].begin + tile + their_step;
+        if (at < row_steps[their_row].stop) {
             uint32_t owner;
             const uint32_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
             const uint8_t *slot = s.data + (uint64_t)number * SLOT, *values = slot + owner * 16;
@@ -173,9 +188,9 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
         settle();
         fetch(stage * STEPS);
     }
-    // The ring holds the columns from `window` on, counted from the 16-byte boundary at or before the row's begin.
-    uint16_t *out = w + (row - first) * s.cols;
-    const int skew = (int)((uintptr_t)out / 2 % 8), end = owns ? skew + (int)s.cols : 0;
+    // The ring holds the columns from `window` on, counted from the 16-byte boundary at or before the first one.
+    uint16_t *out = w + (row - first) * s.cols + first_col;
+    const int skew = (int)((uintptr_t)out / 2 % 8), end = owns ? skew + last_col - first_col : 0;
     out += own_step * 8 - skew; // of the lane's part of the segment at `window`
     int window = 0;
     auto write_segment = [&] {
@@ -285,12 +300,12 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
 }
 
 template <int GAP_BITS, int STEPS>
-cudaError_t launch(const Device &device, const sell_matrix *s, int64_t first, int64_t count, void *w, int stages,
-                   cudaStream_t stream) {
+cudaError_t launch(const Device &device, const sell_matrix *s, int64_t first, int64_t count, void *w, int shares,
+                   int stages, cudaStream_t stream) {
     if (const cudaError_t error = allow_all_shared_memory<unpack_rows<GAP_BITS, STEPS>>(device)) return error;
     unpack_rows<GAP_BITS, STEPS>
-        <<<(unsigned)ceil_div(count, ROWS), THREADS<STEPS>, shared_bytes<STEPS>(GAP_BITS, stages), stream>>>(
-            *s, first, first + count, (uint16_t *)w, stages);
+        <<<dim3((unsigned)ceil_div(count, ROWS), shares), THREADS<STEPS>, shared_bytes<STEPS>(GAP_BITS, stages),
+           stream>>>(*s, first, first + count, (uint16_t *)w, stages);
     return cudaGetLastError();
 }
 
@@ -298,7 +313,8 @@ cudaError_t launch(const Device &device, const sell_matrix *s, int64_t first, in
  * Four blocks of 32 steps an SM hide the way from memory; where there are fewer, they fetch further ahead. Where there are
  * more, the last round takes as long as a full one, however few it has, so blocks of 16 steps are taken if all of them run
  * at once: faster at 12288 x 4096 and, at density 0.5, 22016 x 4096. Where not all do (density 0.3) that is slower, and
- * where all of 32 steps do, at 4096 x 11008 (H200, 2026-11).
+ * where all of 32 steps do, at 4096 x 11008 (H200, 2026-11). Long rows of which not even one block an SM takes its eight
+ * (8192 x 28672, in parts of 1024) are cut in two or more.
  */
 template <int GAP_BITS>
 cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
@@ -308,9 +324,11 @@ cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, 
     constexpr int RESERVED = 1024;                                        // by CUDA, of each block
     constexpr int HALF = shared_bytes<16>(GAP_BITS, 2) + 1024 + RESERVED; // row_steps are less than 1024
     if (blocks > 4 * device.num_sms && blocks <= (device.shared_bytes + RESERVED) / HALF * device.num_sms)
-        return launch<GAP_BITS, 16>(device, s, first, count, w, 2, stream);
-    const int stages = blocks > 2 * device.num_sms || device.shared_bytes < 128 * 1024 ? 2 : 4;
-    return launch<GAP_BITS, 32>(device, s, first, count, w, stages, stream);
+        return launch<GAP_BITS, 16>(device, s, first, count, w, 1, 2, stream);
+    constexpr int LONG = 8192; // eight turns of the loop at density 0.5
+    const int shares = s->cols > LONG ? (int)std::clamp<int64_t>(2 * device.num_sms / blocks, 1, 4) : 1;
+    const bool further = shares == 1 && blocks <= 2 * device.num_sms && device.shared_bytes >= 128 * 1024;
+    return launch<GAP_BITS, 32>(device, s, first, count, w, shares, further ? 4 : 2, stream);
 }
 
 } // namespace

@@ -97,6 +97,13 @@ void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Ten
                                       &plan, room.mutable_data_ptr(), current_stream(x)));
     }
 }
+
+// What unpacks rows on the stream of data's device.
+auto unpacking(const tile_matrix &m, const Tensor &data) {
+    return [&m, stream = current_stream(data)](int64_t first, int64_t count, void *w) {
+        STD_CUDA_CHECK(tile_unpack_cuda(&m, first, count, w, stream));
+    };
+}
 #endif
 
 } // namespace
@@ -230,15 +237,13 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), rows);
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x_any);
+#ifdef USE_CUDA
+    if (!cols || !takes_tiles(tokens)) return linear_by_tiles(x_any, rows, bias, unpacking(m, data));
+#endif
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
 #ifdef USE_CUDA
-    if (cols && takes_tiles(tokens))
-        multiply(m, x, bias, y);
-    else
-        linear_by_tiles(x, rows, bias, y, [&](int64_t first, int64_t count, void *w) {
-            STD_CUDA_CHECK(tile_unpack_cuda(&m, first, count, w, current_stream(data)));
-        });
+    multiply(m, x, bias, y);
 #else
     linear_by_blocks(x, rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
         tile_unpack_cpu(&m, begin, end - begin, w);
@@ -247,5 +252,16 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
 #endif
     return torch::stable::reshape(y, with_last(x_any, rows));
 }
+
+#ifdef USE_CUDA
+std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const Tensor &offsets, int64_t rows,
+                                      int64_t cols, int64_t widest, const std::vector<int64_t> &part_rows) {
+    const char *op = "tile_linear_parts";
+    const tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
+    check_tokens(op, x, "data", data, cols);
+    const DeviceOf guard(data);
+    return linear_by_parts(op, x, part_rows, rows, unpacking(m, data));
+}
+#endif
 
 } // namespace macko

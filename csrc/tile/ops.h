@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "../torch/check.h"
 
@@ -14,5 +15,7 @@ Tensor tile_unpack(const Tensor &data, const Tensor &offsets, int64_t rows, int6
 Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest);
 Tensor tile_linear(const Tensor &x, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
                    int64_t widest, const std::optional<Tensor> &bias);
+std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const Tensor &offsets, int64_t rows,
+                                      int64_t cols, int64_t widest, const std::vector<int64_t> &part_rows); // CUDA
 
 } // namespace macko

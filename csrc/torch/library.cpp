@@ -48,7 +48,9 @@
     OP(sell_spmm, "(Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor x, Tensor? bias=None) -> Tensor") \
     OP(sell_norm_linear, "(Tensor x, Tensor weight, float eps, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor") \
     OP(sell_gated_linear, "(Tensor gate, Tensor up, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor") \
-    OP(sell_linear, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor")
+    OP(sell_linear, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, Tensor? bias=None) -> Tensor") \
+    OP(sell_linear_parts, "(Tensor x, Tensor data, Tensor bases, Tensor blocks, Tensor perm, int cols, int gap_bits, int warps, int head, int[] part_rows) -> Tensor[]") \
+    OP(tile_linear_parts, "(Tensor x, Tensor data, Tensor offsets, int rows, int cols, int widest, int[] part_rows) -> Tensor[]")
 
 #define DEFINE(name, schema) m.def(#name schema);
 #define IMPLEMENT(name, schema) m.impl(#name, TORCH_BOX(&macko::name));

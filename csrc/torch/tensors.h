@@ -68,10 +68,15 @@ inline const void *data_of(const std::optional<Tensor> &t) {
     return t ? t->const_data_ptr() : nullptr;
 }
 
+// [begin, begin + count) of a dimension; a call of torch less where that is all of it.
+inline Tensor narrowed(const Tensor &t, int64_t dim, int64_t begin, int64_t count) {
+    Tensor whole = t;
+    return count == t.size(dim) ? t : torch::stable::narrow(whole, dim, begin, count);
+}
+
 inline std::optional<Tensor> part_of(const std::optional<Tensor> &bias, int64_t begin, int64_t count) {
     if (!bias) return std::nullopt;
-    Tensor whole = *bias;
-    return torch::stable::narrow(whole, 0, begin, count);
+    return narrowed(*bias, 0, begin, count);
 }
 
 // A tensor for what a check finds, to be written as a macko_fault.

@@ -182,15 +182,15 @@ __device__ __forceinline__ void multiply_add_bytes(uint32_t *d, uint32_t a0, uin
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// mm_lane whose counts are added up over the lanes by the tensor cores, where these have time: no shuffles. Lane 4 g + t
-// has all lanes of smaller g below it, and those of its own g with smaller t. The first product adds the counts of each g
-// up, column g' of its result; of row g that is group g % 2 (and of row g + 8 the one two further on), as the second
-// product takes them: its rows are g, its columns 2 t + b the group b of a pair, and its other 16 products the own g's.
+// mm_lane without shuffles: the tensor cores add the counts up over the lanes, where they have time (H200, one to 32
+// tokens: faster at every shape). In front of lane 4 g + t are all lanes of smaller g, and those of its own with smaller t.
+// A first product sums up the counts of each g. Its result comes as the second product wants it: in rows g and g + 8 of
+// that, column 2 t + b, are the sums in front of lane 4 g + t for groups b and 2 + b of the half.
 struct scan_lane : mm_lane {
     struct operands {   // those that do not change
-        uint32_t quad;  // 1 for byte g % 2
-        uint32_t below; // 2 for byte b where 2 t + b < g
-        uint32_t left;  // column g = 2 t' + b: 2 for byte b where t < t'
+        uint32_t quad;  // of the first product: 1 for byte g % 2
+        uint32_t below; // for the sums of other g: 2 for byte s where 2 t + s < g
+        uint32_t left;  // for the own g's counts, column g = 2 t' + b: 2 for byte b where t < t'
         __device__ __forceinline__ explicit operands(int lane) {
             const int g = lane / 4, t = lane % 4;
             quad = held(1u << 8 * (g % 2));
@@ -198,7 +198,7 @@ struct scan_lane : mm_lane {
             left = held(t < g / 2 ? 2u << 8 * (g % 2) : 0);
         }
     };
-    uint32_t quads[2][4];
+    uint32_t quads[2][4]; // of each half: the sums of g = 2 t and 2 t + 1 for one group, and for the one two further on
 
     template <int STEP>
     __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights,

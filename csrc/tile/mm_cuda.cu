@@ -59,7 +59,7 @@ struct tile_shape {
     // Where there are many sums, those of a piece take the place of the stages, and those of a whole item meet in turn.
     static constexpr bool MANY_SUMS = TOKENS >= 64;
     static constexpr int TURNS = MANY_SUMS ? 4 : 1;
-    // The tensor cores add counts up where products leave them time (H200: 128 tokens do not).
+    // Counts are added up by the tensor cores, where products leave them time (H200: with 128 tokens clearly slower).
     static constexpr bool SCANS = TOKENS <= 64;
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };

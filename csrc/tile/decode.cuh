@@ -30,10 +30,14 @@ struct tile_lane {
     uint32_t start, own[2];
     uint32_t sum[2]; // of the groups' values, a byte each, over the lanes up to this one: at most 128
 
-    // The lane's counts, four bits each, and the first two steps of their sums over the lanes.
-    __device__ __forceinline__ void add_counts(uint32_t both) {
+    __device__ __forceinline__ void set_own(uint32_t both) {
         own[0] = both & 0x0f0f0f0fu;
         own[1] = both >> 4 & 0x0f0f0f0fu;
+    }
+
+    // The lane's counts, four bits each, and the first two steps of their sums over the lanes.
+    __device__ __forceinline__ void add_counts(uint32_t both) {
+        set_own(both);
         add_from_below(both, 1); // at most 8 still
         sum[0] = both & 0x0f0f0f0fu;
         sum[1] = both >> 4 & 0x0f0f0f0fu;
@@ -110,15 +114,22 @@ struct tile_weights {
 
 // tile_lane in fewer instructions.
 struct mm_lane : tile_lane {
+    struct operands { // none
+        __device__ __forceinline__ explicit operands(int) {
+        }
+    };
+    // Groups j and j + 4 of the four bytes at once. No bit is moved: each counts 1 << j.
+    __device__ __forceinline__ uint32_t counts(const tile_weights &weights) const {
+        const uint32_t low = __dp4a(mask & 0x22222222u, weights.one_up, __dp4a(mask & 0x11111111u, weights.one, 0u));
+        const uint32_t high = __dp4a(mask & 0x88888888u, weights.one_up, __dp4a(mask & 0x44444444u, weights.one, 0u));
+        return low + (high << 14);
+    }
+
     template <int STEP>
-    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights) {
+    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights,
+                                            const operands &) {
         if (STEP == 1) {
-            // Groups j and j + 4 of the four bytes at once. No bit is moved: each counts 1 << j.
-            const uint32_t low =
-                __dp4a(mask & 0x22222222u, weights.one_up, __dp4a(mask & 0x11111111u, weights.one, 0u));
-            const uint32_t high =
-                __dp4a(mask & 0x88888888u, weights.one_up, __dp4a(mask & 0x44444444u, weights.one, 0u));
-            add_counts(low + (high << 14));
+            add_counts(counts(weights));
         } else if (STEP == 3) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -154,6 +165,66 @@ struct mm_lane : tile_lane {
         const uint32_t selectors = 0x54105410u + (0x22u >> j % 2) * missing(j);
         low = byte_permute(values[0], values[1], selectors);
         high = byte_permute(values[2], values[3], selectors >> 16);
+    }
+};
+
+// Of bytes, on the tensor cores: 16 x 8 sums of 16 products, and of 32 more.
+__device__ __forceinline__ void multiply_bytes(uint32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(a0), "r"(a1), "r"(b), "r"(0));
+}
+__device__ __forceinline__ void multiply_add_bytes(uint32_t *d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                                   uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// mm_lane whose counts are added up over the lanes by the tensor cores, where these have time: no shuffles. Lane 4 g + t
+// has all lanes of smaller g below it, and those of its own g with smaller t. The first product adds the counts of each g
+// up, column g' of its result; of row g that is group g % 2 (and of row g + 8 the one two further on), as the second
+// product takes them: its rows are g, its columns 2 t + b the group b of a pair, and its other 16 products the own g's.
+struct scan_lane : mm_lane {
+    struct operands {   // those that do not change
+        uint32_t quad;  // 1 for byte g % 2
+        uint32_t below; // 2 for byte b where 2 t + b < g
+        uint32_t left;  // column g = 2 t' + b: 2 for byte b where t < t'
+        __device__ __forceinline__ explicit operands(int lane) {
+            const int g = lane / 4, t = lane % 4;
+            quad = held(1u << 8 * (g % 2));
+            below = held((2 * t < g ? 0x2u : 0) | (2 * t + 1 < g ? 0x200u : 0));
+            left = held(t < g / 2 ? 2u << 8 * (g % 2) : 0);
+        }
+    };
+    uint32_t quads[2][4];
+
+    template <int STEP>
+    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights,
+                                            const operands &constant) {
+        if (STEP == 0) {
+            tile_lane::prepare<0>(place, part, lane);
+        } else if (STEP == 1) {
+            set_own(counts(weights));
+#pragma unroll
+            for (int half = 0; half < 2; half++) sum[half] = __reduce_add_sync(FULL_WARP, own[half]);
+        } else if (STEP == 2) {
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                multiply_bytes(quads[half], constant.quad, constant.quad << 16, own[half]);
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t sums = byte_permute(byte_permute(quads[half][0], quads[half][1], 0x7740),
+                                                   byte_permute(quads[half][2], quads[half][3], 0x7740), 0x5410);
+#pragma unroll
+                for (int j = 0; j < 4; j++) at[half * 4 + j] = j ? __dp4a(sum[half], weights.below[j], start) : start;
+                multiply_add_bytes(at + half * 4, constant.below, constant.below << 16, own[half], own[half] >> 16,
+                                   sums, constant.left);
+                start = __dp4a(sum[half], weights.all, start);
+            }
+        }
     }
 };
 

@@ -239,7 +239,8 @@ __device__ void gemm_decode(const gemm_task &task, uint32_t smem, const gemm_wor
     const auto prepare = [&](auto &tile, auto step) {
 #pragma unroll
         for (int job = 0; job < JOBS; job++)
-            tile[job].template prepare<decltype(step)::value>(place[job], part, lane, task.weights);
+            tile[job].template prepare<decltype(step)::value>(place[job], part, lane, task.weights,
+                                                              mm_lane::operands(lane));
     };
     const auto step0 = std::integral_constant<int, 0>();
     const auto step1 = std::integral_constant<int, 1>();

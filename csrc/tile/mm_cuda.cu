@@ -59,6 +59,8 @@ struct tile_shape {
     // Where there are many sums, those of a piece take the place of the stages, and those of a whole item meet in turn.
     static constexpr bool MANY_SUMS = TOKENS >= 64;
     static constexpr int TURNS = MANY_SUMS ? 4 : 1;
+    // The tensor cores add counts up where products leave them time (H200: 128 tokens do not).
+    static constexpr bool SCANS = TOKENS <= 64;
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
@@ -278,6 +280,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         sync_consumers();
         if (threadIdx.x < work.pieces) sm90::barrier_arrive_remote(memory.may_send, rank - work.piece + threadIdx.x);
     };
+    using LANE = std::conditional_t<SHAPE::SCANS, scan_lane, mm_lane>;
+    const typename LANE::operands operands(lane);
     wait_for_barriers(SHAPE::THREADS);
     if (meets) sm90::cluster_arrive();
     if (!SHAPE::MANY_SUMS && work.pieces && (!work.whole || task.parts == 1)) let_send();
@@ -293,7 +297,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         sm90::settle(sums);
         // A tile is prepared while the one before it is multiplied; so are its first values fetched.
-        mm_lane here, next;
+        LANE here, next;
         uint32_t values[2][2][TILE_QUAD], place;
         const auto find = [&](const tile_ring &at) {
             sm90::barrier_wait(at.full, at.phase);
@@ -303,10 +307,10 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         tile_ring ahead = ring;
         if (first < last) {
             find(ring);
-            next.prepare<0>(place, part, lane, task.weights);
-            next.prepare<1>(place, part, lane, task.weights);
-            next.prepare<2>(place, part, lane, task.weights);
-            next.prepare<3>(place, part, lane, task.weights);
+            next.template prepare<0>(place, part, lane, task.weights, operands);
+            next.template prepare<1>(place, part, lane, task.weights, operands);
+            next.template prepare<2>(place, part, lane, task.weights, operands);
+            next.template prepare<3>(place, part, lane, task.weights, operands);
             next.load(0, values[0][0], task.weights);
             next.load(1, values[0][1], task.weights);
             next_stage(ahead);
@@ -322,7 +326,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                     here.load(2 * STEP + 2, values[(STEP + 1) % 2][0], task.weights);
                     here.load(2 * STEP + 3, values[(STEP + 1) % 2][1], task.weights);
                 }
-                next.prepare<STEP>(place, part, lane, task.weights); // behind the last tile: that one again
+                next.template prepare<STEP>(place, part, lane, task.weights,
+                                            operands); // behind the last tile: that one again
                 if (STEP == 3) {
                     next.load(0, values[0][0], task.weights);
                     next.load(1, values[0][1], task.weights);

@@ -150,9 +150,9 @@ struct Cut {
     }
 };
 
-// One thread block. line: scratch.
-__global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t rows, int64_t range_rows, int num_blocks,
-                         int64_t *line, sell_block *blocks) {
+// One thread block. The rows of the blocks, before settle_blocks. line: scratch.
+__global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t rows, int num_blocks, int64_t *line,
+                         sell_block *blocks) {
     int64_t steps = 0, total;
     for (int64_t row = threadIdx.x; row < rows; row += SCAN_THREADS) steps += steps_of(counts[row]);
     block_exclusive_sum(steps, &steps);
@@ -175,13 +175,140 @@ __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t row
         sell_block b = {};
         b.row = (int32_t)begin;
         b.rows = (int32_t)(stop - begin);
-        // For choose_chunks, which puts the stages there: the longest row, which is at an end of the block or of a range.
-        if (b.rows) b.stages = max(cut.count(begin), cut.count(stop - 1));
-        for (int64_t range = begin / range_rows * range_rows + range_rows; range < stop; range += range_rows)
-            b.stages = max(b.stages, max(cut.count(range - 1), cut.count(range)));
-        b.steps = 1;
         blocks[block] = b;
     }
+}
+
+constexpr int SETTLED = 8;            // blocks that settle_blocks takes at a time
+constexpr int SHIFT = 2;              // rows that it moves a border by, at most
+constexpr int SHIFTS = 2 * SHIFT + 1; // from -SHIFT to SHIFT rows
+
+struct Chunks {
+    float cost;
+    int chunks;
+};
+
+__device__ __forceinline__ sell_block block_of(int row, int rows, int steps, int chunks) {
+    sell_block b = {};
+    b.row = row;
+    b.rows = rows;
+    b.chunks = chunks;
+    b.steps = chunks ? (steps + chunks - 1) / chunks : 1;
+    b.long_chunks = chunks - (b.steps * chunks - steps);
+    return b;
+}
+
+/*
+ * The best number of chunks for `rows` rows of up to `steps` steps; a warp tries all of them, one a lane. INFINITY where
+ * none is allowed. The cost is in slots, a mix: of those stored, holes in the first two stages too (the head may hold them),
+ * for which the GPU waits; and of warps times the steps of the slowest one, for which the block does, as stages of few slots
+ * take their time, too. By the slots alone chunks get long and the last turns have few warps: much slower (H200, 2026-11).
+ * A group's start and end cost 0.3.
+ */
+__device__ __forceinline__ Chunks best_chunks(int rows, int steps, int warps, int lane) {
+    if (!rows || !steps) return {0, 0};
+    const int least = (steps + SELL_MAX_CHUNK - 1) / SELL_MAX_CHUNK, most = min(steps, SELL_MAX_SUMS / (rows | 1));
+    Chunks best = {INFINITY, least};
+    for (int chunks = least + lane; chunks <= most; chunks += WARP) {
+        const sell_block b = block_of(0, rows, steps, chunks);
+        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
+        const int turns = small_quotient(groups + warps - 1, warps);
+        const int long_turns = small_quotient(long_groups + warps - 1, warps);
+        // sell_slots_before of all stages, of one and of two: warps go in pairs, so an odd group takes the slots of two.
+        const auto in_pairs = [](int of_groups) { return (of_groups + 1) & ~1; };
+        const int slots = in_pairs(groups) * (b.steps - 1) + in_pairs(long_groups);
+        const int with_two = max(groups - warps, b.steps > 2 ? groups : (b.steps - 1) * long_groups);
+        const int one = min(warps, in_pairs(groups)), two = min(warps, in_pairs(with_two));
+        const float stored = slots + (warps - one) + 0.5f * (warps - two) + 0.3f * groups;
+        const float slowest = turns * (b.steps - 1) + long_turns + 0.3f * turns;
+        const float cost = 0.4f * stored + 0.6f * warps * slowest;
+        if (cost < best.cost) best = {cost, chunks};
+    }
+    const unsigned cost = __reduce_min_sync(FULL_WARP, __float_as_uint(best.cost)); // in order, as none is negative
+    const int chunks = __float_as_uint(best.cost) == cost ? best.chunks : INT32_MAX;
+    return {__uint_as_float(cost), __reduce_min_sync(FULL_WARP, chunks)};
+}
+
+/*
+ * A thread block owns SETTLED blocks: moves the borders between them by up to SHIFT rows, and chooses all chunks. How well
+ * chunks fill the lanes depends on the number of rows (48 rows of 129 steps leave 0.3 % of the slots empty, 47 rows 2.4 %),
+ * so of all ways to move the borders it takes the one with the least sum of costs and of their 64th powers: of few slots
+ * altogether, and above all in the largest blocks, which end last. All blocks at once would have hardly fewer slots.
+ */
+__global__ void settle_blocks(const int32_t *counts, const int32_t *perm, int all_rows, int range_rows, int warps,
+                              int num_blocks, sell_block *blocks) {
+    // By the shifts of a block's first row and of the row behind its last:
+    __shared__ int steps[SETTLED][SHIFTS][SHIFTS]; // of the longest row, -1 where there cannot be such a block
+    __shared__ Chunks best[SETTLED][SHIFTS][SHIFTS];
+    __shared__ int shifts[SETTLED][SHIFTS]; // of the first row, by that of the row behind the last
+    __shared__ int taken[SETTLED + 1];      // shifts of the first rows, and of the row behind all
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, first = blockIdx.x * SETTLED;
+    const int count = min(SETTLED, num_blocks - first);
+    for (int i = threadIdx.x; i < count * SHIFTS * SHIFTS; i += SCAN_THREADS) {
+        const int block = i / (SHIFTS * SHIFTS), from = i / SHIFTS % SHIFTS, to = i % SHIFTS;
+        const sell_block b = blocks[first + block];
+        const int begin = b.row + from - SHIFT, stop = b.row + b.rows + to - SHIFT;
+        // The first border and the last one are those of other thread blocks, too.
+        const bool fixed = (block == 0 && from != SHIFT) || (block + 1 == count && to != SHIFT);
+        const auto count_at = [&](int row) { return counts[perm[row]]; };
+        int longest = 0; // which is at an end of the block or of a range
+        if (fixed || begin < 0 || begin > stop || stop > all_rows) {
+            longest = -SELL_STEP;
+        } else if (begin < stop) {
+            longest = max(count_at(begin), count_at(stop - 1));
+            for (int64_t range = (begin / range_rows + 1) * (int64_t)range_rows; range < stop; range += range_rows)
+                longest = max(longest, max(count_at(range - 1), count_at(range)));
+        }
+        steps[block][from][to] = longest < 0 ? -1 : steps_of(longest);
+    }
+    __syncthreads();
+    // A warp takes one number of rows of a block: once for each number of steps in turn, mostly once.
+    for (int i = warp; i < count * (2 * SHIFTS - 1); i += SCAN_THREADS / WARP) {
+        const int block = i / (2 * SHIFTS - 1), more = i % (2 * SHIFTS - 1) - (SHIFTS - 1);
+        const int rows = blocks[first + block].rows + more;
+        Chunks chunks = {INFINITY, 0};
+        int of_steps = -1;
+        for (int from = max(0, -more); from < min(SHIFTS, SHIFTS - more); from++) {
+            const int own_steps = steps[block][from][from + more];
+            if (own_steps != of_steps)
+                chunks = own_steps < 0 ? Chunks{INFINITY, 0} : best_chunks(rows, own_steps, warps, lane);
+            of_steps = own_steps;
+            if (lane == 0) best[block][from][from + more] = chunks;
+        }
+    }
+    __syncthreads();
+    if (warp) return;
+    float most = 0; // costs are shares of it
+    for (int block = 0; block < count; block++) most = fmaxf(most, best[block][SHIFT][SHIFT].cost);
+    const int to = min(lane, SHIFTS - 1);
+    float least = lane == SHIFT ? 0 : INFINITY; // sum of the blocks so far, where the border behind them moves by `to`
+    for (int block = 0; block < count; block++) {
+        float sum = INFINITY;
+        int shift = SHIFT; // stays where there is no better one
+        for (int i = 0; i < SHIFTS; i++) {
+            const int from = (SHIFT + i) % SHIFTS; // the first of equals: no shift
+            const float cost = best[block][from][to].cost * (1 / most);
+            float power = cost;
+            for (int twice = 0; twice < 6; twice++) power *= power;
+            const float with = __shfl_sync(FULL_WARP, least, from) + (power + cost);
+            if (with < sum) sum = with, shift = from;
+        }
+        least = sum;
+        if (lane < SHIFTS) shifts[block][lane] = shift;
+    }
+    __syncwarp();
+    if (lane == 0) {
+        taken[count] = SHIFT;
+        for (int block = count - 1; block >= 0; block--) taken[block] = shifts[block][taken[block + 1]];
+    }
+    __syncwarp();
+    if (lane >= count) return;
+    const sell_block b = blocks[first + lane];
+    const int from = taken[lane], end = taken[lane + 1];
+    sell_block settled =
+        block_of(b.row + from - SHIFT, b.rows + end - from, steps[lane][from][end], best[lane][from][end].chunks);
+    settled.stages = settled.chunks ? sell_steps_of_warp(&settled, warps, 0) : 0;
+    blocks[first + lane] = settled;
 }
 
 // blockIdx.x is a block, whose rows come into the order of the matrix.
@@ -224,49 +351,8 @@ __global__ void order_parts(const int32_t *perm, int rows, int part_rows, int32_
     if (lane == 0) order[first + rank] = at;
 }
 
-// A warp owns a block and tries every number of chunks, one a lane. The cost is in steps: those stored, those that the
-// slowest warp does, 0.3 for the start and end of a group, and holes in the first two stages, which the head would hold.
-__global__ void choose_chunks(int warps, sell_block *blocks) {
-    sell_block best = blocks[blockIdx.x];
-    const int lane = threadIdx.x, steps = steps_of(best.stages);
-    if (!best.rows || !steps) { // no chunk, no stage
-        if (lane == 0) blocks[blockIdx.x].stages = 0;
-        return;
-    }
-    const int least = (int)ceil_div(steps, SELL_MAX_CHUNK), most = SELL_MAX_SUMS / (best.rows | 1);
-    float best_cost = INFINITY;
-    for (int chunks = least + lane; chunks <= max(least, min(steps, most)); chunks += WARP) {
-        sell_block b = best;
-        b.chunks = chunks;
-        b.steps = (int)ceil_div(steps, chunks);
-        b.long_chunks = chunks - (b.steps * chunks - steps);
-        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
-        const int holes = 2 * warps - sell_slots_before(&b, warps, 2);
-        const float stored = groups * (b.steps - 1 + 0.3f) + long_groups + 0.5f * holes;
-        const float slowest = sell_steps_of_warp(&b, warps, 0) + 0.3f * sell_groups_of_warp(groups, warps, 0);
-        const float cost = 0.7f * stored + 0.3f * warps * slowest;
-        if (cost < best_cost) {
-            best_cost = cost;
-            best = b;
-        }
-    }
-    for (int distance = WARP / 2; distance; distance /= 2) {
-        const float cost = __shfl_xor_sync(FULL_WARP, best_cost, distance);
-        const int chunks = __shfl_xor_sync(FULL_WARP, best.chunks, distance);
-        const int long_chunks = __shfl_xor_sync(FULL_WARP, best.long_chunks, distance);
-        const int length = __shfl_xor_sync(FULL_WARP, best.steps, distance);
-        if (cost < best_cost || (cost == best_cost && chunks < best.chunks)) {
-            best_cost = cost;
-            best.chunks = chunks;
-            best.long_chunks = long_chunks;
-            best.steps = length;
-        }
-    }
-    best.stages = sell_steps_of_warp(&best, warps, 0);
-    if (lane == 0) blocks[blockIdx.x] = best;
-}
-
-// One thread block. The head is as many stages as cost at most 1/32 of the slots in blocks that do not fill them.
+// One thread block. The head is as many stages as cost at most 1/32 of the slots in blocks that do not fill them; the first
+// one may cost a quarter of itself: where blocks have two stages or one, a product without it takes about a tenth longer.
 __global__ void place_blocks(int warps, int num_blocks, int most_head, sell_block *blocks, sell_totals *totals) {
     int64_t held[SELL_MAX_HEAD + 1] = {}, slots = 0; // slots of the first 0..4 stages
     int sums = 0;
@@ -284,7 +370,8 @@ __global__ void place_blocks(int warps, int num_blocks, int most_head, sell_bloc
     for (int stages = 1; stages <= SELL_MAX_HEAD; stages++) {
         block_exclusive_sum(held[stages], &held[stages]);
         const int64_t fixed = sell_head_slot(0, num_blocks, warps, stages);
-        if (stages <= most_head && fixed - held[stages] <= slots / 32) head = stages;
+        const int64_t spare = max(slots / 32, stages == 1 ? fixed / 4 : 0);
+        if (stages <= most_head && fixed - held[stages] <= spare) head = stages;
     }
     int64_t slot = 0, group = 0, total;
     for (int tile = 0; tile < num_blocks; tile += SCAN_THREADS) {
@@ -427,11 +514,12 @@ cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t range_ro
                            int num_blocks, int32_t *perm, int32_t *order, int64_t *starts, int64_t *line,
                            sell_block *blocks, sell_totals *totals, cudaStream_t stream) {
     if (rows) rank_rows<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(counts, (int)rows, (int)range_rows, perm);
-    cut_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, perm, rows, range_rows, num_blocks, line, blocks);
+    cut_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, perm, rows, num_blocks, line, blocks);
+    settle_blocks<<<ceil_div(num_blocks, SETTLED), SCAN_THREADS, 0, stream>>>(counts, perm, (int)rows, (int)range_rows,
+                                                                              warps, num_blocks, blocks);
     order_rows<<<num_blocks, WARPS * WARP, 0, stream>>>(blocks, perm, line);
     place_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, line, rows, perm, starts);
     if (rows) order_parts<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(perm, (int)rows, (int)part_rows, order);
-    choose_chunks<<<num_blocks, WARP, 0, stream>>>(warps, blocks);
     const int most_head = number("MACKO_HEAD", SELL_MAX_HEAD);
     place_blocks<<<1, SCAN_THREADS, 0, stream>>>(warps, num_blocks, most_head, blocks, totals);
     return cudaGetLastError();

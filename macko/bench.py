@@ -32,8 +32,8 @@ COMPILED: dict[str, dict[str, Any]] = {
 #: And dense products of one token by kernels that are searched for, which takes longer to compile.
 COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
 #: What "fast" and "max" have besides where layers are sparse, so that both sides are at their best: norms and sums in
-#: the products, which Inductor's dense products have by themselves, and small kernels put together. With the latter
-#: dense took 6.2 ms a token in the one run there is, 5.0 without (bench_combo.jsonl, bench.jsonl of the H200).
+#: the products, which Inductor's dense products have by themselves, and small kernels put together. What the latter do
+#: to dense is not known: the one run with them had a disturbed host (the first of the H200's bench_slow_host.jsonl).
 FOR_SPARSE: dict[str, Any] = {"post_grad_custom_pre_pass": Fuse(), "combo_kernels": True}
 
 

@@ -14,6 +14,7 @@ Its fields are tensors and plain ints. The ints besides rows and cols are the op
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -27,6 +28,12 @@ from . import ops
 #: the time, but each part is a GEMM by itself: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512,
 #: and not for q, k and v of 4096 at 2048 (H200).
 OWN_PART = 10 << 20
+
+
+def slices(y: Tensor, part_rows: Sequence[int]) -> list[Tensor]:
+    """y [..., rows] in parts. Not by split: its outputs may not be changed in place where a gradient is wanted."""
+    stops = itertools.accumulate(part_rows)
+    return [y[..., stop - rows : stop] for rows, stop in zip(part_rows, stops, strict=True)]
 
 
 class PackedWeight:
@@ -60,7 +67,7 @@ class PackedWeight:
         dense = self.dense_from is not None and x.is_cuda and tokens >= self.dense_from
         if dense and tokens * min(part_rows) >= OWN_PART and not (torch.is_grad_enabled() and x.requires_grad):
             return self._own_parts(x, part_rows)
-        return self.linear(x).split(part_rows, -1)  # type: ignore[no-untyped-call]
+        return slices(self.linear(x), part_rows)
 
     def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         raise NotImplementedError

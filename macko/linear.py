@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .choose import Auto, chooser, format_class
-from .formats import MackoWeight, PackedWeight, SlideWeight, format_named
+from .formats import MackoWeight, PackedWeight, SlideWeight, format_named, slices
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -211,10 +211,10 @@ class SparseLinear(nn.Linear):
         # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
         return self._format(**self._buffers, **self._sizes).linear(self._cast(input), self.bias)  # type: ignore[arg-type]
 
-    def parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+    def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features: of many tokens on a GPU tensors of their own, not slices."""
         if torch.compiler.is_compiling() or self.bias is not None:
-            return self(input).split(part_rows, -1)
+            return slices(self(input), part_rows)
         return self.packed.linear_parts(self._cast(input), part_rows)
 
     def _cast(self, input: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def _part(whole: SparseLinear, x: Tensor, index: int, part_rows: tuple[int, ...]
     if held is None or held[0] is not whole or held[1] is not x or held[2] != key or index in held[4]:
         if not tracing:
             _last.eager = held = None  # what an exception between siblings may have left goes before there is more
-        held = (whole, x, key, whole.parts(x, part_rows), ())
+        held = (whole, x, key, whole._parts(x, part_rows), ())
     taken = (*held[4], index)
     kept = (*held[:4], taken) if len(taken) < len(part_rows) else None
     if tracing:

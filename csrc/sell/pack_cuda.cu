@@ -110,8 +110,8 @@ __device__ __forceinline__ int steps_of(int count) {
 /*
  * The cut into blocks of equal work. Rows lie on a line, each as long as its steps (plus a little for writing its
  * result); num_blocks equal lengths of the line are the blocks, rounded to whole rows. A block is padded to its longest
- * row, so where the count changes from one row to the next the line has a gap: as long as a block where it falls by 30 %,
- * less where it falls by less. So rows of very different length do not share a block, whatever the matrix. A row longer
+ * row, so where the count changes from one row to the next the line has a gap: as long as a block where it does by 30 %,
+ * less where by less. So rows of very different length do not share a block, whatever the matrix. A row longer
  * than a block counts as one block.
  */
 struct Cut {

@@ -41,7 +41,8 @@
  * x 4 B a plane); where gap_bits is odd, the highest 4 bits are nibble {0, 2, 1, 3}[j] of the lane's 16-bit word behind
  * the planes. So a mask gives four gaps in the four bytes of a register, ready for the prefix sum by multiplication.
  *
- * Bytes a stored value: (2 + gap_bits / 8) / (1 - (1 - d)^(2^gap_bits)) for density d, and 1-2 % of padding.
+ * Bytes a stored value: (2 + gap_bits / 8) / (1 - (1 - d)^(2^gap_bits)) for density d, and padding: 1-2 % of large
+ * matrices, more of small sparse ones.
  */
 #ifndef MACKO_SELL_H
 #define MACKO_SELL_H

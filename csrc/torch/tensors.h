@@ -70,8 +70,9 @@ inline const void *data_of(const std::optional<Tensor> &t) {
 
 // [begin, begin + count) of a dimension; a call of torch less where that is all of it.
 inline Tensor narrowed(const Tensor &t, int64_t dim, int64_t begin, int64_t count) {
+    if (count == t.size(dim)) return t;
     Tensor whole = t;
-    return count == t.size(dim) ? t : torch::stable::narrow(whole, dim, begin, count);
+    return torch::stable::narrow(whole, dim, begin, count);
 }
 
 inline std::optional<Tensor> part_of(const std::optional<Tensor> &bias, int64_t begin, int64_t count) {

@@ -175,7 +175,7 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
         shape.num_blocks *= 2;
         blocks = cut(all_rows);
     }
-    // Parts that share no block lie side by side for their unpacking: that was up to a third of its time.
+    // Parts that share no block lie side by side, so that unpacking one reads no other's lines.
     if (const int64_t most = totals.slots + totals.slots * 3 / 1000; part_rows < rows) {
         blocks = cut(part_rows);
         if (totals.slots > most || totals.sums > SELL_MAX_SUMS) blocks = cut(all_rows);

@@ -24,8 +24,8 @@ from typing_extensions import Self
 
 from . import ops
 
-#: Elements of a part of a product from which on it is a tensor of its own. Kernels of torch that read slices take twice
-#: the time, but each part is a GEMM by itself: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512,
+#: Elements of a part of a product from which on it is a tensor of its own. Kernels of torch that read slices take
+#: longer, but each part is a GEMM by itself: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512,
 #: and not for q, k and v of 4096 at 2048 (H200).
 OWN_PART = 10 << 20
 

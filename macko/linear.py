@@ -212,8 +212,8 @@ class SparseLinear(nn.Linear):
         return self._format(**self._buffers, **self._sizes).linear(self._cast(input), self.bias)  # type: ignore[arg-type]
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """forward(input) in parts of so many out_features: of many tokens on a GPU tensors of their own, not slices."""
-        if torch.compiler.is_compiling() or self.bias is not None:
+        """forward(input) in parts of so many out_features, without a bias: for many tokens on a GPU no slices."""
+        if torch.compiler.is_compiling():
             return slices(self(input), part_rows)
         return self.packed.linear_parts(self._cast(input), part_rows)
 

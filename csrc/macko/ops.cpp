@@ -256,12 +256,13 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
     }
 #ifdef USE_CUDA
     // More tokens: dense rows for the time of one product, as many as the workspace holds. They cost a read and a write.
-    return linear_by_tiles(x_any, m.rows, bias, [&](int64_t first, int64_t count, void *w) {
+    const auto unpack = [&](int64_t first, int64_t count, void *w) {
         macko_matrix part = m;
         part.row_ptr += first;
         part.rows = count;
         STD_CUDA_CHECK(macko_unpack_cuda(&part, w, current_stream(values)));
-    });
+    };
+    return linear_by_tiles(x_any, {m.rows}, bias, unpack)[0];
 #else
     const Tensor x = as_tokens(x_any);
     Tensor y = torch::stable::new_empty(values, {tokens, m.rows});

@@ -272,7 +272,7 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
     const char *knob = getenv("MACKO_STREAM_TOKENS");
     if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens(&m)))
         return multiply(m, tokens, x_any, bias, with_last(x_any, m.rows));
-    return linear_by_tiles(x_any, m.rows, bias, unpacking(m, x_any));
+    return linear_by_tiles(x_any, {m.rows}, bias, unpacking(m, x_any))[0];
 }
 
 std::vector<Tensor> sell_linear_parts(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks,
@@ -281,8 +281,9 @@ std::vector<Tensor> sell_linear_parts(const Tensor &x, const Tensor &data, const
     const char *op = "sell_linear_parts";
     const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_tokens(op, x, "data", data, cols);
+    check_parts(op, part_rows, m.rows);
     const DeviceOf guard(data);
-    return linear_by_parts(op, x, part_rows, m.rows, unpacking(m, x));
+    return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, x));
 }
 
 } // namespace macko

@@ -238,7 +238,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x_any);
 #ifdef USE_CUDA
-    if (!cols || !takes_tiles(tokens)) return linear_by_tiles(x_any, rows, bias, unpacking(m, data));
+    if (!cols || !takes_tiles(tokens)) return linear_by_tiles(x_any, {rows}, bias, unpacking(m, data))[0];
 #endif
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
@@ -259,8 +259,9 @@ std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const
     const char *op = "tile_linear_parts";
     const tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
     check_tokens(op, x, "data", data, cols);
+    check_parts(op, part_rows, rows);
     const DeviceOf guard(data);
-    return linear_by_parts(op, x, part_rows, rows, unpacking(m, data));
+    return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, data));
 }
 #endif
 

@@ -352,7 +352,7 @@ __global__ void order_parts(const int32_t *perm, int rows, int part_rows, int32_
 }
 
 // One thread block. The head is as many stages as cost at most 1/32 of the slots in blocks that do not fill them; the first
-// one may cost a quarter of itself: where blocks have two stages or one, a product without it takes about a tenth longer.
+// one may cost a quarter of itself: where blocks have two stages or one, a product without it takes clearly longer.
 __global__ void place_blocks(int warps, int num_blocks, int most_head, sell_block *blocks, sell_totals *totals) {
     int64_t held[SELL_MAX_HEAD + 1] = {}, slots = 0; // slots of the first 0..4 stages
     int sums = 0;

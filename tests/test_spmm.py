@@ -130,7 +130,7 @@ def test_many_tokens_of_any_stride(layout: type[PackedWeight]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [SellWeight, MackoWeight])
-@pytest.mark.parametrize(("rows", "cols"), [(8448, 4096), (130_000, 300)])
+@pytest.mark.parametrize(("rows", "cols"), [(8448, 4096), (2100, 28_672), (130_000, 300)])
 def test_dense_tiles_keep_to_the_workspace(layout: type[PackedWeight], rows: int, cols: int) -> None:
     w, x = random_weight(rows, cols, 0.3, torch.float16), tokens_of(80, cols, torch.float16)
     w[:: rows // 7] = random_weight(8, cols, 1.0, torch.float16)[: len(w[:: rows // 7])]  # long rows in each workspace

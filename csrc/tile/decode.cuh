@@ -8,6 +8,9 @@
 
 namespace macko {
 
+// Behind a strip in shared memory, so much is read: values that no element has.
+constexpr int TILE_BEHIND = 3 * TILE_ROW_BYTES;
+
 // With an offset of the load's own.
 template <int OFFSET = 0>
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {
@@ -23,125 +26,72 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
     return bytes;
 }
 
-// A lane's part of a tile: its mask and where its values of each group begin. Found in four steps, which the products of
-// the tile before leave time for.
-struct tile_lane {
-    uint32_t mask, at[TILE_GROUPS];
-    uint32_t start, own[2];
-    uint32_t sum[2]; // of the groups' values, a byte each, over the lanes up to this one: at most 128
-
-    __device__ __forceinline__ void set_own(uint32_t both) {
-        own[0] = both & 0x0f0f0f0fu;
-        own[1] = both >> 4 & 0x0f0f0f0fu;
-    }
-
-    // The lane's counts, four bits each, and the first two steps of their sums over the lanes.
-    __device__ __forceinline__ void add_counts(uint32_t both) {
-        set_own(both);
-        add_from_below(both, 1); // at most 8 still
-        sum[0] = both & 0x0f0f0f0fu;
-        sum[1] = both >> 4 & 0x0f0f0f0fu;
-#pragma unroll
-        for (int half = 0; half < 2; half++) add_from_below(sum[half], 2);
-    }
-
-    template <int STEP>
-    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane) {
-        if (STEP == 0) {
-            asm volatile("ld.shared.u32 %0, [%1];"
-                         : "=r"(mask)
-                         : "r"(place + part * (TILE_LANES * 4) + lane * 4)
-                         : "memory");
-            asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
-                         : "=r"(start)
-                         : "r"(place + TILE_STARTS + part * 2)
-                         : "memory");
-            start += place;
-        } else if (STEP == 1) {
-            // Bits j and j + 4 of the four bytes at once: values of group j in the low four bits, of j + 4 above them.
-            uint32_t both = 0;
-#pragma unroll
-            for (int j = 0; j < 4; j++) both += __dp4a(mask >> j & 0x11111111u, 0x01010101u, 0u) << (8 * j);
-            add_counts(both);
-        } else if (STEP == 2) {
-#pragma unroll
-            for (int distance = 4; distance < WARP; distance *= 2)
-                for (int half = 0; half < 2; half++) add_from_below(sum[half], distance);
-        } else {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint32_t total = __shfl_sync(FULL_WARP, sum[half], WARP - 1), before = sum[half] - own[half];
-                const uint32_t base[4] = {start, __dp4a(total, 0x00000002u, start), __dp4a(total, 0x00000202u, start),
-                                          __dp4a(total, 0x00020202u, start)};
-#pragma unroll
-                for (int j = 0; j < 4; j++) at[half * 4 + j] = __dp4a(before, 2u << (8 * j), base[j]);
-                start = __dp4a(total, 0x02020202u, start);
-            }
-        }
-    }
-
-    __device__ __forceinline__ uint32_t bits(int j) const {
-        return mask >> j & 0x01010101u;
-    }
-
-    // The values at the lane's place of group j on, one for each element: whether it belongs to it, the mask says.
-    __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD]) const {
-        const uint32_t b = bits(j);
-        values[0] = load_value(at[j]);
-        values[1] = load_value(__dp4a(b, 0x00000002u, at[j]));
-        values[2] = load_value(__dp4a(b, 0x00000202u, at[j]));
-        values[3] = load_value(__dp4a(b, 0x00020202u, at[j]));
-    }
-
-    // Two registers of the operand. Elements without a value take the zeros above another one's 16 bits.
-    __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
-                                          uint32_t &high) const {
-        const uint32_t selectors = 0x76327632u - 0x22u * bits(j);
-        low = byte_permute(values[0], values[1], selectors);
-        high = byte_permute(values[2], values[3], selectors >> 16);
-    }
-};
-
 // Weights of dp4a, a byte each. They come with the launch, as dp4a takes them from there itself: immediates go through
 // uniform registers, an instruction each time.
 struct tile_weights {
-    uint32_t one = 0x01010101, one_up = 0x80808080;                 // 1, and 1 << 7
-    uint32_t two[4] = {0x2, 0x200, 0x20000, 0x2000000};             // for one byte
-    uint32_t below[4] = {0, 0x2, 0x202, 0x20202}, all = 0x02020202; // for all bytes in front of one; for all
-    uint32_t back[2][4] = {{0, 0xfe, 0xfefe, 0xfefefe},
-                           {0, 0xff, 0xffff, 0xffffff}}; // -2, or -1, for those in front of one
+    uint32_t one = 0x01010101, one_up = 0x80808080;                    // 1, and 1 << 7
+    uint32_t below[4] = {0, 0x80, 0x8080, 0x808080}, all = 0x80808080; // 128 for all bytes in front of one; for all
+    uint32_t back[2][4] = {{0, 0x80, 0x8080, 0x808080}, {0, 0xc0, 0xc0c0, 0xc0c0c0}}; // -128, or -64, likewise
 };
 
-// tile_lane in fewer instructions.
-struct mm_lane : tile_lane {
-    struct operands { // none
-        __device__ __forceinline__ explicit operands(int) {
-        }
-    };
-    // Groups j and j + 4 of the four bytes at once. No bit is moved: each counts 1 << j.
-    __device__ __forceinline__ uint32_t counts(const tile_weights &weights) const {
+// Where a lane's two streams go on, at the beginning of a tile. A warp that takes tile after tile begins with a strip's
+// first one; `find` of each tile takes the streams behind it, and before the third they `turn`.
+struct tile_streams {
+    uint32_t values, turns; // of the part
+    uint32_t at[TILE_HALVES];
+
+    __device__ __forceinline__ void begin(uint32_t strip, int part, int lane) {
+        uint32_t first;
+        asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
+                     : "=r"(first)
+                     : "r"(strip + TILE_FIRSTS + part * 2)
+                     : "memory");
+        asm volatile("ld.shared.u32 %0, [%1];"
+                     : "=r"(turns)
+                     : "r"(strip + TILE_TURNS + (part * TILE_LANES + lane) * 4)
+                     : "memory");
+        values = strip + TILE_VALUES + first * TILE_ROW_BYTES;
+        at[0] = values + lane * 4;
+        at[1] = at[0] + 2;
+    }
+    __device__ __forceinline__ void turn() {
+        at[0] = values + (turns & 0xffff);
+        at[1] = values + (turns >> 16);
+    }
+    // Behind a tile with this mask.
+    __device__ __forceinline__ void skip(uint32_t mask) {
+        at[0] += __popc(mask & 0x0f0f0f0f) * TILE_ROW_BYTES;
+        at[1] += __popc(mask & 0xf0f0f0f0) * TILE_ROW_BYTES;
+    }
+};
+
+// A lane's part of a tile: its mask and where its values of each group begin.
+struct tile_lane {
+    uint32_t mask, at[TILE_GROUPS];
+    uint32_t own[TILE_HALVES]; // how many each group has, a byte each
+
+    __device__ __forceinline__ static uint32_t mask_at(uint32_t strip, int tile, int part, int lane) {
+        return strip + tile * TILE_MASK_BYTES + (part * TILE_LANES + lane) * 4;
+    }
+    __device__ __forceinline__ void read(uint32_t mask_at) {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(mask) : "r"(mask_at) : "memory");
+    }
+    // Groups j and j + 4 of the four bytes at once, in the low four bits and above them. No bit is moved: each counts 1 << j.
+    __device__ __forceinline__ void count(const tile_weights &weights) {
         const uint32_t low = __dp4a(mask & 0x22222222u, weights.one_up, __dp4a(mask & 0x11111111u, weights.one, 0u));
         const uint32_t high = __dp4a(mask & 0x88888888u, weights.one_up, __dp4a(mask & 0x44444444u, weights.one, 0u));
-        return low + (high << 14);
+        const uint32_t both = low + (high << 14);
+        own[0] = both & 0x0f0f0f0fu;
+        own[1] = both >> 4 & 0x0f0f0f0fu;
     }
-
-    template <int STEP>
-    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights,
-                                            const operands &) {
-        if (STEP == 1) {
-            add_counts(counts(weights));
-        } else if (STEP == 3) {
+    // Takes the streams behind this tile.
+    __device__ __forceinline__ void find(const tile_weights &weights, tile_streams &streams) {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint32_t total = __shfl_sync(FULL_WARP, sum[half], WARP - 1), before = sum[half] - own[half];
+        for (int half = 0; half < TILE_HALVES; half++) {
+            uint32_t &from = streams.at[half];
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    at[half * 4 + j] =
-                        __dp4a(before, weights.two[j], j ? __dp4a(total, weights.below[j], start) : start);
-                start = __dp4a(total, weights.all, start);
-            }
-        } else {
-            tile_lane::prepare<STEP>(place, part, lane);
+            for (int j = 0; j < 4; j++) at[half * 4 + j] = j ? __dp4a(own[half], weights.below[j], from) : from;
+            from = __dp4a(own[half], weights.all, from);
         }
     }
 
@@ -150,81 +100,23 @@ struct mm_lane : tile_lane {
         return ~(mask >> (j & ~1)) & 0x01010101u << j % 2;
     }
 
-    // As if each element had a value, and back by those that are missing: what is added for each is free.
+    // The values at the lane's place of group j on, one for each element: whether it belongs to it, the mask says. As if
+    // each element had a value, and back by those that are missing: what is added for each is free.
     __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD], const tile_weights &weights) const {
         const int m = missing(j), from = at[j];
         const uint32_t (&back)[4] = weights.back[j % 2];
         values[0] = load_value<0>(from);
-        values[1] = load_value<2>(__dp4a(m, (int)back[1], from));
-        values[2] = load_value<4>(__dp4a(m, (int)back[2], from));
-        values[3] = load_value<6>(__dp4a(m, (int)back[3], from));
+        values[1] = load_value<TILE_ROW_BYTES>(__dp4a(m, (int)back[1], from));
+        values[2] = load_value<2 * TILE_ROW_BYTES>(__dp4a(m, (int)back[2], from));
+        values[3] = load_value<3 * TILE_ROW_BYTES>(__dp4a(m, (int)back[3], from));
     }
 
+    // Two registers of the operand. Elements without a value take the zeros above another one's 16 bits.
     __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
                                           uint32_t &high) const {
         const uint32_t selectors = 0x54105410u + (0x22u >> j % 2) * missing(j);
         low = byte_permute(values[0], values[1], selectors);
         high = byte_permute(values[2], values[3], selectors >> 16);
-    }
-};
-
-// Of bytes, on the tensor cores: 16 x 8 sums of 16 products, and of 32 more.
-__device__ __forceinline__ void multiply_bytes(uint32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-                 : "r"(a0), "r"(a1), "r"(b), "r"(0));
-}
-__device__ __forceinline__ void multiply_add_bytes(uint32_t *d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                                   uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// mm_lane without shuffles: the tensor cores add the counts up over the lanes, where they have time (H200, one to 32
-// tokens: faster at every shape). In front of lane 4 g + t are all lanes of smaller g, and those of its own with smaller t.
-// A first product sums up the counts of each g. Its result comes as the second product wants it: in rows g and g + 8 of
-// that, column 2 t + b, are the sums in front of lane 4 g + t for groups b and 2 + b of the half.
-struct scan_lane : mm_lane {
-    struct operands {   // those that do not change
-        uint32_t quad;  // of the first product: 1 for byte g % 2
-        uint32_t below; // for the sums of other g: 2 for byte s where 2 t + s < g
-        uint32_t left;  // for the own g's counts, column g = 2 t' + b: 2 for byte b where t < t'
-        __device__ __forceinline__ explicit operands(int lane) {
-            const int g = lane / 4, t = lane % 4;
-            quad = held(1u << 8 * (g % 2));
-            below = held((2 * t < g ? 0x2u : 0) | (2 * t + 1 < g ? 0x200u : 0));
-            left = held(t < g / 2 ? 2u << 8 * (g % 2) : 0);
-        }
-    };
-    uint32_t quads[2][4]; // of each half: the sums of g = 2 t and 2 t + 1 for one group, and for the one two further on
-
-    template <int STEP>
-    __device__ __forceinline__ void prepare(uint32_t place, int part, int lane, const tile_weights &weights,
-                                            const operands &constant) {
-        if (STEP == 0) {
-            tile_lane::prepare<0>(place, part, lane);
-        } else if (STEP == 1) {
-            set_own(counts(weights));
-#pragma unroll
-            for (int half = 0; half < 2; half++) sum[half] = __reduce_add_sync(FULL_WARP, own[half]);
-        } else if (STEP == 2) {
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                multiply_bytes(quads[half], constant.quad, constant.quad << 16, own[half]);
-        } else {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint32_t sums = byte_permute(byte_permute(quads[half][0], quads[half][1], 0x7740),
-                                                   byte_permute(quads[half][2], quads[half][3], 0x7740), 0x5410);
-#pragma unroll
-                for (int j = 0; j < 4; j++) at[half * 4 + j] = j ? __dp4a(sum[half], weights.below[j], start) : start;
-                multiply_add_bytes(at + half * 4, constant.below, constant.below << 16, own[half], own[half] >> 16,
-                                   sums, constant.left);
-                start = __dp4a(sum[half], weights.all, start);
-            }
-        }
     }
 };
 

@@ -312,19 +312,18 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
         next.count(task.weights);
         next.find(task.weights, streams);
         load(next, 0, 0);
-#pragma unroll 1
-        for (int k_tile = begin * TILE_STRIP; k_tile < end * TILE_STRIP; k_tile++) {
-            const int in_strip = k_tile % TILE_STRIP, slot = packed.slot;
+        const auto multiply_tile = [&](int in_strip, bool more) {
             here = next;
             mask_at += TILE_MASK_BYTES;
             if (in_strip == 1) streams.turn();
             if (in_strip == TILE_STRIP - 1) { // behind the last strip: that one again
-                if (k_tile + 1 < end * TILE_STRIP) {
+                if (more) {
                     packed.advance(1, task.packed_strips);
                     wait_for_strip();
                 }
                 open();
             }
+            sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
             const uint64_t b = tokens + ring.slot * (SHAPE::X_BYTES >> 4);
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
@@ -339,7 +338,6 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
                 here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
                 here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
                 if (STEP % 2 == 0) return;
-                if (STEP == 1) sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
                 sm90::wgmma_begin(); // two together: the warps wait for each other every time
                 tile_wgmma<T, TOKENS>::multiply(sums, a[STEP & 2], b + 2 * (STEP & 2));
                 tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
@@ -351,13 +349,18 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             multiply(std::integral_constant<int, 3>());
             last_stage = ring.slot;
             ring.advance(1, task.x_stages);
+        };
+#pragma unroll 1
+        for (int nth = begin; nth < end; nth++) {
+            const int slot = packed.slot;
+            // Unrolled, so that what is prepared need not be moved: a quarter of the instructions.
+#pragma unroll
+            for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) multiply_tile(in_strip, nth + 1 < end);
             // Behind the products, which wait for the values. An arrival right behind the loads can overtake them, it seems:
             // what came next into their place was read, in some of a thousand products (H200).
-            if (in_strip == TILE_STRIP - 1) {
-                __syncwarp();
-                if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
-                    sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (slot * SHAPE::DOWN + down) * 8);
-            }
+            __syncwarp();
+            if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
+                sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (slot * SHAPE::DOWN + down) * 8);
         }
         packed.advance(1, task.packed_strips);
         sm90::wgmma_wait<0>();
@@ -564,8 +567,8 @@ void for_gemm_shapes(const BODY &body) {
     body(gemm_shape<64, 4>());
 }
 
-// The best way to run a shape, if it takes less than *least. MACKO_TILE_GEMM=256x1 (tokens x whether tiles are cut) is
-// taken where it fits.
+// The best way to run a shape, if it takes less than *least. MACKO_TILE_GEMM=256x1 (tokens x 0: whole tiles, 1:
+// some are cut, 2: all are, alike) is taken where it fits.
 template <typename T, class SHAPE>
 cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, int64_t *least,
                           tile_gemm_plan *plan) {
@@ -582,7 +585,7 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
         const int64_t range = cut ? ceil_div(cut * strips, blocks) : 0, whole = ceil_div(tiles - cut, blocks);
         int64_t time = (whole * strips * 20 + range * 21) * SHAPE::STRIP_CLOCKS / 20 + whole * 2000;
         if (cut) time += 9000 + ceil_div(strips, range) * 1500;
-        if (forced[0] == SHAPE::TOKENS && forced[1] == (cut > 0)) time = -1;
+        if (forced[0] == SHAPE::TOKENS && forced[1] == (!cut ? 0 : blocks % tiles ? 1 : 2)) time = -1;
         const int64_t room = cut ? gemm_given_bytes<SHAPE>(blocks) + blocks * SHAPE::DOWN * SHAPE::SUMS_BYTES : 0;
         if (time >= *least) return;
         *least = time;
@@ -630,7 +633,7 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     *plan = {-1, 0, 0, 0};
     Device device;
     const cudaError_t error = current_device(&device);
-    if (error || tokens <= 64 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
+    if (error || tokens <= 32 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
         return error;
     return m->dtype == MACKO_F16 ? gemm_choose<__half>(*m, tokens, device, plan)
                                  : gemm_choose<__nv_bfloat16>(*m, tokens, device, plan);

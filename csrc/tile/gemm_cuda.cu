@@ -22,8 +22,7 @@ namespace {
 
 constexpr int MAX_PACKED = 4, MIN_PACKED = 2; // strips of a row block in shared memory
 constexpr int MAX_X_STAGES = 8;
-constexpr int GATHER_BYTES = 16384; // of sums that come at once
-constexpr int CHUNK = 32;           // tokens whose output is stored at once
+constexpr int CHUNK = 32; // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
 
 struct gemm_task {
@@ -51,9 +50,9 @@ struct gemm_shape {
     static constexpr int REGISTERS = DOWN == 2 ? 240 : DOWN == 3 ? 152 : 112;
     static constexpr int FETCH_REGISTERS = DOWN == 2 ? 24 : DOWN == 3 ? 56 : 32;
     static_assert(REGISTERS * DOWN + FETCH_REGISTERS <= 65536 / THREADS / 8 * 8 * (DOWN + 1));
-    static constexpr int X_BYTES = TOKENS * TILE_COLS * 2;               // of a stage
-    static constexpr int SUMS = TOKENS / 2, SUMS_BYTES = 128 * SUMS * 4; // of a thread, of a multiplier
-    static_assert(SUMS_BYTES % GATHER_BYTES == 0);
+    static constexpr int X_BYTES = TOKENS * TILE_COLS * 2;                           // of a stage
+    static constexpr int SUMS = TOKENS / 2, SUMS_BYTES = 128 * SUMS * 4;             // of a thread, of a multiplier
+    static constexpr int GATHER_BYTES = SUMS_BYTES < 32768 ? SUMS_BYTES / 2 : 16384; // of sums that come at once
     // The last output of a block takes the ring of tokens, and so do sums of others.
     static constexpr int OUTPUT_BYTES = DOWN * TOKENS * TILE_ROWS * 2;
     static constexpr int LEAST_X_BYTES = OUTPUT_BYTES > DOWN *GATHER_BYTES ? OUTPUT_BYTES : DOWN * GATHER_BYTES;
@@ -219,7 +218,8 @@ __device__ __forceinline__ void wait_for(const uint64_t *at, uint64_t value) {
 template <class SHAPE>
 __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work &work, int tile,
                                             int down, gemm_ring &ring, float (&sums)[SHAPE::SUMS]) {
-    constexpr int TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES, GATHERED = SHAPE::MAX_GATHERED;
+    constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES;
+    constexpr int GATHERED = SHAPE::MAX_GATHERED;
     const int thread = threadIdx.x % 128, first = work.range() + 1;
     const int slots = task.x_stages * SHAPE::X_BYTES / (SHAPE::DOWN * GATHER_BYTES);
     const uint32_t here = smem + SHAPE::X + down * slots * GATHER_BYTES;

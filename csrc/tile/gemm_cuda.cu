@@ -5,7 +5,8 @@
 // One warp fetches tokens, another one packed strips.
 //
 // Blocks are persistent. Output tiles that fill no whole round of all SMs are cut: each block has as many of their strips,
-// and their sums meet in memory, in a fixed order.
+// and their sums meet in memory, in a fixed order. With few output tiles, the two blocks of a cluster share one: each takes
+// half of its strips, and then the sums of half of its tokens from the other, in shared memory.
 #include <stdio.h>
 
 #include <atomic>
@@ -34,41 +35,46 @@ struct gemm_task {
     int64_t rows;
     int tokens, row_blocks, strips;
     int row_tiles, token_tiles; // of the output
-    int blocks, cut;            // the first `cut` tiles are shared by all blocks
+    int clusters, cut;          // the first `cut` tiles are shared by all clusters
     int x_stages, packed_strips, slot_bytes;
-    float4 *sums;    // of ranges, for the block that adds them up: [range][DOWN][SUMS / 4][128]
-    uint64_t *given; // [range][DOWN]: `launch` once they are there
+    float4 *sums;    // of ranges, for the cluster that adds them up: [range][PAIR][DOWN][OUT_SUMS / 4][128]
+    uint64_t *given; // [range][PAIR][DOWN]: `launch` once they are there
     uint64_t launch; // a number of this launch alone
     tile_weights weights;
 };
 
-template <int TOKENS_, int DOWN_>
+template <int TOKENS_, int DOWN_, int PAIR_>
 struct gemm_shape {
     static constexpr int TOKENS = TOKENS_, DOWN = DOWN_; // of a block; its row blocks, a warpgroup each
+    static constexpr int PAIR = PAIR_;                   // blocks that share an output tile
     // The registers of an SM: the warpgroup that fetches leaves its own to the others.
     static constexpr int THREADS = (DOWN + 1) * 128;
     static constexpr int REGISTERS = DOWN == 2 ? 240 : DOWN == 3 ? 152 : 112;
     static constexpr int FETCH_REGISTERS = DOWN == 2 ? 24 : DOWN == 3 ? 56 : 32;
     static_assert(REGISTERS * DOWN + FETCH_REGISTERS <= 65536 / THREADS / 8 * 8 * (DOWN + 1));
-    static constexpr int X_BYTES = TOKENS * TILE_COLS * 2;                           // of a stage
-    static constexpr int SUMS = TOKENS / 2, SUMS_BYTES = 128 * SUMS * 4;             // of a thread, of a multiplier
+    static constexpr int X_BYTES = TOKENS * TILE_COLS * 2; // of a stage
+    static constexpr int SUMS = TOKENS / 2;                // of a thread
+    // What a block puts out of an output tile: its own share of the tokens.
+    static constexpr int OUT_TOKENS = TOKENS / PAIR, OUT_SUMS = SUMS / PAIR, SUMS_BYTES = 128 * OUT_SUMS * 4;
     static constexpr int GATHER_BYTES = SUMS_BYTES < 32768 ? SUMS_BYTES / 2 : 16384; // of sums that come at once
-    // The last output of a block takes the ring of tokens, and so do sums of others.
-    static constexpr int OUTPUT_BYTES = DOWN * TOKENS * TILE_ROWS * 2;
-    static constexpr int LEAST_X_BYTES = OUTPUT_BYTES > DOWN *GATHER_BYTES ? OUTPUT_BYTES : DOWN * GATHER_BYTES;
+    // The sums of the other block take the ring of tokens, those of other clusters, and the last output of a block.
+    static constexpr int EXCHANGED_BYTES = PAIR > 1 ? DOWN * SUMS_BYTES : 0,
+                         OUTPUT_BYTES = DOWN * OUT_TOKENS * TILE_ROWS * 2;
+    static constexpr int LEAST_X_BYTES = EXCHANGED_BYTES > OUTPUT_BYTES ? EXCHANGED_BYTES : OUTPUT_BYTES;
     static constexpr int MIN_X_STAGES = (LEAST_X_BYTES + X_BYTES - 1) / X_BYTES;
     static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
     static constexpr int MAX_GATHERED = X_STAGES * X_BYTES / (DOWN * GATHER_BYTES);
     // What a strip takes of an SM at 1.98 GHz (H200, density 0.5, 2026-11-22).
-    static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 5600 : TOKENS > 64 ? 4400 : 3600;
+    static constexpr int STRIP_CLOCKS = 5500;
     // Offsets in shared memory. The swizzle wants the tokens at multiples of 1024. Behind them are the packed strips.
     static constexpr int STAGING = 0;
     static constexpr int X_FULL = STAGING + DOWN * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
     static constexpr int PACKED_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int PACKED_EMPTY = PACKED_FULL + DOWN * MAX_PACKED * 8;
-    static constexpr int GATHERED = PACKED_EMPTY + DOWN * MAX_PACKED * 8,
-                         RING_FREE = GATHERED + DOWN * MAX_GATHERED * 8;
-    static constexpr int X = (RING_FREE + 8 + 1023) / 1024 * 1024;
+    static constexpr int GATHERED = PACKED_EMPTY + DOWN * MAX_PACKED * 8;
+    static constexpr int RING_FREE = GATHERED + DOWN * MAX_GATHERED * 8, MAY_SEND = RING_FREE + 8;
+    static constexpr int EXCHANGED = MAY_SEND + 8;
+    static constexpr int X = (EXCHANGED + 8 + 1023) / 1024 * 1024;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
@@ -92,41 +98,55 @@ __device__ __forceinline__ int uniform(int value) {
     return __shfl_sync(FULL_WARP, value, 0);
 }
 
-// What a block works on, strip by strip: first its range of the strips of those output tiles that are cut, then whole
-// tiles. The ranges are equal, one a block. Of a cut tile the range with its beginning adds up the sums of the others, which
-// come behind it and belong to blocks in front: blocks start in the order of their index, so nobody waits for one that is
-// not there yet where not all of them fit at once.
+// Some strips of an output tile: those of a cluster, and of these the block's own.
+struct gemm_range {
+    int tile, first, end, own, own_end;
+};
+
+// What a cluster works on, strip by strip: first its range of the strips of those output tiles that are cut, then whole
+// tiles. The ranges are equal, one a cluster. Of a cut tile the range with its beginning adds up the sums of the others,
+// which come behind it and belong to clusters in front: blocks start in the order of their index, so nobody waits for one
+// that is not there yet where not all of them fit at once.
+template <class SHAPE>
 struct gemm_work {
     const gemm_task &task;
-    int cut_begin, cut_strips, strips;
+    int rank, cluster, cut_begin, cut_strips, strips;
     __device__ __forceinline__ explicit gemm_work(const gemm_task &task) : task(task) {
-        cut_begin = uniform(begin(range()));
-        cut_strips = uniform(begin(range() + 1)) - cut_begin;
+        rank = blockIdx.x % SHAPE::PAIR;
+        cluster = blockIdx.x / SHAPE::PAIR;
+        cut_begin = uniform(begin(number()));
+        cut_strips = uniform(begin(number() + 1)) - cut_begin;
         const int whole = task.row_tiles * task.token_tiles - task.cut;
-        strips = cut_strips + uniform((whole - (int)blockIdx.x + task.blocks - 1) / task.blocks) * task.strips;
+        strips = cut_strips + uniform((whole - cluster + task.clusters - 1) / task.clusters) * task.strips;
     }
-    __device__ __forceinline__ int range() const {
-        return task.blocks - 1 - (int)blockIdx.x;
+    __device__ __forceinline__ int number() const { // of its range of cut tiles
+        return task.clusters - 1 - cluster;
     }
-    __device__ __forceinline__ int begin(int range) const {
-        return (unsigned)(task.cut * task.strips * range) / (unsigned)task.blocks;
+    __device__ __forceinline__ int begin(int number) const {
+        return (unsigned)(task.cut * task.strips * number) / (unsigned)task.clusters;
     }
-    // The output tile of the block's nth strip, and which of its strips that is; up to which one the next are of this tile.
-    __device__ __forceinline__ void find(int strip, int &tile, int &first, int &end) const {
+    // From the cluster's nth strip on.
+    __device__ __forceinline__ gemm_range find(int strip) const {
         const bool whole = strip >= cut_strips;
         const int at = whole ? strip - cut_strips : cut_begin + strip, nth = at / task.strips;
-        tile = whole ? task.cut + nth * task.blocks + (int)blockIdx.x : nth;
-        first = at - nth * task.strips;
-        end = whole ? task.strips : min(task.strips, first + cut_strips - strip);
+        gemm_range r;
+        r.tile = whole ? task.cut + nth * task.clusters + cluster : nth;
+        r.first = at - nth * task.strips;
+        r.end = whole ? task.strips : min(task.strips, r.first + cut_strips - strip);
+        const int share = (r.end - r.first + SHAPE::PAIR - 1) / SHAPE::PAIR;
+        r.own = min(r.end, r.first + rank * share);
+        r.own_end = min(r.end, r.own + share);
+        return r;
     }
     // Where the sums of a range lie, and what says that they are there.
-    template <class SHAPE>
-    __device__ __forceinline__ float4 *sums(int range, int down) const {
-        return task.sums + ((int64_t)range * SHAPE::DOWN + down) * (SHAPE::SUMS_BYTES / 16);
+    __device__ __forceinline__ int place(int number, int down) const {
+        return (number * SHAPE::PAIR + rank) * SHAPE::DOWN + down;
     }
-    template <class SHAPE>
-    __device__ __forceinline__ uint64_t *given(int range, int down) const {
-        return task.given + range * SHAPE::DOWN + down;
+    __device__ __forceinline__ float4 *sums(int number, int down) const {
+        return task.sums + (int64_t)place(number, down) * (SHAPE::SUMS_BYTES / 16);
+    }
+    __device__ __forceinline__ uint64_t *given(int number, int down) const {
+        return task.given + place(number, down);
     }
 };
 
@@ -141,16 +161,16 @@ __device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int 
 
 // A warp: the tokens of all strips, four boxes each.
 template <class SHAPE>
-__device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_t smem, const gemm_work &work) {
+__device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work) {
     sm90::wait_for_previous_launch();
     gemm_ring ring;
     uint32_t waits = 0;
     for (int strip = 0; strip < work.strips;) {
-        int tile, first, end, row_tile, token_tile;
-        work.find(strip, tile, first, end);
-        gemm_place(task, tile, row_tile, token_tile);
-        strip += end - first;
-        for (int k_tile = first * TILE_STRIP; k_tile < end * TILE_STRIP; k_tile++) {
+        const gemm_range range = work.find(strip);
+        int row_tile, token_tile;
+        gemm_place(task, range.tile, row_tile, token_tile);
+        strip += range.end - range.first;
+        for (int k_tile = range.own * TILE_STRIP; k_tile < range.own_end * TILE_STRIP; k_tile++) {
             sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
             if (threadIdx.x % WARP == 0) {
                 const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
@@ -161,7 +181,8 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
             __syncwarp();
             ring.advance(1, task.x_stages);
         }
-        if (first == 0 && end < task.strips) { // sums of others take the ring's place
+        // Sums take the ring's place.
+        if (SHAPE::PAIR > 1 || (range.first == 0 && range.end < task.strips)) {
             sm90::barrier_wait(smem + SHAPE::RING_FREE, waits & 1);
             waits++;
         }
@@ -170,26 +191,31 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
 
 // A warp: the packed strips, a lane for each row block.
 template <class SHAPE, class READY>
-__device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_t smem, const gemm_work &work,
+__device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
                                                   const READY &barriers_ready) {
     const int lane = threadIdx.x % WARP;
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
-    int from = 0, to = 0;
-    const auto look = [&](int strip) { // a strip ahead
-        if (strip >= work.strips || lane >= SHAPE::DOWN) return;
-        int tile, first, end, row_tile, token_tile;
-        work.find(strip, tile, first, end);
-        gemm_place(task, tile, row_tile, token_tile);
+    int from = 0, to = 0, next = 0;
+    gemm_range range{};
+    const auto look = [&] { // a strip ahead; false behind the last one
+        while (range.own == range.own_end) {
+            if (next >= work.strips) return false;
+            range = work.find(next);
+            next += range.end - range.first;
+        }
+        int row_tile, token_tile;
+        gemm_place(task, range.tile, row_tile, token_tile);
         // Behind the last row block: any rows do, their output is not stored.
-        const int block = min(row_tile * SHAPE::DOWN + lane, task.row_blocks - 1);
-        const int32_t *at = task.offsets + (int64_t)block * task.strips + first;
+        const int block = min(row_tile * SHAPE::DOWN + min(lane, SHAPE::DOWN - 1), task.row_blocks - 1);
+        const int32_t *at = task.offsets + (int64_t)block * task.strips + range.own++;
         from = at[0];
         to = at[1];
+        return true;
     };
-    look(0);
+    bool more = look();
     barriers_ready();
     gemm_ring ring;
-    for (int strip = 0; strip < work.strips; strip++) {
+    while (more) {
         if (lane < SHAPE::DOWN) {
             const int slot = ring.slot * SHAPE::DOWN + lane, bytes = (to - from) * TILE_UNIT;
             const uint32_t full = smem + SHAPE::PACKED_FULL + slot * 8;
@@ -198,7 +224,7 @@ __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_
             sm90::copy_bytes(strips_at + slot * task.slot_bytes, task.data + (int64_t)from * TILE_UNIT, bytes, full);
         }
         __syncwarp();
-        look(strip + 1);
+        more = look();
         ring.advance(1, task.packed_strips);
     }
 }
@@ -216,11 +242,11 @@ __device__ __forceinline__ void wait_for(const uint64_t *at, uint64_t value) {
 // A multiplier adds up, range by range, what the others have of its tile. It comes by bulk copies: ordinary loads wait for
 // memory each, as there are no registers for many of them.
 template <class SHAPE>
-__device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work &work, int tile,
-                                            int down, gemm_ring &ring, float (&sums)[SHAPE::SUMS]) {
+__device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
+                                            int tile, int down, gemm_ring &ring, float (&sums)[SHAPE::SUMS]) {
     constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES;
     constexpr int GATHERED = SHAPE::MAX_GATHERED;
-    const int thread = threadIdx.x % 128, first = work.range() + 1;
+    const int thread = threadIdx.x % 128, first = work.number() + 1;
     const int slots = task.x_stages * SHAPE::X_BYTES / (SHAPE::DOWN * GATHER_BYTES);
     const uint32_t here = smem + SHAPE::X + down * slots * GATHER_BYTES;
     const uint32_t full = smem + SHAPE::GATHERED + down * GATHERED * 8;
@@ -229,7 +255,7 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
     others = uniform(others);
     if (thread < WARP) {
         for (int i = thread; i < others; i += WARP) {
-            uint64_t *given = work.template given<SHAPE>(first + i, down);
+            uint64_t *given = work.given(first + i, down);
             wait_for(given, task.launch);
             *given = 0; // a graph launches this again with the same number
         }
@@ -241,8 +267,8 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
         if (thread || nth >= others * TURNS) return;
         sm90::barrier_expect(full + ahead.slot * 8, GATHER_BYTES);
         sm90::copy_bytes(here + ahead.slot * GATHER_BYTES,
-                         work.template sums<SHAPE>(first + nth / TURNS, down) + nth % TURNS * (GATHER_BYTES / 16),
-                         GATHER_BYTES, full + ahead.slot * 8);
+                         work.sums(first + nth / TURNS, down) + nth % TURNS * (GATHER_BYTES / 16), GATHER_BYTES,
+                         full + ahead.slot * 8);
         ahead.advance(1, slots);
     };
     for (int nth = 0; nth < slots; nth++) fetch(nth);
@@ -265,26 +291,61 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
         }
 }
 
+// The two blocks of a cluster have sums of the same output tile. Each sends the other those of the other's tokens, into its
+// ring of tokens, which nobody uses meanwhile; its own are the first then.
+template <class SHAPE>
+__device__ __forceinline__ void gemm_exchange(uint32_t smem, int rank, int down, uint32_t phase,
+                                              float (&sums)[SHAPE::SUMS]) {
+    constexpr int OUT_SUMS = SHAPE::OUT_SUMS;
+    const int thread = threadIdx.x % 128, other = rank ^ 1;
+    if (threadIdx.x == 0) {
+        sm90::barrier_expect(smem + SHAPE::EXCHANGED, SHAPE::EXCHANGED_BYTES);
+        sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND, other);
+    }
+    const uint32_t here = smem + SHAPE::X + (down * (OUT_SUMS / 4) * 128 + thread) * 16;
+    const uint32_t there = sm90::remote_address(here, other),
+                   full = sm90::remote_address(smem + SHAPE::EXCHANGED, other);
+    sm90::barrier_wait(smem + SHAPE::MAY_SEND, phase);
+#pragma unroll
+    for (int j = 0; j < OUT_SUMS; j += 4) {
+        float theirs[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float &low = sums[j + i], high = sums[SHAPE::SUMS - OUT_SUMS + j + i];
+            theirs[i] = rank ? low : high;
+            low = rank ? high : low;
+        }
+        sm90::store_async(there + j * 512, theirs, full);
+    }
+    sm90::barrier_wait(smem + SHAPE::EXCHANGED, phase);
+#pragma unroll
+    for (int j = 0; j < OUT_SUMS; j += 4) {
+        const uint4 v = load_shared_16(here + j * 512);
+        sums[j] += __uint_as_float(v.x), sums[j + 1] += __uint_as_float(v.y);
+        sums[j + 2] += __uint_as_float(v.z), sums[j + 3] += __uint_as_float(v.w);
+    }
+}
+
 // A warpgroup: 64 rows by TOKENS tokens.
 template <typename T, class SHAPE>
-__device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_work &work, int down) {
-    constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS, CHUNKS = TOKENS / CHUNK;
+__device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
+                                              int down) {
+    constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS, CHUNKS = SHAPE::OUT_TOKENS / CHUNK;
     const int thread = threadIdx.x % 128, part = uniform(thread / WARP);
     const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
     const uint32_t staging = smem + SHAPE::STAGING + down * CHUNK_BYTES;
     gemm_ring ring, packed, gathered;
+    uint32_t exchanges = 0;
     int last_stage = -1;
     // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
     const auto release = [&] {
         if (last_stage >= 0 && thread == 0) sm90::barrier_arrive(smem + SHAPE::X_EMPTY + last_stage * 8);
     };
     for (int strip = 0; strip < work.strips;) {
-        int tile, begin, end;
-        work.find(strip, tile, begin, end);
-        begin = uniform(begin);
-        end = uniform(end);
-        strip += end - begin;
+        gemm_range range = work.find(strip);
+        strip += range.end - range.first;
+        const int strips = uniform(range.own_end - range.own);
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll
@@ -306,12 +367,14 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
 #pragma unroll
             for (int i = 0; i < 2; i++) lane.load(j + i, values[set][i], task.weights);
         };
-        wait_for_strip();
-        open();
-        next.read(mask_at);
-        next.count(task.weights);
-        next.find(task.weights, streams);
-        load(next, 0, 0);
+        if (strips) {
+            wait_for_strip();
+            open();
+            next.read(mask_at);
+            next.count(task.weights);
+            next.find(task.weights, streams);
+            load(next, 0, 0);
+        }
         const auto multiply_tile = [&](int in_strip, bool more) {
             here = next;
             mask_at += TILE_MASK_BYTES;
@@ -351,44 +414,52 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             ring.advance(1, task.x_stages);
         };
 #pragma unroll 1
-        for (int nth = begin; nth < end; nth++) {
+        for (int left = strips; left; left--) {
             const int slot = packed.slot;
             // Unrolled, so that what is prepared need not be moved: a quarter of the instructions.
 #pragma unroll
-            for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) multiply_tile(in_strip, nth + 1 < end);
+            for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) multiply_tile(in_strip, left > 1);
             // Behind the products, which wait for the values. An arrival right behind the loads can overtake them, it seems:
             // what came next into their place was read, in some of a thousand products (H200).
             __syncwarp();
             if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
                 sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (slot * SHAPE::DOWN + down) * 8);
         }
-        packed.advance(1, task.packed_strips);
+        if (strips) packed.advance(1, task.packed_strips);
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release();
         last_stage = -1;
 
-        if (begin > 0) { // of a tile that another block stores
-            float4 *to = work.template sums<SHAPE>(work.range(), down) + thread;
+        const bool gathers = range.first == 0 && range.end < task.strips;
+        if (SHAPE::PAIR > 1 || gathers) sync_threads(8, SHAPE::DOWN * 128); // all are through with the ring of tokens
+        if (SHAPE::PAIR > 1) gemm_exchange<SHAPE>(smem, work.rank, down, exchanges++ & 1, sums);
+        if (range.first > 0) { // of a tile that another cluster stores
+            float4 *to = work.sums(work.number(), down) + thread;
 #pragma unroll
-            for (int j = 0; j < SUMS / 4; j++)
+            for (int j = 0; j < SHAPE::OUT_SUMS / 4; j++)
                 __stcg(to + j * 128, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
             sm90::warpgroup_sync(down);
-            if (thread == 0) store_release(work.template given<SHAPE>(work.range(), down), task.launch);
-            continue;
+            if (thread == 0) store_release(work.given(work.number(), down), task.launch);
         }
-        if (end < task.strips) {
-            sync_threads(8, SHAPE::DOWN * 128); // both multipliers are through with the ring of tokens
-            gemm_gather<SHAPE>(task, smem, work, tile, down, gathered, sums);
+        if (gathers) {
+            if (SHAPE::PAIR > 1) { // what came from the other block is read
+                sm90::fence_for_copies();
+                sync_threads(8, SHAPE::DOWN * 128);
+            }
+            gemm_gather<SHAPE>(task, smem, work, range.tile, down, gathered, sums);
+        }
+        if (SHAPE::PAIR > 1 || gathers) {
             sm90::fence_for_copies();
             sync_threads(8, SHAPE::DOWN * 128);
             if (threadIdx.x == 0) sm90::barrier_arrive(smem + SHAPE::RING_FREE);
         }
+        if (range.first > 0) continue;
         // Asked for anew: there are no registers to keep them in while products run.
         const int lane = held(threadIdx.x) % WARP, warp = uniform(held(threadIdx.x) % 128 / WARP);
         int row_tile, token_tile;
-        gemm_place(task, tile, row_tile, token_tile);
-        const int first_token = token_tile * TOKENS;
+        gemm_place(task, range.tile, row_tile, token_tile);
+        const int first_token = token_tile * TOKENS + work.rank * SHAPE::OUT_TOKENS;
         const int64_t first_row = ((int64_t)row_tile * SHAPE::DOWN + down) * TILE_ROWS,
                       row = first_row + warp * 16 + lane / 4;
         float bias[2] = {0, 0};
@@ -452,37 +523,47 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = held(shared_address(shared));
     const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / WARP % 4);
-    const gemm_work work(task);
-    if (threadIdx.x == 0) {
+    if (warpgroup == SHAPE::DOWN && warp == 2) { // a lane a barrier
         const auto init = [&](int barriers, int count, int arrivals) {
-            for (int i = 0; i < count; i++) sm90::barrier_init(smem + barriers + i * 8, arrivals);
+            for (int i = threadIdx.x % WARP; i < count; i += WARP)
+                sm90::barrier_init(smem + barriers + i * 8, arrivals);
         };
         init(SHAPE::X_FULL, SHAPE::X_STAGES, 1);
         init(SHAPE::X_EMPTY, SHAPE::X_STAGES, SHAPE::DOWN);
         init(SHAPE::PACKED_FULL, SHAPE::DOWN * MAX_PACKED, 1);
         init(SHAPE::PACKED_EMPTY, SHAPE::DOWN * MAX_PACKED, TILE_PARTS * sm90::WARP_ARRIVALS);
         init(SHAPE::GATHERED, SHAPE::DOWN * SHAPE::MAX_GATHERED, 1);
-        init(SHAPE::RING_FREE, 1, 1);
+        init(SHAPE::RING_FREE, 3, 1);
         sm90::fence_barrier_init();
         sm90::fence_for_copies();
+    }
+    if (threadIdx.x == 0) {
         sm90::prefetch_map(&task.x);
         sm90::prefetch_map(&task.y);
     }
-    const auto barriers_ready = [] { __syncthreads(); };
+    const auto barriers_ready = [] {
+        if (SHAPE::PAIR > 1)
+            sm90::cluster_sync();
+        else
+            __syncthreads();
+    };
+    const gemm_work<SHAPE> work(task);
     if (warpgroup < SHAPE::DOWN) {
         barriers_ready();
         sm90::take_registers<SHAPE::REGISTERS>();
         sm90::wait_for_previous_launch(); // before y is written
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
-        return;
-    }
-    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
-    if (warp == 1) {
-        gemm_fetch_strips<SHAPE>(task, smem, work, barriers_ready);
     } else {
-        barriers_ready();
-        if (warp == 0) gemm_fetch_tokens<SHAPE>(task, smem, work);
+        sm90::give_registers<SHAPE::FETCH_REGISTERS>();
+        if (warp == 1) {
+            gemm_fetch_strips<SHAPE>(task, smem, work, barriers_ready);
+        } else {
+            barriers_ready();
+            if (warp == 0) gemm_fetch_tokens<SHAPE>(task, smem, work);
+        }
+        __syncwarp();
     }
+    if (SHAPE::PAIR > 1) sm90::cluster_sync(); // no block may leave while its neighbour writes into it
 #endif
 }
 
@@ -513,8 +594,8 @@ struct gemm_args {
 };
 
 template <class SHAPE>
-int64_t gemm_given_bytes(int blocks) {
-    return (blocks * SHAPE::DOWN * 8 + 127) / 128 * 128;
+int64_t gemm_given_bytes(int clusters) {
+    return (clusters * SHAPE::PAIR * SHAPE::DOWN * 8 + 127) / 128 * 128;
 }
 
 std::atomic<uint64_t> gemm_launches;
@@ -534,10 +615,10 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     task.strips = (int)tile_strips(m.cols);
     task.row_tiles = (int)ceil_div(task.row_blocks, SHAPE::DOWN);
     task.token_tiles = (int)ceil_div(args.tokens, SHAPE::TOKENS);
-    task.blocks = plan.blocks;
+    task.clusters = plan.clusters;
     task.cut = plan.cut;
     task.given = (uint64_t *)args.room;
-    task.sums = (float4 *)((uint8_t *)args.room + gemm_given_bytes<SHAPE>(plan.blocks));
+    task.sums = (float4 *)((uint8_t *)args.room + gemm_given_bytes<SHAPE>(plan.clusters));
     task.launch = ++gemm_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
     task.slot_bytes = gemm_slot_bytes(m);
     if (!gemm_rings<SHAPE>(device, &task)) return cudaErrorInvalidValue;
@@ -547,27 +628,38 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
         error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
                                  TILE_ROWS, CHUNK);
     if (error) return error;
-    cudaLaunchAttribute overlap = overlap_attribute();
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {SHAPE::PAIR, 1, 1};
+    attributes[1] = overlap_attribute();
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)plan.blocks);
+    config.gridDim = dim3((unsigned)(plan.clusters * SHAPE::PAIR));
     config.blockDim = dim3(SHAPE::THREADS);
     config.dynamicSmemBytes =
         SHAPE::X + task.x_stages * SHAPE::X_BYTES + task.packed_strips * SHAPE::DOWN * task.slot_bytes;
     config.stream = args.stream;
-    config.attrs = &overlap;
-    config.numAttrs = may_overlap(args.stream, SHAPE::THREADS);
+    config.attrs = attributes;
+    config.numAttrs = may_overlap(args.stream, SHAPE::THREADS) ? 2 : 1;
     return cudaLaunchKernelEx(&config, tile_gemm_kernel<T, SHAPE>, task);
 }
 
 // The shapes that there are.
 template <class BODY>
 void for_gemm_shapes(const BODY &body) {
-    body(gemm_shape<256, 2>());
-    body(gemm_shape<128, 3>());
-    body(gemm_shape<64, 4>());
+    body(gemm_shape<256, 2, 1>());
+    body(gemm_shape<256, 2, 2>());
+    body(gemm_shape<128, 3, 2>());
+    body(gemm_shape<64, 4, 2>());
 }
 
-// The best way to run a shape, if it takes less than *least. MACKO_TILE_GEMM=256x1 (tokens x 0: whole tiles, 1:
+// How many clusters run at once. Each block takes an SM.
+template <typename T, class SHAPE>
+cudaError_t gemm_clusters_at_once(const Device &device, int *clusters) {
+    return clusters_at_once<tile_gemm_kernel<T, SHAPE>, SHAPE::PAIR>(device, SHAPE::PAIR, SHAPE::THREADS,
+                                                                     device.shared_bytes - 1024, clusters);
+}
+
+// The best way to run a shape, if it takes less than *least. MACKO_TILE_GEMM=256x1x2 (tokens x pair x 0: whole tiles, 1:
 // some are cut, 2: all are, alike) is taken where it fits.
 template <typename T, class SHAPE>
 cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, int64_t *least,
@@ -575,30 +667,37 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
     gemm_task rings;
     rings.slot_bytes = gemm_slot_bytes(m);
     if (!gemm_rings<SHAPE>(device, &rings)) return cudaSuccess;
+    int at_once;
+    if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, &at_once)) return error;
     const int64_t tiles = ceil_div(tile_row_blocks(m.rows), SHAPE::DOWN) * ceil_div(tokens, SHAPE::TOKENS);
-    const int64_t strips = tile_strips(m.cols), at_once = device.num_sms; // each block takes an SM
-    int forced[2] = {};
-    if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%d", forced, forced + 1);
-    const auto consider = [&](int64_t blocks, int64_t cut) {
-        // Clocks of an SM: strips (5 % more where blocks are at different columns and find less in L2), the end of each
-        // output tile, the meeting of sums, and each range that they come from.
-        const int64_t range = cut ? ceil_div(cut * strips, blocks) : 0, whole = ceil_div(tiles - cut, blocks);
-        int64_t time = (whole * strips * 20 + range * 21) * SHAPE::STRIP_CLOCKS / 20 + whole * 2000;
-        if (cut) time += 9000 + ceil_div(strips, range) * 1500;
-        if (forced[0] == SHAPE::TOKENS && forced[1] == (!cut ? 0 : blocks % tiles ? 1 : 2)) time = -1;
-        const int64_t room = cut ? gemm_given_bytes<SHAPE>(blocks) + blocks * SHAPE::DOWN * SHAPE::SUMS_BYTES : 0;
+    const int64_t strips = tile_strips(m.cols);
+    int forced[3] = {};
+    if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%dx%d", forced, forced + 1, forced + 2);
+    const auto consider = [&](int64_t clusters, int64_t cut) {
+        // Clocks of an SM at 1.98 GHz: strips, the end of each output tile, the meeting of sums, and each range that they
+        // come from. Ranges of several tiles end at different times, and find less in L2.
+        const int64_t range = cut ? ceil_div(cut * strips, clusters) : 0, whole = ceil_div(tiles - cut, clusters);
+        const bool alike = cut == tiles && clusters % tiles == 0;
+        const int64_t end = SHAPE::PAIR > 1 ? 5000 : 2500;
+        int64_t time =
+            (whole * ceil_div(strips, SHAPE::PAIR) + ceil_div(range, SHAPE::PAIR)) * SHAPE::STRIP_CLOCKS + whole * end;
+        if (cut) time += (alike ? 0 : 5000) + end + (12000 + (ceil_div(strips, range) - 1) * 2400) / SHAPE::PAIR;
+        if (forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] == (!cut ? 0 : !alike ? 1 : 2))
+            time = -1;
+        const int64_t room =
+            cut ? gemm_given_bytes<SHAPE>(clusters) + clusters * SHAPE::PAIR * SHAPE::DOWN * SHAPE::SUMS_BYTES : 0;
         if (time >= *least) return;
         *least = time;
-        *plan = {room, SHAPE::TOKENS, (int)blocks, (int)cut};
+        *plan = {room, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut};
     };
     consider(std::min<int64_t>(tiles, at_once), 0);
     // Cut: what a last round of whole tiles leaves over, or that and a round more, so that no tile is cut often.
     const int64_t left = tiles % at_once;
     for (int64_t cut = left; left && cut <= tiles && cut <= left + at_once; cut += at_once) {
-        const int64_t blocks = std::min<int64_t>(at_once, cut * strips);
-        if (cut * strips * blocks > INT32_MAX || (blocks < at_once && cut < tiles)) break;
-        consider(blocks, cut);
-        if (cut == tiles && blocks > tiles) consider(blocks / tiles * tiles, cut); // all cut alike
+        const int64_t clusters = std::min<int64_t>(at_once, cut * strips);
+        if (cut * strips * clusters > INT32_MAX || (clusters < at_once && cut < tiles)) break;
+        consider(clusters, cut);
+        if (cut == tiles && clusters > tiles) consider(clusters / tiles * tiles, cut); // all cut alike
     }
     return cudaSuccess;
 }
@@ -620,7 +719,8 @@ cudaError_t gemm_run(const gemm_args &args, const Device &device) {
     cudaError_t error = cudaErrorInvalidValue;
     for_gemm_shapes([&](auto shape) {
         using SHAPE = decltype(shape);
-        if (args.plan.tokens == SHAPE::TOKENS) error = gemm_launch<T, SHAPE>(args, device);
+        if (args.plan.tokens == SHAPE::TOKENS && args.plan.pair == SHAPE::PAIR)
+            error = gemm_launch<T, SHAPE>(args, device);
     });
     return error;
 }
@@ -630,7 +730,7 @@ cudaError_t gemm_run(const gemm_args &args, const Device &device) {
 
 cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan) {
     using namespace macko;
-    *plan = {-1, 0, 0, 0};
+    *plan = {-1, 0, 0, 0, 0};
     Device device;
     const cudaError_t error = current_device(&device);
     if (error || tokens <= 32 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))

@@ -141,8 +141,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         }
     };
     for_pieces(true, [&](int64_t first, int64_t count) {
-        return tile_count_cuda(dense.const_data_ptr(), count, cols,
-                               offset_data + first / TILE_ROWS * tile_strips(cols), device_totals, stream);
+        return tile_count_cuda(dense.const_data_ptr(), count, cols, offset_data + first / TILE_ROWS * tile_strips(cols),
+                               device_totals, stream);
     });
     STD_CUDA_CHECK(tile_scan_cuda(strips, offset_data, device_totals, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));

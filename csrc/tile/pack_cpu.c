@@ -85,8 +85,8 @@ static int places_of(part_masks masks, int lane, int half, int second, uint16_t 
         for (int j = half * HALF_GROUPS; j < (half + 1) * HALF_GROUPS; j++)
             for (int e = 0; e < TILE_QUAD; e++)
                 if (masks[tile][lane] >> (8 * e + j) & 1)
-                    places[count++] = (uint16_t)(tile_row(lane, e) * TILE_STRIP_COLS + tile * TILE_COLS +
-                                                 tile_col(lane, j, e));
+                    places[count++] =
+                        (uint16_t)(tile_row(lane, e) * TILE_STRIP_COLS + tile * TILE_COLS + tile_col(lane, j, e));
     return count;
 }
 
@@ -228,8 +228,7 @@ static macko_fault check_strip(const tile_matrix *m, int64_t strip) {
     for (int i = 0; i < TILE_PARTS * TILE_LANES * TILE_HALVES; i++) {
         const int part = i / (TILE_LANES * TILE_HALVES), lane = i / TILE_HALVES % TILE_LANES, half = i % TILE_HALVES;
         const int byte = TILE_TURNS + i * 2;
-        if (load_16(begin + byte) != plans[part].turns[lane][half])
-            return (macko_fault){TILE_TURN, block, strip, byte};
+        if (load_16(begin + byte) != plans[part].turns[lane][half]) return (macko_fault){TILE_TURN, block, strip, byte};
     }
     int byte = TILE_VALUES;
     for (int part = 0; part < TILE_PARTS; part++)

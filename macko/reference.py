@@ -142,8 +142,8 @@ def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
             columns = {}
             for h in range(2):
                 first, second = ([own[own != 0] for own in strip[part, :, h, tiles]] for tiles in ([0, 1], [2, 3]))
-                shortest = sorted(range(32), key=lambda lane, first=first: len(first[lane]))
-                longest = sorted(range(32), key=lambda lane, second=second: -len(second[lane]))
+                shortest = sorted(range(32), key=[len(own) for own in first].__getitem__)
+                longest = sorted(range(32), key=[-len(own) for own in second].__getitem__)
                 for lane, column in zip(longest, shortest, strict=True):
                     turns[part, lane, h] = len(first[column]) * 128 + column * 4 + h * 2
                     columns[column, h] = torch.cat([first[column], second[lane]])

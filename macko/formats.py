@@ -388,8 +388,8 @@ class TileWeight(PackedWeight):
     ops run on the CPU too, where a weight is better held as canonical or bitmap.
 
     Attributes:
-        data: [units * 8], float16 or bfloat16: masks and values, strip after strip.
-        offsets: [strips + 1], int32, in units of 16 bytes.
+        data: [units * 64], float16 or bfloat16: masks and values, strip after strip.
+        offsets: [strips + 1], int32, in units of 128 bytes.
         rows, cols: shape of the dense weight.
         widest: units of the largest strip. entries: non-zeros held.
         delta_bits: of the canonical weight that it was made from.
@@ -455,10 +455,9 @@ class TileWeight(PackedWeight):
         place = f"strip {strip} of row block {block}"
         wrong = {
             0: "",
-            1: f"offsets[{strip}] is {found}, expected 0 at the start and 161 to 2209 more than the one before, "
-            "in steps of 8",
+            1: f"offsets[{strip}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
             2: f"widest is {self.widest}, the largest strip has {found}",
-            3: f"offsets ends with {found}, data has {self.data.shape[0] // 8} units",
+            3: f"offsets ends with {found}, data has {self.data.shape[0] // 64} units",
             4: f"{place}: word {found} of its masks has a value outside of the matrix",
             5: f"{place} has another size than the {found} rows of values that its masks say",
             6: f"{place}, byte {found}: not the row where a part's values begin, or not zero behind the last part's",

@@ -489,7 +489,7 @@ def _(
 def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Any, ...]:
     units, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
     strips = (row_ptr.shape[0] + 62) // 64 * ((cols + 255) // 256)
-    return values.new_empty(units * 8), values.new_empty(strips + 1, dtype=torch.int32), *sizes
+    return values.new_empty(units * 64), values.new_empty(strips + 1, dtype=torch.int32), *sizes
 
 
 @torch.library.register_fake("macko::bitmap_pack")

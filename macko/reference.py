@@ -136,7 +136,7 @@ def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
     masks = ((elements != 0).long() << places).sum((3, 5, 6)).permute(0, 3, 1, 2)
     pieces, offsets = [torch.zeros(0, dtype=torch.int16)], [0]
     for strip, mask in zip(elements, masks, strict=True):
-        turns, firsts = torch.zeros(4, 32, 2, dtype=torch.int16), [0] * 8
+        turns, firsts = torch.zeros(4, 32, 2, dtype=torch.int16), [0] * 64
         values = torch.zeros(0, 32, 2, dtype=torch.int16)
         for part in range(4):
             columns = {}
@@ -152,7 +152,7 @@ def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
             values = torch.cat([values, lanes.view(-1, 32, 2)])
         head = [mask.flatten().int().view(torch.int16), turns.flatten(), torch.tensor(firsts, dtype=torch.int16)]
         pieces.append(torch.cat([*head, values.flatten()]))
-        offsets.append(offsets[-1] + len(pieces[-1]) // 8)
+        offsets.append(offsets[-1] + len(pieces[-1]) // 64)
     return torch.cat(pieces).view(w.dtype), torch.tensor(offsets, dtype=torch.int32)
 
 

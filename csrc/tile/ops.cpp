@@ -57,7 +57,7 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
     if (widest < least || widest > most) fail(op, "widest is ", widest, ", expected ", least, " to ", most);
     check_contiguous(op, "data", data);
     check_contiguous(op, "offsets", offsets);
-    check_aligned(op, "data", data, TILE_UNIT);
+    check_aligned(op, "data", data, 16);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
             static_cast<const int32_t *>(offsets.const_data_ptr()),
             rows,
@@ -120,7 +120,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     Tensor offsets = torch::stable::new_empty(values, {strips + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     const auto check_units = [&](int64_t units) {
-        if (units > INT32_MAX) fail(op, "the layout takes ", units, " units of 16 bytes, expected at most ", INT32_MAX);
+        if (units > INT32_MAX) fail(op, "the layout takes ", units, " units of ", TILE_UNIT, " bytes, expected at most ", INT32_MAX);
     };
     tile_totals totals{};
 #ifdef USE_CUDA

@@ -247,8 +247,7 @@ macko_fault tile_check_cpu(const tile_matrix *m, int64_t units) {
     if (m->offsets[0]) return (macko_fault){TILE_OFFSETS, 0, 0, m->offsets[0]};
     for (int64_t strip = 0; strip < count; strip++) {
         const int64_t here = (int64_t)m->offsets[strip + 1] - m->offsets[strip];
-        if (here < tile_units(0) || here > tile_units(TILE_MOST_ROWS) ||
-            (here - tile_units(0)) % (TILE_ROW_BYTES / TILE_UNIT))
+        if (here < tile_units(0) || here > tile_units(TILE_MOST_ROWS))
             return (macko_fault){TILE_OFFSETS, strip / strips, strip + 1, m->offsets[strip + 1]};
         if (here > widest) widest = here;
     }

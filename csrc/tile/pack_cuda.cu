@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(THREADS)
         *(uint32_t *)(strip + tile_lane::mask_at(0, tile, part, lane)) = own.masks[tile];
     *(uint32_t *)(strip + TILE_TURNS + (part * TILE_LANES + lane) * 4) = plan.turns[0] | plan.turns[1] << 16;
     if (lane == 0) ((uint16_t *)(strip + TILE_FIRSTS))[part] = (uint16_t)first;
-    if (lane == 1) ((uint16_t *)(strip + TILE_FIRSTS))[TILE_PARTS + part] = 0;
+    if (part == 0 && lane >= 2) ((uint32_t *)(strip + TILE_FIRSTS))[lane] = 0; // behind the four firsts
     uint4 *const to = (uint4 *)(strip + TILE_VALUES + first * TILE_ROW_BYTES);
     for (int i = lane; i < plan.rows * (TILE_ROW_BYTES / 16); i += WARP) to[i] = room[i];
 }
@@ -212,8 +212,7 @@ __global__ void __launch_bounds__(THREADS, 8)
     const int begin = __ldg(offsets), units = __ldg(offsets + 1) - begin;
     const uint8_t *data = m.data + (int64_t)begin * TILE_UNIT;
     const uint32_t strip = shared_address(room);
-    for (int unit = threadIdx.x; unit < units; unit += THREADS)
-        copy_async<16>(strip + unit * TILE_UNIT, data + unit * TILE_UNIT);
+    for (int at = threadIdx.x * 16; at < units * TILE_UNIT; at += THREADS * 16) copy_async<16>(strip + at, data + at);
     commit_copies();
     wait_copies<0>();
     __syncthreads();

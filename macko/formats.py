@@ -388,10 +388,10 @@ class TileWeight(PackedWeight):
     ops run on the CPU too, where a weight is better held as canonical or bitmap.
 
     Attributes:
-        data: [units * 8], float16 or bfloat16: masks and values, tile after tile.
-        offsets: [tiles + 1], int32, in units of 16 bytes.
+        data: [units * 64], float16 or bfloat16: masks and values, strip after strip.
+        offsets: [strips + 1], int32, in units of 128 bytes.
         rows, cols: shape of the dense weight.
-        widest: units of the largest tile. entries: non-zeros held.
+        widest: units of the largest strip. entries: non-zeros held.
         delta_bits: of the canonical weight that it was made from.
     """
 
@@ -444,24 +444,26 @@ class TileWeight(PackedWeight):
         """Checks every rule of the layout, once, on the CPU.
 
         Raises:
-            ValueError: a rule is broken; names the tile and what is wrong with it.
+            ValueError: a rule is broken; names the strip and what is wrong with it.
         """
         try:
-            kind, block, tile, found = ops.tile_check(self._packed).tolist()
+            kind, block, strip, found = ops.tile_check(self._packed).tolist()
         except RuntimeError as error:
             if "macko::" not in str(error):
                 raise
             raise ValueError(f"not a tile weight: {error}") from None
+        place = f"strip {strip} of row block {block}"
         wrong = {
             0: "",
-            1: f"offsets[{tile}] is {found}, expected 0 at the start and 33 to 545 more than the one before",
-            2: f"widest is {self.widest}, the largest tile has {found}",
-            3: f"offsets ends with {found}, data has {self.data.shape[0] // 8} units",
-            4: f"tile {tile} of row block {block} has another size than its {found} values take",
-            5: f"tile {tile} of row block {block}: a part begins at byte {found}, not where the one before ends",
-            6: f"tile {tile} of row block {block}: a value of part {found} lies outside of the matrix",
-            7: f"tile {tile} of row block {block}, byte {found}: a zero is stored, or the padding is not zero",
-        }.get(kind, f"tile {tile} of row block {block}: fault {kind}, found {found}")
+            1: f"offsets[{strip}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
+            2: f"widest is {self.widest}, the largest strip has {found}",
+            3: f"offsets ends with {found}, data has {self.data.shape[0] // 64} units",
+            4: f"{place}: word {found} of its masks has a value outside of the matrix",
+            5: f"{place} has another size than the {found} rows of values that its masks say",
+            6: f"{place}, byte {found}: not the row where a part's values begin, or not zero behind the last part's",
+            7: f"{place}, byte {found}: not the place where the second half of these values begins",
+            8: f"{place}, byte {found}: a zero is stored, or what is no value is not zero",
+        }.get(kind, f"{place}: fault {kind}, found {found}")
         if not wrong and int(self.to_dense().count_nonzero()) != self.entries:
             wrong = f"entries is {self.entries}, which is not the number of its values"
         if wrong:

@@ -126,21 +126,33 @@ def bitmap_pack(
 
 def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
     """data and offsets of the tile layout (csrc/tile/tile.h) of a dense 16-bit matrix."""
-    blocks, col_blocks = -(-w.shape[0] // 64), -(-w.shape[1] // 64)
-    full = torch.zeros(blocks * 64, col_blocks * 64, dtype=torch.int16)
+    blocks, strips = -(-w.shape[0] // 64), -(-w.shape[1] // 256)
+    full = torch.zeros(blocks * 64, strips * 256, dtype=torch.int16)
     full[: w.shape[0], : w.shape[1]] = torch.where(w == 0, 0, w).cpu().view(torch.int16)
-    # [row block, part, e / 2, lane / 4, col block, j / 2, j % 2, lane % 4, e % 2] -> [tile, part, j, lane, e]
-    elements = full.view(blocks, 4, 2, 8, col_blocks, 4, 2, 4, 2).permute(0, 4, 1, 5, 6, 3, 7, 2, 8)
-    tiles = elements.reshape(blocks * col_blocks, 4, 8, 32, 4)
-    places = 8 * torch.arange(4) + torch.arange(8)[:, None, None]
-    masks = ((tiles != 0).long() << places).sum((2, 4))
+    # [row block, part, e / 2, lane / 4, strip, tile, h, j / 2 % 2, j % 2, lane % 4, e % 2]
+    elements = full.view(blocks, 4, 2, 8, strips, 4, 2, 2, 2, 4, 2).permute(0, 4, 1, 3, 9, 6, 5, 7, 8, 2, 10)
+    elements = elements.reshape(blocks * strips, 4, 32, 2, 4, 4, 4)  # [strip, part, lane, h, tile, j % 4, e]
+    places = 8 * torch.arange(4) + torch.arange(8).view(2, 1, 4, 1)
+    masks = ((elements != 0).long() << places).sum((3, 5, 6)).permute(0, 3, 1, 2)
     pieces, offsets = [torch.zeros(0, dtype=torch.int16)], [0]
-    for tile, mask in zip(tiles, masks, strict=True):
-        counts = (tile != 0).sum((1, 2, 3))
-        starts = 520 + 2 * (counts.cumsum(0) - counts)
-        piece = torch.cat([mask.flatten().int().view(torch.int16), starts.to(torch.int16), tile[tile != 0]])
-        pieces.append(torch.nn.functional.pad(piece, (0, -len(piece) % 8)))
-        offsets.append(offsets[-1] + len(pieces[-1]) // 8)
+    for strip, mask in zip(elements, masks, strict=True):
+        turns, firsts = torch.zeros(4, 32, 2, dtype=torch.int16), [0] * 64
+        values = torch.zeros(0, 32, 2, dtype=torch.int16)
+        for part in range(4):
+            columns = {}
+            for h in range(2):
+                first, second = ([own[own != 0] for own in strip[part, :, h, tiles]] for tiles in ([0, 1], [2, 3]))
+                shortest = sorted(range(32), key=[len(own) for own in first].__getitem__)
+                longest = sorted(range(32), key=[-len(own) for own in second].__getitem__)
+                for lane, column in zip(longest, shortest, strict=True):
+                    turns[part, lane, h] = len(first[column]) * 128 + column * 4 + h * 2
+                    columns[column, h] = torch.cat([first[column], second[lane]])
+            firsts[part] = len(values)
+            lanes = torch.nn.utils.rnn.pad_sequence([columns[lane, h] for lane in range(32) for h in range(2)])
+            values = torch.cat([values, lanes.view(-1, 32, 2)])
+        head = [mask.flatten().int().view(torch.int16), turns.flatten(), torch.tensor(firsts, dtype=torch.int16)]
+        pieces.append(torch.cat([*head, values.flatten()]))
+        offsets.append(offsets[-1] + len(pieces[-1]) // 64)
     return torch.cat(pieces).view(w.dtype), torch.tensor(offsets, dtype=torch.int32)
 
 

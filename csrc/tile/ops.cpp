@@ -46,18 +46,18 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
     check_dim(op, "offsets", offsets, 1);
     if (rows < 0 || rows > INT32_MAX) fail(op, "rows is ", rows, ", expected 0 to ", INT32_MAX);
     if (cols < 0 || cols > INT32_MAX) fail(op, "cols is ", cols, ", expected 0 to ", INT32_MAX);
-    const int64_t tiles = tile_count(rows, cols);
-    if (offsets.numel() != tiles + 1)
-        fail(op, "offsets has ", offsets.numel(), " elements, expected ", tiles + 1, " for a matrix of ", rows, " x ",
+    const int64_t strips = tile_count(rows, cols);
+    if (offsets.numel() != strips + 1)
+        fail(op, "offsets has ", offsets.numel(), " elements, expected ", strips + 1, " for a matrix of ", rows, " x ",
              cols);
-    if (data.numel() * 2 % TILE_UNIT || data.numel() * 2 < tiles * tile_units(0) * TILE_UNIT)
+    if (data.numel() * 2 % TILE_UNIT || data.numel() * 2 < strips * tile_units(0) * TILE_UNIT)
         fail(op, "data has ", data.numel(), " elements, expected a multiple of ", TILE_UNIT / 2, ", at least ",
-             tiles * tile_units(0) * TILE_UNIT / 2);
-    const int least = tiles ? tile_units(0) : 0, most = tiles ? tile_units(TILE_ROWS * TILE_COLS) : 0;
+             strips * tile_units(0) * TILE_UNIT / 2);
+    const int least = strips ? tile_units(0) : 0, most = strips ? tile_units(TILE_MOST_ROWS) : 0;
     if (widest < least || widest > most) fail(op, "widest is ", widest, ", expected ", least, " to ", most);
     check_contiguous(op, "data", data);
     check_contiguous(op, "offsets", offsets);
-    check_aligned(op, "data", data, TILE_UNIT);
+    check_aligned(op, "data", data, 16);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
             static_cast<const int32_t *>(offsets.const_data_ptr()),
             rows,
@@ -66,9 +66,9 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
             dtype};
 }
 
-// The matrix's rows from the row block of `first` on: the offsets of its tiles are those of a whole one.
+// The matrix's rows from the row block of `first` on: the offsets of its strips are those of a whole one.
 tile_matrix piece_of(tile_matrix m, int64_t first, int64_t rows) {
-    m.offsets += first / TILE_ROWS * tile_col_blocks(m.cols);
+    m.offsets += first / TILE_ROWS * tile_strips(m.cols);
     m.rows = rows;
     return m;
 }
@@ -116,11 +116,11 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     check_half(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
-    const int64_t rows = source.rows, tiles = tile_count(rows, cols);
-    Tensor offsets = torch::stable::new_empty(values, {tiles + 1}, ScalarType::Int);
+    const int64_t rows = source.rows, strips = tile_count(rows, cols);
+    Tensor offsets = torch::stable::new_empty(values, {strips + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     const auto check_units = [&](int64_t units) {
-        if (units > INT32_MAX) fail(op, "the layout takes ", units, " units of 16 bytes, expected at most ", INT32_MAX);
+        if (units > INT32_MAX) fail(op, "the layout takes ", units, " units of ", TILE_UNIT, " bytes, expected at most ", INT32_MAX);
     };
     tile_totals totals{};
 #ifdef USE_CUDA
@@ -141,10 +141,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         }
     };
     for_pieces(true, [&](int64_t first, int64_t count) {
-        return tile_count_cuda(dense.const_data_ptr(), count, cols,
-                               offset_data + first / TILE_ROWS * tile_col_blocks(cols), device_totals, stream);
+        return tile_count_cuda(dense.const_data_ptr(), count, cols, offset_data + first / TILE_ROWS * tile_strips(cols),
+                               device_totals, stream);
     });
-    STD_CUDA_CHECK(tile_scan_cuda(tiles, offset_data, device_totals, stream));
+    STD_CUDA_CHECK(tile_scan_cuda(strips, offset_data, device_totals, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
     STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     check_units(totals.units);
@@ -158,7 +158,6 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     // A product may read the weight before the kernel in front of it has ended, so that must not be the one that writes it.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
-    const int64_t col_blocks = tile_col_blocks(cols);
     const auto for_blocks = [&](auto body) {
         for_rows(tile_row_blocks(rows), cols * TILE_ROWS, [&](int64_t begin, int64_t end) {
             std::vector<uint16_t> dense(TILE_ROWS * cols);
@@ -170,14 +169,14 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         });
     };
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
-        tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * col_blocks);
+        tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * tile_strips(cols));
     });
     offset_data[0] = 0;
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        totals.widest = std::max<int64_t>(totals.widest, offset_data[tile + 1]);
-        totals.units += offset_data[tile + 1];
+    for (int64_t strip = 0; strip < strips; strip++) {
+        totals.widest = std::max<int64_t>(totals.widest, offset_data[strip + 1]);
+        totals.units += offset_data[strip + 1];
         check_units(totals.units);
-        offset_data[tile + 1] = int32_t(totals.units);
+        offset_data[strip + 1] = int32_t(totals.units);
     }
     Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
@@ -186,10 +185,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         const tile_matrix piece = piece_of(m, block * TILE_ROWS, count);
         tile_write_cpu(&piece, dense, bytes, 0, 1);
     });
-    for (int64_t tile = 0; tile < tiles; tile++)
-        for (int word = 0; word < TILE_PARTS * TILE_LANES; word++) {
+    for (int64_t strip = 0; strip < strips; strip++)
+        for (int byte = 0; byte < TILE_TURNS; byte += 4) {
             uint32_t mask;
-            std::memcpy(&mask, bytes + int64_t(offset_data[tile]) * TILE_UNIT + word * 4, 4);
+            std::memcpy(&mask, bytes + int64_t(offset_data[strip]) * TILE_UNIT + byte, 4);
             totals.stored += __builtin_popcount(mask);
         }
 #endif

@@ -8,64 +8,128 @@ using namespace macko;
 namespace {
 
 constexpr int PART_ROWS = TILE_ROWS / TILE_PARTS;
-constexpr int THREADS = TILE_PARTS * WARP; // a thread block owns a tile at a time
+constexpr int THREADS = TILE_PARTS * WARP; // a thread block owns a strip
 constexpr int SCAN_THREADS = 1024;
+constexpr uint32_t HALF_BITS = 0x0f0f0f0f; // of a mask: elements of the first half's groups
 
-// A lane's elements of a part of the dense w, and which are values.
+// The first of a part's rows and columns.
+struct Place {
+    int64_t row, col;
+};
+__device__ __forceinline__ Place place_of(int64_t cols, int part) {
+    const int64_t strips = tile_strips(cols);
+    return {blockIdx.x / strips * TILE_ROWS + part * PART_ROWS, blockIdx.x % strips * TILE_STRIP_COLS};
+}
+
+// A lane's elements of a part of a strip of the dense w, two neighbours a word, and which are values.
 struct Elements {
-    uint16_t values[TILE_GROUPS][TILE_QUAD];
-    uint32_t mask;
+    uint32_t pairs[TILE_STRIP][TILE_GROUPS][TILE_QUAD / 2];
+    uint32_t masks[TILE_STRIP];
 
-    __device__ void load(const uint16_t *w, int64_t rows, int64_t cols, int64_t row, int64_t col, int lane) {
-        mask = 0;
+    __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, Place from, int lane) {
+        const bool whole = from.row + PART_ROWS <= rows && from.col + TILE_STRIP_COLS <= cols && cols % 2 == 0;
 #pragma unroll
-        for (int j = 0; j < TILE_GROUPS; j++)
+        for (int tile = 0; tile < TILE_STRIP; tile++) {
+            masks[tile] = 0;
 #pragma unroll
-            for (int e = 0; e < TILE_QUAD; e++) {
-                const int64_t r = row + tile_row(lane, e), c = col + tile_col(lane, j, e);
-                values[j][e] = r < rows && c < cols ? w[r * cols + c] : 0;
-                mask |= (uint32_t)((values[j][e] & 0x7fff) != 0) << (8 * e + j);
-            }
+            for (int j = 0; j < TILE_GROUPS; j++)
+#pragma unroll
+                for (int e = 0; e < TILE_QUAD; e += 2) {
+                    const int64_t r = from.row + tile_row(lane, e);
+                    const int64_t c = from.col + tile * TILE_COLS + tile_col(lane, j, e);
+                    const uint16_t *element = w + r * cols + c;
+                    uint32_t pair = 0;
+                    if (whole) {
+                        pair = *(const uint32_t *)element;
+                    } else if (r < rows) {
+                        if (c < cols) pair = element[0];
+                        if (c + 1 < cols) pair |= (uint32_t)element[1] << 16;
+                    }
+                    pairs[tile][j][e / 2] = pair;
+                    masks[tile] |= (uint32_t)((pair & 0x7fff) != 0) << (8 * e + j);
+                    masks[tile] |= (uint32_t)((pair & 0x7fff0000) != 0) << (8 * (e + 1) + j);
+                }
+        }
     }
 };
 
-// Where a lane's values of each group begin, for values of the part from `start` on; start then is where they end.
-__device__ __forceinline__ tile_lane places_of(uint32_t mask, uint32_t start) {
-    tile_lane own;
-    own.mask = mask;
-    own.start = start;
-    own.prepare<1>(0, 0, 0);
-    own.prepare<2>(0, 0, 0);
-    own.prepare<3>(0, 0, 0);
-    return own;
+// A lane's place among the lanes by `key` (up to 63), of equal ones the lower lane first.
+__device__ __forceinline__ int place_among_lanes(uint32_t key, int lane) {
+    uint32_t equal = FULL_WARP, below = 0;
+#pragma unroll
+    for (uint32_t bit = 32; bit; bit /= 2) {
+        const uint32_t set = __ballot_sync(FULL_WARP, key & bit);
+        if (key & bit) below |= equal & ~set;
+        equal &= key & bit ? set : ~set;
+    }
+    return __popc(below | (equal & ((1u << lane) - 1)));
 }
+
+// Which lane has this number; each lane has another one of 0 .. 31.
+__device__ __forceinline__ int lane_with(int own, int wanted) {
+    uint32_t lanes = FULL_WARP;
+#pragma unroll
+    for (int bit = 1; bit < WARP; bit *= 2) {
+        const uint32_t set = __ballot_sync(FULL_WARP, own & bit);
+        lanes &= wanted & bit ? set : ~set;
+    }
+    return __ffs(lanes) - 1;
+}
+
+// What a part's masks say of its values: where the lane's second halves begin, in bytes, and the rows that they take.
+struct Plan {
+    uint32_t turns[TILE_HALVES];
+    int rows;
+
+    __device__ __forceinline__ void find(const uint32_t (&masks)[TILE_STRIP], int lane) {
+        rows = 0;
+#pragma unroll
+        for (int half = 0; half < TILE_HALVES; half++) {
+            const uint32_t bits = HALF_BITS << 4 * half;
+            const int first = __popc(masks[0] & bits) + __popc(masks[1] & bits);
+            const int second = __popc(masks[2] & bits) + __popc(masks[3] & bits);
+            const int column = lane_with(place_among_lanes(first, lane), place_among_lanes(32 - second, lane));
+            const int above = __shfl_sync(FULL_WARP, first, column);
+            turns[half] = above * TILE_ROW_BYTES + column * 4 + half * 2;
+            rows = max(rows, above + second);
+        }
+        rows = __reduce_max_sync(FULL_WARP, rows);
+    }
+};
 
 __global__ void __launch_bounds__(THREADS)
-    count_tiles(const uint16_t *w, int64_t rows, int64_t cols, int32_t *offsets, tile_totals *totals) {
-    __shared__ int counts[TILE_PARTS];
-    const int part = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t col_blocks = tile_col_blocks(cols), tile = blockIdx.x;
+    count_strips(const uint16_t *w, int64_t rows, int64_t cols, int32_t *offsets, tile_totals *totals) {
+    __shared__ int value_rows, stored;
+    const int lane = threadIdx.x % WARP;
     Elements own;
-    own.load(w, rows, cols, tile / col_blocks * TILE_ROWS + part * PART_ROWS, tile % col_blocks * TILE_COLS, lane);
-    const int count = __reduce_add_sync(FULL_WARP, __popc(own.mask));
-    if (lane == 0) counts[part] = count;
+    own.load(w, rows, cols, place_of(cols, threadIdx.x / WARP), lane);
+    Plan plan;
+    plan.find(own.masks, lane);
+    int count = 0;
+    for (const uint32_t mask : own.masks) count += __popc(mask);
+    count = __reduce_add_sync(FULL_WARP, count);
+    if (threadIdx.x == 0) value_rows = stored = 0;
+    __syncthreads();
+    if (lane == 0) {
+        atomicAdd(&value_rows, plan.rows);
+        atomicAdd(&stored, count);
+    }
     __syncthreads();
     if (threadIdx.x) return;
-    const int values = counts[0] + counts[1] + counts[2] + counts[3];
-    offsets[tile + 1] = tile_units(values);
-    atomicAdd((unsigned long long *)&totals->stored, (unsigned long long)values);
+    offsets[blockIdx.x + 1] = tile_units(value_rows);
+    atomicAdd((unsigned long long *)&totals->stored, (unsigned long long)stored);
 }
 
-// One block: units in offsets[1..tiles] become their sums.
-__global__ void __launch_bounds__(SCAN_THREADS) scan_tiles(int64_t tiles, int32_t *offsets, tile_totals *totals) {
+// One block: units in offsets[1..strips] become their sums.
+__global__ void __launch_bounds__(SCAN_THREADS) scan_strips(int64_t strips, int32_t *offsets, tile_totals *totals) {
     __shared__ int64_t sums[SCAN_THREADS / WARP];
     __shared__ int widest;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (threadIdx.x == 0) offsets[0] = widest = 0;
     int64_t before = 0;
     int own_widest = 0;
-    for (int64_t tile = threadIdx.x + 1; tile - threadIdx.x <= tiles; tile += SCAN_THREADS) {
-        const int units = tile <= tiles ? offsets[tile] : 0;
+    for (int64_t strip = threadIdx.x + 1; strip - threadIdx.x <= strips; strip += SCAN_THREADS) {
+        const int units = strip <= strips ? offsets[strip] : 0;
         own_widest = max(own_widest, units);
         const uint32_t through = warp_inclusive_sum((uint32_t)units);
         __syncthreads(); // the last round's reads are done
@@ -76,7 +140,7 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_tiles(int64_t tiles, int32_
             if (other < warp) offset += sums[other];
             before += sums[other];
         }
-        if (tile <= tiles) offsets[tile] = (int32_t)offset;
+        if (strip <= strips) offsets[strip] = (int32_t)offset;
     }
     __syncthreads();
     atomicMax(&widest, own_widest);
@@ -86,124 +150,112 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_tiles(int64_t tiles, int32_
     totals->widest = widest;
 }
 
+// A warp puts its part together in shared memory, in which each lane's values have a bank of their own.
 __global__ void __launch_bounds__(THREADS)
-    write_tiles(const int32_t *offsets, int64_t rows, int64_t cols, const uint16_t *w, uint8_t *data) {
-    __shared__ int bytes[TILE_PARTS]; // of each part's values
+    write_strips(const int32_t *offsets, int64_t rows, int64_t cols, const uint16_t *w, uint8_t *data) {
+    constexpr int MOST_ROWS = TILE_MOST_ROWS / TILE_PARTS;
+    __shared__ uint4 rooms[TILE_PARTS][MOST_ROWS * TILE_ROW_BYTES / 16];
+    __shared__ int value_rows[TILE_PARTS];
     const int part = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t col_blocks = tile_col_blocks(cols), tile = blockIdx.x;
     Elements own;
-    own.load(w, rows, cols, tile / col_blocks * TILE_ROWS + part * PART_ROWS, tile % col_blocks * TILE_COLS, lane);
-    const tile_lane places = places_of(own.mask, 0);
-    if (lane == 0) bytes[part] = places.start;
+    own.load(w, rows, cols, place_of(cols, part), lane);
+    Plan plan;
+    plan.find(own.masks, lane);
+    if (lane == 0) value_rows[part] = plan.rows;
+    uint4 *const room = rooms[part];
+    for (int i = lane; i < plan.rows * (TILE_ROW_BYTES / 16); i += WARP) room[i] = uint4{};
     __syncthreads();
-    uint8_t *begin = data + (int64_t)offsets[tile] * TILE_UNIT, *end = data + (int64_t)offsets[tile + 1] * TILE_UNIT;
-    int start = TILE_VALUES;
-    for (int other = 0; other < part; other++) start += bytes[other];
-    ((uint32_t *)begin)[part * TILE_LANES + lane] = own.mask;
-    if (lane == 0) *(uint16_t *)(begin + TILE_STARTS + part * 2) = (uint16_t)start;
+    const uint32_t values = shared_address(room);
 #pragma unroll
-    for (int j = 0; j < TILE_GROUPS; j++) {
-        uint16_t *to = (uint16_t *)(begin + start + places.at[j]);
+    for (int half = 0; half < TILE_HALVES; half++) {
+        uint32_t to = values + lane * 4 + half * 2;
 #pragma unroll
-        for (int e = 0; e < TILE_QUAD; e++)
-            if (own.mask >> (8 * e + j) & 1) *to++ = own.values[j][e];
+        for (int tile = 0; tile < TILE_STRIP; tile++) {
+            if (tile == TILE_STRIP / 2) to = values + plan.turns[half];
+#pragma unroll
+            for (int j = half * TILE_GROUPS / 2; j < (half + 1) * TILE_GROUPS / 2; j++)
+#pragma unroll
+                for (int e = 0; e < TILE_QUAD; e++)
+                    if (own.masks[tile] >> (8 * e + j) & 1) {
+                        store_shared_2(to, (uint16_t)(own.pairs[tile][j][e / 2] >> 16 * (e % 2)));
+                        to += TILE_ROW_BYTES;
+                    }
+        }
     }
-    uint8_t *behind = begin + start + places.start + 2 * lane;
-    if (part == TILE_PARTS - 1 && behind < end) *(uint16_t *)behind = 0;
+    __syncwarp();
+    uint8_t *const strip = data + (int64_t)offsets[blockIdx.x] * TILE_UNIT;
+    int first = 0;
+    for (int other = 0; other < part; other++) first += value_rows[other];
+#pragma unroll
+    for (int tile = 0; tile < TILE_STRIP; tile++)
+        *(uint32_t *)(strip + tile_lane::mask_at(0, tile, part, lane)) = own.masks[tile];
+    *(uint32_t *)(strip + TILE_TURNS + (part * TILE_LANES + lane) * 4) = plan.turns[0] | plan.turns[1] << 16;
+    if (lane == 0) ((uint16_t *)(strip + TILE_FIRSTS))[part] = (uint16_t)first;
+    if (part == 0 && lane >= 2) ((uint32_t *)(strip + TILE_FIRSTS))[lane] = 0; // behind the four firsts
+    uint4 *const to = (uint4 *)(strip + TILE_VALUES + first * TILE_ROW_BYTES);
+    for (int i = lane; i < plan.rows * (TILE_ROW_BYTES / 16); i += WARP) to[i] = room[i];
 }
 
-// What unpack_tiles has to know of a part to fetch it: where its values begin and end, in bytes from the tile's start.
-struct PartHead {
-    const uint8_t *tile;
-    int begin, end;
-};
+// Dense rows of a part of a tile in shared memory, 8 elements more than they need: so neither the pairs that are written
+// nor the 16 bytes that are read meet in a bank.
+constexpr int DENSE_STRIDE = TILE_COLS + 8;
+constexpr int DENSE_BYTES = PART_ROWS * DENSE_STRIDE * 2;
 
-// A warp's room in shared memory: what it fetches, twice, and dense rows of a part. These have 8 elements more than they
-// need, so that neither the pairs that are written nor the 16 bytes that are read meet in a bank.
-struct PartRoom {
-    static constexpr int STRIDE = TILE_COLS + 8, VALUE_ROOM = PART_ROWS * TILE_COLS * 2 + 2 * TILE_UNIT;
-    uint4 masks[2][TILE_LANES * 4 / 16];
-    uint4 values[2][VALUE_ROOM / 16];
-    uint4 dense[PART_ROWS * STRIDE / 8];
-};
-
-/*
- * A thread block owns `round` tiles of a row block, a warp one part of each: the next one is on its way meanwhile.
- */
+// A thread block fetches a strip as it lies, and what is on its way meanwhile are the others of the SM. A warp unpacks a part.
 __global__ void __launch_bounds__(THREADS, 8)
-    unpack_tiles(const tile_matrix m, int64_t first, int64_t stop, int round, uint16_t *w) {
-    __shared__ PartRoom rooms[TILE_PARTS];
+    unpack_strips(const tile_matrix m, int64_t first, int64_t stop, const tile_weights weights, uint16_t *w) {
+    extern __shared__ __align__(128) uint8_t room[];
     const int part = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t col_blocks = tile_col_blocks(m.cols), rounds = ceil_div(col_blocks, round);
-    const int64_t block = first / TILE_ROWS + blockIdx.x / rounds, row = block * TILE_ROWS + part * PART_ROWS;
-    const int first_col = (int)(blockIdx.x % rounds) * round, tiles = min(round, (int)col_blocks - first_col);
+    const int64_t strips = tile_strips(m.cols), block = first / TILE_ROWS + blockIdx.x / strips;
+    const int64_t row = block * TILE_ROWS + part * PART_ROWS, col = blockIdx.x % strips * TILE_STRIP_COLS;
+    const int32_t *offsets = m.offsets + block * strips + blockIdx.x % strips;
+    const int begin = __ldg(offsets), units = __ldg(offsets + 1) - begin;
+    const uint8_t *data = m.data + (int64_t)begin * TILE_UNIT;
+    const uint32_t strip = shared_address(room);
+    for (int at = threadIdx.x * 16; at < units * TILE_UNIT; at += THREADS * 16) copy_async<16>(strip + at, data + at);
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
     if (row >= stop || row + PART_ROWS <= first) return;
-    const int32_t *offsets = m.offsets + block * col_blocks + first_col;
-    PartRoom &room = rooms[part];
-    const uint32_t masks_at = shared_address(room.masks), values_at = shared_address(room.values);
-    uint16_t *dense = (uint16_t *)room.dense + lane / 4 * PartRoom::STRIDE + lane % 4 * 2;
 
-    auto head_of = [&](int i) {
-        PartHead head{};
-        if (i >= tiles) return head;
-        const int begin = __ldg(offsets + i), end = __ldg(offsets + i + 1);
-        head.tile = m.data + (int64_t)begin * TILE_UNIT;
-        const uint16_t *starts = (const uint16_t *)(head.tile + TILE_STARTS) + part;
-        head.begin = __ldg(starts);
-        head.end = part + 1 < TILE_PARTS ? __ldg(starts + 1) : (end - begin) * TILE_UNIT;
-        return head;
-    };
-    auto fetch = [&](const PartHead &head, int stage) {
-        const int from = head.begin / TILE_UNIT * TILE_UNIT, bytes = head.end - from;
-        const uint8_t *masks = head.tile + part * (TILE_LANES * 4) + lane * 16, *values = head.tile + from + lane * 16;
-        const uint32_t to = values_at + stage * sizeof room.values[0] + lane * 16;
-        if (head.tile && lane < TILE_LANES * 4 / 16)
-            copy_async<16>(masks_at + stage * sizeof room.masks[0] + lane * 16, masks);
-#pragma unroll
-        for (int at = 0; at < PartRoom::VALUE_ROOM; at += WARP * 16)
-            if (lane * 16 + at < bytes) copy_async<16>(to + at, values + at);
-        commit_copies();
-    };
-    PartHead here = head_of(0), next = head_of(1);
-    fetch(here, 0);
+    uint16_t *const part_dense = (uint16_t *)(room + m.widest * TILE_UNIT + TILE_BEHIND + part * DENSE_BYTES);
+    uint16_t *const dense = part_dense + lane / 4 * DENSE_STRIDE + lane % 4 * 2;
     const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
     const bool whole = aligned && row >= first && row + PART_ROWS <= stop;
-    uint16_t *out = w + (row + lane / 8 - first) * m.cols + (int64_t)first_col * TILE_COLS + lane % 8 * 8;
-#pragma unroll 1
-    for (int i = 0; i < tiles; i++) {
-        const int stage = i % 2, start = here.begin % TILE_UNIT;
-        fetch(next, !stage);
-        here = next;
-        next = head_of(i + 2);
-        wait_copies<1>();
-        __syncwarp();
-        const tile_lane own =
-            places_of(((const uint32_t *)room.masks[stage])[lane], values_at + stage * sizeof room.values[0] + start);
+    uint16_t *const out = w + (row + lane / 8 - first) * m.cols + col + lane % 8 * 8;
+    tile_streams streams;
+    streams.begin(strip, part, lane);
+#pragma unroll
+    for (int tile = 0; tile < TILE_STRIP; tile++) {
+        if (tile == TILE_STRIP / 2) streams.turn();
+        tile_lane own;
+        own.read(tile_lane::mask_at(strip, tile, part, lane));
+        own.count(weights);
+        own.find(weights, streams);
 #pragma unroll
         for (int j = 0; j < TILE_GROUPS; j++) {
             uint32_t values[TILE_QUAD], low, high;
-            own.load(j, values);
+            own.load(j, values, weights);
             own.place(j, values, low, high);
             *(uint32_t *)(dense + 8 * j) = low;
-            *(uint32_t *)(dense + 8 * j + 8 * PartRoom::STRIDE) = high;
+            *(uint32_t *)(dense + 8 * j + 8 * DENSE_STRIDE) = high;
         }
         __syncwarp();
-        const int64_t col = (int64_t)(first_col + i) * TILE_COLS + lane % 8 * 8;
-        const uint4 *rows = room.dense + lane / 8 * (PartRoom::STRIDE / 8) + lane % 8;
-        if (whole && (first_col + i + 1) * TILE_COLS <= m.cols) {
+        const int64_t begin_col = col + tile * TILE_COLS;
+        const uint4 *rows = (const uint4 *)part_dense + lane / 8 * (DENSE_STRIDE / 8) + lane % 8;
+        if (whole && begin_col + TILE_COLS <= m.cols) {
 #pragma unroll
             for (int four = 0; four < PART_ROWS; four += 4)
-                *(uint4 *)(out + four * m.cols) = rows[four * (PartRoom::STRIDE / 8)];
+                *(uint4 *)(out + tile * TILE_COLS + four * m.cols) = rows[four * (DENSE_STRIDE / 8)];
         } else {
 #pragma unroll 1
             for (int four = 0; four < PART_ROWS; four += 4) {
-                const int64_t r = row + four + lane / 8;
-                const uint16_t *from = (const uint16_t *)(rows + four * (PartRoom::STRIDE / 8));
+                const int64_t r = row + four + lane / 8, c = begin_col + lane % 8 * 8;
+                const uint16_t *from = (const uint16_t *)(rows + four * (DENSE_STRIDE / 8));
                 for (int k = 0; k < 8; k++)
-                    if (r >= first && r < stop && col + k < m.cols) out[four * m.cols + k] = from[k];
+                    if (r >= first && r < stop && c + k < m.cols) out[tile * TILE_COLS + four * m.cols + k] = from[k];
             }
         }
-        out += TILE_COLS;
         __syncwarp();
     }
 }
@@ -212,20 +264,21 @@ __global__ void __launch_bounds__(THREADS, 8)
 
 cudaError_t tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets, tile_totals *totals,
                             cudaStream_t stream) {
-    const int64_t tiles = tile_count(rows, cols);
-    if (tiles) count_tiles<<<(unsigned)tiles, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, offsets, totals);
+    const int64_t strips = tile_count(rows, cols);
+    if (strips)
+        count_strips<<<(unsigned)strips, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, offsets, totals);
     return cudaGetLastError();
 }
 
-cudaError_t tile_scan_cuda(int64_t tiles, int32_t *offsets, tile_totals *totals, cudaStream_t stream) {
-    scan_tiles<<<1, SCAN_THREADS, 0, stream>>>(tiles, offsets, totals);
+cudaError_t tile_scan_cuda(int64_t strips, int32_t *offsets, tile_totals *totals, cudaStream_t stream) {
+    scan_strips<<<1, SCAN_THREADS, 0, stream>>>(strips, offsets, totals);
     return cudaGetLastError();
 }
 
 cudaError_t tile_write_cuda(const tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t tiles = tile_count(m->rows, m->cols);
-    if (tiles)
-        write_tiles<<<(unsigned)tiles, THREADS, 0, stream>>>(m->offsets, m->rows, m->cols, (const uint16_t *)w, data);
+    const int64_t strips = tile_count(m->rows, m->cols);
+    if (strips)
+        write_strips<<<(unsigned)strips, THREADS, 0, stream>>>(m->offsets, m->rows, m->cols, (const uint16_t *)w, data);
     return cudaGetLastError();
 }
 
@@ -233,12 +286,11 @@ cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count,
     if (!count || !m->cols) return cudaSuccess;
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
-    // As many tiles a thread block as make one wave of them: it fetches one while it unpacks another.
-    const int64_t blocks = (first + count - 1) / TILE_ROWS - first / TILE_ROWS + 1,
-                  col_blocks = tile_col_blocks(m->cols);
-    const int round =
-        (int)std::min(std::max<int64_t>(ceil_div(blocks * col_blocks, 8 * device.num_sms), 2), col_blocks);
-    unpack_tiles<<<(unsigned)(blocks * ceil_div(col_blocks, round)), THREADS, 0, stream>>>(*m, first, first + count,
-                                                                                           round, (uint16_t *)w);
+    if (const cudaError_t error = allow_all_shared_memory<unpack_strips>(device, cudaSharedmemCarveoutMaxShared))
+        return error;
+    const int64_t blocks = (first + count - 1) / TILE_ROWS - first / TILE_ROWS + 1;
+    const int bytes = m->widest * TILE_UNIT + TILE_BEHIND + TILE_PARTS * DENSE_BYTES;
+    unpack_strips<<<(unsigned)(blocks * tile_strips(m->cols)), THREADS, bytes, stream>>>(*m, first, first + count,
+                                                                                         tile_weights(), (uint16_t *)w);
     return cudaGetLastError();
 }

@@ -167,7 +167,7 @@ cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count,
 
 /*
  * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every run. On
- * sm_90 at most 128 tokens, else cudaErrorInvalidValue: ask tile_gemm_plan_cuda first. cols > 0. Rows of x begin every
+ * sm_90 at most 64 tokens, else cudaErrorInvalidValue: ask tile_gemm_plan_cuda first. cols > 0. Rows of x begin every
  * x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (tensor copies want it).
  * May start before the kernel in front of it in the stream is done (programmatic dependent launch): that one must not
  * write the weight.
@@ -175,7 +175,7 @@ cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count,
 cudaError_t tile_mm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                          void *y, cudaStream_t stream);
 /*
- * The same for more than 128 tokens on sm_90, in the way that the plan says. room: device memory of plan->room_bytes,
+ * The same for more than 64 tokens on sm_90, in the way that the plan says. room: device memory of plan->room_bytes,
  * with any content, for the sums of output tiles that blocks share.
  */
 typedef struct tile_gemm_plan {

@@ -233,9 +233,14 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const uint32_t first_thread = held(threadIdx.x % 128); // 0; else it is asked for at every stage
     const int thread = threadIdx.x % 128, lane = thread % WARP, part = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const tile_work work(task, cluster, rank);
-    // A descriptor's upper half is the same for all; the lower one's way from the strip in 16 bytes too.
-    const uint64_t descriptor =
-        sm90::descriptor<128>(memory.stages + task.tokens_at + across * SHAPE::TOKEN_BYTES) - (memory.stages >> 4);
+    // The upper half of a descriptor is the same for all, the lower one has a fixed way from the strip.
+    const uint64_t descriptor = sm90::descriptor<128>(memory.stages + task.tokens_at + across * SHAPE::TOKEN_BYTES);
+    const uint32_t tokens_behind = held((uint32_t)descriptor - (memory.stages >> 4));
+    // A lane's words of its part, and of this tile.
+    const uint32_t words = held((part * TILE_LANES + lane) * 4), tile_words = held(words + across * TILE_MASK_BYTES);
+    const uint32_t firsts = held(part * 2);
+    const bool upper = across >= TILE_STRIP / 2, odd = across % 2;
+    const uint32_t column = held(lane * 4 + ((lane * 4 + 2) << 16)); // where streams begin, as turns say it
     const uint32_t full_end = memory.full + task.stages * 8;
     const tile_ring begin{memory.full, memory.stages, 0};
     const auto next_stage = [&](tile_ring &ring) {
@@ -280,12 +285,18 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         const auto prepare = [&](auto step, uint32_t strip) {
             constexpr int STEP = decltype(step)::value;
             if (STEP == 0) { // all loads
-                streams.begin(strip, part, lane);
-                if (across % 2) before.read(tile_lane::mask_at(strip, across - 1, part, lane));
-                next.read(tile_lane::mask_at(strip, across, part, lane));
+                asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
+                             : "=r"(streams.values)
+                             : "r"(strip + firsts + TILE_FIRSTS)
+                             : "memory");
+                sm90::load(streams.turns, strip + words + TILE_TURNS);
+                if (odd) before.read(strip + tile_words - TILE_MASK_BYTES);
+                next.read(strip + tile_words);
             } else if (STEP == 1) {
-                if (across >= TILE_STRIP / 2) streams.turn();
-                if (across % 2) streams.skip(before.mask);
+                streams.values = strip + streams.values * TILE_ROW_BYTES + TILE_VALUES;
+                streams.turns = upper ? streams.turns : column;
+                streams.turn();
+                if (odd) streams.skip(before.mask);
             } else if (STEP == 2) {
                 next.count(task.weights);
             } else {
@@ -313,7 +324,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             here = next;
             if (stage + 1 < last) sm90::barrier_wait(ahead.full, ahead.phase);
             const uint32_t strip = stage + 1 < last ? ahead.strip : ring.strip; // behind the last one: that one again
-            const uint64_t b = descriptor + (ring.strip >> 4);
+            const uint64_t b = descriptor >> 32 << 32 | (tokens_behind + (ring.strip >> 4));
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
                 if (STEP < 3) {

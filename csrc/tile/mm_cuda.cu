@@ -239,8 +239,12 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     // A lane's words of its part, and of this tile.
     const uint32_t words = held((part * TILE_LANES + lane) * 4), tile_words = held(words + across * TILE_MASK_BYTES);
     const uint32_t firsts = held(part * 2);
+    // What is not the same in all warpgroups are numbers: tests would take more instructions. A stream begins at the lane's
+    // column or, in the second half, where its turn says; behind the tile before where there is one in this half.
     const bool upper = across >= TILE_STRIP / 2, odd = across % 2;
-    const uint32_t column = held(lane * 4 + ((lane * 4 + 2) << 16)); // where streams begin, as turns say it
+    const uint32_t turned = held(upper ? ~0u : 0), column = held(upper ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
+    const uint32_t words_before = held(odd ? tile_words - TILE_MASK_BYTES : tile_words);
+    const uint32_t counted = held(odd ? 0x0f0f0f0fu : 0);
     const uint32_t full_end = memory.full + task.stages * 8;
     const tile_ring begin{memory.full, memory.stages, 0};
     const auto next_stage = [&](tile_ring &ring) {
@@ -290,13 +294,14 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                              : "r"(strip + firsts + TILE_FIRSTS)
                              : "memory");
                 sm90::load(streams.turns, strip + words + TILE_TURNS);
-                if (odd) before.read(strip + tile_words - TILE_MASK_BYTES);
+                before.read(strip + words_before);
                 next.read(strip + tile_words);
             } else if (STEP == 1) {
                 streams.values = strip + streams.values * TILE_ROW_BYTES + TILE_VALUES;
-                streams.turns = upper ? streams.turns : column;
+                streams.turns = (streams.turns & turned) | column;
                 streams.turn();
-                if (odd) streams.skip(before.mask);
+                streams.at[0] += __popc(before.mask & counted) * TILE_ROW_BYTES;
+                streams.at[1] += __popc(before.mask >> 4 & counted) * TILE_ROW_BYTES;
             } else if (STEP == 2) {
                 next.count(task.weights);
             } else {
@@ -317,13 +322,13 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             prepare(step1, ring.strip);
             prepare(step2, ring.strip);
             prepare(step3, ring.strip);
-            next_stage(ahead);
+            if (first + 1 < last) next_stage(ahead);
         }
 #pragma unroll 1
         for (int stage = first; stage < last; stage++) {
             here = next;
-            if (stage + 1 < last) sm90::barrier_wait(ahead.full, ahead.phase);
-            const uint32_t strip = stage + 1 < last ? ahead.strip : ring.strip; // behind the last one: that one again
+            sm90::barrier_wait(ahead.full, ahead.phase);
+            const uint32_t strip = ahead.strip;
             const uint64_t b = descriptor >> 32 << 32 | (tokens_behind + (ring.strip >> 4));
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
@@ -353,8 +358,9 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             multiply(step3);
             previous = ring.full;
             ring = ahead;
-            next_stage(ahead);
+            if (stage + 2 < last) next_stage(ahead); // behind the last one that one again
         }
+        if (first < last) next_stage(ring);
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release(previous);

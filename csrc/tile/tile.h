@@ -10,10 +10,10 @@
  * Order, from the matrix down:
  *   strip    TILE_STRIP tiles side by side: TILE_ROWS x TILE_STRIP_COLS elements. Row block after row block, and in it from
  *            the first column to the last. Rows and columns behind the matrix have no values. Strip i = row_block *
- *            tile_strips(cols) + s is data[16 * offsets[i]] up to data[16 * offsets[i + 1]]:
+ *            tile_strips(cols) + s is data[128 * offsets[i]] up to data[128 * offsets[i + 1]]:
  *                masks    uint32 [TILE_STRIP][TILE_PARTS][TILE_LANES]
  *                turns    uint16 [TILE_PARTS][TILE_LANES][2], where each stream's second half begins: see below
- *                firsts   uint16 [TILE_PARTS], the row of `values` where each part begins; and zeros up to 16 bytes
+ *                firsts   uint16 [TILE_PARTS], the row of `values` where each part begins; and zeros up to 128 bytes
  *                values   uint16 [rows][TILE_LANES][2]: rows of 128 bytes, a 32-bit word for each lane
  *   tile     TILE_ROWS x TILE_COLS elements.
  *   part     16 rows of a tile, one warp's: rows 16 part .. 16 part + 15. Its rows of `values` are those from firsts[part]
@@ -60,7 +60,7 @@ enum {
     TILE_HALVES = 2,                               /* columns of values a lane has, and halves of a stream */
     TILE_ROW_BYTES = TILE_LANES * TILE_HALVES * 2, /* of values */
     TILE_MASK_BYTES = TILE_PARTS * TILE_LANES * 4, /* of a tile */
-    TILE_UNIT = 16,                                /* bytes that offsets count */
+    TILE_UNIT = 128,                               /* bytes that offsets count */
     TILE_TURNS = TILE_STRIP * TILE_MASK_BYTES,     /* byte of a strip where its turns are, */
     TILE_FIRSTS = TILE_TURNS + TILE_PARTS * TILE_LANES * TILE_HALVES * 2, /* its firsts, */
     TILE_VALUES = TILE_FIRSTS + TILE_UNIT,                                /* and its values */
@@ -167,7 +167,7 @@ cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count,
 
 /*
  * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every run. On
- * sm_90 at most 64 tokens, else cudaErrorInvalidValue: ask tile_gemm_plan_cuda first. cols > 0. Rows of x begin every
+ * sm_90 at most 32 tokens, else cudaErrorInvalidValue: ask tile_gemm_plan_cuda first. cols > 0. Rows of x begin every
  * x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (tensor copies want it).
  * May start before the kernel in front of it in the stream is done (programmatic dependent launch): that one must not
  * write the weight.
@@ -175,13 +175,13 @@ cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count,
 cudaError_t tile_mm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                          void *y, cudaStream_t stream);
 /*
- * The same for more than 64 tokens on sm_90, in the way that the plan says. room: device memory of plan->room_bytes,
- * with any content, for the sums of output tiles that blocks share.
+ * The same for more tokens on sm_90, in the way that the plan says. room: device memory of plan->room_bytes, with any
+ * content, for the sums of output tiles that blocks share.
  */
 typedef struct tile_gemm_plan {
     int64_t room_bytes; /* -1 where it is tile_mm_cuda that multiplies */
-    int tokens, pair;   /* of a block; blocks that share decoding */
-    int clusters, cut;  /* of blocks; output tiles that all of them share */
+    int tokens;         /* of an output tile */
+    int blocks, cut;    /* output tiles that all of them share */
 } tile_gemm_plan;
 cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan);
 cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,

@@ -1,4 +1,4 @@
-// The products of tile_mm and tile_gemm: wgmma of sm_90a with operand A in registers, and in shared memory.
+// The products of tile_mm and tile_gemm: wgmma of sm_90a with operand A in registers.
 #pragma once
 
 #include "../core/cuda.cuh"
@@ -6,12 +6,9 @@
 
 namespace macko {
 
-// d (64 rows x TOKENS) += A * B, 16 columns of A in registers or in shared memory, B in shared memory. The second writes d
-// where not `add`.
+// d (64 rows x TOKENS) += A * B, 16 columns of A in registers, B in shared memory.
 template <typename T, int TOKENS>
 struct tile_wgmma;
-template <typename T, int TOKENS>
-struct tile_wgmma_shared;
 
 #define MACKO_TILE_TEN(t) "%" t "0, %" t "1, %" t "2, %" t "3, %" t "4, %" t "5, %" t "6, %" t "7, %" t "8, %" t "9, "
 #define MACKO_TILE_TEN_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
@@ -25,11 +22,9 @@ struct tile_wgmma_shared;
 #define MACKO_TILE_NAMES_32 "{" MACKO_TILE_TEN_0 "%10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20"
 #define MACKO_TILE_NAMES_64 "{" MACKO_TILE_TENS_0_2 "%30, %31}, {%32, %33, %34, %35}, %36"
 #define MACKO_TILE_NAMES_128 "{" MACKO_TILE_TENS_0_5 "%60, %61, %62, %63}, {%64, %65, %66, %67}, %68"
-#define MACKO_TILE_SHARED_128 "{" MACKO_TILE_TENS_0_5 "%60, %61, %62, %63}, %64, %65"
-#define MACKO_TILE_SHARED_256                                                                                          \
-    "{" MACKO_TILE_TENS_0_5 MACKO_TILE_TENS_6_11 "%120, %121, %122, %123, %124, %125, %126, %127}, %128, %129"
-#define MACKO_TILE_ADD_128 "%66"
-#define MACKO_TILE_ADD_256 "%130"
+#define MACKO_TILE_NAMES_256                                                                                           \
+    "{" MACKO_TILE_TENS_0_5 MACKO_TILE_TENS_6_11                                                                       \
+    "%120, %121, %122, %123, %124, %125, %126, %127}, {%128, %129, %130, %131}, %132"
 #define MACKO_OPERANDS_8(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
 
 #define MACKO_TILE_WGMMA(T, KIND, TOKENS)                                                                              \
@@ -43,29 +38,14 @@ struct tile_wgmma_shared;
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
         }                                                                                                              \
     };
-#define MACKO_TILE_WGMMA_SHARED(T, KIND, TOKENS)                                                                       \
-    template <>                                                                                                        \
-    struct tile_wgmma_shared<T, TOKENS> {                                                                              \
-        static __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], uint64_t a, uint64_t b, int add) {     \
-            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " MACKO_TILE_ADD_##TOKENS                               \
-                         ", 0;\n"                                                                                      \
-                         "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32." KIND "." KIND                          \
-                         " " MACKO_TILE_SHARED_##TOKENS ", add, 1, 1, 0, 0;\n}"                                        \
-                         : MACKO_OPERANDS_##TOKENS("+f")                                                               \
-                         : "l"(a), "l"(b), "r"(add));                                                                  \
-        }                                                                                                              \
-    };
 #define MACKO_TILE_WGMMA_TYPE(T, KIND)                                                                                 \
     MACKO_TILE_WGMMA(T, KIND, 8)                                                                                       \
     MACKO_TILE_WGMMA(T, KIND, 16)                                                                                      \
     MACKO_TILE_WGMMA(T, KIND, 32)                                                                                      \
     MACKO_TILE_WGMMA(T, KIND, 64)                                                                                      \
-    MACKO_TILE_WGMMA(T, KIND, 128)
+    MACKO_TILE_WGMMA(T, KIND, 128)                                                                                     \
+    MACKO_TILE_WGMMA(T, KIND, 256)
 MACKO_TILE_WGMMA_TYPE(__half, "f16")
 MACKO_TILE_WGMMA_TYPE(__nv_bfloat16, "bf16")
-MACKO_TILE_WGMMA_SHARED(__half, "f16", 128)
-MACKO_TILE_WGMMA_SHARED(__half, "f16", 256)
-MACKO_TILE_WGMMA_SHARED(__nv_bfloat16, "bf16", 128)
-MACKO_TILE_WGMMA_SHARED(__nv_bfloat16, "bf16", 256)
 
 } // namespace macko

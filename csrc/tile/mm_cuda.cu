@@ -1,4 +1,4 @@
-// tile_mm on CUDA: y = x W^T, one kernel for up to 64 tokens; for more see gemm_cuda.cu.
+// tile_mm on CUDA: y = x W^T, one kernel for up to 32 tokens; for more see gemm_cuda.cu.
 //
 // A warpgroup decodes a tile into the registers of operand A, 16 columns at a time, and multiplies it with the tokens in
 // shared memory (wgmma, fp32 sums) while it decodes the next ones. No x is gathered and no dense tile is written, so the
@@ -55,9 +55,6 @@ struct tile_shape {
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
     static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a tile
-    // Where there are many sums, those of a piece take the place of the stages, and those of a row block meet in turn.
-    static constexpr bool MANY_SUMS = TOKENS >= 64;
-    static constexpr int TURNS = MANY_SUMS ? 4 : 1;
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
@@ -82,20 +79,19 @@ struct tile_work {
 
 // Where things are in shared memory. The swizzle wants the tokens, and so the stages, at multiples of 1024.
 struct tile_memory {
-    uint32_t full, empty, sums_full, may_send; // barriers
-    uint32_t stages, sums, cut_sums;           // of row blocks; of pieces
+    uint32_t full, empty, sums_full, may_send, unused; // barriers
+    uint32_t stages, sums;
 };
 
-template <int TOKENS>
 __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uint32_t base) {
     tile_memory m;
     m.full = base;
     m.empty = m.full + MAX_STAGES * 8;
     m.sums_full = m.empty + MAX_STAGES * 8;
     m.may_send = m.sums_full + 8;
+    m.unused = m.may_send + 8;
     m.stages = base + TILE_FIXED;
     m.sums = m.stages + task.stages * task.stage_bytes;
-    m.cut_sums = tile_shape<TOKENS>::MANY_SUMS ? m.stages : m.sums;
     return m;
 }
 
@@ -164,6 +160,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             sm90::barrier_init(memory.empty + slot * 8, SHAPE::WARPGROUPS);
         }
         if (warp == 0) {
+            sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS);
             sm90::barrier_init(memory.sums_full, 1);
             sm90::barrier_init(memory.may_send, max(work.pieces, 1));
             const int bits = task.deal[cluster >= task.more].chunk_bits, places = PLACES - (work.piece << bits);
@@ -229,7 +226,7 @@ template <typename T, int TOKENS>
 __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_memory &memory, int cluster, int rank,
                                              int across) {
     using SHAPE = tile_shape<TOKENS>;
-    constexpr int SUMS = TOKENS / 2;
+    constexpr int SUMS = TOKENS / 2, FOURS = SUMS / 4;
     const uint32_t first_thread = held(threadIdx.x % 128); // 0; else it is asked for at every stage
     const int thread = threadIdx.x % 128, lane = thread % WARP, part = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const tile_work work(task, cluster, rank);
@@ -257,7 +254,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         }
     };
     const auto release = [&](uint32_t full) {
-        if (full && first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
+        if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
     const auto sync_consumers = [] { sync_threads(2, SHAPE::WARPGROUPS * 128); };
     const bool meets = task.deal[cluster >= task.more].cut; // some blocks of the cluster
@@ -270,7 +267,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     };
     wait_for_barriers(SHAPE::THREADS);
     if (meets) sm90::cluster_arrive();
-    if (!SHAPE::MANY_SUMS && work.pieces && !work.whole) let_send();
+    if (work.pieces && !work.whole) let_send();
     tile_ring ring = begin;
     for (int round = 0; round < work.whole + (work.pieces > 0); round++) {
         const bool whole = round < work.whole;
@@ -283,10 +280,11 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         sm90::settle(sums);
         // A tile is prepared while the one before it is multiplied; so are its first values fetched.
-        tile_lane here, next, before;
-        tile_streams streams;
+        tile_lane lanes[2];
         uint32_t values[2][2][TILE_QUAD];
-        const auto prepare = [&](auto step, uint32_t strip) {
+        tile_streams streams;
+        uint32_t before;
+        const auto prepare = [&](auto step, tile_lane &tile, uint32_t strip) {
             constexpr int STEP = decltype(step)::value;
             if (STEP == 0) { // all loads
                 asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
@@ -294,51 +292,49 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                              : "r"(strip + firsts + TILE_FIRSTS)
                              : "memory");
                 sm90::load(streams.turns, strip + words + TILE_TURNS);
-                before.read(strip + words_before);
-                next.read(strip + tile_words);
+                sm90::load(before, strip + words_before);
+                tile.read(strip + tile_words);
             } else if (STEP == 1) {
                 streams.values = strip + streams.values * TILE_ROW_BYTES + TILE_VALUES;
                 streams.turns = (streams.turns & turned) | column;
                 streams.turn();
-                streams.at[0] += __popc(before.mask & counted) * TILE_ROW_BYTES;
-                streams.at[1] += __popc(before.mask >> 4 & counted) * TILE_ROW_BYTES;
+                streams.at[0] += __popc(before & counted) * TILE_ROW_BYTES;
+                streams.at[1] += __popc(before >> 4 & counted) * TILE_ROW_BYTES;
             } else if (STEP == 2) {
-                next.count(task.weights);
+                tile.count(task.weights);
             } else {
-                next.find(task.weights, streams);
-                next.load(0, values[0][0], task.weights);
-                next.load(1, values[0][1], task.weights);
+                tile.find(task.weights, streams);
+                tile.load(0, values[0][0], task.weights);
+                tile.load(1, values[0][1], task.weights);
             }
         };
         constexpr std::integral_constant<int, 0> step0;
         constexpr std::integral_constant<int, 1> step1;
         constexpr std::integral_constant<int, 2> step2;
         constexpr std::integral_constant<int, 3> step3;
-        uint32_t previous = 0;
+        uint32_t previous = memory.unused - (memory.empty - memory.full);
         tile_ring ahead = ring;
         if (first < last) {
             sm90::barrier_wait(ring.full, ring.phase);
-            prepare(step0, ring.strip);
-            prepare(step1, ring.strip);
-            prepare(step2, ring.strip);
-            prepare(step3, ring.strip);
-            if (first + 1 < last) next_stage(ahead);
+            prepare(step0, lanes[0], ring.strip);
+            prepare(step1, lanes[0], ring.strip);
+            prepare(step2, lanes[0], ring.strip);
+            prepare(step3, lanes[0], ring.strip);
         }
-#pragma unroll 1
-        for (int stage = first; stage < last; stage++) {
-            here = next;
+        int stage = first;
+        const auto multiply = [&](tile_lane &here, tile_lane &next) { // a stage
+            if (++stage < last) next_stage(ahead);                    // behind the last one that one again
             sm90::barrier_wait(ahead.full, ahead.phase);
-            const uint32_t strip = ahead.strip;
             const uint64_t b = descriptor >> 32 << 32 | (tokens_behind + (ring.strip >> 4));
-            const auto multiply = [&](auto step) {
+            const auto take = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
                 if (STEP < 3) {
                     here.load(2 * STEP + 2, values[(STEP + 1) % 2][0], task.weights);
                     here.load(2 * STEP + 3, values[(STEP + 1) % 2][1], task.weights);
                 }
-                prepare(step, strip);
+                prepare(step, next, ahead.strip);
                 // The products that read these registers last. All of the stage before have ended two steps into this
-                // one: that stage goes back then, not a product later (H200: less time at every shape, most at 64 tokens).
+                // one: that stage goes back then, not a product later (H200: less time at every shape).
                 if (STEP == 0) sm90::wgmma_wait<1>();
                 if (STEP == 1) {
                     sm90::wgmma_wait<0>();
@@ -352,29 +348,33 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                 tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
                 sm90::wgmma_commit();
             };
-            multiply(step0);
-            multiply(step1);
-            multiply(step2);
-            multiply(step3);
+            take(step0);
+            take(step1);
+            take(step2);
+            take(step3);
             previous = ring.full;
             ring = ahead;
-            if (stage + 2 < last) next_stage(ahead); // behind the last one that one again
+        };
+#pragma unroll 1
+        while (stage < last) { // two at a time, so that nothing is moved from `next` to `here`
+            multiply(lanes[0], lanes[1]);
+            if (stage == last) break;
+            multiply(lanes[1], lanes[0]);
         }
         if (first < last) next_stage(ring);
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release(previous);
         if (!round) sm90::wait_for_previous_launch(); // before y is written
-        // Each block that has a piece of the row block adds up the sums of a chunk of places, [addends][SUMS / 4][chunk] of
+        // Each block that has a piece of the row block adds up the sums of a chunk of places, [addends][FOURS][chunk] of
         // four; of a whole one all.
         const int own = whole ? 0 : work.piece, addends = whole ? TILE_STRIP : TILE_STRIP * work.pieces;
         const int bits = whole ? 7 : task.deal[cluster >= task.more].chunk_bits, chunk = 1 << bits;
-        const uint32_t sums_at = whole ? memory.sums : memory.cut_sums;
         const int my_addend = own * TILE_STRIP + across;
-        const auto add_up = [&](int turn, int fours) { // of the sums turn * fours * 4 on
+        const auto add_up = [&] {
 #pragma unroll 1
-            for (int i = threadIdx.x; i < fours << bits; i += SHAPE::WARPGROUPS * 128) {
-                const int at = (own << bits) + (i & (chunk - 1)), token = (turn * fours + (i >> bits)) * 8 + at % 4 * 2;
+            for (int i = threadIdx.x; i < FOURS << bits; i += SHAPE::WARPGROUPS * 128) {
+                const int at = (own << bits) + (i & (chunk - 1)), token = (i >> bits) * 8 + at % 4 * 2;
                 if (at >= PLACES) continue;
                 float sum[4] = {};
 #pragma unroll 4
@@ -382,7 +382,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                     float next[4];
                     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                                  : "=f"(next[0]), "=f"(next[1]), "=f"(next[2]), "=f"(next[3])
-                                 : "r"(sums_at + ((addend * fours << bits) + i) * 16)
+                                 : "r"(memory.sums + ((addend * FOURS << bits) + i) * 16)
                                  : "memory");
                     for (int j = 0; j < 4; j++) sum[j] += next[j];
                 }
@@ -396,34 +396,29 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                          : "memory");
         };
         if (whole) {
-            constexpr int FOURS = SUMS / 4 / SHAPE::TURNS;
-            const uint32_t to = sums_at + ((my_addend * FOURS << bits) + thread) * 16;
+            const uint32_t to = memory.sums + ((my_addend * FOURS << bits) + thread) * 16;
+            if (round) sync_consumers(); // the sums before are read
 #pragma unroll
-            for (int turn = 0; turn < SHAPE::TURNS; turn++) {
-                if (round || turn) sync_consumers(); // the sums before are read
-#pragma unroll
-                for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + (turn * FOURS + i) * 4);
-                sync_consumers();
-                add_up(turn, FOURS);
-            }
-            if (!SHAPE::MANY_SUMS && work.pieces && round == work.whole - 1) let_send();
+            for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + i * 4);
+            sync_consumers();
+            add_up();
+            if (work.pieces && round == work.whole - 1) let_send();
         } else {
-            if (SHAPE::MANY_SUMS) let_send();
             const int owner = thread >> bits;
-            const uint32_t to = sums_at + ((my_addend * (SUMS / 4) << bits) + (thread & (chunk - 1))) * 16;
+            const uint32_t to = memory.sums + ((my_addend * FOURS << bits) + (thread & (chunk - 1))) * 16;
             if (owner == own) {
 #pragma unroll
-                for (int i = 0; i < SUMS / 4; i++) store(to + (i * 16 << bits), sums + i * 4);
+                for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + i * 4);
             } else {
                 sm90::barrier_wait(memory.may_send, 0);
                 const uint32_t there = sm90::remote_address(to, rank - own + owner);
                 const uint32_t full = sm90::remote_address(memory.sums_full, rank - own + owner);
 #pragma unroll
-                for (int i = 0; i < SUMS / 4; i++) sm90::store_async(there + (i * 16 << bits), sums + i * 4, full);
+                for (int i = 0; i < FOURS; i++) sm90::store_async(there + (i * 16 << bits), sums + i * 4, full);
             }
             sync_consumers();
             sm90::barrier_wait(memory.sums_full, 0);
-            add_up(0, SUMS / 4);
+            add_up();
         }
     }
     if (meets && !work.pieces) sm90::cluster_wait();
@@ -438,7 +433,7 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     using SHAPE = tile_shape<TOKENS>;
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t base = held(shared_address(shared));
-    const tile_memory memory = tile_memory_of<TOKENS>(task, base);
+    const tile_memory memory = tile_memory_of(task, base);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
     int cluster, rank; // through shfl, as warpgroup: so the compiler knows that they are the same in all lanes
     asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
@@ -487,9 +482,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
     const auto fetch = [&](int stage) {
         if (stage < stages) {
             const int from = offsets[stage], units = offsets[stage + 1] - from;
-            for (int i = threadIdx.x; i < units; i += MMA_THREADS)
-                copy_async<16>(base + stage % task.stages * task.stage_bytes + i * TILE_UNIT,
-                               task.data + ((int64_t)from + i) * TILE_UNIT);
+            for (int i = threadIdx.x; i < units * TILE_UNIT / 16; i += MMA_THREADS)
+                copy_async<16>(base + stage % task.stages * task.stage_bytes + i * 16,
+                               task.data + (int64_t)from * TILE_UNIT + i * 16);
         }
         commit_copies();
     };
@@ -618,14 +613,13 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
         const int each = task.row_blocks / clusters, more = task.row_blocks % clusters;
         const tile_deal most = deal_rows(each + (more > 0), blocks, task.strips);
         const tile_deal others = deal_rows(each, blocks, task.strips);
-        int sums = most.whole ? TILE_STRIP * PLACES / SHAPE::TURNS : 0, cut_sums = 0;
+        int sums = most.whole ? TILE_STRIP * PLACES : 0;
         for (const tile_deal &deal : {most, others})
-            if (deal.cut) cut_sums = std::max(cut_sums, TILE_STRIP * deal.share << deal.chunk_bits);
-        if (!SHAPE::MANY_SUMS) sums = std::max(sums, cut_sums);
+            if (deal.cut) sums = std::max(sums, TILE_STRIP * deal.share << deal.chunk_bits);
         const int room = device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a place has TOKENS / 2 numbers
         const int stages = std::min(room / stage_bytes, MAX_STAGES);
         const double time = std::max(deal_time(most, task.strips), deal_time(others, task.strips));
-        if (stages < MIN_STAGES || time >= least * 0.99 || cut_sums * TOKENS * 2 > stages * stage_bytes) continue;
+        if (stages < MIN_STAGES || time >= least * 0.99) continue;
         least = time;
         task.cluster = blocks;
         task.clusters = clusters;
@@ -687,11 +681,10 @@ cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_
                                         : tile_launch_mma<T, 8>;
         return run(m, tokens, x, x_stride, bias, y, stream);
     }
-    if (tokens > 64) return cudaErrorInvalidValue; // tile_gemm_cuda
+    if (tokens > 32) return cudaErrorInvalidValue; // tile_gemm_cuda
     const auto run = tokens <= 8    ? tile_launch<T, 8>
                      : tokens <= 16 ? tile_launch<T, 16>
-                     : tokens <= 32 ? tile_launch<T, 32>
-                                    : tile_launch<T, 64>;
+                                    : tile_launch<T, 32>;
     return run(m, tokens, x, x_stride, bias, y, stream);
 }
 

@@ -97,7 +97,7 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
 
 // A stage of the ring, as a consumer needs it.
 struct tile_ring {
-    uint32_t full, strip, phase; // its barrier; where the strip begins
+    uint32_t full, values, phase; // its barrier; where the strip's values are: what stands in front has fixed ways from there
 };
 
 // The warps that fill the ring tell the others that the barriers are there.
@@ -232,10 +232,11 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const tile_work work(task, cluster, rank);
     // The upper half of a descriptor is the same for all, the lower one has a fixed way from the strip.
     const uint64_t descriptor = sm90::descriptor<128>(memory.stages + task.tokens_at + across * SHAPE::TOKEN_BYTES);
-    const uint32_t tokens_behind = held((uint32_t)descriptor - (memory.stages >> 4));
+    const tile_ring begin{memory.full, memory.stages + TILE_VALUES, 0};
+    const uint32_t tokens_behind = held((uint32_t)descriptor - (begin.values >> 4));
     // A lane's words of its part, and of this tile.
     const uint32_t words = held((part * TILE_LANES + lane) * 4), tile_words = held(words + across * TILE_MASK_BYTES);
-    const uint32_t firsts = held(part * 2);
+    const uint32_t first = held(part * 2);
     // What is not the same in all warpgroups are numbers: tests would take more instructions. A stream begins at the lane's
     // column or, in the second half, where its turn says; behind the tile before where there is one in this half.
     const bool upper = across >= TILE_STRIP / 2, odd = across % 2;
@@ -243,16 +244,6 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const uint32_t words_before = held(odd ? tile_words - TILE_MASK_BYTES : tile_words);
     const uint32_t counted = held(odd ? 0x0f0f0f0fu : 0);
     const uint32_t full_end = memory.full + task.stages * 8;
-    const tile_ring begin{memory.full, memory.stages, 0};
-    const auto next_stage = [&](tile_ring &ring) {
-        ring.full += 8;
-        ring.strip += task.stage_bytes;
-        if (ring.full == full_end) {
-            ring.full = begin.full;
-            ring.strip = begin.strip;
-            ring.phase ^= 1;
-        }
-    };
     const auto release = [&](uint32_t full) {
         if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
@@ -268,71 +259,78 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     wait_for_barriers(SHAPE::THREADS);
     if (meets) sm90::cluster_arrive();
     if (work.pieces && !work.whole) let_send();
-    tile_ring ring = begin;
+    // A tile is prepared while the one before it is multiplied, that of the row block before too; so are its first values
+    // fetched.
+    tile_lane lanes[2];
+    uint32_t values[2][2][TILE_QUAD];
+    tile_streams streams;
+    uint32_t before;
+    const auto prepare = [&](auto step, tile_lane &tile, uint32_t strip) {
+        constexpr int STEP = decltype(step)::value;
+        if (STEP == 0) { // all loads
+            asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
+                         : "=r"(streams.values)
+                         : "r"(strip - TILE_VALUES + TILE_FIRSTS + first)
+                         : "memory");
+            sm90::load(streams.turns, strip - TILE_VALUES + TILE_TURNS + words);
+            sm90::load(before, strip - TILE_VALUES + words_before);
+            tile.read(strip - TILE_VALUES + tile_words);
+        } else if (STEP == 1) {
+            streams.values = strip + streams.values * TILE_ROW_BYTES;
+            streams.turns = (streams.turns & turned) | column;
+            streams.turn();
+            streams.at[0] += __popc(before & counted) * TILE_ROW_BYTES;
+            streams.at[1] += __popc(before >> 4 & counted) * TILE_ROW_BYTES;
+        } else if (STEP == 2) {
+            tile.count(task.weights);
+        } else {
+            tile.find(task.weights, streams);
+            tile.load(0, values[0][0], task.weights);
+            tile.load(1, values[0][1], task.weights);
+        }
+    };
+    constexpr std::integral_constant<int, 0> step0;
+    constexpr std::integral_constant<int, 1> step1;
+    constexpr std::integral_constant<int, 2> step2;
+    constexpr std::integral_constant<int, 3> step3;
+    tile_ring ring = begin, ahead = begin;
+    int ahead_of_it = work.whole * task.strips + work.last - work.first; // stages, with this one
+    if (ahead_of_it) {
+        sm90::barrier_wait(ring.full, ring.phase);
+        prepare(step0, lanes[0], ring.values);
+        prepare(step1, lanes[0], ring.values);
+        prepare(step2, lanes[0], ring.values);
+        prepare(step3, lanes[0], ring.values);
+    }
     for (int round = 0; round < work.whole + (work.pieces > 0); round++) {
         const bool whole = round < work.whole;
         const int row_block = whole ? work.row_block + round * work.step : work.cut_block;
-        const int first = whole ? 0 : work.first, last = whole ? task.strips : work.last;
         const int64_t first_row = (int64_t)row_block * TILE_ROWS;
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         sm90::settle(sums);
-        // A tile is prepared while the one before it is multiplied; so are its first values fetched.
-        tile_lane lanes[2];
-        uint32_t values[2][2][TILE_QUAD];
-        tile_streams streams;
-        uint32_t before;
-        const auto prepare = [&](auto step, tile_lane &tile, uint32_t strip) {
-            constexpr int STEP = decltype(step)::value;
-            if (STEP == 0) { // all loads
-                asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
-                             : "=r"(streams.values)
-                             : "r"(strip + firsts + TILE_FIRSTS)
-                             : "memory");
-                sm90::load(streams.turns, strip + words + TILE_TURNS);
-                sm90::load(before, strip + words_before);
-                tile.read(strip + tile_words);
-            } else if (STEP == 1) {
-                streams.values = strip + streams.values * TILE_ROW_BYTES + TILE_VALUES;
-                streams.turns = (streams.turns & turned) | column;
-                streams.turn();
-                streams.at[0] += __popc(before & counted) * TILE_ROW_BYTES;
-                streams.at[1] += __popc(before >> 4 & counted) * TILE_ROW_BYTES;
-            } else if (STEP == 2) {
-                tile.count(task.weights);
-            } else {
-                tile.find(task.weights, streams);
-                tile.load(0, values[0][0], task.weights);
-                tile.load(1, values[0][1], task.weights);
-            }
-        };
-        constexpr std::integral_constant<int, 0> step0;
-        constexpr std::integral_constant<int, 1> step1;
-        constexpr std::integral_constant<int, 2> step2;
-        constexpr std::integral_constant<int, 3> step3;
         uint32_t previous = memory.unused - (memory.empty - memory.full);
-        tile_ring ahead = ring;
-        if (first < last) {
-            sm90::barrier_wait(ring.full, ring.phase);
-            prepare(step0, lanes[0], ring.strip);
-            prepare(step1, lanes[0], ring.strip);
-            prepare(step2, lanes[0], ring.strip);
-            prepare(step3, lanes[0], ring.strip);
-        }
-        int stage = first;
         const auto multiply = [&](tile_lane &here, tile_lane &next) { // a stage
-            if (++stage < last) next_stage(ahead);                    // behind the last one that one again
+            // Behind the last one that one again; without a branch, which the loads of both ways would share addresses for.
+            const bool more = --ahead_of_it > 0;
+            ahead.full += more ? 8 : 0;
+            ahead.values += more ? task.stage_bytes : 0;
+            if (ahead.full == full_end) {
+                ahead.full = begin.full;
+                ahead.values = begin.values;
+                ahead.phase ^= 1;
+            }
             sm90::barrier_wait(ahead.full, ahead.phase);
-            const uint64_t b = descriptor >> 32 << 32 | (tokens_behind + (ring.strip >> 4));
+            const uint64_t b = descriptor >> 32 << 32 | (tokens_behind + (ring.values >> 4));
             const auto take = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
                 if (STEP < 3) {
                     here.load(2 * STEP + 2, values[(STEP + 1) % 2][0], task.weights);
                     here.load(2 * STEP + 3, values[(STEP + 1) % 2][1], task.weights);
                 }
-                prepare(step, next, ahead.strip);
+                prepare(step, next, ahead.values);
                 // The products that read these registers last. All of the stage before have ended two steps into this
                 // one: that stage goes back then, not a product later (H200: less time at every shape).
                 if (STEP == 0) sm90::wgmma_wait<1>();
@@ -355,13 +353,16 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             previous = ring.full;
             ring = ahead;
         };
+        int left = whole ? task.strips : work.last - work.first;
 #pragma unroll 1
-        while (stage < last) { // two at a time, so that nothing is moved from `next` to `here`
+        for (; left > 0; left -= 2) { // two at a time, so that nothing is moved from `next` to `here`
             multiply(lanes[0], lanes[1]);
-            if (stage == last) break;
+            if (left == 1) {
+                lanes[0] = lanes[1];
+                break;
+            }
             multiply(lanes[1], lanes[0]);
         }
-        if (first < last) next_stage(ring);
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release(previous);

@@ -20,7 +20,7 @@ namespace {
 constexpr int MAX_CLUSTER = 8;
 constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-[[maybe_unused]] constexpr int WINDOW = 2; // stages under way at the start
+[[maybe_unused]] constexpr int WINDOW = 3; // stages under way at the start
 constexpr int TILE_FIXED = 1024;           // bytes before the ring: barriers
 constexpr int MIN_STAGES = 3;              // one is multiplied, one prepared, one waits for its last product
 constexpr int PLACES = 128;                // threads of a warpgroup: each has the same sums of its tile as in the others

@@ -1,11 +1,11 @@
-// tile_mm on CUDA: y = x W^T, one kernel for up to 128 tokens; for more see gemm_cuda.cu.
+// tile_mm on CUDA: y = x W^T, one kernel for up to 32 tokens; for more see gemm_cuda.cu.
 //
 // A warpgroup decodes a tile into the registers of operand A, 16 columns at a time, and multiplies it with the tokens in
 // shared memory (wgmma, fp32 sums) while it decodes the next ones. No x is gathered and no dense tile is written, so the
-// cost of a token is the tensor cores' alone. Four warps fill a ring of stages: weights by bulk copies, tokens by tensor
-// copies. A block has `down` row blocks at a time and cuts their columns into `parts`, a warpgroup each. A cluster of
-// blocks shares items of such row blocks: each block has as many whole ones as the others, and what is left over is cut
-// by columns once more. The sums meet in shared memory, each block adding up its share in a fixed order.
+// cost of a token is the tensor cores' alone. Four warps fill a ring of stages: a strip of a row block by a bulk copy, its
+// tokens by tensor copies. Four warpgroups take a tile of the strip each. A cluster of blocks shares row blocks: each block
+// has as many whole ones as the others, and what is left over is cut by columns. The sums meet in shared memory, each block
+// adding up its share in a fixed order.
 #include <type_traits>
 
 #include "../core/cuda.cuh"
@@ -20,16 +20,17 @@ namespace {
 constexpr int MAX_CLUSTER = 8;
 constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-[[maybe_unused]] constexpr int WINDOW = 2; // stages under way at the start
-constexpr int TILE_FIXED = 2048;           // bytes before the ring: barriers and what tile_memory has with them
-constexpr int MIN_STAGES = PRODUCERS;      // and one is multiplied, one prepared, one waits for its last product
+[[maybe_unused]] constexpr int WINDOW = 3; // stages under way at the start
+constexpr int TILE_FIXED = 1024;           // bytes before the ring: barriers
+constexpr int MIN_STAGES = 3;              // one is multiplied, one prepared, one waits for its last product
+constexpr int PLACES = 128;                // threads of a warpgroup: each has the same sums of its tile as in the others
 
-// Who has what of a cluster's items: the block of rank r the whole ones r, r + cluster, ... and perhaps a piece of one of
-// those behind, which `share` blocks have together.
+// Who has what of a cluster's row blocks: the block of rank r the whole ones r, r + cluster, ... and perhaps a piece of one
+// of those behind, which `share` blocks have together.
 struct tile_deal {
     int whole, cut, share; // of a block; of the cluster, after cluster * whole; blocks for one of these
-    int piece, longer;     // stages of a piece; the first `longer` have one more
-    int chunk_bits;        // log2 of the places (threads of an item's row blocks) whose sums a block adds up
+    int piece, longer;     // strips of a piece; the first `longer` have one more
+    int chunk_bits;        // log2 of the places whose sums a block adds up
 };
 
 struct tile_task {
@@ -39,77 +40,64 @@ struct tile_task {
     const void *bias;
     void *y;
     int64_t rows;
-    int tokens, row_blocks, col_blocks;
-    int down, parts; // row blocks of an item, and how many k tiles of each a stage has; warpgroups = down * parts
-    int k_stages, chunk_bits; // of an item: its stages; as of a deal
-    int cluster, clusters;    // blocks of a cluster
-    int more;                 // clusters that have an item more than the others
-    tile_deal deal[2];        // of theirs, and of the others
-    int stages, run_bytes;    // room for the weights of a row block in a stage
+    int tokens, row_blocks, strips;
+    int cluster, clusters; // blocks of a cluster
+    int more;              // clusters that have a row block more than the others
+    tile_deal deal[2];     // of theirs, and of the others
+    int stages, stage_bytes, tokens_at; // of the ring; a stage is a strip, and from this byte on its tokens
     tile_weights weights;
 };
 
 template <int TOKENS>
 struct tile_shape {
-    static constexpr int WARPGROUPS = TOKENS <= 64 ? 4 : 3;
+    static constexpr int WARPGROUPS = TILE_STRIP;
     // The registers of an SM: the producer, a warpgroup for that reason, leaves its own to the others.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
-    static constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : 152, PRODUCER_REGISTERS = WARPGROUPS == 4 ? 32 : 56;
-    static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a k tile
-    // Where there are many sums, those of a piece take the place of the stages, and those of a whole item meet in turn.
-    static constexpr bool MANY_SUMS = TOKENS >= 64;
-    static constexpr int TURNS = MANY_SUMS ? 4 : 1;
-    // Counts are added up by the tensor cores, where products leave them time (H200: with 128 tokens clearly slower).
-    static constexpr bool SCANS = TOKENS <= 64;
+    static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
+    static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a tile
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
-// What a block does, in this order: whole items, then the piece.
+// What a block does, in this order: whole row blocks, then the piece.
 struct tile_work {
-    int item, step, whole; // the first item, the way to the next one, how many
-    int cut_item, first, last, piece, pieces;
+    int row_block, step, whole; // the first one, the way to the next one, how many
+    int cut_block, first, last, piece, pieces;
 
     __device__ __forceinline__ tile_work(const tile_task &task, int cluster, int rank) {
         const tile_deal &deal = task.deal[cluster >= task.more];
         whole = deal.whole;
         step = task.cluster * task.clusters;
-        item = cluster + rank * task.clusters;
+        row_block = cluster + rank * task.clusters;
         int cut = 0;
         for (piece = rank; piece >= deal.share; piece -= deal.share) cut++;
         pieces = cut < deal.cut ? deal.share : 0;
-        cut_item = cluster + (whole * task.cluster + cut) * task.clusters;
+        cut_block = cluster + (whole * task.cluster + cut) * task.clusters;
         first = piece * deal.piece + min(piece, deal.longer);
         last = pieces ? first + deal.piece + (piece < deal.longer) : first;
     }
 };
 
-// Where things are in shared memory. The swizzle wants the tokens at multiples of 1024.
+// Where things are in shared memory. The swizzle wants the tokens, and so the stages, at multiples of 1024.
 struct tile_memory {
-    uint32_t tokens, weights;
-    uint32_t sums, cut_sums; // of whole items; of pieces
-    uint32_t full, empty, sums_full, may_send, places, no_tile;
+    uint32_t full, empty, sums_full, may_send, unused; // barriers
+    uint32_t stages, sums;
 };
 
-template <int TOKENS>
 __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uint32_t base) {
-    using SHAPE = tile_shape<TOKENS>;
     tile_memory m;
     m.full = base;
     m.empty = m.full + MAX_STAGES * 8;
     m.sums_full = m.empty + MAX_STAGES * 8;
     m.may_send = m.sums_full + 8;
-    m.places = m.may_send + 8;              // of each warpgroup's tile in each stage
-    m.no_tile = m.places + MAX_STAGES * 16; // masks without a bit, for a warpgroup that has none
-    m.tokens = base + TILE_FIXED;
-    m.weights = m.tokens + task.stages * task.parts * SHAPE::TOKEN_BYTES;
-    m.sums = m.weights + task.stages * task.down * task.run_bytes;
-    m.cut_sums = SHAPE::MANY_SUMS ? m.tokens : m.sums;
+    m.unused = m.may_send + 8;
+    m.stages = base + TILE_FIXED;
+    m.sums = m.stages + task.stages * task.stage_bytes;
     return m;
 }
 
 // A stage of the ring, as a consumer needs it.
 struct tile_ring {
-    uint32_t full, tokens, phase; // its barrier; the lower half of its tokens' descriptor
+    uint32_t full, values, phase; // its barrier; where the strip's values are: what stands in front has fixed ways from there
 };
 
 // The warps that fill the ring tell the others that the barriers are there.
@@ -121,22 +109,20 @@ struct tile_ring {
 }
 
 // Four warps fill the ring, each its own stages of it: one alone took longer for a stage than its copies take. A warp's
-// lanes hold the offsets of its next four stages, eight each: of every row block the tiles of the stage and the one behind.
-// At the start only WINDOW stages are under way: else all blocks' rings are filled at once, 30 MB, and the first stage
-// comes with the last.
+// first lanes hold where its next four strips begin and end. At the start only WINDOW stages are under way: else all
+// blocks' rings are filled at once, 30 MB, and the first stage comes with the last.
 template <int TOKENS>
 __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_memory &memory, int cluster, int rank) {
     using SHAPE = tile_shape<TOKENS>;
     constexpr int AT_ONCE = 4;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
     const tile_work work(task, cluster, rank);
-    const int total = work.whole * task.k_stages + work.last - work.first, run = task.parts + 1;
-    const int entry = lane % 8, entry_row = (entry >= run) + (entry >= 2 * run) + (entry >= 3 * run);
-    const int entry_tile = entry - entry_row * run;
+    // A ring of three stages leaves the fourth warp none.
+    const int total = warp < task.stages ? work.whole * task.strips + work.last - work.first : 0;
     // Where one of the block's stages is; stages are looked for in rising order.
     struct place {
-        int slot, round, begin; // of the ring; stages before this round of it; before this item
-        int item, left;         // left: whole items
+        int slot, round, begin; // of the ring; stages before this round of it; before this row block
+        int row_block, left;    // left: whole ones
     };
     const auto next = [&](place &p) { // the warp's next stage
         p.slot += PRODUCERS;
@@ -145,27 +131,28 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             p.round += task.stages;
         }
     };
-    const auto find = [&](place &p) { // of its item
-        while (p.left && p.round + p.slot - p.begin >= task.k_stages) {
-            p.begin += task.k_stages;
-            p.item += work.step;
-            if (!--p.left) p.item = work.cut_item;
+    const auto find = [&](place &p) { // its strip of the row block
+        while (p.left && p.round + p.slot - p.begin >= task.strips) {
+            p.begin += task.strips;
+            p.row_block += work.step;
+            if (!--p.left) p.row_block = work.cut_block;
         }
         return p.round + p.slot - p.begin + (p.left ? 0 : work.first);
     };
-    place load{warp, 0, 0, work.whole ? work.item : work.cut_item, work.whole}, here = load;
-    for (int i = 0; i < lane / 8; i++) next(load);
-    const auto load_offsets = [&] {
-        const int stage = find(load);
-        const bool more = load.round + load.slot < total;
-        const int row_block = load.item * task.down + entry_row;
-        const int tile = min(stage * task.parts + entry_tile, task.col_blocks);
+    place load{warp, 0, 0, work.whole ? work.row_block : work.cut_block, work.whole}, here = load;
+    for (int i = 0; i < lane % AT_ONCE; i++) next(load);
+    const auto load_offsets = [&](int &from, int &to) {
+        const int strip = find(load);
+        from = to = 0;
+        if (load.round + load.slot < total) {
+            const int32_t *at = task.offsets + (int64_t)load.row_block * task.strips + strip;
+            from = at[0];
+            to = at[1];
+        }
         for (int i = 0; i < AT_ONCE; i++) next(load);
-        return more && entry_row < task.down && row_block < task.row_blocks
-                   ? task.offsets[(int64_t)row_block * task.col_blocks + tile]
-                   : 0;
     };
-    int offsets = 0, next_offsets = load_offsets();
+    int from = 0, to = 0, next_from, next_to;
+    load_offsets(next_from, next_to);
     const uint64_t policy = evict_first();
     if (lane == 0) {
         for (int slot = warp; slot < task.stages; slot += PRODUCERS) {
@@ -173,13 +160,13 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             sm90::barrier_init(memory.empty + slot * 8, SHAPE::WARPGROUPS);
         }
         if (warp == 0) {
+            sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS);
             sm90::barrier_init(memory.sums_full, 1);
             sm90::barrier_init(memory.may_send, max(work.pieces, 1));
-            const int bits = task.deal[cluster >= task.more].chunk_bits,
-                      places = task.down * 128 - (work.piece << bits);
-            if (work.pieces) // what the blocks that share an item will send
-                sm90::barrier_expect(memory.sums_full,
-                                     max(0, min(1 << bits, places)) * TOKENS * 2 * task.parts * (work.pieces - 1));
+            const int bits = task.deal[cluster >= task.more].chunk_bits, places = PLACES - (work.piece << bits);
+            if (work.pieces) // what the blocks that share a row block will send
+                sm90::barrier_expect(memory.sums_full, max(0, min(1 << bits, places)) * TOKENS * 2 *
+                                                           SHAPE::WARPGROUPS * (work.pieces - 1));
         }
         sm90::fence_barrier_init();
     }
@@ -188,45 +175,35 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     // A warp waits for stages of another's at the start, so all of their barriers have to be there.
     sync_threads(3, PRODUCERS * WARP);
     if (task.deal[cluster >= task.more].cut) sm90::cluster_arrive();
-    // Lane r < down: the run of tiles of row block r. Lane w: where warpgroup w finds its tile.
-    const int row = lane % task.down, part = min(lane / task.down, task.parts - 1);
     uint32_t phase = 1;
     // Before a stage is filled anew, all warps have seen those come that they waited for at the start.
     const auto first_round_done = [] { sync_threads(3, PRODUCERS * WARP); };
     for (int count = 0; here.round + here.slot < total; count++) {
-        const int stage = find(here), slot = here.slot, turn = count % AT_ONCE;
+        const int strip = find(here), slot = here.slot, turn = count % AT_ONCE;
         if (turn == 0) {
-            offsets = next_offsets;
-            next_offsets = load_offsets();
+            from = next_from;
+            to = next_to;
+            load_offsets(next_from, next_to);
         }
-        const int own_entry = turn * 8 + row * run;
-        const int from = __shfl_sync(FULL_WARP, offsets, own_entry);
-        const int to = __shfl_sync(FULL_WARP, offsets, own_entry + task.parts);
-        const int own = __shfl_sync(FULL_WARP, offsets, own_entry + part);
-        const int own_end = __shfl_sync(FULL_WARP, offsets, own_entry + part + 1);
-        // Copies begin at multiples of 128 bytes: else each line would take two requests.
-        const int begin = from & ~7, bytes = lane < task.down && to > from ? (to - begin) * TILE_UNIT : 0;
-        const uint32_t weights = memory.weights + (slot * task.down + row) * task.run_bytes;
-        const uint32_t place = own_end > own ? weights + (own - begin) * TILE_UNIT : memory.no_tile;
-        const int sum = __reduce_add_sync(FULL_WARP, bytes);
-        const uint32_t barrier = memory.full + slot * 8;
+        const int begin = __shfl_sync(FULL_WARP, from, turn);
+        const int bytes = (__shfl_sync(FULL_WARP, to, turn) - begin) * TILE_UNIT;
+        const uint32_t stage = memory.stages + slot * task.stage_bytes, barrier = memory.full + slot * 8;
         if (here.round) {
             if (slot == warp && here.round == task.stages) first_round_done();
             sm90::barrier_wait(memory.empty + slot * 8, phase);
         } else if (slot >= WINDOW) {
             sm90::barrier_wait(memory.full + (slot - WINDOW) * 8, 0);
         }
-        if (lane < SHAPE::WARPGROUPS)
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.places + slot * 16 + lane * 4), "r"(place) : "memory");
+        if (lane == 0) {
+            sm90::barrier_expect(barrier, bytes + TILE_STRIP * SHAPE::TOKEN_BYTES);
+            sm90::copy_bytes(stage, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
+        }
         __syncwarp();
-        if (lane == 0) sm90::barrier_expect(barrier, sum + task.parts * SHAPE::TOKEN_BYTES);
-        __syncwarp();
-        if (bytes) sm90::copy_bytes(weights, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
         // Weights may be fetched before the kernel in front is done, tokens not.
         if (count == 0) sm90::wait_for_previous_launch();
-        if (lane < task.parts)
-            sm90::copy_box(memory.tokens + (slot * task.parts + lane) * SHAPE::TOKEN_BYTES, &task.x,
-                           (stage * task.parts + lane) * TILE_COLS, 0, barrier);
+        if (lane < TILE_STRIP)
+            sm90::copy_box(stage + task.tokens_at + lane * SHAPE::TOKEN_BYTES, &task.x,
+                           (strip * TILE_STRIP + lane) * TILE_COLS, 0, barrier);
         __syncwarp();
         next(here);
         if (here.slot == warp) phase ^= 1;
@@ -244,96 +221,118 @@ __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, i
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
 
-// A warpgroup: one row block, or a part of its columns.
+// A warpgroup: a tile of every strip.
 template <typename T, int TOKENS>
 __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_memory &memory, int cluster, int rank,
-                                             int warpgroup) {
+                                             int across) {
     using SHAPE = tile_shape<TOKENS>;
-    constexpr int SUMS = TOKENS / 2;
+    constexpr int SUMS = TOKENS / 2, FOURS = SUMS / 4;
     const uint32_t first_thread = held(threadIdx.x % 128); // 0; else it is asked for at every stage
     const int thread = threadIdx.x % 128, lane = thread % WARP, part = __shfl_sync(FULL_WARP, thread / WARP, 0);
-    const int down = warpgroup % task.down, across = warpgroup / task.down;
     const tile_work work(task, cluster, rank);
-    // The upper half of a descriptor is the same for all.
-    const uint64_t descriptor = sm90::descriptor<128>(memory.tokens + across * SHAPE::TOKEN_BYTES);
-    const uint32_t stage_tokens = task.parts * SHAPE::TOKEN_BYTES >> 4, full_end = memory.full + task.stages * 8;
-    const tile_ring begin{memory.full, held((uint32_t)descriptor), 0};
-    const uint32_t places = memory.places + warpgroup * 4 - 2 * memory.full; // and twice the barrier
-    const auto next_stage = [&](tile_ring &ring) {
-        ring.full += 8;
-        ring.tokens += stage_tokens;
-        if (ring.full == full_end) {
-            ring.full = begin.full;
-            ring.tokens = begin.tokens;
-            ring.phase ^= 1;
-        }
-    };
+    // The upper half of a descriptor is the same for all, the lower one has a fixed way from the strip.
+    const uint64_t descriptor = sm90::descriptor<128>(memory.stages + task.tokens_at + across * SHAPE::TOKEN_BYTES);
+    const tile_ring begin{memory.full, memory.stages + TILE_VALUES, 0};
+    const uint32_t tokens_behind = held((uint32_t)descriptor - (begin.values >> 4));
+    // A lane's words of its part, and of this tile.
+    const uint32_t words = held((part * TILE_LANES + lane) * 4), tile_words = held(words + across * TILE_MASK_BYTES);
+    const uint32_t first = held(part * 2);
+    // What is not the same in all warpgroups are numbers: tests would take more instructions. A stream begins at the lane's
+    // column or, in the second half, where its turn says; behind the tile before where there is one in this half.
+    const bool upper = across >= TILE_STRIP / 2, odd = across % 2;
+    const uint32_t turned = held(upper ? ~0u : 0), column = held(upper ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
+    const uint32_t words_before = held(odd ? tile_words - TILE_MASK_BYTES : tile_words);
+    const uint32_t counted = held(odd ? 0x0f0f0f0fu : 0);
+    const uint32_t full_end = memory.full + task.stages * 8;
     const auto release = [&](uint32_t full) {
-        if (full && first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
+        if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
     const auto sync_consumers = [] { sync_threads(2, SHAPE::WARPGROUPS * 128); };
     const bool meets = task.deal[cluster >= task.more].cut; // some blocks of the cluster
-    // From here on, the other blocks of its item may send their sums here. What they overwrite was only read. Through
+    // From here on, the other blocks of its row block may send their sums here. What they overwrite was only read. Through
     // barriers, as a cluster's own with some warps waiting and others on their way never ends under compute-sanitizer.
     const auto let_send = [&] {
         sm90::cluster_wait(); // their barriers are there
         sync_consumers();
         if (threadIdx.x < work.pieces) sm90::barrier_arrive_remote(memory.may_send, rank - work.piece + threadIdx.x);
     };
-    using LANE = std::conditional_t<SHAPE::SCANS, scan_lane, mm_lane>;
-    const typename LANE::operands operands(lane);
     wait_for_barriers(SHAPE::THREADS);
     if (meets) sm90::cluster_arrive();
-    if (!SHAPE::MANY_SUMS && work.pieces && (!work.whole || task.parts == 1)) let_send();
-    tile_ring ring = begin;
+    if (work.pieces && !work.whole) let_send();
+    // A tile is prepared while the one before it is multiplied, that of the row block before too; so are its first values
+    // fetched.
+    tile_lane lanes[2];
+    uint32_t values[2][2][TILE_QUAD];
+    tile_streams streams;
+    uint32_t before;
+    const auto prepare = [&](auto step, tile_lane &tile, uint32_t strip) {
+        constexpr int STEP = decltype(step)::value;
+        if (STEP == 0) { // all loads
+            asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
+                         : "=r"(streams.values)
+                         : "r"(strip - TILE_VALUES + TILE_FIRSTS + first)
+                         : "memory");
+            sm90::load(streams.turns, strip - TILE_VALUES + TILE_TURNS + words);
+            sm90::load(before, strip - TILE_VALUES + words_before);
+            tile.read(strip - TILE_VALUES + tile_words);
+        } else if (STEP == 1) {
+            streams.values = strip + streams.values * TILE_ROW_BYTES;
+            streams.turns = (streams.turns & turned) | column;
+            streams.turn();
+            streams.at[0] += __popc(before & counted) * TILE_ROW_BYTES;
+            streams.at[1] += __popc(before >> 4 & counted) * TILE_ROW_BYTES;
+        } else if (STEP == 2) {
+            tile.count(task.weights);
+        } else {
+            tile.find(task.weights, streams);
+            tile.load(0, values[0][0], task.weights);
+            tile.load(1, values[0][1], task.weights);
+        }
+    };
+    constexpr std::integral_constant<int, 0> step0;
+    constexpr std::integral_constant<int, 1> step1;
+    constexpr std::integral_constant<int, 2> step2;
+    constexpr std::integral_constant<int, 3> step3;
+    tile_ring ring = begin, ahead = begin;
+    int ahead_of_it = work.whole * task.strips + work.last - work.first; // stages, with this one
+    if (ahead_of_it) {
+        sm90::barrier_wait(ring.full, ring.phase);
+        prepare(step0, lanes[0], ring.values);
+        prepare(step1, lanes[0], ring.values);
+        prepare(step2, lanes[0], ring.values);
+        prepare(step3, lanes[0], ring.values);
+    }
     for (int round = 0; round < work.whole + (work.pieces > 0); round++) {
         const bool whole = round < work.whole;
-        const int item = whole ? work.item + round * work.step : work.cut_item;
-        const int first = whole ? 0 : work.first, last = whole ? task.k_stages : work.last;
-        const int64_t first_row = (int64_t)item * task.down * TILE_ROWS;
+        const int row_block = whole ? work.row_block + round * work.step : work.cut_block;
+        const int64_t first_row = (int64_t)row_block * TILE_ROWS;
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         sm90::settle(sums);
-        // A tile is prepared while the one before it is multiplied; so are its first values fetched.
-        LANE here, next;
-        uint32_t values[2][2][TILE_QUAD], place;
-        const auto find = [&](const tile_ring &at) {
-            sm90::barrier_wait(at.full, at.phase);
-            sm90::load(place, places + 2 * at.full);
-        };
-        uint32_t previous = 0;
-        tile_ring ahead = ring;
-        if (first < last) {
-            find(ring);
-            next.template prepare<0>(place, part, lane, task.weights, operands);
-            next.template prepare<1>(place, part, lane, task.weights, operands);
-            next.template prepare<2>(place, part, lane, task.weights, operands);
-            next.template prepare<3>(place, part, lane, task.weights, operands);
-            next.load(0, values[0][0], task.weights);
-            next.load(1, values[0][1], task.weights);
-            next_stage(ahead);
-        }
-#pragma unroll 1
-        for (int stage = first; stage < last; stage++) {
-            here = next;
-            if (stage + 1 < last) find(ahead);
-            const uint64_t b = descriptor >> 32 << 32 | ring.tokens;
-            const auto multiply = [&](auto step) {
+        uint32_t previous = memory.unused - (memory.empty - memory.full);
+        const auto multiply = [&](tile_lane &here, tile_lane &next) { // a stage
+            // Behind the last one that one again; without a branch, which the loads of both ways would share addresses for.
+            const bool more = --ahead_of_it > 0;
+            ahead.full += more ? 8 : 0;
+            ahead.values += more ? task.stage_bytes : 0;
+            if (ahead.full == full_end) {
+                ahead.full = begin.full;
+                ahead.values = begin.values;
+                ahead.phase ^= 1;
+            }
+            sm90::barrier_wait(ahead.full, ahead.phase);
+            const uint64_t b = descriptor >> 32 << 32 | (tokens_behind + (ring.values >> 4));
+            const auto take = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
                 if (STEP < 3) {
                     here.load(2 * STEP + 2, values[(STEP + 1) % 2][0], task.weights);
                     here.load(2 * STEP + 3, values[(STEP + 1) % 2][1], task.weights);
                 }
-                next.template prepare<STEP>(place, part, lane, task.weights,
-                                            operands); // behind the last tile: that one again
-                if (STEP == 3) {
-                    next.load(0, values[0][0], task.weights);
-                    next.load(1, values[0][1], task.weights);
-                }
+                prepare(step, next, ahead.values);
                 // The products that read these registers last. All of the stage before have ended two steps into this
-                // one: that stage goes back then, not a product later (H200: less time at every shape, most at 64 tokens).
+                // one: that stage goes back then, not a product later (H200: less time at every shape).
                 if (STEP == 0) sm90::wgmma_wait<1>();
                 if (STEP == 1) {
                     sm90::wgmma_wait<0>();
@@ -347,44 +346,44 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                 tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
                 sm90::wgmma_commit();
             };
-            multiply(std::integral_constant<int, 0>());
-            multiply(std::integral_constant<int, 1>());
-            multiply(std::integral_constant<int, 2>());
-            multiply(std::integral_constant<int, 3>());
+            take(step0);
+            take(step1);
+            take(step2);
+            take(step3);
             previous = ring.full;
             ring = ahead;
-            next_stage(ahead);
+        };
+        int left = whole ? task.strips : work.last - work.first;
+#pragma unroll 1
+        for (; left > 0; left -= 2) { // two at a time, so that nothing is moved from `next` to `here`
+            multiply(lanes[0], lanes[1]);
+            if (left == 1) {
+                lanes[0] = lanes[1];
+                break;
+            }
+            multiply(lanes[1], lanes[0]);
         }
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release(previous);
         if (!round) sm90::wait_for_previous_launch(); // before y is written
-        if (whole && task.parts == 1) {
-            const int64_t row = first_row + down * TILE_ROWS + part * 16 + lane / 4;
-#pragma unroll
-            for (int i = 0; i < SUMS; i++)
-                tile_store<T>(task, row + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2, sums[i]);
-            continue;
-        }
-        // A place is a thread of one of the item's row blocks. Each block that has a piece of the item adds up the sums
-        // of a chunk of places, [addends][SUMS / 4][chunk] of four.
-        const int own = whole ? 0 : work.piece, addends = whole ? task.parts : task.parts * work.pieces;
-        const int bits = whole ? task.chunk_bits : task.deal[cluster >= task.more].chunk_bits, chunk = 1 << bits;
-        const int places = task.down * 128, place_here = down * 128 + thread;
-        const uint32_t sums_at = whole ? memory.sums : memory.cut_sums;
-        const int my_addend = own * task.parts + across;
-        const auto add_up = [&](int turn, int fours) { // of the sums turn * fours * 4 on
+        // Each block that has a piece of the row block adds up the sums of a chunk of places, [addends][FOURS][chunk] of
+        // four; of a whole one all.
+        const int own = whole ? 0 : work.piece, addends = whole ? TILE_STRIP : TILE_STRIP * work.pieces;
+        const int bits = whole ? 7 : task.deal[cluster >= task.more].chunk_bits, chunk = 1 << bits;
+        const int my_addend = own * TILE_STRIP + across;
+        const auto add_up = [&] {
 #pragma unroll 1
-            for (int i = threadIdx.x; i < fours << bits; i += SHAPE::WARPGROUPS * 128) {
-                const int at = (own << bits) + (i & (chunk - 1)), token = (turn * fours + (i >> bits)) * 8 + at % 4 * 2;
-                if (at >= places) continue;
+            for (int i = threadIdx.x; i < FOURS << bits; i += SHAPE::WARPGROUPS * 128) {
+                const int at = (own << bits) + (i & (chunk - 1)), token = (i >> bits) * 8 + at % 4 * 2;
+                if (at >= PLACES) continue;
                 float sum[4] = {};
 #pragma unroll 4
                 for (int addend = 0; addend < addends; addend++) {
                     float next[4];
                     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                                  : "=f"(next[0]), "=f"(next[1]), "=f"(next[2]), "=f"(next[3])
-                                 : "r"(sums_at + ((addend * fours << bits) + i) * 16)
+                                 : "r"(memory.sums + ((addend * FOURS << bits) + i) * 16)
                                  : "memory");
                     for (int j = 0; j < 4; j++) sum[j] += next[j];
                 }
@@ -398,34 +397,29 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                          : "memory");
         };
         if (whole) {
-            constexpr int FOURS = SUMS / 4 / SHAPE::TURNS;
-            const uint32_t to = sums_at + ((my_addend * FOURS << bits) + place_here) * 16;
+            const uint32_t to = memory.sums + ((my_addend * FOURS << bits) + thread) * 16;
+            if (round) sync_consumers(); // the sums before are read
 #pragma unroll
-            for (int turn = 0; turn < SHAPE::TURNS; turn++) {
-                if (round || turn) sync_consumers(); // the sums before are read
-#pragma unroll
-                for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + (turn * FOURS + i) * 4);
-                sync_consumers();
-                add_up(turn, FOURS);
-            }
-            if (!SHAPE::MANY_SUMS && work.pieces && round == work.whole - 1) let_send();
+            for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + i * 4);
+            sync_consumers();
+            add_up();
+            if (work.pieces && round == work.whole - 1) let_send();
         } else {
-            if (SHAPE::MANY_SUMS) let_send();
-            const int owner = place_here >> bits;
-            const uint32_t to = sums_at + ((my_addend * (SUMS / 4) << bits) + (place_here & (chunk - 1))) * 16;
+            const int owner = thread >> bits;
+            const uint32_t to = memory.sums + ((my_addend * FOURS << bits) + (thread & (chunk - 1))) * 16;
             if (owner == own) {
 #pragma unroll
-                for (int i = 0; i < SUMS / 4; i++) store(to + (i * 16 << bits), sums + i * 4);
+                for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + i * 4);
             } else {
                 sm90::barrier_wait(memory.may_send, 0);
                 const uint32_t there = sm90::remote_address(to, rank - own + owner);
                 const uint32_t full = sm90::remote_address(memory.sums_full, rank - own + owner);
 #pragma unroll
-                for (int i = 0; i < SUMS / 4; i++) sm90::store_async(there + (i * 16 << bits), sums + i * 4, full);
+                for (int i = 0; i < FOURS; i++) sm90::store_async(there + (i * 16 << bits), sums + i * 4, full);
             }
             sync_consumers();
             sm90::barrier_wait(memory.sums_full, 0);
-            add_up(0, SUMS / 4);
+            add_up();
         }
     }
     if (meets && !work.pieces) sm90::cluster_wait();
@@ -440,7 +434,7 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     using SHAPE = tile_shape<TOKENS>;
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t base = held(shared_address(shared));
-    const tile_memory memory = tile_memory_of<TOKENS>(task, base);
+    const tile_memory memory = tile_memory_of(task, base);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
     int cluster, rank; // through shfl, as warpgroup: so the compiler knows that they are the same in all lanes
     asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
@@ -452,8 +446,6 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
         tile_produce<TOKENS>(task, memory, cluster, rank);
         if (task.deal[cluster >= task.more].cut) sm90::cluster_wait();
     } else {
-        for (int i = threadIdx.x; i < TILE_VALUES / 4; i += SHAPE::WARPGROUPS * 128)
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.no_tile + i * 4), "r"(0) : "memory");
         if (threadIdx.x == 0) sm90::prefetch_map(&task.x);
         sm90::take_registers<SHAPE::REGISTERS>();
         tile_consume<T, TOKENS>(task, memory, cluster, rank, warpgroup);
@@ -462,8 +454,8 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
 }
 
 // The same product for GPUs before sm_90: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS x 8
-// tokens; four groups of four warps take a k tile each of a stage. Tokens are read through L1.
-constexpr int MMA_ACROSS = 4, MMA_THREADS = MMA_ACROSS * TILE_PARTS * WARP;
+// tokens; four groups of four warps take a tile each of a stage, which is a strip. Tokens are read through L1.
+constexpr int MMA_THREADS = TILE_STRIP * TILE_PARTS * WARP;
 
 template <typename T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -486,15 +478,14 @@ __global__ void __launch_bounds__(MMA_THREADS)
     const uint32_t base = shared_address(shared);
     const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP % TILE_PARTS;
     const int across = threadIdx.x / (WARP * TILE_PARTS);
-    const int32_t *offsets = task.offsets + (int64_t)blockIdx.x * task.col_blocks;
-    const int stages = (task.col_blocks + MMA_ACROSS - 1) / MMA_ACROSS, first_token = blockIdx.y * OCTETS * 8;
-    const auto run = [&](int stage, int i) { return offsets[min(stage * MMA_ACROSS + i, task.col_blocks)]; };
+    const int32_t *offsets = task.offsets + (int64_t)blockIdx.x * task.strips;
+    const int stages = task.strips, first_token = blockIdx.y * OCTETS * 8;
     const auto fetch = [&](int stage) {
         if (stage < stages) {
-            const int from = run(stage, 0), units = run(stage, MMA_ACROSS) - from;
-            for (int i = threadIdx.x; i < units; i += MMA_THREADS)
-                copy_async<16>(base + stage % task.stages * task.run_bytes + i * TILE_UNIT,
-                               task.data + ((int64_t)from + i) * TILE_UNIT);
+            const int from = offsets[stage], units = offsets[stage + 1] - from;
+            for (int i = threadIdx.x; i < units * TILE_UNIT / 16; i += MMA_THREADS)
+                copy_async<16>(base + stage % task.stages * task.stage_bytes + i * 16,
+                               task.data + (int64_t)from * TILE_UNIT + i * 16);
         }
         commit_copies();
     };
@@ -507,21 +498,25 @@ __global__ void __launch_bounds__(MMA_THREADS)
             wait_copies<0>();
         __syncthreads();
         fetch(stage + task.stages - 1);
-        const int k_tile = stage * MMA_ACROSS + across;
-        if (k_tile >= task.col_blocks) continue;
-        tile_lane tile;
-        const uint32_t place =
-            base + stage % task.stages * task.run_bytes + (run(stage, across) - run(stage, 0)) * TILE_UNIT;
-        tile.prepare<0>(place, part, lane);
-        tile.prepare<1>(place, part, lane);
-        tile.prepare<2>(place, part, lane);
-        tile.prepare<3>(place, part, lane);
+        const int k_tile = stage * TILE_STRIP + across;
+        const uint32_t strip = base + stage % task.stages * task.stage_bytes;
+        tile_streams streams;
+        tile_lane tile, before;
+        streams.begin(strip, part, lane);
+        tile.read(tile_lane::mask_at(strip, across, part, lane));
+        if (across >= TILE_STRIP / 2) streams.turn();
+        if (across % 2) {
+            before.read(tile_lane::mask_at(strip, across - 1, part, lane));
+            streams.skip(before.mask);
+        }
+        tile.count(task.weights);
+        tile.find(task.weights, streams);
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             uint32_t a[4], values[2][TILE_QUAD];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                tile.load(2 * step + half, values[half]);
+                tile.load(2 * step + half, values[half], task.weights);
                 tile.place(2 * step + half, values[half], a[2 * half], a[2 * half + 1]);
             }
 #pragma unroll
@@ -554,7 +549,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #pragma unroll
     for (int i = 0; i < OCTETS * 4; i++) {
         float sum = sums[i / 4][i % 4];
-        for (int other = 0; other < MMA_ACROSS - 1; other++)
+        for (int other = 0; other < TILE_STRIP - 1; other++)
             sum += others[(other * OCTETS * 4 + i) * 128 + part * WARP + lane];
         tile_store<T>(task, row + i / 2 % 2 * 8, first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sum);
     }
@@ -567,21 +562,21 @@ inline int bits_of(int number) { // so that it is at most 1 << bits
     return bits;
 }
 
-// How a cluster of `blocks` shares `items` of so many stages.
-inline tile_deal deal_items(int items, int blocks, int k_stages, int down) {
+// How a cluster of `blocks` shares row blocks of so many strips.
+inline tile_deal deal_rows(int row_blocks, int blocks, int strips) {
     tile_deal deal{};
-    deal.whole = items / blocks;
-    deal.cut = items % blocks;
+    deal.whole = row_blocks / blocks;
+    deal.cut = row_blocks % blocks;
     deal.share = deal.cut ? blocks / deal.cut : blocks;
-    deal.piece = k_stages / deal.share;
-    deal.longer = k_stages % deal.share;
-    deal.chunk_bits = bits_of((int)ceil_div(down * 128, deal.share));
+    deal.piece = strips / deal.share;
+    deal.longer = strips % deal.share;
+    deal.chunk_bits = bits_of((int)ceil_div(PLACES, deal.share));
     return deal;
 }
 
 // What the block with the most work takes, in stages; a sum of several blocks takes about one, of one's warpgroups half.
-inline double deal_time(const tile_deal &deal, int parts, int k_stages) {
-    return deal.whole * (k_stages + (parts > 1 ? 0.5 : 0)) + (deal.cut ? deal.piece + (deal.longer > 0) + 1 : 0);
+inline double deal_time(const tile_deal &deal, int strips) {
+    return deal.whole * (strips + 0.5) + (deal.cut ? deal.piece + (deal.longer > 0) + 1 : 0);
 }
 
 inline tile_task task_of(const tile_matrix &m, int64_t tokens, const void *bias, void *y) {
@@ -593,7 +588,7 @@ inline tile_task task_of(const tile_matrix &m, int64_t tokens, const void *bias,
     task.rows = m.rows;
     task.tokens = (int)tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
-    task.col_blocks = (int)tile_col_blocks(m.cols);
+    task.strips = (int)tile_strips(m.cols);
     return task;
 }
 
@@ -608,57 +603,38 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     cudaLaunchConfig_t config{};
     tile_task task = task_of(m, tokens, bias, y);
     double least = 1e30;
-    // Row blocks of an item: up to 16 tokens one, which evens the work best (H200); as many as can be where tiles are so
-    // full that the ring would not fit beside the sums. Above, tokens are much of what comes, and several row blocks share
-    // them.
-    for (int down = TOKENS <= 64 ? 1 : SHAPE::WARPGROUPS; down <= SHAPE::WARPGROUPS; down *= 2) {
-        if (TOKENS <= 16 && task.down) break;
-        const int parts = SHAPE::WARPGROUPS / down;
-        const int k_stages = (int)ceil_div(task.col_blocks, parts);
-        const int items = (int)ceil_div(task.row_blocks, down);
-        const int run_bytes = (int)ceil_div((int64_t)parts * m.widest * TILE_UNIT + 128 + 16, 128) * 128;
-        const int stage_bytes = parts * SHAPE::TOKEN_BYTES + down * run_bytes;
-        for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= std::max(1, k_stages); blocks++) {
-            int clusters;
-            error = clusters_at_once<tile_mm_kernel<T, TOKENS>, MAX_CLUSTER>(device, blocks, SHAPE::THREADS,
-                                                                             device.shared_bytes - 1024, &clusters);
-            if (error) return error;
-            clusters = std::min(clusters, items);
-            const int each = items / clusters;
-            const bool more = items % clusters;
-            const tile_deal most = deal_items(each + more, blocks, k_stages, down);
-            const tile_deal others = deal_items(each, blocks, k_stages, down);
-            const int chunk_bits = bits_of(down * 128);
-            int sums = parts > 1 && most.whole ? (parts << chunk_bits) / SHAPE::TURNS : 0, cut_sums = 0;
-            for (const tile_deal &deal : {most, others})
-                if (deal.cut) cut_sums = std::max(cut_sums, parts * deal.share << deal.chunk_bits);
-            if (!SHAPE::MANY_SUMS) sums = std::max(sums, cut_sums);
-            const int room =
-                device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a chunk has TOKENS / 2 numbers a place
-            const int stages = std::min(room / stage_bytes, MAX_STAGES);
-            // With 8 to 32 KB of tokens a stage took 1650 to 1950 clocks at 64 tokens, 1390 to 1590 with 4 to 16 at 32 (H200).
-            const double time = std::max(deal_time(most, parts, k_stages), deal_time(others, parts, k_stages)) *
-                                (1 + parts * SHAPE::TOKEN_BYTES / 1e5);
-            if (stages < MIN_STAGES || time >= least * 0.99 || cut_sums * TOKENS * 2 > stages * stage_bytes) continue;
-            least = time;
-            task.down = down;
-            task.parts = parts;
-            task.k_stages = k_stages;
-            task.run_bytes = run_bytes;
-            task.cluster = blocks;
-            task.clusters = clusters;
-            task.more = items % clusters;
-            task.deal[0] = most;
-            task.deal[1] = others;
-            task.chunk_bits = chunk_bits;
-            task.stages = stages;
-            config.dynamicSmemBytes = device.shared_bytes - room + task.stages * stage_bytes;
-        }
+    const int tokens_at = (int)ceil_div(m.widest * TILE_UNIT, 1024) * 1024; // they may be read behind the last value
+    const int stage_bytes = tokens_at + TILE_STRIP * SHAPE::TOKEN_BYTES;
+    for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= task.strips; blocks++) {
+        int clusters;
+        error = clusters_at_once<tile_mm_kernel<T, TOKENS>, MAX_CLUSTER>(device, blocks, SHAPE::THREADS,
+                                                                         device.shared_bytes - 1024, &clusters);
+        if (error) return error;
+        clusters = std::min(clusters, task.row_blocks);
+        const int each = task.row_blocks / clusters, more = task.row_blocks % clusters;
+        const tile_deal most = deal_rows(each + (more > 0), blocks, task.strips);
+        const tile_deal others = deal_rows(each, blocks, task.strips);
+        int sums = most.whole ? TILE_STRIP * PLACES : 0;
+        for (const tile_deal &deal : {most, others})
+            if (deal.cut) sums = std::max(sums, TILE_STRIP * deal.share << deal.chunk_bits);
+        const int room = device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a place has TOKENS / 2 numbers
+        const int stages = std::min(room / stage_bytes, MAX_STAGES);
+        const double time = std::max(deal_time(most, task.strips), deal_time(others, task.strips));
+        if (stages < MIN_STAGES || time >= least * 0.99) continue;
+        least = time;
+        task.cluster = blocks;
+        task.clusters = clusters;
+        task.more = more;
+        task.deal[0] = most;
+        task.deal[1] = others;
+        task.stages = stages;
+        config.dynamicSmemBytes = device.shared_bytes - room + stages * stage_bytes;
     }
-    if (!task.down) return cudaErrorInvalidValue;
+    task.stage_bytes = stage_bytes;
+    task.tokens_at = tokens_at;
+    if (!task.cluster) return cudaErrorInvalidValue;
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
-    if (m.cols)
-        error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,
+    error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,
                                  TOKENS);
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
@@ -681,10 +657,10 @@ cudaError_t tile_launch_mma(const tile_matrix &m, int64_t tokens, const void *x,
     if (!error) error = allow_all_shared_memory<tile_mma_kernel<T, OCTETS>>(device);
     if (error) return error;
     tile_task task = task_of(m, tokens, bias, y);
-    task.run_bytes = std::max(MMA_ACROSS * m.widest * TILE_UNIT, 512) + 128; // what is read behind the last value
-    task.stages = device.shared_bytes / task.run_bytes < 4 ? 2 : 4;
-    const int sums_bytes = (MMA_ACROSS - 1) * OCTETS * 4 * 128 * 4;
-    const int shared_bytes = std::max(task.stages * task.run_bytes, sums_bytes);
+    task.stage_bytes = m.widest * TILE_UNIT;
+    task.stages = device.shared_bytes / task.stage_bytes < 4 ? 2 : 4;
+    const int sums_bytes = (TILE_STRIP - 1) * OCTETS * 4 * 128 * 4;
+    const int shared_bytes = std::max(task.stages * task.stage_bytes + TILE_BEHIND, sums_bytes);
     if (shared_bytes > device.shared_bytes) return cudaErrorInvalidValue;
     const dim3 grid((unsigned)tile_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
     tile_mma_kernel<T, OCTETS>
@@ -706,12 +682,10 @@ cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_
                                         : tile_launch_mma<T, 8>;
         return run(m, tokens, x, x_stride, bias, y, stream);
     }
-    if (tokens > 128) return cudaErrorInvalidValue; // tile_gemm_cuda
+    if (tokens > 32) return cudaErrorInvalidValue; // tile_gemm_cuda
     const auto run = tokens <= 8    ? tile_launch<T, 8>
                      : tokens <= 16 ? tile_launch<T, 16>
-                     : tokens <= 32 ? tile_launch<T, 32>
-                     : tokens <= 64 ? tile_launch<T, 64>
-                                    : tile_launch<T, 128>;
+                                    : tile_launch<T, 32>;
     return run(m, tokens, x, x_stride, bias, y, stream);
 }
 

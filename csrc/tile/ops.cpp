@@ -120,7 +120,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     Tensor offsets = torch::stable::new_empty(values, {strips + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     const auto check_units = [&](int64_t units) {
-        if (units > INT32_MAX) fail(op, "the layout takes ", units, " units of ", TILE_UNIT, " bytes, expected at most ", INT32_MAX);
+        if (units > INT32_MAX)
+            fail(op, "the layout takes ", units, " units of ", TILE_UNIT, " bytes, expected at most ", INT32_MAX);
     };
     tile_totals totals{};
 #ifdef USE_CUDA

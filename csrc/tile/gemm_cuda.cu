@@ -50,8 +50,8 @@ struct gemm_shape {
     static constexpr int PAIR = PAIR_;                   // blocks that share an output tile
     // The registers of an SM: the warpgroup that fetches leaves its own to the others.
     static constexpr int THREADS = (DOWN + 1) * 128;
-    static constexpr int REGISTERS = DOWN == 2 ? 240 : DOWN == 3 ? 152 : 112;
-    static constexpr int FETCH_REGISTERS = DOWN == 2 ? 24 : DOWN == 3 ? 56 : 32;
+    static constexpr int REGISTERS = DOWN == 2 ? 240 : 152;
+    static constexpr int FETCH_REGISTERS = DOWN == 2 ? 24 : 56;
     static_assert(REGISTERS * DOWN + FETCH_REGISTERS <= 65536 / THREADS / 8 * 8 * (DOWN + 1));
     static constexpr int X_BYTES = TOKENS * TILE_COLS * 2; // of a stage
     static constexpr int SUMS = TOKENS / 2;                // of a thread
@@ -66,7 +66,7 @@ struct gemm_shape {
     static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
     static constexpr int MAX_GATHERED = X_STAGES * X_BYTES / (DOWN * GATHER_BYTES);
     // What a strip takes of an SM at 1.98 GHz (H200, density 0.5, 2026-11-22).
-    static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 5450 : TOKENS > 64 ? 5000 : 5200;
+    static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 5450 : 5000;
     // Offsets in shared memory. The swizzle wants the tokens at multiples of 1024. Behind them are the packed strips.
     static constexpr int STAGING = 0;
     static constexpr int X_FULL = STAGING + DOWN * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
@@ -661,7 +661,6 @@ void for_gemm_shapes(const BODY &body) {
     body(gemm_shape<256, 2, 1>());
     body(gemm_shape<256, 2, 2>());
     body(gemm_shape<128, 3, 2>());
-    body(gemm_shape<64, 4, 2>());
 }
 
 // How many clusters run at once. Each block takes an SM.
@@ -750,7 +749,7 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     *plan = {-1, 0, 0, 0, 0};
     Device device;
     const cudaError_t error = current_device(&device);
-    if (error || tokens <= 32 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
+    if (error || tokens <= 64 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
         return error;
     return m->dtype == MACKO_F16 ? gemm_choose<__half>(*m, tokens, device, plan)
                                  : gemm_choose<__nv_bfloat16>(*m, tokens, device, plan);

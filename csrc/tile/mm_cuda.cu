@@ -23,7 +23,7 @@ constexpr int MAX_STAGES = 16;
 [[maybe_unused]] constexpr int WINDOW = 3; // stages under way at the start
 constexpr int TILE_FIXED = 1024;           // bytes before the ring: barriers
 constexpr int MIN_STAGES = 3;              // one is multiplied, one prepared, one waits for its last product
-constexpr int PLACES = 128;                // threads of a warpgroup: each has the same sums of its tile as in the others
+constexpr int PLACES = 128; // threads of a warpgroup: each has the same sums of its tile as in the others
 
 // Who has what of a cluster's row blocks: the block of rank r the whole ones r, r + cluster, ... and perhaps a piece of one
 // of those behind, which `share` blocks have together.
@@ -41,9 +41,9 @@ struct tile_task {
     void *y;
     int64_t rows;
     int tokens, row_blocks, strips;
-    int cluster, clusters; // blocks of a cluster
-    int more;              // clusters that have a row block more than the others
-    tile_deal deal[2];     // of theirs, and of the others
+    int cluster, clusters;              // blocks of a cluster
+    int more;                           // clusters that have a row block more than the others
+    tile_deal deal[2];                  // of theirs, and of the others
     int stages, stage_bytes, tokens_at; // of the ring; a stage is a strip, and from this byte on its tokens
     tile_weights weights;
 };
@@ -97,7 +97,8 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
 
 // A stage of the ring, as a consumer needs it.
 struct tile_ring {
-    uint32_t full, values, phase; // its barrier; where the strip's values are: what stands in front has fixed ways from there
+    uint32_t full, values,
+        phase; // its barrier; where the strip's values are: what stands in front has fixed ways from there
 };
 
 // The warps that fill the ring tell the others that the barriers are there.
@@ -165,8 +166,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             sm90::barrier_init(memory.may_send, max(work.pieces, 1));
             const int bits = task.deal[cluster >= task.more].chunk_bits, places = PLACES - (work.piece << bits);
             if (work.pieces) // what the blocks that share a row block will send
-                sm90::barrier_expect(memory.sums_full, max(0, min(1 << bits, places)) * TOKENS * 2 *
-                                                           SHAPE::WARPGROUPS * (work.pieces - 1));
+                sm90::barrier_expect(memory.sums_full, max(0, min(1 << bits, places)) * TOKENS * 2 * SHAPE::WARPGROUPS *
+                                                           (work.pieces - 1));
         }
         sm90::fence_barrier_init();
     }
@@ -634,8 +635,8 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     task.tokens_at = tokens_at;
     if (!task.cluster) return cudaErrorInvalidValue;
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
-    error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS,
-                                 TOKENS);
+    error =
+        sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, m.cols, tokens, x_stride * 2, TILE_COLS, TOKENS);
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -683,9 +684,7 @@ cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_
         return run(m, tokens, x, x_stride, bias, y, stream);
     }
     if (tokens > 32) return cudaErrorInvalidValue; // tile_gemm_cuda
-    const auto run = tokens <= 8    ? tile_launch<T, 8>
-                     : tokens <= 16 ? tile_launch<T, 16>
-                                    : tile_launch<T, 32>;
+    const auto run = tokens <= 8 ? tile_launch<T, 8> : tokens <= 16 ? tile_launch<T, 16> : tile_launch<T, 32>;
     return run(m, tokens, x, x_stride, bias, y, stream);
 }
 

@@ -20,7 +20,6 @@ namespace {
 constexpr int MAX_CLUSTER = 8;
 constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-[[maybe_unused]] constexpr int WINDOW = 3; // stages under way at the start
 constexpr int TILE_FIXED = 1024;           // bytes before the ring: barriers
 constexpr int MIN_STAGES = 3;              // one is multiplied, one prepared, one waits for its last product
 constexpr int PLACES = 128;                // threads of a warpgroup: each has the same sums of its tile as in the others
@@ -48,6 +47,7 @@ struct tile_task {
     int more;              // clusters that have a row block more than the others
     tile_deal deal[2];     // of theirs, and of the others
     int stages, stage_bytes, tokens_at; // of the ring; a stage is a strip, and from this byte on its tokens
+    int window;                         // stages under way at the start
     tile_weights weights;
 };
 
@@ -117,8 +117,8 @@ struct tile_ring {
 }
 
 // Four warps fill the ring, each its own stages of it: one alone took longer for a stage than its copies take. A warp's
-// first lanes hold where its next four strips begin and end. At the start only WINDOW stages are under way: else all
-// blocks' rings are filled at once, 30 MB, and the first stage comes with the last.
+// first lanes hold where its next four strips begin and end. At the start only a window of stages is under way:
+// else all blocks' rings are filled at once, 30 MB, and the first stage comes with the last.
 template <int TOKENS>
 __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_memory &memory, int cluster, int rank) {
     using SHAPE = tile_shape<TOKENS>;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     };
     // Before the offsets have come, what lies about where the first strips should be begins its way to L2 (H200, 8 tokens:
     // 0.2 to 1.1 us less).
-    if (lane == 0 && task.units && warp < min(WINDOW, total)) {
+    if (lane == 0 && task.units && warp < min(task.window, total)) {
         const int strip = find(load), about = (int)(((float)load.row_block * task.strips + strip) * task.mean);
         const int begin = max(0, min(about, task.units) - ABOUT);
         sm90::prefetch_to_l2(task.data + (int64_t)begin * TILE_UNIT,
@@ -207,8 +207,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         if (here.round) {
             if (slot == warp && here.round == task.stages) first_round_done();
             sm90::barrier_wait(memory.empty + slot * 8, phase);
-        } else if (slot >= WINDOW) {
-            sm90::barrier_wait(memory.full + (slot - WINDOW) * 8, 0);
+        } else if (slot >= task.window) {
+            sm90::barrier_wait(memory.full + (slot - task.window) * 8, 0);
         }
         if (lane == 0) {
             sm90::barrier_expect(barrier, bytes + TILE_STRIP * SHAPE::TOKEN_BYTES);
@@ -259,7 +259,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const bool upper = across >= TILE_STRIP / 2, odd = across % 2;
     const uint32_t turned = held(upper ? ~0u : 0), column = held(upper ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
     const uint32_t words_before = held(odd ? tile_words - TILE_MASK_BYTES : tile_words);
-    const uint32_t counted = held(odd ? 0x0f0f0f0fu : 0);
+    const uint32_t low = held(odd ? 0x0f0f0f0fu : 0), high = held(low << 4);
     const uint32_t full_end = memory.full + task.stages * 8;
     const auto release = [&](uint32_t full) {
         if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
@@ -296,8 +296,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             streams.values = strip + streams.values * TILE_ROW_BYTES;
             streams.turns = (streams.turns & turned) | column;
             streams.turn();
-            streams.at[0] += __popc(before & counted) * TILE_ROW_BYTES;
-            streams.at[1] += __popc(before >> 4 & counted) * TILE_ROW_BYTES;
+            streams.at[0] += __popc(before & low) * TILE_ROW_BYTES;
+            streams.at[1] += __popc(before & high) * TILE_ROW_BYTES;
         } else if (STEP == 2) {
             tile.count(task.weights);
         } else {
@@ -658,6 +658,9 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     task.stage_bytes = stage_bytes;
     task.tokens_at = tokens_at;
     if (!task.cluster) return cudaErrorInvalidValue;
+    // H200: with less to do a block waits longest for its first stage; with many tokens L2 is what is waited for.
+    const int each = task.deal[0].whole * task.strips + task.deal[0].piece;
+    task.window = each < 12 || TOKENS > 32 ? 2 : TOKENS > 16 ? 3 : 4;
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
     // One copy for all tokens of a strip is faster than four (H200, most at 32 tokens), but the last tile has to be whole.
     task.boxes = m.cols % TILE_COLS ? TILE_STRIP : 1;

@@ -48,7 +48,7 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
             wanted = tokens @ wide.t() + bias
             got = packed.linear(tokens.to(device, dtype), bias.to(device, dtype))
             assert torch.equal(got.cpu().double(), wanted), f"{name}: linear of {list(tokens.shape)} is off"
-        if format.dense_from is not None and device.type == "cuda":
+        if format.parts_from is not None and device.type == "cuda":
             y = torch.cat([*packed._own_parts(x.to(device, dtype), (rows // 3, 0, rows - rows // 3))], -1)
             assert torch.equal(y.cpu().double(), x @ wide.t()), f"{name}_linear_parts is off"
         prefix = "" if name == "macko" else f"{name}_"

@@ -46,8 +46,8 @@ class PackedWeight:
     is_layout: ClassVar[bool] = False
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
-    #: From how many tokens a layout always goes through dense rows, whose products may be cut anywhere.
-    dense_from: ClassVar[int | None] = None
+    #: From how many tokens on parts of a product may be tensors of their own, for a launch or more each.
+    parts_from: ClassVar[int | None] = None
     rows: int
     cols: int
 
@@ -64,8 +64,8 @@ class PackedWeight:
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""
         tokens = x.shape[:-1].numel()
-        dense = self.dense_from is not None and x.is_cuda and tokens >= self.dense_from
-        if dense and tokens * min(part_rows) >= OWN_PART and not (torch.is_grad_enabled() and x.requires_grad):
+        may = self.parts_from is not None and x.is_cuda and tokens >= self.parts_from
+        if may and tokens * min(part_rows) >= OWN_PART and not (torch.is_grad_enabled() and x.requires_grad):
             return self._own_parts(x, part_rows)
         return slices(self.linear(x), part_rows)
 
@@ -268,7 +268,7 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    dense_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most
+    parts_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most, then come dense rows
 
     data: Tensor
     bases: Tensor
@@ -398,7 +398,7 @@ class TileWeight(PackedWeight):
     format: ClassVar[str] = "tile"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
-    dense_from: ClassVar[int | None] = 1537  # takes_tiles of csrc/tile/ops.cpp is true for some below
+    parts_from: ClassVar[int | None] = 1024
 
     data: Tensor
     offsets: Tensor

@@ -35,8 +35,9 @@ SHAPES = (
     *((130, 320), (40, 1001)),
 )
 
-#: Values of MACKO_TILE_GEMM: tokens of a block x blocks with the same rows x whether blocks share tiles of the output.
-GEMM_WAYS = ("256x1x0", "256x1x1", "256x2x0", "256x2x1", "128x1x0", "128x1x1")
+#: Values of MACKO_TILE_GEMM: tokens of a tile of the output x blocks that share one x whether all blocks share some of them
+#: (1), or as many blocks each (2).
+GEMM_WAYS = tuple(f"{blocks}x{cut}" for blocks in ("256x1", "256x2", "128x2") for cut in range(3))
 
 
 def chain(cols: int) -> int:
@@ -261,7 +262,7 @@ def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @needs_capture
-@pytest.mark.parametrize("way", ["256x1x1", "256x2x0", "256x2x1", "128x1x1"])
+@pytest.mark.parametrize("way", ["256x1x0", "256x1x1", "256x2x0", "256x2x2", "128x2x1"])
 def test_a_large_product_many_times(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All SMs busy for long: a place that is filled anew while it is read gives a wrong product in some hundred."""
     monkeypatch.setenv("MACKO_TILE_GEMM", way)

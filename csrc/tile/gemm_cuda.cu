@@ -27,13 +27,14 @@ constexpr int CHUNK = 32; // tokens whose output is stored at once
 constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
 
 struct gemm_task {
-    CUtensorMap x, y; // boxes of TILE_COLS columns by TOKENS tokens, and of TILE_ROWS rows by CHUNK tokens
+    CUtensorMap x, last_x; // boxes of TILE_COLS columns by TOKENS tokens, and by those that the last tile has
+    CUtensorMap y;         // boxes of TILE_ROWS rows by CHUNK tokens
     const uint8_t *data;
     const int32_t *offsets;
     const void *bias;
     void *y_plain; // where y cannot be stored by boxes, else NULL
     int64_t rows;
-    int tokens, row_blocks, strips;
+    int tokens, last_tokens, row_blocks, strips;
     int row_tiles, token_tiles; // of the output
     int clusters, cut;          // the first `cut` tiles are shared by all clusters
     int x_stages, packed_strips, slot_bytes;
@@ -49,8 +50,8 @@ struct gemm_shape {
     static constexpr int PAIR = PAIR_;                   // blocks that share an output tile
     // The registers of an SM: the warpgroup that fetches leaves its own to the others.
     static constexpr int THREADS = (DOWN + 1) * 128;
-    static constexpr int REGISTERS = DOWN == 2 ? 240 : DOWN == 3 ? 152 : 112;
-    static constexpr int FETCH_REGISTERS = DOWN == 2 ? 24 : DOWN == 3 ? 56 : 32;
+    static constexpr int REGISTERS = DOWN == 2 ? 240 : 152;
+    static constexpr int FETCH_REGISTERS = DOWN == 2 ? 24 : 56;
     static_assert(REGISTERS * DOWN + FETCH_REGISTERS <= 65536 / THREADS / 8 * 8 * (DOWN + 1));
     static constexpr int X_BYTES = TOKENS * TILE_COLS * 2; // of a stage
     static constexpr int SUMS = TOKENS / 2;                // of a thread
@@ -65,7 +66,7 @@ struct gemm_shape {
     static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
     static constexpr int MAX_GATHERED = X_STAGES * X_BYTES / (DOWN * GATHER_BYTES);
     // What a strip takes of an SM at 1.98 GHz (H200, density 0.5, 2026-11-22).
-    static constexpr int STRIP_CLOCKS = 5500;
+    static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 5450 : 5000;
     // Offsets in shared memory. The swizzle wants the tokens at multiples of 1024. Behind them are the packed strips.
     static constexpr int STAGING = 0;
     static constexpr int X_FULL = STAGING + DOWN * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
@@ -170,12 +171,16 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
         int row_tile, token_tile;
         gemm_place(task, range.tile, row_tile, token_tile);
         strip += range.end - range.first;
+        // What lies behind the last tokens is whatever was there: each token has columns of its own in the output.
+        const bool last = token_tile == task.token_tiles - 1;
+        const CUtensorMap *map = last ? &task.last_x : &task.x;
+        const int bytes = (last ? task.last_tokens : SHAPE::TOKENS) * TILE_COLS * 2;
         for (int k_tile = range.own * TILE_STRIP; k_tile < range.own_end * TILE_STRIP; k_tile++) {
             sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
             if (threadIdx.x % WARP == 0) {
                 const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
-                sm90::barrier_expect(full, SHAPE::X_BYTES);
-                sm90::copy_box(smem + SHAPE::X + ring.slot * SHAPE::X_BYTES, &task.x, k_tile * TILE_COLS,
+                sm90::barrier_expect(full, bytes);
+                sm90::copy_box(smem + SHAPE::X + ring.slot * SHAPE::X_BYTES, map, k_tile * TILE_COLS,
                                token_tile * SHAPE::TOKENS, full);
             }
             __syncwarp();
@@ -539,6 +544,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
     }
     if (threadIdx.x == 0) {
         sm90::prefetch_map(&task.x);
+        sm90::prefetch_map(&task.last_x);
         sm90::prefetch_map(&task.y);
     }
     const auto barriers_ready = [] {
@@ -622,8 +628,14 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     task.launch = ++gemm_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
     task.slot_bytes = gemm_slot_bytes(m);
     if (!gemm_rings<SHAPE>(device, &task)) return cudaErrorInvalidValue;
-    cudaError_t error = sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
-                                         args.x_stride * 2, TILE_COLS, SHAPE::TOKENS);
+    // A box that reaches behind the tokens takes longer, so the last ones have another (H200: a quarter of a product's time).
+    task.last_tokens = (int)(args.tokens - (task.token_tiles - 1) * (int64_t)SHAPE::TOKENS);
+    const auto map_tokens = [&](CUtensorMap *map, int box) {
+        return sm90::tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens, args.x_stride * 2,
+                                TILE_COLS, box);
+    };
+    cudaError_t error = map_tokens(&task.x, SHAPE::TOKENS);
+    if (!error) error = map_tokens(&task.last_x, task.last_tokens);
     if (!error && !task.y_plain)
         error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
                                  TILE_ROWS, CHUNK);
@@ -649,7 +661,6 @@ void for_gemm_shapes(const BODY &body) {
     body(gemm_shape<256, 2, 1>());
     body(gemm_shape<256, 2, 2>());
     body(gemm_shape<128, 3, 2>());
-    body(gemm_shape<64, 4, 2>());
 }
 
 // How many clusters run at once. Each block takes an SM.
@@ -675,13 +686,18 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
     if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%dx%d", forced, forced + 1, forced + 2);
     const auto consider = [&](int64_t clusters, int64_t cut) {
         // Clocks of an SM at 1.98 GHz: strips, the end of each output tile, the meeting of sums, and each range that they
-        // come from. Ranges of several tiles end at different times, and find less in L2.
+        // come from. Blocks at different columns find less in L2, the more so where it does not hold the tokens.
         const int64_t range = cut ? ceil_div(cut * strips, clusters) : 0, whole = ceil_div(tiles - cut, clusters);
         const bool alike = cut == tiles && clusters % tiles == 0;
-        const int64_t end = SHAPE::PAIR > 1 ? 5000 : 2500;
-        int64_t time =
-            (whole * ceil_div(strips, SHAPE::PAIR) + ceil_div(range, SHAPE::PAIR)) * SHAPE::STRIP_CLOCKS + whole * end;
-        if (cut) time += (alike ? 0 : 5000) + end + (12000 + (ceil_div(strips, range) - 1) * 2400) / SHAPE::PAIR;
+        const int64_t end = SHAPE::PAIR > 1 ? 6000 : 2500;
+        const int64_t percent = alike ? 100 : tokens * m.cols > (6 << 20) ? 115 : 103;
+        int64_t time = (whole * ceil_div(strips, SHAPE::PAIR) * 100 + ceil_div(range, SHAPE::PAIR) * percent) *
+                           SHAPE::STRIP_CLOCKS / 100 +
+                       whole * end;
+        if (cut) {
+            time += end + (12000 + (ceil_div(strips, range) - 1) * 2400) / SHAPE::PAIR;
+            if (!alike) time += SHAPE::PAIR > 1 ? 9000 : 2500; // they end at different times
+        }
         if (forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] == (!cut ? 0 : !alike ? 1 : 2))
             time = -1;
         const int64_t room =
@@ -733,7 +749,7 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     *plan = {-1, 0, 0, 0, 0};
     Device device;
     const cudaError_t error = current_device(&device);
-    if (error || tokens <= 32 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
+    if (error || tokens <= 64 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
         return error;
     return m->dtype == MACKO_F16 ? gemm_choose<__half>(*m, tokens, device, plan)
                                  : gemm_choose<__nv_bfloat16>(*m, tokens, device, plan);

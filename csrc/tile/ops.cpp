@@ -20,12 +20,13 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-// Whether tokens are multiplied from the tiles; else through dense rows and the library's GEMM. Above 256 tokens tile_gemm
-// takes 512 at a time, in 1.18 of the library's time for as many; dense rows take as long as some 330 tokens of the
-// library's product (H200, density 0.5, seven shapes at 256 to 2048 tokens).
-bool takes_tiles(int64_t tokens) {
-    if (const char *knob = getenv("MACKO_TILE_TOKENS")) return tokens <= atoll(knob);
-    return tokens <= 512 || (tokens + 511) / 512 * 512 * 118 <= (tokens + 330) * 100;
+// Whether tokens are multiplied from the tiles, and how; else through dense rows and the library's GEMM, as a GPU without
+// wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
+bool takes_tiles(const tile_matrix &m, int64_t tokens, tile_gemm_plan *plan) {
+    const char *knob = getenv("MACKO_TILE_TOKENS");
+    if (!m.cols || (knob && tokens > atoll(knob))) return false;
+    STD_CUDA_CHECK(tile_gemm_plan_cuda(&m, tokens, plan));
+    return knob || tokens <= 512 || plan->room_bytes >= 0;
 }
 #endif
 
@@ -77,7 +78,8 @@ tile_matrix piece_of(tile_matrix m, int64_t first, int64_t rows) {
 
 #ifdef USE_CUDA
 // The product, for x as a tensor copy takes it: rows of 16-byte chunks.
-void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Tensor> &bias, Tensor &y) {
+void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Tensor> &bias, const tile_gemm_plan &plan,
+              Tensor &y) {
     const int64_t tokens = x_any.size(0), padding = (8 - m.cols % 8) % 8;
     const auto fits = [&](const Tensor &t) {
         return t.stride(1) == 1 && (tokens == 1 || t.stride(0) % 8 == 0) &&
@@ -88,8 +90,6 @@ void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Ten
     if (!padding && !fits(x))
         x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
     const int64_t stride = tokens == 1 ? m.cols + padding : x.stride(0);
-    tile_gemm_plan plan;
-    STD_CUDA_CHECK(tile_gemm_plan_cuda(&m, tokens, &plan));
     if (plan.room_bytes < 0) {
         STD_CUDA_CHECK(tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(),
                                     current_stream(x)));
@@ -122,7 +122,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     Tensor offsets = torch::stable::new_empty(values, {strips + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     const auto check_units = [&](int64_t units) {
-        if (units > INT32_MAX) fail(op, "the layout takes ", units, " units of ", TILE_UNIT, " bytes, expected at most ", INT32_MAX);
+        if (units > INT32_MAX)
+            fail(op, "the layout takes ", units, " units of ", TILE_UNIT, " bytes, expected at most ", INT32_MAX);
     };
     tile_totals totals{};
 #ifdef USE_CUDA
@@ -239,12 +240,13 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x_any);
 #ifdef USE_CUDA
-    if (!cols || !takes_tiles(tokens)) return linear_by_tiles(x_any, {rows}, bias, unpacking(m, data))[0];
+    tile_gemm_plan plan;
+    if (!takes_tiles(m, tokens, &plan)) return linear_by_tiles(x_any, {rows}, bias, unpacking(m, data))[0];
 #endif
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
 #ifdef USE_CUDA
-    multiply(m, x, bias, y);
+    multiply(m, x, bias, plan, y);
 #else
     linear_by_blocks(x, rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
         tile_unpack_cpu(&m, begin, end - begin, w);
@@ -262,7 +264,30 @@ std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const
     check_tokens(op, x, "data", data, cols);
     check_parts(op, part_rows, rows);
     const DeviceOf guard(data);
-    return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, data));
+    const int64_t tokens = num_tokens(x);
+    tile_gemm_plan plan;
+    int64_t first = 0;
+    bool whole = true; // parts begin where row blocks do
+    for (const int64_t count : part_rows) {
+        whole &= first % TILE_ROWS == 0;
+        first += count;
+    }
+    if (!whole || !takes_tiles(m, tokens, &plan))
+        return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, data));
+    const Tensor flat = torch::stable::reshape(x, {tokens, cols});
+    std::vector<Tensor> parts;
+    first = 0;
+    for (const int64_t count : part_rows) {
+        Tensor y = torch::stable::new_empty(data, {tokens, count});
+        const tile_matrix piece = piece_of(m, first, count);
+        if (count) {
+            takes_tiles(piece, tokens, &plan);
+            multiply(piece, flat, std::nullopt, plan, y);
+        }
+        parts.push_back(torch::stable::reshape(y, with_last(x, count)));
+        first += count;
+    }
+    return parts;
 }
 #endif
 

@@ -1,4 +1,5 @@
-// The tile layout from dense rows, and back, on CUDA. A warp owns a part: 16 rows and 64 columns, in the order of tile.h.
+// The tile layout from dense rows, and back, on CUDA. A warp owns a part of a strip: 16 rows
+// and 256 columns, in the order of tile.h.
 #include "../core/cuda.cuh"
 #include "decode.cuh"
 #include "tile.h"
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_strips(int64_t strips, int3
 }
 
 // A warp puts its part together in shared memory, in which each lane's values have a bank of their own.
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 4)
     write_strips(const int32_t *offsets, int64_t rows, int64_t cols, const uint16_t *w, uint8_t *data) {
     constexpr int MOST_ROWS = TILE_MOST_ROWS / TILE_PARTS;
     __shared__ uint4 rooms[TILE_PARTS][MOST_ROWS * TILE_ROW_BYTES / 16];
@@ -168,18 +169,21 @@ __global__ void __launch_bounds__(THREADS)
     const uint32_t values = shared_address(room);
 #pragma unroll
     for (int half = 0; half < TILE_HALVES; half++) {
-        uint32_t to = values + lane * 4 + half * 2;
+        uint32_t next = values + lane * 4 + half * 2;
 #pragma unroll
         for (int tile = 0; tile < TILE_STRIP; tile++) {
-            if (tile == TILE_STRIP / 2) to = values + plan.turns[half];
+            if (tile == TILE_STRIP / 2) next = values + plan.turns[half];
 #pragma unroll
             for (int j = half * TILE_GROUPS / 2; j < (half + 1) * TILE_GROUPS / 2; j++)
 #pragma unroll
-                for (int e = 0; e < TILE_QUAD; e++)
-                    if (own.masks[tile] >> (8 * e + j) & 1) {
-                        store_shared_2(to, (uint16_t)(own.pairs[tile][j][e / 2] >> 16 * (e % 2)));
-                        to += TILE_ROW_BYTES;
-                    }
+                for (const uint32_t both : own.pairs[tile][j]) {
+                    // No address is counted up in its register: the next one would wait until the store has read it.
+                    const bool low = both & 0x7fff, high = both & 0x7fff0000;
+                    const uint32_t to = next, to_high = to + low * TILE_ROW_BYTES;
+                    next = to_high + high * TILE_ROW_BYTES;
+                    if (low) store_shared_2(to, (uint16_t)both);
+                    if (high) store_shared_2(to_high, (uint16_t)(both >> 16));
+                }
         }
     }
     __syncwarp();
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(THREADS)
 constexpr int DENSE_STRIDE = TILE_COLS + 8;
 constexpr int DENSE_BYTES = PART_ROWS * DENSE_STRIDE * 2;
 
-// A thread block fetches a strip as it lies, and what is on its way meanwhile are the others of the SM. A warp unpacks a part.
+// A thread block fetches a strip as it lies, and each warp unpacks a part; others of the SM fetch or unpack meanwhile.
 __global__ void __launch_bounds__(THREADS, 8)
     unpack_strips(const tile_matrix m, int64_t first, int64_t stop, const tile_weights weights, uint16_t *w) {
     extern __shared__ __align__(128) uint8_t room[];

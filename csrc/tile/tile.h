@@ -5,7 +5,7 @@
  * A bit for every column says whether a value stands there. The values of each lane of a warp lie in that lane's own bank
  * of shared memory, so that 32 lanes load 32 values at a time, whichever place each is at, and no lane has to know how many
  * the others have. It depends on no device, may be held instead of the canonical tensors and converts back bit for bit.
- * Zeros of either sign are dropped, NaN and Inf are values. Some 1.24 bytes a weight at density 0.5, 0.84 at 0.3.
+ * Zeros of either sign are dropped, NaN and Inf are values. Some 1.24 bytes a weight at density 0.5, 0.85 at 0.3.
  *
  * Order, from the matrix down:
  *   strip    TILE_STRIP tiles side by side: TILE_ROWS x TILE_STRIP_COLS elements. Row block after row block, and in it from

@@ -168,6 +168,14 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, in
         : "memory");
 }
 
+// Of three dimensions.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, int x, int y, int z, uint32_t barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+                 "[%5];" ::"r"(to),
+                 "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+                 : "memory");
+}
+
 // To the same place, and the same barrier, of every block of the cluster in `ranks`.
 __device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap *map, int x, int y, uint32_t barrier,
                                                 uint16_t ranks) {
@@ -257,9 +265,11 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
            (SWIZZLE == 128 ? 1ull : 2ull) << 62;
 }
 
-// A 2-dimensional tensor map with the 128-byte swizzle. inner_bytes is a multiple of 16.
-inline cudaError_t tensor_map(CUtensorMap *map, CUtensorMapDataType type, const void *data, int64_t inner,
-                              int64_t outer, int64_t inner_bytes, int box_inner, int box_outer) {
+// A tensor map with the 128-byte swizzle, the innermost dimension first; strides: bytes of the others, multiples of 16.
+template <int RANK>
+inline cudaError_t tensor_map(CUtensorMap *map, CUtensorMapDataType type, const void *data,
+                              const int64_t (&extents)[RANK], const int64_t (&strides)[RANK - 1],
+                              const int (&box)[RANK]) {
     // The driver's function is asked for at run time: nothing is linked against libcuda.
     static const auto encode = [] {
         void *found = nullptr;
@@ -268,12 +278,23 @@ inline cudaError_t tensor_map(CUtensorMap *map, CUtensorMapDataType type, const 
         return (decltype(&cuTensorMapEncodeTiled))found;
     }();
     if (!encode) return cudaErrorSymbolNotFound; // a driver before CUDA 12.0
-    const cuuint64_t extents[2] = {(cuuint64_t)inner, (cuuint64_t)outer}, strides[1] = {(cuuint64_t)inner_bytes};
-    const cuuint32_t box[2] = {(cuuint32_t)box_inner, (cuuint32_t)box_outer}, steps[2] = {1, 1};
+    cuuint64_t sizes[RANK], ways[RANK - 1];
+    cuuint32_t box_sizes[RANK], steps[RANK];
+    for (int i = 0; i < RANK; i++) {
+        sizes[i] = extents[i];
+        if (i) ways[i - 1] = strides[i - 1];
+        box_sizes[i] = box[i];
+        steps[i] = 1;
+    }
     const CUresult result =
-        encode(map, type, 2, const_cast<void *>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        encode(map, type, RANK, const_cast<void *>(data), sizes, ways, box_sizes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+inline cudaError_t tensor_map(CUtensorMap *map, CUtensorMapDataType type, const void *data, int64_t inner,
+                              int64_t outer, int64_t inner_bytes, int box_inner, int box_outer) {
+    return tensor_map<2>(map, type, data, {inner, outer}, {inner_bytes}, {box_inner, box_outer});
 }
 
 // Constraints of the registers of an accumulator d.

@@ -64,13 +64,15 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
             rows,
             cols,
             int32_t(widest),
-            dtype};
+            dtype,
+            data.numel() * 2 / TILE_UNIT};
 }
 
 // The matrix's rows from the row block of `first` on: the offsets of its strips are those of a whole one.
 tile_matrix piece_of(tile_matrix m, int64_t first, int64_t rows) {
     m.offsets += first / TILE_ROWS * tile_strips(m.cols);
     m.rows = rows;
+    m.units = 0; // its first strip is not the first of data
     return m;
 }
 

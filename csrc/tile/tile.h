@@ -73,6 +73,7 @@ typedef struct tile_matrix {
     int64_t rows, cols;
     int32_t widest;    /* units of the largest strip: what a kernel has to make room for; 0 where there are none */
     macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
+    int64_t units;     /* of data, for a kernel to guess where strips are; may be 0 */
 } tile_matrix;
 
 TILE_FN int64_t tile_row_blocks(int64_t rows) {

@@ -35,8 +35,7 @@ SHAPES = (
     *((130, 320), (40, 1001)),
 )
 
-#: Values of MACKO_TILE_GEMM: tokens of an output tile x blocks that share one x whether all blocks share some of them (1),
-#: or as many blocks each (2).
+#: Values of MACKO_TILE_GEMM: tokens of an output tile x blocks that share one x 0: none is cut, 1: some, 2: all, alike.
 GEMM_WAYS = tuple(f"{blocks}x{cut}" for blocks in ("256x1", "256x2", "128x2") for cut in range(3))
 
 

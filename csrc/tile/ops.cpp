@@ -153,7 +153,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     check_units(totals.units);
     Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype};
+    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_pieces(step < rows, [&](int64_t first, int64_t count) {
         const tile_matrix piece = piece_of(m, first, count);
         return tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
@@ -183,7 +183,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     }
     Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype};
+    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
         const tile_matrix piece = piece_of(m, block * TILE_ROWS, count);
         tile_write_cpu(&piece, dense, bytes, 0, 1);

@@ -160,8 +160,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         }
         for (int i = 0; i < AT_ONCE; i++) next(load);
     };
-    // Before the offsets have come, what lies about where the first strips should be begins its way to L2 (H200, 8 tokens:
-    // 0.2 to 1.1 us less).
+    // Before the offsets have come, what lies about where the first strips should be begins its way to L2 (H200: clearly less
+    // time with few tokens).
     if (lane == 0 && task.units && warp < min(task.window, total)) {
         const int strip = find(load), about = (int)(((float)load.row_block * task.strips + strip) * task.mean);
         const int begin = max(0, min(about, task.units) - ABOUT);

@@ -170,10 +170,11 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, in
 
 // Of three dimensions.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, int x, int y, int z, uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-                 "[%5];" ::"r"(to),
-                 "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "[%5];" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        : "memory");
 }
 
 // To the same place, and the same barrier, of every block of the cluster in `ranks`.

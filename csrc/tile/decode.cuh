@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
 struct tile_weights {
     uint32_t one = 0x01010101, one_up = 0x80808080;                    // 1, and 1 << 7
     uint32_t below[4] = {0, 0x80, 0x8080, 0x808080}, all = 0x80808080; // 128 for all bytes in front of one; for all
-    uint32_t back[2][4] = {{0, 0x80, 0x8080, 0x808080}, {0, 0xc0, 0xc0c0, 0xc0c0c0}}; // -128, or -64, likewise
+    uint32_t back[2] = {0x8080, 0xc0c0};                               // -128, or -64, for the first two
 };
 
 // Where a lane's two streams go on, at the beginning of a tile. A warp that takes tile after tile begins with a strip's
@@ -100,23 +100,24 @@ struct tile_lane {
         return ~(mask >> (j & ~1)) & 0x01010101u << j % 2;
     }
 
-    // The values at the lane's place of group j on, one for each element: whether it belongs to it, the mask says. As if
-    // each element had a value, and back by those that are missing: what is added for each is free.
+    // Two values from the lane's place of group j on, and two from that of its third element: whether they belong to these
+    // elements or to others, the mask says. As if each element had a value, and back by those that are missing: what is
+    // added for each is free.
     __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD], const tile_weights &weights) const {
-        const int m = missing(j), from = at[j];
-        const uint32_t (&back)[4] = weights.back[j % 2];
-        values[0] = load_value<0>(from);
-        values[1] = load_value<TILE_ROW_BYTES>(__dp4a(m, (int)back[1], from));
-        values[2] = load_value<2 * TILE_ROW_BYTES>(__dp4a(m, (int)back[2], from));
-        values[3] = load_value<3 * TILE_ROW_BYTES>(__dp4a(m, (int)back[3], from));
+        const uint32_t third = __dp4a((int)missing(j), (int)weights.back[j % 2], (int)at[j]);
+        values[0] = load_value<0>(at[j]);
+        values[1] = load_value<TILE_ROW_BYTES>(at[j]);
+        values[2] = load_value<2 * TILE_ROW_BYTES>(third);
+        values[3] = load_value<3 * TILE_ROW_BYTES>(third);
     }
 
-    // Two registers of the operand. Elements without a value take the zeros above another one's 16 bits.
+    // Two registers of the operand. The first element of each has the first value, the second one the second value or,
+    // where the first is missing, the first; elements without a value take the zeros above the 16 bits of one.
     __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
                                           uint32_t &high) const {
-        const uint32_t selectors = 0x54105410u + (0x22u >> j % 2) * missing(j);
-        low = byte_permute(values[0], values[1], selectors);
-        high = byte_permute(values[2], values[3], selectors >> 16);
+        const uint32_t m = missing(j), step = 0x4422u >> j % 2;
+        low = byte_permute(values[1], values[0], 0x1054u + step * m);
+        high = byte_permute(values[3], values[2], 0x1054u + step * (m >> 16));
     }
 };
 

@@ -20,9 +20,9 @@ namespace {
 constexpr int MAX_CLUSTER = 8;
 constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
-constexpr int TILE_FIXED = 1024;           // bytes before the ring: barriers
-constexpr int MIN_STAGES = 3;              // one is multiplied, one prepared, one waits for its last product
-constexpr int PLACES = 128;                // threads of a warpgroup: each has the same sums of its tile as in the others
+constexpr int TILE_FIXED = 1024; // bytes before the ring: barriers
+constexpr int MIN_STAGES = 3;    // one is multiplied, one prepared, one waits for its last product
+constexpr int PLACES = 128;      // threads of a warpgroup: each has the same sums of its tile as in the others
 
 // Who has what of a cluster's row blocks: the block of rank r the whole ones r, r + cluster, ... and perhaps a piece of one
 // of those behind, which `share` blocks have together.
@@ -43,9 +43,9 @@ struct tile_task {
     int boxes; // for a stage's tokens
     int units; // of data, and of a strip in the mean, where known: else 0
     float mean;
-    int cluster, clusters; // blocks of a cluster
-    int more;              // clusters that have a row block more than the others
-    tile_deal deal[2];     // of theirs, and of the others
+    int cluster, clusters;              // blocks of a cluster
+    int more;                           // clusters that have a row block more than the others
+    tile_deal deal[2];                  // of theirs, and of the others
     int stages, stage_bytes, tokens_at; // of the ring; a stage is a strip, and from this byte on its tokens
     int window;                         // stages under way at the start
     tile_weights weights;
@@ -105,7 +105,8 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
 
 // A stage of the ring, as a consumer needs it.
 struct tile_ring {
-    uint32_t full, values, phase; // its barrier; where the strip's values are: what stands in front has fixed ways from there
+    uint32_t full, values,
+        phase; // its barrier; where the strip's values are: what stands in front has fixed ways from there
 };
 
 // The warps that fill the ring tell the others that the barriers are there.
@@ -159,8 +160,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         }
         for (int i = 0; i < AT_ONCE; i++) next(load);
     };
-    // Before the offsets have come, what lies about where the first strips should be begins its way to L2 (H200, 8 tokens:
-    // 0.2 to 1.1 us less).
+    // Before the offsets have come, what lies about where the first strips should be begins its way to L2 (H200: clearly less
+    // time with few tokens).
     if (lane == 0 && task.units && warp < min(task.window, total)) {
         const int strip = find(load), about = (int)(((float)load.row_block * task.strips + strip) * task.mean);
         const int begin = max(0, min(about, task.units) - ABOUT);
@@ -181,8 +182,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             sm90::barrier_init(memory.may_send, max(work.pieces, 1));
             const int bits = task.deal[cluster >= task.more].chunk_bits, places = PLACES - (work.piece << bits);
             if (work.pieces) // what the blocks that share a row block will send
-                sm90::barrier_expect(memory.sums_full, max(0, min(1 << bits, places)) * TOKENS * 2 *
-                                                           SHAPE::WARPGROUPS * (work.pieces - 1));
+                sm90::barrier_expect(memory.sums_full, max(0, min(1 << bits, places)) * TOKENS * 2 * SHAPE::WARPGROUPS *
+                                                           (work.pieces - 1));
         }
         sm90::fence_barrier_init();
     }

@@ -398,7 +398,7 @@ class TileWeight(PackedWeight):
     format: ClassVar[str] = "tile"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
-    parts_from: ClassVar[int | None] = 1024
+    parts_from: ClassVar[int | None] = 65  # as csrc/tile/gemm_cuda.cu; OWN_PART says where it pays
 
     data: Tensor
     offsets: Tensor

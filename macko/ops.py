@@ -236,8 +236,8 @@ def tile_check(packed: TileMatrix) -> Tensor:
 def tile_linear(x: Tensor, packed: TileMatrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [..., cols], as `linear`; differentiable in x and bias.
 
-    On a GPU one launch for up to 512 tokens, the same bits at every run; more through dense rows in a workspace of at
-    most 64 MB, but for 879 to 1024 and 1483 to 1536. On the CPU always through dense rows.
+    On a GPU one launch, the same bits at every run; above 512 tokens that takes sm_90, other GPUs go through dense rows
+    in a workspace of at most 64 MB. On the CPU always through dense rows.
     """
     return _call(torch.ops.macko.tile_linear, x, *packed, bias)
 

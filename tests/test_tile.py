@@ -231,11 +231,18 @@ def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, monkeypatch:
     """Rows and tokens that fill no tile, odd and small numbers of k tiles, tiles without zeros."""
     monkeypatch.setenv("MACKO_TILE_GEMM", way)
     monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
-    for rows, cols, density in ((130, 500, 0.5), (301, 203, 1.0), (136, 64, 0.3), (2056, 1100, 0.5)):
+    for rows, cols, density in (
+        (130, 500, 0.5),
+        (301, 203, 1.0),
+        (136, 64, 0.3),
+        (70, 257, 0.5),
+        (64, 1, 1.0),
+        (2056, 1100, 0.5),
+    ):
         w, bias = random_weight(rows, cols, density, dtype), random_vector(rows, dtype=dtype)
         exact_w, exact_x, exact_y = integer_problem(rows, cols, density, dtype)
         tile, exact = packed(w), packed(exact_w)
-        for count in (129, 256, 257, 600):
+        for count in (65, 128, 129, 256, 257, 600):
             x = tokens_of(count, cols, dtype=dtype)
             poison = torch.full((count, rows), float("nan"), dtype=dtype, device="cuda")
             del poison  # the output gets its memory

@@ -1,6 +1,4 @@
 // How a warp reads its part of a tile: from the mask and the values in shared memory to the registers of operand A.
-//
-// What it costs on an H200, for 32 elements a lane: see docs/performance.md.
 #pragma once
 
 #include "../core/cuda.cuh"
@@ -8,8 +6,8 @@
 
 namespace macko {
 
-// Behind a strip in shared memory, so much is read: values that no element has.
-constexpr int TILE_BEHIND = 3 * TILE_ROW_BYTES;
+// Behind a strip in shared memory, so much is read where a group has no value: two rows, which no element takes.
+constexpr int TILE_BEHIND = 2 * TILE_ROW_BYTES;
 
 // With an offset of the load's own.
 template <int OFFSET = 0>

@@ -73,7 +73,7 @@ struct gemm_shape {
     static constexpr int PACKED_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int PACKED_EMPTY = PACKED_FULL + DOWN * MAX_PACKED * 8;
     static constexpr int GATHERED = PACKED_EMPTY + DOWN * MAX_PACKED * 8;
-    static constexpr int RING_FREE = GATHERED + DOWN * MAX_GATHERED * 8, MAY_SEND = RING_FREE + 8;
+    static constexpr int RING_FREE = GATHERED + DOWN * MAX_GATHERED * 8, MAY_SEND = RING_FREE + 16;
     static constexpr int EXCHANGED = MAY_SEND + 8;
     static constexpr int X = (EXCHANGED + 8 + 1023) / 1024 * 1024;
 };
@@ -81,14 +81,11 @@ struct gemm_shape {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
 
 struct gemm_ring {
-    int slot;
+    int slot = 0;
     uint32_t phase = 0;
-    __device__ __forceinline__ explicit gemm_ring(int first = 0) : slot(first) {
-    }
-    __device__ __forceinline__ void advance(int by, int slots) {
-        slot += by;
-        if (slot >= slots) {
-            slot -= slots;
+    __device__ __forceinline__ void advance(int slots) {
+        if (++slot == slots) {
+            slot = 0;
             phase ^= 1;
         }
     }
@@ -184,11 +181,12 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
                                token_tile * SHAPE::TOKENS, full);
             }
             __syncwarp();
-            ring.advance(1, task.x_stages);
+            ring.advance(task.x_stages);
         }
-        // Sums take the ring's place.
+        // Sums take the ring's place. Two barriers in turn: of a range in which this block has no strip, of which there may be
+        // two, the multipliers may be through before this warp has seen that of the one before.
         if (SHAPE::PAIR > 1 || (range.first == 0 && range.end < task.strips)) {
-            sm90::barrier_wait(smem + SHAPE::RING_FREE, waits & 1);
+            sm90::barrier_wait(smem + SHAPE::RING_FREE + waits % 2 * 8, waits / 2 % 2);
             waits++;
         }
     }
@@ -230,7 +228,7 @@ __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_
         }
         __syncwarp();
         more = look();
-        ring.advance(1, task.packed_strips);
+        ring.advance(task.packed_strips);
     }
 }
 
@@ -248,7 +246,7 @@ __device__ __forceinline__ void wait_for(const uint64_t *at, uint64_t value) {
 // memory each, as there are no registers for many of them.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
-                                            int tile, int down, gemm_ring &ring, float (&sums)[SHAPE::SUMS]) {
+                                            int tile, int down, float (&sums)[SHAPE::SUMS]) {
     constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES;
     constexpr int GATHERED = SHAPE::MAX_GATHERED;
     const int thread = threadIdx.x % 128, first = work.number() + 1;
@@ -267,14 +265,14 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
         __syncwarp();
         asm volatile("fence.proxy.async;" ::: "memory"); // copies read what was stored
     }
-    gemm_ring ahead = ring;
+    gemm_ring ring, ahead; // new: a block gathers once, at the end of its range of cut tiles
     const auto fetch = [&](int nth) {
         if (thread || nth >= others * TURNS) return;
         sm90::barrier_expect(full + ahead.slot * 8, GATHER_BYTES);
         sm90::copy_bytes(here + ahead.slot * GATHER_BYTES,
                          work.sums(first + nth / TURNS, down) + nth % TURNS * (GATHER_BYTES / 16), GATHER_BYTES,
                          full + ahead.slot * 8);
-        ahead.advance(1, slots);
+        ahead.advance(slots);
     };
     for (int nth = 0; nth < slots; nth++) fetch(nth);
 #pragma unroll 1
@@ -289,9 +287,9 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
                 sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
                 sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
             }
-            ring.advance(1, slots);
-            sm90::warpgroup_sync(
-                down); // the sums have taken the values (looked up in the instructions); the place is free
+            ring.advance(slots);
+            // The sums have taken the values (looked up in the instructions); the place is free.
+            sm90::warpgroup_sync(down);
             fetch(other * TURNS + turn + slots);
         }
 }
@@ -340,8 +338,8 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
     const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
     const uint32_t staging = smem + SHAPE::STAGING + down * CHUNK_BYTES;
-    gemm_ring ring, packed, gathered;
-    uint32_t exchanges = 0;
+    gemm_ring ring, packed;
+    uint32_t exchanges = 0, frees = 0;
     int last_stage = -1;
     // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
     const auto release = [&] {
@@ -386,7 +384,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             if (in_strip == 1) streams.turn();
             if (in_strip == TILE_STRIP - 1) { // behind the last strip: that one again
                 if (more) {
-                    packed.advance(1, task.packed_strips);
+                    packed.advance(task.packed_strips);
                     wait_for_strip();
                 }
                 open();
@@ -416,7 +414,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             multiply(std::integral_constant<int, 2>());
             multiply(std::integral_constant<int, 3>());
             last_stage = ring.slot;
-            ring.advance(1, task.x_stages);
+            ring.advance(task.x_stages);
         };
 #pragma unroll 1
         for (int left = strips; left; left--) {
@@ -430,7 +428,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
                 sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (slot * SHAPE::DOWN + down) * 8);
         }
-        if (strips) packed.advance(1, task.packed_strips);
+        if (strips) packed.advance(task.packed_strips);
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
         release();
@@ -452,12 +450,13 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
                 sm90::fence_for_copies();
                 sync_threads(8, SHAPE::DOWN * 128);
             }
-            gemm_gather<SHAPE>(task, smem, work, range.tile, down, gathered, sums);
+            gemm_gather<SHAPE>(task, smem, work, range.tile, down, sums);
         }
         if (SHAPE::PAIR > 1 || gathers) {
             sm90::fence_for_copies();
             sync_threads(8, SHAPE::DOWN * 128);
-            if (threadIdx.x == 0) sm90::barrier_arrive(smem + SHAPE::RING_FREE);
+            if (threadIdx.x == 0) sm90::barrier_arrive(smem + SHAPE::RING_FREE + frees % 2 * 8);
+            frees++;
         }
         if (range.first > 0) continue;
         // Asked for anew: there are no registers to keep them in while products run.
@@ -538,7 +537,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         init(SHAPE::PACKED_FULL, SHAPE::DOWN * MAX_PACKED, 1);
         init(SHAPE::PACKED_EMPTY, SHAPE::DOWN * MAX_PACKED, TILE_PARTS * sm90::WARP_ARRIVALS);
         init(SHAPE::GATHERED, SHAPE::DOWN * SHAPE::MAX_GATHERED, 1);
-        init(SHAPE::RING_FREE, 3, 1);
+        init(SHAPE::RING_FREE, 4, 1); // and those behind
         sm90::fence_barrier_init();
         sm90::fence_for_copies();
     }
@@ -678,10 +677,11 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
     gemm_task rings;
     rings.slot_bytes = gemm_slot_bytes(m);
     if (!gemm_rings<SHAPE>(device, &rings)) return cudaSuccess;
+    const int64_t strips = tile_strips(m.cols);
+    if (strips < SHAPE::PAIR) return cudaSuccess; // one of them would never have a strip
     int at_once;
     if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, &at_once)) return error;
     const int64_t tiles = ceil_div(tile_row_blocks(m.rows), SHAPE::DOWN) * ceil_div(tokens, SHAPE::TOKENS);
-    const int64_t strips = tile_strips(m.cols);
     int forced[3] = {};
     if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%dx%d", forced, forced + 1, forced + 2);
     const auto consider = [&](int64_t clusters, int64_t cut) {
@@ -749,7 +749,8 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     *plan = {-1, 0, 0, 0, 0};
     Device device;
     const cudaError_t error = current_device(&device);
-    if (error || tokens <= 64 || !m->rows || !m->cols || device.major != 9 || is("MACKO_COPY", "cp_async"))
+    if (error || tokens <= 64 || tokens > INT32_MAX || !m->rows || !m->cols || device.major != 9 ||
+        is("MACKO_COPY", "cp_async"))
         return error;
     return m->dtype == MACKO_F16 ? gemm_choose<__half>(*m, tokens, device, plan)
                                  : gemm_choose<__nv_bfloat16>(*m, tokens, device, plan);

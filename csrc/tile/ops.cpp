@@ -77,10 +77,13 @@ tile_matrix piece_of(tile_matrix m, int64_t first, int64_t rows) {
 }
 
 #ifdef USE_CUDA
-// The product, for x as a tensor copy takes it: rows of 16-byte chunks.
-void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Tensor> &bias, const tile_gemm_plan &plan,
-              Tensor &y) {
-    const int64_t tokens = x_any.size(0), padding = (8 - m.cols % 8) % 8;
+// x as a tensor copy takes it: rows of 16-byte chunks, stride elements apart.
+struct Tokens {
+    Tensor x;
+    int64_t stride;
+};
+Tokens tokens_of(const Tensor &x_any, int64_t cols) {
+    const int64_t tokens = x_any.size(0), padding = (8 - cols % 8) % 8;
     const auto fits = [&](const Tensor &t) {
         return t.stride(1) == 1 && (tokens == 1 || t.stride(0) % 8 == 0) &&
                reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (tokens > 1 || !padding);
@@ -89,14 +92,19 @@ void multiply(const tile_matrix &m, const Tensor &x_any, const std::optional<Ten
     if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
     if (!padding && !fits(x))
         x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
-    const int64_t stride = tokens == 1 ? m.cols + padding : x.stride(0);
+    return {x, tokens == 1 ? cols + padding : x.stride(0)};
+}
+
+void multiply(const tile_matrix &m, const Tokens &tokens, const std::optional<Tensor> &bias, const tile_gemm_plan &plan,
+              Tensor &y) {
+    const void *x = tokens.x.const_data_ptr();
+    const cudaStream_t stream = current_stream(y);
     if (plan.room_bytes < 0) {
-        STD_CUDA_CHECK(tile_mm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(),
-                                    current_stream(x)));
+        STD_CUDA_CHECK(tile_mm_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), stream));
     } else {
         Tensor room = torch::stable::new_empty(y, {plan.room_bytes / 2});
-        STD_CUDA_CHECK(tile_gemm_cuda(&m, tokens, x.const_data_ptr(), stride, data_of(bias), y.mutable_data_ptr(),
-                                      &plan, room.mutable_data_ptr(), current_stream(x)));
+        STD_CUDA_CHECK(tile_gemm_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), &plan,
+                                      room.mutable_data_ptr(), stream));
     }
 }
 
@@ -246,7 +254,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
 #ifdef USE_CUDA
-    multiply(m, x, bias, plan, y);
+    multiply(m, tokens_of(x, cols), bias, plan, y);
 #else
     linear_by_blocks(x, rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
         tile_unpack_cpu(&m, begin, end - begin, w);
@@ -265,27 +273,22 @@ std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const
     check_parts(op, part_rows, rows);
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x);
-    tile_gemm_plan plan;
+    std::vector<tile_matrix> pieces;
+    std::vector<tile_gemm_plan> plans(part_rows.size());
     int64_t first = 0;
-    bool whole = true; // parts begin where row blocks do
     for (const int64_t count : part_rows) {
-        whole &= first % TILE_ROWS == 0;
+        pieces.push_back(piece_of(m, first, count));
+        // Parts that do not begin where a row block does go through dense rows, which can be cut anywhere.
+        if (count && (first % TILE_ROWS || !takes_tiles(pieces.back(), tokens, &plans[pieces.size() - 1])))
+            return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, data));
         first += count;
     }
-    if (!whole || !takes_tiles(m, tokens, &plan))
-        return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, data));
-    const Tensor flat = torch::stable::reshape(x, {tokens, cols});
+    const Tokens prepared = tokens_of(torch::stable::reshape(x, {tokens, cols}), cols);
     std::vector<Tensor> parts;
-    first = 0;
-    for (const int64_t count : part_rows) {
-        Tensor y = torch::stable::new_empty(data, {tokens, count});
-        const tile_matrix piece = piece_of(m, first, count);
-        if (count) {
-            takes_tiles(piece, tokens, &plan);
-            multiply(piece, flat, std::nullopt, plan, y);
-        }
-        parts.push_back(torch::stable::reshape(y, with_last(x, count)));
-        first += count;
+    for (size_t i = 0; i < pieces.size(); i++) {
+        Tensor y = torch::stable::new_empty(data, {tokens, part_rows[i]});
+        if (part_rows[i]) multiply(pieces[i], prepared, std::nullopt, plans[i], y);
+        parts.push_back(torch::stable::reshape(y, with_last(x, part_rows[i])));
     }
     return parts;
 }

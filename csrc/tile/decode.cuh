@@ -17,6 +17,14 @@ __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     return value;
 }
 
+// Words of a strip, in the order of the program.
+__device__ __forceinline__ void read_16(uint32_t &to, uint32_t from) {
+    asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }" : "=r"(to) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void read_32(uint32_t &to, uint32_t from) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
+}
+
 // prmt itself: __byte_perm would mask the selector first.
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t bytes;
@@ -40,14 +48,8 @@ struct tile_streams {
 
     __device__ __forceinline__ void begin(uint32_t strip, int part, int lane) {
         uint32_t first;
-        asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
-                     : "=r"(first)
-                     : "r"(strip + TILE_FIRSTS + part * 2)
-                     : "memory");
-        asm volatile("ld.shared.u32 %0, [%1];"
-                     : "=r"(turns)
-                     : "r"(strip + TILE_TURNS + (part * TILE_LANES + lane) * 4)
-                     : "memory");
+        read_16(first, strip + TILE_FIRSTS + part * 2);
+        read_32(turns, strip + TILE_TURNS + (part * TILE_LANES + lane) * 4);
         values = strip + TILE_VALUES + first * TILE_ROW_BYTES;
         at[0] = values + lane * 4;
         at[1] = at[0] + 2;
@@ -58,8 +60,8 @@ struct tile_streams {
     }
     // Behind a tile with this mask.
     __device__ __forceinline__ void skip(uint32_t mask) {
-        at[0] += __popc(mask & 0x0f0f0f0f) * TILE_ROW_BYTES;
-        at[1] += __popc(mask & 0xf0f0f0f0) * TILE_ROW_BYTES;
+        at[0] += __popc(mask & TILE_HALF_BITS) * TILE_ROW_BYTES;
+        at[1] += __popc(mask & ~TILE_HALF_BITS) * TILE_ROW_BYTES;
     }
 };
 
@@ -72,7 +74,7 @@ struct tile_lane {
         return strip + tile * TILE_MASK_BYTES + (part * TILE_LANES + lane) * 4;
     }
     __device__ __forceinline__ void read(uint32_t mask_at) {
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(mask) : "r"(mask_at) : "memory");
+        read_32(mask, mask_at);
     }
     // Groups j and j + 4 of the four bytes at once, in the low four bits and above them. No bit is moved: each counts 1 << j.
     __device__ __forceinline__ void count(const tile_weights &weights) {

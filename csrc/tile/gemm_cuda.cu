@@ -248,11 +248,10 @@ template <class SHAPE>
 __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
                                             int tile, int down, float (&sums)[SHAPE::SUMS]) {
     constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES;
-    constexpr int GATHERED = SHAPE::MAX_GATHERED;
     const int thread = threadIdx.x % 128, first = work.number() + 1;
     const int slots = task.x_stages * SHAPE::X_BYTES / (SHAPE::DOWN * GATHER_BYTES);
     const uint32_t here = smem + SHAPE::X + down * slots * GATHER_BYTES;
-    const uint32_t full = smem + SHAPE::GATHERED + down * GATHERED * 8;
+    const uint32_t full = smem + SHAPE::GATHERED + down * SHAPE::MAX_GATHERED * 8;
     int others = 0;
     while (work.begin(first + others) < (tile + 1) * task.strips) others++;
     others = uniform(others);
@@ -401,13 +400,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
                 // The products that read these registers last.
                 if (STEP % 2 == 0) sm90::wgmma_wait<1>();
                 if (STEP == 2) release(); // all of the tile before have ended
-                here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
-                here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
-                if (STEP % 2 == 0) return;
-                sm90::wgmma_begin(); // two together: the warps wait for each other every time
-                tile_wgmma<T, TOKENS>::multiply(sums, a[STEP & 2], b + 2 * (STEP & 2));
-                tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
-                sm90::wgmma_commit();
+                tile_multiply<T, TOKENS, STEP>(sums, here, values[STEP % 2], a, b);
             };
             multiply(std::integral_constant<int, 0>());
             multiply(std::integral_constant<int, 1>());
@@ -419,7 +412,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
 #pragma unroll 1
         for (int left = strips; left; left--) {
             const int slot = packed.slot;
-            // Unrolled, so that what is prepared need not be moved: a quarter of the instructions.
+            // Unrolled, so that what is prepared need not be moved: clearly fewer instructions.
 #pragma unroll
             for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) multiply_tile(in_strip, left > 1);
             // Behind the products, which wait for the values. An arrival right behind the loads can overtake them, it seems:
@@ -627,7 +620,7 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     task.launch = ++gemm_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
     task.slot_bytes = gemm_slot_bytes(m);
     if (!gemm_rings<SHAPE>(device, &task)) return cudaErrorInvalidValue;
-    // A box that reaches behind the tokens takes longer, so the last ones have another (H200: a quarter of a product's time).
+    // A box that reaches behind the tokens takes longer, so the last ones have another (H200: clearly).
     task.last_tokens = (int)(args.tokens - (task.token_tiles - 1) * (int64_t)SHAPE::TOKENS);
     const auto map_tokens = [&](CUtensorMap *map, int box) {
         return sm90::tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens, args.x_stride * 2,

@@ -18,7 +18,7 @@ namespace macko {
 namespace {
 
 constexpr int MAX_CLUSTER = 8;
-constexpr int PRODUCERS = 4; // warps
+[[maybe_unused]] constexpr int PRODUCERS = 4; // warps
 constexpr int MAX_STAGES = 16;
 constexpr int TILE_FIXED = 1024; // bytes before the ring: barriers
 constexpr int MIN_STAGES = 3;    // one is multiplied, one prepared, one waits for its last product
@@ -85,8 +85,9 @@ struct tile_work {
 
 // Where things are in shared memory. The swizzle wants the tokens, and so the stages, at multiples of 1024.
 struct tile_memory {
-    uint32_t full, empty, sums_full, may_send, unused; // barriers
-    uint32_t stages, sums, cut_sums;                   // of row blocks; of pieces
+    // Barriers. The last is what each row block's first release arrives at, when there is no stage to give back: no test.
+    uint32_t full, empty, sums_full, may_send, unused;
+    uint32_t stages, sums, cut_sums; // sums of row blocks; of pieces
 };
 
 template <int TOKENS>
@@ -105,8 +106,8 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
 
 // A stage of the ring, as a consumer needs it.
 struct tile_ring {
-    uint32_t full, values,
-        phase; // its barrier; where the strip's values are: what stands in front has fixed ways from there
+    uint32_t full, phase; // its barrier
+    uint32_t values;      // where the strip's values are: what stands in front has fixed ways from there
 };
 
 // The warps that fill the ring tell the others that the barriers are there.
@@ -250,7 +251,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const tile_work work(task, cluster, rank);
     // The upper half of a descriptor is the same for all, the lower one has a fixed way from the strip.
     const uint64_t descriptor = sm90::descriptor<128>(memory.stages + task.tokens_at + across * SHAPE::TOKEN_BYTES);
-    const tile_ring begin{memory.full, memory.stages + TILE_VALUES, 0};
+    const tile_ring begin{memory.full, 0, memory.stages + TILE_VALUES};
     const uint32_t tokens_behind = held((uint32_t)descriptor - (begin.values >> 4));
     // A lane's words of its part, and of this tile.
     const uint32_t words = held((part * TILE_LANES + lane) * 4), tile_words = held(words + across * TILE_MASK_BYTES);
@@ -260,7 +261,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const bool upper = across >= TILE_STRIP / 2, odd = across % 2;
     const uint32_t turned = held(upper ? ~0u : 0), column = held(upper ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
     const uint32_t words_before = held(odd ? tile_words - TILE_MASK_BYTES : tile_words);
-    const uint32_t low = held(odd ? 0x0f0f0f0fu : 0), high = held(low << 4);
+    const uint32_t low = held(odd ? TILE_HALF_BITS : 0), high = held(low << 4);
     const uint32_t full_end = memory.full + task.stages * 8;
     const auto release = [&](uint32_t full) {
         if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
@@ -286,12 +287,9 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const auto prepare = [&](auto step, tile_lane &tile, uint32_t strip) {
         constexpr int STEP = decltype(step)::value;
         if (STEP == 0) { // all loads
-            asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }"
-                         : "=r"(streams.values)
-                         : "r"(strip - TILE_VALUES + TILE_FIRSTS + first)
-                         : "memory");
-            sm90::load(streams.turns, strip - TILE_VALUES + TILE_TURNS + words);
-            sm90::load(before, strip - TILE_VALUES + words_before);
+            read_16(streams.values, strip - TILE_VALUES + TILE_FIRSTS + first);
+            read_32(streams.turns, strip - TILE_VALUES + TILE_TURNS + words);
+            read_32(before, strip - TILE_VALUES + words_before);
             tile.read(strip - TILE_VALUES + tile_words);
         } else if (STEP == 1) {
             streams.values = strip + streams.values * TILE_ROW_BYTES;
@@ -356,13 +354,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                     sm90::wgmma_wait<0>();
                     release(previous);
                 }
-                here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
-                here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
-                if (STEP % 2 == 0) return;
-                sm90::wgmma_begin(); // two together: the warps wait for each other every time
-                tile_wgmma<T, TOKENS>::multiply(sums, a[STEP & 2], b + 2 * (STEP & 2));
-                tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
-                sm90::wgmma_commit();
+                tile_multiply<T, TOKENS, STEP>(sums, here, values[STEP % 2], a, b);
             };
             take(step0);
             take(step1);

@@ -42,7 +42,7 @@ static inline int column_at(int lane, int half) {
 
 /* Length of half a stream, the second one or the first. */
 static int length_of(part_masks masks, int lane, int half, int second) {
-    const uint32_t own = 0x0f0f0f0fu << HALF_GROUPS * half;
+    const uint32_t own = (uint32_t)TILE_HALF_BITS << HALF_GROUPS * half;
     int length = 0;
     for (int tile = 0; tile < HALF_TILES; tile++)
         length += __builtin_popcount(masks[second * HALF_TILES + tile][lane] & own);

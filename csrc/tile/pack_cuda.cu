@@ -1,5 +1,5 @@
-// The tile layout from dense rows, and back, on CUDA. A warp owns a part of a strip: 16 rows
-// and 256 columns, in the order of tile.h.
+// The tile layout from dense rows, and back, on CUDA. A warp owns a part of a strip: 16 rows and 256 columns, in the order
+// of tile.h.
 #include "../core/cuda.cuh"
 #include "decode.cuh"
 #include "tile.h"
@@ -11,7 +11,6 @@ namespace {
 constexpr int PART_ROWS = TILE_ROWS / TILE_PARTS;
 constexpr int THREADS = TILE_PARTS * WARP; // a thread block owns a strip
 constexpr int SCAN_THREADS = 1024;
-constexpr uint32_t HALF_BITS = 0x0f0f0f0f; // of a mask: elements of the first half's groups
 
 // The first of a part's rows and columns.
 struct Place {
@@ -86,7 +85,7 @@ struct Plan {
         rows = 0;
 #pragma unroll
         for (int half = 0; half < TILE_HALVES; half++) {
-            const uint32_t bits = HALF_BITS << 4 * half;
+            const uint32_t bits = (uint32_t)TILE_HALF_BITS << 4 * half;
             const int first = __popc(masks[0] & bits) + __popc(masks[1] & bits);
             const int second = __popc(masks[2] & bits) + __popc(masks[3] & bits);
             const int column = lane_with(place_among_lanes(first, lane), place_among_lanes(32 - second, lane));

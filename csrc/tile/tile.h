@@ -58,6 +58,7 @@ enum {
     TILE_STRIP = 4, /* tiles */
     TILE_STRIP_COLS = TILE_STRIP * TILE_COLS,
     TILE_HALVES = 2,                               /* columns of values a lane has, and halves of a stream */
+    TILE_HALF_BITS = 0x0f0f0f0f,                   /* of a mask: groups 0 to 3, the column of half 0 */
     TILE_ROW_BYTES = TILE_LANES * TILE_HALVES * 2, /* of values */
     TILE_MASK_BYTES = TILE_PARTS * TILE_LANES * 4, /* of a tile */
     TILE_UNIT = 128,                               /* bytes that offsets count */

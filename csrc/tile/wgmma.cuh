@@ -3,6 +3,7 @@
 
 #include "../core/cuda.cuh"
 #include "../core/sm90.cuh"
+#include "decode.cuh"
 
 namespace macko {
 
@@ -47,5 +48,19 @@ struct tile_wgmma;
     MACKO_TILE_WGMMA(T, KIND, 256)
 MACKO_TILE_WGMMA_TYPE(__half, "f16")
 MACKO_TILE_WGMMA_TYPE(__nv_bfloat16, "bf16")
+
+// Columns 16 STEP of a tile into operand A, and behind every second step the products of both, with the tile's tokens at b:
+// two together, as the warps wait for each other every time.
+template <typename T, int TOKENS, int STEP>
+__device__ __forceinline__ void tile_multiply(float (&sums)[TOKENS / 2], const tile_lane &tile,
+                                              const uint32_t (&values)[2][TILE_QUAD], uint32_t (&a)[4][4], uint64_t b) {
+    tile.place(2 * STEP, values[0], a[STEP][0], a[STEP][1]);
+    tile.place(2 * STEP + 1, values[1], a[STEP][2], a[STEP][3]);
+    if (STEP % 2 == 0) return;
+    sm90::wgmma_begin();
+    tile_wgmma<T, TOKENS>::multiply(sums, a[STEP & 2], b + 2 * (STEP & 2));
+    tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
+    sm90::wgmma_commit();
+}
 
 } // namespace macko

@@ -35,8 +35,11 @@ SHAPES = (
     *((130, 320), (40, 1001)),
 )
 
-#: Values of MACKO_TILE_GEMM: tokens of an output tile x blocks that share one x 0: none is cut, 1: some, 2: all, alike.
-GEMM_WAYS = tuple(f"{blocks}x{cut}" for blocks in ("256x1", "256x2", "128x2") for cut in range(3))
+#: Values of MACKO_TILE_GEMM: rows and tokens of an output tile, blocks that share one, 0: none is cut, 1: some, 2: all,
+#: alike.
+GEMM_WAYS = tuple(
+    f"{blocks}x{cut}" for blocks in ("128x256x1", "128x256x2", "128x128x2", "192x128x2") for cut in range(3)
+)
 
 
 def chain(cols: int) -> int:
@@ -267,8 +270,31 @@ def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("way", ["128x256x1x1", "128x256x2x2"])
+def test_products_that_wait_for_other_blocks_on_two_streams(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither has all SMs, so blocks wait for sums of blocks that have begun before them only."""
+    monkeypatch.setenv("MACKO_TILE_GEMM", way)
+    monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
+    w, x, y = integer_problem(5504, 4096, 0.5, torch.float16)
+    signs = torch.tensor([1.0, -1.0, 0.0]).repeat(86)[:256, None]
+    tile, tokens, wanted = packed(w), (x * signs).to(w.dtype).cuda(), ((y * signs).to(w.dtype) + 0).cuda()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    got = []
+    for _ in range(40):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                got.append(tile.linear(tokens))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y + 0, wanted) for y in got)
+
+
+@pytest.mark.gpu
 @needs_capture
-@pytest.mark.parametrize("way", ["256x1x0", "256x1x1", "256x2x0", "256x2x2", "128x2x1"])
+@pytest.mark.parametrize(
+    "way", ["128x256x1x0", "128x256x1x1", "128x256x2x0", "128x256x2x2", "128x128x2x0", "128x128x2x2", "192x128x2x1"]
+)
 def test_a_large_product_many_times(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All SMs busy for long: a place that is filled anew while it is read gives a wrong product in some hundred."""
     monkeypatch.setenv("MACKO_TILE_GEMM", way)

@@ -1,14 +1,16 @@
 // tile_gemm on CUDA (sm_90a): y = x W^T for many tokens, where the tensor cores' time counts.
 //
 // A block makes DOWN x 64 rows by TOKENS tokens of y. Each of DOWN warpgroups decodes the tiles of its 64 rows into the
-// registers of operand A, while its products before run, and multiplies them with the tokens in shared memory (wgmma).
-// One warp fetches tokens, another one packed strips.
+// registers of operand A, while its products before run, and multiplies them with the tokens in shared memory (wgmma). Of
+// the other warps one fetches tokens, one packed strips, and one stores what the multipliers have put into shared memory.
 //
-// Blocks are persistent. Output tiles that fill no whole round of all SMs are cut: each block has as many of their strips,
-// and their sums meet in memory, in a fixed order. With few output tiles, the two blocks of a cluster share one: each takes
-// half of its strips, and then the sums of half of its tokens from the other, in shared memory.
+// Two blocks are a cluster. With many output tiles they have neighbouring ones, and each fetches half of the tokens for
+// both. With few they share one: each takes half of its strips, and then the sums of half of its tokens from the other.
+// Clusters are persistent. Output tiles that fill no whole round of all SMs are cut: each cluster has as many of their
+// strips, and their sums meet in memory, in a fixed order.
 #include <stdio.h>
 
+#include <algorithm>
 #include <atomic>
 #include <type_traits>
 
@@ -23,23 +25,39 @@ namespace {
 
 constexpr int MAX_PACKED = 4, MIN_PACKED = 2; // strips of a row block in shared memory
 constexpr int MAX_X_STAGES = 8;
-constexpr int CHUNK = 32; // tokens whose output is stored at once
-constexpr int CHUNK_BYTES = CHUNK * TILE_ROWS * 2;
+constexpr int GROUP = 8; // row tiles that come one after the other
+
+// Divides what is below 2^31.
+struct gemm_divisor {
+    uint32_t factor;
+    int shift;
+    gemm_divisor() = default;
+    explicit gemm_divisor(int64_t by) : shift(0) {
+        while (1ll << shift < by) shift++;
+        factor = (uint32_t)ceil_div(1ll << (31 + shift), by);
+    }
+    __device__ __forceinline__ int operator()(int number) const {
+        return (int)(__umulhi((uint32_t)number << 1, factor) >> shift);
+    }
+};
 
 struct gemm_task {
-    CUtensorMap x, last_x; // boxes of TILE_COLS columns by TOKENS tokens, and by those that the last tile has
-    CUtensorMap y;         // boxes of TILE_ROWS rows by CHUNK tokens
+    CUtensorMap x, last_x; // boxes of TILE_COLS columns by BOX tokens, and by those that the last tile has of one
+    CUtensorMap y;         // boxes of TILE_ROWS rows by OUT_TOKENS tokens
     const uint8_t *data;
     const int32_t *offsets;
     const void *bias;
     void *y_plain; // where y cannot be stored by boxes, else NULL
     int64_t rows;
     int tokens, last_tokens, row_blocks, strips;
-    int row_tiles, token_tiles; // of the output
-    int clusters, cut;          // the first `cut` tiles are shared by all clusters
+    int row_tiles, token_tiles;                     // of the output
+    int clusters, cut;                              // of blocks; the first `cut` tiles are shared by all clusters
+    gemm_divisor by_clusters, by_strips, by_groups; // groups: tiles that gemm_place has in one
+    int units;                                      // of data, where known; else 0
+    float mean;                                     // of them in a strip
     int x_stages, packed_strips, slot_bytes;
-    float4 *sums;    // of ranges, for the cluster that adds them up: [range][PAIR][DOWN][OUT_SUMS / 4][128]
-    uint64_t *given; // [range][PAIR][DOWN]: `launch` once they are there
+    float4 *sums;    // of ranges, for the cluster that adds them up: [range][2][DOWN][OUT_SUMS / 4][128]
+    uint64_t *given; // [range][2][DOWN]: `launch` once they are there
     uint64_t launch; // a number of this launch alone
     tile_weights weights;
 };
@@ -47,35 +65,39 @@ struct gemm_task {
 template <int TOKENS_, int DOWN_, int PAIR_>
 struct gemm_shape {
     static constexpr int TOKENS = TOKENS_, DOWN = DOWN_; // of a block; its row blocks, a warpgroup each
-    static constexpr int PAIR = PAIR_;                   // blocks that share an output tile
+    // A cluster is two blocks. Either they share an output tile, or have one each, neighbours in the rows, and the tokens
+    // together: then each fetches half of them for both.
+    static constexpr int PAIR = PAIR_, SIDE = 2 / PAIR, BOX = TOKENS / SIDE;
     // The registers of an SM: the warpgroup that fetches leaves its own to the others.
     static constexpr int THREADS = (DOWN + 1) * 128;
-    static constexpr int REGISTERS = DOWN == 2 ? 240 : 152;
-    static constexpr int FETCH_REGISTERS = DOWN == 2 ? 24 : 56;
+    static constexpr int THERE = DOWN * 128 + 3 * WARP, DONE = DOWN * 128 + WARP; // of barriers below
+    static constexpr int REGISTERS = DOWN > 2 ? 152 : TOKENS > 128 ? 240 : 208;
+    static constexpr int FETCH_REGISTERS = DOWN > 2 ? 56 : TOKENS > 128 ? 24 : 88;
     static_assert(REGISTERS * DOWN + FETCH_REGISTERS <= 65536 / THREADS / 8 * 8 * (DOWN + 1));
     static constexpr int X_BYTES = TOKENS * TILE_COLS * 2; // of a stage
     static constexpr int SUMS = TOKENS / 2;                // of a thread
     // What a block puts out of an output tile: its own share of the tokens.
     static constexpr int OUT_TOKENS = TOKENS / PAIR, OUT_SUMS = SUMS / PAIR, SUMS_BYTES = 128 * OUT_SUMS * 4;
     static constexpr int GATHER_BYTES = SUMS_BYTES < 32768 ? SUMS_BYTES / 2 : 16384; // of sums that come at once
-    // The sums of the other block take the ring of tokens, those of other clusters, and the last output of a block.
-    static constexpr int EXCHANGED_BYTES = PAIR > 1 ? DOWN * SUMS_BYTES : 0,
-                         OUTPUT_BYTES = DOWN * OUT_TOKENS * TILE_ROWS * 2;
-    static constexpr int LEAST_X_BYTES = EXCHANGED_BYTES > OUTPUT_BYTES ? EXCHANGED_BYTES : OUTPUT_BYTES;
-    static constexpr int MIN_X_STAGES = (LEAST_X_BYTES + X_BYTES - 1) / X_BYTES;
+    static constexpr int TURNS = SUMS_BYTES / GATHER_BYTES;
+    // The sums of the other block take the ring of tokens, as do those of other clusters; the output takes some stages.
+    static constexpr int OUT_BYTES = OUT_TOKENS * TILE_ROWS * 2; // of a warpgroup
+    static constexpr int OUT_STAGES = (DOWN * OUT_BYTES + X_BYTES - 1) / X_BYTES;
+    static_assert(X_BYTES % OUT_BYTES == 0);
+    static_assert(PAIR == 1 || SUMS_BYTES == X_BYTES); // each warpgroup's are a stage
+    static constexpr int MIN_X_STAGES = PAIR > 1 ? DOWN : OUT_STAGES;
     static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
     static constexpr int MAX_GATHERED = X_STAGES * X_BYTES / (DOWN * GATHER_BYTES);
-    // What a strip takes of an SM at 1.98 GHz (H200, density 0.5, 2026-11-22).
-    static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 5450 : 5000;
+    // Clocks that a strip takes of an SM (H200, density 0.5, 2026-11-22).
+    static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 4240 : DOWN > 2 ? 4050 : 2700;
     // Offsets in shared memory. The swizzle wants the tokens at multiples of 1024. Behind them are the packed strips.
-    static constexpr int STAGING = 0;
-    static constexpr int X_FULL = STAGING + DOWN * CHUNK_BYTES, X_EMPTY = X_FULL + X_STAGES * 8;
+    static constexpr int X_FULL = 0, X_EMPTY = X_FULL + X_STAGES * 8;
     static constexpr int PACKED_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int PACKED_EMPTY = PACKED_FULL + DOWN * MAX_PACKED * 8;
     static constexpr int GATHERED = PACKED_EMPTY + DOWN * MAX_PACKED * 8;
     static constexpr int RING_FREE = GATHERED + DOWN * MAX_GATHERED * 8, MAY_SEND = RING_FREE + 16;
-    static constexpr int EXCHANGED = MAY_SEND + 8;
-    static constexpr int X = (EXCHANGED + 8 + 1023) / 1024 * 1024;
+    static constexpr int EXCHANGED = MAY_SEND + DOWN * 8;
+    static constexpr int X = (EXCHANGED + DOWN * 8 + 1023) / 1024 * 1024;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
@@ -110,35 +132,43 @@ struct gemm_work {
     const gemm_task &task;
     int rank, cluster, cut_begin, cut_strips, strips;
     __device__ __forceinline__ explicit gemm_work(const gemm_task &task) : task(task) {
-        rank = blockIdx.x % SHAPE::PAIR;
-        cluster = blockIdx.x / SHAPE::PAIR;
+        rank = blockIdx.x % 2;
+        cluster = blockIdx.x / 2;
         cut_begin = uniform(begin(number()));
         cut_strips = uniform(begin(number() + 1)) - cut_begin;
         const int whole = task.row_tiles * task.token_tiles - task.cut;
-        strips = cut_strips + uniform((whole - cluster + task.clusters - 1) / task.clusters) * task.strips;
+        strips = cut_strips + uniform(task.by_clusters(whole - cluster + task.clusters - 1)) * task.strips;
     }
     __device__ __forceinline__ int number() const { // of its range of cut tiles
         return task.clusters - 1 - cluster;
     }
     __device__ __forceinline__ int begin(int number) const {
-        return (unsigned)(task.cut * task.strips * number) / (unsigned)task.clusters;
+        return task.by_clusters(task.cut * task.strips * number);
     }
     // From the cluster's nth strip on.
     __device__ __forceinline__ gemm_range find(int strip) const {
         const bool whole = strip >= cut_strips;
-        const int at = whole ? strip - cut_strips : cut_begin + strip, nth = at / task.strips;
+        const int at = whole ? strip - cut_strips : cut_begin + strip, nth = task.by_strips(at);
         gemm_range r;
         r.tile = whole ? task.cut + nth * task.clusters + cluster : nth;
         r.first = at - nth * task.strips;
         r.end = whole ? task.strips : min(task.strips, r.first + cut_strips - strip);
         const int share = (r.end - r.first + SHAPE::PAIR - 1) / SHAPE::PAIR;
-        r.own = min(r.end, r.first + rank * share);
+        r.own = min(r.end, r.first + (SHAPE::PAIR > 1 ? rank * share : 0));
         r.own_end = min(r.end, r.own + share);
         return r;
     }
+    // The first of a block's row blocks.
+    __device__ __forceinline__ int row_block(int row_tile) const {
+        return (SHAPE::SIDE > 1 ? row_tile * 2 + rank : row_tile) * SHAPE::DOWN;
+    }
+    // And of its tokens.
+    __device__ __forceinline__ int first_token(int token_tile) const {
+        return token_tile * SHAPE::TOKENS + (SHAPE::PAIR > 1 ? rank * SHAPE::OUT_TOKENS : 0);
+    }
     // Where the sums of a range lie, and what says that they are there.
     __device__ __forceinline__ int place(int number, int down) const {
-        return (number * SHAPE::PAIR + rank) * SHAPE::DOWN + down;
+        return (number * 2 + rank) * SHAPE::DOWN + down;
     }
     __device__ __forceinline__ float4 *sums(int number, int down) const {
         return task.sums + (int64_t)place(number, down) * (SHAPE::SUMS_BYTES / 16);
@@ -150,73 +180,145 @@ struct gemm_work {
 
 // Groups of a few row tiles, all token tiles of a group one after the other: both operands are found in L2.
 __device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int &row_tile, int &token_tile) {
-    constexpr int GROUP = 8;
-    const int group = tile / (GROUP * task.token_tiles), in_group = tile - group * GROUP * task.token_tiles;
+    const int group = task.by_groups(tile), in_group = tile - group * GROUP * task.token_tiles;
     const int rows = min(GROUP, task.row_tiles - group * GROUP);
-    token_tile = in_group / rows;
+    token_tile = rows == GROUP ? in_group / GROUP : in_group / rows;
     row_tile = group * GROUP + in_group - token_tile * rows;
+}
+
+// Barriers of threads. Of warpgroups: 1 to DOWN.
+enum { ALL_THROUGH = 8, BARRIERS_THERE, STRIP_BARRIERS, RANGE_DONE /* and the next one, in turn */ };
+
+__device__ __forceinline__ void arrive_at(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Some mbarriers: each takes about 40 clocks, whichever lanes make it.
+__device__ __forceinline__ void make_barriers(uint32_t at, int count, int arrivals) {
+    for (int i = threadIdx.x % WARP; i < count; i += WARP) sm90::barrier_init(at + i * 8, arrivals);
+}
+
+// Behind the making of barriers: copies may use them, and the other block once it has waited for the cluster.
+__device__ __forceinline__ void barriers_made() {
+    sm90::fence_barrier_init();
+    __syncwarp();
+    sm90::cluster_arrive();
 }
 
 // A warp: the tokens of all strips, four boxes each.
 template <class SHAPE>
-__device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work) {
-    sm90::wait_for_previous_launch();
+__device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_t smem) {
+    if (threadIdx.x % WARP == 0) {
+        sm90::prefetch_map(&task.x);
+        sm90::prefetch_map(&task.last_x);
+        sm90::prefetch_map(&task.y);
+    }
+    make_barriers(smem + SHAPE::X_FULL, task.x_stages, 1);
+    make_barriers(smem + SHAPE::X_EMPTY, task.x_stages, SHAPE::DOWN * SHAPE::SIDE);
+    barriers_made();
+    arrive_at(BARRIERS_THERE, SHAPE::THERE);
+    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
+    const gemm_work<SHAPE> work(task);
+    if (SHAPE::SIDE > 1) sm90::cluster_wait(); // the other block's barriers are there
+    allow_next_launch(); // all blocks are there, and each takes an SM: the next ones come where one of these has ended
     gemm_ring ring;
     uint32_t waits = 0;
+    int may_fill = task.x_stages; // stages, before the range in front has given the ring back
+    const auto wait_for_ring = [&] {
+        // Two barriers in turn: of a range in which this block has no strip, of which there may be two, the multipliers may be
+        // through before this warp has seen that of the one before.
+        sm90::barrier_wait(smem + SHAPE::RING_FREE + waits % 2 * 8, waits / 2 % 2);
+        waits++;
+        may_fill = task.x_stages;
+    };
+    bool held = false, begins = true;
     for (int strip = 0; strip < work.strips;) {
         const gemm_range range = work.find(strip);
         int row_tile, token_tile;
         gemm_place(task, range.tile, row_tile, token_tile);
         strip += range.end - range.first;
         // What lies behind the last tokens is whatever was there: each token has columns of its own in the output.
-        const bool last = token_tile == task.token_tiles - 1;
-        const CUtensorMap *map = last ? &task.last_x : &task.x;
-        const int bytes = (last ? task.last_tokens : SHAPE::TOKENS) * TILE_COLS * 2;
+        const int tokens = token_tile == task.token_tiles - 1 ? task.last_tokens : SHAPE::TOKENS;
+        const int before = SHAPE::SIDE > 1 ? work.rank * SHAPE::BOX : 0, own = min(SHAPE::BOX, tokens - before);
+        const CUtensorMap *map = own == SHAPE::BOX ? &task.x : &task.last_x;
+        const int bytes = tokens * TILE_COLS * 2, first = token_tile * SHAPE::TOKENS + before;
         for (int k_tile = range.own * TILE_STRIP; k_tile < range.own_end * TILE_STRIP; k_tile++) {
+            if (held && may_fill-- == 0) {
+                wait_for_ring();
+                held = false;
+            }
             sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
+            // The first stage of all blocks is not to come with the others of all blocks.
+            if (begins && ring.slot == 2) {
+                sm90::barrier_wait(smem + SHAPE::X_FULL, 0);
+                begins = false;
+            }
             if (threadIdx.x % WARP == 0) {
                 const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
+                const uint32_t to = smem + SHAPE::X + ring.slot * SHAPE::X_BYTES + before * TILE_COLS * 2;
                 sm90::barrier_expect(full, bytes);
-                sm90::copy_box(smem + SHAPE::X + ring.slot * SHAPE::X_BYTES, map, k_tile * TILE_COLS,
-                               token_tile * SHAPE::TOKENS, full);
+                if (SHAPE::SIDE == 1)
+                    sm90::copy_box(to, map, k_tile * TILE_COLS, first, full);
+                else if (own > 0)
+                    sm90::copy_box_to_all(to, map, k_tile * TILE_COLS, first, full, 3);
             }
             __syncwarp();
             ring.advance(task.x_stages);
         }
-        // Sums take the ring's place. Two barriers in turn: of a range in which this block has no strip, of which there may be
-        // two, the multipliers may be through before this warp has seen that of the one before.
-        if (SHAPE::PAIR > 1 || (range.first == 0 && range.end < task.strips)) {
-            sm90::barrier_wait(smem + SHAPE::RING_FREE + waits % 2 * 8, waits / 2 % 2);
-            waits++;
-        }
+        if (held) wait_for_ring();
+        if (SHAPE::PAIR > 1) // stages for the sums from the other block, the next ones to be filled, once they are read
+            for (int down = 0; down < SHAPE::DOWN; down++) {
+                const int slot = ring.slot + down, wraps = slot >= task.x_stages;
+                sm90::barrier_wait(smem + SHAPE::X_EMPTY + (wraps ? slot - task.x_stages : slot) * 8,
+                                   ring.phase ^ 1 ^ wraps);
+                if (threadIdx.x % WARP == 0)
+                    sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND + down * 8, work.rank ^ 1);
+                __syncwarp();
+            }
+        // Sums take the place of the whole ring, the output that of the stages which come last.
+        held = true;
+        may_fill = SHAPE::PAIR > 1 || (range.first == 0 && range.end < task.strips) ? 0
+                   : range.first > 0                                                ? task.x_stages
+                                                                                    : task.x_stages - SHAPE::OUT_STAGES;
     }
+    __syncwarp();
+    if (SHAPE::SIDE == 1) sm90::cluster_wait();
 }
 
 // A warp: the packed strips, a lane for each row block.
-template <class SHAPE, class READY>
-__device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
-                                                  const READY &barriers_ready) {
+template <class SHAPE>
+__device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_t smem) {
+    sm90::cluster_arrive();
+    const gemm_work<SHAPE> work(task);
     const int lane = threadIdx.x % WARP;
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
-    int from = 0, to = 0, next = 0;
+    int from = 0, to = 0, next = 0, row = 0;
     gemm_range range{};
     const auto look = [&] { // a strip ahead; false behind the last one
         while (range.own == range.own_end) {
             if (next >= work.strips) return false;
             range = work.find(next);
             next += range.end - range.first;
+            int row_tile, token_tile;
+            gemm_place(task, range.tile, row_tile, token_tile);
+            // Behind the last row block: any rows do, their output is not stored.
+            row = min(work.row_block(row_tile) + min(lane, SHAPE::DOWN - 1), task.row_blocks - 1) * task.strips;
         }
-        int row_tile, token_tile;
-        gemm_place(task, range.tile, row_tile, token_tile);
-        // Behind the last row block: any rows do, their output is not stored.
-        const int block = min(row_tile * SHAPE::DOWN + min(lane, SHAPE::DOWN - 1), task.row_blocks - 1);
-        const int32_t *at = task.offsets + (int64_t)block * task.strips + range.own++;
-        from = at[0];
-        to = at[1];
+        const int strip = row + range.own++;
+        // Before the first offsets have come, what lies about where its strip should be begins its way to L2.
+        if (to == 0 && task.units && lane < SHAPE::DOWN) {
+            constexpr int ABOUT = 32;
+            const int begin = max(0, min((int)((float)strip * task.mean), task.units) - ABOUT);
+            sm90::prefetch_to_l2(task.data + (int64_t)begin * TILE_UNIT,
+                                 min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
+        }
+        from = task.offsets[strip];
+        to = task.offsets[strip + 1];
         return true;
     };
     bool more = look();
-    barriers_ready();
+    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
+    sync_threads(STRIP_BARRIERS, 2 * WARP);
     gemm_ring ring;
     while (more) {
         if (lane < SHAPE::DOWN) {
@@ -234,12 +336,70 @@ __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_
 
 // Data for another block, through memory: its number behind it.
 __device__ __forceinline__ void store_release(uint64_t *at, uint64_t value) {
-    asm volatile("fence.acq_rel.gpu;\nst.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
-__device__ __forceinline__ void wait_for(const uint64_t *at, uint64_t value) {
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
     uint64_t found;
-    do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
-    while (found != value);
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
+    return found;
+}
+
+// Where a warpgroup's output of a tile lies, [token][64 rows] with the swizzle of 128 bytes: in the stages that come last,
+// when `slot` is the next one to be filled. Nobody uses them before the output has left.
+template <class SHAPE>
+__device__ __forceinline__ uint32_t gemm_output(const gemm_task &task, uint32_t smem, int slot, int down) {
+    const int back = down * SHAPE::OUT_BYTES / SHAPE::X_BYTES + 1;
+    slot = slot < back ? slot - back + task.x_stages : slot - back;
+    return smem + SHAPE::X + slot * SHAPE::X_BYTES + down * SHAPE::OUT_BYTES % SHAPE::X_BYTES;
+}
+
+// A warp: makes barriers for others, says that this block's sums of a tile of another cluster's are there, and stores the
+// output: the multipliers would wait for these.
+template <class SHAPE>
+__device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) {
+    make_barriers(smem + SHAPE::PACKED_FULL, task.packed_strips * SHAPE::DOWN, 1);
+    make_barriers(smem + SHAPE::PACKED_EMPTY, task.packed_strips * SHAPE::DOWN, TILE_PARTS * sm90::WARP_ARRIVALS);
+    sm90::fence_barrier_init();
+    __syncwarp();
+    arrive_at(STRIP_BARRIERS, 2 * WARP);
+    barriers_made();
+    arrive_at(BARRIERS_THERE, SHAPE::THERE);
+    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
+    const gemm_work<SHAPE> work(task);
+    const int lane = threadIdx.x % WARP;
+    uint32_t ranges = 0;
+    int slot = 0;
+    for (int strip = 0; strip < work.strips; ranges++) {
+        const gemm_range range = work.find(strip);
+        strip += range.end - range.first;
+        slot = (slot + (range.own_end - range.own) * TILE_STRIP) % task.x_stages;
+        const auto free_ring = [&] {
+            if (lane < SHAPE::SIDE)
+                sm90::barrier_arrive_remote(smem + SHAPE::RING_FREE + ranges % 2 * 8, work.rank ^ lane);
+        };
+        const auto wait_for_multipliers = [&] { sync_threads(RANGE_DONE + ranges % 2, SHAPE::DONE); };
+        if (range.first > 0) {
+            uint64_t *given = work.given(work.number(), lane);
+            wait_for_multipliers();
+            free_ring();
+            if (lane < SHAPE::DOWN) store_release(given, task.launch);
+            __syncwarp();
+            continue;
+        }
+        int row_tile, token_tile;
+        gemm_place(task, range.tile, row_tile, token_tile);
+        const int token = work.first_token(token_tile);
+        const int64_t row = (int64_t)(work.row_block(row_tile) + lane) * TILE_ROWS;
+        const uint32_t output = gemm_output<SHAPE>(task, smem, slot, lane);
+        const bool stores = !task.y_plain && lane < SHAPE::DOWN && row < task.rows && token < task.tokens;
+        wait_for_multipliers();
+        if (stores) {
+            sm90::store_box(&task.y, (int)row, token, output);
+            sm90::stores_have_read();
+        }
+        __syncwarp();
+        free_ring();
+    }
 }
 
 // A multiplier adds up, range by range, what the others have of its tile. It comes by bulk copies: ordinary loads wait for
@@ -247,7 +407,7 @@ __device__ __forceinline__ void wait_for(const uint64_t *at, uint64_t value) {
 template <class SHAPE>
 __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
                                             int tile, int down, float (&sums)[SHAPE::SUMS]) {
-    constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES;
+    constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::TURNS;
     const int thread = threadIdx.x % 128, first = work.number() + 1;
     const int slots = task.x_stages * SHAPE::X_BYTES / (SHAPE::DOWN * GATHER_BYTES);
     const uint32_t here = smem + SHAPE::X + down * slots * GATHER_BYTES;
@@ -255,25 +415,26 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
     int others = 0;
     while (work.begin(first + others) < (tile + 1) * task.strips) others++;
     others = uniform(others);
-    if (thread < WARP) {
-        for (int i = thread; i < others; i += WARP) {
-            uint64_t *given = work.given(first + i, down);
-            wait_for(given, task.launch);
-            *given = 0; // a graph launches this again with the same number
-        }
-        __syncwarp();
-        asm volatile("fence.proxy.async;" ::: "memory"); // copies read what was stored
-    }
-    gemm_ring ring, ahead; // new: a block gathers once, at the end of its range of cut tiles
-    const auto fetch = [&](int nth) {
-        if (thread || nth >= others * TURNS) return;
-        sm90::barrier_expect(full + ahead.slot * 8, GATHER_BYTES);
-        sm90::copy_bytes(here + ahead.slot * GATHER_BYTES,
+    const int parts = others * TURNS;
+    const auto fetch = [&](int nth, int slot) {
+        sm90::barrier_expect(full + slot * 8, GATHER_BYTES);
+        sm90::copy_bytes(here + slot * GATHER_BYTES,
                          work.sums(first + nth / TURNS, down) + nth % TURNS * (GATHER_BYTES / 16), GATHER_BYTES,
-                         full + ahead.slot * 8);
-        ahead.advance(slots);
+                         full + slot * 8);
     };
-    for (int nth = 0; nth < slots; nth++) fetch(nth);
+    if (thread < WARP) // each lane waits for a piece of its own, and asks for it where there is room
+        for (int nth = thread; __any_sync(FULL_WARP, nth < others); nth += WARP) {
+            uint64_t *given = work.given(first + nth, down);
+            bool waits = nth < others;
+            while (__any_sync(FULL_WARP, waits))
+                if (waits && load_acquire(given) == task.launch) {
+                    *given = 0;                                      // a graph launches this again with the same number
+                    asm volatile("fence.proxy.async;" ::: "memory"); // copies read what was stored
+                    for (int part = nth * TURNS; part < min(slots, (nth + 1) * TURNS); part++) fetch(part, part);
+                    waits = false;
+                }
+        }
+    gemm_ring ring; // new: a block gathers once, at the end of its range of cut tiles
 #pragma unroll 1
     for (int other = 0; other < others; other++)
 #pragma unroll
@@ -286,28 +447,31 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
                 sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
                 sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
             }
-            ring.advance(slots);
             // The sums have taken the values (looked up in the instructions); the place is free.
             sm90::warpgroup_sync(down);
-            fetch(other * TURNS + turn + slots);
+            const int next = other * TURNS + turn + slots;
+            if (thread == 0 && next < parts) fetch(next, ring.slot);
+            ring.advance(slots);
         }
 }
 
-// The two blocks of a cluster have sums of the same output tile. Each sends the other those of the other's tokens, into its
-// ring of tokens, which nobody uses meanwhile; its own are the first then.
+// The two blocks of a cluster have sums of the same output tile. Each sends the other those of the other's tokens, a
+// warpgroup to a stage of its ring that is not filled meanwhile; its own are the first then. The rings are at these slots.
 template <class SHAPE>
-__device__ __forceinline__ void gemm_exchange(uint32_t smem, int rank, int down, uint32_t phase,
-                                              float (&sums)[SHAPE::SUMS]) {
+__device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t smem, int rank, int down, uint32_t phase,
+                                              int own_slot, int other_slot, float (&sums)[SHAPE::SUMS]) {
     constexpr int OUT_SUMS = SHAPE::OUT_SUMS;
     const int thread = threadIdx.x % 128, other = rank ^ 1;
-    if (threadIdx.x == 0) {
-        sm90::barrier_expect(smem + SHAPE::EXCHANGED, SHAPE::EXCHANGED_BYTES);
-        sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND, other);
-    }
-    const uint32_t here = smem + SHAPE::X + (down * (OUT_SUMS / 4) * 128 + thread) * 16;
-    const uint32_t there = sm90::remote_address(here, other),
-                   full = sm90::remote_address(smem + SHAPE::EXCHANGED, other);
-    sm90::barrier_wait(smem + SHAPE::MAY_SEND, phase);
+    const uint32_t may_send = smem + SHAPE::MAY_SEND + down * 8, exchanged = smem + SHAPE::EXCHANGED + down * 8;
+    if (thread == 0) sm90::barrier_expect(exchanged, SHAPE::SUMS_BYTES);
+    const auto place = [&](int slot) {
+        slot += down;
+        if (slot >= task.x_stages) slot -= task.x_stages;
+        return smem + SHAPE::X + slot * SHAPE::X_BYTES + thread * 16;
+    };
+    const uint32_t here = place(own_slot), there = sm90::remote_address(place(other_slot), other),
+                   full = sm90::remote_address(exchanged, other);
+    sm90::barrier_wait(may_send, phase);
 #pragma unroll
     for (int j = 0; j < OUT_SUMS; j += 4) {
         float theirs[4];
@@ -319,7 +483,7 @@ __device__ __forceinline__ void gemm_exchange(uint32_t smem, int rank, int down,
         }
         sm90::store_async(there + j * 512, theirs, full);
     }
-    sm90::barrier_wait(smem + SHAPE::EXCHANGED, phase);
+    sm90::barrier_wait(exchanged, phase);
 #pragma unroll
     for (int j = 0; j < OUT_SUMS; j += 4) {
         const uint4 v = load_shared_16(here + j * 512);
@@ -332,22 +496,26 @@ __device__ __forceinline__ void gemm_exchange(uint32_t smem, int rank, int down,
 template <typename T, class SHAPE>
 __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
                                               int down) {
-    constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS, CHUNKS = SHAPE::OUT_TOKENS / CHUNK;
+    constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS;
     const int thread = threadIdx.x % 128, part = uniform(thread / WARP);
     const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
-    const uint32_t staging = smem + SHAPE::STAGING + down * CHUNK_BYTES;
     gemm_ring ring, packed;
-    uint32_t exchanges = 0, frees = 0;
+    uint32_t ranges = 0;
+    int other_slot = 0; // where the ring of the other block is
     int last_stage = -1;
     // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
     const auto release = [&] {
-        if (last_stage >= 0 && thread == 0) sm90::barrier_arrive(smem + SHAPE::X_EMPTY + last_stage * 8);
+        if (last_stage < 0 || thread) return;
+        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + last_stage * 8);
+        if (SHAPE::SIDE > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + last_stage * 8, work.rank ^ 1);
     };
     for (int strip = 0; strip < work.strips;) {
         gemm_range range = work.find(strip);
         strip += range.end - range.first;
         const int strips = uniform(range.own_end - range.own);
+        if (SHAPE::PAIR > 1)
+            other_slot = (other_slot + (range.end - range.first - strips) * TILE_STRIP) % task.x_stages;
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll
@@ -381,19 +549,19 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             here = next;
             mask_at += TILE_MASK_BYTES;
             if (in_strip == 1) streams.turn();
-            if (in_strip == TILE_STRIP - 1) { // behind the last strip: that one again
-                if (more) {
-                    packed.advance(task.packed_strips);
-                    wait_for_strip();
-                }
-                open();
-            }
-            sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
+            if (in_strip == TILE_STRIP - 1) open();
             const uint64_t b = tokens + ring.slot * (SHAPE::X_BYTES >> 4);
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
                 if (STEP < 3) load(here, 2 * STEP + 2, (STEP + 1) % 2);
-                if (STEP == 0) next.read(mask_at);
+                if (STEP == 0) {
+                    next.read(mask_at);
+                    sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
+                }
+                if (STEP == 1 && in_strip == TILE_STRIP - 2 && more) { // behind the last strip: that one again
+                    packed.advance(task.packed_strips);
+                    wait_for_strip();
+                }
                 if (STEP == 1) next.count(task.weights);
                 if (STEP == 2) next.find(task.weights, streams);
                 if (STEP == 3) load(next, 0, 0);
@@ -426,90 +594,60 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
         sm90::settle(sums);
         release();
         last_stage = -1;
+        sm90::wait_for_previous_launch(); // before anything is written
 
         const bool gathers = range.first == 0 && range.end < task.strips;
-        if (SHAPE::PAIR > 1 || gathers) sync_threads(8, SHAPE::DOWN * 128); // all are through with the ring of tokens
-        if (SHAPE::PAIR > 1) gemm_exchange<SHAPE>(smem, work.rank, down, exchanges++ & 1, sums);
-        if (range.first > 0) { // of a tile that another cluster stores
+        if (SHAPE::PAIR > 1) {
+            gemm_exchange<SHAPE>(task, smem, work.rank, down, ranges & 1, ring.slot, other_slot, sums);
+            sm90::fence_for_copies(); // what came is read
+        }
+        // Another warp tells the owner, and stores the output: this one would wait for it.
+        const auto done = [&] { arrive_at(RANGE_DONE + ranges++ % 2, SHAPE::DONE); };
+        if (range.first > 0) {
             float4 *to = work.sums(work.number(), down) + thread;
 #pragma unroll
             for (int j = 0; j < SHAPE::OUT_SUMS / 4; j++)
                 __stcg(to + j * 128, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
-            sm90::warpgroup_sync(down);
-            if (thread == 0) store_release(work.given(work.number(), down), task.launch);
+            done();
+            continue;
         }
+        sync_threads(ALL_THROUGH, SHAPE::DOWN * 128); // with the ring of tokens
         if (gathers) {
-            if (SHAPE::PAIR > 1) { // what came from the other block is read
-                sm90::fence_for_copies();
-                sync_threads(8, SHAPE::DOWN * 128);
-            }
             gemm_gather<SHAPE>(task, smem, work, range.tile, down, sums);
-        }
-        if (SHAPE::PAIR > 1 || gathers) {
             sm90::fence_for_copies();
-            sync_threads(8, SHAPE::DOWN * 128);
-            if (threadIdx.x == 0) sm90::barrier_arrive(smem + SHAPE::RING_FREE + frees % 2 * 8);
-            frees++;
+            sync_threads(ALL_THROUGH, SHAPE::DOWN * 128);
         }
-        if (range.first > 0) continue;
         // Asked for anew: there are no registers to keep them in while products run.
         const int lane = held(threadIdx.x) % WARP, warp = uniform(held(threadIdx.x) % 128 / WARP);
         int row_tile, token_tile;
         gemm_place(task, range.tile, row_tile, token_tile);
-        const int first_token = token_tile * TOKENS + work.rank * SHAPE::OUT_TOKENS;
-        const int64_t first_row = ((int64_t)row_tile * SHAPE::DOWN + down) * TILE_ROWS,
+        const int64_t first_row = (int64_t)(work.row_block(row_tile) + down) * TILE_ROWS,
                       row = first_row + warp * 16 + lane / 4;
         float bias[2] = {0, 0};
         if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
         if (task.bias && row + 8 < task.rows) bias[1] = to_float(((const T *)task.bias)[row + 8]);
-        // Sums of 16 tokens, as registers of this thread, to shared memory.
-        constexpr int PARTS = CHUNK / 16;
-        const auto store_part = [&](int part, const float *sum, uint32_t to) {
-            const int token = part * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
+        const uint32_t output = gemm_output<SHAPE>(task, smem, ring.slot, down);
+        const uint32_t to = output + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+#pragma unroll
+        for (int i = 0; i < SHAPE::OUT_TOKENS / 16; i++) {
+            const float *sum = sums + i * 8;
             const uint32_t rounded[4] = {
                 from_float2<T>(sum[0] + bias[0], sum[1] + bias[0]), from_float2<T>(sum[2] + bias[1], sum[3] + bias[1]),
                 from_float2<T>(sum[4] + bias[0], sum[5] + bias[0]), from_float2<T>(sum[6] + bias[1], sum[7] + bias[1])};
-            sm90::store_matrices_transposed(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded);
-        };
-        const auto store_chunk = [&](int chunk, uint32_t from) { // by all threads
-            const int token = first_token + chunk * CHUNK;
-            if (!task.y_plain) {
-                if (thread == 0 && first_row < task.rows && token < task.tokens)
-                    sm90::store_box(&task.y, (int)first_row, token, from);
-                return;
-            }
-            const int own_row = thread % TILE_ROWS;
-            if (first_row + own_row >= task.rows) return;
-#pragma unroll 1
-            for (int i = thread / TILE_ROWS; i < min(CHUNK, task.tokens - token); i += 128 / TILE_ROWS)
-                ((uint16_t *)task.y_plain)[(token + i) * task.rows + first_row + own_row] =
-                    load_shared_2(from + i * 128 + ((own_row / 8 ^ i % 8) << 4) + own_row % 8 * 2);
-        };
-        // The last tile's output has all of the ring of tokens to itself.
-        const bool last = strip == work.strips;
-        const uint32_t room = last ? smem + SHAPE::X + down * CHUNKS * CHUNK_BYTES : staging;
-        if (last) sync_threads(8, SHAPE::DOWN * 128);
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            const uint32_t to = room + (last ? chunk : 0) * CHUNK_BYTES;
-            if (!last) { // the chunk before has left
-                if (thread == 0) sm90::stores_have_read();
-                sm90::warpgroup_sync(down);
-            }
-#pragma unroll
-            for (int part = 0; part < PARTS; part++) store_part(part, sums + (chunk * PARTS + part) * 8, to);
-            if (last) continue;
-            sm90::fence_for_copies();
-            sm90::warpgroup_sync(down);
-            store_chunk(chunk, to);
+            sm90::store_matrices_transposed(to + i * 16 * 128, rounded);
         }
-        if (!last) continue;
+        if (task.y_plain) {
+            sm90::warpgroup_sync(down);
+            const int own = thread % TILE_ROWS, first = work.first_token(token_tile);
+            if (first_row + own < task.rows)
+#pragma unroll 1
+                for (int i = thread / TILE_ROWS; i < min(SHAPE::OUT_TOKENS, task.tokens - first); i += 128 / TILE_ROWS)
+                    ((uint16_t *)task.y_plain)[(int64_t)(first + i) * task.rows + first_row + own] =
+                        load_shared_2(output + i * 128 + ((own / 8 ^ i % 8) << 4) + own % 8 * 2);
+        }
         sm90::fence_for_copies();
-        sm90::warpgroup_sync(down);
-        for (int chunk = 0; chunk < CHUNKS; chunk++) store_chunk(chunk, room + chunk * CHUNK_BYTES);
+        done();
     }
-    if (thread == 0) sm90::stores_have_read();
-    allow_next_launch();
 }
 
 #endif
@@ -520,48 +658,32 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = held(shared_address(shared));
     const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / WARP % 4);
-    if (warpgroup == SHAPE::DOWN && warp == 2) { // a lane a barrier
-        const auto init = [&](int barriers, int count, int arrivals) {
-            for (int i = threadIdx.x % WARP; i < count; i += WARP)
-                sm90::barrier_init(smem + barriers + i * 8, arrivals);
-        };
-        init(SHAPE::X_FULL, SHAPE::X_STAGES, 1);
-        init(SHAPE::X_EMPTY, SHAPE::X_STAGES, SHAPE::DOWN);
-        init(SHAPE::PACKED_FULL, SHAPE::DOWN * MAX_PACKED, 1);
-        init(SHAPE::PACKED_EMPTY, SHAPE::DOWN * MAX_PACKED, TILE_PARTS * sm90::WARP_ARRIVALS);
-        init(SHAPE::GATHERED, SHAPE::DOWN * SHAPE::MAX_GATHERED, 1);
-        init(SHAPE::RING_FREE, 4, 1); // and those behind
-        sm90::fence_barrier_init();
-        sm90::fence_for_copies();
-    }
-    if (threadIdx.x == 0) {
-        sm90::prefetch_map(&task.x);
-        sm90::prefetch_map(&task.last_x);
-        sm90::prefetch_map(&task.y);
-    }
-    const auto barriers_ready = [] {
-        if (SHAPE::PAIR > 1)
-            sm90::cluster_sync();
-        else
-            __syncthreads();
-    };
-    const gemm_work<SHAPE> work(task);
     if (warpgroup < SHAPE::DOWN) {
-        barriers_ready();
+        sm90::cluster_arrive();
+        const gemm_work<SHAPE> work(task);
+        sync_threads(BARRIERS_THERE, SHAPE::THERE);
         sm90::take_registers<SHAPE::REGISTERS>();
-        sm90::wait_for_previous_launch(); // before y is written
+        sm90::cluster_wait();
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
     } else {
-        sm90::give_registers<SHAPE::FETCH_REGISTERS>();
-        if (warp == 1) {
-            gemm_fetch_strips<SHAPE>(task, smem, work, barriers_ready);
+        if (warp == 0) {
+            gemm_fetch_tokens<SHAPE>(task, smem);
+        } else if (warp == 1) {
+            gemm_fetch_strips<SHAPE>(task, smem);
+        } else if (warp == 2) {
+            gemm_help<SHAPE>(task, smem);
         } else {
-            barriers_ready();
-            if (warp == 0) gemm_fetch_tokens<SHAPE>(task, smem, work);
+            make_barriers(smem + SHAPE::GATHERED, SHAPE::DOWN * SHAPE::MAX_GATHERED, 1);
+            make_barriers(smem + SHAPE::RING_FREE, 2, SHAPE::SIDE);
+            make_barriers(smem + SHAPE::MAY_SEND, SHAPE::DOWN * 2, 1); // and EXCHANGED
+            barriers_made();
+            arrive_at(BARRIERS_THERE, SHAPE::THERE);
+            sm90::give_registers<SHAPE::FETCH_REGISTERS>();
         }
         __syncwarp();
+        if (warp) sm90::cluster_wait();
     }
-    if (SHAPE::PAIR > 1) sm90::cluster_sync(); // no block may leave while its neighbour writes into it
+    sm90::cluster_sync(); // no block may leave while its neighbour writes into it
 #endif
 }
 
@@ -592,8 +714,8 @@ struct gemm_args {
 };
 
 template <class SHAPE>
-int64_t gemm_given_bytes(int clusters) {
-    return (clusters * SHAPE::PAIR * SHAPE::DOWN * 8 + 127) / 128 * 128;
+int64_t gemm_given_bytes(int ranges) {
+    return (ranges * 2 * SHAPE::DOWN * 8 + 127) / 128 * 128;
 }
 
 std::atomic<uint64_t> gemm_launches;
@@ -611,10 +733,15 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     task.tokens = (int)args.tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
     task.strips = (int)tile_strips(m.cols);
-    task.row_tiles = (int)ceil_div(task.row_blocks, SHAPE::DOWN);
+    task.row_tiles = (int)ceil_div(task.row_blocks, SHAPE::DOWN * SHAPE::SIDE);
     task.token_tiles = (int)ceil_div(args.tokens, SHAPE::TOKENS);
     task.clusters = plan.clusters;
     task.cut = plan.cut;
+    task.by_clusters = gemm_divisor(task.clusters);
+    task.by_strips = gemm_divisor(task.strips);
+    task.by_groups = gemm_divisor(GROUP * (int64_t)task.token_tiles);
+    task.units = (int)std::min<int64_t>(m.units, INT32_MAX);
+    task.mean = (float)m.units / tile_count(m.rows, m.cols);
     task.given = (uint64_t *)args.room;
     task.sums = (float4 *)((uint8_t *)args.room + gemm_given_bytes<SHAPE>(plan.clusters));
     task.launch = ++gemm_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
@@ -626,18 +753,19 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
         return sm90::tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens, args.x_stride * 2,
                                 TILE_COLS, box);
     };
-    cudaError_t error = map_tokens(&task.x, SHAPE::TOKENS);
-    if (!error) error = map_tokens(&task.last_x, task.last_tokens);
+    cudaError_t error = map_tokens(&task.x, SHAPE::BOX);
+    if (!error)
+        error = map_tokens(&task.last_x, task.last_tokens % SHAPE::BOX ? task.last_tokens % SHAPE::BOX : SHAPE::BOX);
     if (!error && !task.y_plain)
         error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
-                                 TILE_ROWS, CHUNK);
+                                 TILE_ROWS, SHAPE::OUT_TOKENS);
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {SHAPE::PAIR, 1, 1};
+    attributes[0].val.clusterDim = {2, 1, 1};
     attributes[1] = overlap_attribute();
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(plan.clusters * SHAPE::PAIR));
+    config.gridDim = dim3((unsigned)(plan.clusters * 2));
     config.blockDim = dim3(SHAPE::THREADS);
     config.dynamicSmemBytes =
         SHAPE::X + task.x_stages * SHAPE::X_BYTES + task.packed_strips * SHAPE::DOWN * task.slot_bytes;
@@ -652,18 +780,19 @@ template <class BODY>
 void for_gemm_shapes(const BODY &body) {
     body(gemm_shape<256, 2, 1>());
     body(gemm_shape<256, 2, 2>());
+    body(gemm_shape<128, 2, 2>());
     body(gemm_shape<128, 3, 2>());
 }
 
 // How many clusters run at once. Each block takes an SM.
 template <typename T, class SHAPE>
 cudaError_t gemm_clusters_at_once(const Device &device, int *clusters) {
-    return clusters_at_once<tile_gemm_kernel<T, SHAPE>, SHAPE::PAIR>(device, SHAPE::PAIR, SHAPE::THREADS,
-                                                                     device.shared_bytes - 1024, clusters);
+    return clusters_at_once<tile_gemm_kernel<T, SHAPE>, 2>(device, 2, SHAPE::THREADS, device.shared_bytes - 1024,
+                                                           clusters);
 }
 
-// The best way to run a shape, if it takes less than *least. MACKO_TILE_GEMM=256x1x2 (tokens x pair x 0: whole tiles, 1:
-// some are cut, 2: all are, alike) is taken where it fits.
+// The best way to run a shape, if it takes less than *least. MACKO_TILE_GEMM=128x256x1x2 (rows x tokens x pair x 0: whole
+// tiles, 1: some are cut, 2: all are, alike) is taken where it fits.
 template <typename T, class SHAPE>
 cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, int64_t *least,
                           tile_gemm_plan *plan) {
@@ -674,30 +803,34 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
     if (strips < SHAPE::PAIR) return cudaSuccess; // one of them would never have a strip
     int at_once;
     if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, &at_once)) return error;
-    const int64_t tiles = ceil_div(tile_row_blocks(m.rows), SHAPE::DOWN) * ceil_div(tokens, SHAPE::TOKENS);
-    int forced[3] = {};
-    if (const char *knob = getenv("MACKO_TILE_GEMM")) sscanf(knob, "%dx%dx%d", forced, forced + 1, forced + 2);
+    const int64_t tiles =
+        ceil_div(tile_row_blocks(m.rows), SHAPE::DOWN * SHAPE::SIDE) * ceil_div(tokens, SHAPE::TOKENS);
+    int forced[4] = {};
+    if (const char *knob = getenv("MACKO_TILE_GEMM"))
+        sscanf(knob, "%dx%dx%dx%d", forced, forced + 1, forced + 2, forced + 3);
     const auto consider = [&](int64_t clusters, int64_t cut) {
-        // Clocks of an SM at 1.98 GHz: strips, the end of each output tile, the meeting of sums, and each range that they
-        // come from. Blocks at different columns find less in L2, the more so where it does not hold the tokens.
-        const int64_t range = cut ? ceil_div(cut * strips, clusters) : 0, whole = ceil_div(tiles - cut, clusters);
+        // Clocks of an SM: strips, and what comes behind the products of a range: sums from the other block, sums to or from
+        // other clusters, with what one waits for the last of them, and the output. Blocks at different columns find less in
+        // L2, the more so where it does not hold the tokens.
+        constexpr int64_t SUMS = SHAPE::DOWN * SHAPE::SUMS_BYTES, EXCHANGE = SHAPE::PAIR > 1 ? 1000 + SUMS / 16 : 0;
         const bool alike = cut == tiles && clusters % tiles == 0;
-        const int64_t end = SHAPE::PAIR > 1 ? 6000 : 2500;
-        const int64_t percent = alike ? 100 : tokens * m.cols > (6 << 20) ? 115 : 103;
-        int64_t time = (whole * ceil_div(strips, SHAPE::PAIR) * 100 + ceil_div(range, SHAPE::PAIR) * percent) *
-                           SHAPE::STRIP_CLOCKS / 100 +
-                       whole * end;
+        const auto products = [&](int64_t count) { return ceil_div(count, SHAPE::PAIR) * SHAPE::STRIP_CLOCKS; };
+        const int64_t range = cut ? ceil_div(cut * strips, clusters) : 0;
+        const int64_t percent = alike ? 100 : tokens * m.cols > (6 << 20) ? 110 : 103;
+        int64_t time = ceil_div(tiles - cut, clusters) * (products(strips) + EXCHANGE + 2500);
         if (cut) {
-            time += end + (12000 + (ceil_div(strips, range) - 1) * 2400) / SHAPE::PAIR;
-            if (!alike) time += SHAPE::PAIR > 1 ? 9000 : 2500; // they end at different times
+            time +=
+                products(range) * percent / 100 + EXCHANGE + 2500 + 3500 + (ceil_div(strips, range) - 1) * SUMS / 45;
+            if (!alike) time += EXCHANGE + 2500 + 2000; // what is given, and they end at different times
         }
-        if (forced[0] == SHAPE::TOKENS && forced[1] == SHAPE::PAIR && forced[2] == (!cut ? 0 : !alike ? 1 : 2))
+        const int way = !cut ? 0 : !alike ? 1 : 2;
+        if (forced[0] == SHAPE::DOWN * TILE_ROWS && forced[1] == SHAPE::TOKENS && forced[2] == SHAPE::PAIR &&
+            forced[3] == way)
             time = -1;
-        const int64_t room =
-            cut ? gemm_given_bytes<SHAPE>(clusters) + clusters * SHAPE::PAIR * SHAPE::DOWN * SHAPE::SUMS_BYTES : 0;
+        const int64_t room = cut ? gemm_given_bytes<SHAPE>(clusters) + clusters * 2 * SUMS : 0;
         if (time >= *least) return;
         *least = time;
-        *plan = {room, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut};
+        *plan = {room, SHAPE::DOWN, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut};
     };
     consider(std::min<int64_t>(tiles, at_once), 0);
     // Cut: what a last round of whole tiles leaves over, or that and a round more, so that no tile is cut often.
@@ -728,7 +861,7 @@ cudaError_t gemm_run(const gemm_args &args, const Device &device) {
     cudaError_t error = cudaErrorInvalidValue;
     for_gemm_shapes([&](auto shape) {
         using SHAPE = decltype(shape);
-        if (args.plan.tokens == SHAPE::TOKENS && args.plan.pair == SHAPE::PAIR)
+        if (args.plan.row_blocks == SHAPE::DOWN && args.plan.tokens == SHAPE::TOKENS && args.plan.pair == SHAPE::PAIR)
             error = gemm_launch<T, SHAPE>(args, device);
     });
     return error;
@@ -739,7 +872,7 @@ cudaError_t gemm_run(const gemm_args &args, const Device &device) {
 
 cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan) {
     using namespace macko;
-    *plan = {-1, 0, 0, 0, 0};
+    *plan = {-1, 0, 0, 0, 0, 0};
     Device device;
     const cudaError_t error = current_device(&device);
     if (error || tokens <= 64 || tokens > INT32_MAX || !m->rows || !m->cols || device.major != 9 ||

@@ -32,7 +32,7 @@ from .timing import Timing, append_jsonl, copies, provenance, time_graph
 VARIANTS: dict[str, tuple[type[PackedWeight], str, dict[str, str], range]] = {
     "sell": (SellWeight, "linear", {}, range(1, 1 << 30)),
     "tile": (TileWeight, "linear", {}, range(1, 1 << 30)),
-    "tile_alone": (TileWeight, "linear", {"MACKO_PDL": "0"}, range(1, 65)),
+    "tile_alone": (TileWeight, "linear", {"MACKO_PDL": "0"}, range(1, 1 << 30)),
     "stream": (SellWeight, "spmm", {}, range(1, 17)),
     "stream_alone": (SellWeight, "spmm", {"MACKO_PDL": "0"}, range(1, 9)),
     "tiles": (SellWeight, "linear", {"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),

@@ -70,7 +70,7 @@ struct gemm_shape {
     static constexpr int PAIR = PAIR_, SIDE = 2 / PAIR, BOX = TOKENS / SIDE;
     // The registers of an SM: the warpgroup that fetches leaves its own to the others.
     static constexpr int THREADS = (DOWN + 1) * 128;
-    static constexpr int THERE = DOWN * 128 + 3 * WARP, DONE = DOWN * 128 + WARP; // of barriers below
+    static constexpr int DONE = DOWN * 128 + WARP; // threads of RANGE_DONE below
     static constexpr int REGISTERS = DOWN > 2 ? 152 : TOKENS > 128 ? 240 : 208;
     static constexpr int FETCH_REGISTERS = DOWN > 2 ? 56 : TOKENS > 128 ? 24 : 88;
     static_assert(REGISTERS * DOWN + FETCH_REGISTERS <= 65536 / THREADS / 8 * 8 * (DOWN + 1));
@@ -87,6 +87,8 @@ struct gemm_shape {
     static_assert(PAIR == 1 || SUMS_BYTES == X_BYTES); // each warpgroup's are a stage
     static constexpr int MIN_X_STAGES = PAIR > 1 ? DOWN : OUT_STAGES;
     static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
+    // A range wants less of the ring at once than its tokens are: so the output of the one in front has left when it ends.
+    static_assert(PAIR > 1 || X_STAGES - OUT_STAGES < TILE_STRIP);
     static constexpr int MAX_GATHERED = X_STAGES * X_BYTES / (DOWN * GATHER_BYTES);
     // Clocks that a strip takes of an SM (H200, density 0.5, 2026-11-22).
     static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 4240 : DOWN > 2 ? 4050 : 2700;
@@ -187,7 +189,7 @@ __device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int 
 }
 
 // Barriers of threads. Of warpgroups: 1 to DOWN.
-enum { ALL_THROUGH = 8, BARRIERS_THERE, STRIP_BARRIERS, RANGE_DONE /* and the next one, in turn */ };
+enum { ALL_THROUGH = 8, STRIP_BARRIERS, RANGE_DONE /* and the next one, in turn */ };
 
 __device__ __forceinline__ void arrive_at(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -198,7 +200,7 @@ __device__ __forceinline__ void make_barriers(uint32_t at, int count, int arriva
     for (int i = threadIdx.x % WARP; i < count; i += WARP) sm90::barrier_init(at + i * 8, arrivals);
 }
 
-// Behind the making of barriers: copies may use them, and the other block once it has waited for the cluster.
+// Behind the making of barriers: copies may use them, and all warps of both blocks that have waited for the cluster.
 __device__ __forceinline__ void barriers_made() {
     sm90::fence_barrier_init();
     __syncwarp();
@@ -216,22 +218,22 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
     make_barriers(smem + SHAPE::X_FULL, task.x_stages, 1);
     make_barriers(smem + SHAPE::X_EMPTY, task.x_stages, SHAPE::DOWN * SHAPE::SIDE);
     barriers_made();
-    arrive_at(BARRIERS_THERE, SHAPE::THERE);
-    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
     const gemm_work<SHAPE> work(task);
-    if (SHAPE::SIDE > 1) sm90::cluster_wait(); // the other block's barriers are there
-    allow_next_launch(); // all blocks are there, and each takes an SM: the next ones come where one of these has ended
+    bool joined = SHAPE::SIDE > 1; // all barriers of both blocks are there
+    if (joined) sm90::cluster_wait();
+    // Blocks of the next launch come once all of this one have begun, each where one has ended, as each takes an SM.
+    allow_next_launch();
     gemm_ring ring;
+    bool begins = true, taken = false; // the ring, by the range in front
+    int may_fill = 0;                  // stages of it all the same
     uint32_t waits = 0;
-    int may_fill = task.x_stages; // stages, before the range in front has given the ring back
     const auto wait_for_ring = [&] {
-        // Two barriers in turn: of a range in which this block has no strip, of which there may be two, the multipliers may be
-        // through before this warp has seen that of the one before.
+        // Two barriers in turn: a range may end before this warp has seen that the one in front has given the ring back,
+        // where all its tokens have had room beside what that one took.
         sm90::barrier_wait(smem + SHAPE::RING_FREE + waits % 2 * 8, waits / 2 % 2);
         waits++;
-        may_fill = task.x_stages;
+        taken = false;
     };
-    bool held = false, begins = true;
     for (int strip = 0; strip < work.strips;) {
         const gemm_range range = work.find(strip);
         int row_tile, token_tile;
@@ -243,10 +245,7 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
         const CUtensorMap *map = own == SHAPE::BOX ? &task.x : &task.last_x;
         const int bytes = tokens * TILE_COLS * 2, first = token_tile * SHAPE::TOKENS + before;
         for (int k_tile = range.own * TILE_STRIP; k_tile < range.own_end * TILE_STRIP; k_tile++) {
-            if (held && may_fill-- == 0) {
-                wait_for_ring();
-                held = false;
-            }
+            if (taken && may_fill-- == 0) wait_for_ring();
             sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
             // The first stage of all blocks is not to come with the others of all blocks.
             if (begins && ring.slot == 2) {
@@ -265,7 +264,12 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
             __syncwarp();
             ring.advance(task.x_stages);
         }
-        if (held) wait_for_ring();
+        if (!joined) { // by now it has
+            __syncwarp();
+            sm90::cluster_wait();
+            joined = true;
+        }
+        if (taken) wait_for_ring();
         if (SHAPE::PAIR > 1) // stages for the sums from the other block, the next ones to be filled, once they are read
             for (int down = 0; down < SHAPE::DOWN; down++) {
                 const int slot = ring.slot + down, wraps = slot >= task.x_stages;
@@ -276,13 +280,11 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
                 __syncwarp();
             }
         // Sums take the place of the whole ring, the output that of the stages which come last.
-        held = true;
+        taken = true;
         may_fill = SHAPE::PAIR > 1 || (range.first == 0 && range.end < task.strips) ? 0
                    : range.first > 0                                                ? task.x_stages
                                                                                     : task.x_stages - SHAPE::OUT_STAGES;
     }
-    __syncwarp();
-    if (SHAPE::SIDE == 1) sm90::cluster_wait();
 }
 
 // A warp: the packed strips, a lane for each row block.
@@ -317,7 +319,6 @@ __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_
         return true;
     };
     bool more = look();
-    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
     sync_threads(STRIP_BARRIERS, 2 * WARP);
     gemm_ring ring;
     while (more) {
@@ -363,8 +364,6 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
     __syncwarp();
     arrive_at(STRIP_BARRIERS, 2 * WARP);
     barriers_made();
-    arrive_at(BARRIERS_THERE, SHAPE::THERE);
-    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
     const gemm_work<SHAPE> work(task);
     const int lane = threadIdx.x % WARP;
     uint32_t ranges = 0;
@@ -447,7 +446,7 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
                 sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
                 sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
             }
-            // The sums have taken the values (looked up in the instructions); the place is free.
+            sm90::fence_for_copies(); // they are read: the place is free
             sm90::warpgroup_sync(down);
             const int next = other * TURNS + turn + slots;
             if (thread == 0 && next < parts) fetch(next, ring.slot);
@@ -483,7 +482,7 @@ __device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t sm
         }
         sm90::store_async(there + j * 512, theirs, full);
     }
-    sm90::barrier_wait(exchanged, phase);
+    sm90::barrier_wait_acquire(exchanged, phase);
 #pragma unroll
     for (int j = 0; j < OUT_SUMS; j += 4) {
         const uint4 v = load_shared_16(here + j * 512);
@@ -614,7 +613,6 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
         sync_threads(ALL_THROUGH, SHAPE::DOWN * 128); // with the ring of tokens
         if (gathers) {
             gemm_gather<SHAPE>(task, smem, work, range.tile, down, sums);
-            sm90::fence_for_copies();
             sync_threads(ALL_THROUGH, SHAPE::DOWN * 128);
         }
         // Asked for anew: there are no registers to keep them in while products run.
@@ -661,11 +659,11 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
     if (warpgroup < SHAPE::DOWN) {
         sm90::cluster_arrive();
         const gemm_work<SHAPE> work(task);
-        sync_threads(BARRIERS_THERE, SHAPE::THERE);
         sm90::take_registers<SHAPE::REGISTERS>();
-        sm90::cluster_wait();
+        sm90::cluster_wait(); // all barriers are there
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
     } else {
+        sm90::give_registers<SHAPE::FETCH_REGISTERS>();
         if (warp == 0) {
             gemm_fetch_tokens<SHAPE>(task, smem);
         } else if (warp == 1) {
@@ -677,8 +675,6 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
             make_barriers(smem + SHAPE::RING_FREE, 2, SHAPE::SIDE);
             make_barriers(smem + SHAPE::MAY_SEND, SHAPE::DOWN * 2, 1); // and EXCHANGED
             barriers_made();
-            arrive_at(BARRIERS_THERE, SHAPE::THERE);
-            sm90::give_registers<SHAPE::FETCH_REGISTERS>();
         }
         __syncwarp();
         if (warp) sm90::cluster_wait();

@@ -165,8 +165,9 @@ cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count,
 
 /*
  * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every run. On
- * sm_90 (but with MACKO_COPY=cp_async) at most 64 tokens, else cudaErrorInvalidValue: ask tile_gemm_plan_cuda first. cols > 0. Rows of x begin every
- * x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (tensor copies want it).
+ * sm_90 (but with MACKO_COPY=cp_async) at most 64 tokens, else cudaErrorInvalidValue: ask tile_gemm_plan_cuda first.
+ * cols > 0. Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (tensor copies
+ * want it).
  * May start before the kernel in front of it in the stream is done (programmatic dependent launch): that one must not
  * write the weight.
  */

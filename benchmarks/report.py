@@ -320,6 +320,18 @@ def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float
     return table(["density", "tokens", *named.values(), "shapes"], rows)
 
 
+def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+    """Speed-up of tile by shape, where the tensor cores' time counts."""
+    numbers = sorted({key[1] for key in found if key[2] == "tile" and key[0] == 0.5 and key[1] >= 64})
+    cells = {tokens: found[0.5, tokens, "tile"] for tokens in numbers}
+    shapes = sorted(cells[numbers[0]], key=lambda shape: shape[0] * shape[1])
+    rows = [
+        [f"{shape[0]} x {shape[1]}", *(f"{cells[n][shape]:.2f}x" if shape in cells[n] else "" for n in numbers)]
+        for shape in shapes
+    ]
+    return table(["rows x cols", *(f"{tokens} tokens" for tokens in numbers)], rows)
+
+
 def unpack_table(path: Path) -> str:
     """Dense matrices made from sell and tile: the last line of each shape, density and format counts."""
     found: dict[tuple[int, int, float], dict[str, str]] = {}
@@ -908,6 +920,7 @@ def main() -> None:
         "spmv masks": lambda: masks_table(problems),
         "spmv packing": lambda: packing_table(problems),
         "spmm tokens": lambda: tokens_table(tokens),
+        "spmm many tokens": lambda: many_tokens_table(tokens),
         "spmm unpack": lambda: unpack_table(path.parent / "spmm.jsonl"),
         "models": lambda: models_table(path.parent / "models.jsonl"),
         "bench headline": lambda: bench_headline(bench),

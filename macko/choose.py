@@ -29,6 +29,9 @@ BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
 SELL_SHARED_BYTES = 64 * 1024
 #: A weight is taken to be pruned to a pattern if it has this share of the non-zeros that the pattern allows.
 PATTERN_FILLED = 0.9
+#: Sell is taken up to so many times the least time: only its products have norms and gates in them (macko.fuse), whose
+#: launches take more than that.
+SELL_WITHIN = 1.05
 
 
 def expected_us(
@@ -56,6 +59,8 @@ def choose(weight: MackoWeight, batch: bool = False) -> type[PackedWeight]:
             return TileWeight
         us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device)
         us.pop("dense", None)
+        if SellWeight.format in us:
+            us[SellWeight.format] /= SELL_WITHIN
         return FORMATS[min(us, key=us.__getitem__)] if us else MackoWeight
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight

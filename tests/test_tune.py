@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,24 @@ def test_what_would_not_gain_stays_dense(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nothing_is_expected_on_a_cpu() -> None:
     assert choose.expected_us(512, 512, 0.5, HALF, torch.device("cpu")) == {}
     assert macko.sparsify_(model()).gain is None
+
+
+@pytest.mark.parametrize(
+    ("us", "wanted"),
+    [
+        ({"dense": 1.0, "sell": 10.0, "tile": 9.6}, "sell"),
+        ({"dense": 1.0, "sell": 10.0, "tile": 9.4}, "tile"),
+        ({"sell": 10.0, "tile": 11.0}, "sell"),
+        ({"tile": 8.0, "macko": 7.0}, "macko"),
+        ({}, "macko"),
+    ],
+)
+def test_sell_is_chosen_up_to_a_little_more_time(
+    us: dict[str, float], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "expected_us", lambda *_: dict(us))
+    weight = SimpleNamespace(rows=8, cols=8, density=0.7, dtype=HALF, device=torch.device("cuda"))
+    assert choose.choose(weight).format == wanted  # type: ignore[arg-type]
 
 
 def test_inspect_tells_the_gain(own_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:

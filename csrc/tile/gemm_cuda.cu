@@ -27,7 +27,7 @@ constexpr int MAX_PACKED = 4, MIN_PACKED = 2; // strips of a row block in shared
 constexpr int MAX_X_STAGES = 8;
 constexpr int GROUP = 8; // row tiles that come one after the other
 
-// Divides what is below 2^31.
+// For gemm_divide.
 struct gemm_divisor {
     uint32_t factor;
     int shift;
@@ -35,9 +35,6 @@ struct gemm_divisor {
     explicit gemm_divisor(int64_t by) : shift(0) {
         while (1ll << shift < by) shift++;
         factor = (uint32_t)ceil_div(1ll << (31 + shift), by);
-    }
-    __device__ __forceinline__ int operator()(int number) const {
-        return (int)(__umulhi((uint32_t)number << 1, factor) >> shift);
     }
 };
 
@@ -70,7 +67,6 @@ struct gemm_shape {
     static constexpr int PAIR = PAIR_, SIDE = 2 / PAIR, BOX = TOKENS / SIDE;
     // The registers of an SM: the warpgroup that fetches leaves its own to the others.
     static constexpr int THREADS = (DOWN + 1) * 128;
-    static constexpr int DONE = DOWN * 128 + WARP; // threads of RANGE_DONE below
     static constexpr int REGISTERS = DOWN > 2 ? 152 : TOKENS > 128 ? 240 : 208;
     static constexpr int FETCH_REGISTERS = DOWN > 2 ? 56 : TOKENS > 128 ? 24 : 88;
     static_assert(REGISTERS * DOWN + FETCH_REGISTERS <= 65536 / THREADS / 8 * 8 * (DOWN + 1));
@@ -79,7 +75,6 @@ struct gemm_shape {
     // What a block puts out of an output tile: its own share of the tokens.
     static constexpr int OUT_TOKENS = TOKENS / PAIR, OUT_SUMS = SUMS / PAIR, SUMS_BYTES = 128 * OUT_SUMS * 4;
     static constexpr int GATHER_BYTES = SUMS_BYTES < 32768 ? SUMS_BYTES / 2 : 16384; // of sums that come at once
-    static constexpr int TURNS = SUMS_BYTES / GATHER_BYTES;
     // The sums of the other block take the ring of tokens, as do those of other clusters; the output takes some stages.
     static constexpr int OUT_BYTES = OUT_TOKENS * TILE_ROWS * 2; // of a warpgroup
     static constexpr int OUT_STAGES = (DOWN * OUT_BYTES + X_BYTES - 1) / X_BYTES;
@@ -103,6 +98,11 @@ struct gemm_shape {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
+
+// Of numbers from 0 on.
+__device__ __forceinline__ int gemm_divide(int number, const gemm_divisor &by) {
+    return (int)(__umulhi((uint32_t)number << 1, by.factor) >> by.shift);
+}
 
 struct gemm_ring {
     int slot = 0;
@@ -139,18 +139,18 @@ struct gemm_work {
         cut_begin = uniform(begin(number()));
         cut_strips = uniform(begin(number() + 1)) - cut_begin;
         const int whole = task.row_tiles * task.token_tiles - task.cut;
-        strips = cut_strips + uniform(task.by_clusters(whole - cluster + task.clusters - 1)) * task.strips;
+        strips = cut_strips + uniform(gemm_divide(whole - cluster + task.clusters - 1, task.by_clusters)) * task.strips;
     }
     __device__ __forceinline__ int number() const { // of its range of cut tiles
         return task.clusters - 1 - cluster;
     }
     __device__ __forceinline__ int begin(int number) const {
-        return task.by_clusters(task.cut * task.strips * number);
+        return gemm_divide(task.cut * task.strips * number, task.by_clusters);
     }
     // From the cluster's nth strip on.
     __device__ __forceinline__ gemm_range find(int strip) const {
         const bool whole = strip >= cut_strips;
-        const int at = whole ? strip - cut_strips : cut_begin + strip, nth = task.by_strips(at);
+        const int at = whole ? strip - cut_strips : cut_begin + strip, nth = gemm_divide(at, task.by_strips);
         gemm_range r;
         r.tile = whole ? task.cut + nth * task.clusters + cluster : nth;
         r.first = at - nth * task.strips;
@@ -182,7 +182,7 @@ struct gemm_work {
 
 // Groups of a few row tiles, all token tiles of a group one after the other: both operands are found in L2.
 __device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int &row_tile, int &token_tile) {
-    const int group = task.by_groups(tile), in_group = tile - group * GROUP * task.token_tiles;
+    const int group = gemm_divide(tile, task.by_groups), in_group = tile - group * GROUP * task.token_tiles;
     const int rows = min(GROUP, task.row_tiles - group * GROUP);
     token_tile = rows == GROUP ? in_group / GROUP : in_group / rows;
     row_tile = group * GROUP + in_group - token_tile * rows;
@@ -190,12 +190,14 @@ __device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int 
 
 // Barriers of threads. Of warpgroups: 1 to DOWN.
 enum { ALL_THROUGH = 8, STRIP_BARRIERS, RANGE_DONE /* and the next one, in turn */ };
+template <class SHAPE>
+constexpr int RANGE_DONE_THREADS = SHAPE::DOWN * 128 + WARP;
 
 __device__ __forceinline__ void arrive_at(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Some mbarriers: each takes about 40 clocks, whichever lanes make it.
+// Some mbarriers. Each takes about 40 clocks, whichever lanes make it (H200, by a clock in the kernel).
 __device__ __forceinline__ void make_barriers(uint32_t at, int count, int arrivals) {
     for (int i = threadIdx.x % WARP; i < count; i += WARP) sm90::barrier_init(at + i * 8, arrivals);
 }
@@ -247,7 +249,7 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
         for (int k_tile = range.own * TILE_STRIP; k_tile < range.own_end * TILE_STRIP; k_tile++) {
             if (taken && may_fill-- == 0) wait_for_ring();
             sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
-            // The first stage of all blocks is not to come with the others of all blocks.
+            // All blocks' first stages come before anybody's third: else they come with the last ones.
             if (begins && ring.slot == 2) {
                 sm90::barrier_wait(smem + SHAPE::X_FULL, 0);
                 begins = false;
@@ -376,7 +378,7 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
             if (lane < SHAPE::SIDE)
                 sm90::barrier_arrive_remote(smem + SHAPE::RING_FREE + ranges % 2 * 8, work.rank ^ lane);
         };
-        const auto wait_for_multipliers = [&] { sync_threads(RANGE_DONE + ranges % 2, SHAPE::DONE); };
+        const auto wait_for_multipliers = [&] { sync_threads(RANGE_DONE + ranges % 2, RANGE_DONE_THREADS<SHAPE>); };
         if (range.first > 0) {
             uint64_t *given = work.given(work.number(), lane);
             wait_for_multipliers();
@@ -406,7 +408,7 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
 template <class SHAPE>
 __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
                                             int tile, int down, float (&sums)[SHAPE::SUMS]) {
-    constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::TURNS;
+    constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES;
     const int thread = threadIdx.x % 128, first = work.number() + 1;
     const int slots = task.x_stages * SHAPE::X_BYTES / (SHAPE::DOWN * GATHER_BYTES);
     const uint32_t here = smem + SHAPE::X + down * slots * GATHER_BYTES;
@@ -601,7 +603,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             sm90::fence_for_copies(); // what came is read
         }
         // Another warp tells the owner, and stores the output: this one would wait for it.
-        const auto done = [&] { arrive_at(RANGE_DONE + ranges++ % 2, SHAPE::DONE); };
+        const auto done = [&] { arrive_at(RANGE_DONE + ranges++ % 2, RANGE_DONE_THREADS<SHAPE>); };
         if (range.first > 0) {
             float4 *to = work.sums(work.number(), down) + thread;
 #pragma unroll

@@ -193,10 +193,6 @@ enum { ALL_THROUGH = 8, STRIP_BARRIERS, RANGE_DONE /* and the next one, in turn 
 template <class SHAPE>
 constexpr int RANGE_DONE_THREADS = SHAPE::DOWN * 128 + WARP;
 
-__device__ __forceinline__ void arrive_at(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // Some mbarriers. Each takes about 40 clocks, whichever lanes make it (H200, by a clock in the kernel).
 __device__ __forceinline__ void make_barriers(uint32_t at, int count, int arrivals) {
     for (int i = threadIdx.x % WARP; i < count; i += WARP) sm90::barrier_init(at + i * 8, arrivals);
@@ -364,7 +360,7 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
     make_barriers(smem + SHAPE::PACKED_EMPTY, task.packed_strips * SHAPE::DOWN, TILE_PARTS * sm90::WARP_ARRIVALS);
     sm90::fence_barrier_init();
     __syncwarp();
-    arrive_at(STRIP_BARRIERS, 2 * WARP);
+    arrive_threads(STRIP_BARRIERS, 2 * WARP);
     barriers_made();
     const gemm_work<SHAPE> work(task);
     const int lane = threadIdx.x % WARP;
@@ -603,7 +599,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             sm90::fence_for_copies(); // what came is read
         }
         // Another warp tells the owner, and stores the output: this one would wait for it.
-        const auto done = [&] { arrive_at(RANGE_DONE + ranges++ % 2, RANGE_DONE_THREADS<SHAPE>); };
+        const auto done = [&] { arrive_threads(RANGE_DONE + ranges++ % 2, RANGE_DONE_THREADS<SHAPE>); };
         if (range.first > 0) {
             float4 *to = work.sums(work.number(), down) + thread;
 #pragma unroll

@@ -112,7 +112,7 @@ struct tile_ring {
 
 // The warps that fill the ring tell the others that the barriers are there.
 [[maybe_unused]] __device__ __forceinline__ void barriers_ready(int threads) {
-    asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+    arrive_threads(1, threads);
 }
 [[maybe_unused]] __device__ __forceinline__ void wait_for_barriers(int threads) {
     sync_threads(1, threads);

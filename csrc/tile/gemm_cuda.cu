@@ -399,6 +399,13 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
     }
 }
 
+// Four sums of this thread and those in shared memory.
+__device__ __forceinline__ void gemm_add(float *sums, uint32_t from) {
+    const uint4 v = load_shared_16(from);
+    sums[0] += __uint_as_float(v.x), sums[1] += __uint_as_float(v.y);
+    sums[2] += __uint_as_float(v.z), sums[3] += __uint_as_float(v.w);
+}
+
 // A multiplier adds up, range by range, what the others have of its tile. It comes by bulk copies: ordinary loads wait for
 // memory each, as there are no registers for many of them.
 template <class SHAPE>
@@ -438,12 +445,9 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
         for (int turn = 0; turn < TURNS; turn++) {
             sm90::barrier_wait(full + ring.slot * 8, ring.phase);
 #pragma unroll
-            for (int j = 0; j < GATHER_BYTES / 2048; j++) {
-                const uint4 v = load_shared_16(here + ring.slot * GATHER_BYTES + j * 2048 + thread * 16);
-                float *sum = sums + turn * (GATHER_BYTES / 512) + j * 4;
-                sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
-                sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-            }
+            for (int j = 0; j < GATHER_BYTES / 2048; j++)
+                gemm_add(sums + turn * (GATHER_BYTES / 512) + j * 4,
+                         here + ring.slot * GATHER_BYTES + j * 2048 + thread * 16);
             sm90::fence_for_copies(); // they are read: the place is free
             sm90::warpgroup_sync(down);
             const int next = other * TURNS + turn + slots;
@@ -482,11 +486,7 @@ __device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t sm
     }
     sm90::barrier_wait_acquire(exchanged, phase);
 #pragma unroll
-    for (int j = 0; j < OUT_SUMS; j += 4) {
-        const uint4 v = load_shared_16(here + j * 512);
-        sums[j] += __uint_as_float(v.x), sums[j + 1] += __uint_as_float(v.y);
-        sums[j + 2] += __uint_as_float(v.z), sums[j + 3] += __uint_as_float(v.w);
-    }
+    for (int j = 0; j < OUT_SUMS; j += 4) gemm_add(sums + j, here + j * 512);
 }
 
 // A warpgroup: 64 rows by TOKENS tokens.

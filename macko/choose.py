@@ -29,8 +29,8 @@ BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
 SELL_SHARED_BYTES = 64 * 1024
 #: A weight is taken to be pruned to a pattern if it has this share of the non-zeros that the pattern allows.
 PATTERN_FILLED = 0.9
-#: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse), which
-#: saves launches of a microsecond or two.
+#: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
+#: That saves launches of a microsecond or two.
 SELL_WITHIN = 1.05
 
 

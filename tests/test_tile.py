@@ -270,6 +270,19 @@ def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("way", [way for way in GEMM_WAYS if way[-1] != "0"])
+def test_tiles_that_are_cut_anywhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are given first, whole tiles follow, sums of others come last; also half a strip, nothing for one of a pair."""
+    monkeypatch.setenv("MACKO_TILE_GEMM", way)
+    random = torch.Generator("cuda").manual_seed(1)
+    for rows, cols, tokens in ((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300)):
+        w = torch.randint(-2, 3, (rows, cols), device="cuda", generator=random).half()
+        x = torch.randint(-1, 2, (tokens, cols), device="cuda", generator=random).half()
+        tile, y = TileWeight.from_dense(w), (x.float() @ w.float().T).half()
+        assert not any(bool((tile.linear(x) != y).any()) for _ in range(5))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", ["128x256x1x1", "128x256x2x2"])
 def test_products_that_wait_for_other_blocks_on_two_streams(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has all SMs, so blocks wait for sums of blocks that have begun before them only."""

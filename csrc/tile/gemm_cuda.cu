@@ -1,17 +1,21 @@
 // tile_gemm on CUDA (sm_90a): y = x W^T for many tokens, where the tensor cores' time counts.
 //
 // A block makes DOWN x 64 rows by TOKENS tokens of y. Each of DOWN warpgroups decodes the tiles of its 64 rows into the
-// registers of operand A, while its products before run, and multiplies them with the tokens in shared memory (wgmma). Of
-// the other warps one fetches tokens, one packed strips, and one stores what the multipliers have put into shared memory.
+// registers of operand A, while its products before run, and multiplies them with the tokens in shared memory (wgmma). The
+// other four warps fetch tokens, packed strips, and sums of other blocks, and store what the multipliers have put into
+// shared memory.
 //
 // Two blocks are a cluster. With many output tiles they have neighbouring ones, and each fetches half of the tokens for
 // both. With few they share one: each takes half of its strips, and then the sums of half of its tokens from the other.
-// Clusters are persistent. Output tiles that fill no whole round of all SMs are cut: each cluster has as many of their
-// strips, and their sums meet in memory, in a fixed order.
+// Clusters are persistent. Output tiles that fill no whole round of all SMs are cut: each cluster has some of their strips,
+// so that all end at about the same time, and the sums meet in memory and are added in a fixed order.
 #include <stdio.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <map>
+#include <mutex>
 #include <type_traits>
 
 #include "../core/cuda.cuh"
@@ -26,6 +30,8 @@ namespace {
 constexpr int MAX_PACKED = 4, MIN_PACKED = 2; // strips of a row block in shared memory
 constexpr int MAX_X_STAGES = 8;
 constexpr int GROUP = 8; // row tiles that come one after the other
+// What output tiles are cut into, and what clusters count: half a strip, two tiles of TILE_COLS columns.
+constexpr int HALF_TILES = TILE_STRIP / 2, HALF_COLS = HALF_TILES * TILE_COLS;
 
 // For gemm_divide.
 struct gemm_divisor {
@@ -47,9 +53,11 @@ struct gemm_task {
     void *y_plain; // where y cannot be stored by boxes, else NULL
     int64_t rows;
     int tokens, last_tokens, row_blocks, strips;
+    int halves;                                     // of strips, but those behind the last column
     int row_tiles, token_tiles;                     // of the output
     int clusters, cut;                              // of blocks; the first `cut` tiles are shared by all clusters
-    gemm_divisor by_clusters, by_strips, by_groups; // groups: tiles that gemm_place has in one
+    int begins[TILE_MOST_CLUSTERS + 1];             // of ranges: halves of the cut tiles, one tile after the other
+    gemm_divisor by_clusters, by_halves, by_groups; // groups: tiles that gemm_place has in one
     int units;                                      // of data, where known; else 0
     float mean;                                     // of them in a strip
     int x_stages, packed_strips, slot_bytes;
@@ -67,32 +75,31 @@ struct gemm_shape {
     static constexpr int PAIR = PAIR_, SIDE = 2 / PAIR, BOX = TOKENS / SIDE;
     // The registers of an SM: the warpgroup that fetches leaves its own to the others.
     static constexpr int THREADS = (DOWN + 1) * 128;
-    static constexpr int REGISTERS = DOWN > 2 ? 152 : TOKENS > 128 ? 240 : 208;
-    static constexpr int FETCH_REGISTERS = DOWN > 2 ? 56 : TOKENS > 128 ? 24 : 88;
+    static constexpr int REGISTERS = DOWN > 2 ? 152 : TOKENS > 128 ? 232 : 208;
+    static constexpr int FETCH_REGISTERS = DOWN > 2 ? 56 : TOKENS > 128 ? 40 : 88;
     static_assert(REGISTERS * DOWN + FETCH_REGISTERS <= 65536 / THREADS / 8 * 8 * (DOWN + 1));
     static constexpr int X_BYTES = TOKENS * TILE_COLS * 2; // of a stage
     static constexpr int SUMS = TOKENS / 2;                // of a thread
     // What a block puts out of an output tile: its own share of the tokens.
     static constexpr int OUT_TOKENS = TOKENS / PAIR, OUT_SUMS = SUMS / PAIR, SUMS_BYTES = 128 * OUT_SUMS * 4;
-    static constexpr int GATHER_BYTES = SUMS_BYTES < 32768 ? SUMS_BYTES / 2 : 16384; // of sums that come at once
-    // The sums of the other block take the ring of tokens, as do those of other clusters; the output takes some stages.
+    // Sums of other clusters come through the ring of tokens, a stage has some of each warpgroup; so do those of the other
+    // block, a stage for each warpgroup. The output takes the stages that come last.
+    static constexpr int GATHER_BYTES = DOWN > 2 ? X_BYTES / 4 : X_BYTES / DOWN, TURNS = SUMS_BYTES / GATHER_BYTES;
     static constexpr int OUT_BYTES = OUT_TOKENS * TILE_ROWS * 2; // of a warpgroup
     static constexpr int OUT_STAGES = (DOWN * OUT_BYTES + X_BYTES - 1) / X_BYTES;
     static_assert(X_BYTES % OUT_BYTES == 0);
     static_assert(PAIR == 1 || SUMS_BYTES == X_BYTES); // each warpgroup's are a stage
     static constexpr int MIN_X_STAGES = PAIR > 1 ? DOWN : OUT_STAGES;
     static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
-    // A range wants less of the ring at once than its tokens are: so the output of the one in front has left when it ends.
-    static_assert(PAIR > 1 || X_STAGES - OUT_STAGES < TILE_STRIP);
-    static constexpr int MAX_GATHERED = X_STAGES * X_BYTES / (DOWN * GATHER_BYTES);
+    // What a range brings into the ring at least: so its output takes none of the stages that the one in front still has.
+    static_assert(OUT_STAGES <= (PAIR > 1 ? DOWN : HALF_TILES));
     // Clocks that a strip takes of an SM (H200, density 0.5, 2026-11-22).
     static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 4240 : DOWN > 2 ? 4050 : 2700;
     // Offsets in shared memory. The swizzle wants the tokens at multiples of 1024. Behind them are the packed strips.
     static constexpr int X_FULL = 0, X_EMPTY = X_FULL + X_STAGES * 8;
     static constexpr int PACKED_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int PACKED_EMPTY = PACKED_FULL + DOWN * MAX_PACKED * 8;
-    static constexpr int GATHERED = PACKED_EMPTY + DOWN * MAX_PACKED * 8;
-    static constexpr int RING_FREE = GATHERED + DOWN * MAX_GATHERED * 8, MAY_SEND = RING_FREE + 16;
+    static constexpr int RING_FREE = PACKED_EMPTY + DOWN * MAX_PACKED * 8, MAY_SEND = RING_FREE + 16;
     static constexpr int EXCHANGED = MAY_SEND + DOWN * 8;
     static constexpr int X = (EXCHANGED + DOWN * 8 + 1023) / 1024 * 1024;
 };
@@ -115,50 +122,86 @@ struct gemm_ring {
     }
 };
 
+// At most a round on.
+__device__ __forceinline__ int gemm_slot(int slot, int slots) {
+    return slot < slots ? slot : slot - slots;
+}
+
 // Tells the compiler that all lanes have the same: divisions hide it, and rings in ordinary registers cost the products 6 %.
 __device__ __forceinline__ int uniform(int value) {
     return __shfl_sync(FULL_WARP, value, 0);
 }
 
-// Some strips of an output tile: those of a cluster, and of these the block's own.
+// Some halves of the strips of an output tile: those of a cluster, and of these the block's own.
 struct gemm_range {
     int tile, first, end, own, own_end;
+    bool gathers; // adds up what others have of the tile
+    // In this order: the second half of a strip, if the range begins there, the first half of one, if it ends there, and
+    // whole strips.
+    __device__ __forceinline__ int count() const {
+        return own_end - own;
+    }
+    __device__ __forceinline__ int second() const {
+        return own < own_end ? own % 2 : 0;
+    }
+    __device__ __forceinline__ int singles() const {
+        return own < own_end ? own % 2 + own_end % 2 : 0;
+    }
+    __device__ __forceinline__ int nth(int i) const {
+        return i < second() ? own : i < singles() ? own_end - 1 : own + i - singles() + second();
+    }
 };
 
-// What a cluster works on, strip by strip: first its range of the strips of those output tiles that are cut, then whole
-// tiles. The ranges are equal, one a cluster. Of a cut tile the range with its beginning adds up the sums of the others,
-// which come behind it and belong to clusters in front: blocks start in the order of their index, so nobody waits for one
-// that is not there yet where not all of them fit at once.
+// What a cluster works on, in halves of strips: its range of those output tiles that are cut, and whole tiles. Of a cut
+// tile the range with its beginning adds up the sums of the others, which come behind it and belong to clusters in front:
+// blocks start in the order of their index, so nobody waits for one that is not there yet where not all of them fit at
+// once. What is given is given first, what has to be waited for comes last.
 template <class SHAPE>
 struct gemm_work {
     const gemm_task &task;
-    int rank, cluster, cut_begin, cut_strips, strips;
+    int rank, cluster, cut_begin, given_halves, whole_halves, halves;
     __device__ __forceinline__ explicit gemm_work(const gemm_task &task) : task(task) {
         rank = blockIdx.x % 2;
         cluster = blockIdx.x / 2;
-        cut_begin = uniform(begin(number()));
-        cut_strips = uniform(begin(number() + 1)) - cut_begin;
+        cut_begin = uniform(task.begins[number()]);
+        const int end = uniform(task.begins[number() + 1]),
+                  of_last = end - gemm_divide(end, task.by_halves) * task.halves;
+        given_halves = uniform(end - cut_begin < of_last ? end - cut_begin : end - cut_begin - of_last);
         const int whole = task.row_tiles * task.token_tiles - task.cut;
-        strips = cut_strips + uniform(gemm_divide(whole - cluster + task.clusters - 1, task.by_clusters)) * task.strips;
+        whole_halves = uniform(gemm_divide(whole - cluster + task.clusters - 1, task.by_clusters)) * task.halves;
+        halves = end - cut_begin + whole_halves;
     }
     __device__ __forceinline__ int number() const { // of its range of cut tiles
         return task.clusters - 1 - cluster;
     }
-    __device__ __forceinline__ int begin(int number) const {
-        return gemm_divide(task.cut * task.strips * number, task.by_clusters);
-    }
-    // From the cluster's nth strip on.
-    __device__ __forceinline__ gemm_range find(int strip) const {
-        const bool whole = strip >= cut_strips;
-        const int at = whole ? strip - cut_strips : cut_begin + strip, nth = gemm_divide(at, task.by_strips);
+    // From the cluster's nth half on.
+    __device__ __forceinline__ gemm_range find(int half) const {
+        const int behind = half - given_halves;
+        const bool whole = behind >= 0 && behind < whole_halves;
+        const int at = whole ? behind : cut_begin + (behind < 0 ? half : half - whole_halves);
+        const int nth = gemm_divide(at, task.by_halves);
         gemm_range r;
         r.tile = whole ? task.cut + nth * task.clusters + cluster : nth;
-        r.first = at - nth * task.strips;
-        r.end = whole ? task.strips : min(task.strips, r.first + cut_strips - strip);
+        r.first = at - nth * task.halves;
+        r.end = whole ? task.halves : min(task.halves, r.first + (behind < 0 ? -behind : halves - half));
+        r.gathers = r.first == 0 && r.end < task.halves;
         const int share = (r.end - r.first + SHAPE::PAIR - 1) / SHAPE::PAIR;
         r.own = min(r.end, r.first + (SHAPE::PAIR > 1 ? rank * share : 0));
         r.own_end = min(r.end, r.own + share);
         return r;
+    }
+    // How many others have sums of a tile that this cluster gathers.
+    __device__ __forceinline__ int others(int tile) const {
+        int count = 0;
+        while (task.begins[number() + 1 + count] < (tile + 1) * task.halves) count++;
+        return uniform(count);
+    }
+    // What a range brings into the ring of tokens: tokens and sums of the other block; and besides, sums of other clusters.
+    __device__ __forceinline__ int own_stages(const gemm_range &r) const {
+        return r.count() * HALF_TILES + (SHAPE::PAIR > 1 ? SHAPE::DOWN : 0);
+    }
+    __device__ __forceinline__ int stages(const gemm_range &r) const {
+        return own_stages(r) + (r.gathers ? others(r.tile) * SHAPE::TURNS : 0);
     }
     // The first of a block's row blocks.
     __device__ __forceinline__ int row_block(int row_tile) const {
@@ -189,7 +232,7 @@ __device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int 
 }
 
 // Barriers of threads. Of warpgroups: 1 to DOWN.
-enum { ALL_THROUGH = 8, STRIP_BARRIERS, RANGE_DONE /* and the next one, in turn */ };
+enum { ALL_THROUGH = 8, STRIP_BARRIERS, TOKENS_FETCHED, RANGE_DONE /* and the next one, in turn */ };
 template <class SHAPE>
 constexpr int RANGE_DONE_THREADS = SHAPE::DOWN * 128 + WARP;
 
@@ -198,14 +241,85 @@ __device__ __forceinline__ void make_barriers(uint32_t at, int count, int arriva
     for (int i = threadIdx.x % WARP; i < count; i += WARP) sm90::barrier_init(at + i * 8, arrivals);
 }
 
-// Behind the making of barriers: copies may use them, and all warps of both blocks that have waited for the cluster.
+// The start of both blocks: a warp arrives, having made its barriers, and waits before it uses those of others. racecheck does
+// not get on where some warps wait and others do something else meanwhile, so in its build all wait at once.
+__device__ __forceinline__ void start_arrive() {
+    sm90::cluster_arrive();
+#ifdef MACKO_EVERY_LANE_ARRIVES
+    sm90::cluster_wait();
+#endif
+}
+__device__ __forceinline__ void start_wait() {
+#ifndef MACKO_EVERY_LANE_ARRIVES
+    sm90::cluster_wait();
+#endif
+}
+
+// Behind the making of barriers: copies may use them, and all warps of both blocks that have waited.
 __device__ __forceinline__ void barriers_made() {
     sm90::fence_barrier_init();
     __syncwarp();
-    sm90::cluster_arrive();
+    start_arrive();
 }
 
-// A warp: the tokens of all strips, four boxes each.
+// Data for another block, through memory: its number behind it.
+__device__ __forceinline__ void store_release(uint64_t *at, uint64_t value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
+    uint64_t found;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
+    return found;
+}
+
+// A warp: the sums that other clusters have of the tile that this one ends with, range by range, into the ring of tokens. By
+// bulk copies: the multipliers have no registers for many loads at once. They begin while the last products run.
+template <class SHAPE>
+__device__ __forceinline__ void gemm_fetch_sums(const gemm_task &task, uint32_t smem) {
+    make_barriers(smem + SHAPE::RING_FREE, 2, SHAPE::SIDE);
+    if (SHAPE::PAIR > 1) make_barriers(smem + SHAPE::MAY_SEND, SHAPE::DOWN * 2, 1); // and EXCHANGED
+    barriers_made();
+    start_wait();
+    const gemm_work<SHAPE> work(task);
+    gemm_range range{};
+    int before = 0; // stages in front of the sums
+    for (int half = 0; half < work.halves; half += range.end - range.first) {
+        range = work.find(half);
+        before += work.own_stages(range);
+    }
+    if (!range.gathers) return;
+    sm90::wait_for_previous_launch();
+    const int lane = threadIdx.x % WARP, others = work.others(range.tile);
+    int slot = before % task.x_stages;
+    uint32_t phase = before / task.x_stages % 2;
+    bool tokens_fetched = false;
+    for (int other = work.number() + 1; other <= work.number() + others; other++) {
+        if (lane < SHAPE::DOWN) { // a lane for each warpgroup's
+            uint64_t *given = work.given(other, lane);
+            while (load_acquire(given) != task.launch) {
+            }
+            *given = 0;                                      // a graph launches this again with the same number
+            asm volatile("fence.proxy.async;" ::: "memory"); // copies read what was stored
+        }
+        __syncwarp();
+        // Behind the last tokens: before, the barrier of a stage may be more than a round behind.
+        if (!tokens_fetched) sync_threads(TOKENS_FETCHED, 2 * WARP);
+        tokens_fetched = true;
+        for (int turn = 0; turn < SHAPE::TURNS; turn++) {
+            const uint32_t full = smem + SHAPE::X_FULL + slot * 8;
+            sm90::barrier_wait(smem + SHAPE::X_EMPTY + slot * 8, phase ^ 1);
+            if (lane == 0) sm90::barrier_expect(full, SHAPE::DOWN * SHAPE::GATHER_BYTES);
+            __syncwarp();
+            if (lane < SHAPE::DOWN)
+                sm90::copy_bytes(smem + SHAPE::X + slot * SHAPE::X_BYTES + lane * SHAPE::GATHER_BYTES,
+                                 work.sums(other, lane) + turn * (SHAPE::GATHER_BYTES / 16), SHAPE::GATHER_BYTES, full);
+            __syncwarp();
+            if (++slot == task.x_stages) slot = 0, phase ^= 1;
+        }
+    }
+}
+
+// A warp: the tokens of all strips, a box a tile, and what else comes into their ring.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_t smem) {
     if (threadIdx.x % WARP == 0) {
@@ -218,39 +332,42 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
     barriers_made();
     const gemm_work<SHAPE> work(task);
     bool joined = SHAPE::SIDE > 1; // all barriers of both blocks are there
-    if (joined) sm90::cluster_wait();
+    if (joined) start_wait();
     // Blocks of the next launch come once all of this one have begun, each where one has ended, as each takes an SM.
     allow_next_launch();
+    const int lane = threadIdx.x % WARP;
     gemm_ring ring;
-    bool begins = true, taken = false; // the ring, by the range in front
-    int may_fill = 0;                  // stages of it all the same
+    constexpr int ALL = 1 << 30;
+    int may_fill = ALL; // stages, before the output of the tile in front has left the others
     uint32_t waits = 0;
-    const auto wait_for_ring = [&] {
-        // Two barriers in turn: a range may end before this warp has seen that the one in front has given the ring back,
-        // where all its tokens have had room beside what that one took.
+    const auto wait_for_output = [&] {
+        // Two barriers in turn: the next output may be there before this warp has seen that the one in front has left.
         sm90::barrier_wait(smem + SHAPE::RING_FREE + waits % 2 * 8, waits / 2 % 2);
         waits++;
-        taken = false;
+        may_fill = ALL;
     };
-    for (int strip = 0; strip < work.strips;) {
-        const gemm_range range = work.find(strip);
+    // Waits for the next stage to be free.
+    const auto wait_for_stage = [&] {
+        if (may_fill-- == 0) wait_for_output();
+        sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
+    };
+    for (int half = 0; half < work.halves;) {
+        const gemm_range range = work.find(half);
         int row_tile, token_tile;
         gemm_place(task, range.tile, row_tile, token_tile);
-        strip += range.end - range.first;
+        const bool begins = half == 0;
+        half += range.end - range.first;
         // What lies behind the last tokens is whatever was there: each token has columns of its own in the output.
         const int tokens = token_tile == task.token_tiles - 1 ? task.last_tokens : SHAPE::TOKENS;
         const int before = SHAPE::SIDE > 1 ? work.rank * SHAPE::BOX : 0, own = min(SHAPE::BOX, tokens - before);
         const CUtensorMap *map = own == SHAPE::BOX ? &task.x : &task.last_x;
         const int bytes = tokens * TILE_COLS * 2, first = token_tile * SHAPE::TOKENS + before;
-        for (int k_tile = range.own * TILE_STRIP; k_tile < range.own_end * TILE_STRIP; k_tile++) {
-            if (taken && may_fill-- == 0) wait_for_ring();
-            sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
+        for (int i = 0; i < range.count() * HALF_TILES; i++) {
+            const int k_tile = range.nth(i / HALF_TILES) * HALF_TILES + i % HALF_TILES;
+            wait_for_stage();
             // All blocks' first stages come before anybody's third: else they come with the last ones.
-            if (begins && ring.slot == 2) {
-                sm90::barrier_wait(smem + SHAPE::X_FULL, 0);
-                begins = false;
-            }
-            if (threadIdx.x % WARP == 0) {
+            if (begins && i == 2) sm90::barrier_wait(smem + SHAPE::X_FULL, 0);
+            if (lane == 0) {
                 const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
                 const uint32_t to = smem + SHAPE::X + ring.slot * SHAPE::X_BYTES + before * TILE_COLS * 2;
                 sm90::barrier_expect(full, bytes);
@@ -264,47 +381,49 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
         }
         if (!joined) { // by now it has
             __syncwarp();
-            sm90::cluster_wait();
+            start_wait();
             joined = true;
         }
-        if (taken) wait_for_ring();
-        if (SHAPE::PAIR > 1) // stages for the sums from the other block, the next ones to be filled, once they are read
+        // Before the range in front is through none may end, nor may the other block be told to send its sums: what says so
+        // is used in turn.
+        if (may_fill < ALL / 2) wait_for_output();
+        if (SHAPE::PAIR > 1) // stages for the sums from the other block
             for (int down = 0; down < SHAPE::DOWN; down++) {
-                const int slot = ring.slot + down, wraps = slot >= task.x_stages;
-                sm90::barrier_wait(smem + SHAPE::X_EMPTY + (wraps ? slot - task.x_stages : slot) * 8,
-                                   ring.phase ^ 1 ^ wraps);
-                if (threadIdx.x % WARP == 0)
+                wait_for_stage();
+                if (lane == 0) {
+                    sm90::barrier_arrive(smem + SHAPE::X_FULL + ring.slot * 8); // nobody waits for it
                     sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND + down * 8, work.rank ^ 1);
+                }
                 __syncwarp();
+                ring.advance(task.x_stages);
             }
-        // Sums take the place of the whole ring, the output that of the stages which come last.
-        taken = true;
-        may_fill = SHAPE::PAIR > 1 || (range.first == 0 && range.end < task.strips) ? 0
-                   : range.first > 0                                                ? task.x_stages
-                                                                                    : task.x_stages - SHAPE::OUT_STAGES;
+        may_fill = task.x_stages - (range.first > 0 ? 0 : SHAPE::OUT_STAGES);
+        if (range.gathers) arrive_threads(TOKENS_FETCHED, 2 * WARP); // the last one
     }
 }
 
 // A warp: the packed strips, a lane for each row block.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_t smem) {
-    sm90::cluster_arrive();
+    start_arrive();
     const gemm_work<SHAPE> work(task);
     const int lane = threadIdx.x % WARP;
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
-    int from = 0, to = 0, next = 0, row = 0;
+    int from = 0, to = 0, next = 0, row = 0, nth = 0;
     gemm_range range{};
     const auto look = [&] { // a strip ahead; false behind the last one
-        while (range.own == range.own_end) {
-            if (next >= work.strips) return false;
+        while (nth >= range.count()) {
+            if (next >= work.halves) return false;
             range = work.find(next);
             next += range.end - range.first;
+            nth = 0;
             int row_tile, token_tile;
             gemm_place(task, range.tile, row_tile, token_tile);
             // Behind the last row block: any rows do, their output is not stored.
             row = min(work.row_block(row_tile) + min(lane, SHAPE::DOWN - 1), task.row_blocks - 1) * task.strips;
         }
-        const int strip = row + range.own++;
+        const int strip = row + range.nth(nth) / 2;
+        nth += nth < range.singles() ? 1 : 2;
         // Before the first offsets have come, what lies about where its strip should be begins its way to L2.
         if (to == 0 && task.units && lane < SHAPE::DOWN) {
             constexpr int ABOUT = 32;
@@ -333,16 +452,6 @@ __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_
     }
 }
 
-// Data for another block, through memory: its number behind it.
-__device__ __forceinline__ void store_release(uint64_t *at, uint64_t value) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
-    uint64_t found;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
-    return found;
-}
-
 // Where a warpgroup's output of a tile lies, [token][64 rows] with the swizzle of 128 bytes: in the stages that come last,
 // when `slot` is the next one to be filled. Nobody uses them before the output has left.
 template <class SHAPE>
@@ -366,15 +475,15 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
     const int lane = threadIdx.x % WARP;
     uint32_t ranges = 0;
     int slot = 0;
-    for (int strip = 0; strip < work.strips; ranges++) {
-        const gemm_range range = work.find(strip);
-        strip += range.end - range.first;
-        slot = (slot + (range.own_end - range.own) * TILE_STRIP) % task.x_stages;
+    for (int half = 0; half < work.halves; ranges++) {
+        const gemm_range range = work.find(half);
+        half += range.end - range.first;
+        slot = (slot + work.stages(range)) % task.x_stages;
+        const auto wait_for_multipliers = [&] { sync_threads(RANGE_DONE + ranges % 2, RANGE_DONE_THREADS<SHAPE>); };
         const auto free_ring = [&] {
             if (lane < SHAPE::SIDE)
                 sm90::barrier_arrive_remote(smem + SHAPE::RING_FREE + ranges % 2 * 8, work.rank ^ lane);
         };
-        const auto wait_for_multipliers = [&] { sync_threads(RANGE_DONE + ranges % 2, RANGE_DONE_THREADS<SHAPE>); };
         if (range.first > 0) {
             uint64_t *given = work.given(work.number(), lane);
             wait_for_multipliers();
@@ -406,73 +515,42 @@ __device__ __forceinline__ void gemm_add(float *sums, uint32_t from) {
     sums[2] += __uint_as_float(v.z), sums[3] += __uint_as_float(v.w);
 }
 
-// A multiplier adds up, range by range, what the others have of its tile. It comes by bulk copies: ordinary loads wait for
-// memory each, as there are no registers for many of them.
-template <class SHAPE>
-__device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, const gemm_work<SHAPE> &work,
-                                            int tile, int down, float (&sums)[SHAPE::SUMS]) {
-    constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES, TURNS = SHAPE::SUMS_BYTES / GATHER_BYTES;
-    const int thread = threadIdx.x % 128, first = work.number() + 1;
-    const int slots = task.x_stages * SHAPE::X_BYTES / (SHAPE::DOWN * GATHER_BYTES);
-    const uint32_t here = smem + SHAPE::X + down * slots * GATHER_BYTES;
-    const uint32_t full = smem + SHAPE::GATHERED + down * SHAPE::MAX_GATHERED * 8;
-    int others = 0;
-    while (work.begin(first + others) < (tile + 1) * task.strips) others++;
-    others = uniform(others);
-    const int parts = others * TURNS;
-    const auto fetch = [&](int nth, int slot) {
-        sm90::barrier_expect(full + slot * 8, GATHER_BYTES);
-        sm90::copy_bytes(here + slot * GATHER_BYTES,
-                         work.sums(first + nth / TURNS, down) + nth % TURNS * (GATHER_BYTES / 16), GATHER_BYTES,
-                         full + slot * 8);
-    };
-    if (thread < WARP) // each lane waits for a piece of its own, and asks for it where there is room
-        for (int nth = thread; __any_sync(FULL_WARP, nth < others); nth += WARP) {
-            uint64_t *given = work.given(first + nth, down);
-            bool waits = nth < others;
-            while (__any_sync(FULL_WARP, waits))
-                if (waits && load_acquire(given) == task.launch) {
-                    *given = 0;                                      // a graph launches this again with the same number
-                    asm volatile("fence.proxy.async;" ::: "memory"); // copies read what was stored
-                    for (int part = nth * TURNS; part < min(slots, (nth + 1) * TURNS); part++) fetch(part, part);
-                    waits = false;
-                }
-        }
-    gemm_ring ring; // new: a block gathers once, at the end of its range of cut tiles
+// A multiplier adds up, range by range, what the others have of its tile.
+template <class SHAPE, class RELEASE>
+__device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem, int others, int down, gemm_ring &ring,
+                                            float (&sums)[SHAPE::SUMS], const RELEASE &release) {
+    constexpr int GATHER_BYTES = SHAPE::GATHER_BYTES;
 #pragma unroll 1
     for (int other = 0; other < others; other++)
 #pragma unroll
-        for (int turn = 0; turn < TURNS; turn++) {
-            sm90::barrier_wait(full + ring.slot * 8, ring.phase);
+        for (int turn = 0; turn < SHAPE::TURNS; turn++) {
+            const uint32_t from = smem + SHAPE::X + ring.slot * SHAPE::X_BYTES + down * GATHER_BYTES;
+            sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
 #pragma unroll
             for (int j = 0; j < GATHER_BYTES / 2048; j++)
-                gemm_add(sums + turn * (GATHER_BYTES / 512) + j * 4,
-                         here + ring.slot * GATHER_BYTES + j * 2048 + thread * 16);
-            sm90::fence_for_copies(); // they are read: the place is free
-            sm90::warpgroup_sync(down);
-            const int next = other * TURNS + turn + slots;
-            if (thread == 0 && next < parts) fetch(next, ring.slot);
-            ring.advance(slots);
+                gemm_add(sums + turn * (GATHER_BYTES / 512) + j * 4, from + j * 2048 + threadIdx.x % 128 * 16);
+            sm90::fence_for_copies();
+            sm90::warpgroup_sync(down); // they are read: the place is free
+            release(ring.slot);
+            ring.advance(task.x_stages);
         }
 }
 
 // The two blocks of a cluster have sums of the same output tile. Each sends the other those of the other's tokens, a
-// warpgroup to a stage of its ring that is not filled meanwhile; its own are the first then. The rings are at these slots.
-template <class SHAPE>
+// warpgroup to a stage of its ring; its own are the first then. The ring of the other is `ahead` of this one.
+template <class SHAPE, class RELEASE>
 __device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t smem, int rank, int down, uint32_t phase,
-                                              int own_slot, int other_slot, float (&sums)[SHAPE::SUMS]) {
+                                              gemm_ring &ring, int ahead, float (&sums)[SHAPE::SUMS],
+                                              const RELEASE &release) {
     constexpr int OUT_SUMS = SHAPE::OUT_SUMS;
-    const int thread = threadIdx.x % 128, other = rank ^ 1;
-    const uint32_t may_send = smem + SHAPE::MAY_SEND + down * 8, exchanged = smem + SHAPE::EXCHANGED + down * 8;
+    const int thread = threadIdx.x % 128, other = rank ^ 1, slots = task.x_stages;
+    const int own_slot = gemm_slot(ring.slot + down, slots), other_slot = gemm_slot(own_slot + ahead, slots);
+    const auto place = [&](int slot) { return smem + SHAPE::X + slot * SHAPE::X_BYTES + thread * 16; };
+    const uint32_t exchanged = smem + SHAPE::EXCHANGED + down * 8;
     if (thread == 0) sm90::barrier_expect(exchanged, SHAPE::SUMS_BYTES);
-    const auto place = [&](int slot) {
-        slot += down;
-        if (slot >= task.x_stages) slot -= task.x_stages;
-        return smem + SHAPE::X + slot * SHAPE::X_BYTES + thread * 16;
-    };
     const uint32_t here = place(own_slot), there = sm90::remote_address(place(other_slot), other),
                    full = sm90::remote_address(exchanged, other);
-    sm90::barrier_wait(may_send, phase);
+    sm90::barrier_wait(smem + SHAPE::MAY_SEND + down * 8, phase);
 #pragma unroll
     for (int j = 0; j < OUT_SUMS; j += 4) {
         float theirs[4];
@@ -487,6 +565,13 @@ __device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t sm
     sm90::barrier_wait_acquire(exchanged, phase);
 #pragma unroll
     for (int j = 0; j < OUT_SUMS; j += 4) gemm_add(sums + j, here + j * 512);
+    sm90::fence_for_copies();
+    sm90::warpgroup_sync(down); // they are read: the place is free
+#pragma unroll 1
+    for (int i = 0; i < SHAPE::DOWN; i++) {
+        release(ring.slot);
+        ring.advance(slots);
+    }
 }
 
 // A warpgroup: 64 rows by TOKENS tokens.
@@ -499,20 +584,22 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
     gemm_ring ring, packed;
     uint32_t ranges = 0;
-    int other_slot = 0; // where the ring of the other block is
+    int ahead = 0; // of this ring is that of the other block
     int last_stage = -1;
     // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
-    const auto release = [&] {
-        if (last_stage < 0 || thread) return;
-        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + last_stage * 8);
-        if (SHAPE::SIDE > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + last_stage * 8, work.rank ^ 1);
+    const auto release = [&](int stage) {
+        if (stage < 0 || thread) return;
+        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + stage * 8);
+        if (SHAPE::SIDE > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, work.rank ^ 1);
     };
-    for (int strip = 0; strip < work.strips;) {
-        gemm_range range = work.find(strip);
-        strip += range.end - range.first;
-        const int strips = uniform(range.own_end - range.own);
-        if (SHAPE::PAIR > 1)
-            other_slot = (other_slot + (range.end - range.first - strips) * TILE_STRIP) % task.x_stages;
+    for (int begin = 0; begin < work.halves;) {
+        const gemm_range range = work.find(begin);
+        begin += range.end - range.first;
+        const int halves = uniform(range.count()), singles = uniform(range.singles());
+        if (SHAPE::PAIR > 1) {
+            ahead += (range.end - range.first - 2 * halves) * HALF_TILES;
+            ahead = ahead < 0 ? ahead + task.x_stages : gemm_slot(ahead, task.x_stages);
+        }
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll
@@ -534,9 +621,13 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
 #pragma unroll
             for (int i = 0; i < 2; i++) lane.load(j + i, values[set][i], task.weights);
         };
-        if (strips) {
+        if (halves) {
             wait_for_strip();
             open();
+            if (range.second()) {
+                mask_at += HALF_TILES * TILE_MASK_BYTES;
+                streams.turn();
+            }
             next.read(mask_at);
             next.count(task.weights);
             next.find(task.weights, streams);
@@ -545,7 +636,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
         const auto multiply_tile = [&](int in_strip, bool more) {
             here = next;
             mask_at += TILE_MASK_BYTES;
-            if (in_strip == 1) streams.turn();
+            if (in_strip == HALF_TILES - 1) streams.turn();
             if (in_strip == TILE_STRIP - 1) open();
             const uint64_t b = tokens + ring.slot * (SHAPE::X_BYTES >> 4);
             const auto multiply = [&](auto step) {
@@ -564,7 +655,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
                 if (STEP == 3) load(next, 0, 0);
                 // The products that read these registers last.
                 if (STEP % 2 == 0) sm90::wgmma_wait<1>();
-                if (STEP == 2) release(); // all of the tile before have ended
+                if (STEP == 2) release(last_stage); // all of the tile before have ended
                 tile_multiply<T, TOKENS, STEP>(sums, here, values[STEP % 2], a, b);
             };
             multiply(std::integral_constant<int, 0>());
@@ -574,30 +665,39 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             last_stage = ring.slot;
             ring.advance(task.x_stages);
         };
-#pragma unroll 1
-        for (int left = strips; left; left--) {
-            const int slot = packed.slot;
-            // Unrolled, so that what is prepared need not be moved: clearly fewer instructions.
-#pragma unroll
-            for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) multiply_tile(in_strip, left > 1);
-            // Behind the products, which wait for the values. An arrival right behind the loads can overtake them, it seems:
-            // what came next into their place was read, in some of a thousand products (H200).
+        // Behind the products, which wait for the values. An arrival right behind the loads can overtake them, it seems:
+        // what came next into their place was read, in some of a thousand products (H200).
+        const auto give_back = [&](int slot) {
             __syncwarp();
             if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
                 sm90::barrier_arrive(smem + SHAPE::PACKED_EMPTY + (slot * SHAPE::DOWN + down) * 8);
+        };
+        // Unrolled, so that what is prepared need not be moved: clearly fewer instructions. Halves by themselves have a copy
+        // of the code, as a strip with a way into its middle takes longer, and come first, so that what is behind the
+        // products lies behind them.
+        int left = halves;
+#pragma unroll 1
+        for (; left > halves - singles; left--) {
+            const int slot = packed.slot;
+            multiply_tile(TILE_STRIP - 2, left > 1);
+            multiply_tile(TILE_STRIP - 1, true);
+            give_back(slot);
         }
-        if (strips) packed.advance(task.packed_strips);
+#pragma unroll 1
+        for (; left > 0; left -= 2) {
+            const int slot = packed.slot;
+#pragma unroll
+            for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) multiply_tile(in_strip, left > 2);
+            give_back(slot);
+        }
+        if (halves) packed.advance(task.packed_strips);
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
-        release();
+        release(last_stage);
         last_stage = -1;
         sm90::wait_for_previous_launch(); // before anything is written
 
-        const bool gathers = range.first == 0 && range.end < task.strips;
-        if (SHAPE::PAIR > 1) {
-            gemm_exchange<SHAPE>(task, smem, work.rank, down, ranges & 1, ring.slot, other_slot, sums);
-            sm90::fence_for_copies(); // what came is read
-        }
+        if (SHAPE::PAIR > 1) gemm_exchange<SHAPE>(task, smem, work.rank, down, ranges & 1, ring, ahead, sums, release);
         // Another warp tells the owner, and stores the output: this one would wait for it.
         const auto done = [&] { arrive_threads(RANGE_DONE + ranges++ % 2, RANGE_DONE_THREADS<SHAPE>); };
         if (range.first > 0) {
@@ -608,11 +708,8 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             done();
             continue;
         }
-        sync_threads(ALL_THROUGH, SHAPE::DOWN * 128); // with the ring of tokens
-        if (gathers) {
-            gemm_gather<SHAPE>(task, smem, work, range.tile, down, sums);
-            sync_threads(ALL_THROUGH, SHAPE::DOWN * 128);
-        }
+        if (range.gathers) gemm_gather<SHAPE>(task, smem, work.others(range.tile), down, ring, sums, release);
+        sync_threads(ALL_THROUGH, SHAPE::DOWN * 128); // with the stages that come last
         // Asked for anew: there are no registers to keep them in while products run.
         const int lane = held(threadIdx.x) % WARP, warp = uniform(held(threadIdx.x) % 128 / WARP);
         int row_tile, token_tile;
@@ -655,10 +752,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
     const uint32_t smem = held(shared_address(shared));
     const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / WARP % 4);
     if (warpgroup < SHAPE::DOWN) {
-        sm90::cluster_arrive();
+        start_arrive();
         const gemm_work<SHAPE> work(task);
         sm90::take_registers<SHAPE::REGISTERS>();
-        sm90::cluster_wait(); // all barriers are there
+        start_wait(); // all barriers are there
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
     } else {
         sm90::give_registers<SHAPE::FETCH_REGISTERS>();
@@ -669,13 +766,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         } else if (warp == 2) {
             gemm_help<SHAPE>(task, smem);
         } else {
-            make_barriers(smem + SHAPE::GATHERED, SHAPE::DOWN * SHAPE::MAX_GATHERED, 1);
-            make_barriers(smem + SHAPE::RING_FREE, 2, SHAPE::SIDE);
-            make_barriers(smem + SHAPE::MAY_SEND, SHAPE::DOWN * 2, 1); // and EXCHANGED
-            barriers_made();
+            gemm_fetch_sums<SHAPE>(task, smem);
         }
         __syncwarp();
-        if (warp) sm90::cluster_wait();
+        if (warp == 1 || warp == 2) start_wait();
     }
     sm90::cluster_sync(); // no block may leave while its neighbour writes into it
 #endif
@@ -727,13 +821,15 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     task.tokens = (int)args.tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
     task.strips = (int)tile_strips(m.cols);
+    task.halves = (int)ceil_div(m.cols, HALF_COLS);
     task.row_tiles = (int)ceil_div(task.row_blocks, SHAPE::DOWN * SHAPE::SIDE);
     task.token_tiles = (int)ceil_div(args.tokens, SHAPE::TOKENS);
     task.clusters = plan.clusters;
     task.cut = plan.cut;
     task.by_clusters = gemm_divisor(task.clusters);
-    task.by_strips = gemm_divisor(task.strips);
+    task.by_halves = gemm_divisor(task.halves);
     task.by_groups = gemm_divisor(GROUP * (int64_t)task.token_tiles);
+    std::copy(std::begin(plan.begins), std::end(plan.begins), task.begins);
     task.units = (int)std::min<int64_t>(m.units, INT32_MAX);
     task.mean = (float)m.units / tile_count(m.rows, m.cols);
     task.given = (uint64_t *)args.room;
@@ -785,53 +881,133 @@ cudaError_t gemm_clusters_at_once(const Device &device, int *clusters) {
                                                            clusters);
 }
 
-// The best way to run a shape, if it takes less than *least. MACKO_TILE_GEMM=128x256x1x2 (rows x tokens x pair x 0: whole
-// tiles, 1: some are cut, 2: all are, alike) is taken where it fits.
+// What takes how many clocks of an SM (H200, by a clock in the kernel, 2026-11-22).
+struct gemm_clocks {
+    int64_t half;     // products of half a strip
+    int64_t exchange; // sums with the other block
+    int64_t give;     // sums to memory: an SM writes 27 bytes a clock
+    int64_t reach;    // until another SM has them
+    int64_t add;      // what has come while products ran; what comes later takes twice as long
+    int64_t out;      // the output, and until the next products
+};
+
+template <class SHAPE>
+gemm_clocks gemm_clocks_of() {
+    constexpr int SUMS = SHAPE::DOWN * SHAPE::SUMS_BYTES;
+    return {SHAPE::STRIP_CLOCKS / 2 / SHAPE::PAIR,
+            SHAPE::PAIR > 1 ? 1000 + SUMS / 16 : 0,
+            SUMS / 27,
+            3800,
+            SUMS / 80,
+            2500};
+}
+
+// Clocks until the last cluster ends: each has `whole` tiles, and from begins[number] on of the cut ones, in halves.
+int64_t gemm_time(const int *begins, int clusters, int halves, int whole, const gemm_clocks &clocks) {
+    int64_t given[TILE_MOST_CLUSTERS], last = 0;
+    for (int i = clusters - 1; i >= 0; i--) {
+        int at = begins[i];
+        const int end = begins[i + 1], in_tile = at % halves;
+        int64_t time = 0;
+        if (in_tile && at < end) {
+            const int count = std::min(end - at, halves - in_tile);
+            time = count * clocks.half + clocks.exchange + clocks.give;
+            given[i] = time + clocks.reach;
+            at += count;
+        }
+        time += ((end - at) / halves + whole) * (halves * clocks.half + clocks.exchange + clocks.out);
+        if (const int head = (end - at) % halves) {
+            time += head * clocks.half + clocks.exchange;
+            for (int k = i + 1; begins[k] < end - head + halves; k++)
+                time = std::max(time, given[k]) + clocks.add * (k > i + 1 ? 2 : 1);
+            time += clocks.out;
+        }
+        last = std::max(last, time);
+    }
+    return last;
+}
+
+// Deals the halves of cut tiles out so that the last cluster ends soonest; returns when. Clusters that begin a tile have as
+// many each, those that end another one before fewer, and those that only give still fewer: what they give has to be there
+// when others end.
+int64_t gemm_deal(int *begins, int clusters, int cut, int halves, int whole, const gemm_clocks &clocks) {
+    const int total = cut * halves, mean = total / clusters, give = (int)(clocks.give / clocks.half);
+    const bool alike = clusters % cut == 0;
+    int64_t least = INT64_MAX;
+    int tried[TILE_MOST_CLUSTERS + 1];
+    const auto deal = [&](int most, int both, int only, int shortest) {
+        for (int i = 0, at = 0, left = 0; i <= clusters; i++) { // left: of the tile that has begun
+            tried[i] = at;
+            int count = left ? both : most;
+            if (left && (count < left + shortest || alike)) count = std::min(left, only);
+            count = std::min(total - at, std::max(1, count));
+            at += count;
+            left = (left + (count + halves - 1 - left) / halves * halves - count);
+        }
+        if (tried[clusters] < total) return;
+        const int64_t time = gemm_time(tried, clusters, halves, whole, clocks);
+        if (time >= least) return;
+        least = time;
+        std::copy(tried, tried + clusters + 1, begins);
+    };
+    for (int most = mean; most <= mean + 8; most++) {
+        if (least <= ((int64_t)whole * halves + most) * clocks.half) break;
+        for (int only = most; only >= std::max(1, most - 6); only--)
+            for (int both = most - give + 1; both >= most - give - 1; both--)
+                for (int shortest : {1, 5}) deal(most, both, only, shortest);
+    }
+    return least;
+}
+
+// The best way to run a shape, if it takes less than *least; with cut tiles, or without. MACKO_TILE_GEMM=128x256x1x2 (rows x
+// tokens x pair x 0: whole tiles, 1: some are cut, 2: all are, alike) is taken where it fits.
 template <typename T, class SHAPE>
-cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, int64_t *least,
-                          tile_gemm_plan *plan) {
+cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, const char *forced, bool cuts,
+                          int64_t *least, tile_gemm_plan *plan) {
     gemm_task rings;
     rings.slot_bytes = gemm_slot_bytes(m);
     if (!gemm_rings<SHAPE>(device, &rings)) return cudaSuccess;
-    const int64_t strips = tile_strips(m.cols);
-    if (strips < SHAPE::PAIR) return cudaSuccess; // one of them would never have a strip
+    const int64_t halves = ceil_div(m.cols, HALF_COLS);
+    if (halves < SHAPE::PAIR) return cudaSuccess; // one of them would never have any
     int at_once;
     if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, &at_once)) return error;
+    at_once = std::min<int>(at_once, TILE_MOST_CLUSTERS);
     const int64_t tiles =
         ceil_div(tile_row_blocks(m.rows), SHAPE::DOWN * SHAPE::SIDE) * ceil_div(tokens, SHAPE::TOKENS);
-    int forced[4] = {};
-    if (const char *knob = getenv("MACKO_TILE_GEMM"))
-        sscanf(knob, "%dx%dx%dx%d", forced, forced + 1, forced + 2, forced + 3);
     const auto consider = [&](int64_t clusters, int64_t cut) {
-        // Clocks of an SM: strips, and what comes behind the products of a range: sums from the other block, sums to or from
-        // other clusters, with what one waits for the last of them, and the output. Blocks at different columns find less in
-        // L2, the more so where it does not hold the tokens.
-        constexpr int64_t SUMS = SHAPE::DOWN * SHAPE::SUMS_BYTES, EXCHANGE = SHAPE::PAIR > 1 ? 1000 + SUMS / 16 : 0;
+        gemm_clocks clocks = gemm_clocks_of<SHAPE>();
         const bool alike = cut == tiles && clusters % tiles == 0;
-        const auto products = [&](int64_t count) { return ceil_div(count, SHAPE::PAIR) * SHAPE::STRIP_CLOCKS; };
-        const int64_t range = cut ? ceil_div(cut * strips, clusters) : 0;
-        const int64_t percent = alike ? 100 : tokens * m.cols > (6 << 20) ? 110 : 103;
-        int64_t time = ceil_div(tiles - cut, clusters) * (products(strips) + EXCHANGE + 2500);
+        const int64_t whole = ceil_div(tiles - cut, clusters);
+        char way[64];
+        snprintf(way, sizeof way, "%dx%dx%dx%d", SHAPE::DOWN * TILE_ROWS, SHAPE::TOKENS, SHAPE::PAIR,
+                 !cut     ? 0
+                 : !alike ? 1
+                          : 2);
+        const bool wanted = forced && !strcmp(way, forced);
+        if (!wanted && (whole * halves + cut * halves / clusters) * clocks.half >= *least) return;
+        tile_gemm_plan found = {0, SHAPE::DOWN, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut, {}};
+        int64_t time = whole * (halves * clocks.half + clocks.exchange + clocks.out);
         if (cut) {
-            time +=
-                products(range) * percent / 100 + EXCHANGE + 2500 + 3500 + (ceil_div(strips, range) - 1) * SUMS / 45;
-            if (!alike) time += EXCHANGE + 2500 + 2000; // what is given, and they end at different times
+            // Blocks at different columns find less in L2, the more so where it does not hold the tokens.
+            if (!alike) clocks.half = clocks.half * (tokens * m.cols > (6 << 20) ? 105 : 101) / 100;
+            time = gemm_deal(found.begins, (int)clusters, (int)cut, (int)halves, (int)whole, clocks);
+            found.room_bytes = gemm_given_bytes<SHAPE>(clusters) + clusters * 2 * SHAPE::DOWN * SHAPE::SUMS_BYTES;
         }
-        const int way = !cut ? 0 : !alike ? 1 : 2;
-        if (forced[0] == SHAPE::DOWN * TILE_ROWS && forced[1] == SHAPE::TOKENS && forced[2] == SHAPE::PAIR &&
-            forced[3] == way)
-            time = -1;
-        const int64_t room = cut ? gemm_given_bytes<SHAPE>(clusters) + clusters * 2 * SUMS : 0;
+        if (time == INT64_MAX) return;
+        if (wanted) time = -1;
         if (time >= *least) return;
         *least = time;
-        *plan = {room, SHAPE::DOWN, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut};
+        *plan = found;
     };
-    consider(std::min<int64_t>(tiles, at_once), 0);
-    // Cut: what a last round of whole tiles leaves over, or that and a round more, so that no tile is cut often.
+    if (!cuts) {
+        consider(std::min<int64_t>(tiles, at_once), 0);
+        return cudaSuccess;
+    }
+    // What a last round of whole tiles leaves over, or that and a round more, so that no tile is cut often.
     const int64_t left = tiles % at_once;
     for (int64_t cut = left; left && cut <= tiles && cut <= left + at_once; cut += at_once) {
-        const int64_t clusters = std::min<int64_t>(at_once, cut * strips);
-        if (cut * strips * clusters > INT32_MAX || (clusters < at_once && cut < tiles)) break;
+        const int64_t clusters = std::min<int64_t>(at_once, cut * halves);
+        if (cut * halves > INT32_MAX / 2 || (clusters < at_once && cut < tiles)) break;
         consider(clusters, cut);
         if (cut == tiles && clusters > tiles) consider(clusters / tiles * tiles, cut); // all cut alike
     }
@@ -839,14 +1015,16 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
 }
 
 template <typename T>
-cudaError_t gemm_choose(const tile_matrix &m, int64_t tokens, const Device &device, tile_gemm_plan *plan) {
+cudaError_t gemm_choose(const tile_matrix &m, int64_t tokens, const Device &device, const char *forced,
+                        tile_gemm_plan *plan) {
     cudaError_t error = cudaSuccess;
     int64_t least = INT64_MAX;
-    for_gemm_shapes([&](auto shape) {
-        using SHAPE = decltype(shape);
-        if (!error) error = allow_all_shared_memory<tile_gemm_kernel<T, SHAPE>>(device);
-        if (!error) error = gemm_consider<T, SHAPE>(m, tokens, device, &least, plan);
-    });
+    for (const bool cuts : {false, true}) // what takes long to consider comes last, and most of it is seen to be slower
+        for_gemm_shapes([&](auto shape) {
+            using SHAPE = decltype(shape);
+            if (!error) error = allow_all_shared_memory<tile_gemm_kernel<T, SHAPE>>(device);
+            if (!error) error = gemm_consider<T, SHAPE>(m, tokens, device, forced, cuts, &least, plan);
+        });
     return !error && least == INT64_MAX ? cudaErrorInvalidValue : error;
 }
 
@@ -866,14 +1044,34 @@ cudaError_t gemm_run(const gemm_args &args, const Device &device) {
 
 cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan) {
     using namespace macko;
-    *plan = {-1, 0, 0, 0, 0, 0};
+    *plan = {-1, 0, 0, 0, 0, 0, {}};
     Device device;
     const cudaError_t error = current_device(&device);
     if (error || tokens <= 64 || tokens > INT32_MAX || !m->rows || !m->cols || device.major != 9 ||
         is("MACKO_COPY", "cp_async"))
         return error;
-    return m->dtype == MACKO_F16 ? gemm_choose<__half>(*m, tokens, device, plan)
-                                 : gemm_choose<__nv_bfloat16>(*m, tokens, device, plan);
+    // A plan takes longer than a launch, so plans are kept: a model asks for the same ones again and again.
+    constexpr size_t MOST = 4096;
+    static std::mutex mutex;
+    static std::map<std::array<int64_t, 6>, tile_gemm_plan> known;
+    const std::array<int64_t, 6> key = {device.index, m->dtype, m->rows, m->cols, m->widest, tokens};
+    const char *forced = getenv("MACKO_TILE_GEMM");
+    if (!forced) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (const auto found = known.find(key); found != known.end()) {
+            *plan = found->second;
+            return cudaSuccess;
+        }
+    }
+    if (const cudaError_t failed = m->dtype == MACKO_F16 ? gemm_choose<__half>(*m, tokens, device, forced, plan)
+                                                         : gemm_choose<__nv_bfloat16>(*m, tokens, device, forced, plan))
+        return failed;
+    if (!forced) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (known.size() >= MOST) known.clear();
+        known[key] = *plan;
+    }
+    return cudaSuccess;
 }
 
 cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,

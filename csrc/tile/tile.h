@@ -65,7 +65,8 @@ enum {
     TILE_TURNS = TILE_STRIP * TILE_MASK_BYTES,     /* byte of a strip where its turns are, */
     TILE_FIRSTS = TILE_TURNS + TILE_PARTS * TILE_LANES * TILE_HALVES * 2, /* its firsts, */
     TILE_VALUES = TILE_FIRSTS + TILE_UNIT,                                /* and its values */
-    TILE_MOST_ROWS = TILE_PARTS * TILE_STRIP * 16,                        /* of values of a strip: none is zero */
+    TILE_MOST_CLUSTERS = 72,                       /* that share output tiles: of two blocks, each with an SM */
+    TILE_MOST_ROWS = TILE_PARTS * TILE_STRIP * 16, /* of values of a strip: none is zero */
 };
 
 typedef struct tile_matrix {
@@ -178,9 +179,10 @@ cudaError_t tile_mm_cuda(const tile_matrix *m, int64_t tokens, const void *x, in
  * content, for the sums of output tiles that blocks share.
  */
 typedef struct tile_gemm_plan {
-    int64_t room_bytes;           /* -1 where it is tile_mm_cuda that multiplies */
-    int row_blocks, tokens, pair; /* of an output tile; blocks that share it */
-    int clusters, cut;            /* of two blocks; output tiles that all of them share */
+    int64_t room_bytes;                 /* -1 where it is tile_mm_cuda that multiplies */
+    int row_blocks, tokens, pair;       /* of an output tile; blocks that share it */
+    int clusters, cut;                  /* of two blocks; output tiles that all of them share */
+    int begins[TILE_MOST_CLUSTERS + 1]; /* of what each has of those, in halves of strips */
 } tile_gemm_plan;
 cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan);
 cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,

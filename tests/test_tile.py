@@ -272,7 +272,7 @@ def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.Monk
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [way for way in GEMM_WAYS if way[-1] != "0"])
 def test_tiles_that_are_cut_anywhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are given first, whole tiles follow, sums of others come last; also half a strip, nothing for one of a pair."""
+    """Sums are given first, whole tiles follow, sums of others come last; also half a strip, none for one of a pair."""
     monkeypatch.setenv("MACKO_TILE_GEMM", way)
     random = torch.Generator("cuda").manual_seed(1)
     for rows, cols, tokens in ((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300)):

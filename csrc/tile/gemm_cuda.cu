@@ -231,6 +231,9 @@ __device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int 
     row_tile = group * GROUP + in_group - token_tile * rows;
 }
 
+// How often a warpgroup says that a stage is free: racecheck wants it of every thread (sm90::WARP_ARRIVALS).
+constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? 128 : 1;
+
 // Barriers of threads. Of warpgroups: 1 to DOWN.
 enum { ALL_THROUGH = 8, STRIP_BARRIERS, TOKENS_FETCHED, RANGE_DONE /* and the next one, in turn */ };
 template <class SHAPE>
@@ -328,7 +331,7 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
         sm90::prefetch_map(&task.y);
     }
     make_barriers(smem + SHAPE::X_FULL, task.x_stages, 1);
-    make_barriers(smem + SHAPE::X_EMPTY, task.x_stages, SHAPE::DOWN * SHAPE::SIDE);
+    make_barriers(smem + SHAPE::X_EMPTY, task.x_stages, SHAPE::DOWN * SHAPE::SIDE * RELEASES);
     barriers_made();
     const gemm_work<SHAPE> work(task);
     bool joined = SHAPE::SIDE > 1; // all barriers of both blocks are there
@@ -588,7 +591,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
     int last_stage = -1;
     // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
     const auto release = [&](int stage) {
-        if (stage < 0 || thread) return;
+        if (stage < 0 || (RELEASES == 1 && thread)) return;
         sm90::barrier_arrive(smem + SHAPE::X_EMPTY + stage * 8);
         if (SHAPE::SIDE > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, work.rank ^ 1);
     };

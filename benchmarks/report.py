@@ -386,7 +386,7 @@ def models_table(path: Path) -> str:
 
 def load_bench(path: Path) -> list[Line]:
     """Lines of `macko bench --json`; of those that measured the same thing the last one counts."""
-    names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "tokens", "kernel")
+    names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "tokens", "kernel", "format")
     found: dict[tuple[Any, ...], Line] = {}
     for line in map(json.loads, path.read_text().splitlines()):
         key = tuple(line.get(name) or None for name in names)
@@ -402,7 +402,8 @@ def bench_where(lines: list[Line]) -> str:
 
 def bench_headline(lines: list[Line]) -> str:
     """What half of the weights being zero is worth to one sequence, by way to compile."""
-    found = [line for line in lines if line["what"] == "decode" and line["batch"] == 1]
+    single = [line for line in lines if line.get("batch") == 1 and not line.get("tokens")]
+    found = [line for line in single if line["what"] == "decode" and line["format"] == "auto"]
     parts = []
     for way in ("fast", "max", "default"):
         dense = next((line for line in found if (line["compile"], line["model"]) == (way, "dense")), None)
@@ -415,28 +416,37 @@ def bench_headline(lines: list[Line]) -> str:
                 f"{dense['peak_bytes'] / 1e9:.1f}"
             )
     text = "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."
-    prefills = [line for line in lines if line["what"] == "prefill" and not line.get("tokens")]
-    ms = {(line["prompt_tokens"], line["compile"] or "", line["sparsity"]): line["ms"] for line in prefills}
-    both = [(*run, sparsity) for *run, sparsity in ms if sparsity == 0.5 and (*run, 0.0) in ms]
-    for prompt, way, _ in dict.fromkeys((max(both), min(both)) if both else ()):
-        of = [ms[prompt, way, sparsity] for sparsity in (0.0, 0.5)]
+    for prompt, of in bench_pairs(single, "prefill", "auto"):
         text += f" A prompt of {prompt} tokens: **{of[0] / of[1]:.2f}x**, {of[1]:.0f} ms against {of[0]:.0f}."
-    return text
+    tile = [f"{of[0] / of[1]:.2f}x the tokens a second" for _, of in bench_pairs(single, "decode", "tile")[:1]]
+    for prompt, of in bench_pairs(single, "prefill", "tile"):
+        tile.append(f"a prompt of {prompt} tokens **{of[0] / of[1]:.2f}x** ({of[1]:.0f} ms against {of[0]:.0f})")
+    return text + (f' With `format="tile"`: {", ".join(tile)}.' if tile else "")
+
+
+def bench_pairs(lines: list[Line], what: str, held: str) -> list[tuple[int, list[float]]]:
+    """The longest and the shortest prompt, with milliseconds of dense and of 50 % sparse."""
+    found = [line for line in lines if (line["what"], line["format"]) == (what, held)]
+    ms = {(line["prompt_tokens"], line["compile"] or "", line["sparsity"]): line["ms"] for line in found}
+    both = [(*run, sparsity) for *run, sparsity in ms if sparsity == 0.5 and (*run, 0.0) in ms]
+    runs = dict.fromkeys((max(both), min(both)) if both else ())
+    return [(prompt, [ms[prompt, way, sparsity] for sparsity in (0.0, 0.5)]) for prompt, way, _ in runs]
 
 
 def bench_name(line: Line) -> str:
     if line["model"] == "dense":
         return "dense"
-    return f"{line['sparsity']:.0%} sparse{', for batches' if line.get('tokens') else ''}"
+    held = ", for batches" if line.get("tokens") else "" if line["format"] == "auto" else f", {line['format']}"
+    return f"{line['sparsity']:.0%} sparse{held}"
 
 
 def bench_table(lines: list[Line], what: str) -> str:
-    """Decoding or prefill: every model of a batch, prompt and way to compile, and what it is over dense."""
+    """Decoding or prefill: every model of a batch, prompt and way to compile, and what it is over dense in its run."""
     found = [line for line in lines if line["what"] == what]
-    ways = ("compile", "batch", "prompt_tokens")
+    ways = ("format", "compile", "batch", "prompt_tokens")
     dense = {tuple(line[way] for way in ways): line for line in found if line["model"] == "dense"}
     rows = []
-    found.sort(key=lambda line: (line["batch"], line["prompt_tokens"], line["compile"] or "", line["sparsity"]))
+    found.sort(key=lambda line: (*(line[way] or "" for way in ("batch", "prompt_tokens", *ways[:2])), line["sparsity"]))
     for line in found:
         base = dense[tuple(line[way] for way in ways)]
         name = bench_name(line)
@@ -490,7 +500,7 @@ def plot_bench(lines: list[Line], path: Path) -> None:
     """Tokens a second and memory against sparsity: one sequence, compiled as well as was measured."""
     import matplotlib.pyplot as plt
 
-    found = [line for line in lines if line["what"] == "decode" and line["batch"] == 1]
+    found = [line for line in lines if line["what"] == "decode" and line["batch"] == 1 and line["format"] == "auto"]
     way = next(way for way in ("max", "fast", "default", None) if any(line["compile"] == way for line in found))
     points = sorted((line for line in found if line["compile"] == way), key=lambda line: line["sparsity"])
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))

@@ -954,7 +954,7 @@ int64_t gemm_deal(int *begins, int clusters, int cut, int halves, int whole, con
         std::copy(tried, tried + clusters + 1, begins);
     };
     for (int most = mean; most <= mean + 8; most++) {
-        if (least <= ((int64_t)whole * halves + most) * clocks.half) break;
+        if (least <= (whole * halves + most) * clocks.half) break; // the first cluster alone takes longer
         for (int only = most; only >= std::max(1, most - 6); only--)
             for (int both = most - give + 1; both >= most - give - 1; both--)
                 for (int shortest : {1, 5}) deal(most, both, only, shortest);

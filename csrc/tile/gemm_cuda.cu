@@ -334,8 +334,13 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
     make_barriers(smem + SHAPE::X_EMPTY, task.x_stages, SHAPE::DOWN * SHAPE::SIDE * RELEASES);
     barriers_made();
     const gemm_work<SHAPE> work(task);
-    bool joined = SHAPE::SIDE > 1; // all barriers of both blocks are there
-    if (joined) start_wait();
+    bool joined = false; // all barriers of both blocks are there
+    const auto join = [&] {
+        __syncwarp();
+        if (!joined) start_wait();
+        joined = true;
+    };
+    if (SHAPE::SIDE > 1) join();
     // Blocks of the next launch come once all of this one have begun, each where one has ended, as each takes an SM.
     allow_next_launch();
     const int lane = threadIdx.x % WARP;
@@ -382,11 +387,7 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
             __syncwarp();
             ring.advance(task.x_stages);
         }
-        if (!joined) { // by now it has
-            __syncwarp();
-            start_wait();
-            joined = true;
-        }
+        join();
         // Before the range in front is through none may end, nor may the other block be told to send its sums: what says so
         // is used in turn.
         if (may_fill < ALL / 2) wait_for_output();
@@ -394,7 +395,7 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
             for (int down = 0; down < SHAPE::DOWN; down++) {
                 wait_for_stage();
                 if (lane == 0) {
-                    sm90::barrier_arrive(smem + SHAPE::X_FULL + ring.slot * 8); // nobody waits for it
+                    sm90::barrier_arrive(smem + SHAPE::X_FULL + ring.slot * 8);
                     sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND + down * 8, work.rank ^ 1);
                 }
                 __syncwarp();
@@ -403,6 +404,7 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
         may_fill = task.x_stages - (range.first > 0 ? 0 : SHAPE::OUT_STAGES);
         if (range.gathers) arrive_threads(TOKENS_FETCHED, 2 * WARP); // the last one
     }
+    join();
 }
 
 // A warp: the packed strips, a lane for each row block.
@@ -572,6 +574,8 @@ __device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t sm
     sm90::warpgroup_sync(down); // they are read: the place is free
 #pragma unroll 1
     for (int i = 0; i < SHAPE::DOWN; i++) {
+        // Another warpgroup's stage may still be one of tokens, which that one reads.
+        sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
         release(ring.slot);
         ring.advance(slots);
     }
@@ -932,10 +936,9 @@ int64_t gemm_time(const int *begins, int clusters, int halves, int whole, const 
 
 // Deals the halves of cut tiles out so that the last cluster ends soonest; returns when. Clusters that begin a tile have as
 // many each, those that end another one before fewer, and those that only give still fewer: what they give has to be there
-// when others end.
-int64_t gemm_deal(int *begins, int clusters, int cut, int halves, int whole, const gemm_clocks &clocks) {
+// when others end. alike: each tile as the others. The last clusters may have nothing.
+int64_t gemm_deal(int *begins, int clusters, int cut, int halves, int whole, bool alike, const gemm_clocks &clocks) {
     const int total = cut * halves, mean = total / clusters, give = (int)(clocks.give / clocks.half);
-    const bool alike = clusters % cut == 0;
     int64_t least = INT64_MAX;
     int tried[TILE_MOST_CLUSTERS + 1];
     const auto deal = [&](int most, int both, int only, int shortest) {
@@ -962,6 +965,11 @@ int64_t gemm_deal(int *begins, int clusters, int cut, int halves, int whole, con
     return least;
 }
 
+// Tokens that L2 does not hold beside the rest.
+bool gemm_is_far(const tile_matrix &m, int64_t tokens) {
+    return tokens * m.cols > 6 << 20;
+}
+
 // The best way to run a shape, if it takes less than *least; with cut tiles, or without. MACKO_TILE_GEMM=128x256x1x2 (rows x
 // tokens x pair x 0: whole tiles, 1: some are cut, 2: all are, alike) is taken where it fits.
 template <typename T, class SHAPE>
@@ -971,7 +979,7 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
     rings.slot_bytes = gemm_slot_bytes(m);
     if (!gemm_rings<SHAPE>(device, &rings)) return cudaSuccess;
     const int64_t halves = ceil_div(m.cols, HALF_COLS);
-    if (halves < SHAPE::PAIR) return cudaSuccess; // one of them would never have any
+    if (halves < SHAPE::PAIR) return cudaSuccess; // one of the two would never have any
     int at_once;
     if (const cudaError_t error = gemm_clusters_at_once<T, SHAPE>(device, &at_once)) return error;
     at_once = std::min<int>(at_once, TILE_MOST_CLUSTERS);
@@ -992,11 +1000,13 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
         int64_t time = whole * (halves * clocks.half + clocks.exchange + clocks.out);
         if (cut) {
             // Blocks at different columns find less in L2, the more so where it does not hold the tokens.
-            if (!alike) clocks.half = clocks.half * (tokens * m.cols > (6 << 20) ? 105 : 101) / 100;
-            time = gemm_deal(found.begins, (int)clusters, (int)cut, (int)halves, (int)whole, clocks);
-            found.room_bytes = gemm_given_bytes<SHAPE>(clusters) + clusters * 2 * SHAPE::DOWN * SHAPE::SUMS_BYTES;
+            if (!alike) clocks.half = clocks.half * (gemm_is_far(m, tokens) ? 105 : 101) / 100;
+            time = gemm_deal(found.begins, (int)clusters, (int)cut, (int)halves, (int)whole, alike, clocks);
+            if (time == INT64_MAX) return;
+            while (!whole && found.begins[found.clusters - 1] == cut * halves) found.clusters--;
+            found.room_bytes =
+                gemm_given_bytes<SHAPE>(found.clusters) + (int64_t)found.clusters * 2 * SHAPE::DOWN * SHAPE::SUMS_BYTES;
         }
-        if (time == INT64_MAX) return;
         if (wanted) time = -1;
         if (time >= *least) return;
         *least = time;
@@ -1056,8 +1066,11 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     // A plan takes longer than a launch, so plans are kept: a model asks for the same ones again and again.
     constexpr size_t MOST = 4096;
     static std::mutex mutex;
-    static std::map<std::array<int64_t, 6>, tile_gemm_plan> known;
-    const std::array<int64_t, 6> key = {device.index, m->dtype, m->rows, m->cols, m->widest, tokens};
+    static std::map<std::array<int64_t, 7>, tile_gemm_plan> known;
+    // What it depends on: of the tokens, how many tiles they fill, which for 256 follows from 128.
+    const std::array<int64_t, 7> key = {
+        device.index,           m->dtype, tile_row_blocks(m->rows), m->cols, m->widest, ceil_div(tokens, 128),
+        gemm_is_far(*m, tokens)};
     const char *forced = getenv("MACKO_TILE_GEMM");
     if (!forced) {
         const std::lock_guard<std::mutex> lock(mutex);

@@ -2,12 +2,13 @@
 
     python -m benchmarks.spmm --gpu                     # sell and tile: eight shapes, 1 to 4096 tokens, two densities
     python -m benchmarks.spmm --gpu --kernels stream,stream_alone,tiles --tokens 1,2,4,8,16
+    python -m benchmarks.spmm --gpu --kernels tile,tile_128x256x1x1,tile_128x256x2x2 --tokens 128,256,512
 
-Kernels: dense (F.linear; torch.mv too at one token); sell and tile, what a layer of that format does; and parts of what
-sell may choose: stream (sell_spmm), tiles (dense rows in a workspace, then the library's product). Launches may
-overlap, as in a model of such layers, but for those that end in _alone. Each is checked before it is timed: poisoned
-output, signed random data, the bound of float64. Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians.
-Lines go to benchmarks/results/<gpu>/spmm.jsonl.
+Kernels: dense (F.linear; torch.mv too at one token); sell and tile, what a layer of that format does; parts of what
+sell may choose: stream (sell_spmm), tiles (dense rows in a workspace, then the library's product); and ways to run tile
+with more than 64 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such layers, but for those
+that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64. Times
+as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to benchmarks/results/<gpu>/spmm.jsonl.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ VARIANTS: dict[str, tuple[type[PackedWeight], str, dict[str, str], range]] = {
     "stream": (SellWeight, "spmm", {}, range(1, 17)),
     "stream_alone": (SellWeight, "spmm", {"MACKO_PDL": "0"}, range(1, 9)),
     "tiles": (SellWeight, "linear", {"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
+}
+#: tile in each way to run more than 64 tokens that csrc/tile/gemm_cuda.cu knows, where it fits (else as it chooses).
+VARIANTS |= {
+    f"tile_{size}x{cut}": (TileWeight, "linear", {"MACKO_TILE_GEMM": f"{size}x{cut}"}, range(65, 1 << 30))
+    for size in ("128x256x1", "128x256x2", "128x128x2", "192x128x2")
+    for cut in range(3)
 }
 
 

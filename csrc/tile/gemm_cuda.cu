@@ -85,6 +85,7 @@ struct gemm_shape {
     // Sums of other clusters come through the ring of tokens, a stage has some of each warpgroup; so do those of the other
     // block, a stage for each warpgroup. The output takes the stages that come last.
     static constexpr int GATHER_BYTES = DOWN > 2 ? X_BYTES / 4 : X_BYTES / DOWN, TURNS = SUMS_BYTES / GATHER_BYTES;
+    static_assert(TURNS * GATHER_BYTES == SUMS_BYTES && DOWN * GATHER_BYTES <= X_BYTES);
     static constexpr int OUT_BYTES = OUT_TOKENS * TILE_ROWS * 2; // of a warpgroup
     static constexpr int OUT_STAGES = (DOWN * OUT_BYTES + X_BYTES - 1) / X_BYTES;
     static_assert(X_BYTES % OUT_BYTES == 0);

@@ -94,8 +94,6 @@ struct gemm_shape {
     static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
     // What a range brings into the ring at least: so its output takes none of the stages that the one in front still has.
     static_assert(OUT_STAGES <= (PAIR > 1 ? DOWN : HALF_TILES));
-    // Clocks that a strip takes of an SM (H200, density 0.5, 2026-11-22).
-    static constexpr int STRIP_CLOCKS = TOKENS > 128 ? 4240 : DOWN > 2 ? 4050 : 2700;
     // Offsets in shared memory. The swizzle wants the tokens at multiples of 1024. Behind them are the packed strips.
     static constexpr int X_FULL = 0, X_EMPTY = X_FULL + X_STAGES * 8;
     static constexpr int PACKED_FULL = X_EMPTY + X_STAGES * 8;
@@ -852,8 +850,9 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
                                 TILE_COLS, box);
     };
     cudaError_t error = map_tokens(&task.x, SHAPE::BOX);
-    if (!error)
-        error = map_tokens(&task.last_x, task.last_tokens % SHAPE::BOX ? task.last_tokens % SHAPE::BOX : SHAPE::BOX);
+    task.last_x = task.x;
+    if (const int last_box = task.last_tokens % SHAPE::BOX; !error && last_box)
+        error = map_tokens(&task.last_x, last_box);
     if (!error && !task.y_plain)
         error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
                                  TILE_ROWS, SHAPE::OUT_TOKENS);
@@ -889,7 +888,7 @@ cudaError_t gemm_clusters_at_once(const Device &device, int *clusters) {
                                                            clusters);
 }
 
-// What takes how many clocks of an SM (H200, by a clock in the kernel, 2026-11-22).
+// What takes how many clocks of an SM (H200, density 0.5, by a clock in the kernel, 2026-11-22).
 struct gemm_clocks {
     int64_t half;     // products of half a strip
     int64_t exchange; // sums with the other block
@@ -901,13 +900,9 @@ struct gemm_clocks {
 
 template <class SHAPE>
 gemm_clocks gemm_clocks_of() {
+    constexpr int STRIP = SHAPE::TOKENS > 128 ? 4240 : SHAPE::DOWN > 2 ? 4050 : 2700;
     constexpr int SUMS = SHAPE::DOWN * SHAPE::SUMS_BYTES;
-    return {SHAPE::STRIP_CLOCKS / 2 / SHAPE::PAIR,
-            SHAPE::PAIR > 1 ? 1000 + SUMS / 16 : 0,
-            SUMS / 27,
-            3800,
-            SUMS / 80,
-            2500};
+    return {STRIP / 2 / SHAPE::PAIR, SHAPE::PAIR > 1 ? 1000 + SUMS / 16 : 0, SUMS / 27, 3800, SUMS / 80, 2500};
 }
 
 // Clocks until the last cluster ends: each has `whole` tiles, and from begins[number] on of the cut ones, in halves.
@@ -992,9 +987,7 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
         const int64_t whole = ceil_div(tiles - cut, clusters);
         char way[64];
         snprintf(way, sizeof way, "%dx%dx%dx%d", SHAPE::DOWN * TILE_ROWS, SHAPE::TOKENS, SHAPE::PAIR,
-                 !cut     ? 0
-                 : !alike ? 1
-                          : 2);
+                 cut ? 1 + alike : 0);
         const bool wanted = forced && !strcmp(way, forced);
         if (!wanted && (whole * halves + cut * halves / clusters) * clocks.half >= *least) return;
         tile_gemm_plan found = {0, SHAPE::DOWN, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut, {}};
@@ -1073,21 +1066,16 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
         device.index,           m->dtype, tile_row_blocks(m->rows), m->cols, m->widest, ceil_div(tokens, 128),
         gemm_is_far(*m, tokens)};
     const char *forced = getenv("MACKO_TILE_GEMM");
-    if (!forced) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        if (const auto found = known.find(key); found != known.end()) {
-            *plan = found->second;
-            return cudaSuccess;
-        }
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = known.find(key); !forced && found != known.end()) {
+        *plan = found->second;
+        return cudaSuccess;
     }
     if (const cudaError_t failed = m->dtype == MACKO_F16 ? gemm_choose<__half>(*m, tokens, device, forced, plan)
                                                          : gemm_choose<__nv_bfloat16>(*m, tokens, device, forced, plan))
         return failed;
-    if (!forced) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        if (known.size() >= MOST) known.clear();
-        known[key] = *plan;
-    }
+    if (known.size() >= MOST) known.clear();
+    if (!forced) known[key] = *plan;
     return cudaSuccess;
 }
 

@@ -57,6 +57,7 @@ struct gemm_task {
     int row_tiles, token_tiles;                     // of the output
     int clusters, cut;                              // of blocks; the first `cut` tiles are shared by all clusters
     int begins[TILE_MOST_CLUSTERS + 1];             // of ranges: halves of the cut tiles, one tile after the other
+    int first_strips[TILE_MOST_CLUSTERS * 2];       // of the blocks' first warpgroups; -1: none
     gemm_divisor by_clusters, by_halves, by_groups; // groups: tiles that gemm_place has in one
     int units;                                      // of data, where known; else 0
     float mean;                                     // of them in a strip
@@ -82,53 +83,41 @@ struct gemm_shape {
     static constexpr int SUMS = TOKENS / 2;                // of a thread
     // What a block puts out of an output tile: its own share of the tokens.
     static constexpr int OUT_TOKENS = TOKENS / PAIR, OUT_SUMS = SUMS / PAIR, SUMS_BYTES = 128 * OUT_SUMS * 4;
-    // Sums of other clusters come through the ring of tokens, a stage has some of each warpgroup; so do those of the other
-    // block, a stage for each warpgroup. The output takes the stages that come last.
+    // Behind its tokens a range takes more stages of their ring: one for each warpgroup's sums of the other block, some for
+    // sums of other clusters, each with some of every warpgroup, and one for each warpgroup's output.
     static constexpr int GATHER_BYTES = DOWN > 2 ? X_BYTES / 4 : X_BYTES / DOWN, TURNS = SUMS_BYTES / GATHER_BYTES;
     static_assert(TURNS * GATHER_BYTES == SUMS_BYTES && DOWN * GATHER_BYTES <= X_BYTES);
+    static_assert(PAIR == 1 || SUMS_BYTES == X_BYTES);
     static constexpr int OUT_BYTES = OUT_TOKENS * TILE_ROWS * 2; // of a warpgroup
-    static constexpr int OUT_STAGES = (DOWN * OUT_BYTES + X_BYTES - 1) / X_BYTES;
-    static_assert(X_BYTES % OUT_BYTES == 0);
-    static_assert(PAIR == 1 || SUMS_BYTES == X_BYTES); // each warpgroup's are a stage
-    static constexpr int MIN_X_STAGES = PAIR > 1 ? DOWN : OUT_STAGES;
+    static_assert(OUT_BYTES <= X_BYTES);
+    // A warpgroup waits for one of so many stages at least: more than a round behind it would take one phase for another.
+    static constexpr int MIN_X_STAGES = DOWN;
     static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
-    // What a range brings into the ring at least: so its output takes none of the stages that the one in front still has.
-    static_assert(OUT_STAGES <= (PAIR > 1 ? DOWN : HALF_TILES));
+    // Barriers of the exchange are two in turn: when the one after the next range's is used, this range's stage is free.
+    static_assert(PAIR == 1 || 3 * DOWN + HALF_TILES >= X_STAGES);
+    // So many tiles before its end a range's second warpgroup lets the first one go ahead: then one exchanges sums, gives
+    // them away or puts them out while the other multiplies.
+    static constexpr int LAG = DOWN != 2 ? 0 : TOKENS > 128 ? 3 : 2;
     // Offsets in shared memory. The swizzle wants the tokens at multiples of 1024. Behind them are the packed strips.
     static constexpr int X_FULL = 0, X_EMPTY = X_FULL + X_STAGES * 8;
     static constexpr int PACKED_FULL = X_EMPTY + X_STAGES * 8;
     static constexpr int PACKED_EMPTY = PACKED_FULL + DOWN * MAX_PACKED * 8;
-    static constexpr int RING_FREE = PACKED_EMPTY + DOWN * MAX_PACKED * 8, MAY_SEND = RING_FREE + 16;
-    static constexpr int EXCHANGED = MAY_SEND + DOWN * 8;
-    static constexpr int X = (EXCHANGED + DOWN * 8 + 1023) / 1024 * 1024;
+    static constexpr int MAY_SEND = PACKED_EMPTY + DOWN * MAX_PACKED * 8, EXCHANGED = MAY_SEND + 2 * DOWN * 8;
+    static constexpr int BARRIERS_END = EXCHANGED + 2 * DOWN * 8, X = (BARRIERS_END + 1023) / 1024 * 1024;
 };
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
 
 // Of numbers from 0 on.
-__device__ __forceinline__ int gemm_divide(int number, const gemm_divisor &by) {
-    return (int)(__umulhi((uint32_t)number << 1, by.factor) >> by.shift);
-}
-
-struct gemm_ring {
-    int slot = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void advance(int slots) {
-        if (++slot == slots) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
-};
-
-// At most a round on.
-__device__ __forceinline__ int gemm_slot(int slot, int slots) {
-    return slot < slots ? slot : slot - slots;
+__host__ __device__ __forceinline__ int gemm_divide(int number, const gemm_divisor &by) {
+    return (int)((uint64_t)((uint32_t)number << 1) * by.factor >> 32 >> by.shift);
 }
 
 // Tells the compiler that all lanes have the same: divisions hide it, and rings in ordinary registers cost the products 6 %.
-__device__ __forceinline__ int uniform(int value) {
+__host__ __device__ __forceinline__ int uniform(int value) {
+#ifdef __CUDA_ARCH__
     return __shfl_sync(FULL_WARP, value, 0);
+#else
+    return value;
+#endif
 }
 
 // Some halves of the strips of an output tile: those of a cluster, and of these the block's own.
@@ -137,16 +126,16 @@ struct gemm_range {
     bool gathers; // adds up what others have of the tile
     // In this order: the second half of a strip, if the range begins there, the first half of one, if it ends there, and
     // whole strips.
-    __device__ __forceinline__ int count() const {
+    __host__ __device__ __forceinline__ int count() const {
         return own_end - own;
     }
-    __device__ __forceinline__ int second() const {
+    __host__ __device__ __forceinline__ int second() const {
         return own < own_end ? own % 2 : 0;
     }
-    __device__ __forceinline__ int singles() const {
+    __host__ __device__ __forceinline__ int singles() const {
         return own < own_end ? own % 2 + own_end % 2 : 0;
     }
-    __device__ __forceinline__ int nth(int i) const {
+    __host__ __device__ __forceinline__ int nth(int i) const {
         return i < second() ? own : i < singles() ? own_end - 1 : own + i - singles() + second();
     }
 };
@@ -159,9 +148,8 @@ template <class SHAPE>
 struct gemm_work {
     const gemm_task &task;
     int rank, cluster, cut_begin, given_halves, whole_halves, halves;
-    __device__ __forceinline__ explicit gemm_work(const gemm_task &task) : task(task) {
-        rank = blockIdx.x % 2;
-        cluster = blockIdx.x / 2;
+    __host__ __device__ __forceinline__ gemm_work(const gemm_task &task, uint32_t block)
+        : task(task), rank(block % 2), cluster(block / 2) {
         cut_begin = uniform(task.begins[number()]);
         const int end = uniform(task.begins[number() + 1]),
                   of_last = end - gemm_divide(end, task.by_halves) * task.halves;
@@ -170,11 +158,11 @@ struct gemm_work {
         whole_halves = uniform(gemm_divide(whole - cluster + task.clusters - 1, task.by_clusters)) * task.halves;
         halves = end - cut_begin + whole_halves;
     }
-    __device__ __forceinline__ int number() const { // of its range of cut tiles
+    __host__ __device__ __forceinline__ int number() const { // of its range of cut tiles
         return task.clusters - 1 - cluster;
     }
     // From the cluster's nth half on.
-    __device__ __forceinline__ gemm_range find(int half) const {
+    __host__ __device__ __forceinline__ gemm_range find(int half) const {
         const int behind = half - given_halves;
         const bool whole = behind >= 0 && behind < whole_halves;
         const int at = whole ? behind : cut_begin + (behind < 0 ? half : half - whole_halves);
@@ -190,24 +178,25 @@ struct gemm_work {
         return r;
     }
     // How many others have sums of a tile that this cluster gathers.
-    __device__ __forceinline__ int others(int tile) const {
+    __host__ __device__ __forceinline__ int others(int tile) const {
         int count = 0;
         while (task.begins[number() + 1 + count] < (tile + 1) * task.halves) count++;
         return uniform(count);
     }
-    // What a range brings into the ring of tokens: tokens and sums of the other block; and besides, sums of other clusters.
-    __device__ __forceinline__ int own_stages(const gemm_range &r) const {
+    // What a range takes of the ring of tokens: for these and sums of the other block, and, behind sums of other clusters,
+    // for output.
+    __host__ __device__ __forceinline__ int stages_in_front(const gemm_range &r) const {
         return r.count() * HALF_TILES + (SHAPE::PAIR > 1 ? SHAPE::DOWN : 0);
     }
-    __device__ __forceinline__ int stages(const gemm_range &r) const {
-        return own_stages(r) + (r.gathers ? others(r.tile) * SHAPE::TURNS : 0);
+    __host__ __device__ __forceinline__ int stages_behind(const gemm_range &r) const {
+        return r.first > 0 ? 0 : SHAPE::DOWN;
     }
     // The first of a block's row blocks.
-    __device__ __forceinline__ int row_block(int row_tile) const {
+    __host__ __device__ __forceinline__ int row_block(int row_tile) const {
         return (SHAPE::SIDE > 1 ? row_tile * 2 + rank : row_tile) * SHAPE::DOWN;
     }
     // And of its tokens.
-    __device__ __forceinline__ int first_token(int token_tile) const {
+    __host__ __device__ __forceinline__ int first_token(int token_tile) const {
         return token_tile * SHAPE::TOKENS + (SHAPE::PAIR > 1 ? rank * SHAPE::OUT_TOKENS : 0);
     }
     // Where the sums of a range lie, and what says that they are there.
@@ -223,28 +212,43 @@ struct gemm_work {
 };
 
 // Groups of a few row tiles, all token tiles of a group one after the other: both operands are found in L2.
-__device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int &row_tile, int &token_tile) {
+__host__ __device__ __forceinline__ void gemm_place(const gemm_task &task, int tile, int &row_tile, int &token_tile) {
     const int group = gemm_divide(tile, task.by_groups), in_group = tile - group * GROUP * task.token_tiles;
     const int rows = min(GROUP, task.row_tiles - group * GROUP);
     token_tile = rows == GROUP ? in_group / GROUP : in_group / rows;
     row_tile = group * GROUP + in_group - token_tile * rows;
 }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
+
+// At most a round on.
+__device__ __forceinline__ int gemm_slot(int slot, int slots) {
+    return slot < slots ? slot : slot - slots;
+}
+
+struct gemm_ring {
+    int slot = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ gemm_ring ahead(int by, int slots) const {
+        return {gemm_slot(slot + by, slots), phase ^ (slot + by >= slots)};
+    }
+    __device__ __forceinline__ void advance(int slots) {
+        if (++slot == slots) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
 // How often a warpgroup says that a stage is free: racecheck wants it of every thread (sm90::WARP_ARRIVALS).
 constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? 128 : 1;
 
 // Barriers of threads. Of warpgroups: 1 to DOWN.
-enum { ALL_THROUGH = 8, STRIP_BARRIERS, TOKENS_FETCHED, RANGE_DONE /* and the next one, in turn */ };
-template <class SHAPE>
-constexpr int RANGE_DONE_THREADS = SHAPE::DOWN * 128 + WARP;
+enum { TOKENS_FETCHED = 4, FIRST_THROUGH, DONE /* two in turn of each warpgroup */ };
+constexpr int DONE_THREADS = 128 + WARP;
 
-// Some mbarriers. Each takes about 40 clocks, whichever lanes make it (H200, by a clock in the kernel).
-__device__ __forceinline__ void make_barriers(uint32_t at, int count, int arrivals) {
-    for (int i = threadIdx.x % WARP; i < count; i += WARP) sm90::barrier_init(at + i * 8, arrivals);
-}
-
-// The start of both blocks: a warp arrives, having made its barriers, and waits before it uses those of others. racecheck does
-// not get on where some warps wait and others do something else meanwhile, so in its build all wait at once.
+// The start of both blocks: a warp arrives, and waits before it uses a barrier. racecheck does not get on where some warps
+// wait and others do something else meanwhile, so in its build all wait at once.
 __device__ __forceinline__ void start_arrive() {
     sm90::cluster_arrive();
 #ifdef MACKO_EVERY_LANE_ARRIVES
@@ -257,11 +261,18 @@ __device__ __forceinline__ void start_wait() {
 #endif
 }
 
-// Behind the making of barriers: copies may use them, and all warps of both blocks that have waited.
-__device__ __forceinline__ void barriers_made() {
-    sm90::fence_barrier_init();
+// All mbarriers, some by each warp but the last two. One takes a warp about 40 clocks, whichever lane makes it (H200, by a clock
+// in the kernel).
+template <class SHAPE>
+__device__ __forceinline__ void gemm_make_barriers(uint32_t smem) {
+    const int at = (threadIdx.x / WARP + threadIdx.x % WARP * (SHAPE::THREADS / WARP - 2)) * 8;
+    if (at < SHAPE::BARRIERS_END)
+        sm90::barrier_init(smem + at,
+                           at >= SHAPE::X_EMPTY && at < SHAPE::PACKED_FULL     ? SHAPE::DOWN * SHAPE::SIDE * RELEASES
+                           : at >= SHAPE::PACKED_EMPTY && at < SHAPE::MAY_SEND ? TILE_PARTS * sm90::WARP_ARRIVALS
+                                                                               : 1);
+    sm90::fence_barrier_init(); // copies may use them, and all warps of both blocks that have waited
     __syncwarp();
-    start_arrive();
 }
 
 // Data for another block, through memory: its number behind it.
@@ -274,26 +285,42 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
     return found;
 }
 
+// Hands the next stage over to a warpgroup.
+template <class SHAPE>
+__device__ __forceinline__ void gemm_hand_over(const gemm_task &task, uint32_t smem, gemm_ring &ring) {
+    sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
+    if (threadIdx.x % WARP == 0) sm90::barrier_arrive(smem + SHAPE::X_FULL + ring.slot * 8);
+    __syncwarp();
+    ring.advance(task.x_stages);
+}
+
+// The end of the ring. No block may leave while its neighbour writes into it: all has come once all stages are free again.
+// (A barrier of the cluster would have to order what all threads have written, in the whole GPU.)
+template <class SHAPE>
+__device__ __forceinline__ void gemm_drain(const gemm_task &task, uint32_t smem, gemm_ring ring) {
+    for (int i = 0; SHAPE::SIDE > 1 && i < task.x_stages; i++) {
+        sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
+        ring.advance(task.x_stages);
+    }
+}
+
 // A warp: the sums that other clusters have of the tile that this one ends with, range by range, into the ring of tokens. By
 // bulk copies: the multipliers have no registers for many loads at once. They begin while the last products run.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_fetch_sums(const gemm_task &task, uint32_t smem) {
-    make_barriers(smem + SHAPE::RING_FREE, 2, SHAPE::SIDE);
-    if (SHAPE::PAIR > 1) make_barriers(smem + SHAPE::MAY_SEND, SHAPE::DOWN * 2, 1); // and EXCHANGED
-    barriers_made();
+    const gemm_work<SHAPE> work(task, blockIdx.x);
     start_wait();
-    const gemm_work<SHAPE> work(task);
     gemm_range range{};
     int before = 0; // stages in front of the sums
     for (int half = 0; half < work.halves; half += range.end - range.first) {
+        if (half) before += work.stages_behind(range);
         range = work.find(half);
-        before += work.own_stages(range);
+        before += work.stages_in_front(range);
     }
     if (!range.gathers) return;
     sm90::wait_for_previous_launch();
     const int lane = threadIdx.x % WARP, others = work.others(range.tile);
-    int slot = before % task.x_stages;
-    uint32_t phase = before / task.x_stages % 2;
+    gemm_ring ring = {before % task.x_stages, (uint32_t)(before / task.x_stages % 2)};
     bool tokens_fetched = false;
     for (int other = work.number() + 1; other <= work.number() + others; other++) {
         if (lane < SHAPE::DOWN) { // a lane for each warpgroup's
@@ -308,61 +335,44 @@ __device__ __forceinline__ void gemm_fetch_sums(const gemm_task &task, uint32_t 
         if (!tokens_fetched) sync_threads(TOKENS_FETCHED, 2 * WARP);
         tokens_fetched = true;
         for (int turn = 0; turn < SHAPE::TURNS; turn++) {
-            const uint32_t full = smem + SHAPE::X_FULL + slot * 8;
-            sm90::barrier_wait(smem + SHAPE::X_EMPTY + slot * 8, phase ^ 1);
+            const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
+            sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
             if (lane == 0) sm90::barrier_expect(full, SHAPE::DOWN * SHAPE::GATHER_BYTES);
             __syncwarp();
             if (lane < SHAPE::DOWN)
-                sm90::copy_bytes(smem + SHAPE::X + slot * SHAPE::X_BYTES + lane * SHAPE::GATHER_BYTES,
+                sm90::copy_bytes(smem + SHAPE::X + ring.slot * SHAPE::X_BYTES + lane * SHAPE::GATHER_BYTES,
                                  work.sums(other, lane) + turn * (SHAPE::GATHER_BYTES / 16), SHAPE::GATHER_BYTES, full);
             __syncwarp();
-            if (++slot == task.x_stages) slot = 0, phase ^= 1;
+            ring.advance(task.x_stages);
         }
     }
+    for (int down = 0; down < SHAPE::DOWN; down++) gemm_hand_over<SHAPE>(task, smem, ring); // for the output
+    gemm_drain<SHAPE>(task, smem, ring);
 }
 
 // A warp: the tokens of all strips, a box a tile, and what else comes into their ring.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_t smem) {
-    if (threadIdx.x % WARP == 0) {
-        sm90::prefetch_map(&task.x);
-        sm90::prefetch_map(&task.last_x);
-        sm90::prefetch_map(&task.y);
-    }
-    make_barriers(smem + SHAPE::X_FULL, task.x_stages, 1);
-    make_barriers(smem + SHAPE::X_EMPTY, task.x_stages, SHAPE::DOWN * SHAPE::SIDE * RELEASES);
-    barriers_made();
-    const gemm_work<SHAPE> work(task);
-    bool joined = false; // all barriers of both blocks are there
-    const auto join = [&] {
-        __syncwarp();
-        if (!joined) start_wait();
-        joined = true;
-    };
-    if (SHAPE::SIDE > 1) join();
-    // Blocks of the next launch come once all of this one have begun, each where one has ended, as each takes an SM.
-    allow_next_launch();
+    const gemm_work<SHAPE> work(task, blockIdx.x);
     const int lane = threadIdx.x % WARP;
     gemm_ring ring;
-    constexpr int ALL = 1 << 30;
-    int may_fill = ALL; // stages, before the output of the tile in front has left the others
-    uint32_t waits = 0;
-    const auto wait_for_output = [&] {
-        // Two barriers in turn: the next output may be there before this warp has seen that the one in front has left.
-        sm90::barrier_wait(smem + SHAPE::RING_FREE + waits % 2 * 8, waits / 2 % 2);
-        waits++;
-        may_fill = ALL;
+    // Waits for what has to be there before the first tokens are asked for, once all else is known: all barriers of both
+    // blocks, and the launch before. Then the next one may begin. Its blocks come once all of this one have begun, each
+    // where one has ended, as each takes an SM.
+    bool begun = false;
+    const auto begin = [&] {
+        if (!begun) {
+            start_wait();
+            allow_next_launch();
+        }
+        begun = true;
     };
-    // Waits for the next stage to be free.
-    const auto wait_for_stage = [&] {
-        if (may_fill-- == 0) wait_for_output();
-        sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
-    };
-    for (int half = 0; half < work.halves;) {
+    int ranges = 0;
+    for (int half = 0; half < work.halves; ranges++) {
         const gemm_range range = work.find(half);
         int row_tile, token_tile;
         gemm_place(task, range.tile, row_tile, token_tile);
-        const bool begins = half == 0;
+        const bool first_range = half == 0;
         half += range.end - range.first;
         // What lies behind the last tokens is whatever was there: each token has columns of its own in the output.
         const int tokens = token_tile == task.token_tiles - 1 ? task.last_tokens : SHAPE::TOKENS;
@@ -371,9 +381,10 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
         const int bytes = tokens * TILE_COLS * 2, first = token_tile * SHAPE::TOKENS + before;
         for (int i = 0; i < range.count() * HALF_TILES; i++) {
             const int k_tile = range.nth(i / HALF_TILES) * HALF_TILES + i % HALF_TILES;
-            wait_for_stage();
+            begin();
+            sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
             // All blocks' first stages come before anybody's third: else they come with the last ones.
-            if (begins && i == 2) sm90::barrier_wait(smem + SHAPE::X_FULL, 0);
+            if (first_range && i == 2) sm90::barrier_wait(smem + SHAPE::X_FULL, 0);
             if (lane == 0) {
                 const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
                 const uint32_t to = smem + SHAPE::X + ring.slot * SHAPE::X_BYTES + before * TILE_COLS * 2;
@@ -386,129 +397,126 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
             __syncwarp();
             ring.advance(task.x_stages);
         }
-        join();
-        // Before the range in front is through none may end, nor may the other block be told to send its sums: what says so
-        // is used in turn.
-        if (may_fill < ALL / 2) wait_for_output();
+        begin();
         if (SHAPE::PAIR > 1) // stages for the sums from the other block
             for (int down = 0; down < SHAPE::DOWN; down++) {
-                wait_for_stage();
-                if (lane == 0) {
-                    sm90::barrier_arrive(smem + SHAPE::X_FULL + ring.slot * 8);
-                    sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND + down * 8, work.rank ^ 1);
-                }
+                gemm_hand_over<SHAPE>(task, smem, ring);
+                if (lane == 0)
+                    sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND + (ranges % 2 * SHAPE::DOWN + down) * 8,
+                                                work.rank ^ 1);
                 __syncwarp();
-                ring.advance(task.x_stages);
             }
-        may_fill = task.x_stages - (range.first > 0 ? 0 : SHAPE::OUT_STAGES);
-        if (range.gathers) arrive_threads(TOKENS_FETCHED, 2 * WARP); // the last one
+        if (range.gathers) { // the last one: another warp goes on
+            arrive_threads(TOKENS_FETCHED, 2 * WARP);
+            return;
+        }
+        for (int i = 0; i < work.stages_behind(range); i++) gemm_hand_over<SHAPE>(task, smem, ring);
     }
-    join();
+    begin();
+    gemm_drain<SHAPE>(task, smem, ring);
 }
 
-// A warp: the packed strips, a lane for each row block.
+// A warp: the packed strips, a lane for each row block. The last one of the block: it asks for the first offsets, which the
+// plan knows the place of, before all else, and makes no barriers.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_t smem) {
-    start_arrive();
-    const gemm_work<SHAPE> work(task);
-    const int lane = threadIdx.x % WARP;
-    const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
-    int from = 0, to = 0, next = 0, row = 0, nth = 0;
-    gemm_range range{};
-    const auto look = [&] { // a strip ahead; false behind the last one
-        while (nth >= range.count()) {
-            if (next >= work.halves) return false;
-            range = work.find(next);
-            next += range.end - range.first;
-            nth = 0;
-            int row_tile, token_tile;
-            gemm_place(task, range.tile, row_tile, token_tile);
-            // Behind the last row block: any rows do, their output is not stored.
-            row = min(work.row_block(row_tile) + min(lane, SHAPE::DOWN - 1), task.row_blocks - 1) * task.strips;
-        }
-        const int strip = row + range.nth(nth) / 2;
-        nth += nth < range.singles() ? 1 : 2;
-        // Before the first offsets have come, what lies about where its strip should be begins its way to L2.
-        if (to == 0 && task.units && lane < SHAPE::DOWN) {
+    const int lane = threadIdx.x % WARP, of_row = min(lane, SHAPE::DOWN - 1) * task.strips;
+    int from = 0, to = 0;
+    // Behind the last row block: any rows do, their output is not stored.
+    const auto in_matrix = [&](int strip) {
+        int at = strip + of_row;
+        while (at >= task.row_blocks * task.strips) at -= task.strips;
+        return at;
+    };
+    const auto ask = [&](int strip) {
+        from = task.offsets[in_matrix(strip)];
+        to = task.offsets[in_matrix(strip) + 1];
+    };
+    const int first_strip = task.first_strips[blockIdx.x];
+    if (first_strip >= 0) {
+        const int strip = in_matrix(first_strip);
+        // Before the offsets have come, what lies about where the first strip should be begins its way to L2.
+        if (task.units && lane < SHAPE::DOWN) {
             constexpr int ABOUT = 32;
             const int begin = max(0, min((int)((float)strip * task.mean), task.units) - ABOUT);
             sm90::prefetch_to_l2(task.data + (int64_t)begin * TILE_UNIT,
                                  min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
         }
-        from = task.offsets[strip];
-        to = task.offsets[strip + 1];
-        return true;
-    };
-    bool more = look();
-    sync_threads(STRIP_BARRIERS, 2 * WARP);
+        ask(first_strip);
+    }
+    start_arrive();
+    const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
+    const uint64_t policy = evict_first();
     gemm_ring ring;
-    while (more) {
+    const auto fetch = [&] {
         if (lane < SHAPE::DOWN) {
             const int slot = ring.slot * SHAPE::DOWN + lane, bytes = (to - from) * TILE_UNIT;
             const uint32_t full = smem + SHAPE::PACKED_FULL + slot * 8;
             sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + slot * 8, ring.phase ^ 1);
             sm90::barrier_expect(full, bytes);
-            sm90::copy_bytes(strips_at + slot * task.slot_bytes, task.data + (int64_t)from * TILE_UNIT, bytes, full);
+            sm90::copy_bytes(strips_at + slot * task.slot_bytes, task.data + (int64_t)from * TILE_UNIT, bytes, full,
+                             policy);
         }
         __syncwarp();
-        more = look();
         ring.advance(task.packed_strips);
+    };
+    start_wait();
+    if (first_strip < 0) return;
+    fetch();
+    const gemm_work<SHAPE> work(task, blockIdx.x);
+    bool first = true;
+    for (int half = 0; half < work.halves;) {
+        const gemm_range range = work.find(half);
+        half += range.end - range.first;
+        int row_tile, token_tile;
+        gemm_place(task, range.tile, row_tile, token_tile);
+        const int row = work.row_block(row_tile) * task.strips;
+        for (int i = 0; i < range.count(); i += i < range.singles() ? 1 : 2) {
+            if (!first) {
+                ask(row + range.nth(i) / 2);
+                fetch();
+            }
+            first = false;
+        }
     }
 }
 
-// Where a warpgroup's output of a tile lies, [token][64 rows] with the swizzle of 128 bytes: in the stages that come last,
-// when `slot` is the next one to be filled. Nobody uses them before the output has left.
-template <class SHAPE>
-__device__ __forceinline__ uint32_t gemm_output(const gemm_task &task, uint32_t smem, int slot, int down) {
-    const int back = down * SHAPE::OUT_BYTES / SHAPE::X_BYTES + 1;
-    slot = slot < back ? slot - back + task.x_stages : slot - back;
-    return smem + SHAPE::X + slot * SHAPE::X_BYTES + down * SHAPE::OUT_BYTES % SHAPE::X_BYTES;
-}
-
-// A warp: makes barriers for others, says that this block's sums of a tile of another cluster's are there, and stores the
-// output: the multipliers would wait for these.
+// A warp: says that this block's sums of a tile of another cluster's are there, and stores the output: the multipliers would
+// wait for these.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) {
-    make_barriers(smem + SHAPE::PACKED_FULL, task.packed_strips * SHAPE::DOWN, 1);
-    make_barriers(smem + SHAPE::PACKED_EMPTY, task.packed_strips * SHAPE::DOWN, TILE_PARTS * sm90::WARP_ARRIVALS);
-    sm90::fence_barrier_init();
-    __syncwarp();
-    arrive_threads(STRIP_BARRIERS, 2 * WARP);
-    barriers_made();
-    const gemm_work<SHAPE> work(task);
+    const gemm_work<SHAPE> work(task, blockIdx.x);
+    start_wait();
     const int lane = threadIdx.x % WARP;
     uint32_t ranges = 0;
-    int slot = 0;
+    int behind = 0; // stages up to the end of a range
     for (int half = 0; half < work.halves; ranges++) {
         const gemm_range range = work.find(half);
         half += range.end - range.first;
-        slot = (slot + work.stages(range)) % task.x_stages;
-        const auto wait_for_multipliers = [&] { sync_threads(RANGE_DONE + ranges % 2, RANGE_DONE_THREADS<SHAPE>); };
-        const auto free_ring = [&] {
-            if (lane < SHAPE::SIDE)
-                sm90::barrier_arrive_remote(smem + SHAPE::RING_FREE + ranges % 2 * 8, work.rank ^ lane);
-        };
-        if (range.first > 0) {
-            uint64_t *given = work.given(work.number(), lane);
-            wait_for_multipliers();
-            free_ring();
-            if (lane < SHAPE::DOWN) store_release(given, task.launch);
-            __syncwarp();
-            continue;
-        }
+        behind += work.stages_in_front(range) + (range.gathers ? work.others(range.tile) * SHAPE::TURNS : 0) +
+                  work.stages_behind(range);
         int row_tile, token_tile;
         gemm_place(task, range.tile, row_tile, token_tile);
         const int token = work.first_token(token_tile);
-        const int64_t row = (int64_t)(work.row_block(row_tile) + lane) * TILE_ROWS;
-        const uint32_t output = gemm_output<SHAPE>(task, smem, slot, lane);
-        const bool stores = !task.y_plain && lane < SHAPE::DOWN && row < task.rows && token < task.tokens;
-        wait_for_multipliers();
-        if (stores) {
-            sm90::store_box(&task.y, (int)row, token, output);
-            sm90::stores_have_read();
+        for (int down = 0; down < SHAPE::DOWN; down++) {
+            const int slot = (behind - SHAPE::DOWN + down) % task.x_stages;
+            const int64_t row = (int64_t)(work.row_block(row_tile) + down) * TILE_ROWS;
+            sync_threads(DONE + down * 2 + ranges % 2, DONE_THREADS);
+            if (range.first > 0) {
+                if (lane == 0) store_release(work.given(work.number(), down), task.launch);
+            } else {
+                if (lane == 0 && !task.y_plain && row < task.rows && token < task.tokens) {
+                    sm90::store_box(&task.y, (int)row, token, smem + SHAPE::X + slot * SHAPE::X_BYTES);
+                    sm90::stores_have_read();
+                }
+                __syncwarp();
+                const uint32_t empty = smem + SHAPE::X_EMPTY + slot * 8;
+                if (lane == 0) sm90::barrier_arrive(empty, SHAPE::DOWN * RELEASES);
+                if (SHAPE::SIDE > 1 && lane == 1)
+                    sm90::barrier_arrive_remote(empty, work.rank ^ 1, SHAPE::DOWN * RELEASES);
+            }
+            __syncwarp();
         }
-        __syncwarp();
-        free_ring();
     }
 }
 
@@ -543,18 +551,19 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
 // The two blocks of a cluster have sums of the same output tile. Each sends the other those of the other's tokens, a
 // warpgroup to a stage of its ring; its own are the first then. The ring of the other is `ahead` of this one.
 template <class SHAPE, class RELEASE>
-__device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t smem, int rank, int down, uint32_t phase,
+__device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t smem, int rank, int down, uint32_t ranges,
                                               gemm_ring &ring, int ahead, float (&sums)[SHAPE::SUMS],
                                               const RELEASE &release) {
     constexpr int OUT_SUMS = SHAPE::OUT_SUMS;
     const int thread = threadIdx.x % 128, other = rank ^ 1, slots = task.x_stages;
     const int own_slot = gemm_slot(ring.slot + down, slots), other_slot = gemm_slot(own_slot + ahead, slots);
     const auto place = [&](int slot) { return smem + SHAPE::X + slot * SHAPE::X_BYTES + thread * 16; };
-    const uint32_t exchanged = smem + SHAPE::EXCHANGED + down * 8;
+    const uint32_t barriers = smem + (ranges % 2 * SHAPE::DOWN + down) * 8, phase = ranges / 2 % 2;
+    const uint32_t exchanged = barriers + SHAPE::EXCHANGED;
     if (thread == 0) sm90::barrier_expect(exchanged, SHAPE::SUMS_BYTES);
     const uint32_t here = place(own_slot), there = sm90::remote_address(place(other_slot), other),
                    full = sm90::remote_address(exchanged, other);
-    sm90::barrier_wait(smem + SHAPE::MAY_SEND + down * 8, phase);
+    sm90::barrier_wait(barriers + SHAPE::MAY_SEND, phase);
 #pragma unroll
     for (int j = 0; j < OUT_SUMS; j += 4) {
         float theirs[4];
@@ -571,13 +580,8 @@ __device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t sm
     for (int j = 0; j < OUT_SUMS; j += 4) gemm_add(sums + j, here + j * 512);
     sm90::fence_for_copies();
     sm90::warpgroup_sync(down); // they are read: the place is free
-#pragma unroll 1
-    for (int i = 0; i < SHAPE::DOWN; i++) {
-        // Another warpgroup's stage may still be one of tokens, which that one reads.
-        sm90::barrier_wait(smem + SHAPE::X_FULL + ring.slot * 8, ring.phase);
-        release(ring.slot);
-        ring.advance(slots);
-    }
+    release(own_slot, SHAPE::DOWN);
+    ring = ring.ahead(SHAPE::DOWN, slots);
 }
 
 // A warpgroup: 64 rows by TOKENS tokens.
@@ -593,9 +597,9 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
     int ahead = 0; // of this ring is that of the other block
     int last_stage = -1;
     // The whole warpgroup is behind a wgmma once one of its warps is, so one lane can hand the stage back for all.
-    const auto release = [&](int stage) {
+    const auto release = [&](int stage, int times = 1) {
         if (stage < 0 || (RELEASES == 1 && thread)) return;
-        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + stage * 8);
+        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + stage * 8, times);
         if (SHAPE::SIDE > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, work.rank ^ 1);
     };
     for (int begin = 0; begin < work.halves;) {
@@ -689,13 +693,20 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             multiply_tile(TILE_STRIP - 1, true);
             give_back(slot);
         }
+        const bool lags = SHAPE::LAG && left && task.x_stages > SHAPE::LAG;
+        const int waits_at = lags && down ? 2 : 0;
 #pragma unroll 1
         for (; left > 0; left -= 2) {
             const int slot = packed.slot;
 #pragma unroll
-            for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) multiply_tile(in_strip, left > 2);
+            for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) {
+                if (SHAPE::LAG && in_strip == TILE_STRIP - SHAPE::LAG && left == waits_at)
+                    sync_threads(FIRST_THROUGH, 256);
+                multiply_tile(in_strip, left > 2);
+            }
             give_back(slot);
         }
+        if (lags && down == 0) arrive_threads(FIRST_THROUGH, 256);
         if (halves) packed.advance(task.packed_strips);
         sm90::wgmma_wait<0>();
         sm90::settle(sums);
@@ -703,9 +714,9 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
         last_stage = -1;
         sm90::wait_for_previous_launch(); // before anything is written
 
-        if (SHAPE::PAIR > 1) gemm_exchange<SHAPE>(task, smem, work.rank, down, ranges & 1, ring, ahead, sums, release);
+        if (SHAPE::PAIR > 1) gemm_exchange<SHAPE>(task, smem, work.rank, down, ranges, ring, ahead, sums, release);
         // Another warp tells the owner, and stores the output: this one would wait for it.
-        const auto done = [&] { arrive_threads(RANGE_DONE + ranges++ % 2, RANGE_DONE_THREADS<SHAPE>); };
+        const auto done = [&] { arrive_threads(DONE + down * 2 + ranges++ % 2, DONE_THREADS); };
         if (range.first > 0) {
             float4 *to = work.sums(work.number(), down) + thread;
 #pragma unroll
@@ -715,7 +726,6 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             continue;
         }
         if (range.gathers) gemm_gather<SHAPE>(task, smem, work.others(range.tile), down, ring, sums, release);
-        sync_threads(ALL_THROUGH, SHAPE::DOWN * 128); // with the stages that come last
         // Asked for anew: there are no registers to keep them in while products run.
         const int lane = held(threadIdx.x) % WARP, warp = uniform(held(threadIdx.x) % 128 / WARP);
         int row_tile, token_tile;
@@ -725,7 +735,10 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
         float bias[2] = {0, 0};
         if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
         if (task.bias && row + 8 < task.rows) bias[1] = to_float(((const T *)task.bias)[row + 8]);
-        const uint32_t output = gemm_output<SHAPE>(task, smem, ring.slot, down);
+        const gemm_ring own = ring.ahead(down, task.x_stages);
+        sm90::barrier_wait(smem + SHAPE::X_FULL + own.slot * 8, own.phase);
+        ring = ring.ahead(SHAPE::DOWN, task.x_stages);
+        const uint32_t output = smem + SHAPE::X + own.slot * SHAPE::X_BYTES; // [token][64 rows], swizzled by 128 bytes
         const uint32_t to = output + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
 #pragma unroll
         for (int i = 0; i < SHAPE::OUT_TOKENS / 16; i++) {
@@ -757,27 +770,37 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = held(shared_address(shared));
     const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / WARP % 4);
+    // An SM fetches the task line by line, each when it is first read: here all at once.
+    const uint32_t line = threadIdx.x / WARP + threadIdx.x % 4 * (SHAPE::THREADS / WARP);
+    uint32_t word = 0;
+    if (line * 64 < sizeof task) word = ((const uint32_t *)&task)[line * 16];
+    asm volatile("" ::"r"(word));
     if (warpgroup < SHAPE::DOWN) {
+        gemm_make_barriers<SHAPE>(smem);
         start_arrive();
-        const gemm_work<SHAPE> work(task);
+        const gemm_work<SHAPE> work(task, blockIdx.x);
         sm90::take_registers<SHAPE::REGISTERS>();
-        start_wait(); // all barriers are there
+        start_wait();
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
-    } else {
-        sm90::give_registers<SHAPE::FETCH_REGISTERS>();
-        if (warp == 0) {
-            gemm_fetch_tokens<SHAPE>(task, smem);
-        } else if (warp == 1) {
-            gemm_fetch_strips<SHAPE>(task, smem);
-        } else if (warp == 2) {
-            gemm_help<SHAPE>(task, smem);
-        } else {
-            gemm_fetch_sums<SHAPE>(task, smem);
-        }
-        __syncwarp();
-        if (warp == 1 || warp == 2) start_wait();
+        return;
     }
-    sm90::cluster_sync(); // no block may leave while its neighbour writes into it
+    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
+    if (warp == 3) return gemm_fetch_strips<SHAPE>(task, smem);
+    if (warp < 2) {
+        if (warp == 0 && threadIdx.x % WARP == 0) {
+            sm90::prefetch_map(&task.x);
+            sm90::prefetch_map(&task.last_x);
+            sm90::prefetch_map(&task.y);
+        }
+        gemm_make_barriers<SHAPE>(smem);
+    }
+    start_arrive();
+    if (warp == 0)
+        gemm_help<SHAPE>(task, smem);
+    else if (warp == 1)
+        gemm_fetch_sums<SHAPE>(task, smem);
+    else
+        gemm_fetch_tokens<SHAPE>(task, smem);
 #endif
 }
 
@@ -807,6 +830,43 @@ struct gemm_args {
     cudaStream_t stream;
 };
 
+// What a plan and a shape say.
+template <class SHAPE>
+void gemm_lay_out(const tile_matrix &m, int64_t tokens, const tile_gemm_plan &plan, gemm_task *task) {
+    task->rows = m.rows;
+    task->tokens = (int)tokens;
+    task->row_blocks = (int)tile_row_blocks(m.rows);
+    task->strips = (int)tile_strips(m.cols);
+    task->halves = (int)ceil_div(m.cols, HALF_COLS);
+    task->row_tiles = (int)ceil_div(task->row_blocks, SHAPE::DOWN * SHAPE::SIDE);
+    task->token_tiles = (int)ceil_div(tokens, SHAPE::TOKENS);
+    task->clusters = plan.clusters;
+    task->cut = plan.cut;
+    task->by_clusters = gemm_divisor(task->clusters);
+    task->by_halves = gemm_divisor(task->halves);
+    task->by_groups = gemm_divisor(GROUP * (int64_t)task->token_tiles);
+    std::copy(std::begin(plan.begins), std::end(plan.begins), task->begins);
+    std::copy(std::begin(plan.first_strips), std::end(plan.first_strips), task->first_strips);
+}
+
+template <class SHAPE>
+void gemm_find_first_strips(const tile_matrix &m, int64_t tokens, tile_gemm_plan *plan) {
+    gemm_task task{};
+    gemm_lay_out<SHAPE>(m, tokens, *plan, &task);
+    for (int block = 0; block < plan->clusters * 2; block++) {
+        const gemm_work<SHAPE> work(task, block);
+        plan->first_strips[block] = -1;
+        for (int half = 0; half < work.halves && plan->first_strips[block] < 0;) {
+            const gemm_range range = work.find(half);
+            half += range.end - range.first;
+            if (range.count() <= 0) continue;
+            int row_tile, token_tile;
+            gemm_place(task, range.tile, row_tile, token_tile);
+            plan->first_strips[block] = work.row_block(row_tile) * task.strips + range.nth(0) / 2;
+        }
+    }
+}
+
 template <class SHAPE>
 int64_t gemm_given_bytes(int ranges) {
     return (ranges * 2 * SHAPE::DOWN * 8 + 127) / 128 * 128;
@@ -823,19 +883,7 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     task.offsets = m.offsets;
     task.bias = args.bias;
     task.y_plain = m.rows % 8 || (uintptr_t)args.y % 16 ? args.y : nullptr;
-    task.rows = m.rows;
-    task.tokens = (int)args.tokens;
-    task.row_blocks = (int)tile_row_blocks(m.rows);
-    task.strips = (int)tile_strips(m.cols);
-    task.halves = (int)ceil_div(m.cols, HALF_COLS);
-    task.row_tiles = (int)ceil_div(task.row_blocks, SHAPE::DOWN * SHAPE::SIDE);
-    task.token_tiles = (int)ceil_div(args.tokens, SHAPE::TOKENS);
-    task.clusters = plan.clusters;
-    task.cut = plan.cut;
-    task.by_clusters = gemm_divisor(task.clusters);
-    task.by_halves = gemm_divisor(task.halves);
-    task.by_groups = gemm_divisor(GROUP * (int64_t)task.token_tiles);
-    std::copy(std::begin(plan.begins), std::end(plan.begins), task.begins);
+    gemm_lay_out<SHAPE>(m, args.tokens, plan, &task);
     task.units = (int)std::min<int64_t>(m.units, INT32_MAX);
     task.mean = (float)m.units / tile_count(m.rows, m.cols);
     task.given = (uint64_t *)args.room;
@@ -879,6 +927,11 @@ void for_gemm_shapes(const BODY &body) {
     body(gemm_shape<256, 2, 2>());
     body(gemm_shape<128, 2, 2>());
     body(gemm_shape<128, 3, 2>());
+}
+
+template <class SHAPE>
+bool gemm_is(const tile_gemm_plan &plan) {
+    return plan.row_blocks == SHAPE::DOWN && plan.tokens == SHAPE::TOKENS && plan.pair == SHAPE::PAIR;
 }
 
 // How many clusters run at once. Each block takes an SM.
@@ -990,7 +1043,7 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
                  cut ? 1 + alike : 0);
         const bool wanted = forced && !strcmp(way, forced);
         if (!wanted && (whole * halves + cut * halves / clusters) * clocks.half >= *least) return;
-        tile_gemm_plan found = {0, SHAPE::DOWN, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut, {}};
+        tile_gemm_plan found = {0, SHAPE::DOWN, SHAPE::TOKENS, SHAPE::PAIR, (int)clusters, (int)cut, {}, {}};
         int64_t time = whole * (halves * clocks.half + clocks.exchange + clocks.out);
         if (cut) {
             // Blocks at different columns find less in L2, the more so where it does not hold the tokens.
@@ -1032,6 +1085,10 @@ cudaError_t gemm_choose(const tile_matrix &m, int64_t tokens, const Device &devi
             if (!error) error = allow_all_shared_memory<tile_gemm_kernel<T, SHAPE>>(device);
             if (!error) error = gemm_consider<T, SHAPE>(m, tokens, device, forced, cuts, &least, plan);
         });
+    for_gemm_shapes([&](auto shape) {
+        using SHAPE = decltype(shape);
+        if (gemm_is<SHAPE>(*plan)) gemm_find_first_strips<SHAPE>(m, tokens, plan);
+    });
     return !error && least == INT64_MAX ? cudaErrorInvalidValue : error;
 }
 
@@ -1040,8 +1097,7 @@ cudaError_t gemm_run(const gemm_args &args, const Device &device) {
     cudaError_t error = cudaErrorInvalidValue;
     for_gemm_shapes([&](auto shape) {
         using SHAPE = decltype(shape);
-        if (args.plan.row_blocks == SHAPE::DOWN && args.plan.tokens == SHAPE::TOKENS && args.plan.pair == SHAPE::PAIR)
-            error = gemm_launch<T, SHAPE>(args, device);
+        if (gemm_is<SHAPE>(args.plan)) error = gemm_launch<T, SHAPE>(args, device);
     });
     return error;
 }
@@ -1051,7 +1107,7 @@ cudaError_t gemm_run(const gemm_args &args, const Device &device) {
 
 cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan) {
     using namespace macko;
-    *plan = {-1, 0, 0, 0, 0, 0, {}};
+    *plan = {-1, 0, 0, 0, 0, 0, {}, {}};
     Device device;
     const cudaError_t error = current_device(&device);
     if (error || tokens <= 64 || tokens > INT32_MAX || !m->rows || !m->cols || device.major != 9 ||

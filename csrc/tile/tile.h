@@ -179,10 +179,11 @@ cudaError_t tile_mm_cuda(const tile_matrix *m, int64_t tokens, const void *x, in
  * content, for the sums of output tiles that blocks share.
  */
 typedef struct tile_gemm_plan {
-    int64_t room_bytes;                 /* -1 where it is tile_mm_cuda that multiplies */
-    int row_blocks, tokens, pair;       /* of an output tile; blocks that share it */
-    int clusters, cut;                  /* of two blocks; output tiles that all of them share */
-    int begins[TILE_MOST_CLUSTERS + 1]; /* of what each has of those, in halves of strips */
+    int64_t room_bytes;                       /* -1 where it is tile_mm_cuda that multiplies */
+    int row_blocks, tokens, pair;             /* of an output tile; blocks that share it */
+    int clusters, cut;                        /* of two blocks; output tiles that all of them share */
+    int begins[TILE_MOST_CLUSTERS + 1];       /* of what each has of those, in halves of strips */
+    int first_strips[TILE_MOST_CLUSTERS * 2]; /* that each block works on; -1: none */
 } tile_gemm_plan;
 cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan);
 cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,

@@ -307,7 +307,8 @@ def load_tokens(path: Path) -> dict[tuple[float, int, str], dict[tuple[int, int]
 
 def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
     named = {"sell": "sell", "tile": "tile", "tile_alone": "tile, alone", "stream": "sell's stream, chained",
-             "stream_alone": "sell's stream, alone", "tiles": "sell by dense rows"}  # fmt: skip
+             "stream_alone": "sell's stream, alone", "tiles": "sell by dense rows",
+             "zeros": "the library, with the same zeros"}  # fmt: skip
     named = {name: title for name, title in named.items() if name in {key[2] for key in found}}
     rows = []
     for density, tokens in sorted({key[:2] for key in found}, key=lambda key: (-key[0], key[1])):
@@ -321,14 +322,17 @@ def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float
 
 
 def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
-    """Speed-up of tile by shape, where the tensor cores' time counts."""
+    """Speed-up of tile by shape, where the tensor cores' time counts; in brackets that over the same zeros."""
     numbers = sorted({key[1] for key in found if key[2] == "tile" and key[0] == 0.5 and key[1] >= 64})
     cells = {tokens: found[0.5, tokens, "tile"] for tokens in numbers}
     shapes = sorted(cells[numbers[0]], key=lambda shape: shape[0] * shape[1])
-    rows = [
-        [f"{shape[0]} x {shape[1]}", *(f"{cells[n][shape]:.2f}x" if shape in cells[n] else "" for n in numbers)]
-        for shape in shapes
-    ]
+    rows = []
+    for shape in shapes:
+        row = []
+        for n in numbers:
+            over, zeros = cells[n].get(shape), found.get((0.5, n, "zeros"), {}).get(shape)
+            row.append((f"{over:.2f}x" if over else "") + (f" ({over / zeros:.2f}x)" if over and zeros else ""))
+        rows.append([f"{shape[0]} x {shape[1]}", *row])
     return table(["rows x cols", *(f"{tokens} tokens" for tokens in numbers)], rows)
 
 

@@ -4,11 +4,12 @@
     python -m benchmarks.spmm --gpu --kernels stream,stream_alone,tiles --tokens 1,2,4,8,16
     python -m benchmarks.spmm --gpu --kernels tile,tile_128x256x1x1,tile_128x256x2x2 --tokens 128,256,512
 
-Kernels: dense (F.linear; torch.mv too at one token); sell and tile, what a layer of that format does; parts of what
-sell may choose: stream (sell_spmm), tiles (dense rows in a workspace, then the library's product); and ways to run tile
-with more than 64 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such layers, but for those
-that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64. Times
-as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to benchmarks/results/<gpu>/spmm.jsonl.
+Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
+pruned one, whose zeros take less power; sell and tile, what a layer of that format does; parts of what sell may
+choose: stream (sell_spmm), tiles (dense rows in a workspace, then the library's product); and ways to run tile with
+more than 64 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such layers, but for those
+that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64.
+Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to benchmarks/results/<gpu>/spmm.jsonl.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,8 +31,9 @@ from macko.formats import MackoWeight, PackedWeight, SellWeight, TileWeight
 from .spmv import DTYPES, EIGHT, environment, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
 
-#: Kernel: format, method, knobs, the numbers of tokens.
-VARIANTS: dict[str, tuple[type[PackedWeight], str, dict[str, str], range]] = {
+#: Kernel: format (None: dense), method, knobs, the numbers of tokens.
+VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, dict[str, str], range]] = {
+    "zeros": (None, "", {}, range(1, 1 << 30)),
     "sell": (SellWeight, "linear", {}, range(1, 1 << 30)),
     "tile": (TileWeight, "linear", {}, range(1, 1 << 30)),
     "tile_alone": (TileWeight, "linear", {"MACKO_PDL": "0"}, range(1, 1 << 30)),
@@ -122,11 +125,11 @@ def main() -> None:
             canonical = MackoWeight.from_dense(w)
             for kernel in args.kernels.split(","):
                 kind, method, knobs, sizes = VARIANTS[kernel]
-                packed = kind.from_macko(canonical)
-                rotated = packed_copies(packed)
+                packed = kind.from_macko(canonical) if kind else None
+                rotated = packed_copies(packed) if packed else [tensors[0] for tensors in copies([w])]
                 shown = []
                 about = {"rows": rows, "cols": cols, "density": density, "dtype": args.dtype, "mask": "uniform", **what}
-                if kernel == packed.format:
+                if packed and kernel == packed.format:
                     timing = time_unpack(packed, rotated, w)
                     moved = packed.nbytes + w.nbytes
                     shown.append(f"unpack: {timing.median_us:.2f} ({moved / timing.median_us / 1e6:.2f} TB/s)")
@@ -135,15 +138,17 @@ def main() -> None:
                 for n, x in inputs.items():
                     if n not in sizes:
                         continue
-                    calls = [lambda c=c, x=x, method=method: getattr(c, method)(x) for c in rotated]
+                    products = [getattr(c, method) if packed else partial(F.linear, weight=c) for c in rotated]
+                    calls = [partial(product, x) for product in products]
+                    exact_sum = kernel not in ("tiles", "zeros") and (kernel != "sell" or n == 1)
                     with environment(**knobs):
-                        check(kernel, calls[0], w, x, exact_sum=kernel != "tiles" and (kernel != "sell" or n == 1))
+                        check(kernel, calls[0], w, x, exact_sum)
                         timing = time_calls(calls, n)
                     speedup = dense_us[n] / timing.median_us
                     logs.setdefault((density, n, kernel), []).append(math.log(speedup))
                     shown.append(f"{n}: {timing.median_us:.2f} ({speedup:.2f}x)")
                     times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
-                    facts = {"dense_us": round(dense_us[n], 3), "held_bytes": packed.nbytes}
+                    facts = {"dense_us": round(dense_us[n], 3), "held_bytes": (packed or w).nbytes}
                     append_jsonl(out, kernel=kernel, tokens=n, **times, **facts, **about)
                 print(f"{shape} {density} {kernel:6} us (x over dense)  {'  '.join(shown)}", flush=True)
                 del rotated, packed

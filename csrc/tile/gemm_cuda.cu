@@ -261,8 +261,8 @@ __device__ __forceinline__ void start_wait() {
 #endif
 }
 
-// All mbarriers, some by each warp but the last two. One takes a warp about 40 clocks, whichever lane makes it (H200, by a clock
-// in the kernel).
+// All mbarriers, some by each warp but the last two: one takes a warp about 40 clocks, whichever lane makes it (H200, by a
+// clock in the kernel).
 template <class SHAPE>
 __device__ __forceinline__ void gemm_make_barriers(uint32_t smem) {
     const int at = (threadIdx.x / WARP + threadIdx.x % WARP * (SHAPE::THREADS / WARP - 2)) * 8;
@@ -941,7 +941,8 @@ cudaError_t gemm_clusters_at_once(const Device &device, int *clusters) {
                                                            clusters);
 }
 
-// What takes how many clocks of an SM (H200, density 0.5, by a clock in the kernel, 2026-11-22).
+// What takes how many clocks of an SM: fitted to the times of all ways at 35 shapes and numbers of tokens (H200, density 0.5,
+// 2026-11-22). While one warpgroup does these things the other multiplies, so most are less than a clock in the kernel says.
 struct gemm_clocks {
     int64_t half;     // products of half a strip
     int64_t exchange; // sums with the other block
@@ -953,9 +954,10 @@ struct gemm_clocks {
 
 template <class SHAPE>
 gemm_clocks gemm_clocks_of() {
-    constexpr int STRIP = SHAPE::TOKENS > 128 ? 4240 : SHAPE::DOWN > 2 ? 4050 : 2700;
+    constexpr int STRIP = SHAPE::TOKENS > 128 ? 4240 : SHAPE::DOWN > 2 ? 4090 : 2730;
     constexpr int SUMS = SHAPE::DOWN * SHAPE::SUMS_BYTES;
-    return {STRIP / 2 / SHAPE::PAIR, SHAPE::PAIR > 1 ? 1000 + SUMS / 16 : 0, SUMS / 27, 3800, SUMS / 80, 2500};
+    return {STRIP / 2 / SHAPE::PAIR, SHAPE::PAIR > 1 ? 960 + SUMS / 21 : 0, SUMS / 27, 3800, SUMS / 100,
+            2300 + SUMS / 150};
 }
 
 // Clocks until the last cluster ends: each has `whole` tiles, and from begins[number] on of the cut ones, in halves.
@@ -1047,7 +1049,7 @@ cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &de
         int64_t time = whole * (halves * clocks.half + clocks.exchange + clocks.out);
         if (cut) {
             // Blocks at different columns find less in L2, the more so where it does not hold the tokens.
-            if (!alike) clocks.half = clocks.half * (gemm_is_far(m, tokens) ? 105 : 101) / 100;
+            if (!alike) clocks.half = clocks.half * (gemm_is_far(m, tokens) ? 105 : 102) / 100;
             time = gemm_deal(found.begins, (int)clusters, (int)cut, (int)halves, (int)whole, alike, clocks);
             if (time == INT64_MAX) return;
             while (!whole && found.begins[found.clusters - 1] == cut * halves) found.clusters--;

@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, dict[str, str], range]
 #: tile in each way to run more than 64 tokens that csrc/tile/gemm_cuda.cu knows, where it fits (else as it chooses).
 VARIANTS |= {
     f"tile_{size}x{cut}": (TileWeight, "linear", {"MACKO_TILE_GEMM": f"{size}x{cut}"}, range(65, 1 << 30))
-    for size in ("128x256x1", "128x256x2", "128x128x2", "192x128x2")
+    for size in ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
     for cut in range(3)
 }
 

@@ -92,7 +92,7 @@ struct gemm_shape {
     static_assert(OUT_BYTES <= X_BYTES);
     // A warpgroup waits for one of so many stages at least: more than a round behind it would take one phase for another.
     static constexpr int MIN_X_STAGES = DOWN;
-    static constexpr int X_STAGES = TOKENS > 128 ? 4 : MAX_X_STAGES; // no more
+    static constexpr int X_STAGES = TOKENS > 192 ? 4 : TOKENS > 128 ? 5 : MAX_X_STAGES; // no more
     // Barriers of the exchange are two in turn: when the one after the next range's is used, this range's stage is free.
     static_assert(PAIR == 1 || 3 * DOWN + HALF_TILES >= X_STAGES);
     // So many tiles before its end a range's second warpgroup lets the first one go ahead: then one exchanges sums, gives
@@ -925,6 +925,8 @@ template <class BODY>
 void for_gemm_shapes(const BODY &body) {
     body(gemm_shape<256, 2, 1>());
     body(gemm_shape<256, 2, 2>());
+    body(gemm_shape<192, 2, 1>());
+    body(gemm_shape<192, 2, 2>());
     body(gemm_shape<128, 2, 2>());
     body(gemm_shape<128, 3, 2>());
 }
@@ -954,7 +956,7 @@ struct gemm_clocks {
 
 template <class SHAPE>
 gemm_clocks gemm_clocks_of() {
-    constexpr int STRIP = SHAPE::TOKENS > 128 ? 4240 : SHAPE::DOWN > 2 ? 4090 : 2730;
+    constexpr int STRIP = SHAPE::TOKENS > 192 ? 4240 : SHAPE::TOKENS > 128 ? 3550 : SHAPE::DOWN > 2 ? 4090 : 2730;
     constexpr int SUMS = SHAPE::DOWN * SHAPE::SUMS_BYTES;
     return {STRIP / 2 / SHAPE::PAIR, SHAPE::PAIR > 1 ? 960 + SUMS / 21 : 0, SUMS / 27, 3800, SUMS / 100,
             2300 + SUMS / 150};
@@ -1119,9 +1121,9 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     constexpr size_t MOST = 4096;
     static std::mutex mutex;
     static std::map<std::array<int64_t, 7>, tile_gemm_plan> known;
-    // What it depends on: of the tokens, how many tiles they fill, which for 256 follows from 128.
+    // What it depends on: of the tokens, how many tiles they fill, which follows from those of 64.
     const std::array<int64_t, 7> key = {
-        device.index,           m->dtype, tile_row_blocks(m->rows), m->cols, m->widest, ceil_div(tokens, 128),
+        device.index,           m->dtype, tile_row_blocks(m->rows), m->cols, m->widest, ceil_div(tokens, 64),
         gemm_is_far(*m, tokens)};
     const char *forced = getenv("MACKO_TILE_GEMM");
     const std::lock_guard<std::mutex> lock(mutex);

@@ -23,6 +23,9 @@ struct tile_wgmma;
 #define MACKO_TILE_NAMES_32 "{" MACKO_TILE_TEN_0 "%10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20"
 #define MACKO_TILE_NAMES_64 "{" MACKO_TILE_TENS_0_2 "%30, %31}, {%32, %33, %34, %35}, %36"
 #define MACKO_TILE_NAMES_128 "{" MACKO_TILE_TENS_0_5 "%60, %61, %62, %63}, {%64, %65, %66, %67}, %68"
+#define MACKO_TILE_NAMES_192                                                                                           \
+    "{" MACKO_TILE_TENS_0_5 MACKO_TILE_TEN("6") MACKO_TILE_TEN("7")                                                    \
+        MACKO_TILE_TEN("8") "%90, %91, %92, %93, %94, %95}, {%96, %97, %98, %99}, %100"
 #define MACKO_TILE_NAMES_256                                                                                           \
     "{" MACKO_TILE_TENS_0_5 MACKO_TILE_TENS_6_11                                                                       \
     "%120, %121, %122, %123, %124, %125, %126, %127}, {%128, %129, %130, %131}, %132"
@@ -45,6 +48,7 @@ struct tile_wgmma;
     MACKO_TILE_WGMMA(T, KIND, 32)                                                                                      \
     MACKO_TILE_WGMMA(T, KIND, 64)                                                                                      \
     MACKO_TILE_WGMMA(T, KIND, 128)                                                                                     \
+    MACKO_TILE_WGMMA(T, KIND, 192)                                                                                     \
     MACKO_TILE_WGMMA(T, KIND, 256)
 MACKO_TILE_WGMMA_TYPE(__half, "f16")
 MACKO_TILE_WGMMA_TYPE(__nv_bfloat16, "bf16")

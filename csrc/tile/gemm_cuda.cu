@@ -93,7 +93,8 @@ struct gemm_shape {
     // A warpgroup waits for one of so many stages at least: more than a round behind it would take one phase for another.
     static constexpr int MIN_X_STAGES = DOWN;
     static constexpr int X_STAGES = TOKENS > 192 ? 4 : TOKENS > 128 ? 5 : MAX_X_STAGES; // no more
-    // Barriers of the exchange are two in turn: when the one after the next range's is used, this range's stage is free.
+    // Barriers of the exchange are two in turn: when the one after the next range's is used, this range's stage is free. For
+    // that next range is not given away, and each block has a half of it at least (gemm_consider).
     static_assert(PAIR == 1 || 3 * DOWN + HALF_TILES >= X_STAGES);
     // So many tiles before its end a range's second warpgroup lets the first one go ahead: then one exchanges sums, gives
     // them away or puts them out while the other multiplies.
@@ -244,8 +245,12 @@ struct gemm_ring {
 constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? 128 : 1;
 
 // Barriers of threads. Of warpgroups: 1 to DOWN.
-enum { TOKENS_FETCHED = 4, FIRST_THROUGH, DONE /* two in turn of each warpgroup */ };
+enum { TOKENS_FETCHED = 4, FIRST_THROUGH, DONE /* three in turn of each warpgroup */ };
 constexpr int DONE_THREADS = 128 + WARP;
+// A warpgroup may be two ranges on before the helper has seen one: of a range that is given, no stage waits for the helper.
+__device__ __forceinline__ int gemm_done(int down, uint32_t ranges) {
+    return DONE + down * 3 + ranges % 3;
+}
 
 // The start of both blocks: a warp arrives, and waits before it uses a barrier. racecheck does not get on where some warps
 // wait and others do something else meanwhile, so in its build all wait at once.
@@ -295,7 +300,8 @@ __device__ __forceinline__ void gemm_hand_over(const gemm_task &task, uint32_t s
 }
 
 // The end of the ring. No block may leave while its neighbour writes into it: all has come once all stages are free again.
-// (A barrier of the cluster would have to order what all threads have written, in the whole GPU.)
+// (A barrier of the cluster would have to order what all threads have written, in the whole GPU.) Blocks that share a tile
+// fill their stages by themselves; what each sends the other is waited for at every exchange.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_drain(const gemm_task &task, uint32_t smem, gemm_ring ring) {
     for (int i = 0; SHAPE::SIDE > 1 && i < task.x_stages; i++) {
@@ -416,8 +422,8 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
     gemm_drain<SHAPE>(task, smem, ring);
 }
 
-// A warp: the packed strips, a lane for each row block. The last one of the block: it asks for the first offsets, which the
-// plan knows the place of, before all else, and makes no barriers.
+// A warp: the packed strips, a lane for each row block. It asks for the first offsets, which the plan knows the place of,
+// before all else.
 template <class SHAPE>
 __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_t smem) {
     const int lane = threadIdx.x % WARP, of_row = min(lane, SHAPE::DOWN - 1) * task.strips;
@@ -444,6 +450,7 @@ __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_
         }
         ask(first_strip);
     }
+    __syncwarp();
     start_arrive();
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
     const uint64_t policy = evict_first();
@@ -501,7 +508,7 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
         for (int down = 0; down < SHAPE::DOWN; down++) {
             const int slot = (behind - SHAPE::DOWN + down) % task.x_stages;
             const int64_t row = (int64_t)(work.row_block(row_tile) + down) * TILE_ROWS;
-            sync_threads(DONE + down * 2 + ranges % 2, DONE_THREADS);
+            sync_threads(gemm_done(down, ranges), DONE_THREADS);
             if (range.first > 0) {
                 if (lane == 0) store_release(work.given(work.number(), down), task.launch);
             } else {
@@ -510,10 +517,12 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
                     sm90::stores_have_read();
                 }
                 __syncwarp();
+                // For each warpgroup by itself, in both blocks at once: no barrier gets more than it still waits for, whatever
+                // else arrives.
                 const uint32_t empty = smem + SHAPE::X_EMPTY + slot * 8;
-                if (lane == 0) sm90::barrier_arrive(empty, SHAPE::DOWN * RELEASES);
-                if (SHAPE::SIDE > 1 && lane == 1)
-                    sm90::barrier_arrive_remote(empty, work.rank ^ 1, SHAPE::DOWN * RELEASES);
+                if (SHAPE::SIDE == 1 && lane < SHAPE::DOWN) sm90::barrier_arrive(empty, RELEASES);
+                if (SHAPE::SIDE > 1 && lane < SHAPE::DOWN * SHAPE::SIDE)
+                    sm90::barrier_arrive_remote(empty, work.rank ^ lane / SHAPE::DOWN, RELEASES);
             }
             __syncwarp();
         }
@@ -600,7 +609,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
     const auto release = [&](int stage, int times = 1) {
         if (stage < 0 || (RELEASES == 1 && thread)) return;
         sm90::barrier_arrive(smem + SHAPE::X_EMPTY + stage * 8, times);
-        if (SHAPE::SIDE > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, work.rank ^ 1);
+        if (SHAPE::SIDE > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, work.rank ^ 1, times);
     };
     for (int begin = 0; begin < work.halves;) {
         const gemm_range range = work.find(begin);
@@ -716,7 +725,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
 
         if (SHAPE::PAIR > 1) gemm_exchange<SHAPE>(task, smem, work.rank, down, ranges, ring, ahead, sums, release);
         // Another warp tells the owner, and stores the output: this one would wait for it.
-        const auto done = [&] { arrive_threads(DONE + down * 2 + ranges++ % 2, DONE_THREADS); };
+        const auto done = [&] { arrive_threads(gemm_done(down, ranges++), DONE_THREADS); };
         if (range.first > 0) {
             float4 *to = work.sums(work.number(), down) + thread;
 #pragma unroll

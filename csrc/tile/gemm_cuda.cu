@@ -971,10 +971,11 @@ gemm_clocks gemm_clocks_of() {
             2300 + SUMS / 150};
 }
 
-// Clocks until the last cluster ends: each has `whole` tiles, and from begins[number] on of the cut ones, in halves.
-int64_t gemm_time(const int *begins, int clusters, int halves, int whole, const gemm_clocks &clocks) {
+// Clocks until the last cluster ends: each has `whole` tiles, and from begins[number] on of the cut ones, in halves. Or some
+// number from `least` on, where it is not less.
+int64_t gemm_time(const int *begins, int clusters, int halves, int whole, const gemm_clocks &clocks, int64_t least) {
     int64_t given[TILE_MOST_CLUSTERS], last = 0;
-    for (int i = clusters - 1; i >= 0; i--) {
+    for (int i = clusters - 1; i >= 0 && last < least; i--) {
         int at = begins[i];
         const int end = begins[i + 1], in_tile = at % halves;
         int64_t time = 0;
@@ -1013,7 +1014,7 @@ int64_t gemm_deal(int *begins, int clusters, int cut, int halves, int whole, boo
             left = (left + (count + halves - 1 - left) / halves * halves - count);
         }
         if (tried[clusters] < total) return;
-        const int64_t time = gemm_time(tried, clusters, halves, whole, clocks);
+        const int64_t time = gemm_time(tried, clusters, halves, whole, clocks, least);
         if (time >= least) return;
         least = time;
         std::copy(tried, tried + clusters + 1, begins);
@@ -1130,10 +1131,13 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     constexpr size_t MOST = 4096;
     static std::mutex mutex;
     static std::map<std::array<int64_t, 7>, tile_gemm_plan> known;
+    int64_t fits = 0; // which shapes: all that it depends on of the largest strip
+    gemm_task rings;
+    rings.slot_bytes = gemm_slot_bytes(*m);
+    for_gemm_shapes([&](auto shape) { fits = fits * 2 + gemm_rings<decltype(shape)>(device, &rings); });
     // What it depends on: of the tokens, how many tiles they fill, which follows from those of 64.
     const std::array<int64_t, 7> key = {
-        device.index,           m->dtype, tile_row_blocks(m->rows), m->cols, m->widest, ceil_div(tokens, 64),
-        gemm_is_far(*m, tokens)};
+        device.index, m->dtype, tile_row_blocks(m->rows), m->cols, fits, ceil_div(tokens, 64), gemm_is_far(*m, tokens)};
     const char *forced = getenv("MACKO_TILE_GEMM");
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto found = known.find(key); !forced && found != known.end()) {

@@ -127,6 +127,8 @@ def main() -> None:
                 kind, method, knobs, sizes = VARIANTS[kernel]
                 packed = kind.from_macko(canonical) if kind else None
                 rotated = packed_copies(packed) if packed else [tensors[0] for tensors in copies([w])]
+                products = [getattr(c, method) if packed else partial(F.linear, weight=c) for c in rotated]
+                exact = kernel not in ("tiles", "zeros")
                 shown = []
                 about = {"rows": rows, "cols": cols, "density": density, "dtype": args.dtype, "mask": "uniform", **what}
                 if packed and kernel == packed.format:
@@ -138,11 +140,9 @@ def main() -> None:
                 for n, x in inputs.items():
                     if n not in sizes:
                         continue
-                    products = [getattr(c, method) if packed else partial(F.linear, weight=c) for c in rotated]
                     calls = [partial(product, x) for product in products]
-                    exact_sum = kernel not in ("tiles", "zeros") and (kernel != "sell" or n == 1)
                     with environment(**knobs):
-                        check(kernel, calls[0], w, x, exact_sum)
+                        check(kernel, calls[0], w, x, exact and (kernel != "sell" or n == 1))
                         timing = time_calls(calls, n)
                     speedup = dense_us[n] / timing.median_us
                     logs.setdefault((density, n, kernel), []).append(math.log(speedup))
@@ -151,7 +151,7 @@ def main() -> None:
                     facts = {"dense_us": round(dense_us[n], 3), "held_bytes": (packed or w).nbytes}
                     append_jsonl(out, kernel=kernel, tokens=n, **times, **facts, **about)
                 print(f"{shape} {density} {kernel:6} us (x over dense)  {'  '.join(shown)}", flush=True)
-                del rotated, packed
+                del rotated, packed, products
             del canonical, w
         del dense, inputs
     for (density, n, kernel), values in sorted(logs.items()):

@@ -88,8 +88,7 @@ struct gemm_shape {
     static constexpr int GATHER_BYTES = DOWN > 2 ? X_BYTES / 4 : X_BYTES / DOWN, TURNS = SUMS_BYTES / GATHER_BYTES;
     static_assert(TURNS * GATHER_BYTES == SUMS_BYTES && DOWN * GATHER_BYTES <= X_BYTES);
     static_assert(PAIR == 1 || SUMS_BYTES == X_BYTES);
-    static constexpr int OUT_BYTES = OUT_TOKENS * TILE_ROWS * 2; // of a warpgroup
-    static_assert(OUT_BYTES <= X_BYTES);
+    static_assert(OUT_TOKENS * TILE_ROWS * 2 <= X_BYTES); // output of a warpgroup
     // A warpgroup waits for one of so many stages at least: more than a round behind it would take one phase for another.
     static constexpr int MIN_X_STAGES = DOWN;
     static constexpr int X_STAGES = TOKENS > 192 ? 4 : TOKENS > 128 ? 5 : MAX_X_STAGES; // no more
@@ -827,6 +826,13 @@ int gemm_slot_bytes(const tile_matrix &m) {
     return (m.widest * TILE_UNIT + TILE_BEHIND + 127) / 128 * 128;
 }
 
+template <class SHAPE>
+bool gemm_fits(const tile_matrix &m, const Device &device) {
+    gemm_task rings;
+    rings.slot_bytes = gemm_slot_bytes(m);
+    return gemm_rings<SHAPE>(device, &rings);
+}
+
 struct gemm_args {
     const tile_matrix &m;
     int64_t tokens;
@@ -858,6 +864,7 @@ void gemm_lay_out(const tile_matrix &m, int64_t tokens, const tile_gemm_plan &pl
     std::copy(std::begin(plan.first_strips), std::end(plan.first_strips), task->first_strips);
 }
 
+// By the same rules as the kernel, so that it need not work them out before it asks for anything.
 template <class SHAPE>
 void gemm_find_first_strips(const tile_matrix &m, int64_t tokens, tile_gemm_plan *plan) {
     gemm_task task{};
@@ -868,7 +875,7 @@ void gemm_find_first_strips(const tile_matrix &m, int64_t tokens, tile_gemm_plan
         for (int half = 0; half < work.halves && plan->first_strips[block] < 0;) {
             const gemm_range range = work.find(half);
             half += range.end - range.first;
-            if (range.count() <= 0) continue;
+            if (!range.count()) continue;
             int row_tile, token_tile;
             gemm_place(task, range.tile, row_tile, token_tile);
             plan->first_strips[block] = work.row_block(row_tile) * task.strips + range.nth(0) / 2;
@@ -1038,9 +1045,7 @@ bool gemm_is_far(const tile_matrix &m, int64_t tokens) {
 template <typename T, class SHAPE>
 cudaError_t gemm_consider(const tile_matrix &m, int64_t tokens, const Device &device, const char *forced, bool cuts,
                           int64_t *least, tile_gemm_plan *plan) {
-    gemm_task rings;
-    rings.slot_bytes = gemm_slot_bytes(m);
-    if (!gemm_rings<SHAPE>(device, &rings)) return cudaSuccess;
+    if (!gemm_fits<SHAPE>(m, device)) return cudaSuccess;
     const int64_t halves = ceil_div(m.cols, HALF_COLS);
     if (halves < SHAPE::PAIR) return cudaSuccess; // one of the two would never have any
     int at_once;
@@ -1132,9 +1137,7 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     static std::mutex mutex;
     static std::map<std::array<int64_t, 7>, tile_gemm_plan> known;
     int64_t fits = 0; // which shapes: all that it depends on of the largest strip
-    gemm_task rings;
-    rings.slot_bytes = gemm_slot_bytes(*m);
-    for_gemm_shapes([&](auto shape) { fits = fits * 2 + gemm_rings<decltype(shape)>(device, &rings); });
+    for_gemm_shapes([&](auto shape) { fits = fits * 2 + gemm_fits<decltype(shape)>(*m, device); });
     // What it depends on: of the tokens, how many tiles they fill, which follows from those of 64.
     const std::array<int64_t, 7> key = {
         device.index, m->dtype, tile_row_blocks(m->rows), m->cols, fits, ceil_div(tokens, 64), gemm_is_far(*m, tokens)};

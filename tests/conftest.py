@@ -26,6 +26,10 @@ else:
     settings.load_profile("macko")
 
 
+# Matrices here are so small that threads only wait for each other; tests that need several say how many.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(params=cpu_paths())
 def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test once on each vector path of the CPU."""

@@ -77,6 +77,7 @@ def test_needed_libraries(library: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_imports_where_no_gpu_is_visible() -> None:
     ran = python("import macko; print(macko.MackoWeight.__name__)", CUDA_VISIBLE_DEVICES="")
     assert ran.stdout == "MackoWeight\n", ran.stderr
@@ -102,12 +103,14 @@ def test_cuda_library_that_does_not_load() -> None:
     assert "CUDA library does not load" in ran.stderr
 
 
+@pytest.mark.slow
 def test_import_without_a_build_says_how_to_build(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "macko", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     ran = python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import macko")
     assert "macko's library is not built. In the source folder run `make build`" in ran.stderr
 
 
+@pytest.mark.slow
 def test_library_that_does_not_load(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "macko", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "macko" / "_C.abi3.so").write_bytes(b"not a library")

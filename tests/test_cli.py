@@ -84,6 +84,7 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # so that logits are the same
@@ -107,6 +108,7 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert all(0 < found["of_bound"] <= 1 for found in row["layers"])
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize("merge", [False, True])
 def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama) -> None:

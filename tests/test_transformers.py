@@ -69,6 +69,7 @@ def sparse_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, macko.SparseLinear)}
 
 
+@pytest.mark.slow
 def test_importing_macko_does_not_import_transformers() -> None:
     code = """
 import sys
@@ -98,6 +99,7 @@ def test_converts_while_it_loads(pruned: tuple[Any, Path]) -> None:
     assert_same_model(model, reference)
 
 
+@pytest.mark.slow
 def test_dense_weights_are_gone_one_by_one(pruned: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     weights: list[int] = []
     alive: list[int] = []

@@ -390,10 +390,12 @@ def bench_summary(lines: list[Line]) -> str:
         if line["sparsity"] != 0.5 or (batched and line["what"] == "prefill"):
             continue
         base = dense[tuple(line[way] for way in ways)]
-        sequences = "1 sequence" if line["batch"] == 1 else f"each of {line['batch']} sequences"
+        what = f"a prompt of {line['prompt_tokens']} tokens"
+        if line["what"] == "decode":
+            what = "a token of " + ("1 sequence" if line["batch"] == 1 else f"each of {line['batch']} sequences")
         rows.append(
             [
-                f"a token of {sequences}" if line["what"] == "decode" else f"a prompt of {line['prompt_tokens']} tokens",
+                what,
                 "tile" if batched or line["format"] == "tile" else "sell",
                 f"{base['ms']:.2f}",
                 f"{line['ms']:.2f} ({base['ms'] / line['ms']:.2f}x)",

@@ -213,8 +213,8 @@ class Checkpoint:
                 check_about(about, str(self.path))
             self._stack = opened.pop_all()
         self.layers: dict[str, dict[str, Any]] = dict(about.get("layers") or {})
-        for name in self.layers:  # see macko.integrations.saving
-            if (weight := join(name, "weight")) in self._files and 0 in self.shape(weight):
+        for weight in [join(layer, "weight") for layer in self.layers]:
+            if weight in self._files and 0 in self.shape(weight):  # see macko.integrations.saving
                 del self._files[weight]
         self.shared: dict[str, str] = dict(about.get("shared") or {})
 

@@ -57,7 +57,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
     """The state to save and, of each packed layer, its format and sizes, which the model's config says meanwhile."""
     held = vars(model).get("hf_quantizer")
     before = [(c, vars(c)["quantization_config"]) for c in _configs(model.config) if "quantization_config" in vars(c)]
-    own = getattr(held, "quantization_config", None)
+    own: Any = getattr(held, "quantization_config", None)
     methods = {_method(own), *(_method(about) for _, about in before)}
     layers: dict[str, Any] = {}
     if any(isinstance(module, SparseLinear) for module in model.modules()):
@@ -183,4 +183,4 @@ def _digest(text: str) -> str:
 
 
 if not hasattr(PreTrainedModel.save_pretrained, "_by_macko"):
-    PreTrainedModel.save_pretrained = _wrap(PreTrainedModel.save_pretrained)
+    PreTrainedModel.save_pretrained = _wrap(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]

@@ -159,7 +159,8 @@ class MackoHfQuantizer(HfQuantizer):
             model.set_submodule(name, sparse)
             self._dtypes[name] = linear.weight.dtype
             self._packed_names |= {join(name, key) for key in tensors}
-        model._keys_to_ignore_on_load_unexpected |= {f"^{pattern}$" for pattern in tripwires}
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*known, *(f"^{pattern}$" for pattern in tripwires)}
 
     # ---- While loading ----
 

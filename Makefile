@@ -51,7 +51,7 @@ report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
 	$(if $(ENV),$(PY) -m pip install --quiet --group report)
 	$(PY) -m benchmarks.report
 
-# racecheck can follow a build with NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES only (docs/performance.md, "Checked").
+# racecheck can follow a build with NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES only (docs/kernels.md, "Sanitizers").
 sanitize: build ## the GPU suite under compute-sanitizer (memcheck, then racecheck)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) -m pytest -m gpu -q

@@ -132,19 +132,6 @@ def shapes_table(problems: dict[Key, dict[str, Line]], shapes: Iterable[tuple[in
     return table(head, rows)
 
 
-def published_table(problems: dict[Key, dict[str, Line]], path: Path) -> str:
-    """Times of the published package's kernel, which `path` has, against sell."""
-    found = uniform(problems, 0.5)
-    times = {(line["rows"], line["cols"]): line["median_us"] for line in map(json.loads, path.read_text().splitlines())}
-    ratios = {shape: times[shape] / found[shape]["sell"]["median_us"] for shape in EIGHT if shape in found}
-    rows = [
-        [f"{r} x {c}", f"{times[r, c]:.1f}", f"{found[r, c]['sell']['median_us']:.2f}", f"{ratio:.2f}x"]
-        for (r, c), ratio in ratios.items()
-    ]
-    rows.append(["geometric mean", "", "", f"**{geomean(ratios.values()):.2f}x**"])
-    return table(["rows x cols", "published kernel us", "sell us", "sell is faster by"], rows)
-
-
 def variants_table(path: Path) -> str:
     """Lines of benchmarks.spmv --variants: a row a variant, plain and chained time by shape."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
@@ -160,51 +147,26 @@ def variants_table(path: Path) -> str:
     return table(["us, plain / chained", *(f"{r} x {c}" for r, c in shapes)], rows)
 
 
-def sustained_table(path: Path) -> str:
-    """The lines of the same file for what runs without a rest."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    found = {(line["rows"], line["cols"], line["kernel"], line["variant"]): line for line in lines}
-    rows = []
-    for r, c in dict.fromkeys((line["rows"], line["cols"]) for line in lines):
-        cells = [f"{r} x {c}"]
-        for name, variant in (("sell", "as chosen"), ("dense", "dense")):
-            rested = found[r, c, "sell_plain" if name == "sell" else "dense_linear", variant]
-            tired = found[r, c, f"{name}_sustained", "sustained"]
-            cells += [f"{line['median_us']:.2f} at {line['clock_mhz']} MHz" for line in (rested, tired)]
-        rows.append(cells)
-    return table(["rows x cols", "sell us", "sell, a second on", "dense us", "dense, a second on"], rows)
-
-
-def others_table(problems: dict[Key, dict[str, Line]]) -> str:
+def others_table(problems: dict[Key, dict[str, Line]], published: Path) -> str:
+    """Other kernels on the same matrices; `published` has the times of the published package's, of another run."""
     found = uniform(problems, 0.5)
-    names = ["sell", "sell_gap4", "sell_cp_async", "macko", "cusparse", "dense_compiled"]
+    titles = {
+        "sell": "sell",
+        "sell_gap4": "4-bit gaps",
+        "sell_cp_async": "no bulk copies",
+        "macko": "canonical",
+        "cusparse": "cuSPARSE CSR",
+        "dense_compiled": "compiled dense",
+        "published": "published MACKO kernel",
+    }
+    for line in map(json.loads, published.read_text().splitlines()):
+        found[line["rows"], line["cols"]]["published"] = line
     rows = [
-        [f"{r} x {c}", f"{dense_us(found[r, c]):.2f}", *(cell(found[r, c], name) for name in names)]
+        [f"{r} x {c}", f"{dense_us(found[r, c]):.2f}", *(cell(found[r, c], name) for name in titles)]
         for r, c in EIGHT
         if (r, c) in found
     ]
-    head = [
-        "rows x cols",
-        "dense us",
-        "sell",
-        "4-bit gaps",
-        "no bulk copies",
-        "canonical",
-        "cuSPARSE CSR",
-        "compiled dense",
-    ]
-    return table(head, rows)
-
-
-def behind_table(problems: dict[Key, dict[str, Line]]) -> str:
-    found = uniform(problems, 0.5)
-    rows = []
-    for shape in EIGHT:
-        kernels = found.get(shape, {})
-        if "sell_behind_pdl" in kernels:
-            plain, pdl = (kernels[f"sell_behind_{way}"]["median_us"] for way in ("plain", "pdl"))
-            rows.append([f"{shape[0]} x {shape[1]}", f"{plain:.2f}", f"{pdl:.2f}", f"{pdl / plain:.3f}"])
-    return table(["rows x cols", "plain us", "chained us", "ratio"], rows)
+    return table(["rows x cols", "dense us", *titles.values()], rows)
 
 
 def densities_table(problems: dict[Key, dict[str, Line]]) -> str:
@@ -255,46 +217,6 @@ def break_even(points: list[tuple[float, float]]) -> str:
     return f"above {points[-1][0]:.2f}" if points[-1][1] >= 1 else f"below {points[0][0]:.2f}"
 
 
-def break_even_table(problems: dict[Key, dict[str, Line]]) -> str:
-    names = ("sell", "sell_chain", "macko", "cusparse")
-    shapes = [s for s in sorted({key[:2] for key in problems}) if len(sweep(problems, s, "sell")) >= 5]
-    rows = [[f"{s[0]} x {s[1]}", *(break_even(sweep(problems, s, name)) for name in names)] for s in shapes]
-    return table(["rows x cols", "sell", "chained", "canonical", "cuSPARSE CSR"], rows)
-
-
-def masks_table(problems: dict[Key, dict[str, Line]]) -> str:
-    rows = []
-    for key in sorted(problems):
-        reference = problems.get((*key[:3], "uniform", "float16"), {})
-        if key[3:] == ("uniform", "float16") or "sell" not in problems[key] or "sell" not in reference:
-            continue
-        sell, base = problems[key]["sell"], reference["sell"]
-        each = [line["median_us"] / line["nnz"] * 1e6 for line in (sell, base)]
-        rows.append(
-            [
-                f"{key[0]} x {key[1]}",
-                f"{key[2]:.2f}",
-                key[3],
-                key[4],
-                f"{sell['median_us']:.2f}",
-                f"{sell['held_bytes'] / sell['stored']:.3f}",
-                f"{each[0] / each[1]:.3f}",
-            ]
-        )
-    head = ["rows x cols", "density", "mask", "dtype", "sell us", "B a value", "time a non-zero, uniform float16 = 1"]
-    return table(head, rows)
-
-
-def packing_table(problems: dict[Key, dict[str, Line]]) -> str:
-    found = uniform(problems, 0.5)
-    rows = []
-    for shape in EIGHT:
-        if shape in found:
-            us = found[shape]["sell"]["pack_us"]
-            rows.append([f"{shape[0]} x {shape[1]}", f"{us / 1000:.2f}", f"{shape[0] * shape[1] * 2 / us / 1000:.0f}"])
-    return table(["rows x cols", "ms", "GB/s of dense bytes"], rows)
-
-
 def load_tokens(path: Path) -> dict[tuple[float, int, str], dict[tuple[int, int], float]]:
     """Speed-ups of benchmarks.spmm by shape, for each (density, tokens, kernel)."""
     found: dict[tuple[float, int, str], dict[tuple[int, int], float]] = {}
@@ -302,23 +224,32 @@ def load_tokens(path: Path) -> dict[tuple[float, int, str], dict[tuple[int, int]
         if "dense_us" in line and line["dtype"] == "float16":
             speedups = found.setdefault((line["density"], line["tokens"], line["kernel"]), {})
             speedups[line["rows"], line["cols"]] = line["dense_us"] / line["median_us"]
+    # What a sell layer does where only its two ways were timed: the stream, and from 32 tokens on dense rows.
+    for density, number in {key[:2] for key in found}:
+        way = found.get((density, number, "stream" if number < 32 else "tiles"))
+        if way and (density, number, "sell") not in found:
+            found[density, number, "sell"] = way
     return found
 
 
 def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
-    named = {"sell": "sell", "tile": "tile", "tile_alone": "tile, alone", "stream": "sell's stream, chained",
-             "stream_alone": "sell's stream, alone", "tiles": "sell by dense rows",
-             "zeros": "the library, with the same zeros"}  # fmt: skip
-    named = {name: title for name, title in named.items() if name in {key[2] for key in found}}
+    """Geometric mean over shapes, and in brackets the least."""
+    columns = {
+        (0.5, "tile"): "tile",
+        (0.5, "tile_alone"): "tile, launched alone",
+        (0.5, "sell"): "sell",
+        (0.5, "zeros"): "dense, of the pruned matrix",
+        (0.3, "tile"): "tile, density 0.3",
+        (0.3, "sell"): "sell, density 0.3",
+    }
     rows = []
-    for density, tokens in sorted({key[:2] for key in found}, key=lambda key: (-key[0], key[1])):
+    for tokens in sorted({key[1] for key in found}):
         cells = []
-        for name in named:
+        for density, name in columns:
             speedups = found.get((density, tokens, name), {}).values()
-            cells.append(f"{geomean(speedups):.2f}x (least {min(speedups):.2f}x)" if speedups else "")
-        shapes = {len(found[key]) for key in found if key[:2] == (density, tokens)}
-        rows.append([f"{density:.2f}", f"{tokens}", *cells, f"{max(shapes)}"])
-    return table(["density", "tokens", *named.values(), "shapes"], rows)
+            cells.append(f"{geomean(speedups):.2f}x ({min(speedups):.2f}x)" if speedups else "")
+        rows.append([f"{tokens}", *cells, f"{len(found[0.5, tokens, 'tile'])}"])
+    return table(["tokens", *columns.values(), "shapes"], rows)
 
 
 def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
@@ -334,21 +265,6 @@ def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], 
             row.append((f"{over:.2f}x" if over else "") + (f" ({over / zeros:.2f}x)" if over and zeros else ""))
         rows.append([f"{shape[0]} x {shape[1]}", *row])
     return table(["rows x cols", *(f"{tokens} tokens" for tokens in numbers)], rows)
-
-
-def unpack_table(path: Path) -> str:
-    """Dense matrices made from sell and tile: the last line of each shape, density and format counts."""
-    found: dict[tuple[int, int, float], dict[str, str]] = {}
-    for line in map(json.loads, path.read_text().splitlines()):
-        if line["kernel"].endswith("_unpack"):
-            speed = line["moved_bytes"] / line["median_us"] / 1e6
-            cell = f"{line['median_us']:.1f} ({speed:.2f})"
-            found.setdefault((line["rows"], line["cols"], line["density"]), {})[line["kernel"].split("_")[0]] = cell
-    rows = [
-        [f"{key[0]} x {key[1]}", f"{key[2]:.2f}", cells.get("sell", ""), cells.get("tile", "")]
-        for key, cells in sorted(found.items(), key=lambda item: (-item[0][2], item[0][0] * item[0][1]))
-    ]
-    return table(["rows x cols", "density", "sell, us (TB/s)", "tile, us (TB/s)"], rows)
 
 
 def plot_tokens(found: dict[tuple[float, int, str], dict[tuple[int, int], float]], path: Path) -> None:
@@ -461,6 +377,33 @@ def bench_table(lines: list[Line], what: str) -> str:
         )  # fmt: skip
     first = "compile" if what == "decode" else "prompt tokens"
     return table([first, "batch", "model", "ms", "tokens/s", "over dense", "peak GPU memory, GB"], rows)
+
+
+def bench_summary(lines: list[Line]) -> str:
+    """Half of the weights zero, over the dense model of the same run; of batches only decoding."""
+    ways = ("what", "format", "compile", "batch", "prompt_tokens")
+    found = [line for line in lines if line["what"] in ("decode", "prefill")]
+    dense = {tuple(line[way] for way in ways): line for line in found if line["model"] == "dense"}
+    rows = []
+    for line in sorted(found, key=lambda line: (line["what"], line["batch"], line["prompt_tokens"], line["format"])):
+        batched = bool(line.get("tokens"))
+        if line["sparsity"] != 0.5 or (batched and line["what"] == "prefill"):
+            continue
+        base = dense[tuple(line[way] for way in ways)]
+        what = f"a prompt of {line['prompt_tokens']} tokens"
+        if line["what"] == "decode":
+            what = "a token of " + ("1 sequence" if line["batch"] == 1 else f"each of {line['batch']} sequences")
+        rows.append(
+            [
+                what,
+                "tile" if batched or line["format"] == "tile" else "sell",
+                f"{base['ms']:.2f}",
+                f"{line['ms']:.2f} ({base['ms'] / line['ms']:.2f}x)",
+                f"{base['peak_bytes'] / 1e9:.1f}",
+                f"{line['peak_bytes'] / 1e9:.1f}",
+            ]
+        )
+    return table(["what", "layout", "dense, ms", "sparse, ms", "dense, peak GB", "sparse, peak GB"], rows)
 
 
 def logits_table(lines: list[Line]) -> str:
@@ -734,22 +677,6 @@ def plot_densities(problems: dict[Key, dict[str, Line]], path: Path) -> None:
     save(figure, path)
 
 
-def plot_shapes(problems: dict[Key, dict[str, Line]], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    found = uniform(problems, 0.5)
-    shapes = sorted(found, key=lambda s: s[0] * s[1])
-    figure, axis = plt.subplots(figsize=(11, 4))
-    for offset, name in ((-0.2, "sell"), (0.2, "sell_chain")):
-        heights = [speedup(found[s], name) for s in shapes]
-        axis.bar([i + offset for i in range(len(shapes))], heights, 0.38, label=LABELS[name])
-    axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_xticks(range(len(shapes)), [f"{r} x {c}" for r, c in shapes], rotation=70, fontsize=7)
-    axis.set_ylabel("speed-up over dense float16")
-    axis.legend(fontsize=8)
-    save(figure, path)
-
-
 def plot_floor(problems: dict[Key, dict[str, Line]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -915,7 +842,6 @@ def main() -> None:
     path = ROOT / "benchmarks" / "results" / "h200" / "spmv.jsonl"
     problems = load(path)
     plot_densities(problems, IMAGES / "spmv_density.svg")
-    plot_shapes(problems, IMAGES / "spmv_shapes.svg")
     plot_floor(problems, IMAGES / "spmv_floor.svg")
     tokens = load_tokens(path.parent / "spmm.jsonl")
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
@@ -925,19 +851,14 @@ def main() -> None:
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
-        "spmv published": lambda: published_table(problems, path.parent / "published.jsonl"),
         "spmv paper": lambda: shapes_table(problems, sorted(uniform(problems, 0.5), key=lambda s: s[0] * s[1])),
-        "spmv others": lambda: others_table(problems),
-        "spmv behind": lambda: behind_table(problems),
+        "spmv others": lambda: others_table(problems, path.parent / "published.jsonl"),
         "spmv densities": lambda: densities_table(problems),
-        "spmv break-even": lambda: break_even_table(problems),
-        "spmv masks": lambda: masks_table(problems),
-        "spmv packing": lambda: packing_table(problems),
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
-        "spmm unpack": lambda: unpack_table(path.parent / "spmm.jsonl"),
         "models": lambda: models_table(path.parent / "models.jsonl"),
         "bench headline": lambda: bench_headline(bench),
+        "bench summary": lambda: bench_summary(bench),
         "bench where": lambda: bench_where(bench),
         "bench decode": lambda: bench_table(bench, "decode"),
         "bench prefill": lambda: bench_table(bench, "prefill"),
@@ -974,8 +895,7 @@ def main() -> None:
             parts[f"slide {name} us"] = lambda name=name: slide_times_table(slide, name)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)
-        parts["spmv sustained"] = lambda: sustained_table(variants)
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         fill(document, parts)
 
 

@@ -41,6 +41,7 @@ integrations.register()
 
 def __getattr__(name: str) -> Any:
     if name == "MackoConfig":  # not in __all__ either: it needs transformers, which takes seconds to import
+        integrations.require_transformers()
         from .integrations.transformers import MackoConfig
 
         return MackoConfig

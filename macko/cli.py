@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .convert import MIN_SPARSITY
 from .files import Checkpoint
+from .integrations import require_transformers
 from .layers import format_bytes, packed_share, patterns
 from .prune import METHODS, STATISTICS, prune_
 from .times import times, times_of
@@ -272,6 +273,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise ImportError("this command needs transformers 5: pip install 'transformers>=5'") from None
+    require_transformers()
     return transformers
 
 

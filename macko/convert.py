@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -122,7 +125,23 @@ def sparsify_(
         raise
     for converted in CONVERTED.values():
         converted(model)
-    return Report(rows + unpackable(model))
+    report = Report(rows + unpackable(model))
+    warn_if_unchanged(report, "sparsify_")
+    return report
+
+
+def warn_if_unchanged(report: Report, what: str) -> None:
+    """Warns, with the commonest reason, where a conversion has left a model without any sparse layer."""
+    if any(row.format != "dense" for row in report):
+        return
+    if not report.layers:
+        warnings.warn(f"{what} changed nothing: the model has no linear layer", stacklevel=3)
+        return
+    kinds = [re.sub(r"[\d.,]+", "", row.reason) for row in report]  # as "it would take 80 bytes, dense 64"
+    kind, count = Counter(kinds).most_common(1)[0]
+    reason = report.layers[kinds.index(kind)].reason
+    others = "all of them" if count == len(report) else f"{count} of them"
+    warnings.warn(f"{what} changed none of {len(report)} layers, {others} because: {reason}", stacklevel=3)
 
 
 def _packing(format: str, pattern: str, dtype: str | None, tokens: int | str | None, keep_dense: bool) -> Packing:

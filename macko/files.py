@@ -112,13 +112,26 @@ def load_model(
     return model
 
 
-def packed_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """The model's state_dict without _extra_state of its sparse layers, and what that said: their formats and sizes."""
-    state = model.state_dict()
+def packed_state(
+    model: nn.Module, state: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """A state_dict without _extra_state of sparse layers, and what that said: their formats and sizes.
+
+    Args:
+        state: of the model, all of it or a part; default: its state_dict().
+
+    Raises:
+        ValueError: the state has a sparse layer's tensors without their _extra_state.
+    """
+    state = dict(model.state_dict() if state is None else state)
     layers: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SparseLinear):
-            layers[name] = json.loads(bytes(state.pop(join(name, "_extra_state")).tolist()))
+            extra = state.pop(join(name, "_extra_state"), None)
+            if extra is not None:
+                layers[name] = json.loads(bytes(extra.tolist()))
+            elif any(key.startswith(join(name, "")) for key in state):
+                raise ValueError(f"the state has tensors of {name}, which is sparse, without {name}._extra_state")
     return state, layers
 
 
@@ -161,6 +174,8 @@ def join(layer: str, key: str) -> str:
 class Checkpoint:
     """The tensors of a safetensors file or of a folder of them, read when asked for; a context manager.
 
+    The empty weights beside packed ones, which stop readers without macko, are not among them.
+
     Attributes:
         layers: of each packed layer its format and sizes.
         shared: for each name that is not in the file, the name of the tensor that it shares.
@@ -198,6 +213,9 @@ class Checkpoint:
                 check_about(about, str(self.path))
             self._stack = opened.pop_all()
         self.layers: dict[str, dict[str, Any]] = dict(about.get("layers") or {})
+        for weight in [join(layer, "weight") for layer in self.layers]:
+            if weight in self._files and 0 in self.shape(weight):  # see macko.integrations.saving
+                del self._files[weight]
         self.shared: dict[str, str] = dict(about.get("shared") or {})
 
     def __enter__(self) -> Checkpoint:

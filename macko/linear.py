@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +39,10 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype == torch.float32 and device.type == "cuda":
         return "it is float32, which macko holds on the CPU only; convert to float16 or bfloat16 first"
     return None
+
+
+#: Names of the tensors that a state_dict has of a layout, and no module has as attributes.
+_SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None)
 
 
 class UnpackedWeight(Tensor):
@@ -231,6 +236,17 @@ class SparseLinear(nn.Linear):
             text += f", density={density:.3f} ({1 - density:.1%} sparse)"
         return f"{text}, format={packed.format}, dtype={packed.dtype}, bytes={packed.nbytes}"
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":
+            self._refuse_distribution()
+        super().register_parameter(name, param)
+
+    def _refuse_distribution(self) -> NoReturn:
+        raise RuntimeError(
+            "SparseLinear: a packed weight cannot be distributed by torch.distributed.tensor (parallelize_module, "
+            "distribute_module) yet: leave the sparse layers out of the plan"
+        )
+
     def reset_parameters(self) -> NoReturn:
         raise RuntimeError("SparseLinear: a packed weight has no random start; load one, or use from_linear")
 
@@ -239,6 +255,8 @@ class SparseLinear(nn.Linear):
             raise AttributeError(
                 "SparseLinear: weight is packed and cannot be set; change to_linear().weight and use from_linear()"
             )
+        if name == "_distribute_module_applied":
+            self._refuse_distribution()
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseLinear:
@@ -273,6 +291,15 @@ class SparseLinear(nn.Linear):
         finally:
             self._hold(held)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint, which looks up each name of a state_dict: those that are no buffers now."""
+        hidden = [name for name in vars(_SAVED) if name not in self._buffers]
+        return dict.fromkeys(hidden, "_saved")
+
+    @property
+    def _saved(self) -> SimpleNamespace:
+        return _SAVED
+
     def get_extra_state(self) -> Tensor:
         """The format's name and sizes, as the bytes of a JSON text: a tensor, so that every file format takes it."""
         text = json.dumps({"format": self.format, **self._sizes})
@@ -292,8 +319,11 @@ class SparseLinear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
-        held, extra = self._format, f"{prefix}_extra_state"
+        held, extra, dense = self._format, f"{prefix}_extra_state", state_dict.get(f"{prefix}weight")
+        own = [prefix + name for name in self._buffers]
         try:
+            if isinstance(dense, Tensor) and dense.numel():
+                raise ValueError("the state has a dense weight, and this layer is sparse: load it before sparsify_")
             packed = self._read(state_dict, prefix)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
@@ -312,6 +342,10 @@ class SparseLinear(nn.Linear):
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
+        if packed is not None:
+            # The empty weight of a packed folder, and the layout's own tensors, which torch.distributed.checkpoint adds
+            known = {f"{prefix}weight", *own}
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
         if isinstance(self.packed, MackoWeight) and self.device.type != "meta":
             if self._auto is not None:
                 self.reformat_()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import warnings
 import weakref
 from typing import Any
 
@@ -114,6 +115,22 @@ def test_twice_changes_nothing_the_second_time() -> None:
     assert not second.changed
     assert reasons(second)["blocks.0.up"] == "is sparse already"
     assert second.bytes_before == second.bytes_after == first.bytes_after
+
+
+def test_a_model_that_stays_dense_is_warned_of() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)))
+    with pytest.warns(UserWarning, match="changed none of 3 layers, all of them because: under 25% sparse"):
+        sparsify_(model)
+    with pytest.warns(UserWarning, match="changed none of 3 layers, 2 of them because: ignored by"):
+        sparsify_(model, ignore=["0"])
+    with pytest.warns(UserWarning, match="the model has no linear layer"):
+        sparsify_(nn.ReLU())
+    with torch.no_grad():
+        model[0].weight[:, :40] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparsify_(model)
+        sparsify_(model)  # what is sparse already is no reason to warn
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import macko
 from macko import formats
@@ -45,6 +47,26 @@ def sparse_model(dtype: torch.dtype = torch.bfloat16) -> Model:
     model.down.weight.copy_(random_weight(40, 72, 0.1, dtype))
     report = macko.sparsify_(model)
     assert [row.name for row in report.changed] == ["up", "down"]
+    return model
+
+
+class Siblings(nn.Module):
+    """Layers that merge, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(64, 64, bias=name == "o_proj", dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(self.q_proj(x) + self.k_proj(x) + self.v_proj(x))
+
+
+def siblings(density: float, format: str) -> Siblings:
+    torch.manual_seed(0)
+    model = Siblings().requires_grad_(False)
+    macko.prune_(model, 1 - density)
+    assert len(macko.sparsify_(model, format=format).changed) == 4
     return model
 
 
@@ -330,6 +352,68 @@ def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError):
         Checkpoint(tmp_path / "folder")
+
+
+def test_a_dense_file_for_a_sparse_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    dense = Model()
+    del dense.again, dense.head  # shared
+    save_file(dense.state_dict(), tmp_path / "model.safetensors")
+    model = sparse_model()
+    del model.again, model.head
+    with pytest.raises(ValueError, match="up: the state has a dense weight, and this layer is sparse: load it before"):
+        macko.load_model(model, tmp_path / "model.safetensors")
+
+
+# ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
+
+
+def checkpoint(model: nn.Module, folder: Path) -> None:
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder, no_dist=True)
+
+
+FORMATS_HELD = ["auto", "macko", "ec"]
+
+
+@pytest.mark.parametrize("format", FORMATS_HELD)
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_distributed_checkpoint_into_a_model_of_the_same_sizes(tmp_path: Path, format: str, merge: bool) -> None:
+    model, fresh = siblings(0.4, format), siblings(0.4, format)
+    with torch.no_grad():
+        for name, buffer in fresh.named_buffers():
+            if name.endswith("values"):
+                buffer.mul_(2)
+        fresh.o_proj.bias.zero_()
+    if merge:
+        macko.merge_(model)
+    checkpoint(model, tmp_path)
+    state = get_model_state_dict(fresh)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_model_state_dict(fresh, state)
+    assert_same_model(fresh, model)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert_same_bits(fresh(x), model(x))
+
+
+@pytest.mark.parametrize("format", FORMATS_HELD)
+def test_a_distributed_checkpoint_into_a_model_of_other_sizes(tmp_path: Path, format: str) -> None:
+    model, fresh = siblings(0.4, format), siblings(0.7, "auto")
+    checkpoint(model, tmp_path)
+    reader = dcp.FileSystemReader(tmp_path)
+    state = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in reader.read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    set_model_state_dict(fresh, state)
+    assert_same_model(fresh, model)
+
+
+@pytest.mark.parametrize("format", FORMATS_HELD)
+def test_a_full_state_of_torch_distributed(format: str) -> None:
+    model, fresh = siblings(0.4, format), siblings(0.7, "auto")
+    full = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(fresh, get_model_state_dict(model, options=full), options=full)
+    assert_same_model(fresh, model)
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)

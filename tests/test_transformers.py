@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import macko
-from macko import formats
+from macko import cli, formats
+from macko.files import Checkpoint
 from tests.common import assert_same_bits, torch_threads
 from tests.tiny_llama import TinyLlama
 
@@ -69,6 +71,11 @@ def sparse_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, macko.SparseLinear)}
 
 
+def beside_macko() -> dict[str, str]:
+    """The environment of a process elsewhere that shall find this macko."""
+    return {**os.environ, "PYTHONPATH": str(Path(macko.__file__).parents[1])}
+
+
 @pytest.mark.slow
 def test_importing_macko_does_not_import_transformers() -> None:
     code = """
@@ -78,10 +85,19 @@ assert "transformers" not in sys.modules
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
 assert "macko" in quantizers and configs["macko"] is macko.MackoConfig
+from transformers import PreTrainedModel
+wrapped = PreTrainedModel.save_pretrained
 macko.integrations.register()  # twice does no harm
 del configs["macko"], quantizers["macko"], sys.modules["macko.integrations.transformers"]
+del sys.modules["macko.integrations.saving"]
 macko.integrations.register()  # as where transformers was imported first
 assert "macko" in configs and "macko" in quantizers
+assert PreTrainedModel.save_pretrained is wrapped and not hasattr(wrapped.__wrapped__, "__wrapped__")
+PreTrainedModel.save_pretrained = wrapped.__wrapped__
+del configs["macko"], quantizers["macko"], sys.modules["macko.integrations.transformers"]
+del sys.modules["macko.integrations.saving"]
+macko.integrations.register()
+assert PreTrainedModel.save_pretrained.__wrapped__ is wrapped.__wrapped__
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -161,7 +177,8 @@ def test_saved_folder_is_smaller_and_holds_no_dense_weight(pruned: tuple[Any, Pa
     load(pruned[1], quantization_config=macko.MackoConfig()).save_pretrained(tmp_path / "sparse")
     tensors = load_file(tmp_path / "sparse" / "model.safetensors")
     assert "model.layers.0.mlp.up_proj.values" in tensors
-    assert not [name for name in tensors if name.endswith(("_proj.weight", "_extra_state"))]
+    assert not [name for name in tensors if name.endswith("_extra_state")]
+    assert {tuple(t.shape) for name, t in tensors.items() if name.endswith("_proj.weight")} == {(0, 48), (0, 104)}
     config = json.loads((tmp_path / "sparse" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "macko"
     assert config["layers"]["model.layers.1.mlp.down_proj"] == {
@@ -372,9 +389,376 @@ def test_config_is_json_and_back() -> None:
     again = macko.MackoConfig.from_dict(json.loads(config.to_json_string()))
     assert again.to_dict() == config.to_dict()
     assert macko.MackoConfig.from_dict({**config.to_dict(), "note": "of somebody else"}).to_dict() == config.to_dict()
+    with pytest.raises(TypeError, match="formt"):
+        macko.MackoConfig(formt="sell")  # type: ignore[call-arg]
     for options in ({"format": "elves"}, {"min_sparsity": 3}, {"ignore": [3]}, {"layers": {"a": {"rows": 1.5}}}):
         with pytest.raises((TypeError, ValueError)):
             macko.MackoConfig(**options)
+
+
+# ---- Whatever is saved comes back ------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """As a trainer or SentenceTransformer holds a model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.m = inner
+
+
+def by_hand(model: nn.Module) -> None:
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            model.set_submodule(name, macko.SparseLinear.from_linear(module))
+
+
+FLOWS: dict[str, tuple[Any, Any]] = {  # what is converted, what is saved
+    "a part is converted": (lambda m: macko.sparsify_(m.model), lambda m: m),
+    "a part is saved": (macko.sparsify_, lambda m: m.model),
+    "layers made by hand": (by_hand, lambda m: m),
+    "a wrapper is converted": (lambda m: macko.sparsify_(Wrapped(m)), lambda m: m),
+    "a part is converted and saved": (lambda m: macko.sparsify_(Wrapped(m.model)), lambda m: m.model),
+    "one layer is converted": (lambda m: macko.sparsify_(m.model.layers[1].mlp), lambda m: m),
+    "merged": (lambda m: macko.sparsify_(m, merge=True), lambda m: m),
+    "merged in a part": (lambda m: macko.sparsify_(m.model, merge=True), lambda m: m),
+    "split again": (lambda m: macko.sparsify_(m.model, merge=True) and macko.split_(m), lambda m: m),  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("shard", ["50GB", "15KB"])
+def test_whoever_made_it_sparse_it_is_saved_packed(tmp_path: Path, flow: str, shard: str) -> None:
+    dense = llama()
+    macko.prune_(dense, 0.5)
+    convert, part = FLOWS[flow]
+    model = copy.deepcopy(dense)
+    convert(model)
+    saved = part(model)
+    before = (vars(saved).keys(), saved.config.to_dict())
+    saved.save_pretrained(tmp_path, max_shard_size=shard)
+    assert vars(saved).keys() == before[0]
+    loaded, info = type(saved).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert sparse_names(loaded) == sparse_names(saved) != set()
+    assert_same_model(loaded, saved)
+    for reference in (saved, part(dense)):
+        assert_same_bits(loaded(TOKENS)[0], reference(TOKENS)[0])
+    assert_same_model(macko.load_model(part(copy.deepcopy(dense)), tmp_path), loaded)
+
+
+def test_a_sentence_transformer_comes_back(tmp_path: Path) -> None:
+    package = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from sentence_transformers.models import Pooling, Transformer
+
+    bert = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=30, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+        )
+    )
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghi"]))
+    bert.save_pretrained(tmp_path)
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    model = package.SentenceTransformer(modules=[Transformer(str(tmp_path)), Pooling(32)], device="cpu")
+    macko.prune_(model, 0.6)
+    wanted = model.encode(["a b c", "d e f g"])
+    macko.sparsify_(model)
+    assert sparse_names(model)
+    sparse = model.encode(["a b c", "d e f g"])
+    model.save_pretrained(str(tmp_path / "sparse"))
+    loaded = package.SentenceTransformer(str(tmp_path / "sparse"), device="cpu")
+    assert sparse_names(loaded) == sparse_names(model)
+    assert_same_bits(torch.from_numpy(loaded.encode(["a b c", "d e f g"])), torch.from_numpy(sparse))
+    torch.testing.assert_close(torch.from_numpy(sparse), torch.from_numpy(wanted))
+
+
+def test_the_language_model_of_several_modes_is_converted_alone(tmp_path: Path) -> None:
+    text = transformers.LlamaConfig(
+        vocab_size=90, hidden_size=48, intermediate_size=104, num_hidden_layers=2, num_attention_heads=4
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=89)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    macko.prune_(model, 0.6)
+    macko.sparsify_(model.model.language_model)
+    model.save_pretrained(tmp_path)  # under the names of the original files
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in config["text_config"]
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert sparse_names(loaded) == sparse_names(model) != set()
+    assert_same_model(loaded, model)
+    assert model.model.language_model.hf_quantizer.quantization_config.quant_method == "macko"
+
+
+def test_a_model_that_is_dense_again_is_saved_as_one(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    model = load(pruned[1], quantization_config=macko.MackoConfig())
+    for name in sparse_names(model):
+        model.set_submodule(name, model.get_submodule(name).to_linear())
+    model.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert not (tmp_path / "dense" / "README.md").exists()
+    assert_same_model(load(tmp_path / "dense"), model)
+    assert model.config.quantization_config is model.hf_quantizer.quantization_config  # for whoever goes on with it
+    name = "model.layers.0.mlp.up_proj"
+    model.set_submodule(name, macko.SparseLinear.from_linear(model.get_submodule(name)))
+    model.save_pretrained(tmp_path / "one")
+    loaded = load(tmp_path / "one")
+    assert sparse_names(loaded) == {name}
+    assert_same_model(loaded, model)
+
+
+@pytest.mark.parametrize("convert", [macko.sparsify_, by_hand])
+def test_a_save_that_fails_leaves_the_model_as_it_was(
+    pruned: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, convert: Any
+) -> None:
+    model = load(pruned[1])
+    convert(model)
+
+    def state() -> Any:
+        theirs = {"dtype", "architectures"}  # set by transformers before it writes
+        return dict(vars(model)), {k: v for k, v in model.config.to_dict().items() if k not in theirs}
+
+    before = state()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_save_file", fail)
+        with pytest.raises(OSError, match="disk full"):
+            model.save_pretrained(tmp_path / "sparse")
+    assert state() == before
+    assert not (tmp_path / "sparse" / "README.md").exists()
+    model.save_pretrained(tmp_path / "sparse")
+    assert_same_model(load(tmp_path / "sparse"), model)
+
+
+def test_a_state_that_is_given_is_what_is_saved(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    model = load(pruned[1])
+    macko.sparsify_(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.norm.weight"] += 1
+    kept = set(state)
+    model.save_pretrained(tmp_path / "sparse", state_dict=state)
+    assert set(state) == kept
+    loaded = load(tmp_path / "sparse")
+    for name, tensor in loaded.state_dict().items():
+        assert_same_bits(tensor, state[name])
+    del state[f"{LAYER}._extra_state"]
+    with pytest.raises(ValueError, match=f"{LAYER}, which is sparse, without"):
+        model.save_pretrained(tmp_path / "other", state_dict=state)
+
+
+def test_what_another_method_has_quantized_is_not_saved_as_macko(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    model = load(pruned[1])
+    model.config.quantization_config = {"quant_method": "fp8"}
+    macko.sparsify_(model)
+    assert model.config.quantization_config == {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="quantized by fp8 and has sparse layers"):
+        model.save_pretrained(tmp_path / "sparse")
+
+
+def test_layers_inside_of_an_adapter_are_not_saved_under_its_names(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    model = with_adapter(load(pruned[1], quantization_config=macko.MackoConfig()))
+    with pytest.raises(ValueError, match="inside of a wrapper of PEFT"):
+        model.get_base_model().save_pretrained(tmp_path / "sparse")
+    assert not (tmp_path / "sparse").exists()
+    base = model.unload()
+    base.save_pretrained(tmp_path / "sparse")
+    assert_same_model(load(tmp_path / "sparse"), base)
+
+
+# ---- Readers without macko -------------------------------------------------------------------------------------------
+
+
+def plain(folder: Path) -> subprocess.CompletedProcess[str]:
+    code = """
+import sys
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert not any(name.startswith("macko") for name in sys.modules)
+"""
+    return subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+
+
+def without_tripwire(folder: Path) -> Path:
+    """The folder as earlier versions wrote it."""
+    path = folder / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if tensor.numel()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("shard", ["50GB", "15KB"])
+def test_a_reader_without_macko_stops(pruned: tuple[Any, Path], tmp_path: Path, shard: str) -> None:
+    model = load(pruned[1])
+    macko.sparsify_(model.model.layers[1].mlp)  # three layers are enough
+    model.save_pretrained(tmp_path / "sparse", max_shard_size=shard)
+    result = plain(tmp_path / "sparse")
+    assert result.returncode != 0
+    assert "ignore_mismatched_sizes" in result.stderr.splitlines()[-1]
+    assert plain(pruned[1]).returncode == 0  # it is not something else
+
+
+@pytest.mark.parametrize("change", [lambda folder: folder, without_tripwire], ids=["now", "earlier"])
+def test_with_macko_nobody_hears_of_the_tripwire(
+    pruned: tuple[Any, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Any
+) -> None:
+    folder = change(saved(pruned, tmp_path / "sparse"))
+    wanted = load(pruned[1], quantization_config=macko.MackoConfig())
+    capfd.readouterr()
+    transformers.logging.disable_progress_bar()
+    for model, part in ((transformers.AutoModelForCausalLM, wanted), (transformers.AutoModel, wanted.model)):
+        loaded, info = model.from_pretrained(folder, output_loading_info=True)
+        assert {name for name in info["unexpected_keys"] if name != "lm_head.weight"} == set()
+        assert not info["missing_keys"]
+        assert not info["mismatched_keys"]
+        assert_same_model(loaded, part)
+    assert "weight" not in capfd.readouterr().err.replace("lm_head.weight", "")
+    transformers.logging.enable_progress_bar()
+    assert_same_model(macko.load_model(llama(attention_bias=True), folder), wanted)
+    with Checkpoint(folder) as file:
+        assert f"{LAYER}.weight" not in file
+        assert f"{LAYER}.values" in file
+        assert file.packed(LAYER).shape == (104, 48)
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert f"{LAYER}.weight" not in capfd.readouterr().out
+
+
+def test_a_weight_that_is_there_twice_is_refused(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = saved(pruned, tmp_path / "sparse")
+    tensors = load_file(folder / "model.safetensors") | {f"{LAYER}.weight": torch.ones(104, 48)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{LAYER}: the files hold its weight packed, and another one"):
+        load(folder)
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "3.0"])
+def test_an_older_transformers_is_refused_by_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str
+) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ImportError, match=f"macko needs transformers 5 or newer, found {version}: pip install"):
+        macko.MackoConfig()
+    for command in ("prune", "convert"):
+        assert cli.main([command, str(tmp_path), str(tmp_path / "out")]) == 1
+        assert f"found {version}" in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- Several processes -----------------------------------------------------------------------------------------------
+
+DISTRIBUTED = """
+import sys
+import pytest, torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import macko
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+dense, sparse, store, rank = *sys.argv[1:4], int(sys.argv[4])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+load = AutoModelForCausalLM.from_pretrained
+
+wanted = "do not support tensor parallelism.* asked for was tp_size=2.* Load without it"
+for folder, options in ((sparse, {}), (dense, {"quantization_config": macko.MackoConfig()})):
+    with pytest.raises(ValueError, match=wanted):
+        load(folder, distributed_config=DistributedConfig(tp_size=2), **options)
+    with pytest.raises(ValueError, match=wanted):
+        load(folder, tp_plan="auto", **options)
+with pytest.raises(ValueError, match="asked for was dp_size=2"):
+    load(sparse, distributed_config=DistributedConfig(fsdp_size=2))
+
+model = load(dense, distributed_config=DistributedConfig(tp_size=2))  # no fault of the two processes
+with pytest.warns(UserWarning, match="none of 15 layers, 14 of them because: its weight is a DTensor"):
+    macko.sparsify_(model)
+
+model = load(sparse)
+mesh = init_device_mesh("cpu", (2,))
+for style in (RowwiseParallel(), ColwiseParallel()):
+    mlp = load(sparse).model.layers[0].mlp
+    with pytest.raises(RuntimeError, match="SparseLinear: a packed weight cannot be distributed"):
+        parallelize_module(mlp, mesh, {"up_proj": style})
+
+dcp.save(get_model_state_dict(model), checkpoint_id=f"{store}.dcp")
+fresh = load(sparse)
+for buffer in (buffer for name, buffer in fresh.named_buffers() if name.endswith("values")):
+    buffer.zero_()
+state = get_model_state_dict(fresh)
+dcp.load(state, checkpoint_id=f"{store}.dcp")
+set_model_state_dict(fresh, state)
+assert all(torch.equal(t, fresh.state_dict()[name]) for name, t in model.state_dict().items())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_tensor_parallelism_is_refused_and_checkpoints_work(
+    pruned: tuple[Any, Path], tmp_path: Path
+) -> None:
+    arguments = [str(pruned[1]), str(saved(pruned, tmp_path / "sparse")), str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", DISTRIBUTED, *arguments, str(rank)],
+            env={**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+
+
+# ---- The model card --------------------------------------------------------------------------------------------------
+
+
+def test_a_packed_folder_says_how_it_is_loaded(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    folder = saved(pruned, tmp_path / "sparse")
+    card = hub.ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "transformers"
+    assert "macko" in card.data.tags
+    for words in ("14 linear layers", "| 0.500 (50.0% sparse) |", "transformers>=5", "| macko |"):
+        assert words in card.text
+    snippet = card.text.partition("```python\n")[2].partition("```")[0]
+    assert snippet.startswith("import macko\n")
+    subprocess.run([sys.executable, "-c", snippet], cwd=folder.parent, check=True, env=beside_macko())
+
+
+def test_a_card_is_written_anew_unless_somebody_edited_it(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = saved(pruned, tmp_path / "sparse")
+    card = folder / "README.md"
+    first = card.read_text()
+    model = load(folder)
+    model.set_submodule(LAYER, model.get_submodule(LAYER).to_linear())
+    model.save_pretrained(folder)
+    assert "13 linear layers" in card.read_text() != first
+    for text in (first.replace("zeros are not stored", "zeros are not stored, says Alice"), "# Mine", ""):
+        card.write_text(text)
+        model.save_pretrained(folder)
+        assert card.read_text() == text
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_card_counts_merged_layers_once(tmp_path: Path, merge: bool) -> None:
+    model = llama()
+    macko.prune_(model, 0.7)
+    macko.sparsify_(model, merge=merge)
+    model.save_pretrained(tmp_path)
+    nonzero = [module.weight.count_nonzero() for module in model.modules() if isinstance(module, macko.SparseLinear)]
+    weights = 2 * (2 * 48 * 48 + 2 * 24 * 48 + 3 * 48 * 104)
+    assert f"| 14 | {weights:,} | {sum(nonzero) / weights:.3f} (" in (tmp_path / "README.md").read_text()
 
 
 # ---- Adapters --------------------------------------------------------------------------------------------------------

@@ -357,7 +357,7 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     const bool all = shape.blocks_per_sm == 1 || (chained && !has_few_stages(m));
     const int stages = all ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
     // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
-    // is complete the sooner the fewer there are (docs/performance.md has the times of 1, 2 and 4).
+    // is complete the sooner the fewer there are (docs/notes/2026-11.md has the times of 1, 2 and 4).
     Ring ring = ring_of(m, stages, chained ? stages : number("MACKO_FIRST", 3));
     // The second half of a long x comes later, so that half of the warps begin earlier: in a plain launch behind one stage.
     if (!chained) ring.early = sell_min(number("MACKO_EARLY", 1), stages);

@@ -11,7 +11,10 @@ from types import ModuleType
 from typing import Any
 
 #: Importing the key is what makes the value's registrations possible, and due.
-_DUE = {"transformers.quantizers.auto": "macko.integrations.transformers"}
+_DUE = {
+    "transformers.quantizers.auto": "macko.integrations.transformers",
+    "transformers.modeling_utils": "macko.integrations.saving",
+}
 
 
 class _Registering(importlib.abc.Loader):
@@ -43,13 +46,24 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 def _register(name: str) -> None:
-    if _is_supported(name.partition(".")[0]):
+    if _is_supported(_version()):
         importlib.import_module(_DUE[name])
 
 
-def _is_supported(package: str) -> bool:
-    """Whether the library is one that the integration was written for: transformers 5."""
-    version = getattr(sys.modules.get(package), "__version__", "0")
+def require_transformers() -> None:
+    """ImportError, which names the version, where the installed transformers is not one that macko works with."""
+    import transformers  # noqa: F401  an ImportError of its own where there is none
+
+    if not _is_supported(version := _version()):
+        raise ImportError(f"macko needs transformers 5 or newer, found {version}: pip install 'transformers>=5'")
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("transformers"), "__version__", "0"))
+
+
+def _is_supported(version: str) -> bool:
+    """Whether it is a transformers that the integration was written for."""
     return int(version.partition(".")[0]) >= 5
 
 

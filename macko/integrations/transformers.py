@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,8 +16,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..choose import format_class
-from ..convert import CONVERTED, MIN_SPARSITY, convert_layer
-from ..files import VERSION, Checkpoint, check_about, join, packed_state
+from ..convert import CONVERTED, MIN_SPARSITY, convert_layer, warn_if_unchanged
+from ..files import VERSION, Checkpoint, check_about, join
 from ..formats import format_named
 from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
 from ..linear import SparseLinear
@@ -31,6 +33,7 @@ class MackoConfig(QuantizationConfigMixin):
         version, layers: of a packed checkpoint; see macko.files.
 
     Raises:
+        TypeError: there is no such option.
         ValueError: an option is out of its range or not of its type, or the files are of a newer version.
     """
 
@@ -41,7 +44,6 @@ class MackoConfig(QuantizationConfigMixin):
         min_sparsity: float = MIN_SPARSITY,
         version: int = VERSION,
         layers: dict[str, dict[str, Any]] | None = None,
-        **foreign: Any,
     ) -> None:
         self.quant_method = "macko"  # type: ignore[assignment]
         check_about({"version": version, "layers": layers}, "quantization_config")
@@ -53,6 +55,12 @@ class MackoConfig(QuantizationConfigMixin):
             raise ValueError(f"ignore is {self.ignore!r}, expected names")
         self.format, self.min_sparsity, self.version = format, min_sparsity, version
         self.layers = {} if layers is None else layers
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The config of a config.json, without what others, or a later macko, have noted there too."""
+        known = {key: value for key, value in config_dict.items() if key in inspect.signature(cls).parameters}
+        return super().from_dict(known, return_unused_kwargs, **kwargs)
 
 
 @register_quantizer("macko")
@@ -95,6 +103,7 @@ class MackoHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(  # type: ignore[override]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        _refuse_parallel(model)
         if self.pre_quantized:
             self._place_packed(model, checkpoint_files or [])
             return
@@ -113,11 +122,17 @@ class MackoHfQuantizer(HfQuantizer):
     def _place_packed(self, model: Any, checkpoint_files: list[str]) -> None:
         """Empty sparse layers on the meta device, of the sizes that the files have."""
         shapes = _tensor_shapes(checkpoint_files)
+        tripwires: set[str] = set()
         prefix = f"{model.base_model_prefix}."
         for saved, about in self.quantization_config.layers.items():
             # A model with a head reads the checkpoint of one without, and the other way round.
             names = (saved, f"{prefix}{saved}", saved.removeprefix(prefix))
             name = next((n for n in names if _submodule(model, n) is not None), None)
+            shape, _ = shapes.get(join(saved, "weight"), ((0,), None))
+            if 0 not in shape:
+                raise ValueError(f"{saved}: the files hold its weight packed, and another one of shape {list(shape)}")
+            # One pattern for all blocks and experts: there may be tens of thousands of layers.
+            tripwires |= {re.sub(r"\d+", r"\\d+", re.escape(join(n, "weight"))) for n in (name or saved, saved)}
             if name is None:
                 continue  # transformers reports the tensors as unexpected
             linear = _submodule(model, name)
@@ -144,6 +159,8 @@ class MackoHfQuantizer(HfQuantizer):
             model.set_submodule(name, sparse)
             self._dtypes[name] = linear.weight.dtype
             self._packed_names |= {join(name, key) for key in tensors}
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*known, *(f"^{pattern}$" for pattern in tripwires)}
 
     # ---- While loading ----
 
@@ -209,6 +226,7 @@ class MackoHfQuantizer(HfQuantizer):
     # ---- After loading ----
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        _refuse_parallel(model)
         for name, module in model.named_modules():
             if type(module) is _Loading:
                 module.__class__ = SparseLinear  # type: ignore[assignment]
@@ -225,18 +243,27 @@ class MackoHfQuantizer(HfQuantizer):
         self._found.clear()
         if not self.pre_quantized:
             self.report.layers += unpackable(model)
+            warn_if_unchanged(self.report, "from_pretrained with a MackoConfig")
         return model
-
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        state, layers = packed_state(model)
-        self.quantization_config.layers = layers
-        return state, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         for name, module in list(model.named_modules()):
             if isinstance(module, SparseLinear):
                 model.set_submodule(name, module.to_linear().to(dtype))
         return model
+
+
+def _refuse_parallel(model: Any) -> None:
+    """ValueError where transformers spreads the model over processes: it would sum what each of them has whole."""
+    asked = getattr(model.config, "distributed_config", None)
+    sizes = {key: getattr(asked, key, None) or 1 for key in ("tp_size", "ep_size", "pp_size", "dp_size")}
+    sizes["tp_size"] = max(sizes["tp_size"], getattr(model, "_tp_size", None) or 1)
+    if more := [f"{key}={size}" for key, size in sizes.items() if size > 1]:
+        raise ValueError(
+            "macko's layers do not support tensor parallelism, nor transformers' other distributed loading, yet; asked "
+            f"for was {', '.join(more)}, by distributed_config or tp_plan. Load without it: device_map='auto' takes "
+            "several GPUs, and DDP and fully_shard work on the loaded model"
+        )
 
 
 class _Loading(SparseLinear):
@@ -247,10 +274,14 @@ class _Loading(SparseLinear):
 
 
 def _mark(model: nn.Module) -> None:
-    """Makes save_pretrained of a transformers model write its sparse layers packed."""
+    """Lets transformers know that a model of its own is packed now, for dequantize()."""
     from transformers.modeling_utils import PreTrainedModel
 
-    if not isinstance(model, PreTrainedModel) or isinstance(getattr(model, "hf_quantizer", None), MackoHfQuantizer):
+    if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
+        return
+    if getattr(model.config, "quantization_config", None) is not None:
+        return  # of another method, or of a model that this one is a part of
+    if not any(isinstance(module, SparseLinear) for module in model.modules()):
         return
     quantizer = MackoHfQuantizer(MackoConfig())
     any_model: Any = model

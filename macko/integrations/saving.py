@@ -1,0 +1,187 @@
+"""save_pretrained of any transformers model that holds sparse layers, whoever put them there.
+
+Beside the weights of each packed layer lies an empty tensor NAME.weight. A reader that knows nothing of macko wants a
+weight of another size there and stops, where it would else start the layer at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCardData
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from ..files import join, packed_state
+from ..layers import format_bytes
+from ..linear import SparseLinear
+from .transformers import MackoConfig
+
+#: Parts of names that wrappers put between a model's own, by whose names from_pretrained would find nothing.
+_WRAPPERS = {"base_layer": "PEFT's adapters", "_orig_mod": "torch.compile"}
+
+
+def _wrap(save: Any) -> Any:
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs)
+        given = call.arguments
+        if getattr(self, "_hf_peft_config_loaded", False):  # saves the adapters alone
+            return save(*call.args, **call.kwargs)
+        with _as_it_is(self, given.get("state_dict")) as (state, layers):
+            if layers:
+                given["state_dict"] = state
+            result = save(*call.args, **call.kwargs)
+        writes = getattr(self, "should_save_on_this_rank", bool)  # not in every transformers 5
+        if layers and writes(given.get("is_main_process", True)):
+            _write_card(self, Path(given["save_directory"]), layers)
+        return result
+
+    save_pretrained._by_macko = True  # type: ignore[attr-defined]
+    return save_pretrained
+
+
+@contextlib.contextmanager
+def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dict[str, Tensor] | None, dict[str, Any]]]:
+    """The state to save and, of each packed layer, its format and sizes, which the model's config says meanwhile."""
+    held = vars(model).get("hf_quantizer")
+    before = [(c, vars(c)["quantization_config"]) for c in _configs(model.config) if "quantization_config" in vars(c)]
+    own: Any = getattr(held, "quantization_config", None)
+    methods = {_method(own), *(_method(about) for _, about in before)}
+    layers: dict[str, Any] = {}
+    if any(isinstance(module, SparseLinear) for module in model.modules()):
+        if others := sorted(methods - {"macko", ""}):
+            raise ValueError(
+                f"save_pretrained: the model is quantized by {', '.join(others)} and has sparse layers of macko too, "
+                "while config.json can name one method only: use macko.save_model"
+            )
+        state, layers = _packed(model, state)
+    elif "macko" not in methods:
+        yield state, layers
+        return
+    about = own
+    if _method(own) != "macko":  # then it says so for as long as the model is saved
+        noted = getattr(model.config, "quantization_config", None)
+        about = copy.copy(noted) if isinstance(noted, MackoConfig) else MackoConfig()
+    known = about.layers
+    try:
+        for config, _ in before:  # what the config of a part says, that of the whole model has to say
+            del config.quantization_config
+        if layers:
+            about.layers = layers
+            model.config.quantization_config = about
+        model.hf_quantizer = None  # it would put the model's own state in the place of the one that is given
+        yield state, layers
+    except BaseException:
+        about.layers = known
+        raise
+    finally:
+        del model.hf_quantizer
+        if held is not None:
+            model.hf_quantizer = held
+        vars(model.config).pop("quantization_config", None)
+        for config, kept in before:
+            config.quantization_config = kept
+
+
+def _packed(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """packed_state, with an empty weight of each packed layer."""
+    state, layers = packed_state(model, state)
+    for name, about in layers.items():
+        if wrapper := next((part for part in name.split(".") if part in _WRAPPERS), None):
+            raise ValueError(
+                f"save_pretrained: {name} is inside of a wrapper of {_WRAPPERS[wrapper]}, and from_pretrained would "
+                "not find it by that name: save the adapter by itself, or the model without the wrapper"
+            )
+        # Two dimensions, since transformers may cut or join it as the weight of that name.
+        state[join(name, "weight")] = torch.empty(0, about["cols"], dtype=model.get_submodule(name).dtype)
+    return state, layers
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A model's config and those of its parts."""
+    yield config
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            yield from _configs(part)
+
+
+def _method(about: Any) -> str:
+    """quant_method of a quantization_config, which may be a dict, as in config.json, or None."""
+    method = about.get("quant_method") if isinstance(about, dict) else getattr(about, "quant_method", None)
+    return str(getattr(method, "value", method or ""))
+
+
+# ---- The model card --------------------------------------------------------------------------------------------------
+
+_CARD = """
+# {name}
+
+The weights of {count} linear layers of this model are packed by macko: zeros are not stored.
+
+| packed layers | their weights | density | format | files |
+|---|---|---|---|---|
+| {count} | {weights:,} | {density:.3f} ({sparsity:.1%} sparse) | {formats} | {size} |
+
+To load it, macko {version} or newer and `pip install "transformers>=5"` are needed, and `import macko` comes first.
+Without it transformers knows nothing of packed layers, and stops with an error about the sizes of weights.
+
+```python
+import macko
+from transformers import {kind}
+
+model = {kind}.from_pretrained("{name}"{options})
+```
+"""
+_SIGN = re.compile(r"\n<!-- macko wrote this card and keeps what has been edited: ([0-9a-f]{64}) -->\n")
+
+
+def _write_card(model: nn.Module, folder: Path, layers: dict[str, Any]) -> None:
+    """README.md of a packed folder; one that is not as macko wrote it is somebody's, and stays."""
+    from .. import __version__
+
+    card = folder / "README.md"
+    if not (folder / "config.json").is_file() or (card.exists() and not _is_ours(card)):
+        return
+    modules: list[Any] = [model.get_submodule(name) for name in layers]
+    # Layers that are merged have one matrix.
+    densities = {id(whole): whole.packed.density for whole in {vars(m).get("_whole", m) for m in modules}}
+    numels = [module.out_features * module.in_features for module in modules]
+    counts = [densities[id(vars(m).get("_whole", m))] * numel for m, numel in zip(modules, numels, strict=True)]
+    density = sum(counts) / max(1, sum(numels))
+    known = type(model).__module__.startswith("transformers.")
+    about = ModelCardData(library_name="transformers", tags=["macko", "sparse", "pruned"])
+    text = f"---\n{about.to_yaml()}\n---\n" + _CARD.format(
+        name=folder.resolve().name, count=len(layers), weights=sum(numels), density=density, sparsity=1 - density,
+        formats=", ".join(sorted({layer["format"] for layer in layers.values()})), version=__version__,
+        size=format_bytes(sum(file.stat().st_size for file in folder.glob("*.safetensors"))),
+        kind=type(model).__name__ if known else "AutoModel", options="" if known else ", trust_remote_code=True",
+    )  # fmt: skip
+    sign = f"\n<!-- macko wrote this card and keeps what has been edited: {_digest(text)} -->\n"
+    card.write_text(text + sign, encoding="utf-8")
+
+
+def _is_ours(card: Path) -> bool:
+    text = card.read_text(encoding="utf-8")
+    sign = _SIGN.search(text)
+    return sign is not None and sign[1] == _digest(text.replace(sign[0], ""))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+if not hasattr(PreTrainedModel.save_pretrained, "_by_macko"):
+    PreTrainedModel.save_pretrained = _wrap(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]

@@ -2,23 +2,15 @@
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import macko
 from macko.layers import LayerReport, Report
 from tests.tiny_llama import needs_transformers
 
-pytestmark = [
-    needs_transformers,
-    pytest.mark.skipif(
-        not (Path(macko.__file__).parent.parent / "examples").exists(),
-        reason="macko is installed, its source is not here",
-    ),
-]
+pytestmark = needs_transformers
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ class Build(build_ext):
             name = self.get_ext_filename(CUDA.name)
             for folder in [self.build_lib, *([ROOT] if self.inplace else [])]:  # what an older build left goes too
                 Path(folder, name).unlink(missing_ok=True)
-            self.extensions = [ext for ext in self.extensions if ext is not CUDA]
+            self.extensions = [CPU]
         super().run()
 
     def build_extensions(self) -> None:

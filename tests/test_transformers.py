@@ -592,6 +592,7 @@ def without_tripwire(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["50GB", "15KB"])
 def test_a_reader_without_macko_stops(pruned: tuple[Any, Path], tmp_path: Path, shard: str) -> None:
     model = load(pruned[1])
@@ -699,6 +700,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_tensor_parallelism_is_refused_and_checkpoints_work(
     pruned: tuple[Any, Path], tmp_path: Path
 ) -> None:
@@ -723,6 +725,7 @@ def test_two_processes_tensor_parallelism_is_refused_and_checkpoints_work(
 # ---- The model card --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_packed_folder_says_how_it_is_loaded(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     folder = saved(pruned, tmp_path / "sparse")

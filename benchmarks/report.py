@@ -309,6 +309,8 @@ def load_bench(path: Path) -> list[Line]:
     names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "tokens", "kernel", "format")
     found: dict[tuple[Any, ...], Line] = {}
     for line in map(json.loads, path.read_text().splitlines()):
+        if line.get("ms", 0) is None:
+            continue  # too noisy to tell
         key = tuple(line.get(name) or None for name in names)
         found.pop(key, None)
         found[key] = line

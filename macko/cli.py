@@ -577,11 +577,14 @@ def _put(new: Path, target: Path) -> None:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, licence: whatever is no weight and was not written."""
+    """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside a new one."""
     for file in sorted(source.iterdir()):
         weights = file.suffix in WEIGHTS or ".index." in file.name
-        if file.is_file() and not weights and not (target / file.name).exists():
-            shutil.copyfile(file, target / file.name)
+        there = target / file.name
+        if there.exists() and file.name == "README.md":
+            there = target / "README-dense.md"
+        if file.is_file() and not weights and not there.exists():
+            shutil.copyfile(file, there)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def dense(tmp_path: Path) -> Path:
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
     LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
     (tmp_path / "dense" / "tokenizer_notes.txt").write_text("kept")
+    (tmp_path / "dense" / "README.md").write_text("of the dense one")
     return tmp_path / "dense"
 
 
@@ -63,6 +64,9 @@ def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytes
     assert "14 of 15 layers changed" in printed
     for folder in (pruned, sparse):
         assert (Path(folder) / "tokenizer_notes.txt").read_text() == "kept"
+    assert (Path(pruned) / "README.md").read_text() == "of the dense one"
+    assert (Path(sparse) / "README-dense.md").read_text() == "of the dense one"
+    assert "import macko" in (Path(sparse) / "README.md").read_text()
     tokens = torch.arange(8)[None]
     wanted = AutoModelForCausalLM.from_pretrained(pruned)(tokens).logits
     loaded = AutoModelForCausalLM.from_pretrained(sparse)

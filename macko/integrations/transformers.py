@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -208,6 +209,8 @@ class MackoHfQuantizer(HfQuantizer):
 
     def _pack(self, model: Any, name: str, weight: Tensor) -> bool:
         layer = self._found.pop(name)  # or it would keep the dense weight
+        if weight.shape != layer.module.weight.shape:
+            return False  # transformers then says that the checkpoint is of another size
         bias = layer.module.bias  # may still be to come
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
         layer.module.bias = None  # type: ignore[assignment]
@@ -239,12 +242,21 @@ class MackoHfQuantizer(HfQuantizer):
                     raise ValueError(f"{name}: {error}") from None
                 if module.dtype != self._dtypes[name]:
                     module.to(self._dtypes[name])
-                module.reformat_(self.quantization_config.format)
+                module.reformat_(self._format_on(module.device))
         self._found.clear()
         if not self.pre_quantized:
             self.report.layers += unpackable(model)
             warn_if_unchanged(self.report, "from_pretrained with a MackoConfig")
         return model
+
+    def _format_on(self, device: torch.device) -> str:
+        """The format that the config asks for, or "auto", with a warning, where that does not run on the device."""
+        format = self.quantization_config.format
+        if device.type in (*format_class(format).device_types, "meta"):
+            return format
+        runs = " and ".join(format_class(format).device_types)
+        warnings.warn(f'format="{format}" runs on {runs} only, the model is on {device}: held as "auto"', stacklevel=2)
+        return "auto"
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         for name, module in list(model.named_modules()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +41,10 @@ def spmv(
     some = torch.randperm(rows, device="cuda")[:512]
     assert_close_spmv(y[some], w[some], x, chain=cuda_chain(packed[2]))
     dense = [c[0] for c in copies([w])]
-    linear_us = time_graph([lambda w=w: F.linear(x, w) for w in dense])
-    mv_us = time_graph([lambda w=w: torch.mv(w, x) for w in dense])
+    linear_us = time_graph([partial(F.linear, x, c) for c in dense])
+    mv_us = time_graph([partial(torch.mv, c, x) for c in dense])
     del w, dense
-    calls = [lambda p=p: torch.ops.macko.spmv(*p, cols, x, delta_bits) for p in copies(packed)]
+    calls = [partial(torch.ops.macko.spmv, *p, cols, x, delta_bits) for p in copies(packed)]
     ours = time_graph(calls)
     best_us = min(linear_us.median_us, mv_us.median_us)
     return {
@@ -81,7 +82,7 @@ def packing(rows: int, cols: int, density: float, delta_bits: int = 4) -> dict:
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         gbps[f"{name}_gbps"] = w.nbytes / sorted(times)[5] / 1e9
-    unpack = time_graph([lambda p=p: torch.ops.macko.unpack(*p, cols, delta_bits) for p in copies(packed)])
+    unpack = time_graph([partial(torch.ops.macko.unpack, *p, cols, delta_bits) for p in copies(packed)])
     gbps["unpack_gbps"] = w.nbytes / unpack.median_us / 1e3
     return {"what": "pack", "rows": rows, "cols": cols, "density": density, "delta_bits": delta_bits, **gbps}
 

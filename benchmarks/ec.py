@@ -7,7 +7,6 @@ Prints a table and adds a line per measurement to the file. Every output is chec
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 import warnings
@@ -22,6 +21,7 @@ from torch import Tensor
 import macko.ops as ops
 from benchmarks import EIGHT, timing
 from benchmarks.canonical import pruned
+from benchmarks.spmv import packed_copies
 from benchmarks.timing import Timing, append_jsonl, copies, provenance
 from macko.formats import SellWeight
 from tests.common import assert_close_spmv
@@ -52,9 +52,11 @@ def time_csr(w: Tensor, x: Tensor) -> Timing:
         warnings.simplefilter("ignore")  # CSR support is in beta
         csr = w.to_sparse_csr()
         parts = [csr.crow_indices().int(), csr.col_indices().int(), csr.values()]
-        held = [torch.sparse_csr_tensor(*p, size=w.shape, check_invariants=False) for p in copies(parts)]
-        calls = [lambda m=m: torch.mv(m, x) for m in held]
-        return time_graph(calls)
+        held = [
+            torch.sparse_csr_tensor(row_ptr, columns, values, size=w.shape, check_invariants=False)
+            for row_ptr, columns, values in copies(parts)
+        ]
+        return time_graph([partial(torch.mv, m, x) for m in held])
 
 
 def spmv(rows: int, cols: int, density: float, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
@@ -72,24 +74,21 @@ def spmv(rows: int, cols: int, density: float, dtype: torch.dtype) -> Iterator[d
     }
     csr = time_csr(w, x)
     dense = [c[0] for c in copies([w])]
-    linear = time_graph([lambda w=w: F.linear(x, w) for w in dense])
-    mv = time_graph([lambda w=w: torch.mv(w, x) for w in dense])
+    linear = time_graph([partial(F.linear, x, c) for c in dense])
+    mv = time_graph([partial(torch.mv, c, x) for c in dense])
     del dense
     yield {**common, "variant": "dense", "bytes": w.nbytes, "time": min(linear, mv, key=lambda t: t.median_us)}
     yield {**common, "variant": "CSR", "bytes": nnz * 6 + rows * 4 + 4, "time": csr}
     sell = SellWeight.from_dense(w)
-    held = [
-        dataclasses.replace(sell, **dict(zip(sell.tensors(), c, strict=True)))
-        for c in copies([*sell.tensors().values()])
-    ]
-    calls = [lambda p=p: p.linear(x) for p in held]
+    held = packed_copies(sell)
+    calls = [partial(c.linear, x) for c in held]
     yield {**common, "variant": "sell", "bytes": sell.nbytes, "time": time_graph(calls)}
     del sell, held, calls
     for name, options in VARIANTS.items():
         packed = ops.ec_pack(w, **options)
         y = ops.ec_spmv((*packed, rows, cols), x)
         assert_close_spmv(y[some], w[some], x)
-        calls = [lambda p=p: torch.ops.macko.ec_spmv(*p, rows, cols, x) for p in copies(packed)]
+        calls = [partial(torch.ops.macko.ec_spmv, *p, rows, cols, x) for p in copies(packed)]
         nbytes = sum(t.nbytes for t in packed)
         yield {**common, "variant": name, "bytes": nbytes, "bytes_a_nonzero": nbytes / nnz, "time": time_graph(calls)}
         del packed, calls

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import macko
 from benchmarks.timing import append_jsonl, provenance
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "7b": {"max_position_embeddings": 4096},  # LlamaConfig's defaults are Llama-2-7B
     "1b": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 22, "num_attention_heads": 16},
 }
@@ -102,14 +102,14 @@ def main() -> None:
         shutil.rmtree(folder / "sparse")
         dense = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float16)
         batches = list(torch.randint(dense.config.vocab_size, (args.tokens // 2048, 1, 2048)))
+        first = tuple(f"model.layers.{i}." for i in range(args.blocks))
         for method in ("wanda", "sparsegpt"):
             with step(f"{method}, {args.blocks} blocks, from the CPU", tokens=args.tokens):
-                first = [f"model.layers.{i}." for i in range(args.blocks)]
                 cut = dense.model.layers
                 dense.model.layers = cut[: args.blocks]
                 macko.prune_(
                     dense, 0.6, method, calibration=batches, device="cuda", progress=False,
-                    filter_fn=lambda module, name, first=first: any(name.startswith(f) for f in first),
+                    filter_fn=lambda module, name: name.startswith(first),
                 )  # fmt: skip
                 dense.model.layers = cut
     finally:

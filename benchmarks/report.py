@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,8 @@ def load_bench(path: Path) -> list[Line]:
     names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "tokens", "kernel", "format")
     found: dict[tuple[Any, ...], Line] = {}
     for line in map(json.loads, path.read_text().splitlines()):
+        if line.get("ms", 0) is None:
+            continue  # too noisy to tell
         key = tuple(line.get(name) or None for name in names)
         found.pop(key, None)
         found[key] = line
@@ -521,7 +524,7 @@ def ec_cpu_table(path: Path) -> str:
     columns = [("macko", "avx512"), ("ec", "avx512"), ("ec", "avx2"), ("ec", "scalar"), ("ec_paper", "avx512")]
     rows = []
     for dtype, density in sorted({key[:2] for key in ours}, key=lambda k: (k[0], -k[1])):
-        found = [ours[(dtype, density, *column)] for column in columns]
+        found = [ours[dtype, density, form, vectors] for form, vectors in columns]
         dense = min(found[0]["torch_linear_ms"], found[0]["torch_mv_ms"])
         times = [f"{line['ms']:.2f} ({dense / line['ms']:.2f}x)" for line in found]
         rows.append([dtype, f"{density:g}", f"{dense:.2f}", *times])
@@ -593,7 +596,7 @@ def cpu_table(path: Path) -> str:
     found = latest(path, "dtype", "density", "format", "path", **run)
     rows = []
     for dtype, density in sorted({key[:2] for key in found}, key=lambda key: (key[0], -key[1])):
-        lines = [found[(dtype, density, *column)] for column in columns]
+        lines = [found[dtype, density, form, vectors] for form, vectors in columns]
         times = [f"{line['ms']:.2f} ({torch_ms(line) / line['ms']:.2f}x)" for line in lines]
         rows.append([dtype, f"{density} ({1 - density:.0%})", f"{torch_ms(lines[0]):.2f}", *times])
     named = [f"{'canonical' if form == 'macko' else form} {vectors}" for form, vectors in columns]
@@ -613,7 +616,7 @@ def cpu_wall_table(path: Path) -> str:
     found = latest(path, "density", "rows", "format", **run)
     columns = sorted({key[1:] for key in found}, key=lambda key: (key[0], key[1] != "macko"))
     rows = [
-        [f"{density} ({1 - density:.0%})", *(f"{found[(density, *column)]['speedup']:.2f}x" for column in columns)]
+        [f"{density} ({1 - density:.0%})", *(f"{found[density, size, form]['speedup']:.2f}x" for size, form in columns)]
         for density in sorted({key[0] for key in found}, reverse=True)
     ]
     named = [f"{'canonical' if form == 'macko' else form}, {size}x{size}" for size, form in columns]
@@ -886,9 +889,9 @@ def main() -> None:
             "slide model": lambda: slide_model_table(path.parent / "slide_model.jsonl"),
         }
         for name in ("int8", "fp8", "bf16"):
-            parts[f"slide llama {name}"] = lambda name=name: slide_table(slide, name, llama=True)
-            parts[f"slide {name}"] = lambda name=name: slide_table(slide, name)
-            parts[f"slide {name} us"] = lambda name=name: slide_times_table(slide, name)
+            parts[f"slide llama {name}"] = partial(slide_table, slide, name, llama=True)
+            parts[f"slide {name}"] = partial(slide_table, slide, name)
+            parts[f"slide {name} us"] = partial(slide_times_table, slide, name)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)
     for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):

@@ -24,6 +24,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class Clock:
     def __init__(self) -> None:
         self.handle = ctypes.c_void_p()
         try:
-            self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
+            self.nvml: ctypes.CDLL | None = ctypes.CDLL("libnvidia-ml.so.1")
             self.nvml.nvmlInit_v2()
             self.nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.handle))
         except (OSError, AttributeError):
@@ -114,7 +115,7 @@ def scaled_mm(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor, least: int = 0)
     q = q[:, : x.shape[1]]
     if x.shape[0] < least:
         q, token_scale = (F.pad(t, (0,) * (2 * t.dim() - 1) + (least - x.shape[0],)) for t in (q, token_scale))
-    args = {"bias": bias, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    args: dict[str, Any] = {"bias": bias, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return torch._scaled_mm(q, w.t(), token_scale[:, None], scale[None], **args)[: x.shape[0]]
 
 
@@ -163,24 +164,22 @@ def sides_of(name: str, weights: dict[str, Any], x: Tensor, bias: Tensor, ours: 
     sides: dict[str, Calls] = {}
     for pattern, n in PATTERNS.items():
         held = weights[pattern] if cold else weights[pattern][:1]
-        sides[pattern] = [
-            lambda p=p, s=s, n=n: torch.ops.macko.slide_linear(x, p, s, cols, n, dtype, bias) for p, s in held
-        ]
+        sides[pattern] = [partial(torch.ops.macko.slide_linear, x, p, s, cols, n, dtype, bias) for p, s in held]
     if ours:
         return sides
     held = weights["torch"] if cold else weights["torch"][:1]
     if name == "int8":
-        sides["torch"] = [lambda w=w, s=s: int_mm(x, w, s, bias) for w, s in held]
+        sides["torch"] = [partial(int_mm, x, w, s, bias) for w, s in held]
     elif name == "fp8":
         least = 0
         try:
-            scaled_mm(x, *held[0], bias)
+            scaled_mm(x, held[0][0], held[0][1], bias)
         except RuntimeError as error:
             print(f"_scaled_mm refuses {tokens} x {cols}, padded to 64: {str(error).splitlines()[0][:70]}")
             least = 64
-        sides["torch"] = [lambda w=w, s=s: scaled_mm(x, w, s, bias, least) for w, s in held]
+        sides["torch"] = [partial(scaled_mm, x, w, s, bias, least) for w, s in held]
     held = weights["bf16"] if cold else weights["bf16"][:1]
-    sides["bf16"] = [lambda w=w: F.linear(x, w, bias) for (w,) in held]
+    sides["bf16"] = [partial(F.linear, x, w, bias) for (w,) in held]
     return sides
 
 

@@ -14,6 +14,7 @@ import argparse
 import gc
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,16 +58,18 @@ class TorchLinear(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
+def sparse(linear: nn.Linear, name: str, n: int) -> SparseLinear:
+    packed = SlideWeight.from_dense(linear.weight.detach(), n, SLIDE_ELEMENTS.index(TYPES[name]), prune=True)
+    return SparseLinear.from_packed(packed, linear.bias)
+
+
 def makers() -> dict[str, Callable[[nn.Linear], nn.Module] | None]:
     """How each side makes its linears; None: as they are."""
     made: dict[str, Callable[[nn.Linear], nn.Module] | None] = {"bf16": None}
     for name in ("int8", "fp8"):
-        made[f"{name} torch"] = lambda linear, name=name: TorchLinear(linear, name)
+        made[f"{name} torch"] = partial(TorchLinear, name=name)
         for pattern, n in PATTERNS.items():
-            made[f"{name} {pattern}"] = lambda linear, name=name, n=n: SparseLinear.from_packed(
-                SlideWeight.from_dense(linear.weight.detach(), n, SLIDE_ELEMENTS.index(TYPES[name]), prune=True),
-                linear.bias,
-            )
+            made[f"{name} {pattern}"] = partial(sparse, name=name, n=n)
     return made
 
 

@@ -71,7 +71,7 @@ def check(name: str, call: Callable[[], Tensor], w: Tensor, x: Tensor, exact_sum
         raise SystemExit(f"{name}: two runs gave different bits")
 
 
-def time_calls(calls: list[Callable[[], Tensor]], tokens: int) -> Timing:
+def time_calls(calls: Sequence[Callable[[], Tensor]], tokens: int) -> Timing:
     return time_graph(calls) if tokens <= 64 else time_graph(calls, replays=5, warmup=1, min_launches=8)
 
 
@@ -112,9 +112,9 @@ def main() -> None:
         weights = [tensors[0] for tensors in copies([dense])]
         dense_us = {}
         for n, x in inputs.items():
-            timing = time_calls([lambda c=c, x=x: F.linear(x, c) for c in weights], n)
+            timing = time_calls([partial(F.linear, x, c) for c in weights], n)
             if n == 1:
-                other = time_calls([lambda c=c, x=x: torch.mv(c, x[0]) for c in weights], n)
+                other = time_calls([partial(torch.mv, c, x[0]) for c in weights], n)
                 timing = min(timing, other, key=lambda t: t.median_us)
             dense_us[n] = timing.median_us
             about = {"rows": rows, "cols": cols, "dtype": args.dtype, "tokens": n, **what}
@@ -126,8 +126,10 @@ def main() -> None:
             for kernel in args.kernels.split(","):
                 kind, method, knobs, sizes = VARIANTS[kernel]
                 packed = kind.from_macko(canonical) if kind else None
-                rotated = packed_copies(packed) if packed else [tensors[0] for tensors in copies([w])]
-                products = [getattr(c, method) if packed else partial(F.linear, weight=c) for c in rotated]
+                rotated = packed_copies(packed) if packed else []
+                products: list[Callable[[Tensor], Tensor]] = [getattr(c, method) for c in rotated]
+                if not packed:
+                    products = [partial(F.linear, weight=c) for (c,) in copies([w])]
                 exact = kernel not in ("tiles", "zeros")
                 shown = []
                 about = {"rows": rows, "cols": cols, "density": density, "dtype": args.dtype, "mask": "uniform", **what}

@@ -18,10 +18,11 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,7 @@ PAPER = (
     "7168x7168,28672x7168,7168x28672,27648x9216,9216x9216,36864x9216,9216x36864,36864x12288,12288x12288,49152x12288,"
     "12288x49152"
 )
+Packed = TypeVar("Packed", bound=PackedWeight)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 MASKS = ("uniform", "magnitude", "sgpt")
 KERNELS = ("dense", "sell", "sell_gap4", "sell_cp_async", "sell_behind", "macko", "cusparse", "compiled")
@@ -141,7 +143,7 @@ class Problem:
             raise SystemExit(f"{name}: two runs gave different bits")
 
 
-def packed_copies(weight: PackedWeight) -> list[PackedWeight]:
+def packed_copies(weight: Packed) -> list[Packed]:
     """As many copies of a packed weight as exceed the cache."""
     count = max(2, COLD_BYTES // weight.nbytes + 1)
     others = [{name: t.clone() for name, t in weight.tensors().items()} for _ in range(count - 1)]
@@ -157,19 +159,19 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
         weights = [tensors[0] for tensors in copies([w])]
         dense_bytes = w.numel() * w.element_size() + vectors
         problem.check("F.linear", lambda: F.linear(x, w), exact_sum=False)
-        record("dense_linear", time_graph([lambda c=c: F.linear(x, c) for c in weights]), dense_bytes)
-        record("dense_mv", time_graph([lambda c=c: torch.mv(c, x) for c in weights]), dense_bytes)
+        record("dense_linear", time_graph([partial(F.linear, x, c) for c in weights]), dense_bytes)
+        record("dense_mv", time_graph([partial(torch.mv, c, x) for c in weights]), dense_bytes)
         if "compiled" in kernels:
             compiled = torch.compile(F.linear, mode="max-autotune-no-cudagraphs")
             problem.check("compiled", lambda: compiled(x[None], w), exact_sum=False)
-            record("dense_compiled", time_graph([lambda c=c: compiled(x[None], c) for c in weights]), dense_bytes)
+            record("dense_compiled", time_graph([partial(compiled, x[None], c) for c in weights]), dense_bytes)
         del weights
 
     canonical = MackoWeight.from_dense(w)
     if "macko" in kernels:
-        problem.check("macko", lambda: ops.spmv(*canonical.tensors().values(), canonical.cols, x))
         rotated = packed_copies(canonical)
-        calls = [lambda c=c: ops.spmv(*c.tensors().values(), c.cols, x) for c in rotated]
+        calls = [partial(ops.spmv, c.values, c.deltas, c.row_ptr, c.cols, x) for c in rotated]
+        problem.check("macko", calls[0])
         record("macko", time_graph(calls), canonical.nbytes + vectors, stored=canonical.stored)
         del rotated, calls
 
@@ -180,7 +182,7 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
         csr_bytes = sum(t.numel() * t.element_size() for t in (csr.crow_indices(), csr.col_indices(), csr.values()))
         count = max(2, COLD_BYTES // csr_bytes + 1)
         rotated_csr = [csr] + [csr.clone() for _ in range(count - 1)]
-        record("cusparse", time_graph([lambda c=c: torch.mv(c, x) for c in rotated_csr]), csr_bytes + vectors)
+        record("cusparse", time_graph([partial(torch.mv, c, x) for c in rotated_csr]), csr_bytes + vectors)
         del rotated_csr, csr
 
     for gap_bits, name in ((0, "sell"), (4, "sell_gap4")):
@@ -202,7 +204,7 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
             "pack_us": statistics.median(pack_us[1:]),
             "floor_us": round(floor(nbytes).median_us, 3),
         }
-        calls = [lambda c=c: c.spmv(x) for c in rotated_sell]  # type: ignore[attr-defined]
+        calls = [partial(c.spmv, x) for c in rotated_sell]
         variants: dict[str, dict[str, str]] = {name: {"MACKO_PDL": "0"}, f"{name}_chain": {}}
         if gap_bits == 0 and "sell_cp_async" in kernels:
             variants["sell_cp_async"] = {"MACKO_COPY": "cp_async"}
@@ -229,7 +231,7 @@ def measure_variants(problem: Problem, record: Callable[..., None]) -> None:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     floors: dict[int, float] = {}
 
-    def sustained(calls: list[Callable[[], Any]], once_us: float) -> Timing:
+    def sustained(calls: Sequence[Callable[[], Any]], once_us: float) -> Timing:
         replays = max(20, int(1_000_000 / (once_us * -(-MIN_LAUNCHES // len(calls)) * len(calls))))
         time_graph(calls, replays, rest=False)
         return time_graph(calls, replays // 4, rest=False)
@@ -239,7 +241,7 @@ def measure_variants(problem: Problem, record: Callable[..., None]) -> None:
         with environment(**knobs):
             sell = SellWeight.from_macko(canonical, **cut)
             rotated = packed_copies(sell)
-            calls = [lambda c=c: c.spmv(x) for c in rotated]  # type: ignore[attr-defined]
+            calls = [partial(c.spmv, x) for c in rotated]
             nbytes = sell.nbytes + vectors
             if nbytes not in floors:
                 floors[nbytes] = round(floor(nbytes).median_us, 3)
@@ -254,7 +256,7 @@ def measure_variants(problem: Problem, record: Callable[..., None]) -> None:
                             "sell_sustained", sustained(calls, timing.median_us), nbytes, variant="sustained", **facts
                         )
         del rotated, calls
-    calls = [lambda c=c: F.linear(x, c) for (c,) in copies([w])]  # type: ignore[misc]
+    calls = [partial(F.linear, x, c) for (c,) in copies([w])]
     dense = time_graph(calls)
     nbytes = w.numel() * w.element_size() + vectors
     record("dense_linear", dense, nbytes, variant="dense")

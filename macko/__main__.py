@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import FORMATS, __version__, _library, ops
@@ -95,15 +96,17 @@ def main() -> int:
         halves = (torch.float16, torch.bfloat16)
         tested += [(torch.device("cuda", index), dtype) for index in range(gpus) for dtype in halves]
     called = _Called()
+    console = Console(stderr=True)
     for device, dtype in tested:
         start = time.perf_counter()
+        name = f"self-test {device} {str(dtype).removeprefix('torch.')}"
         try:
-            with called, torch.no_grad():
+            with console.status(name), called, torch.no_grad():  # the first takes seconds: imports, threads
                 self_test(device, dtype)
             outcome = f"ok, {time.perf_counter() - start:.2f} s"
         except (AssertionError, RuntimeError, ValueError) as error:
             outcome, well = f"FAILED: {error}", False
-        print(f"self-test {device} {str(dtype).removeprefix('torch.')}: {outcome}")
+        print(f"{name}: {outcome}", flush=True)
     # An op of a format for other devices than those that are here has nothing to run on.
     kinds = {device.type for device, _ in tested}
     elsewhere = tuple(f"{name}_" for name, format in FORMATS.items() if not kinds & {*format.device_types})

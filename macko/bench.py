@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
+from .choose import format_class
 from .convert import sparsify_
 from .fuse import Fuse
 from .layers import format_bytes
 from .linear import SparseLinear
 from .merge import split_
-from .prune import prune_
+from .prune import asked_for, prune_
 
 #: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs.
 COMPILED: dict[str, dict[str, Any]] = {
@@ -36,6 +38,9 @@ COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
 #: to dense is not known: the one run with them had a disturbed host (the first of the H200's bench_slow_host.jsonl).
 FOR_SPARSE: dict[str, Any] = {"post_grad_custom_pre_pass": Fuse(), "combo_kernels": True}
 
+
+#: Where noise is as large as what is measured, it is measured so often again.
+RETRIES = 3
 
 #: What --json writes.
 Line = dict[str, Any]
@@ -62,17 +67,35 @@ class Result(Side):
     what: str  #: "prefill" or "decode"
     batch: int
     prompt_tokens: int  #: of each sequence
-    ms: float  #: of the prefill, or of one token of all sequences
-    tokens_per_s: float  #: of all sequences together
+    ms: float | None  #: of the prefill, or of one token of all sequences; None where noise hides it
+    tokens_per_s: float | None  #: of all sequences together
     peak_bytes: int | None  #: of GPU memory; None on the CPU
 
 
-def run(options: argparse.Namespace) -> None:
-    """Loads, prunes where asked, times dense, converts, times sparse at each sparsity, and prints all."""
+def run(options: argparse.Namespace, source: str) -> None:
+    """Loads, prunes where asked, times dense, converts, times sparse at each sparsity, and prints all.
+
+    Args:
+        options: what macko bench was told.
+        source: the folder of the model, or random: with a size.
+
+    Raises:
+        ValueError: an option is of no use, before anything is timed; or no layer is sparse enough.
+    """
+    format_class(options.format)
+    for sparsity in options.sparsity or ():
+        asked_for(sparsity, "magnitude", None)
+    if options.json:
+        with open(options.json, "a", encoding="utf-8"):
+            pass  # or it would be found out behind the first times
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" else "bfloat16"))
-    model = _load(options.source, device, dtype)
+    model = _load(source, device, dtype)
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if options.source[:7] == "random:" else []))
+    longest = max(options.prompt_tokens[0] + options.new_tokens, *options.prompt_tokens)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and longest > positions:
+        raise ValueError(f"--prompt-tokens and --new-tokens are {longest}, {source} has {positions} positions")
     prompts = torch.arange(max(options.batch) * max(options.prompt_tokens)).view(max(options.batch), -1)
     prompts = (prompts * 7919 % model.config.vocab_size).to(device)
     results: list[Result] = []
@@ -116,8 +139,7 @@ def run(options: argparse.Namespace) -> None:
             print(str(report).splitlines()[-1])
             print(f"{side}, logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})")
             worst = check_layers(model, prompts[:1], (*batches, 128), dense_bits)
-            text = ", ".join("{of_bound:.2g} at {tokens} ({layer})".format(**found) for found in worst)
-            print(f"{side}, error of layers over its bound, the worst by tokens: {text}", flush=True)
+            print(f"{side}, {_verdict(worst)}", flush=True)
             line = {"what": "logits", **dataclasses.asdict(side), "error": error, "largest": largest, "layers": worst}
             measure(side, batches, [line])
     if results:
@@ -160,7 +182,9 @@ def _measure_all(
     results += [_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens]
     for result in results:
         peak = "" if result.peak_bytes is None else f", peak {format_bytes(result.peak_bytes)}"
-        speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{peak}"
+        speed = f"too noisy to tell{peak}"
+        if result.ms is not None:
+            speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{peak}"
         print(f"{side}, {result.what} batch {result.batch} prompt {result.prompt_tokens}: {speed}", flush=True)
     return results
 
@@ -190,12 +214,34 @@ def _decode(side: Side, model: Any, prompts: Tensor, options: argparse.Namespace
     _generate(model, prompts, count, compiled)  # compiles, which takes memory of its own
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    first = _best(lambda: _generate(model, prompts, 1, compiled), prompts.is_cuda)
-    whole = _best(lambda: _generate(model, prompts, count, compiled), prompts.is_cuda)
-    seconds = max(whole - first, 1e-9) / options.new_tokens
+    seconds = _difference(
+        lambda: _generate(model, prompts, count, compiled),
+        lambda: _generate(model, prompts, 1, compiled),
+        prompts.is_cuda,
+    )
+    a_token = None if seconds is None else seconds / options.new_tokens
     peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
     about = (side.model, side.sparsity, side.tokens, "decode", len(prompts), prompts.shape[1])
-    return Result(*about, seconds * 1e3, len(prompts) / seconds, peak)
+    if a_token is None:
+        return Result(*about, None, None, peak)
+    return Result(*about, a_token * 1e3, len(prompts) / a_token, peak)
+
+
+def _difference(longer: Callable[[], Any], shorter: Callable[[], Any], on_gpu: bool) -> float | None:
+    """Seconds that one call takes beyond another: of the fastest of each. None where noise is as large as that.
+
+    Noise is how far the median of a call's times is from their fastest, of both together; where it is too large there
+    are more calls, RETRIES times.
+    """
+    of_both: tuple[list[float], list[float]] = ([], [])
+    for _ in range(1 + RETRIES):
+        for call, found in zip((shorter, longer), of_both, strict=True):
+            found += _times(call, on_gpu)
+        less, more = map(min, of_both)
+        noise = sum(statistics.median(found) - min(found) for found in of_both)
+        if more - less > noise:
+            return more - less
+    return None
 
 
 def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
@@ -203,14 +249,14 @@ def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
-        seconds = _best(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6)
+        seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6))
     peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
     about = (side.model, side.sparsity, side.tokens, "prefill", 1, prompts.shape[1])
     return Result(*about, seconds * 1e3, prompts.shape[1] / seconds, peak)
 
 
-def _best(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> float:
-    """Seconds of the fastest of some calls behind a first one."""
+def _times(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> list[float]:
+    """Seconds of some calls behind a first one."""
     times = []
     with _no_garbage_collection():
         for _ in range(1 + calls):
@@ -221,7 +267,7 @@ def _best(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> float:
             if on_gpu:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return times[1:]
 
 
 @contextlib.contextmanager
@@ -352,6 +398,15 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     return worst
 
 
+def _verdict(worst: list[Line]) -> str:
+    """What check_layers found, for people; the lines of --json have each number of tokens."""
+    largest = max(worst, key=lambda found: found["of_bound"])
+    tokens = f"{largest['tokens']} token{'s' if largest['tokens'] > 1 else ''}"
+    outcome = "yes" if largest["of_bound"] <= 1 else "NO, THEY ARE WRONG"
+    where = f"worst {largest['of_bound']:.2g} of the bound, at {tokens}, {largest.get('layer', 'in no layer')}"
+    return f"outputs of each layer equal to dense but for rounding: {outcome} ({where})"
+
+
 def _count(shape: tuple[int, ...]) -> int:
     return shape[0] * shape[1]
 
@@ -384,9 +439,10 @@ def _table(results: list[Result]) -> str:
         table.add_column(title, justify="left" if title in ("what", "model") else "right", no_wrap=True)
     dense = {(r.what, r.batch, r.prompt_tokens): r for r in results if r.model == "dense"}
     for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity, r.tokens)):
-        ratio = result.tokens_per_s / dense[result.what, result.batch, result.prompt_tokens].tokens_per_s
+        speed, base = result.tokens_per_s, dense[result.what, result.batch, result.prompt_tokens].tokens_per_s
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
-        times = (f"{result.ms:.3f}", f"{result.tokens_per_s:.1f}", f"{ratio:.2f}x")
+        ratio = f"{speed / base:.2f}x" if speed and base else "-"
+        times = (f"{result.ms:.3f}", f"{speed:.1f}", ratio) if speed else ("-", "-", "-")
         table.add_row(result.what, str(result.batch), str(result.prompt_tokens), str(result), *times, peak)
     console = Console(file=io.StringIO(), width=200)
     console.print(table)

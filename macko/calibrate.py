@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from .layers import FoundLinear
 
@@ -24,34 +25,60 @@ def calibrate(
     statistic: Callable[[Tensor], Tensor],
     prune: Prune,
     device: torch.device | str | None,
+    done: Container[str],
+    bar: tqdm[Any],
 ) -> None:
-    """Calls prune(layer, seen) for each layer: those of the blocks in their order, then what hangs elsewhere."""
+    """Calls prune(layer, seen) for each layer: those of the blocks in their order, then what hangs elsewhere.
+
+    Args:
+        done: names of layers that prune needs no inputs of. Their blocks run only to feed those behind them.
+        bar: comes with the work of pruning, in weights, as its total. A batch's way through a module counts as much as
+            the weights it meets.
+    """
     blocks = _blocks(model, layers)
-    calls = _record(model, blocks, batches, device) if blocks else None
-    if calls:
-        inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
-        for i, block in enumerate(blocks):
-            own = [layer for layer in layers if inside.get(id(layer.module)) == i]
-            with _at(block, device):
-                seen = _gather(own, statistic, block, calls[i])
-                for layer in own:
-                    prune(layer, seen.pop(layer.name, None))
-                if i + 1 < len(blocks):
-                    calls[i + 1] = [
-                        _with_hidden(then, _hidden(block(*args, **kwargs)))
-                        for then, (args, kwargs) in zip(calls[i + 1], calls[i], strict=True)
-                    ]
-            calls[i] = []
-        layers = [layer for layer in layers if id(layer.module) not in inside]
-    if layers:
+    inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
+    own = [[layer for layer in layers if inside.get(id(layer.module)) == i] for i in range(len(blocks))]
+    new = [[layer for layer in group if layer.name not in done] for group in own]
+    last = max((i for i, group in enumerate(new) if group), default=-1)  # no block behind it needs its inputs
+    elsewhere = [layer for layer in layers if id(layer.module) not in inside]
+    passes = [block for i, block in enumerate(blocks) for _ in range((i == 0 <= last) + bool(new[i]) + (i < last))]
+    passes += [model] if any(layer.name not in done for layer in elsewhere) else []
+    bar.set_description("calibration", refresh=False)
+    bar.total += len(batches) * sum(map(_weights, passes))
+    calls = _record(model, blocks, batches, device, bar) if last >= 0 else [[] for _ in blocks]
+    if calls is None:
+        blocks, calls, elsewhere = [], [], layers
+        bar.total = bar.n + len(batches) * _weights(model) + sum(layer.module.weight.numel() for layer in layers)
+    for i, block in enumerate(blocks):
+        with _at(block, device):
+            bar.set_description(f"inputs of block {i + 1} of {len(blocks)}", refresh=False)
+            seen = _gather(new[i], statistic, block, calls[i], bar)
+            for layer in own[i]:
+                prune(layer, seen.pop(layer.name, None))
+            if i < last:
+                bar.set_description(f"outputs of block {i + 1} of {len(blocks)}", refresh=False)
+                for j, (args, kwargs) in enumerate(calls[i]):
+                    calls[i + 1][j] = _with_hidden(calls[i + 1][j], _hidden(block(*args, **kwargs)))
+                    bar.update(_weights(block))
+        calls[i] = []
+    if elsewhere:
+        unseen = [layer for layer in elsewhere if layer.name not in done]
         with _at(model, device):
-            seen = _gather(layers, statistic, model, [_as_call(model, batch) for batch in batches])
-        for layer in layers:
+            seen = _gather(unseen, statistic, model, [_as_call(model, batch) for batch in batches], bar)
+        for layer in elsewhere:
             prune(layer, seen.pop(layer.name, None))
 
 
+def _weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def _gather(
-    layers: list[FoundLinear], statistic: Callable[[Tensor], Tensor], module: nn.Module, calls: list[Call]
+    layers: list[FoundLinear],
+    statistic: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    calls: list[Call],
+    bar: tqdm[Any],
 ) -> dict[str, Tensor]:
     """The statistic of each layer's inputs over the calls of the module, by name."""
     seen: dict[str, Tensor] = {}
@@ -69,6 +96,7 @@ def _gather(
     try:
         for args, kwargs in calls if layers else []:
             module(*args, **kwargs)
+            bar.update(_weights(module))
     finally:
         for handle in handles:
             handle.remove()
@@ -92,7 +120,11 @@ class _LastBlock(Exception):
 
 
 def _record(
-    model: nn.Module, blocks: list[nn.Module], batches: list[Any], device: torch.device | str | None
+    model: nn.Module,
+    blocks: list[nn.Module],
+    batches: list[Any],
+    device: torch.device | str | None,
+    bar: tqdm[Any],
 ) -> list[list[Call]] | None:
     """What each block is called with, [block][batch], without running more than the first block.
 
@@ -141,6 +173,7 @@ def _record(
                     plain = False
                 if not plain:
                     return None
+                bar.update(_weights(blocks[0]))
     finally:
         for block, forward in zip(blocks, own, strict=True):
             del block.forward

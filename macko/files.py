@@ -171,6 +171,16 @@ def join(layer: str, key: str) -> str:
     return f"{layer}.{key}" if layer else key
 
 
+def open_tensors(path: str | os.PathLike[str]) -> Any:
+    """safetensors.safe_open; ValueError with the file's name where it is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{os.fspath(path)} is no safetensors file, or was cut off: {error}") from None
+
+
 class Checkpoint:
     """The tensors of a safetensors file or of a folder of them, read when asked for; a context manager.
 
@@ -183,8 +193,6 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        from safetensors import safe_open
-
         self.path = Path(path)
         self.config: dict[str, Any] = {}
         files = [self.path]
@@ -202,7 +210,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         with contextlib.ExitStack() as opened:
             for name in files:
-                file = opened.enter_context(safe_open(name, framework="pt"))
+                file = opened.enter_context(open_tensors(name))
                 self._files |= dict.fromkeys(file.keys(), file)
                 if "macko" in (metadata := file.metadata() or {}):
                     about = _json(metadata["macko"], name)

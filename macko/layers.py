@@ -6,6 +6,8 @@ import dataclasses
 import fnmatch
 import io
 import json
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -14,6 +16,8 @@ from torch.nn.parameter import is_lazy
 
 #: filter_fn(module, full name) -> whether to take the layer.
 Filter = Callable[[nn.Module, str], bool]
+#: The layers that everybody leaves: there is not one in every model.
+IGNORED = ("lm_head",)
 
 
 @dataclasses.dataclass
@@ -34,7 +38,8 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
     """Every nn.Linear of the model, in the model's order, subclasses too.
 
     Args:
-        ignore: full names, last components of names, or globs over full names.
+        ignore: full names, last components of names, or globs over full names. A UserWarning names what matches no
+            layer: a slip of the pen would be found too late.
         filter_fn: called with what ignore does not match.
     """
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
@@ -49,13 +54,19 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
             earlier.aliases.append(name)
         else:
             found[id(module)] = FoundLinear(name, module, place, [], None)
+    unmatched = set(ignore) - set(IGNORED)
     for layer in found.values():
         names = [layer.name, *layer.aliases]
         matching = [p for p in ignore for n in names if p in (n, n.rpartition(".")[2]) or fnmatch.fnmatchcase(n, p)]
+        unmatched -= set(matching)
         if matching:
             layer.left_out = f"ignored by {matching[0]!r}"
         elif filter_fn is not None and not filter_fn(layer.module, layer.name):
             layer.left_out = "left out by filter_fn"
+    if unmatched:
+        without = ", ".join(map(repr, sorted(unmatched)))
+        some = f"; layers are named as {next(iter(found.values())).name!r}" if found else ""
+        warnings.warn(f"ignore has {without}, which matches no linear layer{some}", stacklevel=3)
     return list(found.values())
 
 
@@ -122,6 +133,13 @@ class Report:
         """The layers that were changed."""
         return [layer for layer in self.layers if not layer.reason]
 
+    @property
+    def zeros(self) -> tuple[int, int]:
+        """Zeros, and all weights, of the layers whose density is known; a shared weight counts once."""
+        counted = [layer for layer in self.layers if layer.bytes_before]
+        known = [(layer.density, math.prod(layer.shape)) for layer in counted if layer.density is not None]
+        return sum(round((1 - density) * size) for density, size in known), sum(size for _, size in known)
+
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.layers)
 
@@ -142,26 +160,39 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
+        # Where nothing was packed, bytes and formats say nothing: then it counts zeros.
+        sized = any(layer.format != "dense" for layer in self.layers)
         table = Table(box=None, pad_edge=False)
-        for title in ("layer", "shape", "density (sparse)", "format", "before", "after", "gain", "note"):
+        sizes = ("format", "before", "after", "gain") if sized else ()
+        for title in ("layer", "shape", "density (sparse)", *sizes, "note"):
             numeric = title in ("shape", "density (sparse)", "before", "after", "gain")
             table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
         for layer in self.layers:
-            density = "" if layer.density is None else f"{layer.density:.3f} ({1 - layer.density:5.1%})"
             shape = "x".join(map(str, layer.shape))
-            sizes = (format_bytes(layer.bytes_before), format_bytes(layer.bytes_after))
             gain = _times(layer.us_before / layer.us_after) if layer.us_before and layer.us_after else ""
+            cells = (layer.format, format_bytes(layer.bytes_before), format_bytes(layer.bytes_after), gain)
             others = ", ".join(name.rpartition(".")[2] for name in layer.merged_with)
             note = layer.reason or layer.note or (f"one matrix with {others}" if others else "")
-            table.add_row(layer.name or "(the model)", shape, density, layer.format, *sizes, gain, note)
-        share = f"{self.bytes_after / self.bytes_before:.3f} of before" if self.bytes_before else ""
-        sizes = (format_bytes(self.bytes_before), format_bytes(self.bytes_after))
+            density = _density(layer.density)
+            table.add_row(layer.name or "(the model)", shape, density, *(cells if sized else ()), note)
         table.add_section()
-        gain = "" if self.gain is None else _times(self.gain)
-        table.add_row(f"{len(self.changed)} of {len(self.layers)} layers changed", "", "", "", *sizes, gain, share)
+        changed = f"{len(self.changed)} of {len(self.layers)} layers changed"
+        if sized:
+            share = f"{self.bytes_after / self.bytes_before:.3f} of before" if self.bytes_before else ""
+            gain = "" if self.gain is None else _times(self.gain)
+            total = (format_bytes(self.bytes_before), format_bytes(self.bytes_after), gain)
+            table.add_row(changed, "", "", "", *total, share)
+        else:
+            zeros, weights = self.zeros
+            density = _density(1 - zeros / weights) if weights else ""
+            table.add_row(changed, "", density, f"{zeros:,} of {weights:,} weights are zero")
         console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False)
         console.print(table)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+def _density(density: float | None) -> str:
+    return "" if density is None else f"{density:.3f} ({1 - density:5.1%})"
 
 
 def _times(ratio: float) -> str:
@@ -180,7 +211,7 @@ def patterns(weight: Tensor) -> list[str]:
     held: list[tuple[int, int]] = []
     for n, m in PATTERNS:
         if not any(_most(m, *other) <= n for other in held) and weight.numel() and weight.shape[1] % m == 0:
-            groups = weight.reshape(-1, m).count_nonzero(1)
+            groups = countable(weight).reshape(-1, m).count_nonzero(1)
             if int(groups.max()) <= n:
                 held.append((n, m))
     return [f"{n}:{m}" for n, m in held]
@@ -237,4 +268,9 @@ def density_of(weight: Tensor) -> float | None:
     if weight.device.type == "meta":
         return None
     with torch.no_grad():
-        return int(weight.count_nonzero()) / max(1, weight.numel())
+        return int(countable(weight).count_nonzero()) / max(1, weight.numel())
+
+
+def countable(weight: Tensor) -> Tensor:
+    """The weight, or what stands for it where torch cannot count its zeros: a float of 8 bits."""
+    return weight.float() if weight.is_floating_point() and weight.element_size() == 1 else weight

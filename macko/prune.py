@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .calibrate import calibrate, evaluating
-from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
+from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
 from .linear import DTYPES, SparseLinear
 
 Pattern = tuple[int, int]
@@ -142,10 +142,11 @@ def prune_(
     *,
     pattern: str | None = None,
     calibration: Iterable[Any] | None = None,
-    ignore: Iterable[str] = ("lm_head",),
+    ignore: Iterable[str] = IGNORED,
     filter_fn: Filter | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
+    done: MutableMapping[str, Tensor] | None = None,
 ) -> Report:
     """Sets a share of every linear layer's weight to zero, in place.
 
@@ -161,10 +162,14 @@ def prune_(
             "sparsegpt": what changes the layer's output least, and the other weights are corrected for it.
         pattern: "n:m", at most n non-zeros in every m columns that follow each other ("2:4", "6:8"); says the sparsity.
         calibration: batches for model(batch), model(*batch) or model(**batch) by their type: a few dozen real texts.
-        ignore: layers to leave: full names, last components of names, or globs over full names.
+        ignore: layers to leave: full names, last components of names, or globs over full names. One that matches no
+            layer is named in a warning.
         filter_fn: filter_fn(module, full name) says whether to prune a layer that ignore does not match.
         device: where to calibrate and prune, block by block; default: where the model is.
         progress: show a bar when it takes more than a second.
+        done: pruned weights [rows, cols] by the layer's name, a dict or something that writes to disk. Each layer's is
+            put in as soon as it is pruned. What is in it already is taken from there: a call that was interrupted goes
+            on, with the model as it was before, the same arguments and the same `done`, to the same bits in the end.
 
     Returns:
         A Report of every nn.Linear with the density it has now, and why it was left; what looks like a linear layer and
@@ -173,19 +178,13 @@ def prune_(
     Raises:
         ValueError: sparsity is not in [0, 1) or is not the pattern's, there is no such method, the pattern is not n:m,
             or calibration is missing; nothing has been changed then.
+        TypeError: calibration is no list of batches; nothing has been changed then.
+
+    Whatever else stops it (a batch that the model does not take, a KeyboardInterrupt) leaves a model whose first layers
+    are pruned and whose others are as they were. A note on the exception says which (before Python 3.11: a warning).
     """
-    groups = _parse(pattern)
-    if groups is not None:
-        implied = 1 - groups[0] / groups[1]
-        if sparsity is not None and abs(sparsity - implied) > 1e-6:
-            raise ValueError(f"pattern {pattern} is {implied:.1%} sparse, but sparsity is {sparsity}; leave one out")
-        sparsity = implied
-    sparsity = 0.5 if sparsity is None else sparsity
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity is {sparsity}, expected 0 <= sparsity < 1 (0.5 sets half of every row to zero)")
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
-    batches = [] if calibration is None else list(calibration)
+    sparsity, groups = asked_for(sparsity, method, pattern)
+    batches = [] if calibration is None else _batches(calibration)
     if method in STATISTICS and not batches:
         raise ValueError(f"method {method!r} needs calibration=: batches of inputs for the model")
 
@@ -197,30 +196,93 @@ def prune_(
             reasons[layer.name] = f"shares the weight of {same}"
     todo = [layer for layer in found if not reasons[layer.name]]
 
-    with tqdm(total=len(todo), disable=not progress, delay=1, unit="layer", leave=False) as bar, torch.no_grad():
+    pruned: list[str] = []
+    with (
+        tqdm(
+            total=sum(layer.module.weight.numel() for layer in todo), disable=not progress, delay=1, leave=False,
+            smoothing=0, miniters=1, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
+        ) as bar,
+        torch.no_grad(),
+    ):  # fmt: skip
 
         def prune(layer: FoundLinear, seen: Tensor | None = None) -> None:
             bar.set_description(layer.name, refresh=False)
             weight = layer.module.weight
-            work = weight if device is None else weight.to(device)
-            use = METHODS[method]
-            if method in STATISTICS and (seen is None or not seen.any()):
-                warnings.warn(f"{layer.name}: no input reached it in calibration; pruned by magnitude", stacklevel=3)
-                use = magnitude
-            try:
-                weight.copy_(use(work, sparsity, groups, seen))
-            except ValueError as error:
-                raise ValueError(f"{layer.name}: {error}") from None
-            bar.update()
+            if done is not None and layer.name in done:
+                new = done[layer.name]
+                if (new.shape, new.dtype) != (weight.shape, weight.dtype):
+                    came, wanted = (f"{list(w.shape)} of {w.dtype}" for w in (new, weight))
+                    raise ValueError(f"done[{layer.name!r}] is {came}, the layer's weight {wanted}")
+            else:
+                use = METHODS[method]
+                if method in STATISTICS and (seen is None or not seen.any()):
+                    warnings.warn(
+                        f"{layer.name}: no input reached it in calibration; pruned by magnitude", stacklevel=3
+                    )
+                    use = magnitude
+                try:
+                    new = use(weight if device is None else weight.to(device), sparsity, groups, seen)
+                except ValueError as error:
+                    raise ValueError(f"{layer.name}: {error}") from None
+            pruned.append(layer.name)  # a KeyboardInterrupt comes behind copy_, not within it
+            weight.copy_(new)
+            if done is not None and layer.name not in done:
+                done[layer.name] = weight.detach().to("cpu", copy=True)
+            bar.update(weight.numel())
 
-        if method in STATISTICS:
-            with evaluating(model):
-                calibrate(model, todo, batches, STATISTICS[method], prune, device)
-        else:
-            for layer in todo:
-                prune(layer)
+        try:
+            if method in STATISTICS:
+                with evaluating(model):
+                    calibrate(model, todo, batches, STATISTICS[method], prune, device, done or {}, bar)
+            else:
+                for layer in todo:
+                    prune(layer)
+        except BaseException as error:
+            state = f"up to {pruned[-1]} they are pruned, the others" if pruned else "all"
+            _note(error, f"prune_ stopped behind {len(pruned)} of {len(todo)} layers: {state} are as they were")
+            raise
 
     return Report([_row(layer, reasons[layer.name]) for layer in found] + unpackable(model))
+
+
+def asked_for(sparsity: float | None, method: str, pattern: str | None) -> tuple[float, Pattern | None]:
+    """The share of zeros and the pattern that these arguments of prune_ mean; ValueError where they mean none."""
+    groups = _parse(pattern)
+    if groups is not None:
+        implied = 1 - groups[0] / groups[1]
+        if sparsity is not None and abs(sparsity - implied) > 1e-6:
+            raise ValueError(f"pattern {pattern} is {implied:.1%} sparse, but sparsity is {sparsity}; leave one out")
+        sparsity = implied
+    sparsity = 0.5 if sparsity is None else sparsity
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity is {sparsity}, expected 0 <= sparsity < 1 (0.5 sets half of every row to zero)")
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+    return sparsity, groups
+
+
+def _batches(calibration: Any) -> list[Any]:
+    """The batches as a list; TypeError for what only looks like one: a tensor's rows, a dict's keys, texts."""
+    wanted = "expected a list of batches, each for model(batch), model(*batch) or model(**batch)"
+    if isinstance(calibration, (Tensor, str, bytes)) or hasattr(calibration, "keys"):
+        raise TypeError(f"calibration is one {type(calibration).__name__}, {wanted}: [it] for a single one")
+    if not isinstance(calibration, Iterable):
+        raise TypeError(f"calibration is a {type(calibration).__name__}, {wanted}")
+    batches = list(calibration)
+    for i, batch in enumerate(batches):
+        inputs = batch if isinstance(batch, (tuple, list)) else [batch]
+        if any(isinstance(given, (str, bytes)) for given in inputs):
+            raise TypeError(f"calibration[{i}] is text, {wanted}: tokenize it first, tokenizer(text).input_ids")
+        if not isinstance(batch, Mapping) and all(isinstance(given, (int, float)) for given in inputs):
+            raise TypeError(f"calibration[{i}] has numbers, {wanted}: make a tensor of them, [1, tokens] for a text")
+    return batches
+
+
+def _note(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        warnings.warn(text, stacklevel=3)
 
 
 def _parse(pattern: str | None) -> Pattern | None:
@@ -248,7 +310,7 @@ def _why_not(module: nn.Linear, pattern: Pattern | None) -> str:
 
 def _row(layer: FoundLinear, reason: str) -> LayerReport:
     module, shape = layer.module, (layer.module.out_features, layer.module.in_features)
-    if reason and not reason.startswith("shares"):
+    if isinstance(module, SparseLinear) or type(module._parameters.get("weight")) is not nn.Parameter:
         return LayerReport(layer.name, shape, None, getattr(module, "format", "dense"), 0, 0, reason)
-    size = module.weight.numel() * module.weight.element_size()
+    size = 0 if reason.startswith("shares") else module.weight.numel() * module.weight.element_size()
     return LayerReport(layer.name, shape, density_of(module.weight), "dense", size, size, reason)

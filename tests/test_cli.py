@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,9 +26,10 @@ from macko import bench
 from macko.cli import main, pieces
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, sparsity_format
-from macko.layers import packed_share, patterns
+from macko.layers import format_bytes, packed_share, patterns
+from macko.prune import METHODS
 from tests.common import assert_same_bits, random_weight, torch_threads
-from tests.tiny_llama import TinyLlama, needs_transformers
+from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +48,7 @@ def dense(tmp_path: Path) -> Path:
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
     LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
     (tmp_path / "dense" / "tokenizer_notes.txt").write_text("kept")
+    (tmp_path / "dense" / "README.md").write_text("of the dense one")
     return tmp_path / "dense"
 
 
@@ -55,6 +64,9 @@ def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytes
     assert "14 of 15 layers changed" in printed
     for folder in (pruned, sparse):
         assert (Path(folder) / "tokenizer_notes.txt").read_text() == "kept"
+    assert (Path(pruned) / "README.md").read_text() == "of the dense one"
+    assert (Path(sparse) / "README-dense.md").read_text() == "of the dense one"
+    assert "import macko" in (Path(sparse) / "README.md").read_text()
     tokens = torch.arange(8)[None]
     wanted = AutoModelForCausalLM.from_pretrained(pruned)(tokens).logits
     loaded = AutoModelForCausalLM.from_pretrained(sparse)
@@ -69,10 +81,23 @@ def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytes
 
 @needs_transformers
 def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").touch()
     for arguments, message in (
         (["convert", str(dense), str(tmp_path / "out")], "no layer that is sparse enough: prune it first"),
-        (["convert", str(dense), str(dense)], "is not empty"),
-        (["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")], "nowhere"),
+        (["convert", str(dense), str(dense)], "which is IN"),
+        (["convert", str(dense), str(dense), "--overwrite"], "which is IN"),
+        (["convert", str(dense), str(tmp_path), "--overwrite"], "which holds IN"),
+        (["prune", str(dense), str(dense / "config.json"), "--method", "magnitude"], "is a file"),
+        (
+            ["prune", str(dense), str(other), "--method", "magnitude"],
+            "is not empty: name another, or replace it by --o",
+        ),
+        (["prune", str(dense), str(other), "--method", "magnitude", "--overwrite"], "--overwrite replaces models only"),
+        (["prune", str(dense), "/proc", "--method", "magnitude"], "is a mount point"),
+        (["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")], "nowhere: there is no such folder"),
+        (["convert", "nowhere", str(tmp_path / "out")], "nowhere: there is no such folder"),
         (["convert", str(dense), str(tmp_path / "out"), "--format", "elves"], "format is 'elves'"),
         (["prune", str(dense), str(tmp_path / "out")], "--method wanda needs --calibration FILE"),
         (["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"], "pattern is '4:2'"),
@@ -80,8 +105,379 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
         (["bench", "random:elves"], "expected a folder, or random:"),
     ):
         assert main(arguments) == 1
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+        assert message in one_line(capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "other"]
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
+
+
+# ---- What a user can cause -------------------------------------------------------------------------------------------
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command said on stderr, but for the bars of transformers."""
+    lines = [line for line in re.split("[\r\n]", capsys.readouterr().err) if line.startswith("macko ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+MAGNITUDE = ("--method", "magnitude")
+
+
+@needs_transformers
+@pytest.mark.parametrize("content", ["cut_off", "empty", "random"])
+def test_a_broken_file_is_named(content: str, dense: Path, tmp_path: Path, capsys: Any) -> None:
+    file = dense / "model.safetensors"
+    random = bytes(torch.randint(256, (500,), dtype=torch.uint8))
+    file.write_bytes({"cut_off": file.read_bytes()[:-9], "empty": b"", "random": random}[content])
+    small = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"]
+    for arguments in (
+        ["convert", str(dense), str(tmp_path / "out")],
+        ["prune", str(dense), str(tmp_path / "out"), *MAGNITUDE],
+        ["inspect", str(dense)],
+        ["inspect", str(file)],
+        ["bench", str(dense), *small],
+    ):
+        assert main(arguments) == 1
+        assert f"{file} is no safetensors file, or was cut off" in one_line(capsys)
+    with pytest.raises(ValueError, match=re.escape(f"{file} is no safetensors file")):
+        macko.load_model(torch.nn.Linear(4, 4), dense)
+    assert not list(tmp_path.glob("out*"))
+
+
+@needs_transformers
+def test_devices_that_are_not_there(dense: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command, device in (("prune", "cuda"), ("prune", "gpu"), ("convert", "cuda:7"), ("convert", "meta")):
+        more = MAGNITUDE if command == "prune" else ()
+        assert main([command, str(dense), str(tmp_path / "out"), "--device", device, *more]) == 1
+        assert f"--device is {device!r}, here there is cpu" in one_line(capsys)
+
+
+@needs_transformers
+def test_eight_bit_floats_are_inspected(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    file = dense / "model.safetensors"
+    tensors = load_file(file)
+    for name, dtype in (("up_proj", torch.float8_e4m3fn), ("down_proj", torch.float8_e5m2)):
+        rows, cols = tensors[f"model.layers.0.mlp.{name}.weight"].shape
+        half = torch.tensor([[1.0, -0.0, 2, 0]]).repeat(rows, cols // 4)
+        tensors[f"model.layers.0.mlp.{name}.weight"] = half.to(dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert main(["inspect", str(dense)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, shape in (("up_proj", "104x48"), ("down_proj", "48x104")):
+        cells = next(line for line in lines if f"layers.0.mlp.{name}" in line).split()
+        assert cells[1:5] == [shape, "0.500", "(50.0%)", "2:4"]
+        assert cells[-1] == "-"  # macko packs no such weight
+    assert main(["convert", str(dense), str(tmp_path / "out")]) == 0  # as transformers reads them: in 16 bits
+    assert "2 of 15 layers changed" in capsys.readouterr().out
+
+
+@pytest.fixture
+def text(dense: Path, tmp_path: Path) -> str:
+    """A text to calibrate on, and a tokenizer of letters for it in the dense folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(sorted(set(TEXT)))}, unk_token=" "))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token=" ").save_pretrained(dense)
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+@needs_transformers
+def test_calibration_that_cannot_be(
+    dense: Path, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("macko.cli.prune_", None)  # all of it comes before any work
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(256)))
+    for more, message in (
+        (["--calibration", str(binary)], f"--calibration {binary} is no text in UTF-8"),
+        (["--calibration", text, "--length", "129"], "--length is 129"),
+        (["--calibration", str(tmp_path / "nowhere")], "nowhere"),
+    ):
+        assert main(["prune", str(dense), str(tmp_path / "out"), *more]) == 1
+        assert message in one_line(capsys)
+    (dense / "tokenizer.json").unlink()
+    assert main(["prune", str(dense), str(tmp_path / "out"), "--calibration", text]) == 1
+    assert f"{dense} has no tokenizer" in one_line(capsys)
+    assert not list(tmp_path.glob("out*"))
+
+
+@needs_transformers
+def test_nothing_to_do_is_no_success(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    pruned, packed, out = (str(tmp_path / name) for name in ("pruned", "packed", "out"))
+    assert main(["prune", str(dense), out, *MAGNITUDE, "--pattern", "3:7"]) == 1
+    assert "no layer was changed, so nothing is written: its 48 columns are no multiple of 7 (12 of 15)" in one_line(
+        capsys
+    )
+    assert main(["prune", str(dense), pruned, *MAGNITUDE]) == 0
+    assert main(["convert", pruned, packed, "--device", "cpu"]) == 0
+    capsys.readouterr()
+    for arguments in (["prune", packed, out, *MAGNITUDE], ["convert", packed, out]):
+        assert main(arguments) == 1
+        assert f"{packed} is packed already (14 layers)" in one_line(capsys)
+    assert not list(tmp_path.glob("out*"))
+
+
+@needs_transformers
+def test_a_slip_in_ignore_does_not_prune_the_head(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert main(["prune", str(dense), str(out), *MAGNITUDE, "--ignore", "lm_haed"]) == 1
+    assert "ignore has 'lm_haed', which matches no linear layer" in one_line(capsys)
+    assert main(["convert", str(dense), str(out), "--ignore", "lm_haed"]) == 1
+    assert "ignore has 'lm_haed', which matches no linear layer" in one_line(capsys)
+    assert not out.exists()
+    for more, changed in ((["--ignore", "*.mlp.*"], 8), (["--ignore"], 15)):
+        capsys.readouterr()
+        assert main(["prune", str(dense), str(out), *MAGNITUDE, "--overwrite", *more]) == 0
+        assert f"{changed} of 15 layers changed" in capsys.readouterr().out
+        head = load_file(out / "model.safetensors")["lm_head.weight"]
+        assert (head == 0).any() == (more == ["--ignore"])
+
+
+@needs_transformers
+def test_sell_is_kept_in_the_config_where_it_does_not_run(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    pruned, sell, plain = (tmp_path / name for name in ("pruned", "sell", "plain"))
+    assert main(["prune", str(dense), str(pruned), *MAGNITUDE]) == 0
+    for folder, form in ((sell, "sell"), (plain, "macko")):
+        assert main(["convert", str(pruned), str(folder), "--format", form, "--device", "cpu"]) == 0
+        config = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert config["format"] == form
+        assert all(layer["format"] == "macko" for layer in config["layers"].values())
+    assert "It is to be loaded on cuda, where sell runs" in capsys.readouterr().out
+    wanted = load_file(plain / "model.safetensors")
+    for name, tensor in load_file(sell / "model.safetensors").items():
+        assert torch.equal(tensor, wanted[name])
+
+
+@needs_transformers
+def test_transformers_4_is_refused_by_its_version(
+    dense: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.3")
+    for command in ("prune", "convert", "bench"):
+        out = [] if command == "bench" else [str(tmp_path / "out")]
+        assert main([command, str(dense), *out]) == 1
+        assert "needs transformers 5 or newer, found 4.57.3" in one_line(capsys)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"macko {macko.__version__}\n")
+
+
+@needs_transformers
+def test_prune_ends_with_zeros_and_the_next_command(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["prune", str(dense), str(tmp_path / "out"), *MAGNITUDE]) == 0
+    *_, total, last = capsys.readouterr().out.splitlines()
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    linear = [tensor for name, tensor in tensors.items() if "proj" in name or "lm_head" in name]
+    zeros, size = sum(int((w == 0).sum()) for w in linear), sum(w.numel() for w in linear)
+    assert f"({zeros / size:.1%})" in total
+    assert f"{zeros:,} of {size:,} weights are zero" in total
+    assert "of before" not in total
+    assert last.endswith(f"Next: macko convert {tmp_path}/out {tmp_path}/out-packed")
+
+
+# ---- Nothing is lost -------------------------------------------------------------------------------------------------
+
+
+def broken_save(error: BaseException) -> Callable[..., None]:
+    """A save_pretrained that is stopped when all but the tokenizer is there, which would look complete."""
+
+    def save(model: Any, folder: Any, **options: Any) -> None:
+        Path(folder).mkdir(parents=True)
+        model.config.save_pretrained(folder)
+        save_file({"a": torch.ones(4)}, Path(folder) / "model.safetensors")
+        raise error
+
+    return save
+
+
+@needs_transformers
+@pytest.mark.parametrize("command", ["prune", "convert"])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SafetensorError("I/O error: No space left on device"), 1, "No space left on device"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+    ],
+    ids=["ctrl_c", "full_disk", "full_disk_of_python"],
+)
+def test_what_stops_the_writing_leaves_no_half_of_it(
+    command: str, overwrite: bool, error: BaseException, code: int, said: str, dense: Path, tmp_path: Path, capsys: Any
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    assert main(["prune", str(dense), str(source), *MAGNITUDE]) == 0
+    more = MAGNITUDE if command == "prune" else ("--device", "cpu")
+    arguments = [command, str(source), str(out), *more]
+    if overwrite:
+        assert main(arguments) == 0
+        (out / "notes.txt").write_text("of the old one")
+        arguments.append("--overwrite")
+    before = {path.name: path.read_bytes() for path in out.iterdir()} if overwrite else {}
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", broken_save(error))
+        assert main(arguments) == code
+    assert one_line(capsys).endswith(f"{said} ({out} is not written)")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["dense", "source", *(["out"] if overwrite else [])]
+    )
+    assert {path.name: path.read_bytes() for path in out.glob("*")} == before
+    assert main(arguments) == 0  # nothing is in its way
+    assert (out / "tokenizer_notes.txt").exists()
+    assert not (out / "notes.txt").exists()
+    assert not list(tmp_path.glob("out[.]*"))
+
+
+@needs_transformers
+def test_leftovers_of_a_killed_run_are_in_nobodys_way(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    before = "import sys; from macko.cli import main; from transformers import PreTrainedModel; import os, signal\n"
+    kill = "PreTrainedModel.save_pretrained = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+    arguments = ["prune", str(dense), str(out), *MAGNITUDE]
+    run = subprocess.run([sys.executable, "-c", f"{before}{kill}main({arguments!r})"], capture_output=True)
+    assert run.returncode == -signal.SIGKILL
+    assert not out.exists()
+    (tmp_path / "out.unfinished" / "result").mkdir()
+    (tmp_path / "out.unfinished" / "result" / "config.json").write_text("{}")
+    assert main(arguments) == 0
+    assert (out / "model.safetensors").exists()
+    assert not list(tmp_path.glob("out[.]*"))
+
+
+@needs_transformers
+def test_out_is_known_to_be_writable_and_large_enough_before_anything_is_loaded(
+    dense: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned, out = tmp_path / "pruned", str(tmp_path / "out")
+    assert main(["prune", str(dense), str(pruned), *MAGNITUDE]) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.from_pretrained", None)
+        patch.setattr("macko.integrations.transformers.load_packed", None)
+        for command, more in (("prune", MAGNITUDE), ("convert", ())):
+            assert main([command, str(pruned), str(dense / "config.json" / "out"), *more]) == 1
+            assert "config.json" in one_line(capsys)
+        patch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10))  # type: ignore[attr-defined]
+        assert main(["prune", str(pruned), out, *MAGNITUDE]) == 1
+        size = format_bytes((pruned / "model.safetensors").stat().st_size)
+        assert f"has 10 B left, {out} may take {size}" in one_line(capsys)
+    assert not list(tmp_path.glob("out*"))
+    # What is packed takes less, by how much is not known: so it only says so.
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10))  # type: ignore[attr-defined]
+    assert main(["convert", str(pruned), out, "--device", "cpu"]) == 0
+    assert f"has 10 B left, {out} may take {size}" in one_line(capsys)
+
+
+@needs_transformers
+def test_a_name_on_the_hub_is_resolved_or_refused_before_any_work(
+    dense: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.append(name)
+        if name == "acme/tiny":
+            return str(dense)
+        raise FileNotFoundError("offline, and it is not in the cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    pruned, packed = tmp_path / "pruned", tmp_path / "packed"
+    assert main(["prune", "acme/tiny", str(pruned), *MAGNITUDE]) == 0
+    assert (pruned / "tokenizer_notes.txt").read_text() == "kept"
+    assert main(["convert", "acme/tiny", str(packed), "--min-sparsity", "0"]) == 1
+    capsys.readouterr()
+    for command, more in (("prune", (str(tmp_path / "out"), *MAGNITUDE)), ("convert", (str(tmp_path / "out"),))):
+        assert main([command, "acme/tyni", *more]) == 1
+        wanted = "acme/tyni: there is no such folder, nor a model of that name on the Hub: offline, and"
+        assert wanted in one_line(capsys)
+    assert main(["prune", "acme/huge", str(pruned), *MAGNITUDE]) == 1  # not before it is known that OUT is free
+    assert "is not empty" in one_line(capsys)
+    assert main(["inspect", "models/of/acme"]) == 1
+    assert "models/of/acme: there is no such folder" in one_line(capsys)
+    assert asked == ["acme/tiny"] * 2 + ["acme/tyni"] * 2
+    assert not list(tmp_path.glob("out*"))
+
+
+@needs_transformers
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_an_interrupted_prune_resumes_to_the_same_bits(
+    method: str, dense: Path, text: str, tmp_path: Path, capsys: Any
+) -> None:
+    whole, out, work = tmp_path / "whole", tmp_path / "out", tmp_path / "out.unfinished"
+    options = ["--method", method, "--calibration", text, "--samples", "8", "--length", "32"]
+    assert main(["prune", str(dense), str(whole), *options]) == 0
+    arguments = ["prune", str(dense), str(out), *options]
+    pruned: list[str] = []
+
+    def stopping(at: int | None) -> Callable[..., Tensor]:
+        def prune(*given: Any) -> Tensor:
+            pruned.append(method)
+            if len(pruned) == at:
+                raise KeyboardInterrupt
+            return METHODS[method](*given)
+
+        return prune
+
+    for at, kept in ((5, 4), (6, 9), (None, 14)):  # in the first block, in the second, and to the end
+        pruned.clear()
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("macko.prune.METHODS", {**METHODS, method: stopping(at)})
+            assert main([*arguments, "--resume"]) == (130 if at else 0)
+        if at is None:
+            break
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said == f"macko prune: interrupted ({kept} pruned layers are kept in {work}: run it again with --resume)"
+        assert not out.exists()
+        for more, message in (
+            (["--sparsity", "0.6"], "was begun with --sparsity 0.5, now it is 0.6"),
+            (["--length", "16"], "was begun with --length 32, now it is 16"),
+            (["--ignore", "o_proj"], "was begun with --ignore ['lm_head'], now it is ['lm_head', 'o_proj']"),
+        ):
+            assert main([*arguments, "--resume", *more]) == 1
+            assert message in one_line(capsys)
+        assert main(["prune", str(whole), str(out), *options, "--resume"]) == 1
+        assert f"was begun with IN {str(dense)!r}, now it is {str(whole)!r}" in one_line(capsys)
+    assert len(pruned) == 14 - 9
+    assert not work.exists()
+    wanted = load_file(whole / "model.safetensors")
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert_same_bits(tensor, wanted[name])
+
+
+@needs_transformers
+def test_without_resume_it_starts_anew_and_says_so(
+    dense: Path, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, work = tmp_path / "out", tmp_path / "out.unfinished"
+    arguments = ["prune", str(dense), str(out), "--calibration", text, "--length", "32"]
+    with monkeypatch.context() as patch:
+        full = SafetensorError("No space left on device")
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", broken_save(full))
+        assert main(arguments) == 1
+    assert f"No space left on device (14 pruned layers are kept in {work}" in one_line(capsys)
+    assert not (work / "result").exists()
+    with open(work / "lock") as lock:  # as a run that is at it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main([*arguments, "--resume"]) == 1
+        assert f"{work}: another macko is writing there" in one_line(capsys)
+    assert main([*arguments, "--sparsity", "0.6"]) == 0
+    assert f"14 layers of an earlier run are removed from {work}" in one_line(capsys)
+    assert not work.exists()
+    assert main(["prune", str(dense), str(out), *MAGNITUDE, "--overwrite", "--resume"]) == 1
+    assert "--resume is for wanda and sparsegpt" in one_line(capsys)
+
+
+# ---- The other commands ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -100,7 +496,8 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         (*model, batch) for model in (("dense", 0.0), ("sparse", 0.5), ("sparse", 0.7)) for batch in (1, 2)
     ]
     assert [row["prompt_tokens"] for row in rows if row["what"] == "prefill"] == [4, 8] * 3
-    assert all(row["tokens_per_s"] > 0 for row in rows if row["what"] != "logits")
+    assert all(row["tokens_per_s"] > 0 for row in rows if row["what"] == "prefill")
+    assert all(row["ms"] is None or row["ms"] > 0 for row in rows if row["what"] == "decode")  # None: a noisy machine
     logits = [row for row in rows if row["what"] == "logits"]
     assert [(row["sparsity"], row["error"]) for row in logits] == [(0.5, 0.0), (0.7, 0.0)]
     for row in logits:
@@ -109,6 +506,61 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @pytest.mark.slow
+@needs_transformers
+def test_bench_shows_no_figure_that_noise_hides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench, "_times", lambda call, on_gpu, calls=3: [2.0, 1.0, 3.0])  # as long with and without
+    out = tmp_path / "results.jsonl"
+    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--sparsity", "0.5"]
+    assert main(["bench", "random:tiny", *sizes, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "dense, decode batch 1 prompt 4: too noisy to tell" in printed
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    decode = [(row["ms"], row["tokens_per_s"]) for row in rows if row["what"] == "decode"]
+    assert decode == [(None, None)] * 2
+    assert all(row["ms"] == 1000 for row in rows if row["what"] == "prefill")
+    cells = [line.split()[-3:] for line in printed.splitlines() if re.match("decode +1 +4 ", line)]
+    assert cells == [["-"] * 3] * 2
+    assert "outputs of each layer equal to dense but for rounding: yes (worst 0." in printed
+
+
+def test_bench_measures_again_where_noise_is_as_large_as_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def difference(less: list[list[float]], more: list[list[float]]) -> float | None:
+        of_call = {"less": iter(less), "more": iter(more)}
+        monkeypatch.setattr(bench, "_times", lambda call, on_gpu: next(of_call[call]))
+        found = bench._difference("more", "less", False)  # type: ignore[arg-type]
+        assert not list(of_call["more"])  # as often as expected, not more
+        return found
+
+    assert difference([[10, 10.5, 10.2]], [[15, 15.1, 19]]) == 5
+    assert difference([[10, 30, 31], [10, 10, 10]], [[15, 15, 16], [15, 15, 15]]) == 5
+    assert difference([[16, 17, 18], [10, 10, 10]], [[15, 15, 16], [15, 15, 15]]) is not None  # under zero at first
+    assert difference([[1, 9, 9]] * 4, [[2, 9, 9]] * 4) is None
+    assert difference([[5, 5, 5]] * 4, [[5, 5, 5]] * 4) is None
+
+
+def test_bench_says_loudly_where_outputs_are_wrong() -> None:
+    found = [{"tokens": 1, "of_bound": 0.96, "layer": "a"}, {"tokens": 8, "of_bound": 0.5, "layer": "b"}]
+    assert bench._verdict(found).endswith("but for rounding: yes (worst 0.96 of the bound, at 1 token, a)")
+    found[1]["of_bound"] = float("inf")
+    assert bench._verdict(found).endswith("NO, THEY ARE WRONG (worst inf of the bound, at 8 tokens, b)")
+
+
+@needs_transformers
+def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_times", None)
+    for more, message in (
+        (["--format", "elves"], "format is 'elves'"),
+        (["--sparsity", "0.5", "50"], "sparsity is 50"),
+        (["--json", str(dense)], "Is a directory"),
+        (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens are 152"),
+    ):
+        assert main(["bench", str(dense), *more]) == 1
+        assert message in one_line(capsys)
+
+
 @needs_transformers
 @pytest.mark.parametrize("merge", [False, True])
 def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama) -> None:

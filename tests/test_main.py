@@ -1,7 +1,9 @@
 """`python -m macko`: environment and self-test."""
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,24 @@ def test_runs_and_is_well() -> None:
     assert f"torch {torch.__version__}" in ran.stdout
     assert "self-test cpu float32: ok" in ran.stdout
     assert ran.stdout.endswith("all well\n")
+
+
+def test_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+
+    class Console:
+        def __init__(self, **options: object) -> None: ...
+
+        @contextlib.contextmanager
+        def status(self, text: str) -> Iterator[None]:
+            shown.append(text)
+            yield
+            shown.append("")
+
+    monkeypatch.setattr(main, "Console", Console)
+    monkeypatch.setattr(main, "self_test", lambda device, dtype: shown.append("tested"))
+    main.main()
+    assert shown[:3] == ["self-test cpu float16", "tested", ""]
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

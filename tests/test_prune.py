@@ -1,6 +1,7 @@
 """Pruning: exact counts, exact patterns, less lost by the methods that look at data, and nothing else touched."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -244,6 +245,165 @@ def test_blocks_that_are_no_plain_chain_are_seen_in_whole_passes() -> None:
 def test_layers_outside_of_the_blocks_are_pruned_too() -> None:
     report = macko.prune_(Blocks(), 0.5, "sparsegpt", calibration=[random_vector(10, 12, dtype=torch.float32)])
     assert {row.name: row.density for row in report}["stem"] == 0.5
+
+
+class Stop(Exception):
+    pass
+
+
+class StopsAt(dict):
+    """What prune_ keeps its layers in, that stops it when so many are there."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def __setitem__(self, name: str, weight: torch.Tensor) -> None:
+        super().__setitem__(name, weight.clone())
+        if len(self) == self.count:
+            raise Stop
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+@pytest.mark.parametrize("between", [torch.clone, torch.tanh], ids=["other", "no_chain"])
+@pytest.mark.parametrize("count", [1, 2, 4, 6, 7])
+def test_resumed_at_any_layer_to_the_same_bits(
+    method: str, between: Callable[[torch.Tensor], torch.Tensor], count: int
+) -> None:
+    """Within a block, between blocks, in a layer that hangs elsewhere (stem), and with all done."""
+    between = (lambda x: x) if between is torch.clone else between
+    batches = [random_vector(10, 12, dtype=torch.float32, seed=seed) for seed in range(3)]
+    wanted, model, done = Blocks(between), Blocks(between), StopsAt(count)
+    macko.prune_(wanted, 0.5, method, calibration=batches)
+    with pytest.raises(Stop):
+        macko.prune_(model, 0.5, method, calibration=batches, done=done)
+    assert len(done) == count
+    kept, resumed = dict(done), Blocks(between)
+    done.count = 0
+    report = macko.prune_(resumed, 0.5, method, calibration=batches, done=done)
+    assert len(report.changed) == len(done) == 7
+    for name, weight in wanted.state_dict().items():
+        assert_same_bits(resumed.state_dict()[name], weight)
+    for name, tensor in kept.items():  # nothing was pruned twice
+        assert done[name] is tensor
+
+
+def test_what_is_done_is_not_calibrated_again() -> None:
+    batches = [random_vector(10, 12, dtype=torch.float32, seed=seed) for seed in range(3)]
+    done: dict[str, torch.Tensor] = {}
+    macko.prune_(Blocks(), 0.5, "wanda", calibration=batches, done=done)
+    model, calls = Blocks(), []
+    for i, block in enumerate(model.layers):
+        block.down.register_forward_hook(lambda *_, i=i: calls.append(i))
+    del done["layers.1.up"]
+    macko.prune_(model, 0.5, "wanda", calibration=batches, ignore=["stem"], done=done)
+    # The first block is recorded and feeds the second, whose inputs one layer needs; the third runs for nobody.
+    assert calls == [0] * 3 + [0] * 3 + [1] * 3
+    calls.clear()
+    macko.prune_(model, 0.5, "wanda", calibration=batches, done=done)
+    assert (model.passes, calls) == (3, [])
+
+
+def test_what_is_done_does_not_change_with_the_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    done: dict[str, torch.Tensor] = {}
+    macko.prune_(model, 0.5, done=done)
+    pruned = model[0].weight.detach().clone()
+    model.load_state_dict(nn.Sequential(nn.Linear(8, 4)).state_dict())  # the dense one again, to go on with
+    assert_same_bits(done["0"], pruned)
+
+
+def test_a_weight_of_another_model_is_not_taken_for_done() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    for other in (torch.zeros(1, 8), torch.zeros(4, 8).half()):  # the one would broadcast, the other be converted
+        with pytest.raises(ValueError, match=r"done\['0'\] is .*, the layer's weight \[4, 8\] of torch.float32"):
+            macko.prune_(model, 0.5, done={"0": other})
+    assert model[0].weight.count_nonzero() == 32
+
+
+def test_says_what_state_an_interruption_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def magnitude(weight: torch.Tensor, *args: Any) -> torch.Tensor:
+        if len(weight) == 5:
+            raise KeyboardInterrupt
+        return torch.zeros_like(weight)
+
+    monkeypatch.setitem(macko.prune.METHODS, "magnitude", magnitude)
+    model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 6))
+    with pytest.raises(KeyboardInterrupt) as caught, warnings.catch_warnings(record=True) as warned:
+        macko.prune_(model, 0.5)
+    said = getattr(caught.value, "__notes__", [str(w.message) for w in warned])  # before Python 3.11 a warning
+    assert said == ["prune_ stopped behind 2 of 4 layers: up to 1 they are pruned, the others are as they were"]
+    assert [bool(layer.weight.any()) for layer in model] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("method", ["magnitude", *CALIBRATED])
+@pytest.mark.parametrize("between", [lambda x: x, torch.tanh], ids=["chain", "no_chain"])
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_the_bar_ends_where_it_said(
+    method: str, between: Callable[[torch.Tensor], torch.Tensor], left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work that is counted wrong makes a wrong estimate; of a resumed run too."""
+    bars: list[Any] = []
+    tqdm = macko.prune.tqdm
+
+    def recorded(**options: Any) -> Any:
+        bars.append(tqdm(**options))
+        return bars[-1]
+
+    monkeypatch.setattr("macko.prune.tqdm", recorded)
+    batches = [random_vector(10, 12, dtype=torch.float32, seed=seed) for seed in range(3)]
+    done: dict[str, torch.Tensor] = {}
+    macko.prune_(Blocks(between), 0.5, method, calibration=batches, done=done)
+    for name in list(done)[left:]:
+        del done[name]
+    macko.prune_(Blocks(between), 0.5, method, calibration=batches, done=done)
+    assert [bar.n for bar in bars] == [bar.total for bar in bars]
+    layers, passes = (sum(p.numel() for p in part.parameters()) for part in (Blocks(), Blocks().layers))
+    if method != "magnitude":
+        assert bars[0].total > layers + len(batches) * passes  # calibration counts, not layers alone
+
+
+def test_calibration_that_only_looks_like_batches_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    refused: list[tuple[Any, str]] = [
+        (torch.ones(3, 8), "calibration is one Tensor, expected a list of batches"),
+        ("a text", "calibration is one str, expected a list of batches"),
+        ({"input": torch.ones(3, 8)}, "calibration is one dict, expected a list of batches"),
+        (7, "calibration is a int, expected a list of batches"),
+        (["a text", "another"], r"calibration\[0\] is text, .* tokenize it first"),
+        ([torch.ones(3, 8), ["a text"]], r"calibration\[1\] is text, .* tokenize it first"),
+        ([[1, 2, 3]], r"calibration\[0\] has numbers, .* make a tensor of them"),
+    ]
+    for calibration, message in refused:
+        with pytest.raises(TypeError, match=message):
+            macko.prune_(model, 0.5, "wanda", calibration=calibration)
+    assert model[0].weight.count_nonzero() == 32
+    macko.prune_(model, 0.5, "wanda", calibration=(torch.ones(3, 8) for _ in range(2)))
+
+
+@pytest.mark.parametrize("convert", [macko.prune_, macko.sparsify_])
+def test_a_slip_in_ignore_is_named(convert: Callable[..., macko.Report]) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(64, 64), "block": nn.ModuleDict({"down": nn.Linear(64, 64)})})
+    for slip in ("upp", "block"):  # a block's name is that of no layer in it
+        with pytest.warns(UserWarning, match=f"ignore has '{slip}', which matches no linear layer; .* as 'up'"):
+            convert(model, ignore=["up", slip])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(model)  # there is no lm_head: that one is everybody's default
+        convert(model, ignore=["lm_head", "block.*", "up"])
+
+
+def test_the_report_counts_zeros_where_bytes_say_nothing() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(8, 4, bias=False), "b": nn.Linear(8, 4), "lm_head": nn.Linear(8, 4)})
+    model["b"].weight = model["a"].weight
+    report = macko.prune_(model, 0.25)
+    assert report.zeros == (8, 64)  # the shared weight once
+    last = str(report).splitlines()[-1].split()
+    assert " ".join(last) == "1 of 3 layers changed 0.875 (12.5%) 8 of 64 weights are zero"
+    assert "before" not in str(report)
+    wide = nn.Sequential(nn.Linear(512, 64))
+    macko.prune_(wide, 0.7)
+    assert "before" in str(macko.sparsify_(wide))
 
 
 @needs_transformers

@@ -333,6 +333,25 @@ def test_execution_layouts_are_not_saved(pruned: tuple[Any, Path], tmp_path: Pat
 LAYER = "model.layers.0.mlp.up_proj"
 
 
+def test_a_layout_that_does_not_run_here_is_held_as_auto(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    sparse = load(pruned[1], quantization_config=macko.MackoConfig())
+    sparse.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["format"] = "sell"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match='format="sell" runs on cuda only, the model is on cpu: held as "auto"'):
+        assert_same_model(load(tmp_path), sparse)
+
+
+def test_a_dense_weight_of_another_shape_is_not_packed(pruned: tuple[Any, Path]) -> None:
+    file = pruned[1] / "model.safetensors"
+    state = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**state, name: state[name][:8]}, file, metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(pruned[1], quantization_config=macko.MackoConfig())
+
+
 def saved(pruned: tuple[Any, Path], folder: Path) -> Path:
     load(pruned[1], quantization_config=macko.MackoConfig()).save_pretrained(folder)
     return folder

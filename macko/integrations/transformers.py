@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,9 +18,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..choose import format_class
 from ..convert import CONVERTED, MIN_SPARSITY, convert_layer, warn_if_unchanged
-from ..files import VERSION, Checkpoint, check_about, join
+from ..files import VERSION, Checkpoint, check_about, join, open_tensors
 from ..formats import format_named
-from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
+from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
 from ..linear import SparseLinear
 from .compressed_tensors import lazy_state, sparsity_format
 
@@ -208,6 +209,8 @@ class MackoHfQuantizer(HfQuantizer):
 
     def _pack(self, model: Any, name: str, weight: Tensor) -> bool:
         layer = self._found.pop(name)  # or it would keep the dense weight
+        if weight.shape != layer.module.weight.shape:
+            return False  # transformers then says that the checkpoint is of another size
         bias = layer.module.bias  # may still be to come
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
         layer.module.bias = None  # type: ignore[assignment]
@@ -239,12 +242,21 @@ class MackoHfQuantizer(HfQuantizer):
                     raise ValueError(f"{name}: {error}") from None
                 if module.dtype != self._dtypes[name]:
                     module.to(self._dtypes[name])
-                module.reformat_(self.quantization_config.format)
+                module.reformat_(self._format_on(module.device))
         self._found.clear()
         if not self.pre_quantized:
             self.report.layers += unpackable(model)
             warn_if_unchanged(self.report, "from_pretrained with a MackoConfig")
         return model
+
+    def _format_on(self, device: torch.device) -> str:
+        """The format that the config asks for, or "auto", with a warning, where that does not run on the device."""
+        format = self.quantization_config.format
+        if device.type in (*format_class(format).device_types, "meta"):
+            return format
+        runs = " and ".join(format_class(format).device_types)
+        warnings.warn(f'format="{format}" runs on {runs} only, the model is on {device}: held as "auto"', stacklevel=2)
+        return "auto"
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         for name, module in list(model.named_modules()):
@@ -329,12 +341,10 @@ _DTYPES |= {"I16": torch.int16, "U16": torch.uint16, "I32": torch.int32, "I64": 
 
 def _tensor_shapes(files: list[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
     """Shape and dtype of every tensor of safetensors files."""
-    from safetensors import safe_open
-
     found = {}
     for name in files:
         if name.endswith(".safetensors"):
-            with safe_open(name, framework="pt") as file:
+            with open_tensors(name) as file:
                 for key in file.keys():  # noqa: SIM118  it has no __iter__
                     tensor = file.get_slice(key)
                     found[key] = (tuple(tensor.get_shape()), _DTYPES.get(tensor.get_dtype()))
@@ -343,17 +353,15 @@ def _tensor_shapes(files: list[str]) -> dict[str, tuple[tuple[int, ...], torch.d
 
 def _expected_share(files: list[str], layers: Iterable[str]) -> float:
     """Packed over dense bytes, by the density of a few rows of some layers: for planning where layers go."""
-    from safetensors import safe_open
-
     wanted = tuple(f"{layer}.weight" for layer in layers)
     nonzero = total = 0
     for name in files:
         if name.endswith(".safetensors"):
             # Not the meta device of the caller, who is about to build the model there.
-            with torch.device("cpu"), safe_open(name, framework="pt") as file:
+            with torch.device("cpu"), open_tensors(name) as file:
                 matrices = [key for key in file.keys() if key.endswith(wanted)]  # noqa: SIM118
                 for key in matrices[:: max(1, len(matrices) // 8)]:
                     rows = file.get_slice(key)[:16]
-                    nonzero += int(rows.count_nonzero())
+                    nonzero += int(countable(rows).count_nonzero())
                     total += rows.numel()
     return min(1.0, packed_share(nonzero / total)) if total else 1.0

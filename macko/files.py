@@ -11,7 +11,6 @@ The layer's tensors lie under its name and the format's field names: up.values, 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .choose import Auto, format_class
-from .formats import MackoWeight, PackedWeight, format_named
+from .formats import MackoWeight, PackedWeight, saved_as
 from .layers import tied_parameters
 from .linear import SparseLinear
 
@@ -145,9 +144,10 @@ def check_about(about: Any, where: str) -> None:
             f"{where}: layers and shared are {type(layers).__name__} and {type(shared).__name__}, not dicts"
         )
     for name, sizes in layers.items():
-        good = isinstance(sizes, dict) and isinstance(sizes.get("format"), str)
-        if not good or any(type(size) is not int for key, size in sizes.items() if key != "format"):
-            raise ValueError(f"{where}: layers[{name!r}] is {sizes!r}, expected a format and whole numbers")
+        try:
+            saved_as(sizes)
+        except ValueError as error:
+            raise ValueError(f"{where}: layers[{name!r}]: {error}") from None
     for alias, name in shared.items():
         if not isinstance(name, str):
             raise ValueError(f"{where}: shared[{alias!r}] is {name!r}, expected a name")
@@ -221,13 +221,11 @@ class Checkpoint:
 
     def packed(self, layer: str) -> PackedWeight:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
-        sizes = dict(self.layers[layer])
         try:
-            kind = format_named(str(sizes.pop("format", "")))
-            names = [f.name for f in dataclasses.fields(kind) if f.name not in sizes]  # type: ignore[arg-type]
-            weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)
+            kind, sizes, names = saved_as(self.layers[layer])
+            weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)  # type: ignore[arg-type]
             weight.validate()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..choose import format_class
 from ..convert import CONVERTED, MIN_SPARSITY, convert_layer
 from ..files import VERSION, Checkpoint, check_about, join, packed_state
-from ..formats import format_named
+from ..formats import saved_as
 from ..layers import FoundLinear, LayerReport, Report, find_linears, packed_share, unpackable
 from ..linear import SparseLinear
 from .compressed_tensors import lazy_state, sparsity_format
@@ -123,17 +122,15 @@ class MackoHfQuantizer(HfQuantizer):
             linear = _submodule(model, name)
             if not isinstance(linear, nn.Linear):
                 raise ValueError(f"{saved} is a packed layer, in the model it is a {type(linear).__name__}")
-            sizes = {key: value for key, value in about.items() if key != "format"}
             try:
-                kind = format_named(str(about.get("format")))
+                kind, sizes, keys = saved_as(about)
                 tensors = {}
-                fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-                for key in (field.name for field in fields if field.name not in sizes):
+                for key in keys:
                     # What is not found here has another name in the file; transformers puts what it loads in its place.
                     shape, stored = shapes.get(join(saved, key), ((0,), None))
                     tensors[key] = torch.empty(shape, dtype=stored or linear.weight.dtype, device="meta")
-                packed = kind(**tensors, **sizes)
-            except (TypeError, ValueError) as error:
+                packed = kind(**tensors, **sizes)  # type: ignore[arg-type]
+            except ValueError as error:
                 raise ValueError(f"{saved}: {error}") from None
             if packed.shape != linear.weight.shape:
                 raise ValueError(

@@ -182,6 +182,10 @@ def inspect(options: argparse.Namespace) -> None:
         for name in tqdm([*names, *matrices], delay=1, leave=False):
             if name in file.layers:
                 packed = file.packed(name)
+                if packed.rows * packed.cols > 2**27 and packed.density < 2**-10:  # a shape takes no bytes in a file
+                    raise ValueError(
+                        f"{name} holds next to nothing and claims to be {list(packed.shape)}: not unpacked"
+                    )
                 dense, form, size = packed.to_dense(), packed.format, packed.nbytes
             elif name in names:
                 dense, form = names[name][...], masked

@@ -176,8 +176,10 @@ class Checkpoint:
         if self.path.is_dir():
             files = sorted(self.path.glob("*.safetensors"))
             if (index := self.path / "model.safetensors.index.json").exists():
-                names = set(_json(index.read_text(encoding="utf-8"), index).get("weight_map", {}).values())
-                files = sorted(self.path / Path(name).name for name in names)
+                names = _json(index.read_text(encoding="utf-8"), index).get("weight_map", {})
+                if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+                    raise ValueError(f"{index}: weight_map is {names!r}, expected a file's name for each tensor")
+                files = sorted({self.path / Path(name).name for name in names.values()})
             if (config := self.path / "config.json").exists():
                 self.config = _json(config.read_text(encoding="utf-8"), config)
         if not files:
@@ -185,13 +187,15 @@ class Checkpoint:
         about: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as opened, _refused(self.path):
             for name in files:
                 file = opened.enter_context(safe_open(name, framework="pt"))
                 self._files |= dict.fromkeys(file.keys(), file)
                 if "macko" in (metadata := file.metadata() or {}):
                     about = _json(metadata["macko"], name)
             quantization = self.config.get("quantization_config") or {}
+            if not isinstance(quantization, dict):
+                raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
             if quantization.get("quant_method") == "macko":
                 about = quantization
             if about != {}:
@@ -213,7 +217,8 @@ class Checkpoint:
         return name in self._files
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        with _refused(self.path):
+            return self._files[name].get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
@@ -230,10 +235,21 @@ class Checkpoint:
         return weight
 
 
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """ValueError with the file's name for what safetensors says of a broken one."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def _json(text: str, where: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {value!r}")

@@ -919,7 +919,7 @@ FORMATS: dict[str, type[PackedWeight]] = {
 
 def format_named(name: str, *others: str) -> type[PackedWeight]:
     """The dataclass of a format; ValueError, which offers `others` too, where there is none of that name."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"format is {name!r}, expected one of {', '.join([*others, *FORMATS])}")
     return FORMATS[name]
 
@@ -933,7 +933,7 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     """
     if not isinstance(about, Mapping):
         raise ValueError(f"expected a format and its sizes, got {about!r}")
-    kind = format_named(str(about.get("format")))
+    kind = format_named(about.get("format"))  # type: ignore[arg-type]
     if kind.is_layout:
         raise ValueError(f"{kind.format} is an execution layout, never saved: files hold the canonical format")
     sizes = {name: size for name, size in about.items() if name != "format"}

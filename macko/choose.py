@@ -32,7 +32,7 @@ PATTERN_FILLED = 0.9
 #: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
 #: That saves launches of a microsecond or two.
 SELL_WITHIN = 1.05
-#: A layout is taken up to so many times the canonical bytes: matrices of few rows or columns it fills up to whole blocks.
+#: A layout is taken up to so many times the canonical bytes: it fills up matrices of few rows or columns.
 LAYOUT_BYTES = 1.05
 
 

@@ -153,7 +153,8 @@ def sell_spmm(packed: SellMatrix, x: Tensor, bias: Tensor | None = None) -> Tens
     """x W^T + bias for x [tokens, cols], up to 8 tokens a launch; differentiable in x and bias.
 
     Returns:
-        [tokens, rows], each token with the guarantees of sell_spmv; its bits do not depend on the other tokens.
+        [tokens, rows], each token with the guarantees of sell_spmv; of the same number of tokens its bits do not depend
+        on the others.
     """
     return _call(torch.ops.macko.sell_spmm, *packed, x, bias)
 

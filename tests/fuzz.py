@@ -2,9 +2,9 @@
 
     python -m tests.fuzz --cases 1000000 --seed 0
 
-A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file. It is
-read in a process that has little memory and little time. What passes validation is unpacked and multiplied too. The run
-ends with one JSON line, which --out appends to a file; `--only N` runs one case here, to look at its traceback.
+A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file. It
+is read in a process that has little memory and little time. What passes validation is unpacked and multiplied too. The
+run ends with one JSON line, which --out appends to a file; `--only N` runs one case here, to look at its traceback.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import os
 import random
 import re
 import resource
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,7 @@ def file_bytes(choose: random.Random, tensors: Tensors, metadata: dict[str, str]
     whole = length.to_bytes(8, "little") + text + data
     if lies and what == 6:
         cut = choose.randrange(len(whole))
-        whole = whole[:cut] if choose.random() < 0.5 else whole[:cut] + os.urandom(0) + b"\xff" + whole[cut + 1 :]
+        whole = whole[:cut] if choose.random() < 0.5 else whole[:cut] + b"\xff" + whole[cut + 1 :]
     return whole
 
 
@@ -415,13 +416,10 @@ def work(seed: int, first: int, stop: int, step: int, at: Any, counts: Any, log:
         at[0] = -1
 
 
-def watch(
-    seed: int, cases: int, workers: int, start: int = 0
-) -> tuple[Counter[str], Counter[str], list[tuple[int, str]]]:
-    """Runs all cases; how many were accepted and refused, and the failures, by kind and each."""
+def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, int], list[tuple[int, str]]]:
+    """Runs all cases; how many were refused and accepted, and the failures."""
     context, config = get_context("fork"), mackoconfig()
     failures: list[tuple[int, str]] = []
-    outcomes: Counter[str] = Counter()
     stop = start + cases
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as log:
         counts = [context.RawArray("q", 2) for _ in range(workers)]
@@ -455,16 +453,25 @@ def watch(
                 else:
                     del running[worker]
         failures += [tuple(json.loads(line)) for line in log]
-        outcomes["refused"], outcomes["accepted"] = (sum(count[i] for count in counts) for i in range(2))
-    return outcomes, Counter(kind for _, kind in failures), sorted(failures)
+        refused, accepted = (sum(count[i] for count in counts) for i in range(2))
+    return {"refused": refused, "accepted": accepted}, sorted(failures)
 
 
-def lines_of(failures: list[tuple[int, str]]) -> Iterator[str]:
-    seen: set[str] = set()
-    for case, kind in failures:
-        if kind not in seen:
-            yield f"case {case}: {kind}"
-        seen.add(kind)
+def write_corpus(folder: Path) -> None:
+    """The honest weights for tests/fuzz_core.c, which says what the files hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = ["macko", "bitmap", "ec", "tile"]
+    for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
+        arrays = [
+            bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()
+        ]
+        extra = weight.sizes().get("widest" if weight.format == "tile" else "delta_bits", 0)
+        if isinstance(weight, EcWeight):
+            extra = weight.tile_ptr.shape[1] - 1
+        dtype = (torch.float16, torch.bfloat16, torch.float32).index(weight.dtype)
+        lengths = [len(array) for array in arrays] + [0] * (8 - len(arrays))
+        header = [kinds.index(weight.format), dtype, *weight.shape, extra, len(arrays), *lengths]
+        (folder / f"{number:03d}").write_bytes(struct.pack("<14q", *header) + b"".join(arrays))
 
 
 def main() -> int:
@@ -474,15 +481,19 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", type=int, help="run this one case here")
+    parser.add_argument("--corpus", metavar="FOLDER", help="write the honest weights there, and run nothing")
     parser.add_argument("--out", default=str(RESULTS), help="where the line is appended; empty: nowhere")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.corpus:
+        write_corpus(Path(options.corpus))
+        return 0
     if options.only is not None:
         with tempfile.TemporaryDirectory() as folder:
             print(run_case(options.seed, options.only, honest(), Path(folder), mackoconfig()))
         return 0
     begun = time.monotonic()
-    outcomes, kinds, failures = watch(options.seed, options.cases, options.workers, options.start)
+    outcomes, failures = watch(options.seed, options.cases, options.workers, options.start)
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     line = {
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
@@ -491,9 +502,11 @@ def main() -> int:
         "start": options.start,
         "seconds": math.ceil(time.monotonic() - begun),
         **outcomes,
-        "failures": dict(kinds),
+        "failures": Counter(kind for _, kind in failures),
     }
-    print(*lines_of(failures), json.dumps(line), sep="\n")
+    for kind, case in {kind: case for case, kind in reversed(failures)}.items():  # the first of each kind
+        print(f"case {case}: {kind}")
+    print(json.dumps(line))
     if options.out:
         with open(options.out, "a") as file:
             file.write(json.dumps(line) + "\n")

@@ -164,13 +164,9 @@ def test_a_size_is_a_whole_number_in_its_range(name: str, field: str, value: Any
 def test_a_size_that_the_tensors_do_not_bear_out(name: str, field: str, value: int) -> None:
     """A process is killed, where memory is taken for it first. What is still a weight holds what it held."""
     changed = dataclasses.replace(HONEST[name], **{field: value})  # type: ignore[arg-type]
-    try:
-        changed.validate()
-    except ValueError:
-        return
-    assert changed.sizes() == HONEST[name].sizes() or (name, field, value) in (
-        ("macko", "cols", 2**31 - 2), ("macko", "cols", 2**31 - 1), ("ec", "delta_bits", 0), ("slide", "sparse_from", 0),
-    )  # fmt: skip
+    if changed.sizes() != HONEST[name].sizes() and (name, field, value > 0) != ("macko", "cols", True):  # empty columns
+        with pytest.raises(ValueError, match=f"not an? {name} weight"):
+            changed.validate()
 
 
 @pytest.mark.parametrize(("name", "field"), TENSOR_FIELDS)

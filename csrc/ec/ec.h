@@ -79,7 +79,8 @@ typedef struct ec_matrix {
 
 /* rows of a tile, given how many tiles there are: no size is stored twice. At least EC_TILE, whatever is claimed. */
 static inline int64_t ec_tile_rows(int64_t rows, int64_t tiles) {
-    return rows && tiles > 0 ? ((rows + tiles - 1) / tiles + EC_TILE - 1) / EC_TILE * EC_TILE : (int64_t)EC_TILE;
+    return tiles > 0 && tiles <= rows ? ((rows + tiles - 1) / tiles + EC_TILE - 1) / EC_TILE * EC_TILE
+                                      : (int64_t)EC_TILE;
 }
 
 /* macko_fault.kind; row is the set, entry the index in the array at fault. */

@@ -47,9 +47,8 @@ class MackoConfig(QuantizationConfigMixin):
         format_class(format)
         if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
             raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
-        self.ignore = (
-            [ignore] if isinstance(ignore, str) else list(ignore) if isinstance(ignore, Iterable) else [ignore]
-        )
+        several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
+        self.ignore: list[Any] = list(ignore) if several else [ignore]
         if not all(isinstance(name, str) for name in self.ignore):
             raise ValueError(f"ignore is {ignore!r}, expected names")
         self.format, self.min_sparsity, self.version = format, min_sparsity, version

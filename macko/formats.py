@@ -932,7 +932,7 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
             to 2^31 - 1.
     """
     if not isinstance(about, Mapping):
-        raise ValueError(f"expected a format and its sizes, got {about!r}")
+        raise ValueError(f"expected a format and its sizes, which are whole numbers, got {about!r}")
     kind = format_named(about.get("format"))  # type: ignore[arg-type]
     if kind.is_layout:
         raise ValueError(f"{kind.format} is an execution layout, never saved: files hold the canonical format")
@@ -940,7 +940,7 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     ints = {field.name: field.default for field in fields if field.type == "int"}
     if bad := {name: size for name, size in sizes.items() if type(size) is not int or size not in SIZES}:
-        raise ValueError(f"expected integers from 0 to {SIZES[-1]}, got {bad}")
+        raise ValueError(f"expected integers, whole numbers from 0 to {SIZES[-1]}, got {bad}")
     if other := sorted(set(sizes) ^ {name for name in ints if name in sizes or ints[name] is dataclasses.MISSING}):
         raise ValueError(f"{' and '.join(other)}: the format {kind.format} has the sizes {', '.join(ints)}")
     return kind, sizes, [field.name for field in fields if field.name not in ints]

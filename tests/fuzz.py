@@ -84,7 +84,7 @@ NUMBERS = (
     *(0, 1, 2, 3, 7, 8, 16, 31, 32, 64, 127, 128, 255, 256, 65535, 65536, 65537, 2**24, 2**30),
     *(2**31 - 64, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 10**30),
 )
-NO_NUMBERS = (True, False, None, 1.0, 1e9, float("nan"), "40", "", [], [40], {}, {"rows": 3})
+NO_NUMBERS: tuple[Any, ...] = (True, False, None, 1.0, 1e9, float("nan"), "40", "", [], [40], {}, {"rows": 3})
 DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32),
     *(torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16, torch.uint32),

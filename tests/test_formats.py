@@ -142,8 +142,8 @@ def test_tensors_on_two_devices() -> None:
 # Every format: fields that lie. Nothing is allocated or divided by what only the file says.
 
 #: The first weight of each format that has any content.
-HONEST = {name: next(w for w in honest() if w.format == name and w.rows > 1) for name in FORMATS}
-FIELDS = [(name, field.name) for name in FORMATS for field in dataclasses.fields(FORMATS[name])]  # type: ignore[arg-type]
+HONEST: dict[str, Any] = {name: next(w for w in honest() if w.format == name and w.rows > 1) for name in FORMATS}
+FIELDS = [(name, field.name) for name in FORMATS for field in dataclasses.fields(FORMATS[name])]
 SIZE_FIELDS = [place for place in FIELDS if place[1] in HONEST[place[0]].sizes()]
 TENSOR_FIELDS = [place for place in FIELDS if place[1] in HONEST[place[0]].tensors()]
 
@@ -163,7 +163,7 @@ def test_a_size_is_a_whole_number_in_its_range(name: str, field: str, value: Any
 @pytest.mark.parametrize("value", [0, 2**31 - 2, 2**31 - 1])
 def test_a_size_that_the_tensors_do_not_bear_out(name: str, field: str, value: int) -> None:
     """A process is killed, where memory is taken for it first. What is still a weight holds what it held."""
-    changed = dataclasses.replace(HONEST[name], **{field: value})  # type: ignore[arg-type]
+    changed = dataclasses.replace(HONEST[name], **{field: value})
     if changed.sizes() != HONEST[name].sizes() and (name, field, value > 0) != ("macko", "cols", True):  # empty columns
         with pytest.raises(ValueError, match=f"not an? {name} weight"):
             changed.validate()

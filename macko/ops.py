@@ -229,7 +229,8 @@ def tile_unpack(packed: TileMatrix) -> Tensor:
 def tile_check(packed: TileMatrix) -> Tensor:
     """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row block, strip, found.
 
-    What comes from outside is checked once; the other ops trust the content. Runs on the CPU.
+    What comes from outside is checked once; the other ops trust the content. Runs on the CPU. Where there is none,
+    found is the number of values.
     """
     return torch.ops.macko.tile_check(*packed)
 

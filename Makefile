@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: help demo check test build bench report sanitize lint wheel clean
+.PHONY: help demo check test build bench report sanitize fuzz lint wheel clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -55,6 +55,14 @@ report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
 sanitize: build ## the GPU suite under compute-sanitizer (memcheck, then racecheck)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
+
+SANITIZED = $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -fno-sanitize-recover=all -fsanitize=address,undefined
+
+fuzz: build ## files that lie: a minute of the C core under sanitizers, then of every reader
+	$(PY) -m tests.fuzz --corpus build/corpus
+	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc -name '*.c' ! -path '*/torch/*' ! -path '*/slide/*') -lm
+	build/fuzz_core build/corpus 60
+	$(PY) -m tests.fuzz --cases 20000 --out ""
 
 lint: $(ENV) ## ruff, mypy and clang-format
 	$(PY) -m ruff check .

@@ -240,7 +240,7 @@ def write_docs(results: Path) -> None:
         f"![bytes a non-zero over density](formats.svg)\n\n{table(found)}\n\n"
         f"## What EC was to reach\n\n{bars(found, seconds)}\n\n"
         "Packing is that of a uniform 4096x4096 at density 0.3, CPU time of one thread, the best of seven, with "
-        "AVX-512; one packing of *EC*\ntries two widths, *EC smallest* ten layouts.\n"
+        "AVX-512; one packing of *EC*\ntries two widths, *EC smallest* twelve layouts.\n"
     )
 
 

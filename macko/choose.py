@@ -32,6 +32,8 @@ PATTERN_FILLED = 0.9
 #: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
 #: That saves launches of a microsecond or two.
 SELL_WITHIN = 1.05
+#: A layout is taken up to so many times the canonical bytes: it fills up matrices of few rows or columns.
+LAYOUT_BYTES = 1.05
 
 
 def expected_us(
@@ -96,9 +98,14 @@ class Auto:
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> PackedWeight:
-        """The canonical weight in the format chosen for it."""
+        """The canonical weight in the format chosen for it; itself where that one would be mostly padding."""
         kind = choose(weight, cls.batch)
-        return weight if kind is MackoWeight else kind.from_macko(weight)
+        if kind is MackoWeight:
+            return weight
+        packed = kind.from_macko(weight)
+        # A batch is worth tile's masks at any density.
+        most = weight.rows * weight.cols * weight.dtype.itemsize if cls.batch else LAYOUT_BYTES * weight.nbytes
+        return packed if packed.nbytes <= most else weight
 
 
 class AutoBatch(Auto):
@@ -168,4 +175,4 @@ def format_class(name: str) -> type[PackedWeight] | type[Auto] | Mixed:
     """The dataclass of a format, or what chooses one. ValueError where there is no such format."""
     choices: dict[str, type[Auto] | Mixed] = {choice.format: choice for choice in (Auto, Smallest)}
     choices[Mixed.format] = Mixed(SlidePacking("auto", None, 2048))
-    return choices[name] if name in choices else format_named(name, *choices)
+    return choices[name] if isinstance(name, str) and name in choices else format_named(name, *choices)

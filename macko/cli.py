@@ -287,6 +287,10 @@ def inspect(options: argparse.Namespace) -> None:
         for name in tqdm([*names, *matrices], delay=1, leave=False):
             if name in file.layers:
                 packed = file.packed(name)
+                if packed.rows * packed.cols > 2**27 and packed.density < 2**-10:  # a shape takes no bytes in a file
+                    raise ValueError(
+                        f"{name} holds next to nothing and claims to be {list(packed.shape)}: not unpacked"
+                    )
                 dense, form, size = packed.to_dense(), packed.format, packed.nbytes
             elif name in names:
                 dense, form = names[name][...], masked
@@ -577,7 +581,7 @@ def _put(new: Path, target: Path) -> None:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside a new one."""
+    """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours."""
     for file in sorted(source.iterdir()):
         weights = file.suffix in WEIGHTS or ".index." in file.name
         there = target / file.name

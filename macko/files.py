@@ -11,7 +11,6 @@ The layer's tensors lie under its name and the format's field names: up.values, 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .choose import Auto, format_class
-from .formats import MackoWeight, PackedWeight, format_named
+from .formats import MackoWeight, PackedWeight, saved_as
 from .layers import tied_parameters
 from .linear import SparseLinear
 
@@ -158,9 +157,10 @@ def check_about(about: Any, where: str) -> None:
             f"{where}: layers and shared are {type(layers).__name__} and {type(shared).__name__}, not dicts"
         )
     for name, sizes in layers.items():
-        good = isinstance(sizes, dict) and isinstance(sizes.get("format"), str)
-        if not good or any(type(size) is not int for key, size in sizes.items() if key != "format"):
-            raise ValueError(f"{where}: layers[{name!r}] is {sizes!r}, expected a format and whole numbers")
+        try:
+            saved_as(sizes)
+        except ValueError as error:
+            raise ValueError(f"{where}: layers[{name!r}]: {error}") from None
     for alias, name in shared.items():
         if not isinstance(name, str):
             raise ValueError(f"{where}: shared[{alias!r}] is {name!r}, expected a name")
@@ -199,8 +199,10 @@ class Checkpoint:
         if self.path.is_dir():
             files = sorted(self.path.glob("*.safetensors"))
             if (index := self.path / "model.safetensors.index.json").exists():
-                names = set(_json(index.read_text(encoding="utf-8"), index).get("weight_map", {}).values())
-                files = sorted(self.path / Path(name).name for name in names)
+                names = _json(index.read_text(encoding="utf-8"), index).get("weight_map", {})
+                if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+                    raise ValueError(f"{index}: weight_map is {names!r}, expected a file's name for each tensor")
+                files = sorted({self.path / Path(name).name for name in names.values()})
             if (config := self.path / "config.json").exists():
                 self.config = _json(config.read_text(encoding="utf-8"), config)
         if not files:
@@ -208,13 +210,15 @@ class Checkpoint:
         about: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as opened, _refused(self.path):
             for name in files:
                 file = opened.enter_context(open_tensors(name))
                 self._files |= dict.fromkeys(file.keys(), file)
                 if "macko" in (metadata := file.metadata() or {}):
                     about = _json(metadata["macko"], name)
             quantization = self.config.get("quantization_config") or {}
+            if not isinstance(quantization, dict):
+                raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
             if quantization.get("quant_method") == "macko":
                 about = quantization
             if about != {}:
@@ -239,7 +243,8 @@ class Checkpoint:
         return name in self._files
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        with _refused(self.path):
+            return self._files[name].get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
@@ -247,21 +252,30 @@ class Checkpoint:
 
     def packed(self, layer: str) -> PackedWeight:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
-        sizes = dict(self.layers[layer])
         try:
-            kind = format_named(str(sizes.pop("format", "")))
-            names = [f.name for f in dataclasses.fields(kind) if f.name not in sizes]  # type: ignore[arg-type]
-            weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)
+            kind, sizes, names = saved_as(self.layers[layer])
+            weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)  # type: ignore[arg-type]
             weight.validate()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
+
+
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """ValueError with the file's name for what safetensors says of a broken one."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _json(text: str, where: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {value!r}")

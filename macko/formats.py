@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ from . import ops
 #: longer, but each part is a GEMM by itself: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512,
 #: and not for q, k and v of 4096 at 2048 (H200).
 OWN_PART = 10 << 20
+#: What a size can be at all: rows, columns and counts are int32 where they are stored.
+SIZES = range(2**31)
+
+_Result = TypeVar("_Result")
 
 
 def slices(y: Tensor, part_rows: Sequence[int]) -> list[Tensor]:
@@ -48,6 +52,8 @@ class PackedWeight:
     values_name: ClassVar[str] = "values"
     #: From how many tokens on parts of a product may be tensors of their own, for a launch or more each.
     parts_from: ClassVar[int | None] = None
+    #: What an int field may be, where that is less than SIZES.
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {"delta_bits": (2, 4, 8)}
     rows: int
     cols: int
 
@@ -98,14 +104,40 @@ class PackedWeight:
 
     def _fault(self, check: Callable[..., Tensor], *packed: Any) -> list[int]:
         """What a format's check finds: kind (0: none), place, entry, found. ValueError where it cannot even look."""
-        if len(devices := {str(t.device) for t in self.tensors().values()}) > 1:
-            self._refuse(f"its tensors are on {' and '.join(sorted(devices))}")
+        return self._guarded(lambda: check(*packed).tolist())
+
+    def _guarded(self, look: Callable[[], _Result]) -> _Result:
+        """look(), once each field is what it can be in the format. ValueError where one is not, or an op refuses it."""
+        if reason := self._bad_field():
+            self._refuse(reason)
         try:
-            return check(*packed).tolist()
+            return look()
         except RuntimeError as error:
             if "macko::" not in str(error):
                 raise
             self._refuse(str(error))
+
+    def _bad_field(self) -> str:
+        """What is wrong with a field by itself, or nothing. Before any content is looked at, or anything allocated."""
+        devices = set()
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            name, value = field.name, getattr(self, field.name)
+            if field.type == "int":
+                allowed = self.limits.get(name, SIZES)
+                if type(value) is not int or value not in allowed:
+                    wanted = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 8 else ", ".join(map(str, allowed))
+                    return f"{name} is {value!r}, expected {wanted}"
+            elif not isinstance(value, Tensor):
+                return f"{name} is {value!r}, expected a Tensor"
+            elif value.layout != torch.strided or value.is_nested:
+                return f"{name} is a sparse or nested tensor, expected a strided one"
+            elif value.data_ptr() % value.element_size():
+                return f"{name} begins at an address that is no multiple of its {value.element_size()} bytes an element"
+            else:
+                devices.add(str(value.device))
+        if len(devices) > 1 or "meta" in devices:
+            return f"its tensors are on {' and '.join(sorted(devices))}"
+        return ""
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"not {'an' if self.format[0] in 'aeiou' else 'a'} {self.format} weight: {reason}") from None
@@ -147,8 +179,11 @@ class PackedWeight:
             moved = self.to_macko().to(device, dtype)
             assert isinstance(moved, MackoWeight)
             return self.from_macko(moved) if runs else moved
-        options = {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
-        return self.from_dense(self.to_dense().to(device, dtype), **options)
+        return self.from_dense(self.to_dense().to(device, dtype), **self._options())
+
+    def _options(self) -> dict[str, int]:
+        """The sizes that from_dense takes."""
+        return {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> Self:
@@ -269,6 +304,9 @@ class SellWeight(PackedWeight):
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
     parts_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most, then come dense rows
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {
+        **PackedWeight.limits, "cols": range(2**16), "gap_bits": range(2, 7), "warps": range(2, 13, 2), "head": range(5)
+    }  # fmt: skip
 
     data: Tensor
     bases: Tensor
@@ -330,21 +368,42 @@ class SellWeight(PackedWeight):
         Raises:
             ValueError: it is not; names the first thing that differs.
         """
-        reason = self._misplaced()
-        if not reason:
-            again = self.from_macko(self.to_macko(), self.gap_bits, self.warps, self.blocks.shape[0])
-            for name, size in again.sizes().items():
-                if size != getattr(self, name):
-                    reason = f"{name} is {getattr(self, name)}, packing its matrix gives {size}"
-            for name, tensor in again.tensors().items():
-                if not reason and not torch.equal(tensor.view(torch.int16), getattr(self, name).view(torch.int16)):
-                    reason = f"{name} is not what packing its matrix gives"
-        if reason:
+        if reason := self._guarded(self._misplaced):
             self._refuse(reason)
+        blocks = self.blocks.shape[0]
+        again = self._guarded(lambda: self.from_macko(self.to_macko(), self.gap_bits, self.warps, blocks))
+        for name, size in again.sizes().items():
+            if size != getattr(self, name):
+                self._refuse(f"{name} is {getattr(self, name)}, packing its matrix gives {size}")
+        for name, tensor in again.tensors().items():
+            if not torch.equal(tensor.view(torch.int16), getattr(self, name).view(torch.int16)):
+                self._refuse(f"{name} is not what packing its matrix gives")
 
     def _misplaced(self) -> str:
         """Why reading it would be unsafe, or nothing."""
+        for name, dtypes, dim in (
+            ("data", (torch.float16, torch.bfloat16), 1),
+            ("bases", (torch.int16,), 1),
+            ("blocks", (torch.int32,), 2),
+            ("perm", (torch.int32,), 2),
+        ):
+            tensor = getattr(self, name)
+            if tensor.dtype not in dtypes or tensor.dim() != dim or not tensor.is_contiguous():
+                wanted = f"{' or '.join(map(str, dtypes))}, {dim} dimension(s), contiguous"
+                return f"{name} has dtype {tensor.dtype} and shape {list(tensor.shape)}, expected {wanted}"
+        if self.blocks.shape[1] != 8 or not len(self.blocks):
+            return f"blocks has shape {list(self.blocks.shape)}, expected [blocks, 8]"
+        if self.perm.shape != (2, self.rows):
+            return f"perm has shape {list(self.perm.shape)}, expected [2, {self.rows}]"
         slot, group, row, rows, chunks, long_chunks, steps, stages = self.blocks.cpu().long().unbind(1)
+        before = lambda sizes: sizes.cumsum(0) - sizes  # noqa: E731
+        bad_steps = (steps < 1) | (long_chunks > chunks) | ((long_chunks < chunks) & (steps < 2)) | (steps > 128)
+        if bool((self.blocks < 0).any()):
+            return "blocks has negative sizes"
+        if int(rows.sum()) != self.rows or not torch.equal(row, before(rows)):
+            return "rows of blocks do not add up"
+        if bool(bad_steps.any() or (chunks * (rows | 1) > 2176).any()):  # from here on no number is large
+            return "a block's chunks do not add up"
         groups, long_groups = -(-rows * chunks // 32), -(-rows * long_chunks // 32)
         warp = torch.arange(self.warps)
         count = lambda of: (of[:, None] + self.warps - 1 - warp) // self.warps  # noqa: E731  groups of each warp
@@ -352,15 +411,10 @@ class SellWeight(PackedWeight):
         lengths[:, 1::2] = lengths[:, ::2]  # warps go in pairs
         behind = (lengths - lengths.clamp(max=self.head)).sum(1)
         others = (groups - self.warps).clamp(min=0)
-        before = lambda sizes: sizes.cumsum(0) - sizes  # noqa: E731
         heads = len(rows) * self.warps
         slots = (heads * self.head + int(behind.sum())) * (512 + 32 * self.gap_bits)
-        bad_steps = (steps < 1) | (long_chunks > chunks) | ((long_chunks < chunks) & (steps < 2)) | (steps > 128)
         checks = {
-            "blocks has negative sizes": bool((self.blocks < 0).any()),
-            "rows of blocks do not add up": int(rows.sum()) != self.rows or not torch.equal(row, before(rows)),
             "a block's stages are not those of its first warp": not torch.equal(stages, lengths[:, 0]),
-            "a block's chunks do not add up": bool(bad_steps.any() or (chunks * (rows | 1) > 2176).any()),
             "blocks do not follow each other in data": not torch.equal(slot, before(behind)),
             "blocks do not follow each other in bases": not torch.equal(group, before(others)),
             f"data has {self.data.numel()} elements, expected {slots}": self.data.numel() != slots,
@@ -398,6 +452,7 @@ class TileWeight(PackedWeight):
     format: ClassVar[str] = "tile"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
+    values_name: ClassVar[str] = "data"
     parts_from: ClassVar[int | None] = 65  # as csrc/tile/gemm_cuda.cu; OWN_PART says where it pays
 
     data: Tensor
@@ -446,12 +501,7 @@ class TileWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the strip and what is wrong with it.
         """
-        try:
-            kind, block, strip, found = ops.tile_check(self._packed).tolist()
-        except RuntimeError as error:
-            if "macko::" not in str(error):
-                raise
-            raise ValueError(f"not a tile weight: {error}") from None
+        kind, block, strip, found = self._fault(ops.tile_check, self._packed)
         place = f"strip {strip} of row block {block}"
         wrong = {
             0: "",
@@ -464,18 +514,10 @@ class TileWeight(PackedWeight):
             7: f"{place}, byte {found}: not the place where the second half of these values begins",
             8: f"{place}, byte {found}: a zero is stored, or what is no value is not zero",
         }.get(kind, f"{place}: fault {kind}, found {found}")
-        if not wrong and int(self.to_dense().count_nonzero()) != self.entries:
-            wrong = f"entries is {self.entries}, which is not the number of its values"
+        if not wrong and found != self.entries:
+            wrong = f"entries is {self.entries}, it has {found} values"
         if wrong:
-            raise ValueError(f"not a tile weight: {wrong}")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
+            self._refuse(wrong)
 
     @property
     def stored(self) -> int:
@@ -573,6 +615,7 @@ class EcWeight(PackedWeight):
 
     format: ClassVar[str] = "ec"
     values_name: ClassVar[str] = "block_values"
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {}  # ops.ec_pack knows them
 
     block_values: Tensor
     delta_indices: Tensor
@@ -610,17 +653,17 @@ class EcWeight(PackedWeight):
 
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
-        """Packs w in the fewest bytes, which it finds by packing.
+        """Packs w in the fewest bytes of seven ways to do it, each of which is tried.
 
-        Tried are 8, 4, 2 and 1 lanes a row, with columns by density and widths of deltas by size, and 4 lanes with
-        shared blocks of at least 512 columns. More lanes find less padding where rows are uneven, fewer where they are
-        short; blocks pay where rows share most of their columns. Slower than the default.
+        They are 8, 4, 2 and 1 lanes a row, with columns by density and widths of deltas by size; 4 lanes with shared
+        blocks of at least 512 columns; and the paper's, with both of its widths. More lanes find less padding where
+        rows are uneven, fewer where they are short; blocks pay where rows share most of their columns, and the paper's
+        single rows where a tile has few rows that are not empty. Slower than the default.
         """
-        options: list[dict[str, int]] = [
-            {"lanes": 8},
-            {"lanes": 4, "delta_bits": 4, "max_height": 16, "min_width": 512},
-        ]
+        options: list[dict[str, int]] = [{"lanes": 8}]
         options += [{"lanes": lanes, "tile_rows": 1024, "max_slabs": 5 - lanes} for lanes in (4, 2, 1)]
+        options += [{"lanes": 4, "delta_bits": 4, "max_height": 16, "min_width": 512}]
+        options += [{"lanes": 32, "delta_bits": bits, "max_height": 16} for bits in (4, 8)]
         return min((cls.from_dense(w, **tried) for tried in options), key=lambda packed: packed.nbytes)
 
     @property
@@ -652,6 +695,7 @@ class EcWeight(PackedWeight):
         Raises:
             ValueError: a rule is broken; names the set, the entry and what is wrong with it.
         """
+        self._guarded(lambda: ops.ec_pack(torch.empty(0, 0), **self._options()))
         kind, set_index, entry, found = self._fault(ops.ec_check, self._packed)
         wrong = {
             0: "",
@@ -699,6 +743,7 @@ class SlideWeight(PackedWeight):
 
     format: ClassVar[str] = "slide"
     values_name: ClassVar[str] = "tiles"
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {"n": (0, *range(2, 9)), "element": range(4), "source": range(3)}
 
     tiles: Tensor
     scale: Tensor
@@ -809,35 +854,32 @@ class SlideWeight(PackedWeight):
         Raises:
             ValueError: it is not; names the first tile that differs.
         """
-        reason = ""
-        if not 0 <= self.element < len(SLIDE_ELEMENTS) or not 0 <= self.source < len(SLIDE_SOURCES):
-            reason = f"element {self.element} or source {self.source} is no type"
-        elif self.element >= 2 and SLIDE_ELEMENTS[self.element] != self.dtype:
-            reason = f"its values are {SLIDE_ELEMENTS[self.element]}, its activations {self.dtype}"
-        elif self.scale.shape != (self.rows,):
-            reason = f"scale has shape {list(self.scale.shape)}, expected [{self.rows}]"
-        elif self.element >= 2 and bool((self.scale != 1).any()):
-            reason = "scale is not 1, but its values are not quantised"
-        elif bool((self.scale < 0).any()):
-            reason = f"the scale of row {int((self.scale < 0).nonzero()[0])} is negative"
-        else:
-            try:
-                codes = ops.slide_unpack(*self._packed)
-                again = ops.slide_pack(codes, self.n, SLIDE_ELEMENTS[self.element])[0]
-                dense = ops.slide_pack(codes, 0, SLIDE_ELEMENTS[self.element])[0] if self.sparse_to else None
-            except RuntimeError as error:
-                if "macko::" not in str(error):
-                    raise
-                self._refuse(str(error))
-            if not torch.equal(again, self.tiles):
-                block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
-                reason = f"row block {block}, tile {tile} is not what packing its values gives"
-            elif self.dense_tiles.numel() if dense is None else not torch.equal(dense, self.dense_tiles):
-                reason = "dense_tiles is not the same weight"
-            elif self.sparse_to and not 0 <= self.sparse_from <= self.sparse_to < 2**31:
-                reason = f"its range of tokens is {self.sparse_from} to {self.sparse_to}"
-        if reason:
+        if reason := self._guarded(self._other):
             self._refuse(reason)
+
+    def _other(self) -> str:
+        """What is not as packing its own values gives it, or nothing."""
+        codes = ops.slide_unpack(*self._packed)  # refuses tensors of another dtype or shape
+        kind = codes.dtype
+        if self.element >= 2 and kind != self.dtype:
+            return f"its values are {kind}, its activations {self.dtype}"
+        if codes.shape != self.shape:
+            return f"scale has shape {list(self.scale.shape)}, expected [{self.rows}]"
+        if self.element >= 2 and bool((self.scale != 1).any()):
+            return "scale is not 1, but its values are not quantised"
+        if bool((self.scale < 0).any()):
+            return f"the scale of row {int((self.scale < 0).nonzero()[0])} is negative"
+        again = ops.slide_pack(codes, self.n, kind)[0]
+        if not torch.equal(again, self.tiles):
+            block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
+            return f"row block {block}, tile {tile} is not what packing its values gives"
+        dense = ops.slide_pack(codes, 0, kind)[0] if self.sparse_to else self.tiles.new_empty(0, 0, 0)
+        held = self.dense_tiles
+        if held.dtype != dense.dtype or not held.is_contiguous() or not torch.equal(dense, held):
+            return "dense_tiles is not the same weight"
+        if self.sparse_from > self.sparse_to:
+            return f"its range of tokens is {self.sparse_from} to {self.sparse_to}"
+        return ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -877,6 +919,28 @@ FORMATS: dict[str, type[PackedWeight]] = {
 
 def format_named(name: str, *others: str) -> type[PackedWeight]:
     """The dataclass of a format; ValueError, which offers `others` too, where there is none of that name."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"format is {name!r}, expected one of {', '.join([*others, *FORMATS])}")
     return FORMATS[name]
+
+
+def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]:
+    """What a file says of a packed weight, as {"format": "macko", "rows": 72, ...}: class, sizes, names of the tensors.
+
+    Raises:
+        ValueError: there is no such format, it is never saved, or the sizes are not those of the format, or not from 0
+            to 2^31 - 1.
+    """
+    if not isinstance(about, Mapping):
+        raise ValueError(f"expected a format and its sizes, which are whole numbers, got {about!r}")
+    kind = format_named(about.get("format"))  # type: ignore[arg-type]
+    if kind.is_layout:
+        raise ValueError(f"{kind.format} is an execution layout, never saved: files hold the canonical format")
+    sizes = {name: size for name, size in about.items() if name != "format"}
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    ints = {field.name: field.default for field in fields if field.type == "int"}
+    if bad := {name: size for name, size in sizes.items() if type(size) is not int or size not in SIZES}:
+        raise ValueError(f"expected integers, whole numbers from 0 to {SIZES[-1]}, got {bad}")
+    if other := sorted(set(sizes) ^ {name for name in ints if name in sizes or ints[name] is dataclasses.MISSING}):
+        raise ValueError(f"{' and '.join(other)}: the format {kind.format} has the sizes {', '.join(ints)}")
+    return kind, sizes, [field.name for field in fields if field.name not in ints]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .choose import Auto, chooser, format_class
-from .formats import MackoWeight, PackedWeight, SlideWeight, format_named, slices
+from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -286,6 +286,8 @@ class SparseLinear(nn.Linear):
         held = self.packed
         if held.is_layout and held.device.type != "meta":
             self._hold(held.to_macko().to("cpu"))
+        elif held.is_layout:
+            self._hold(MackoWeight.zeros(held.rows, held.cols, held.dtype, "meta"))
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
         finally:
@@ -355,19 +357,16 @@ class SparseLinear(nn.Linear):
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
         """The validated packed weight of a state_dict, or None where a tensor of it is missing."""
         format, sizes = self._format, self._sizes
+        names = [f.name for f in dataclasses.fields(format) if f.name not in sizes]  # type: ignore[arg-type]
         if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
             try:
-                sizes = json.loads(bytes(extra.tolist()))
-                format = format_named(sizes.pop("format"))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                format, sizes, names = saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
+            except (AttributeError, RecursionError, TypeError, ValueError) as error:
                 raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
-            if bad := {name: size for name, size in sizes.items() if type(size) is not int}:
-                raise ValueError(f"_extra_state: expected integers, got {bad}")
-        names = [f.name for f in dataclasses.fields(format) if f.name not in sizes]  # type: ignore[arg-type]
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         if len(tensors) < len(names):
             return None
-        packed = format(**tensors, **sizes)
+        packed = format(**tensors, **sizes)  # type: ignore[arg-type]
         if bad := {name: type(t).__name__ for name, t in tensors.items() if not isinstance(t, Tensor)}:
             raise TypeError(f"expected tensors, got {bad}")
         if packed.shape != (self.out_features, self.in_features):
@@ -375,6 +374,6 @@ class SparseLinear(nn.Linear):
                 f"size mismatch: the state has shape {list(packed.shape)}, the layer "
                 f"{[self.out_features, self.in_features]}"
             )
-        if packed.device.type != "meta":
+        if any(tensor.device.type != "meta" for tensor in tensors.values()):
             packed.validate()
         return packed

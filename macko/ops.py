@@ -153,7 +153,8 @@ def sell_spmm(packed: SellMatrix, x: Tensor, bias: Tensor | None = None) -> Tens
     """x W^T + bias for x [tokens, cols], up to 8 tokens a launch; differentiable in x and bias.
 
     Returns:
-        [tokens, rows], each token with the guarantees of sell_spmv; its bits do not depend on the other tokens.
+        [tokens, rows], each token with the guarantees of sell_spmv; of the same number of tokens its bits do not depend
+        on the others.
     """
     return _call(torch.ops.macko.sell_spmm, *packed, x, bias)
 
@@ -228,7 +229,8 @@ def tile_unpack(packed: TileMatrix) -> Tensor:
 def tile_check(packed: TileMatrix) -> Tensor:
     """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row block, strip, found.
 
-    What comes from outside is checked once; the other ops trust the content. Runs on the CPU.
+    What comes from outside is checked once; the other ops trust the content. Runs on the CPU. Where there is none,
+    found is the number of values.
     """
     return torch.ops.macko.tile_check(*packed)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -215,6 +217,36 @@ def test_blocks_where_rows_share_columns() -> None:
     assert EcWeight.smallest(random_weight(512, 2048, 0.3, torch.float16)).max_height == 1
 
 
+@pytest.mark.parametrize(
+    "kind", ["one full row", "same rows", "full", "empty tile", "few rows", "one row", "uneven", "diagonal", *MASKS]
+)
+def test_smallest_is_the_smallest_of_what_there_is(kind: str) -> None:
+    if kind in MASKS:
+        w = random_weight(260, 900, 0.15, torch.float16, kind=kind)
+    elif kind == "few rows":
+        w = random_weight(3, 65_536, 0.4, torch.float16)
+    elif kind == "one row":
+        w = random_weight(1, 4096, 0.5, torch.float16)
+    elif kind == "same rows":
+        w = random_weight(1, 777, 0.5, torch.float16).repeat(300, 1)
+    elif kind == "full":
+        w = random_weight(130, 260, 1.0, torch.float16)
+    elif kind == "diagonal":
+        w = torch.eye(400).half()
+    else:
+        w = random_weight(260, 1000, 0.3, torch.float16)
+        if kind == "empty tile":
+            w[:128] = 0
+        w[{"one full row": slice(1, None), "uneven": slice(3, 250)}.get(kind, slice(0, 0))] = 0
+        w[0] += kind == "one full row"
+    smallest = EcWeight.smallest(w)
+    others = [EcWeight.paper(w, bits) for bits in (4, 8)] + [EcWeight.from_dense(w)]
+    others += [EcWeight.from_dense(w, lanes=4, delta_bits=4, max_height=16, min_width=512)]
+    others += [EcWeight.from_dense(w, lanes=n, tile_rows=1024, max_slabs=5 - n) for n in (4, 2, 1)]
+    assert smallest.nbytes == min(other.nbytes for other in others)
+    assert_same_bits(smallest.to_dense(), torch.where(w == 0, 0, w))
+
+
 def test_auto_takes_the_width_of_fewest_bytes() -> None:
     for density in (0.5, 0.3, 0.1, 0.03):
         w = random_weight(256, 2048, density, torch.float16)
@@ -373,6 +405,60 @@ def test_validate_wants_a_permutation_of_the_columns() -> None:
     twice = changed(order, 5, int(order[6])).view(torch.uint16)
     with pytest.raises(ValueError, match=r"col_order\[6\]"):
         dataclasses.replace(packed, col_order=twice).validate()
+
+
+def test_validate_is_not_led_by_the_shape_that_is_claimed() -> None:
+    """No division by a tile of no rows; no bit for each place of a matrix that is mostly claimed."""
+    packed = EcWeight.from_dense(random_weight(1000, 70_000, 0.001, torch.float16))
+    for rows in (0, 1, 999, 1025, 2**31 - 2):
+        if rows != 999:
+            with pytest.raises(ValueError, match=f"not an ec weight: .*tile_ptr has shape .* no cut of {rows} rows"):
+                dataclasses.replace(packed, rows=rows).validate()
+    with pytest.raises(ValueError, match="row_indices"):
+        dataclasses.replace(packed, rows=999).validate()
+    dataclasses.replace(packed, cols=2**31 - 2).validate()  # columns that are empty
+    with pytest.raises(ValueError, match="at most 2\\^31 - 2 rows and columns"):
+        dataclasses.replace(packed, cols=2**31 - 1).validate()
+    empty = EcWeight.paper(torch.zeros(0, 5))
+    with pytest.raises(ValueError, match="tile_ptr has shape"):
+        dataclasses.replace(empty, tile_ptr=torch.zeros(0, 9, dtype=torch.int32)).validate()
+    with pytest.raises(RuntimeError, match="macko::ec_spmv: tile_ptr has shape"):
+        ops.ec_spmv((*packed._packed[:8], 0, 70_000), torch.zeros(70_000).half())
+
+
+@pytest.mark.parametrize("cols", [600, 70_000])
+def test_validate_finds_a_value_twice_in_dense_and_in_nearly_empty_tiles(cols: int) -> None:
+    """A bit for each place of a tile where that is few, else its non-zeros are sorted."""
+    w = torch.zeros(300, cols, dtype=torch.float16)
+    w[290, ::50] = torch.arange(1, cols // 50 + 1).half()
+    w[[7, 133], 5] = 3
+    packed = EcWeight.from_dense(w)
+    packed.validate()
+    blocks = packed.tile_ptr[0, 2] * 32
+    bases = packed.base_indices.view(torch.int16 if cols == 600 else torch.int32)
+    row = int((packed.row_indices == 290).nonzero()[0]) * packed.lanes
+    assert row >= blocks
+    again = changed(bases, row + 1, int(bases[row])).view(packed.base_indices.dtype)
+    with pytest.raises(ValueError, match=f"of set 0, at column {int(bases[row])}, is there twice"):
+        dataclasses.replace(packed, base_indices=again).validate()
+
+
+def test_out_of_memory_is_an_error() -> None:
+    """67 MB for the shared columns of a tile of 4 million columns, in a process that has 40."""
+    code = """
+import resource, torch, macko.ops as ops
+torch.set_num_threads(1)
+w = torch.zeros(1, 1 << 22, dtype=torch.float16)
+ops.ec_pack(w[:, :99])
+mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (40 << 20),) * 2)
+try:
+    ops.ec_pack(w)
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("macko::ec_pack: out of memory")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,21 @@
 """Packed weights as dataclasses: what they say of themselves, moving them, and validating what comes from outside."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from macko import FORMATS, MackoWeight
-from macko.formats import PackedWeight
+from macko import FORMATS, MackoWeight, SparseLinear
+from macko.choose import Auto, AutoBatch
+from macko.files import Checkpoint, as_extra_state
+from macko.formats import BitmapWeight, PackedWeight
 from tests.common import assert_same_bits, devices, integer_problem, random_weight
+from tests.fuzz import honest
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -130,3 +137,121 @@ def test_validate_names_row_and_entry(device: str, changes: dict[str, Any], mess
 def test_tensors_on_two_devices() -> None:
     with pytest.raises(ValueError, match="its tensors are on cpu and meta"):
         corrupted(deltas=torch.zeros(4, dtype=torch.uint8, device="meta")).validate()
+
+
+# Every format: fields that lie. Nothing is allocated or divided by what only the file says.
+
+#: The first weight of each format that has any content.
+HONEST: dict[str, Any] = {name: next(w for w in honest() if w.format == name and w.rows > 1) for name in FORMATS}
+FIELDS = [(name, field.name) for name in FORMATS for field in dataclasses.fields(FORMATS[name])]
+SIZE_FIELDS = [place for place in FIELDS if place[1] in HONEST[place[0]].sizes()]
+TENSOR_FIELDS = [place for place in FIELDS if place[1] in HONEST[place[0]].tensors()]
+
+
+def refused(name: str, field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"not an? {name} weight: .*{message}"):
+        dataclasses.replace(HONEST[name], **{field: value}).validate()
+
+
+@pytest.mark.parametrize(("name", "field"), SIZE_FIELDS)
+@pytest.mark.parametrize("value", [True, 1.0, None, "4", -1, -(2**31), 2**31, 2**63, 10**30])
+def test_a_size_is_a_whole_number_in_its_range(name: str, field: str, value: Any) -> None:
+    refused(name, field, value, f"{field} is {value!r}, expected ")
+
+
+@pytest.mark.parametrize(("name", "field"), SIZE_FIELDS)
+@pytest.mark.parametrize("value", [0, 2**31 - 2, 2**31 - 1])
+def test_a_size_that_the_tensors_do_not_bear_out(name: str, field: str, value: int) -> None:
+    """A process is killed, where memory is taken for it first. What is still a weight holds what it held."""
+    changed = dataclasses.replace(HONEST[name], **{field: value})
+    if changed.sizes() != HONEST[name].sizes() and (name, field, value > 0) != ("macko", "cols", True):  # empty columns
+        with pytest.raises(ValueError, match=f"not an? {name} weight"):
+            changed.validate()
+
+
+@pytest.mark.parametrize(("name", "field"), TENSOR_FIELDS)
+def test_a_tensor_of_another_kind(name: str, field: str) -> None:
+    """All but contiguous, aligned, strided tensors of one device and the right type and dimensions."""
+    good = getattr(HONEST[name], field)
+    refused(name, field, None, f"{field} is None, expected a Tensor")
+    refused(name, field, [1, 2], f"{field} is ")
+    refused(name, field, good.to("meta"), "its tensors are on cpu and meta")
+    refused(name, field, good.to(torch.float64), "")
+    refused(name, field, good.to(torch.complex64), "")
+    refused(name, field, good.float().to_sparse(), f"{field} is a sparse or nested tensor")
+    refused(name, field, good.reshape(*good.shape, 1, 1), "")
+    if good.numel() > 1:
+        refused(name, field, good.reshape(-1)[:-1], "")
+        refused(name, field, torch.stack([good, good], -1)[..., 0], "")
+    if good.element_size() > 1 and good.numel():
+        memory = torch.cat([torch.zeros(1, dtype=torch.uint8), good.reshape(-1).view(torch.uint8)])
+        shifted = torch.from_numpy(memory[1:].numpy().view(good.numpy().dtype)).reshape(good.shape)
+        refused(name, field, shifted, f"{field} begins at an address")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_without_content(name: str) -> None:
+    with pytest.raises(ValueError, match="its tensors are on meta"):
+        dataclasses.replace(HONEST[name], **{n: t.to("meta") for n, t in HONEST[name].tensors().items()}).validate()
+
+
+LAYOUTS = [name for name in FORMATS if FORMATS[name].is_layout]
+NEVER_SAVED = "is an execution layout, never saved"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_in_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    about = {"format": name, **HONEST[name].sizes()}
+    path = tmp_path / "model.safetensors"
+    metadata = {"macko": json.dumps({"version": 1, "layers": {"up": about}})}
+    save_file({f"up.{n}": t.contiguous() for n, t in HONEST[name].tensors().items()}, path, metadata=metadata)
+    with pytest.raises(ValueError, match=rf"model\.safetensors: layers\['up'\]: {name} {NEVER_SAVED}"):
+        Checkpoint(path)
+    transformers = pytest.importorskip("macko.integrations.transformers")
+    with pytest.raises(ValueError, match=rf"quantization_config: layers\['up'\]: {name} {NEVER_SAVED}"):
+        transformers.MackoConfig(layers={"up": about})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_in_a_state_dict_are_refused_by_name(name: str) -> None:
+    """Once it ran, and could not be saved: delta_bits, which no layout runs by, was believed."""
+    packed = HONEST[name]
+    layer = SparseLinear(packed.cols, packed.rows, bias=False, dtype=packed.dtype)
+    about = {"format": name, **packed.sizes(), "delta_bits": 5}
+    with pytest.raises(RuntimeError, match=f"{name} {NEVER_SAVED}"):
+        layer.load_state_dict({**packed.tensors(), "_extra_state": as_extra_state(about)})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_in_a_layout_saves_the_canonical_format(device: str) -> None:
+    packed = MackoWeight.from_dense(random_weight(9, 70, 0.4, torch.float16))
+    layer = SparseLinear.from_packed(BitmapWeight.from_macko(packed)).to(device)
+    state = layer.state_dict()
+    assert json.loads(bytes(layer.get_extra_state().tolist()))["format"] == "bitmap"
+    assert set(state) == {"values", "deltas", "row_ptr", "_extra_state"}
+    again = SparseLinear(70, 9, bias=False, dtype=torch.float16, device=device)
+    again.load_state_dict(state)
+    if device == "cpu":
+        assert_same_bits(again.weight.as_subclass(Tensor), packed.to_dense())
+
+
+def test_an_extra_state_that_is_one_large_number() -> None:
+    """bytes(n) is n zeros."""
+    layer = SparseLinear.from_linear(nn.Linear(8, 4))
+    with pytest.raises(RuntimeError, match="_extra_state does not say"):
+        layer.load_state_dict({**layer.state_dict(), "_extra_state": torch.tensor(2**40)})
+
+
+# Few rows or columns: a layout fills them up to whole blocks.
+
+
+@pytest.mark.parametrize("auto", [Auto, AutoBatch])
+def test_auto_takes_no_layout_that_is_mostly_padding(auto: type[Auto]) -> None:
+    for rows, cols in ((400, 8), (3, 3)):
+        linear = nn.Linear(cols, rows, dtype=torch.float16)
+        canonical = MackoWeight.smallest(linear.weight.detach())
+        assert BitmapWeight.from_macko(canonical).nbytes > 1.05 * canonical.nbytes
+        assert auto.from_macko(canonical).format == "macko"
+        assert SparseLinear.from_linear(linear).format == "macko"
+    canonical = MackoWeight.smallest(random_weight(400, 512, 0.6, torch.float16))
+    assert auto.from_macko(canonical).format == "bitmap"

@@ -371,6 +371,23 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
                 assert ops.check(*broken, cols, bits)[0] != 0
 
 
+@all_bits
+def test_one_column_less_than_there_are_entries_for(cpu_path: str, bits: int) -> None:
+    """Past the end by a single column, in vectors of any fill: x behind its end is not read for it."""
+    for dtype in CPU_DTYPES:
+        for cols in (1, 8, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 96, 300, 4096):
+            for density in (0.5, 1.0):
+                w = random_weight(3, cols, density, dtype)
+                w[:, -1] = 1
+                packed, message = ops.pack(w, bits), f"at column {cols - 1}, the matrix has {cols - 1} columns"
+                for x in (torch.ones(cols - 1, dtype=dtype), torch.ones(2, cols - 1, dtype=dtype)):
+                    with pytest.raises(RuntimeError, match=message):
+                        ops.linear(x, *packed, cols - 1, None, bits)
+                with pytest.raises(RuntimeError, match=message):
+                    ops.unpack(*packed, cols - 1, bits)
+                assert ops.check(*packed, cols - 1, bits)[0] == 4
+
+
 def test_every_path_finds_the_same_fault(cpu_path: str) -> None:
     """Row, entry and column of each possible single fault of a small matrix, as a plain loop finds them."""
     w = random_weight(3, 90, 0.6, torch.bfloat16)

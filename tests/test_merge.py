@@ -149,6 +149,18 @@ def test_any_order_and_repeated_calls() -> None:
         assert_same_bits(getattr(merged[0], name)(x), getattr(sparse[0], name)(x))
 
 
+def test_a_sibling_called_twice_gives_two_tensors() -> None:
+    """What the caller did to the first in place does not come back with the second."""
+    sparse, merged = models()
+    x = vector(3, 64)
+    wanted = sparse[0].q_proj(x)
+    for _ in range(3):
+        first = merged[0].q_proj(x)
+        assert_same_bits(first, wanted)
+        first += 1
+    assert_same_bits(merged[0].k_proj(x), sparse[0].k_proj(x))
+
+
 def test_an_input_changed_in_place_between_siblings() -> None:
     sparse, merged = models()
     x = vector(2, 64)

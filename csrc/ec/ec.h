@@ -77,9 +77,10 @@ typedef struct ec_matrix {
     macko_dtype dtype;
 } ec_matrix;
 
-/* rows of a tile, given how many tiles there are: no size is stored twice. */
+/* rows of a tile, given how many tiles there are: no size is stored twice. At least EC_TILE, whatever is claimed. */
 static inline int64_t ec_tile_rows(int64_t rows, int64_t tiles) {
-    return tiles ? ((rows + tiles - 1) / tiles + EC_TILE - 1) / EC_TILE * EC_TILE : (int64_t)EC_TILE;
+    return tiles > 0 && tiles <= rows ? ((rows + tiles - 1) / tiles + EC_TILE - 1) / EC_TILE * EC_TILE
+                                      : (int64_t)EC_TILE;
 }
 
 /* macko_fault.kind; row is the set, entry the index in the array at fault. */
@@ -94,6 +95,7 @@ enum {
     EC_ZERO,      /* -0.0 */
     EC_TWICE,     /* a non-zero stored twice */
     EC_COL_ORDER, /* not a permutation of the columns */
+    EC_NO_MEMORY, /* no fault: there was no memory to look */
 };
 
 /* What pack makes of a matrix. */
@@ -141,15 +143,17 @@ typedef struct ec_plan {
 /*
  * CPU. Phases of pack, each over tiles [begin, end) that may run at the same time:
  * bits, (columns_at from row_counts), extract, arrange, (offsets from counts), write.
+ * Those that need scratch memory return 0, or -1 where there is none.
  */
 void ec_column_counts_cpu(const void *w, macko_dtype dtype, int64_t rows, int64_t cols, int32_t *counts);
 void ec_bits_cpu(const ec_plan *p, int64_t begin, int64_t end);
-void ec_extract_cpu(const ec_plan *p, int64_t begin, int64_t end);
-void ec_arrange_cpu(const ec_plan *p, int64_t begin, int64_t end);
+int ec_extract_cpu(const ec_plan *p, int64_t begin, int64_t end);
+int ec_arrange_cpu(const ec_plan *p, int64_t begin, int64_t end);
 /* plan_sets[s] is the plan's set behind set s of m. delta_indices is zero before the first call. */
 void ec_write_cpu(const ec_plan *p, const ec_matrix *m, const int32_t *plan_sets, int64_t begin, int64_t end);
 
-/* Everything that can be wrong, looked at once; the length of delta_indices is given. */
+/* Everything that can be wrong, looked at once; the length of delta_indices is given. What it takes of memory follows from
+ * the arrays there are, 16 bytes a value of the largest tile at most, never from the shape that is claimed. */
 macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_delta_bytes);
 
 /* Writes rows of the tiles of w [rows, cols]. */

@@ -185,17 +185,18 @@ static void extract_tile(tile_state *s, int num_rows, int32_t max_height) {
     }
 }
 
-void ec_extract_cpu(const ec_plan *p, int64_t begin, int64_t end) {
+int ec_extract_cpu(const ec_plan *p, int64_t begin, int64_t end) {
     /* Extraction's tiles are EC_TILE rows; so are the plan's, unless nothing is to be extracted. */
     if (p->options.max_height < 2) {
         for (int64_t tile = begin; tile < end; tile++) p->num_blocks[tile] = 0;
-        return;
+        return 0;
     }
     tile_state s = {.options = &p->options, .words = p->words, .delta_max = (1 << p->options.delta_bits) - 1};
     s.level_bits = malloc((size_t)(EC_TILE * p->words) * 8);
     s.shared = malloc(EC_TILE * EC_TILE * sizeof *s.shared);
     s.fits = malloc((size_t)ec_histogram_slots(p->words) * sizeof *s.fits);
-    for (int64_t tile = begin; tile < end; tile++) {
+    const int there = s.level_bits && s.shared && s.fits;
+    for (int64_t tile = begin; there && tile < end; tile++) {
         const int64_t row = tile * EC_TILE;
         const int num_rows = (int)(p->rows - row < EC_TILE ? p->rows - row : EC_TILE);
         s.nonzeros = 0;
@@ -211,4 +212,5 @@ void ec_extract_cpu(const ec_plan *p, int64_t begin, int64_t end) {
     free(s.level_bits);
     free(s.shared);
     free(s.fits);
+    return there ? 0 : -1;
 }

@@ -10,6 +10,9 @@
 
 #include "../torch/tensors.h"
 #include "ec.h"
+#ifndef USE_CUDA
+#include "../torch/rows.h"
+#endif
 
 namespace macko {
 namespace {
@@ -171,7 +174,8 @@ struct Packing {
 #ifdef USE_CUDA
         STD_CUDA_CHECK(ec_arrange_cuda(&plan, current_stream(w)));
 #else
-        for_tiles(plan.tiles, [&](int64_t begin, int64_t end) { ec_arrange_cpu(&plan, begin, end); });
+        in_parallel("ec_pack", plan.tiles, 1,
+                    [&](int64_t begin, int64_t end) { return ec_arrange_cpu(&plan, begin, end); });
 #endif
         host_counts = to_host<int64_t>(counts);
     }
@@ -197,7 +201,8 @@ struct Packing {
         plan.scratch = data<uint8_t>(scratch);
         STD_CUDA_CHECK(ec_extract_cuda(&plan, current_stream(w)));
 #else
-        for_tiles(plan.tiles, [&](int64_t begin, int64_t end) { ec_extract_cpu(&plan, begin, end); });
+        in_parallel("ec_pack", plan.tiles, 1,
+                    [&](int64_t begin, int64_t end) { return ec_extract_cpu(&plan, begin, end); });
 #endif
     }
 
@@ -469,7 +474,9 @@ Tensor ec_check(EC_TENSORS) {
     return torch::stable::to(found, Device(DeviceType::CUDA, block_values.get_device_index()));
 #else
     Tensor found = new_fault(block_values);
-    *fault_in(found) = ec_check_cpu(&m, delta_indices.numel());
+    const macko_fault fault = ec_check_cpu(&m, delta_indices.numel());
+    if (fault.kind == EC_NO_MEMORY) fail("ec_check", "out of memory");
+    *fault_in(found) = fault;
     return found;
 #endif
 }

@@ -153,11 +153,12 @@ static void arrange_slab(const ec_plan *p, int slab, int64_t tile, int num_rows,
     set_count(p, set, tile, blocks, columns);
 }
 
-void ec_arrange_cpu(const ec_plan *p, int64_t begin, int64_t end) {
+int ec_arrange_cpu(const ec_plan *p, int64_t begin, int64_t end) {
     int64_t most = p->tile_rows;
     for (int64_t tile = begin; tile < end; tile++)
         if (p->options.max_height > 1 && p->num_blocks[tile] > most) most = p->num_blocks[tile];
     sized *sorted = malloc((size_t)most * sizeof *sorted);
+    if (!sorted) return -1;
     for (int64_t tile = begin; tile < end; tile++) {
         const int num_rows = (int)least(p->tile_rows, p->rows - tile * p->tile_rows);
         for (int set = 0; set < EC_MAX_SETS; set++) set_count(p, set, tile, 0, 0);
@@ -166,6 +167,7 @@ void ec_arrange_cpu(const ec_plan *p, int64_t begin, int64_t end) {
         for (int slab = 0; slab < p->options.num_slabs; slab++) arrange_slab(p, slab, tile, num_rows, sorted);
     }
     free(sorted);
+    return 0;
 }
 
 static inline int64_t value_bytes(macko_dtype dtype) {
@@ -319,11 +321,18 @@ void ec_unpack_cpu(const ec_matrix *m, int64_t begin, int64_t end, void *w) {
     }
 }
 
-/* What check carries through a set. */
+/* A place of a tile, row by row, and the value that stands there. */
+typedef struct ec_place {
+    int64_t place, index;
+} ec_place;
+
+/* What check carries through a tile. */
 typedef struct checking {
     macko_fault fault;
-    int64_t set;
-    uint8_t *seen; /* a bit for each place of the matrix */
+    int64_t set, first_row;
+    uint8_t *seen;    /* a bit for each place of the tile; or, where that would be more than its values, NULL and */
+    ec_place *places; /* the places of the non-zeros, for sorting */
+    int64_t num_places;
 } checking;
 
 static int look(const ec_matrix *m, const ec_entry *entry, void *context) {
@@ -342,7 +351,11 @@ static int look(const ec_matrix *m, const ec_entry *entry, void *context) {
             fault->found = -1;
             return 0;
         }
-        const int64_t place = entry->row * m->cols + entry->col;
+        const int64_t place = (entry->row - check->first_row) * m->cols + entry->col;
+        if (!check->seen) {
+            check->places[check->num_places++] = (ec_place){place, entry->index};
+            return 1;
+        }
         if (check->seen[place >> 3] >> (place & 7) & 1) {
             fault->kind = EC_TWICE;
             fault->found = entry->col;
@@ -350,6 +363,12 @@ static int look(const ec_matrix *m, const ec_entry *entry, void *context) {
         check->seen[place >> 3] |= (uint8_t)(1 << (place & 7));
     }
     return !fault->kind;
+}
+
+static int by_place(const void *a, const void *b) {
+    const ec_place *left = a, *right = b;
+    if (left->place != right->place) return left->place < right->place ? -1 : 1;
+    return left->index < right->index ? -1 : left->index > right->index;
 }
 
 static macko_fault fault_of(int64_t kind, int64_t set, int64_t entry, int64_t found) {
@@ -369,8 +388,9 @@ static macko_fault check_structure(const ec_matrix *m, int64_t num_delta_bytes) 
         const int good = h >= 1 && h <= EC_MAX_HEIGHT && !(h & (h - 1)) && l >= 1 && l <= EC_WARP && !(l & (l - 1)) &&
                          (v == EC_VECTOR || (v == 1 && h == 1 && l == EC_WARP)) && (h == 1 || l == EC_WARP) &&
                          set->delta_bits >= 3 && set->delta_bits <= 8;
+        if (!good || set[1].first_block < blocks || set[1].first_block > m->num_blocks)
+            return fault_of(EC_SET, s, -1, set[1].first_block);
         const int64_t num = set[1].first_block - blocks;
-        if (!good || num < 0 || set[1].first_block > m->num_blocks) return fault_of(EC_SET, s, -1, num);
         const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1), *indptr = m->block_indptr + blocks + s;
         for (int64_t tile = 0; tile <= m->tiles; tile++)
             if (tile_ptr[tile] < (tile ? tile_ptr[tile - 1] : 0) || (tile == 0 && tile_ptr[0]) ||
@@ -391,35 +411,30 @@ static macko_fault check_structure(const ec_matrix *m, int64_t num_delta_bytes) 
     return fault_of(EC_OK, 0, -1, 0);
 }
 
-/* seen: a zero bit for each row; left so. */
-static macko_fault check_rows(const ec_matrix *m, int64_t s, uint8_t *seen) {
+static macko_fault check_rows(const ec_matrix *m, int64_t s) {
     const ec_set *set = &m->sets[s];
     const int64_t rows_a_block = EC_WARP / set->lanes * set->height;
-    macko_fault fault = fault_of(EC_OK, 0, -1, 0);
     int64_t distinct = 0;
-    for (int64_t tile = 0; !fault.kind && tile < m->tiles; tile++) {
+    for (int64_t tile = 0; tile < m->tiles; tile++) {
         const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1) + tile;
-        for (int64_t block = tile_ptr[0]; !fault.kind && block < tile_ptr[1]; block++) {
+        const int64_t first = tile * m->tile_rows, num_rows = least(m->tile_rows, m->rows - first);
+        uint8_t seen[EC_MAX_TILE] = {0};
+        for (int64_t block = tile_ptr[0]; block < tile_ptr[1]; block++) {
             const int32_t *rows = m->row_indices + set->first_row + block * rows_a_block;
-            for (int64_t k = 0; !fault.kind && k < rows_a_block; k++) {
-                const int64_t row = rows[k];
-                int good = row == -1 ? set->lanes < EC_WARP
-                                     : row >= tile * m->tile_rows && row < least((tile + 1) * m->tile_rows, m->rows);
-                if (good && row >= 0) {
-                    good = !(seen[row >> 3] >> (row & 7) & 1);
-                    seen[row >> 3] |= (uint8_t)(1 << (row & 7));
-                    distinct++;
-                }
-                if (!good) fault = fault_of(EC_ROW, s, rows + k - m->row_indices, row);
+            for (int64_t k = 0; k < rows_a_block; k++) {
+                const int64_t row = rows[k] - first;
+                if (rows[k] == -1 && set->lanes < EC_WARP) continue;
+                if (row < 0 || row >= num_rows || seen[row])
+                    return fault_of(EC_ROW, s, rows + k - m->row_indices, rows[k]);
+                seen[row] = 1;
+                distinct++;
             }
             /* With all lanes on one piece a row may come again in another block. */
-            for (int64_t k = 0; set->lanes == EC_WARP && k < rows_a_block; k++)
-                if (rows[k] >= 0 && rows[k] < m->rows) seen[rows[k] >> 3] &= (uint8_t)~(1 << (rows[k] & 7));
+            for (int64_t k = 0; set->lanes == EC_WARP && k < rows_a_block; k++) seen[rows[k] - first] = 0;
         }
     }
-    if (!fault.kind && set->lanes < EC_WARP && distinct != m->rows) fault = fault_of(EC_ROW, s, set[1].first_row, -1);
-    memset(seen, 0, (size_t)(m->rows + 7) / 8);
-    return fault;
+    if (set->lanes < EC_WARP && distinct != m->rows) return fault_of(EC_ROW, s, set[1].first_row, -1);
+    return fault_of(EC_OK, 0, -1, 0);
 }
 
 static macko_fault check_first_deltas(const ec_matrix *m, int64_t s) {
@@ -435,29 +450,62 @@ static macko_fault check_first_deltas(const ec_matrix *m, int64_t s) {
     return fault_of(EC_OK, 0, -1, 0);
 }
 
-macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_delta_bytes) {
-    macko_fault fault = check_structure(m, num_delta_bytes);
-    if (fault.kind) return fault;
-    checking check = {.seen = calloc((size_t)(m->rows * m->cols + m->rows + m->cols) / 8 + 1, 1)};
-    for (int64_t c = 0; m->col_order && c < m->cols; c++) { /* the bits serve twice */
+static macko_fault check_col_order(const ec_matrix *m) {
+    macko_fault fault = fault_of(EC_OK, 0, -1, 0);
+    if (!m->col_order) return fault;
+    uint8_t *seen = calloc((size_t)m->cols / 8 + 1, 1);
+    if (!seen) return fault_of(EC_NO_MEMORY, 0, -1, 0);
+    for (int64_t c = 0; !fault.kind && c < m->cols; c++) {
         const int64_t col = ec_column(m->col_order, m->cols, c);
-        if (col >= m->cols || check.seen[col >> 3] >> (col & 7) & 1) {
+        if (col >= m->cols || seen[col >> 3] >> (col & 7) & 1)
             fault = fault_of(EC_COL_ORDER, 0, c, col);
+        else
+            seen[col >> 3] |= (uint8_t)(1 << (col & 7));
+    }
+    free(seen);
+    return fault;
+}
+
+/* The values of a tile: their columns, and that none stands twice; its rows have been looked at. */
+static macko_fault check_values(const ec_matrix *m, int64_t tile) {
+    int64_t values = 0;
+    for (int64_t s = 0; s < m->num_sets; s++) {
+        const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1) + tile;
+        const int32_t *indptr = m->block_indptr + m->sets[s].first_block + s;
+        values += ((int64_t)indptr[tile_ptr[1]] - indptr[tile_ptr[0]]) * m->sets[s].height;
+    }
+    if (!values) return fault_of(EC_OK, 0, -1, 0);
+    const int64_t bitmap_bytes = m->tile_rows * m->cols / 8 + 1, list_bytes = values * (int64_t)sizeof(ec_place);
+    const int few = bitmap_bytes > list_bytes; /* under one in 128: then sorting them takes no time either */
+    void *scratch = few ? malloc((size_t)list_bytes) : calloc((size_t)bitmap_bytes, 1);
+    if (!scratch) return fault_of(EC_NO_MEMORY, 0, -1, 0);
+    checking check = {.first_row = tile * m->tile_rows, .seen = few ? NULL : scratch, .places = scratch};
+    for (int64_t s = 0; !check.fault.kind && s < m->num_sets; s++) {
+        const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1) + tile;
+        check.set = s;
+        for (int64_t block = tile_ptr[0]; block < tile_ptr[1]; block++)
+            if (!each_value(m, &m->sets[s], s, block, look, &check)) break;
+    }
+    if (few && !check.fault.kind) {
+        const ec_place *places = scratch;
+        qsort(scratch, (size_t)check.num_places, sizeof *places, by_place);
+        for (int64_t i = 1; i < check.num_places; i++) {
+            if (places[i].place != places[i - 1].place) continue;
+            int64_t s = 0;
+            while (m->sets[s + 1].first_value <= places[i].index) s++;
+            check.fault = fault_of(EC_TWICE, s, places[i].index, places[i].place % m->cols);
             break;
         }
-        check.seen[col >> 3] |= (uint8_t)(1 << (col & 7));
     }
-    if (m->col_order) memset(check.seen, 0, (size_t)(m->cols + 7) / 8);
-    for (int64_t s = 0; !fault.kind && s < m->num_sets; s++) fault = check_rows(m, s, check.seen);
-    for (int64_t s = 0; !fault.kind && s < m->num_sets; s++) {
-        if ((fault = check_first_deltas(m, s)).kind) break;
-        check.set = s;
-        for (int64_t block = 0; block < m->sets[s + 1].first_block - m->sets[s].first_block; block++)
-            if (!each_value(m, &m->sets[s], s, block, look, &check)) {
-                fault = check.fault;
-                break;
-            }
-    }
-    free(check.seen);
+    free(scratch);
+    return check.fault.kind ? check.fault : fault_of(EC_OK, 0, -1, 0);
+}
+
+macko_fault ec_check_cpu(const ec_matrix *m, int64_t num_delta_bytes) {
+    macko_fault fault = check_structure(m, num_delta_bytes);
+    if (!fault.kind) fault = check_col_order(m);
+    for (int64_t s = 0; !fault.kind && s < m->num_sets; s++) fault = check_rows(m, s);
+    for (int64_t s = 0; !fault.kind && s < m->num_sets; s++) fault = check_first_deltas(m, s);
+    for (int64_t tile = 0; !fault.kind && m->num_sets && tile < m->tiles; tile++) fault = check_values(m, tile);
     return fault;
 }

@@ -1,5 +1,4 @@
 /* y = W x on the CPU from EC-CSR. */
-#include <stdlib.h>
 #include <string.h>
 
 #include "../core/cpu.h"
@@ -121,7 +120,7 @@ static chunk_steps best_steps(void) {
 
 void ec_spmv_cpu(const ec_matrix *m, const float *x, const void *bias, int64_t begin, int64_t end, void *y) {
     const chunk_steps steps = best_steps();
-    float *row_sums = malloc((size_t)m->tile_rows * sizeof *row_sums);
+    float row_sums[EC_MAX_TILE];
     const size_t value_bytes = m->dtype == MACKO_F32 ? 4 : 2;
     for (int64_t tile = begin; tile < end; tile++) {
         const int64_t first_row = tile * m->tile_rows;
@@ -162,5 +161,4 @@ void ec_spmv_cpu(const ec_matrix *m, const float *x, const void *bias, int64_t b
             macko_store(y, m->dtype, row, bias ? sum + macko_load(bias, m->dtype, row) : sum);
         }
     }
-    free(row_sums);
 }

@@ -303,7 +303,7 @@ cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const sell_norm 
 cudaError_t sell_gate_cuda(const sell_matrix *s, const void *gate, const void *up, void *x, cudaStream_t stream);
 
 /* y [tokens, rows] = x [tokens, cols] W^T + bias, up to 8 tokens a launch, as many as fit shared memory. Same bits every
- * run, and whatever the other tokens are. */
+ * run, and of the same number of tokens whatever the others are. */
 cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, const void *bias, void *y,
                            cudaStream_t stream);
 

@@ -2,12 +2,14 @@
 #include "ops.h"
 
 #include <algorithm>
-#include <atomic>
 #include <mutex>
 #include <vector>
 
 #include "../torch/tensors.h"
 #include "slide.h"
+#ifndef USE_CUDA
+#include "../torch/rows.h"
+#endif
 
 namespace macko {
 namespace {
@@ -51,18 +53,6 @@ bool is_8_bit(macko_slide_type type) {
 std::string pattern_name(int64_t n) {
     return n ? std::to_string(2 * n - 2) + ":" + std::to_string(2 * n) : "dense";
 }
-
-#ifndef USE_CUDA
-// Rows or tokens on torch's threads; body returns -1 where its scratch memory could not be had.
-template <typename Body>
-void in_parallel(const char *op, int64_t count, int64_t grain, const Body &body) {
-    std::atomic<bool> failed{false};
-    torch::stable::parallel_for(0, count, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
-        if (body(begin, end)) failed = true;
-    });
-    if (failed) fail(op, "out of memory");
-}
-#endif
 
 // The packed weight, once it has passed every check that needs no look at its content. Any content is safe to run.
 macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n,

@@ -196,7 +196,7 @@ static uint32_t inside(const tile_matrix *m, int64_t row, int64_t col, int lane)
     return mask;
 }
 
-/* Of a strip whose bytes are there. */
+/* Of a strip whose bytes are there. found without a fault: its values. */
 static macko_fault check_strip(const tile_matrix *m, int64_t strip) {
     const int64_t strips = tile_strips(m->cols), block = strip / strips;
     const int64_t row = block * TILE_ROWS, col = strip % strips * TILE_STRIP_COLS;
@@ -230,15 +230,16 @@ static macko_fault check_strip(const tile_matrix *m, int64_t strip) {
         const int byte = TILE_TURNS + i * 2;
         if (load_16(begin + byte) != plans[part].turns[lane][half]) return (macko_fault){TILE_TURN, block, strip, byte};
     }
-    int byte = TILE_VALUES;
+    int byte = TILE_VALUES, stored = 0;
     for (int part = 0; part < TILE_PARTS; part++)
         for (int i = 0; i < plans[part].rows * TILE_LANES * TILE_HALVES; i++, byte += 2) {
             const int lane = i / TILE_HALVES % TILE_LANES, half = i % TILE_HALVES;
             const int filled = i / (TILE_LANES * TILE_HALVES) < plans[part].lengths[lane][half];
             const uint16_t value = load_16(begin + byte);
+            stored += filled;
             if (filled ? !(value & (SIGN - 1)) : value) return (macko_fault){TILE_ZERO, block, strip, byte};
         }
-    return (macko_fault){TILE_OK, 0, -1, 0};
+    return (macko_fault){TILE_OK, 0, -1, stored};
 }
 
 macko_fault tile_check_cpu(const tile_matrix *m, int64_t units) {
@@ -253,9 +254,11 @@ macko_fault tile_check_cpu(const tile_matrix *m, int64_t units) {
     }
     if (widest != m->widest) return (macko_fault){TILE_WIDEST, 0, -1, widest};
     if (m->offsets[count] != units) return (macko_fault){TILE_END, 0, count, m->offsets[count]};
+    int64_t stored = 0;
     for (int64_t strip = 0; strip < count; strip++) {
         const macko_fault fault = check_strip(m, strip);
         if (fault.kind) return fault;
+        stored += fault.found;
     }
-    return (macko_fault){TILE_OK, 0, -1, 0};
+    return (macko_fault){TILE_OK, 0, -1, stored};
 }

@@ -134,7 +134,8 @@ enum {
     TILE_ZERO,    /* a zero is stored, or one is not +0.0 where no value is; found: byte of the strip */
 };
 
-/* What packing cannot have made, first of all where reading would be unsafe. units: those of data. */
+/* What packing cannot have made, first of all where reading would be unsafe. units: those of data. found without a fault:
+ * the values of the matrix. */
 macko_fault tile_check_cpu(const tile_matrix *m, int64_t units);
 
 #ifdef __CUDACC__

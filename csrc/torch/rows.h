@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -15,6 +16,16 @@ void for_rows(int64_t rows, int64_t entries_per_row, const Body &body) {
     constexpr int64_t GRAIN_ENTRIES = 1 << 15; // some 10 us of work: below, a thread costs more than it brings
     torch::stable::parallel_for(0, rows, std::max<int64_t>(1, GRAIN_ENTRIES / std::max<int64_t>(1, entries_per_row)),
                                 body);
+}
+
+// body(begin, end) for parts of [0, count) of `grain` or more, which returns -1 where its scratch memory could not be had.
+template <typename Body>
+void in_parallel(const char *op, int64_t count, int64_t grain, const Body &body) {
+    std::atomic<bool> failed{false};
+    torch::stable::parallel_for(0, count, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
+        if (body(begin, end)) failed = true;
+    });
+    if (failed) fail(op, "out of memory");
 }
 
 // As for_rows, for a body that returns a fault: the one of the lowest row, for one row the kind that is looked for first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import re
@@ -19,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..choose import format_class
 from ..convert import CONVERTED, MIN_SPARSITY, convert_layer, warn_if_unchanged
 from ..files import VERSION, Checkpoint, check_about, join, open_tensors
-from ..formats import format_named
+from ..formats import saved_as
 from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
 from ..linear import SparseLinear
 from .compressed_tensors import lazy_state, sparsity_format
@@ -51,9 +50,10 @@ class MackoConfig(QuantizationConfigMixin):
         format_class(format)
         if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
             raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
-        self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+        several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
+        self.ignore: list[Any] = list(ignore) if several else [ignore]
         if not all(isinstance(name, str) for name in self.ignore):
-            raise ValueError(f"ignore is {self.ignore!r}, expected names")
+            raise ValueError(f"ignore is {ignore!r}, expected names")
         self.format, self.min_sparsity, self.version = format, min_sparsity, version
         self.layers = {} if layers is None else layers
 
@@ -139,17 +139,15 @@ class MackoHfQuantizer(HfQuantizer):
             linear = _submodule(model, name)
             if not isinstance(linear, nn.Linear):
                 raise ValueError(f"{saved} is a packed layer, in the model it is a {type(linear).__name__}")
-            sizes = {key: value for key, value in about.items() if key != "format"}
             try:
-                kind = format_named(str(about.get("format")))
+                kind, sizes, keys = saved_as(about)
                 tensors = {}
-                fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-                for key in (field.name for field in fields if field.name not in sizes):
+                for key in keys:
                     # What is not found here has another name in the file; transformers puts what it loads in its place.
                     shape, stored = shapes.get(join(saved, key), ((0,), None))
                     tensors[key] = torch.empty(shape, dtype=stored or linear.weight.dtype, device="meta")
-                packed = kind(**tensors, **sizes)
-            except (TypeError, ValueError) as error:
+                packed = kind(**tensors, **sizes)  # type: ignore[arg-type]
+            except ValueError as error:
                 raise ValueError(f"{saved}: {error}") from None
             if packed.shape != linear.weight.shape:
                 raise ValueError(

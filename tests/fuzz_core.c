@@ -1,0 +1,317 @@
+/*
+ * Packed data that lie, through the C core alone, under the address and undefined-behaviour sanitizers: `make fuzz`.
+ *
+ *     fuzz_core CORPUS_FOLDER SECONDS [SEED]
+ *
+ * The corpus is honest weights (python -m tests.fuzz --corpus). Each case changes some bytes, sizes or lengths of one of
+ * them, puts each array into an allocation of just its size, passes the border as ops.cpp guards it, and calls check; what
+ * has no fault is unpacked, multiplied and packed again. What check has refused goes to the functions that look themselves.
+ */
+#include <dirent.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "../csrc/bitmap/bitmap.h"
+#include "../csrc/ec/ec.h"
+#include "../csrc/macko/macko.h"
+#include "../csrc/tile/tile.h"
+
+enum { MACKO, BITMAP, EC, TILE, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
+
+/* What a corpus file begins with; the arrays follow in the order of the format's dataclass. */
+typedef struct header {
+    int64_t kind, dtype, rows, cols, extra; /* extra: delta_bits, tiles (ec) or widest (tile) */
+    int64_t num_arrays, bytes[MAX_ARRAYS];
+} header;
+
+typedef struct input {
+    header h;
+    uint8_t *arrays[MAX_ARRAYS];
+} input;
+
+static uint64_t state;
+
+static uint64_t next_random(void) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return state;
+}
+
+static int64_t below(int64_t n) {
+    return n > 0 ? (int64_t)(next_random() % (uint64_t)n) : 0;
+}
+
+/* Never NULL, and ends where it ends. */
+static void *exactly(int64_t bytes) {
+    void *p = malloc(bytes > 0 ? (size_t)bytes : 1);
+    if (!p) abort();
+    return p;
+}
+
+static int64_t size_of(int64_t dtype) {
+    return dtype == MACKO_F32 ? 4 : 2;
+}
+
+static int64_t edge(int64_t near) {
+    static const int64_t edges[] = {0,         1,        -1, 63, 64, 65, 128, 1024, 65535, 65536, 65537, INT32_MAX - 1,
+                                    INT32_MAX, INT64_MAX};
+    return below(2) ? (int64_t)((uint64_t)near + (uint64_t)below(3) - 1) : edges[below(sizeof edges / sizeof *edges)];
+}
+
+static void change(input *in) {
+    const int64_t which = below(in->h.num_arrays), bytes = in->h.bytes[which];
+    uint8_t *array = in->arrays[which];
+    switch (below(12)) {
+    case 0: in->h.rows = edge(in->h.rows); return;
+    case 1: in->h.cols = edge(in->h.cols); return;
+    case 2: in->h.extra = edge(in->h.extra); return;
+    case 3: { /* shorter or longer, by whole elements mostly */
+        static const int64_t steps[] = {1, 2, 4, 8, 16, 64, 128, 256};
+        const int64_t step = steps[below(8)] * (below(2) ? 1 : -1), length = bytes + step < 0 ? 0 : bytes + step;
+        uint8_t *other = exactly(length);
+        memset(other, 0, (size_t)length);
+        memcpy(other, array, (size_t)(length < bytes ? length : bytes));
+        free(array);
+        in->arrays[which] = other, in->h.bytes[which] = length;
+        return;
+    }
+    case 4:
+    case 5: { /* a 32-bit number, one off or an edge; most arrays hold such */
+        if (bytes < 8) return;
+        int32_t number;
+        uint8_t *at = array + below(bytes / 4) * 4;
+        memcpy(&number, at, 4);
+        number = (int32_t)edge(number);
+        memcpy(at, &number, 4);
+        return;
+    }
+    case 6: { /* a 64-bit one: ec's sets */
+        if (bytes < 8) return;
+        int64_t number;
+        uint8_t *at = array + below(bytes / 8) * 8;
+        memcpy(&number, at, 8);
+        number =
+            below(4) ? (int64_t)((uint64_t)number + (uint64_t)below(3) - 1) : (int64_t)(next_random() >> below(64));
+        memcpy(at, &number, 8);
+        return;
+    }
+    default:
+        for (int64_t n = 1 + below(4); bytes && n; n--) {
+            uint8_t *at = array + below(bytes);
+            if (below(2))
+                *at ^= (uint8_t)(1 << below(8));
+            else
+                *at = below(2) ? 0xff : (uint8_t)next_random();
+        }
+    }
+}
+
+static int64_t accepted[KINDS], refused[KINDS];
+
+static int small(int64_t rows, int64_t cols) {
+    return rows <= MOST && cols <= MOST && rows * cols <= MOST;
+}
+
+static void must(int good, const char *what) {
+    if (good) return;
+    fprintf(stderr, "%s\n", what);
+    abort();
+}
+
+/* Packs w anew in every way, under the sanitizers; the canonical one has to be what check wants. */
+static void pack_again(const void *w, macko_dtype dtype, int64_t rows, int64_t cols) {
+    const int bits = 2 << below(3);
+    int64_t *counts = exactly(rows * 8), stored = 0;
+    macko_pack_count_cpu(w, dtype, bits, cols, 0, rows, counts);
+    int32_t *row_ptr = exactly((rows + 1) * 4);
+    for (int64_t row = 0; row < rows; row++) row_ptr[row] = (int32_t)stored, stored += counts[row];
+    row_ptr[rows] = (int32_t)stored;
+    const int64_t capacity = (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
+    uint8_t *values = exactly(capacity * size_of(dtype)), *deltas = exactly(capacity * bits / 8);
+    memset(values, 0, (size_t)(capacity * size_of(dtype)));
+    memset(deltas, 0, (size_t)(capacity * bits / 8));
+    macko_pack_write_cpu(w, dtype, bits, cols, 0, rows, row_ptr, values, deltas);
+    const macko_matrix m = {values, deltas, row_ptr, rows, cols, capacity, dtype, bits};
+    must(!macko_check_cpu(&m, 0, rows).kind && !macko_check_cpu(&m, rows, rows).kind,
+         "macko: packed anew, and refused");
+    free(counts), free(row_ptr), free(values), free(deltas);
+}
+
+static macko_fault try_macko(const input *in) {
+    const int64_t capacity = in->h.bytes[0] / size_of(in->h.dtype), rows = in->h.bytes[2] / 4 - 1, bits = in->h.extra;
+    const int64_t cols = in->h.cols;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (in->h.bytes[0] % size_of(in->h.dtype) || in->h.bytes[2] % 4 || capacity % MACKO_CHUNK) return fault;
+    if ((bits != 2 && bits != 4 && bits != 8) || in->h.bytes[1] * 8 != capacity * bits) return fault;
+    if (rows < 0 || cols < 0 || cols > INT32_MAX) return fault;
+    const macko_matrix m = {in->arrays[0], in->arrays[1], (const int32_t *)in->arrays[2], rows,
+                            cols,          capacity,      (macko_dtype)in->h.dtype,       (int)bits};
+    fault = macko_check_cpu(&m, 0, rows);
+    if (!fault.kind) fault = macko_check_cpu(&m, rows, rows);
+    if (!small(rows, cols)) return fault;
+    const int64_t size = size_of(in->h.dtype);
+    uint8_t *w = exactly(rows * cols * size), *x = exactly(cols * size), *y = exactly(rows * size);
+    memset(x, 0x3c, (size_t)(cols * size));
+    const macko_fault unpacking = macko_unpack_cpu(&m, 0, rows, w), spmv = macko_spmv_cpu(&m, x, NULL, 0, rows, y);
+    must(!unpacking.kind == !spmv.kind && (fault.kind || !spmv.kind), "macko: check, unpack and spmv disagree");
+    if (!unpacking.kind) pack_again(w, m.dtype, rows, cols);
+    free(w), free(x), free(y);
+    return fault;
+}
+
+static macko_fault try_bitmap(const input *in) {
+    const int64_t size = size_of(in->h.dtype), capacity = in->h.bytes[0] / size, rows = in->h.bytes[2] / 4 - 1;
+    const int64_t cols = in->h.cols;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (in->h.bytes[0] % size || in->h.bytes[2] % 4 || capacity < MACKO_BITMAP_PAD) return fault;
+    if (rows < 0 || cols < 0 || cols > INT32_MAX || in->h.bytes[1] != rows * macko_bitmap_words(cols) * 8) return fault;
+    const macko_bitmap m = {in->arrays[0], in->arrays[1], (const int32_t *)in->arrays[2], rows,
+                            cols,          capacity,      (macko_dtype)in->h.dtype};
+    fault = macko_bitmap_check_cpu(&m, 0, rows);
+    if (!fault.kind) fault = macko_bitmap_check_cpu(&m, rows, rows);
+    if (!small(rows, cols)) return fault;
+    const int64_t tokens = below(6);
+    uint8_t *w = exactly(rows * cols * size), *x = exactly(tokens * cols * size), *y = exactly(tokens * rows * size);
+    memset(x, 0x3c, (size_t)(tokens * cols * size));
+    const macko_fault expanding = macko_bitmap_expand_cpu(&m, 0, rows, w);
+    const macko_fault spmv = macko_bitmap_spmv_cpu(&m, x, tokens, NULL, 0, rows, y);
+    must(fault.kind || (!expanding.kind && !spmv.kind), "bitmap: check, expand and spmv disagree");
+    if (!expanding.kind) pack_again(w, m.dtype, rows, cols);
+    free(w), free(x), free(y);
+    return fault;
+}
+
+static macko_fault try_ec(const input *in) {
+    const header *h = &in->h;
+    const int64_t size = size_of(h->dtype), base_bytes = h->cols <= 65536 ? 2 : 4, tiles = h->extra;
+    const int64_t num_sets = h->bytes[6] / (int64_t)sizeof(ec_set) - 1, blocks = h->bytes[2] / base_bytes / EC_WARP;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (h->rows < 0 || h->rows >= INT32_MAX || h->cols < 0 || h->cols >= INT32_MAX || num_sets < 0) return fault;
+    if (num_sets > EC_MAX_SETS || h->bytes[6] % (int64_t)sizeof(ec_set) || h->bytes[0] % size || h->bytes[4] % 4)
+        return fault;
+    if (h->bytes[2] % (base_bytes * EC_WARP) || h->bytes[3] != (blocks + num_sets) * 4) return fault;
+    if (h->bytes[7] && h->bytes[7] != h->cols * base_bytes) return fault;
+    const int64_t tile_rows = ec_tile_rows(h->rows, tiles);
+    if (tiles < 0 || tile_rows > EC_MAX_TILE || (h->rows + tile_rows - 1) / tile_rows != tiles) return fault;
+    if (h->bytes[5] != num_sets * (tiles + 1) * 4) return fault;
+    ec_matrix m = {in->arrays[0],
+                   in->arrays[1],
+                   in->arrays[2],
+                   (const int32_t *)in->arrays[3],
+                   (const int32_t *)in->arrays[4],
+                   (const int32_t *)in->arrays[5],
+                   (const ec_set *)in->arrays[6],
+                   h->bytes[7] ? in->arrays[7] : NULL,
+                   h->rows,
+                   h->cols,
+                   tiles,
+                   tile_rows,
+                   num_sets,
+                   blocks,
+                   h->bytes[0] / size,
+                   h->bytes[4] / 4,
+                   (macko_dtype)h->dtype};
+    fault = ec_check_cpu(&m, h->bytes[1]);
+    if (fault.kind || !small(m.rows, m.cols)) return fault;
+    uint8_t *w = exactly(m.rows * m.cols * size), *x = exactly(m.cols * size), *y = exactly(m.rows * size);
+    float *ordered = exactly(m.cols * 4);
+    memset(x, 0x3c, (size_t)(m.cols * size));
+    ec_unpack_cpu(&m, 0, tiles, w);
+    ec_order_x_cpu(&m, x, ordered);
+    ec_spmv_cpu(&m, ordered, NULL, 0, tiles, y);
+    pack_again(w, m.dtype, m.rows, m.cols);
+    free(w), free(x), free(y), free(ordered);
+    return fault;
+}
+
+static macko_fault try_tile(const input *in) {
+    const header *h = &in->h;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
+    const int64_t strips = tile_count(h->rows, h->cols);
+    if (h->bytes[1] != (strips + 1) * 4 || h->bytes[0] % TILE_UNIT || h->bytes[0] < strips * tile_units(0) * TILE_UNIT)
+        return fault;
+    if (h->extra < (strips ? tile_units(0) : 0) || h->extra > (strips ? tile_units(TILE_MOST_ROWS) : 0)) return fault;
+    const tile_matrix m = {in->arrays[0],         (const int32_t *)in->arrays[1], h->rows, h->cols, (int32_t)h->extra,
+                           (macko_dtype)h->dtype, h->bytes[0] / TILE_UNIT};
+    fault = tile_check_cpu(&m, m.units);
+    if (fault.kind || !small(m.rows, m.cols)) return fault;
+    uint16_t *w = exactly(m.rows * m.cols * 2);
+    tile_unpack_cpu(&m, 0, m.rows, w);
+    int32_t *offsets = exactly((strips + 1) * 4);
+    uint8_t *data = exactly(h->bytes[0]);
+    tile_count_cpu(w, m.rows, m.cols, 0, tile_row_blocks(m.rows), offsets);
+    offsets[0] = 0;
+    for (int64_t strip = 0; strip < strips; strip++) offsets[strip + 1] += offsets[strip];
+    tile_matrix again = m;
+    again.data = data, again.offsets = offsets;
+    must(!memcmp(offsets, m.offsets, (size_t)(strips + 1) * 4), "tile: packed anew it has other offsets");
+    tile_write_cpu(&again, w, data, 0, tile_row_blocks(m.rows));
+    must(!memcmp(data, m.data, (size_t)h->bytes[0]), "tile: packed anew it has other bytes");
+    free(w), free(offsets), free(data);
+    return fault;
+}
+
+static input *load(const char *path) {
+    FILE *file = fopen(path, "rb");
+    input *in = exactly(sizeof *in);
+    must(file && fread(&in->h, sizeof in->h, 1, file) == 1 && in->h.num_arrays <= MAX_ARRAYS, path);
+    for (int64_t i = 0; i < in->h.num_arrays; i++) {
+        const size_t bytes = (size_t)in->h.bytes[i];
+        in->arrays[i] = exactly(in->h.bytes[i]);
+        must(fread(in->arrays[i], 1, bytes, file) == bytes, path);
+    }
+    fclose(file);
+    return in;
+}
+
+static void run(const input *from, int changes) {
+    static macko_fault (*const tries[KINDS])(const input *) = {try_macko, try_bitmap, try_ec, try_tile};
+    static const char *const paths[] = {"scalar", "avx2", "avx512"};
+    input in = {.h = from->h};
+    for (int64_t i = 0; i < in.h.num_arrays; i++) {
+        in.arrays[i] = exactly(in.h.bytes[i]);
+        memcpy(in.arrays[i], from->arrays[i], (size_t)in.h.bytes[i]);
+    }
+    for (; changes; changes--) change(&in);
+    setenv("MACKO_CPU", paths[below(3)], 1);
+    const macko_fault fault = tries[in.h.kind](&in);
+    (fault.kind ? refused : accepted)[in.h.kind]++;
+    for (int64_t i = 0; i < in.h.num_arrays; i++) free(in.arrays[i]);
+}
+
+int main(int count, char **arguments) {
+    must(count >= 3, "usage: fuzz_core CORPUS_FOLDER SECONDS [SEED]");
+    static input *corpus[4096];
+    int num_inputs = 0;
+    DIR *folder = opendir(arguments[1]);
+    must(folder != NULL, arguments[1]);
+    for (struct dirent *entry; (entry = readdir(folder)) && num_inputs < 4096;) {
+        char path[4096];
+        snprintf(path, sizeof path, "%s/%s", arguments[1], entry->d_name);
+        if (entry->d_name[0] != '.') corpus[num_inputs++] = load(path);
+    }
+    closedir(folder);
+    must(num_inputs > 0, "the corpus is empty");
+    state = 0x9e3779b97f4a7c15u ^ (uint64_t)(count > 3 ? atoll(arguments[3]) : 0);
+    for (int i = 0; i < num_inputs; i++) {
+        run(corpus[i], 0);
+        int64_t sum = 0;
+        for (int kind = 0; kind < KINDS; kind++) sum += refused[kind];
+        must(!sum, "an honest weight is refused");
+    }
+    const time_t stop = time(NULL) + atoll(arguments[2]);
+    int64_t cases = 0;
+    for (; cases % 256 || time(NULL) < stop; cases++) run(corpus[below(num_inputs)], 1 + (int)below(3));
+    printf("%lld cases; accepted, refused:", (long long)cases);
+    for (int kind = 0; kind < KINDS; kind++)
+        printf(" %s %lld, %lld;", (const char *[]){"macko", "bitmap", "ec", "tile"}[kind], (long long)accepted[kind],
+               (long long)refused[kind]);
+    printf("\n");
+    for (int i = 0; i < num_inputs; i++) {
+        for (int64_t k = 0; k < corpus[i]->h.num_arrays; k++) free(corpus[i]->arrays[k]);
+        free(corpus[i]);
+    }
+    return 0;
+}

@@ -12,11 +12,12 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: help demo test build bench report sanitize fuzz lint wheel clean
+.PHONY: help demo check test build bench report sanitize fuzz docs lint wheel clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 	@echo "with PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH); VENV= for the environment that is there"
+	@echo "MACKO_CUDA=1 builds for GPUs where torch has no CUDA too, V=1 shows whole commands (docs/build.md)"
 
 # torch first and by itself: the rest must not choose another one.
 $(VENV)/.installed: pyproject.toml
@@ -27,11 +28,18 @@ $(VENV)/.installed: pyproject.toml
 	$(PY) -m pip install --quiet "numpy>=1.26" "safetensors>=0.5" "tqdm>=4.60" "rich>=13" --group test --group demo --group lint
 	touch $@
 
-build: $(ENV) ## compile the native libraries into macko/
-	$(PY) setup.py --quiet build_ext --inplace
+# An environment that is not ours stays as it is: there the command is `python -m macko.cli`.
+build: $(ENV) ## compile the native libraries into macko/, and put the command macko into $(VENV)/bin
+	@$(PY) setup.py --quiet build_ext --inplace
+	@$(if $(ENV),test $(VENV)/bin/macko -nt pyproject.toml || \
+	    $(PY) -m pip install -qq --no-deps --no-build-isolation --editable .)
 
-demo: build ## prune, convert and time a real model on this machine
-	$(PY) -m examples.embed
+demo: build ## what macko does for a model on this machine, in a minute
+	@$(PY) -m examples.demo
+
+check: build ## the self-test and the quick tests: a minute, before and after a change
+	$(PY) -m macko
+	$(PY) -m pytest -m "not slow and not gpu"
 
 test: build ## the whole suite; GPU tests skip where there is no GPU
 	$(PY) -m pytest

@@ -1,14 +1,16 @@
-"""Builds macko/_C.abi3.so (schemas, CPU) and, where nvcc is, macko/_C_cuda.abi3.so, by driving cc, c++ and nvcc.
+"""Builds macko/_C.abi3.so (schemas, CPU) and macko/_C_cuda.abi3.so, by driving cc, c++ and nvcc.
 
-Metadata is in pyproject.toml. What the environment can say: MACKO_CUDA=0|1 (default: whether nvcc is found),
-CUDA_HOME, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CC, CXX. Objects and their dependency files lie in build/; a source is
-compiled again only when it, a header it includes or its command has changed.
+The second one where torch has CUDA and nvcc is there, or MACKO_CUDA=1 says so. Metadata is in pyproject.toml. What the
+environment can say is in docs/build.md. Objects and their dependency files lie in build/objects; a source is compiled
+again only when it, a header it includes or its command has changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -17,7 +19,8 @@ import site
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -28,7 +31,15 @@ OLDEST_TORCH = (2, 10)
 # The stable ABI of torch 2.10: what the libraries may use, so that they load under that torch and every later one.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 DEFAULT_ARCHES = "8.0 8.6 8.9 9.0a 10.0 12.0+PTX"
+#: About what a source takes one core, in seconds (Zen 4): for the word at the start. CUDA: for each architecture.
+SECONDS = {".c": 0.7, ".cpp": 2.5, ".cu": 8.0}
 COMMON = ["-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]
+
+
+def torch_says(folder: Path, name: str) -> str | None:
+    """What torch/version.py says. Read, not imported: pip's isolated build cannot import it."""
+    match = re.search(rf"""^{name}\b[^=\n]*= *['"]([^'"]+)""", (folder / "version.py").read_text(), re.MULTILINE)
+    return match[1] if match else None
 
 
 @functools.cache
@@ -40,9 +51,10 @@ def find_torch() -> Path:
     candidates += [Path(folder) / "torch" for folder in [*folders, site.getusersitepackages()]]
     for folder in candidates:
         if (folder / "version.py").exists():
-            match = re.search(r"__version__ = '((\d+)\.(\d+)[^']*)'", (folder / "version.py").read_text())
-            if match and (int(match[2]), int(match[3])) < OLDEST_TORCH:
-                raise SystemExit(f"macko needs torch >= 2.10, found {match[1]} in {folder}.")
+            version = torch_says(folder, "__version__") or ""
+            match = re.match(r"(\d+)\.(\d+)", version)
+            if match and (int(match[1]), int(match[2])) < OLDEST_TORCH:
+                raise SystemExit(f"macko needs torch >= 2.10, found {version} in {folder}.")
             return folder
     raise SystemExit(
         f"macko is compiled against the torch that is installed, and there is none for {sys.executable}.\n"
@@ -55,19 +67,27 @@ def find_torch() -> Path:
 
 @functools.cache
 def find_nvcc() -> Path | None:
-    """nvcc, or None where there is none or MACKO_CUDA=0; MACKO_CUDA=1 without one is an error."""
+    """nvcc: that of CUDA_HOME, else on PATH, else in /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    found = found or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    return Path(found) if found else None
+
+
+@functools.cache
+def why_no_cuda() -> str | None:
+    """Why the CUDA library is left out, and how to get it; None where it is built."""
     wanted = os.environ.get("MACKO_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"MACKO_CUDA must be 0 or 1, got {wanted!r}.")
     if wanted == "0":
-        return None
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
-    if found is None:
-        found = shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if found is None and wanted == "1":
+        return "MACKO_CUDA=0"
+    if wanted == "" and torch_says(find_torch(), "cuda") is None:
+        version = torch_says(find_torch(), "__version__")
+        return f"torch {version} has no CUDA; MACKO_CUDA=1 builds it all the same, with nvcc"
+    if find_nvcc() is None and wanted == "1":
         raise SystemExit("MACKO_CUDA=1, but there is no nvcc: put it on PATH or set CUDA_HOME.")
-    return Path(found) if found else None
+    return None if find_nvcc() else "there is no nvcc; put it on PATH or set CUDA_HOME, and build again"
 
 
 @functools.cache
@@ -84,8 +104,8 @@ def cuda_home() -> Path:
 
 @functools.cache
 def arches() -> list[str]:
-    """What to compile CUDA for: TORCH_CUDA_ARCH_LIST, else the visible GPUs, else DEFAULT_ARCHES; [] without nvcc."""
-    if find_nvcc() is None:
+    """What to compile CUDA for, [] for nothing: TORCH_CUDA_ARCH_LIST, else the visible GPUs, else DEFAULT_ARCHES."""
+    if why_no_cuda():
         return []
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if not listed and (smi := shutil.which("nvidia-smi")):
@@ -116,99 +136,144 @@ def arch_flags() -> list[str]:
     return flags
 
 
-def is_fresh(target: Path, stamp: Path, command: list[str]) -> bool:
-    """Whether target was made by this very command, and nothing that it was made from is newer."""
-    if not (target.exists() and stamp.exists() and stamp.read_text() == shlex.join(command)):
-        return False
-    depfile = Path(f"{target}.d")
-    if depfile.exists():
-        inputs = depfile.read_text().replace("\\\n", " ").partition(":")[2].split()
-    else:
-        inputs = [argument for argument in command if argument.endswith(".o")]
-    return all(os.path.exists(name) and os.path.getmtime(name) <= target.stat().st_mtime for name in inputs)
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call of a compiler."""
+
+    label: str
+    command: list[str]
+    stamp: Path  #: holds the command that made the target
+    seconds: float = 0  #: about what it takes one core
+
+    @property
+    def target(self) -> Path:
+        return Path(self.command[self.command.index("-o") + 1])
+
+    def is_fresh(self) -> bool:
+        """Whether the target was made by this very command, and nothing that it was made from is newer."""
+        target = self.target
+        if not (target.exists() and self.stamp.exists() and self.stamp.read_text() == shlex.join(self.command)):
+            return False
+        depfile = Path(f"{target}.d")
+        if depfile.exists():
+            inputs = depfile.read_text().replace("\\\n", " ").partition(":")[2].split()
+        else:
+            inputs = [argument for argument in self.command if argument.endswith(".o")]
+        return all(os.path.exists(name) and os.path.getmtime(name) <= target.stat().st_mtime for name in inputs)
+
+    def run(self, count: Iterator[int], total: int) -> None:
+        """SystemExit, with the command, where it fails."""
+        spelled = shlex.join(self.command)
+        print(f"[{next(count)}/{total}] {spelled if os.environ.get('V') else self.label}", flush=True)
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        ran = subprocess.run(self.command, capture_output=True, text=True, errors="replace")
+        said = ran.stdout + ran.stderr
+        if ran.returncode:
+            raise SystemExit(f"{spelled}\n{said}macko: the build stopped at {self.label}; the command is above.")
+        if said:
+            print(f"{self.label}:\n{said}", end="", flush=True)
+        self.stamp.parent.mkdir(parents=True, exist_ok=True)
+        self.stamp.write_text(shlex.join(self.command))
 
 
 class Build(build_ext):
     """build_ext whose compiler calls are spelled out: three languages, two libraries, one list of sources each."""
 
-    def build_extension(self, ext: Extension) -> None:
-        cuda = ext.name.endswith("_cuda")
-        folder = Path(self.build_temp) / ext.name.rpartition(".")[2]
-        torch = find_torch()
-        commands = {source: self.compile_command(source, folder, torch, cuda) for source in ext.sources}
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-        with ThreadPoolExecutor(jobs) as pool:
-            for done in [pool.submit(self.make, command) for command in commands.values()]:
-                done.result()
-        target = Path(self.get_ext_fullpath(ext.name))
-        objects = [command[command.index("-o") + 1] for command in commands.values()]
-        self.make(self.link_command(objects, target, folder, torch, cuda))
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.build_temp = "build/objects"  # an editable install's would be a temporary folder
 
-    def make(self, command: list[str]) -> None:
+    def run(self) -> None:
+        if reason := why_no_cuda():
+            print(f"macko: no CUDA library: {reason}", flush=True)
+            name = self.get_ext_filename(CUDA.name)
+            for folder in [self.build_lib, *([ROOT] if self.inplace else [])]:  # what an older build left goes too
+                Path(folder, name).unlink(missing_ok=True)
+            self.extensions = [CPU]
+        super().run()
+
+    def build_extensions(self) -> None:
+        compiles: list[Step] = []
+        links: list[Step] = []
+        for ext in self.extensions:
+            folder = Path(self.build_temp) / ext.name.rpartition(".")[2]
+            mine = [self.compile_step(source, folder, ext is CUDA) for source in ext.sources]
+            compiles += mine
+            links += self.link_steps([str(step.target) for step in mine], ext, folder)
+        stale = [step for step in compiles if self.force or not step.is_fresh()]
+        changed = {str(step.target) for step in stale}
+        links = [step for step in links if self.force or changed & {*step.command} or not step.is_fresh()]
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        seconds = sum(step.seconds for step in stale) / jobs
+        if seconds > 5:
+            wait = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+            print(f"macko: compiling {len(stale)} sources, about {wait} with {jobs} at a time", flush=True)
+        count, total = itertools.count(1), len(stale) + len(links)
+        with ThreadPoolExecutor(jobs) as pool:
+            runs = [pool.submit(step.run, count, total) for step in stale]
+            try:
+                for run in as_completed(runs):
+                    run.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+        for step in links:
+            step.run(count, total)
+
+    def step(self, label: str, command: list[str], seconds: float = 0) -> Step:
         target = Path(command[command.index("-o") + 1])
         stamp = Path(self.build_temp) / f"{target.parent.name}_{target.name}.cmd"
-        if is_fresh(target, stamp, command) and not self.force:
-            return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        print(shlex.join(command), flush=True)
-        if subprocess.run(command).returncode:
-            raise SystemExit(f"macko: the build stopped at {target}; the command is above.")
-        stamp.write_text(shlex.join(command))
+        return Step(label, command, stamp, seconds)
 
-    def compile_command(self, source: str, folder: Path, torch: Path, cuda: bool) -> list[str]:
-        target = folder / (source.replace("/", "_") + ".o")
+    def compile_step(self, source: str, folder: Path, cuda: bool) -> Step:
+        torch, target = find_torch(), folder / (source.replace("/", "_") + ".o")
         includes = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
         torch_flags = [*includes, f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-Wno-unused-parameter"]
         outputs = ["-MMD", "-MF", f"{target}.d", "-c", str(ROOT / source), "-o", str(target)]
+        seconds = SECONDS[Path(source).suffix]
         if source.endswith(".cu"):
             warnings = ["-Xptxas", "--warn-on-spills", "-lineinfo"]
             host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
-            return [str(find_nvcc()), "-std=c++17", "-O3", *arch_flags(), *warnings, *host, *outputs]
+            command = [str(find_nvcc()), "-std=c++17", "-O3", *arch_flags(), *warnings, *host, *outputs]
+            return self.step(f"{source} ({' '.join(arches())})", command, seconds * len(arches()))
         if source.endswith(".cpp"):
-            cuda_flags = ["-DUSE_CUDA", f"-I{cuda_home() / 'include'}"] if cuda else []
-            return [
-                *shlex.split(os.environ.get("CXX", "c++")),
-                "-std=c++17",
-                *COMMON,
-                *torch_flags,
-                *cuda_flags,
-                *outputs,
-            ]
-        define = []
+            cxx, defines = shlex.split(os.environ.get("CXX", "c++")), torch_flags
+            if cuda:
+                defines = [*torch_flags, "-DUSE_CUDA", f"-I{cuda_home() / 'include'}"]
+            command = [*cxx, "-std=c++17", *COMMON, *defines, *outputs]
+            return self.step(f"{source} (for CUDA)" if cuda else source, command, seconds)
+        defines = []
         if source.endswith("module.c"):
-            define = [f"-DMACKO_MODULE={'_C_cuda' if cuda else '_C'}", f'-DMACKO_CUDA_ARCHES="{" ".join(arches())}"']
-            define.append(f"-I{sysconfig.get_path('include')}")
-        return [*shlex.split(os.environ.get("CC", "cc")), "-std=c17", "-D_GNU_SOURCE", *COMMON, *define, *outputs]
+            defines = [f"-DMACKO_MODULE={'_C_cuda' if cuda else '_C'}", f'-DMACKO_CUDA_ARCHES="{" ".join(arches())}"']
+            defines.append(f"-I{sysconfig.get_path('include')}")
+        command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c17", "-D_GNU_SOURCE", *COMMON, *defines, *outputs]
+        return self.step(source, command, seconds)
 
-    def link_command(self, objects: list[str], target: Path, folder: Path, torch: Path, cuda: bool) -> list[str]:
+    def link_steps(self, objects: list[str], ext: Extension, folder: Path) -> list[Step]:
+        torch, target = find_torch(), Path(self.get_ext_fullpath(ext.name))
         command = [*shlex.split(os.environ.get("CXX", "c++")), "-shared", *objects, "-o", str(target)]
         command += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-Wl,--as-needed"]
-        if cuda:
+        steps = []
+        if ext is CUDA:
             home = cuda_home()
             if not (torch / "lib/libtorch_cuda.so").exists():
                 # A CPU torch has no libtorch_cuda.so to link against, but the name has to be asked for at load.
                 stub = folder / "libtorch_cuda.so"
-                self.make(["cc", "-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", str(stub)])
+                empty = ["cc", "-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", str(stub)]
+                steps.append(self.step(stub.name, empty))
                 command.append(f"-L{folder}")
             command += ["-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed"]
             command += [f"-L{home / 'lib64'}", f"-L{home / 'lib'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-        return command
+        return [*steps, self.step(f"macko/{target.name}", command)]
 
 
 def sources(*suffixes: str) -> list[str]:
     return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in suffixes)
 
 
-def extensions() -> list[Extension]:
-    found = [Extension("macko._C", sources(".c", ".cpp"), py_limited_api=True)]
-    if find_nvcc():
-        cuda_sources = ["csrc/torch/module.c", *sources(".cpp", ".cu")]
-        found.append(Extension("macko._C_cuda", cuda_sources, py_limited_api=True))
-    return found
-
-
+CPU = Extension("macko._C", sources(".c", ".cpp"), py_limited_api=True)
+CUDA = Extension("macko._C_cuda", ["csrc/torch/module.c", *sources(".cpp", ".cu")], py_limited_api=True)
 if sys.platform != "linux":
     raise SystemExit(f"macko builds on Linux, this is {sys.platform}.")
 if "dist_info" in sys.argv:
     find_torch()  # pip asks for metadata first: without torch it stops here, before it downloads one as a dependency
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build}, options={"bdist_wheel": {"py_limited_api": "cp310"}})
+setup(ext_modules=[CPU, CUDA], cmdclass={"build_ext": Build}, options={"bdist_wheel": {"py_limited_api": "cp310"}})

@@ -323,37 +323,31 @@ def bench_where(lines: list[Line]) -> str:
     return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
 
 
-def bench_headline(lines: list[Line]) -> str:
-    """What half of the weights being zero is worth to one sequence, by way to compile."""
-    single = [line for line in lines if line.get("batch") == 1 and not line.get("tokens")]
-    found = [line for line in single if line["what"] == "decode" and line["format"] == "auto"]
-    parts = []
-    for way in ("fast", "max", "default"):
-        dense = next((line for line in found if (line["compile"], line["model"]) == (way, "dense")), None)
-        sparse = next((line for line in found if (line["compile"], line["sparsity"]) == (way, 0.5)), None)
-        if dense and sparse:
-            speeds = [line["tokens_per_s"] for line in (sparse, dense)]
-            parts.append(
-                f"**{speeds[0] / speeds[1]:.2f}x** the tokens a second of dense ({speeds[0]:.0f} against "
-                f"{speeds[1]:.0f}, `--compile {way}`), in **{sparse['peak_bytes'] / 1e9:.1f} GB** instead of "
-                f"{dense['peak_bytes'] / 1e9:.1f}"
-            )
-    text = "Llama-2-7B's shapes, half of the weights zero, one sequence: " + "; ".join(parts) + "."
-    for prompt, of in bench_pairs(single, "prefill", "auto"):
-        text += f" A prompt of {prompt} tokens: **{of[0] / of[1]:.2f}x**, {of[1]:.0f} ms against {of[0]:.0f}."
-    tile = [f"{of[0] / of[1]:.2f}x the tokens a second" for _, of in bench_pairs(single, "decode", "tile")[:1]]
-    for prompt, of in bench_pairs(single, "prefill", "tile"):
-        tile.append(f"a prompt of {prompt} tokens **{of[0] / of[1]:.2f}x** ({of[1]:.0f} ms against {of[0]:.0f})")
-    return text + (f' With `format="tile"`: {", ".join(tile)}.' if tile else "")
+def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+    """What half of the weights being zero is worth to a model, by tokens at once and by what it is held for."""
+    found: dict[tuple[str, int, str, float], Line] = {}
+    for line in lines:
+        if line["what"] in ("decode", "prefill"):
+            size = line["batch"] if line["what"] == "decode" else line["prompt_tokens"]
+            held = "batch" if line.get("tokens") else line["format"]
+            if line["compile"] == "max" or size == 8:  # several sequences were compiled in one way only
+                found[line["what"], size, held, line["sparsity"]] = line
 
+    def gain(what: str, size: int, held: str) -> str:
+        sparse, beside = found[what, size, held, 0.5], "auto" if held == "batch" else held
+        return f"{found[what, size, beside, 0.0]['ms'] / sparse['ms']:.2f}x"
 
-def bench_pairs(lines: list[Line], what: str, held: str) -> list[tuple[int, list[float]]]:
-    """The longest and the shortest prompt, with milliseconds of dense and of 50 % sparse."""
-    found = [line for line in lines if (line["what"], line["format"]) == (what, held)]
-    ms = {(line["prompt_tokens"], line["compile"] or "", line["sparsity"]): line["ms"] for line in found}
-    both = [(*run, sparsity) for *run, sparsity in ms if sparsity == 0.5 and (*run, 0.0) in ms]
-    runs = dict.fromkeys((max(both), min(both)) if both else ())
-    return [(prompt, [ms[prompt, way, sparsity] for sparsity in (0.0, 0.5)]) for prompt, way, _ in runs]
+    alone = f"{geomean(tokens[0.5, 8, 'stream'].values()):.2f}x (its layers alone)"
+    before, after = (found["decode", 1, "auto", sparsity]["peak_bytes"] / 1e9 for sparsity in (0.0, 0.5))
+    rows = [
+        ["1 token at a time", f"**{gain('decode', 1, 'auto')}**", gain("decode", 1, "tile")],
+        ["8 sequences at once", alone, f"**{gain('decode', 8, 'batch')}**"],
+        ["a prompt of 128 tokens", gain("prefill", 128, "auto"), gain("prefill", 128, "tile")],
+        ["a prompt of 2048 tokens", gain("prefill", 2048, "auto"), gain("prefill", 2048, "tile")],
+        ["memory", f"**{after:.1f} GB** instead of {before:.1f}", "the same"],
+        ["quality", "what pruning cost it, nothing more", "the same"],
+    ]
+    return table(["speed over dense", "`sparsify_(model)`", '`sparsify_(model, tokens="batch")`'], rows)
 
 
 def bench_name(line: Line) -> str:
@@ -829,6 +823,8 @@ def save(figure: Any, path: Path) -> None:
 def fill(document: Path, parts: dict[str, Callable[[], str]]) -> None:
     """Replaces what is between the comments of each part that the document has."""
     text = document.read_text()
+    if unknown := {*re.findall(r"<!-- report: (.+?) -->", text)} - {*parts}:
+        raise ValueError(f"{document} asks for {sorted(unknown)}, which no report makes")
     for name, make in parts.items():
         pattern = re.compile(rf"(<!-- report: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if pattern.search(text):
@@ -860,7 +856,7 @@ def main() -> None:
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
         "models": lambda: models_table(path.parent / "models.jsonl"),
-        "bench headline": lambda: bench_headline(bench),
+        "headline": lambda: headline_table(bench, tokens),
         "bench summary": lambda: bench_summary(bench),
         "bench where": lambda: bench_where(bench),
         "bench decode": lambda: bench_table(bench, "decode"),

@@ -28,10 +28,11 @@ cpu_path: str = _C.cpu_path
 #: Why the CUDA library is not loaded, or None when it is.
 cuda_missing: str | None = None
 
-if not cuda_arches:
-    cuda_missing = "macko was built without its CUDA library: put nvcc on PATH and install it again with MACKO_CUDA=1"
-elif torch.version.cuda is None:
+if torch.version.cuda is None:
     cuda_missing = f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
+    cuda_missing += "" if cuda_arches else ", then macko again"
+elif not cuda_arches:
+    cuda_missing = "macko was built without its CUDA library: put nvcc on PATH and install it again"
 else:
     try:
         from . import _C_cuda  # noqa: F401

@@ -26,6 +26,10 @@ else:
     settings.load_profile("macko")
 
 
+# Matrices here are so small that threads only wait for each other; tests that need several say how many.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(params=cpu_paths())
 def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test once on each vector path of the CPU."""
@@ -39,11 +43,16 @@ def tiny_llama() -> TinyLlama:
     return train()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems() -> None:
     if isinstance(sys.modules.get("hypothesis"), mock.MagicMock):
         del sys.modules["hypothesis"]
-    reason = _library.cuda_missing if _library.cuda_missing or torch.cuda.is_available() else "there is no GPU"
-    if reason:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+#: Why tests marked gpu cannot run here, or None.
+NO_GPU = _library.cuda_missing if torch.cuda.is_available() else f"torch {torch.__version__} sees none"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if NO_GPU and item.get_closest_marker("gpu"):
+        pytest.skip(f"needs a GPU: {NO_GPU}")  # from one place, so that pytest reports them all in one line

@@ -62,6 +62,7 @@ def test_bytes_by_hand() -> None:
     assert row_ptr.tolist() == [0, 2, 2, 3]
 
 
+@pytest.mark.slow
 @all_dtypes
 @pytest.mark.parametrize("kind", MASKS)
 def test_there_and_back(cpu_path: str, dtype: torch.dtype, kind: str) -> None:
@@ -297,6 +298,7 @@ def test_on_cuda_it_says_that_it_is_for_the_cpu() -> None:
         ops.bitmap_spmv(values, bits, row_ptr, 40, torch.ones(40, dtype=torch.float16, device="cuda"))
 
 
+@pytest.mark.slow
 @all_dtypes
 def test_opcheck(dtype: torch.dtype) -> None:
     packed = ops.pack(random_weight(12, 40, 0.4, dtype))
@@ -328,6 +330,7 @@ def test_gradients_are_those_of_the_dense_layer() -> None:
     assert_close_spmv(found_x, w.t(), grad[0, 0])
 
 
+@pytest.mark.slow
 def test_compiles_whole_with_dynamic_shapes() -> None:
     layout = laid_out(random_weight(24, 40, 0.4, torch.float16))
 

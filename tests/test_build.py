@@ -1,11 +1,14 @@
 """The built libraries: stable ABIs only, the right names to load, and plain words where something is missing."""
 
+import importlib.util
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -74,6 +77,7 @@ def test_needed_libraries(library: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_imports_where_no_gpu_is_visible() -> None:
     ran = python("import macko; print(macko.MackoWeight.__name__)", CUDA_VISIBLE_DEVICES="")
     assert ran.stdout == "MackoWeight\n", ran.stderr
@@ -99,12 +103,14 @@ def test_cuda_library_that_does_not_load() -> None:
     assert "CUDA library does not load" in ran.stderr
 
 
+@pytest.mark.slow
 def test_import_without_a_build_says_how_to_build(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "macko", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     ran = python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import macko")
     assert "macko's library is not built. In the source folder run `make build`" in ran.stderr
 
 
+@pytest.mark.slow
 def test_library_that_does_not_load(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "macko", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "macko" / "_C.abi3.so").write_bytes(b"not a library")
@@ -123,3 +129,97 @@ def test_every_data_file_is_packaged() -> None:
     kept = {path for pattern in settings["package-data"]["macko"] for path in folder.glob(pattern)}
     data = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".so")}
     assert data == kept
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """setup.py as a module that builds nothing by itself, with no word from the environment."""
+    setuptools = pytest.importorskip("setuptools")
+    path = PACKAGE.parent / "setup.py"
+    if not path.exists():
+        pytest.skip("macko is installed, its source is not here")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    for name in ("MACKO_CUDA", "TORCH_CUDA_ARCH_LIST", "V"):
+        monkeypatch.delenv(name, raising=False)
+    spec = importlib.util.spec_from_file_location("macko_setup", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+NO_CUDA, CUDA_13, CUDA_12 = "cuda: Optional[str] = None", "cuda: Optional[str] = '13.0'", 'cuda: str | None = "12.8"'
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "nvcc", "wanted", "left_out"),
+    [
+        (CUDA_13, True, None, None),
+        (CUDA_12, True, None, None),
+        (CUDA_13, False, None, "there is no nvcc; put it on PATH"),
+        (CUDA_13, True, "0", "MACKO_CUDA=0"),
+        (NO_CUDA, True, None, r"torch 2\.13\.0\+x has no CUDA; MACKO_CUDA=1 builds it all the same"),
+        (NO_CUDA, True, "1", None),
+    ],
+)
+def test_cuda_is_compiled_where_torch_can_load_it_or_on_demand(
+    build: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of_torch: str,
+    nvcc: bool,
+    wanted: str | None,
+    left_out: str | None,
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0+x'\ndebug = False\n{of_torch}\nhip = None\n")
+    monkeypatch.setattr(build, "find_torch", lambda: tmp_path)
+    monkeypatch.setattr(build, "find_nvcc", lambda: tmp_path / "nvcc" if nvcc else None)
+    if wanted:
+        monkeypatch.setenv("MACKO_CUDA", wanted)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0")
+    if left_out:
+        assert re.match(left_out, build.why_no_cuda())
+        assert build.arches() == []
+    else:
+        assert build.why_no_cuda() is None
+        assert build.arches() == ["8.0", "9.0a"]
+
+
+def test_cuda_on_demand_without_nvcc_stops(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setenv("MACKO_CUDA", "1")
+    with pytest.raises(SystemExit, match="MACKO_CUDA=1, but there is no nvcc"):
+        build.why_no_cuda()
+
+
+def test_a_line_of_the_build_is_short_until_it_fails(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "import sys; open(sys.argv[2], 'w').close(); print('a warning', file=sys.stderr); sys.exit(len(sys.argv) > 3)"
+    )
+    command = [sys.executable, "-c", script, "-o", str(tmp_path / "made" / "x.o")]
+    count = itertools.count(7)
+    build.Step("csrc/x.cu (9.0a)", command, tmp_path / "x.cmd").run(count, 9)
+    assert capfd.readouterr().out == "[7/9] csrc/x.cu (9.0a)\ncsrc/x.cu (9.0a):\na warning\n"
+    with pytest.raises(
+        SystemExit, match=r"(?s)-o .*/made/x\.o fail\na warning\nmacko: the build stopped at csrc/x\.cu"
+    ):
+        build.Step("csrc/x.cu (9.0a)", [*command, "fail"], tmp_path / "x.cmd").run(count, 9)
+    assert capfd.readouterr().out == "[8/9] csrc/x.cu (9.0a)\n"
+    monkeypatch.setenv("V", "1")
+    build.Step("csrc/x.cu (9.0a)", command, tmp_path / "x.cmd").run(count, 9)
+    assert f" -o {tmp_path}/made/x.o\n" in capfd.readouterr().out
+
+
+def test_a_header_or_a_flag_that_changed_compiles_again(build: ModuleType, tmp_path: Path) -> None:
+    header, target = tmp_path / "x.h", tmp_path / "x.o"
+    header.touch()
+    script = f"import sys; open(sys.argv[2], 'w').close(); open(sys.argv[2] + '.d', 'w').write('x.o: {header}')"
+    step = build.Step("x.c", [sys.executable, "-c", script, "-o", str(target)], tmp_path / "x.cmd")
+    assert not step.is_fresh()
+    step.run(itertools.count(1), 1)
+    assert step.is_fresh()
+    assert not build.Step("x.c", [*step.command, "-O3"], step.stamp).is_fresh()
+    os.utime(header, (target.stat().st_mtime + 9,) * 2)
+    assert not step.is_fresh()

@@ -480,6 +480,7 @@ def test_without_resume_it_starts_anew_and_says_so(
 # ---- The other commands ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # so that logits are the same
@@ -504,6 +505,7 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert all(0 < found["of_bound"] <= 1 for found in row["layers"])
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,7 @@ def test_a_block_of_one_token(dtype: torch.dtype) -> None:
     assert_near(y, wanted, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_as_an_option_of_torch_compile() -> None:
     """Inductor takes the pass, and the op that it puts there."""

@@ -435,6 +435,7 @@ def test_state_of_float32_into_a_layer_on_cuda() -> None:
 # torch.compile, CUDA graphs, streams.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("bias", [True, False])
 def test_compile_fullgraph_with_dynamic_tokens(device: str, bias: bool) -> None:
@@ -447,6 +448,7 @@ def test_compile_fullgraph_with_dynamic_tokens(device: str, bias: bool) -> None:
             assert_same_bits(compiled(x), layer(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", devices())
 def test_compiled_as_one_node_for_every_number_of_tokens(device: str) -> None:
     dense = dense_layer(torch.float16, device)

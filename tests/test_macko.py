@@ -229,6 +229,7 @@ def test_runs_of_zeros_among_dense_columns(cpu_path: str, dtype: torch.dtype, bi
 # spmv and linear
 
 
+@pytest.mark.slow
 @all_bits
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_every_cpu_path(cpu_path: str, dtype: torch.dtype, bits: int) -> None:
@@ -478,6 +479,7 @@ def test_tensors_on_two_devices_are_named() -> None:
 # The ops' manners: fakes, gradients, compilation
 
 
+@pytest.mark.slow
 @on_device_dtypes
 def test_opcheck(device: str, dtype: torch.dtype) -> None:
     w = random_weight(12, 40, 0.4, dtype).to(device)

@@ -13,6 +13,7 @@ import macko.__main__ as main
 from macko import MackoWeight, _library
 
 
+@pytest.mark.slow
 def test_runs_and_is_well() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "macko"], capture_output=True, text=True, cwd=Path(__file__).parent.parent

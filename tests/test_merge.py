@@ -328,6 +328,7 @@ def test_what_moves_one_layer_moves_all() -> None:
     assert any(name.startswith("0.q_proj.") for name in merged.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_merging_is_all_or_nothing_and_lets_the_layers_go(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
     model = nn.Sequential(Attention(), Attention())

@@ -419,6 +419,7 @@ def test_methods_that_look_at_data_lose_less(tiny_llama: TinyLlama) -> None:
     assert loss["dense"] < loss["sparsegpt"] < loss["wanda"] < loss["magnitude"], loss
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_methods_that_look_at_data_lose_less_of_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block of all-MiniLM-L6-v2: how far the outputs of the pruned model are from its own, on other text."""

@@ -66,6 +66,7 @@ def assert_codes(got: Tensor, wanted: Tensor) -> None:
     assert torch.equal(*(torch.where(nan, zero, t.cpu().contiguous().view(bits)) for t in (got, wanted)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("n", PATTERNS)
@@ -421,6 +422,7 @@ def test_errors_name_the_argument() -> None:
         ops.slide_linear(x, packed, scale, 16, 4, INT8, torch.ones(7, dtype=torch.float16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [INT8, torch.float16])
 def test_opcheck(dtype: torch.dtype, device: str) -> None:

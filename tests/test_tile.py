@@ -101,6 +101,7 @@ def test_bytes_and_round_trip_of_every_mask(device: str, dtype: torch.dtype) -> 
                 assert_packs(random_weight(70, 303, density, dtype, kind=kind), device, delta_bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", devices())
 @given(
     rows=st.integers(0, 140),
@@ -423,6 +424,7 @@ def test_gradients_of_x_and_bias(device: str, tokens: tuple[int, ...]) -> None:
     torch.testing.assert_close(x.grad, grad @ w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", devices())
 def test_opcheck(device: str) -> None:
     w = random_weight(70, 130, 0.5, torch.float16).to(device)

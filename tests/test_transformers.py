@@ -76,6 +76,7 @@ def beside_macko() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(macko.__file__).parents[1])}
 
 
+@pytest.mark.slow
 def test_importing_macko_does_not_import_transformers() -> None:
     code = """
 import sys
@@ -114,6 +115,7 @@ def test_converts_while_it_loads(pruned: tuple[Any, Path]) -> None:
     assert_same_model(model, reference)
 
 
+@pytest.mark.slow
 def test_dense_weights_are_gone_one_by_one(pruned: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     weights: list[int] = []
     alive: list[int] = []
@@ -609,6 +611,7 @@ def without_tripwire(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["50GB", "15KB"])
 def test_a_reader_without_macko_stops(pruned: tuple[Any, Path], tmp_path: Path, shard: str) -> None:
     model = load(pruned[1])
@@ -716,6 +719,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_tensor_parallelism_is_refused_and_checkpoints_work(
     pruned: tuple[Any, Path], tmp_path: Path
 ) -> None:
@@ -740,6 +744,7 @@ def test_two_processes_tensor_parallelism_is_refused_and_checkpoints_work(
 # ---- The model card --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_packed_folder_says_how_it_is_loaded(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     folder = saved(pruned, tmp_path / "sparse")

@@ -76,7 +76,6 @@ wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
 clean: ## all that was built
 	rm -rf build dist macko/*.so *.egg-info
 
-.PHONY: docs
 docs: build ## the API reference from the docstrings, in build/docs
 	$(if $(ENV),$(PY) -m pip install --quiet --group docs)
 	$(PY) -m pdoc --docformat google --output-directory build/docs \

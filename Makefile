@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: help demo check test build bench report sanitize fuzz lint wheel clean
+.PHONY: help demo check test build bench report sanitize fuzz docs lint wheel clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -76,7 +76,6 @@ wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
 clean: ## all that was built
 	rm -rf build dist macko/*.so *.egg-info
 
-.PHONY: docs
 docs: build ## the API reference from the docstrings, in build/docs
 	$(if $(ENV),$(PY) -m pip install --quiet --group docs)
 	$(PY) -m pdoc --docformat google --output-directory build/docs \

@@ -337,6 +337,7 @@ def test_what_stops_the_writing_leaves_no_half_of_it(
     assert not list(tmp_path.glob("out[.]*"))
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_leftovers_of_a_killed_run_are_in_nobodys_way(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -505,7 +506,6 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert all(0 < found["of_bound"] <= 1 for found in row["layers"])
 
 
-@pytest.mark.slow
 @needs_transformers
 def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -561,6 +561,7 @@ def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch:
         assert message in one_line(capsys)
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize("merge", [False, True])
 def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama) -> None:

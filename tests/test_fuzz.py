@@ -7,6 +7,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 def test_mutated_files_are_refused_or_read() -> None:
     pytest.importorskip("safetensors")
     command = [sys.executable, "-m", "tests.fuzz", "--cases", "2000", "--workers", "2", "--out", ""]

@@ -263,12 +263,12 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def _refused(path: Path) -> Iterator[None]:
-    """ValueError with the file's name for what safetensors says of a broken one."""
+    """ValueError with the file's name for what safetensors, or torch about a tensor's shape, says of a broken one."""
     from safetensors import SafetensorError
 
     try:
         yield
-    except SafetensorError as error:
+    except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 

@@ -355,7 +355,7 @@ class SparseLinear(nn.Linear):
                 self._hold(held.from_macko(self.packed))
 
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
-        """The validated packed weight of a state_dict, or None where a tensor of it is missing."""
+        """The validated packed weight of a state_dict, or None where it has nothing of one."""
         format, sizes = self._format, self._sizes
         names = [f.name for f in dataclasses.fields(format) if f.name not in sizes]  # type: ignore[arg-type]
         if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
@@ -364,7 +364,9 @@ class SparseLinear(nn.Linear):
             except (AttributeError, RecursionError, TypeError, ValueError) as error:
                 raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-        if len(tensors) < len(names):
+        if missing := [name for name in names if name not in tensors]:
+            if any(prefix + name in state_dict for name in (*names, *self._buffers)):  # or they went in as they are
+                raise ValueError(f"the state has no {', '.join(missing)} of its {format.format} weight")
             return None
         packed = format(**tensors, **sizes)  # type: ignore[arg-type]
         if bad := {name: type(t).__name__ for name, t in tensors.items() if not isinstance(t, Tensor)}:

@@ -235,6 +235,23 @@ def test_a_layer_in_a_layout_saves_the_canonical_format(device: str) -> None:
         assert_same_bits(again.weight.as_subclass(Tensor), packed.to_dense())
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_part_of_a_packed_weight_is_not_loaded(strict: bool) -> None:
+    """Nor what lies under the names of its own format while the state tells of another: nobody has looked at it."""
+    packed = MackoWeight.from_dense(random_weight(9, 70, 0.4, torch.float16))
+    for about, dropped in (
+        ({"format": "ec", "rows": 9, "cols": 70}, "block_values"),
+        ({"format": "macko", "rows": 9, "cols": 70}, "values"),
+    ):
+        layer = SparseLinear.from_packed(packed)
+        state = {**layer.state_dict(), "row_ptr": packed.row_ptr.flip(0), "_extra_state": as_extra_state(about)}
+        state.pop(dropped, None)
+        with pytest.raises(RuntimeError, match=f"the state has no {dropped}.* of its {about['format']} weight"):
+            layer.load_state_dict(state, strict=strict)
+        assert_same_bits(layer.row_ptr, packed.row_ptr)
+    SparseLinear.from_packed(packed).load_state_dict({}, strict=False)
+
+
 def test_an_extra_state_that_is_one_large_number() -> None:
     """bytes(n) is n zeros."""
     layer = SparseLinear.from_linear(nn.Linear(8, 4))

@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 
     uint8_t *own_x = shared + launch.teams * ring_bytes;
     if (threadIdx.x < SELL_STEP * N / 2) ((uint32_t *)(own_x + cols * 2 * N))[threadIdx.x] = 0;
-    sm90::wait_for_previous_launch(); // from here on, what the previous kernel wrote may be read
+    sm90::pdl_wait(); // from here on, what the previous kernel wrote may be read
     interleave<T, N>(x, launch.tokens, cols, own_x, threadIdx.x, consumers * WARP);
     wait_copies<0>();
     __syncthreads();
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         give_back(barrier + 8 * SELL_MAX_STAGES, lane);
         advance();
     }
-    sync_threads(1 + team, threads);
+    named_barrier_sync(1 + team, threads);
 
     const uint32_t sum_bytes = stride * N * 4 << log_lanes; // from one sum of a lane to its next
     uint32_t at = own_sums;
@@ -260,14 +260,14 @@ cudaError_t launch_spmm(const sell_matrix &m, Launch launch, int shared_bytes, c
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<spmm<T, GAP_BITS, N>>(device);
     if (error) return error;
-    cudaLaunchAttribute attribute = overlap_attribute();
+    cudaLaunchAttribute attribute = pdl_attribute();
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)ceil_div(m.num_blocks, launch.teams));
     config.blockDim = dim3(launch.teams * (m.warps + 1) * WARP);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = may_overlap(stream, config.blockDim.x) ? 1 : 0;
+    config.numAttrs = may_use_pdl(stream, config.blockDim.x) ? 1 : 0;
     // x comes the sooner, the fewer stages are asked for before it: 2 where decoding takes longer than the weights' way
     // from memory, or where there are few; else 3. H200, chained, 2 / 3 / all: 7.48 / 8.03 / 8.35 us for 4 tokens
     // (4096 x 4096, density 0.3), 5.68 / 6.06 / 6.31 for 2, 21.2 / 20.7 / 21.0 for 2 (8192 x 8192, density 0.5).
@@ -308,7 +308,7 @@ cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, 
     cudaError_t error = sell_device_cuda(&device);
     if (!error) error = current_device(&facts);
     if (error) return error;
-    const bool bulk = facts.major >= 9 && !is("MACKO_COPY", "cp_async");
+    const bool bulk = facts.major >= 9 && !env_is("MACKO_COPY", "cp_async");
     for (int64_t token = 0; token < tokens && !error;) {
         const char *x_here = (const char *)x + token * s->cols * 2;
         char *y_here = (char *)y + token * s->rows * 2;

@@ -80,7 +80,7 @@ __device__ __forceinline__ void stage_normalised(uint4 *own_x, const T *x, const
         sum = sum_of_squares<T>(load_piece(from + i), sum);
     for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
     if (threadIdx.x % WARP == 0) partial[warp] = sum;
-    sync_threads(1, threads); // but not the warp that fills the ring
+    named_barrier_sync(1, threads); // but not the warp that fills the ring
     float total = 0;
     for (int w = 0; w < threads / WARP; w++) total += partial[w];
     const float scale = rsqrtf(total / cols + norm.eps);
@@ -110,8 +110,8 @@ struct RestOfX {
         if (bytes() <= 0) return;
         sm90::barrier_init(barrier, 1);
         sm90::fence_barrier_init();
-        sm90::barrier_expect(barrier, bytes());
-        sm90::copy_bytes(x_at + ring.split * 16, x + ring.split * 8, bytes(), barrier);
+        sm90::barrier_arrive_expect_tx(barrier, bytes());
+        sm90::bulk_copy(x_at + ring.split * 16, x + ring.split * 8, bytes(), barrier);
     }
     __device__ void wait() const {
         if (bytes() > 0) barrier_wait(barrier, 0);
@@ -193,8 +193,8 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
         for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
             ((uint4 *)own_x)[i] = make_uint4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900
-        if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::prefetch_to_l2(norm.weight, cols * 2);
-        sm90::wait_for_previous_launch();
+        if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::bulk_prefetch_l2(norm.weight, cols * 2);
+        sm90::pdl_wait();
 #endif
         if constexpr (INPUT == RMS_NORM) {
             stage_normalised((uint4 *)own_x, x, norm, cols, threads, (float *)(own_x + sell_x_bytes(cols)));
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
                 give_back(barrier + 8 * SELL_MAX_STAGES, lane);
                 advance();
             }
-        sync_threads(1, threads); // but not the warp that filled the ring
+        named_barrier_sync(1, threads); // but not the warp that filled the ring
 
         // The block's neighbour still decodes, and each load or shuffle waits in line behind its gathers: loads that are
         // on their way together, and few shuffles.
@@ -333,7 +333,7 @@ template <typename T>
 __global__ void __launch_bounds__(GATE_THREADS) gate_x(const T *gate, const T *up, T *x, int pieces) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
-    sm90::wait_for_previous_launch();
+    sm90::pdl_wait();
 #endif
     const int i = blockIdx.x * GATE_THREADS + threadIdx.x;
     if (i >= pieces) return;
@@ -358,11 +358,11 @@ cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Dev
     const int stages = all ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
     // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
     // is complete the sooner the fewer there are (docs/notes/2026-11.md has the times of 1, 2 and 4).
-    Ring ring = ring_of(m, stages, chained ? stages : number("MACKO_FIRST", 3));
+    Ring ring = ring_of(m, stages, chained ? stages : env_number("MACKO_FIRST", 3));
     // The second half of a long x comes later, so that half of the warps begin earlier: in a plain launch behind one stage.
-    if (!chained) ring.early = sell_min(number("MACKO_EARLY", 1), stages);
+    if (!chained) ring.early = sell_min(env_number("MACKO_EARLY", 1), stages);
     if (COPY == BULK && INPUT == AS_IT_IS && m.cols > LONG_X) ring.split = (int)ceil_div(m.cols, 128) * 8;
-    cudaLaunchAttribute attribute = overlap_attribute();
+    cudaLaunchAttribute attribute = pdl_attribute();
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(m.num_blocks);
     config.blockDim = dim3((m.warps + (COPY == BULK)) * WARP);
@@ -378,12 +378,12 @@ cudaError_t launch_copy(const sell_matrix &m, const sell_shape &shape, const voi
                         const void *bias, void *y, cudaStream_t stream) {
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const bool bulk = device.major >= 9 && !is("MACKO_COPY", "cp_async");
+    const bool bulk = device.major >= 9 && !env_is("MACKO_COPY", "cp_async");
     const auto launch = bulk
                             ? norm ? launch_spmv<T, GAP_BITS, BULK, RMS_NORM> : launch_spmv<T, GAP_BITS, BULK, AS_IT_IS>
                         : norm ? launch_spmv<T, GAP_BITS, CP_ASYNC, RMS_NORM>
                                : launch_spmv<T, GAP_BITS, CP_ASYNC, AS_IT_IS>;
-    const bool chained = bulk && may_overlap(stream, (m.warps + 1) * WARP);
+    const bool chained = bulk && may_use_pdl(stream, (m.warps + 1) * WARP);
     const Norm<T> of_type = norm ? Norm<T>{(const T *)norm->weight, norm->eps} : Norm<T>{};
     return launch(m, shape, device, (const T *)x, of_type, (const T *)bias, (T *)y, chained, stream);
 }
@@ -411,7 +411,7 @@ cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const sell_norm 
     if (error) return error;
     sell_shape shape = sell_launch_shape(s->cols, s->gap_bits, s->warps, device);
     if (!shape.stages) return cudaErrorInvalidConfiguration;
-    shape.stages = std::clamp(number("MACKO_STAGES", shape.stages), 1, int(SELL_MAX_STAGES));
+    shape.stages = std::clamp(env_number("MACKO_STAGES", shape.stages), 1, int(SELL_MAX_STAGES));
     const int ring_bytes = shape.stages * s->warps * sell_slot_bytes(s->gap_bits);
     shape.shared_bytes = std::max(shape.shared_bytes, sell_fixed_bytes(s->cols) + ring_bytes);
     return s->dtype == MACKO_F16 ? launch_width<__half>(*s, shape, x, norm, bias, y, stream)
@@ -422,14 +422,14 @@ cudaError_t sell_gate_cuda(const sell_matrix *s, const void *gate, const void *u
     if (!s->cols) return cudaSuccess;
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
-    cudaLaunchAttribute attribute = overlap_attribute();
+    cudaLaunchAttribute attribute = pdl_attribute();
     const int pieces = (int)(s->cols / 8);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((pieces + GATE_THREADS - 1) / GATE_THREADS);
     config.blockDim = dim3(GATE_THREADS);
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = device.major >= 9 && may_overlap(stream, (s->warps + 1) * WARP);
+    config.numAttrs = device.major >= 9 && may_use_pdl(stream, (s->warps + 1) * WARP);
     const auto launch = [&](auto kernel, auto *out) {
         return cudaLaunchKernelEx(&config, kernel, (decltype(out))gate, (decltype(out))up, out, pieces);
     };

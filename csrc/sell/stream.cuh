@@ -112,8 +112,8 @@ __device__ __forceinline__ void give_back(uint32_t emptied, int lane) {
 // Announces `bytes` to the barrier and fetches them; all multiples of 16.
 __device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
                                            uint64_t policy) {
-    sm90::barrier_expect(barrier, bytes);
-    sm90::copy_bytes(to, from, bytes, barrier, policy);
+    sm90::barrier_arrive_expect_tx(barrier, bytes);
+    sm90::bulk_copy(to, from, bytes, barrier, policy);
 }
 
 __device__ __forceinline__ sell_block load_block(const sell_block *from) {
@@ -157,7 +157,7 @@ inline bool has_few_stages(const sell_matrix &m) {
 // 2 / 3: 6.0 / 6.4 us with 8 stages a block (4096 x 4096), 13.9 / 14.0 with 22 (11008 x 4096), 19.7 / 19.6 with 32
 // (8192 x 8192), 17.4 / 17.1 with 28 (4096 x 14336). All that come before the header are slower at most shapes.
 inline Ring ring_of(const sell_matrix &m, int stages, int first) {
-    const int early = number("MACKO_EARLY", has_few_stages(m) ? 2 : 3);
+    const int early = env_number("MACKO_EARLY", has_few_stages(m) ? 2 : 3);
     return {stages, sell_min(early, stages), sell_min(first, stages), NO_SPLIT};
 }
 
@@ -189,10 +189,10 @@ __device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const
             }
         };
         begin(0, ring.early);
-        sm90::wait_for_previous_launch();
+        sm90::pdl_wait();
         rest.fetch();
         begin(ring.early, ring.stages);
-        allow_next_launch();
+        pdl_launch_dependents();
 #pragma unroll 1
         for (int stage = 0; stage < ring.stages; stage++)
             barrier_init(emptied + 8 * stage, m.warps * sm90::WARP_ARRIVALS);

@@ -73,7 +73,7 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    if (major != 9 || is("MACKO_COPY", "cp_async")) return slide_run_mma(kind, *args, stream); // no wgmma
+    if (major != 9 || env_is("MACKO_COPY", "cp_async")) return slide_run_mma(kind, *args, stream); // no wgmma
     const slide_size size = size_of_tile(kind, *args, num_sms);
     switch (args->weight.shape.type) {
     case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, num_sms, stream);

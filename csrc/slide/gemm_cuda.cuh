@@ -158,10 +158,10 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
         // The weights are there before the tokens are: what the ring will ask for first comes to L2 meanwhile.
         const slide_part part = slide_place<TILE>(task, blockIdx.x / blocks, rank);
         for (int i = 0; i < part.warpgroups; i++)
-            sm90::prefetch_to_l2(weights_of(part.row_block + i) + (int64_t)first_k_tile * TILE::TILE_BYTES,
-                                 min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
+            sm90::bulk_prefetch_l2(weights_of(part.row_block + i) + (int64_t)first_k_tile * TILE::TILE_BYTES,
+                                   min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
     }
-    sm90::wait_for_previous_launch();
+    sm90::pdl_wait();
     slide_ring<TILE::STAGES> ring;
     for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
         const slide_part part = slide_place<TILE>(task, tile, rank);
@@ -175,17 +175,17 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
         for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, ring.next()) {
             const uint32_t barrier = full + ring.stage * 8;
             sm90::barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-            sm90::barrier_expect(barrier, share * TILE::CLUSTER * 128 + part.warpgroups * TILE::TILE_BYTES);
+            sm90::barrier_arrive_expect_tx(barrier, share * TILE::CLUSTER * 128 + part.warpgroups * TILE::TILE_BYTES);
             const uint32_t tokens = smem + ring.stage * TILE::TOKEN_BYTES + rank * share * 128;
             if (TILE::CLUSTER == 1)
-                sm90::copy_box(tokens, lifted, k_tile * 128, token, barrier);
+                sm90::tma_load(tokens, lifted, k_tile * 128, token, barrier);
             else
-                sm90::copy_box_to_all(tokens, lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
+                sm90::tma_load_multicast(tokens, lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
 #pragma unroll
             for (int i = 0; i < TILE::WARPGROUPS; i++)
                 if (i < part.warpgroups)
-                    sm90::copy_bytes(smem + TILE::WEIGHTS + ring.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
-                                     weights[i] + (int64_t)k_tile * TILE::TILE_BYTES, TILE::TILE_BYTES, barrier);
+                    sm90::bulk_copy(smem + TILE::WEIGHTS + ring.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
+                                    weights[i] + (int64_t)k_tile * TILE::TILE_BYTES, TILE::TILE_BYTES, barrier);
         }
     }
 }
@@ -202,8 +202,8 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
     const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
     const int k_tiles = slide_first_k_tile<TILE>(task, split + 1) - slide_first_k_tile<TILE>(task, split);
     const uint64_t first_weights =
-        sm90::descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
-    const uint64_t first_tokens = sm90::descriptor<128>(smem);
+        sm90::smem_descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
+    const uint64_t first_tokens = sm90::smem_descriptor<128>(smem);
     const uint32_t first_meta = smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES + TILE::VALUE_BYTES + thread * 4;
     const uint32_t staging = smem + TILE::STAGING + warpgroup * 2 * TILE::CHUNK_BYTES;
 
@@ -217,12 +217,12 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         for (int part = 0; part < PARTS; part++) {
             if (part / CHUNK_PARTS != stored) continue;
             const int token = part % CHUNK_PARTS * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
-            sm90::store_matrices_transposed(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded[part]);
+            sm90::stmatrix_x4_trans(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded[part]);
         }
-        if (thread == 0) sm90::stores_have_read(); // the other buffer is free behind the barrier
-        sm90::fence_for_copies();
+        if (thread == 0) sm90::tma_store_wait_read(); // the other buffer is free behind the barrier
+        sm90::fence_proxy_async();
         sm90::warpgroup_sync(warpgroup);
-        if (thread == 0) sm90::store_box(&task.out, stored_row, stored_token + stored * TILE::CHUNK, to);
+        if (thread == 0) sm90::tma_store(&task.out, stored_row, stored_token + stored * TILE::CHUNK, to);
         stored++;
     };
 
@@ -266,24 +266,24 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             const uint64_t tokens = first_tokens + stage * (TILE::TOKEN_BYTES >> 4);
             const uint64_t weights = first_weights + stage * (TILE::WEIGHT_BYTES >> 4);
             if constexpr (KIND == SLIDE_DENSE) {
-                sm90::wgmma_begin();
+                sm90::warpgroup_arrive();
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     MMA::dense(sums, weights + 2 * step, tokens + 2 * step, step ? 1 : k_tile);
             } else if constexpr (TYPE <= MACKO_SLIDE_E4M3) {
-                sm90::load(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
-                sm90::load(meta[1], first_meta + stage * TILE::WEIGHT_BYTES + 512);
-                sm90::wgmma_begin();
+                sm90::load_shared(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
+                sm90::load_shared(meta[1], first_meta + stage * TILE::WEIGHT_BYTES + 512);
+                sm90::warpgroup_arrive();
                 MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
                 MMA::template sparse<0>(sums, weights + 2, tokens + 4, meta[1], 1);
             } else {
-                sm90::load(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
-                sm90::wgmma_begin();
+                sm90::load_shared(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
+                sm90::warpgroup_arrive();
                 MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
                 MMA::template sparse<1>(sums, weights + 2, tokens + 4, meta[0], 1);
             }
-            sm90::wgmma_commit();
-            sm90::wgmma_wait<1>();
+            sm90::warpgroup_commit_batch();
+            sm90::warpgroup_wait<1>();
             if (previous >= 0) release(previous);
             previous = stage;
             ring.next();
@@ -296,8 +296,8 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             if (stored < CHUNKS) store_next();
         }
         while (stored < CHUNKS) store_next();
-        sm90::wgmma_wait<0>();
-        sm90::settle(sums);
+        sm90::warpgroup_wait<0>();
+        sm90::warpgroup_fence_operand(sums);
         release(previous);
 
         if constexpr (TILE::MAX_SPLITS > 1) {
@@ -305,8 +305,8 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             if (split > 0) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; i++)
-                    sm90::store_remote(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4,
-                                       0, sums[i]);
+                    sm90::dsmem_store(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4,
+                                      0, sums[i]);
                 sm90::barrier_arrive_release(sums_here, 0);
                 return;
             }
@@ -315,7 +315,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; i++) {
                     typename MMA::acc part;
-                    sm90::load(part, smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
+                    sm90::load_shared(part, smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
                     sums[i] += part;
                 }
             }
@@ -339,7 +339,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         stored = 0, stored_row = (int)first_row, stored_token = first_token;
     }
     while (stored < CHUNKS) store_next();
-    if (thread == 0) sm90::stores_are_done();
+    if (thread == 0) sm90::tma_store_wait();
 }
 
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
@@ -358,22 +358,22 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
             sm90::barrier_init(barriers + stage * 8, 1);
             sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::RELEASES);
         }
-        sm90::prefetch_map(&task.lifted);
-        sm90::prefetch_map(&task.last_lifted);
-        sm90::prefetch_map(&task.out);
+        sm90::prefetch_tensor_map(&task.lifted);
+        sm90::prefetch_tensor_map(&task.last_lifted);
+        sm90::prefetch_tensor_map(&task.out);
         sm90::barrier_init(barriers + TILE::STAGES * 16, 128 * (task.splits - 1) + 1);
         if (task.splits > 1) sm90::barrier_arrive(barriers + TILE::STAGES * 16);
         sm90::fence_barrier_init();
-        sm90::fence_for_copies();
+        sm90::fence_proxy_async();
     }
     __syncthreads();
     if (clustered) sm90::cluster_sync();
     if (warpgroup == TILE::WARPGROUPS) {
-        if (TILE::MOVES_REGISTERS) sm90::give_registers<24>();
+        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_dealloc<24>();
         if (threadIdx.x == TILE::WARPGROUPS * 128) slide_produce<TILE>(task, smem, rank, split);
     } else {
-        if (TILE::MOVES_REGISTERS) sm90::take_registers<240>();
-        sm90::wait_for_previous_launch(); // which made the tokens' scales
+        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_alloc<240>();
+        sm90::pdl_wait(); // which made the tokens' scales
         slide_consume<TYPE, KIND, SIZE>(task, smem, rank, split, warpgroup);
     }
     __syncwarp();
@@ -419,14 +419,14 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     const int last = task.tokens - (task.token_tiles - 1) * TILE::TOKENS;
     task.last_share = TILE::CLUSTER == 1 ? last : (last + 8 * TILE::CLUSTER - 1) / (8 * TILE::CLUSTER) * 8;
     const auto map_tokens = [&](CUtensorMap *map, int tokens) {
-        return sm90::tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes, args.tokens, token_bytes,
-                                128, tokens);
+        return sm90::make_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes, args.tokens,
+                                     token_bytes, 128, tokens);
     };
     cudaError_t status = map_tokens(&task.lifted, TILE::TOKENS / TILE::CLUSTER);
     if (status == cudaSuccess) status = map_tokens(&task.last_lifted, task.last_share);
     if (status == cudaSuccess)
-        status = sm90::tensor_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
-                                  args.out_stride * 2, 64, TILE::CHUNK);
+        status = sm90::make_tensor_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
+                                       args.out_stride * 2, 64, TILE::CHUNK);
     if (status == cudaSuccess)
         status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, SIZE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       TILE::SMEM_BYTES);
@@ -440,7 +440,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)cluster, 1, 1};
-    attributes[1] = overlap_attribute();
+    attributes[1] = pdl_attribute();
     cudaLaunchConfig_t config{};
     config.gridDim = dim3((unsigned)((task.num_tiles < clusters ? task.num_tiles : clusters) * cluster));
     config.blockDim = dim3(TILE::THREADS);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../macko/ops.h"
-#include "../torch/tiles.h"
+#include "../torch/dense_rows.h"
 #include "sell.h"
 
 namespace macko {
@@ -159,7 +159,7 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     Tensor starts = torch::stable::new_empty(values, {rows + 1}, ScalarType::Long);
     Tensor line = torch::stable::new_empty(values, {rows}, ScalarType::Long);
     auto *starts_data = static_cast<int64_t *>(starts.mutable_data_ptr());
-    const int64_t part_rows = rows_of_tile(rows, cols, 2);
+    const int64_t part_rows = rows_of_panel(rows, cols, 2);
     const auto cut = [&](int64_t range_rows) {
         Tensor blocks = torch::stable::new_empty(values, {shape.num_blocks, BLOCK_FIELDS}, ScalarType::Int);
         STD_CUDA_CHECK(sell_plan_cuda(counts_data + (gap_bits - SELL_MIN_GAP_BITS) * rows, rows, range_rows, part_rows,
@@ -272,7 +272,7 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
     const char *knob = getenv("MACKO_STREAM_TOKENS");
     if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens(&m)))
         return multiply(m, tokens, x_any, bias, with_last(x_any, m.rows));
-    return linear_by_tiles(x_any, {m.rows}, bias, unpacking(m, x_any))[0];
+    return linear_by_dense_rows(x_any, {m.rows}, bias, unpacking(m, x_any))[0];
 }
 
 std::vector<Tensor> sell_linear_parts(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks,
@@ -283,7 +283,7 @@ std::vector<Tensor> sell_linear_parts(const Tensor &x, const Tensor &data, const
     check_tokens(op, x, "data", data, cols);
     check_parts(op, part_rows, m.rows);
     const DeviceOf guard(data);
-    return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, x));
+    return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, x));
 }
 
 } // namespace macko

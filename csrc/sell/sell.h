@@ -17,7 +17,7 @@
  *   perm     the rows of all blocks, one block after the other. "row" below is a place in it.
  *   order    the rows once more: those that are among the first `part_rows` of the matrix, then those of the next as many,
  *            and so on, each part as in perm. A part is what a product through dense rows unpacks at once:
- *            part_rows is rows_of_tile(rows, cols, 2) of csrc/torch/tiles.h.
+ *            part_rows is rows_of_panel(rows, cols, 2) of csrc/torch/dense_rows.h.
  *   step     SELL_STEP consecutive entries of one row, read by one lane at once. A row is padded to whole steps with
  *            (value 0, gap 0), and to the steps of the longest row of its block.
  *   chunk    consecutive steps of one row, the work of one lane. Each row of a block is cut into `chunks` chunks at the

@@ -268,7 +268,7 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    parts_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most, then come dense rows
+    parts_from: ClassVar[int | None] = 65  # more than macko_sell_stream_tokens (csrc/sell/sell.h) can say
 
     data: Tensor
     bases: Tensor

@@ -25,7 +25,7 @@ from .times import times_of
 
 #: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas; by vector path, docs/cpu.md.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
-#: Shared memory that the sell kernel wants besides x, in bytes: its ring of stages, partial sums, zeros behind x.
+#: Shared memory that the sell kernel wants besides x, in bytes: its stages, partial sums, zeros after x.
 SELL_SHARED_BYTES = 64 * 1024
 #: A weight is taken to be pruned to a pattern if it has this share of the non-zeros that the pattern allows.
 PATTERN_FILLED = 0.9

@@ -303,7 +303,7 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    parts_from: ClassVar[int | None] = 65  # sell_stream_tokens of csrc/sell/sell.h is 64 at most, then come dense rows
+    parts_from: ClassVar[int | None] = 65  # more than macko_sell_stream_tokens (csrc/sell/sell.h) can say
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **PackedWeight.limits, "cols": range(2**16), "gap_bits": range(2, 7), "warps": range(2, 13, 2), "head": range(5)
     }  # fmt: skip

@@ -378,22 +378,22 @@ def test_cpu_tensors_are_refused_with_the_reason() -> None:
 #: The functions of sell.h as symbols: it is plain C, so that its arithmetic is tested without a GPU.
 GEOMETRY = """
 #include "sell.h"
-int64_t slot(sell_block *b, int block, int blocks, int warps, int head, int stage, int warp) {
-    return sell_slot(b, block, blocks, warps, head, stage, warp);
+int64_t slot(macko_sell_block *b, int block, int blocks, int warps, int head, int stage, int warp) {
+    return macko_sell_slot(b, block, blocks, warps, head, stage, warp);
 }
-int64_t base(sell_block *b, int block, int blocks, int warps, int group) {
-    return sell_base(b, block, blocks, warps, group);
+int64_t base(macko_sell_block *b, int block, int blocks, int warps, int group) {
+    return macko_sell_base(b, block, blocks, warps, group);
 }
-int groups(sell_block *b) { return sell_groups(b); }
-int long_groups(sell_block *b) { return sell_long_groups(b); }
-int slots_before(sell_block *b, int warps, int stages) { return sell_slots_before(b, warps, stages); }
-int steps_of_warp(sell_block *b, int warps, int warp) { return sell_steps_of_warp(b, warps, warp); }
-int chunk_start(sell_block *b, int chunk) { return sell_chunk_start(b, chunk); }
-sell_shape pack_shape(int64_t rows, int64_t cols, int gap_bits, sell_device device) {
-    return sell_pack_shape(rows, cols, gap_bits, device);
+int groups(macko_sell_block *b) { return macko_sell_groups(b); }
+int long_groups(macko_sell_block *b) { return macko_sell_long_groups(b); }
+int slots_before(macko_sell_block *b, int warps, int stages) { return macko_sell_slots_before(b, warps, stages); }
+int steps_of_warp(macko_sell_block *b, int warps, int warp) { return macko_sell_steps_of_warp(b, warps, warp); }
+int chunk_start(macko_sell_block *b, int chunk) { return macko_sell_chunk_start(b, chunk); }
+macko_sell_shape pack_shape(int64_t rows, int64_t cols, int gap_bits, macko_sell_device device) {
+    return macko_sell_pack_shape(rows, cols, gap_bits, device);
 }
-sell_shape launch_shape(int64_t cols, int gap_bits, int warps, sell_device device) {
-    return sell_launch_shape(cols, gap_bits, warps, device);
+macko_sell_shape launch_shape(int64_t cols, int gap_bits, int warps, macko_sell_device device) {
+    return macko_sell_launch_shape(cols, gap_bits, warps, device);
 }
 """
 

@@ -21,7 +21,7 @@ static inline int macko_has_long_gap(uint64_t mask, int delta_bits) {
 
 /*
  * Entries, explicit zeros among them, of the 64 columns from col on, whose non-zeros are the bits of the mask. *next is
- * the column behind the entry before, and then behind the last one.
+ * the column after the entry before, and then after the last one.
  */
 static inline int64_t macko_block_entries(uint64_t mask, int64_t col, int delta_bits, int64_t *next) {
     if (!mask) return 0;
@@ -55,7 +55,7 @@ static inline macko_fault macko_check_row_ptr(const macko_matrix *m, int64_t row
 #define MACKO_UNIT_ENTRIES(delta_bits) ((delta_bits) == 8 ? 8 : 16)
 #define MACKO_UNIT_BYTES(delta_bits) ((delta_bits) == 2 ? 4 : 8)
 
-/* Columns of a unit's entries behind the column where it starts: of entries 0, 2, 4... and of entries 1, 3, 5... */
+/* Columns of a unit's entries after the column where it starts: of entries 0, 2, 4... and of entries 1, 3, 5... */
 typedef struct macko_offsets {
     uint64_t even, odd;
     int64_t span; /* columns that the whole unit covers */

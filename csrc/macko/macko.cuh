@@ -10,28 +10,28 @@ namespace macko {
 
 // The deltas of a chunk as they lie in memory, the first entry's in the lowest bits.
 template <int BITS>
-using DeltaWord = std::conditional_t<BITS == 2, uint16_t, std::conditional_t<BITS == 4, uint32_t, uint64_t>>;
+using delta_word = std::conditional_t<BITS == 2, uint16_t, std::conditional_t<BITS == 4, uint32_t, uint64_t>>;
 
 template <int BITS>
-__device__ __forceinline__ uint32_t delta_at(DeltaWord<BITS> word, int entry) {
+__device__ __forceinline__ uint32_t delta_at(delta_word<BITS> word, int entry) {
     return uint32_t(word >> entry * BITS) & ((1 << BITS) - 1);
 }
 
 // `word` with the deltas of entries outside [begin, end) zeroed; 0 <= begin, end <= 8.
 template <int BITS>
-__device__ __forceinline__ DeltaWord<BITS> keep_deltas(DeltaWord<BITS> word, int begin, int end) {
+__device__ __forceinline__ delta_word<BITS> keep_deltas(delta_word<BITS> word, int begin, int end) {
     const uint64_t below_begin = (uint64_t(1) << begin * BITS % 64) - 1;
     const uint64_t below_end = end * BITS == 64 ? ~uint64_t(0) : (uint64_t(1) << end * BITS) - 1;
-    return begin < end ? DeltaWord<BITS>(word & below_end & ~below_begin) : DeltaWord<BITS>(0);
+    return begin < end ? delta_word<BITS>(word & below_end & ~below_begin) : delta_word<BITS>(0);
 }
 
-// Where the entries of a chunk lie: entry k is at(k) columns behind the chunk's first free column, the one behind the
-// entry before it. All 8 prefix sums come from one multiplication, about 6 instructions a chunk.
+// Where the entries of a chunk lie: entry k is at(k) columns after the chunk's first free column, the one after the entry
+// before the chunk. All 8 prefix sums come from one multiplication, about 6 instructions a chunk.
 template <int BITS>
-struct Offsets {
+struct chunk_offsets {
     uint32_t even, odd; // bytes: entries 0, 2, 4, 6 and 1, 3, 5, 7; at most 8 * 15 + 7
 
-    __device__ __forceinline__ explicit Offsets(DeltaWord<BITS> word) {
+    __device__ __forceinline__ explicit chunk_offsets(delta_word<BITS> word) {
         uint32_t nibbles = word;
         if (BITS == 2) {
             nibbles = (nibbles | nibbles << 8) & 0x00ff00ffu;
@@ -43,7 +43,7 @@ struct Offsets {
         even = odd - high - 0x01010101u;
     }
 
-    // Columns from the first free one to behind the last entry, less the 8 of the entries themselves.
+    // Columns that the chunk skips: from the first free one past the last entry, less the 8 of the entries themselves.
     __device__ __forceinline__ uint32_t sum() const {
         return (odd >> 24) - 7;
     }
@@ -57,10 +57,11 @@ struct Offsets {
 // 8-bit deltas add up to 2047: halves instead of bytes. They are made where they are used, or they would take too many
 // registers.
 template <>
-struct Offsets<8> {
+struct chunk_offsets<8> {
     uint32_t low4, high4; // deltas of entries 0..3 and 4..7
 
-    __device__ __forceinline__ explicit Offsets(uint64_t word) : low4(uint32_t(word)), high4(uint32_t(word >> 32)) {
+    __device__ __forceinline__ explicit chunk_offsets(uint64_t word)
+        : low4(uint32_t(word)), high4(uint32_t(word >> 32)) {
     }
 
     __device__ __forceinline__ uint32_t sum() const {

@@ -4,7 +4,7 @@
  * A matrix [rows, cols] is stored row after row, with no alignment between rows. An entry is a value and a delta.
  *   delta = columns skipped since the previous entry of the row (since the row's start for its first entry).
  * A delta has delta_bits = 2, 4 or 8 bits and is at most delta_max = 2^delta_bits - 1. A longer run of zeros stores an
- * explicit zero value (+0.0, delta delta_max) at every 2^delta_bits-th column of the run. Nothing is stored behind a
+ * explicit zero value (+0.0, delta delta_max) at every 2^delta_bits-th column of the run. Nothing is stored after a
  * row's last non-zero. Zeros of either sign are dropped; NaN and Inf are values and keep their bits.
  *
  * Size of a 16-bit matrix of density d over its dense size, z = (1 - d)^(2^delta_bits):
@@ -26,8 +26,8 @@ enum {
 
 /* A packed matrix. `capacity` is the stored count, row_ptr[rows], rounded up to MACKO_CHUNK. */
 typedef struct macko_matrix {
-    const void *values;     /* [capacity] of dtype; +0.0 behind the last entry */
-    const uint8_t *deltas;  /* [capacity * delta_bits / 8], low bits first; 0 behind the last entry */
+    const void *values;     /* [capacity] of dtype; +0.0 after the last entry */
+    const uint8_t *deltas;  /* [capacity * delta_bits / 8], low bits first; 0 after the last entry */
     const int32_t *row_ptr; /* [rows + 1] first entry of each row; row_ptr[0] = 0 */
     int64_t rows, cols, capacity;
     macko_dtype dtype;
@@ -42,7 +42,7 @@ enum {
     MACKO_ROW_PTR_END,   /* row_ptr[row + 1] > capacity, or capacity is not row_ptr[rows] rounded up */
     MACKO_COLUMN_END,    /* an entry lies at a column >= cols */
     MACKO_STRAY_ZERO,    /* a zero value whose delta is not delta_max, or that ends its row, or that is -0.0 */
-    MACKO_PADDING,       /* a value or delta behind the last entry is not 0 */
+    MACKO_PADDING,       /* a value or delta after the last entry is not 0 */
 };
 
 /*

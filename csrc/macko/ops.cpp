@@ -7,7 +7,7 @@
 
 #include "macko.h"
 #ifdef USE_CUDA
-#include "../torch/tiles.h"
+#include "../torch/dense_rows.h"
 #else
 #include "../torch/rows.h"
 #endif
@@ -262,7 +262,7 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
         part.rows = count;
         STD_CUDA_CHECK(macko_unpack_cuda(&part, w, current_stream(values)));
     };
-    return linear_by_tiles(x_any, {m.rows}, bias, unpack)[0];
+    return linear_by_dense_rows(x_any, {m.rows}, bias, unpack)[0];
 #else
     const Tensor x = as_tokens(x_any);
     Tensor y = torch::stable::new_empty(values, {tokens, m.rows});

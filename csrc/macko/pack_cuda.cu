@@ -17,17 +17,17 @@ __device__ __forceinline__ int64_t row_of_warp() {
 }
 
 // A dense row, seen as aligned chunks of 8 columns: column `-skew` lies at a multiple of 16 bytes. The columns of a
-// chunk that lie before or behind the row belong to other rows, or to nobody.
-struct DenseRow {
+// chunk that lie before or after the row belong to other rows, or to nobody.
+struct dense_row {
     const uint16_t *begin;
     int skew;
 
-    __device__ __forceinline__ DenseRow(const uint16_t *w, int64_t row, int64_t cols)
+    __device__ __forceinline__ dense_row(const uint16_t *w, int64_t row, int64_t cols)
         : begin(w + row * cols), skew(int((uintptr_t)begin / 2 % MACKO_CHUNK)) {
     }
 };
 
-__device__ __forceinline__ uint4 load_chunk(const DenseRow &row, int64_t col, int64_t cols) {
+__device__ __forceinline__ uint4 load_chunk(const dense_row &row, int64_t col, int64_t cols) {
     if (col >= 0 && col + MACKO_CHUNK <= cols) return load_stream((const uint4 *)(row.begin + col));
     uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -50,27 +50,27 @@ __device__ __forceinline__ uint32_t nonzero_mask(const uint4 &chunk) {
     return (spread | spread >> 15) & 0xff;
 }
 
-// Where a walk over a row stands: the lane's chunk, its non-zeros, and the column behind the last one before it.
-struct Cursor {
+// Where a walk over a row stands: the lane's chunk, its non-zeros, and the column after the last non-zero before it.
+struct row_cursor {
     uint4 chunk;
     int64_t col, next;
     uint32_t nonzeros;
 };
 
-// Calls body(Cursor) for every 32 chunks of a row, all lanes together.
+// Calls body(row_cursor) for every 32 chunks of a row, all lanes together.
 template <typename Body>
-__device__ __forceinline__ void walk_row(const DenseRow &row, int64_t cols, const Body &body) {
+__device__ __forceinline__ void walk_row(const dense_row &row, int64_t cols, const Body &body) {
     constexpr int AHEAD = 4; // loads in flight a lane
     constexpr int64_t STEP = WARP * MACKO_CHUNK;
     const int lane = threadIdx.x % WARP;
-    int64_t next = 0; // the column behind the last non-zero so far
+    int64_t next = 0; // the column after the last non-zero so far
     for (int64_t start = -row.skew; start < cols; start += AHEAD * STEP) {
         uint4 chunks[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) chunks[i] = load_chunk(row, start + i * STEP + lane * MACKO_CHUNK, cols);
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            Cursor at = {chunks[i], start + i * STEP + lane * MACKO_CHUNK, next, nonzero_mask(chunks[i])};
+            row_cursor at = {chunks[i], start + i * STEP + lane * MACKO_CHUNK, next, nonzero_mask(chunks[i])};
             const int64_t own_next = at.col + WARP - __clz(at.nonzeros); // of use where there is a non-zero
             const uint32_t lanes = __ballot_sync(FULL_WARP, at.nonzeros), before = lanes & ((1u << lane) - 1);
             const int64_t their_next = __shfl_sync(FULL_WARP, own_next, WARP - 1 - __clz(before | 1));
@@ -84,7 +84,7 @@ __device__ __forceinline__ void walk_row(const DenseRow &row, int64_t cols, cons
 
 // Stored entries of the lane's chunk, the explicit zeros of the run before it included.
 template <int BITS>
-__device__ __forceinline__ int64_t entries_of(const Cursor &at) {
+__device__ __forceinline__ int64_t entries_of(const row_cursor &at) {
     if (!at.nonzeros) return 0;
     const int first = __ffs(at.nonzeros) - 1, last = WARP - 1 - __clz(at.nonzeros);
     int64_t entries = __popc(at.nonzeros) + ((at.col + first - at.next) >> BITS);
@@ -95,13 +95,13 @@ __device__ __forceinline__ int64_t entries_of(const Cursor &at) {
     return entries;
 }
 
-// Counts for one width of deltas or for several, whose row_ptrs lie behind each other.
+// Counts for one width of deltas or for several, whose row_ptrs lie one after the other.
 template <int... BITS>
 __global__ void __launch_bounds__(THREADS) count_rows(const uint16_t *w, int64_t rows, int64_t cols, int64_t *row_ptr) {
     const int64_t row = row_of_warp();
     if (row >= rows) return;
     int64_t counts[sizeof...(BITS)] = {};
-    walk_row(DenseRow(w, row, cols), cols, [&](const Cursor &at) {
+    walk_row(dense_row(w, row, cols), cols, [&](const row_cursor &at) {
         int i = 0;
         ((counts[i++] += entries_of<BITS>(at)), ...);
     });
@@ -160,7 +160,7 @@ __device__ void or_word(uint32_t *deltas, int64_t word, uint32_t bits, int64_t n
 
 // Where the entries of a step go: shared memory, from which the warp stores them in order, or, where an earlier run of
 // zeros brings more entries than there is room for, memory itself. `first_bit` is that of the step's first delta.
-struct Target {
+struct entry_target {
     uint16_t *values;
     uint32_t *deltas;
     int first_bit;
@@ -178,7 +178,7 @@ struct Target {
 // The lane's entries, `entry` of the step being the first. At most 8 lie within its chunk's columns: their deltas are
 // collected in a register.
 template <int BITS>
-__device__ __forceinline__ void write_entries(const Cursor &at, int64_t entry, const Target &target) {
+__device__ __forceinline__ void write_entries(const row_cursor &at, int64_t entry, const entry_target &target) {
     constexpr uint32_t MAX = (1 << BITS) - 1;
     const int first = __ffs(at.nonzeros) - 1;
     const int64_t gap = at.col + first - at.next;
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         return;
     }
     const int64_t num_words = capacity * BITS / 32;
-    walk_row(DenseRow(w, row, cols), cols, [&](const Cursor &at) {
+    walk_row(dense_row(w, row, cols), cols, [&](const row_cursor &at) {
         const int64_t own = entries_of<BITS>(at);
         int64_t through = own;
         for (int distance = 1; distance < WARP; distance *= 2) {
@@ -232,12 +232,12 @@ __global__ void __launch_bounds__(THREADS, 2)
         const int64_t entries = __shfl_sync(FULL_WARP, through, WARP - 1), word = entry * BITS >> 5;
         const int first_bit = int(entry * BITS & 31);
         if (entries > ROOM) {
-            const Target memory = {values + entry, deltas + word, first_bit, num_words - word};
+            const entry_target memory = {values + entry, deltas + word, first_bit, num_words - word};
             if (own) write_entries<BITS>(at, through - own, memory);
         } else {
             for (int i = lane; i < ROOM_WORDS; i += WARP) step_deltas[warp][i] = 0;
             __syncwarp();
-            const Target room = {step_values[warp], step_deltas[warp], first_bit, ROOM_WORDS};
+            const entry_target room = {step_values[warp], step_deltas[warp], first_bit, ROOM_WORDS};
             if (own) write_entries<BITS>(at, through - own, room);
             __syncwarp();
             for (int i = lane; i < entries; i += WARP) values[entry + i] = step_values[warp][i];
@@ -257,38 +257,38 @@ __global__ void __launch_bounds__(THREADS, 2)
 
 // What a lane has of a packed row: its chunk, the deltas of other rows zeroed, and where it stands.
 template <int BITS>
-struct PackedChunk {
-    DeltaWord<BITS> deltas;
+struct packed_chunk {
+    delta_word<BITS> deltas;
     uint4 values;
     int64_t chunk;  // index into the chunks of the matrix
     int begin, end; // entries of the chunk that are the row's
     int64_t next;   // first free column, counted from the chunk's first entry as if it were the row's
 };
 
-enum class Load { DELTAS, ALL };
+enum class load_what { DELTAS, ALL };
 
-// Calls body(PackedChunk, next) for every 32 chunks of a row while it returns true; `next` is the first free column
-// behind them. row_ptr is good. The next 32 chunks are on their way meanwhile.
+// Calls body(packed_chunk, next) for every 32 chunks of a row while it returns true; `next` is the first free column
+// after them. row_ptr is good. The next 32 chunks are in flight meanwhile.
 template <int BITS, typename Body>
-__device__ __forceinline__ void walk_packed_row(const macko_matrix &m, int64_t start, int64_t stop, Load load,
+__device__ __forceinline__ void walk_packed_row(const macko_matrix &m, int64_t start, int64_t stop, load_what load,
                                                 const Body &body) {
     const auto load_chunk = [&](int64_t chunk) {
-        PackedChunk<BITS> at = {0, make_uint4(0, 0, 0, 0), chunk, 0, 0, 0};
+        packed_chunk<BITS> at = {0, make_uint4(0, 0, 0, 0), chunk, 0, 0, 0};
         if (chunk * MACKO_CHUNK >= stop) return at;
         at.begin = int(max(start - chunk * MACKO_CHUNK, int64_t(0)));
         at.end = int(min(stop - chunk * MACKO_CHUNK, int64_t(MACKO_CHUNK)));
-        at.deltas = load_stream((const DeltaWord<BITS> *)m.deltas + chunk);
-        if (load == Load::ALL) at.values = load_stream((const uint4 *)m.values + chunk);
+        at.deltas = load_stream((const delta_word<BITS> *)m.deltas + chunk);
+        if (load == load_what::ALL) at.values = load_stream((const uint4 *)m.values + chunk);
         return at;
     };
     int64_t next = -(start % MACKO_CHUNK);
-    PackedChunk<BITS> ahead = load_chunk(start / MACKO_CHUNK + threadIdx.x % WARP);
+    packed_chunk<BITS> ahead = load_chunk(start / MACKO_CHUNK + threadIdx.x % WARP);
     bool more = start < stop;
     for (int64_t entry = start / MACKO_CHUNK * MACKO_CHUNK; more && entry < stop; entry += WARP * MACKO_CHUNK) {
-        PackedChunk<BITS> at = ahead;
+        packed_chunk<BITS> at = ahead;
         ahead = load_chunk(at.chunk + WARP);
         at.deltas = keep_deltas<BITS>(at.deltas, at.begin, at.end);
-        const uint32_t own = Offsets<BITS>(at.deltas).sum() + at.end;
+        const uint32_t own = chunk_offsets<BITS>(at.deltas).sum() + at.end;
         const uint32_t through = warp_inclusive_sum(own);
         at.next = next + through - own;
         next += __shfl_sync(FULL_WARP, through, WARP - 1);
@@ -305,8 +305,8 @@ __device__ macko_fault fault_of_row(const macko_matrix &m, int64_t row, bool bou
     if (stop > m.capacity) return {MACKO_ROW_PTR_END, row + 1, -1, stop};
     if (start < 0) return {MACKO_ROW_PTR_FALLS, row, -1, start}; // an earlier row says so too
     macko_fault bounds = {MACKO_OK, 0, -1, 0}, stray = bounds;
-    const Load load = bounds_only ? Load::DELTAS : Load::ALL;
-    walk_packed_row<BITS>(m, start, stop, load, [&](const PackedChunk<BITS> &at, int64_t) {
+    const load_what load = bounds_only ? load_what::DELTAS : load_what::ALL;
+    walk_packed_row<BITS>(m, start, stop, load, [&](const packed_chunk<BITS> &at, int64_t) {
         macko_fault own_bounds = {MACKO_OK, 0, -1, 0}, own_stray = own_bounds;
         const uint32_t zeros = bounds_only ? 0 : ~nonzero_mask(at.values);
         int64_t col = at.next - 1;
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(WARP) describe_fault(macko_matrix m, bool boun
         for (int64_t entry = stored; !found.kind && entry < m.capacity; entry++) {
             const uint32_t value = ((const uint16_t *)m.values)[entry];
             const uint32_t delta =
-                delta_at<BITS>(((const DeltaWord<BITS> *)m.deltas)[entry / MACKO_CHUNK], int(entry % MACKO_CHUNK));
+                delta_at<BITS>(((const delta_word<BITS> *)m.deltas)[entry / MACKO_CHUNK], int(entry % MACKO_CHUNK));
             if (value || delta) found = {MACKO_PADDING, m.rows, entry, value ? value : delta};
         }
     }
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(THREADS) unpack_rows(macko_matrix m, uint16_t 
     if (row >= m.rows) return;
     const int lane = threadIdx.x % WARP;
     uint4 *window = windows[threadIdx.x / WARP];
-    const DenseRow dense(w, row, m.cols);
+    const dense_row dense(w, row, m.cols);
     int64_t window_col = -dense.skew;
 
     const auto clear_window = [&](uint32_t fill) {
@@ -407,17 +407,17 @@ __global__ void __launch_bounds__(THREADS) unpack_rows(macko_matrix m, uint16_t 
     bool good = start >= 0 && start <= stop && stop <= m.capacity;
     clear_window(0);
     if (good)
-        walk_packed_row<BITS>(m, start, stop, Load::ALL, [&](const PackedChunk<BITS> &at, int64_t next) {
+        walk_packed_row<BITS>(m, start, stop, load_what::ALL, [&](const packed_chunk<BITS> &at, int64_t next) {
             good = next <= m.cols;
             if (!good) return false;
-            const Offsets<BITS> offsets(at.deltas);
+            const chunk_offsets<BITS> offsets(at.deltas);
             while (true) {
                 const uint32_t base = uint32_t(at.next - window_col);
 #pragma unroll
                 for (int k = 0; k < MACKO_CHUNK; k++) {
-                    const uint32_t place = offsets.at(k, base, 1);
-                    if (place < WINDOW && at.begin <= k && k < at.end)
-                        ((uint16_t *)window)[place] = value_at(at.values, k);
+                    const uint32_t in_window = offsets.at(k, base, 1);
+                    if (in_window < WINDOW && at.begin <= k && k < at.end)
+                        ((uint16_t *)window)[in_window] = value_at(at.values, k);
                 }
                 if (next < window_col + WINDOW) return true;
                 store_window();

@@ -20,7 +20,7 @@ typedef struct context {
 /* The sum of the row's entries [entry, stop); 0 when a delta leads past the last column, which is then not read. */
 typedef int row_dot(const context *c, int64_t entry, int64_t stop, float *sum);
 
-/* Adds entries [entry, stop), the first of them counted from column `next`. Returns the column behind the last, or -1. */
+/* Adds entries [entry, stop), the first of them counted from column `next`. Returns the column after the last, or -1. */
 MACKO_INLINE int64_t add_scalar(const context *c, macko_dtype dtype, int delta_bits, int64_t entry, int64_t stop,
                                 int64_t next, float *sum) {
     for (; entry < stop; entry++) {
@@ -48,7 +48,7 @@ MACKO_INLINE MACKO_TARGET_AVX2 int dot_avx2(const context *c, macko_dtype dtype,
                                             int64_t stop, float *sum) {
     const macko_matrix *m = c->m;
     const int64_t start = byte_start(entry, stop, delta_bits);
-    float ends = 0; /* entries in front of the first whole unit and behind the last */
+    float ends = 0; /* entries before the first whole unit and after the last */
     int64_t next = add_scalar(c, dtype, delta_bits, entry, start, 0, &ends);
     if (next < 0) return 0;
     __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
@@ -86,7 +86,7 @@ MACKO_INLINE MACKO_TARGET_AVX2 int dot_avx2(const context *c, macko_dtype dtype,
     return 1;
 }
 
-/* x from column `next` on, REACH of them readable; `next` may lie up to UNIT_MAX behind the last column. */
+/* x from column `next` on, REACH of them readable; `next` may lie up to UNIT_MAX after the last column. */
 static inline const uint16_t *window_at(const context *c, int64_t next) {
     const int64_t cols = c->m->cols;
     return next + REACH <= cols ? (const uint16_t *)c->x + next : c->tail + next - (cols > REACH ? cols - REACH : 0);

@@ -7,18 +7,18 @@
 #include <vector>
 
 #include "../macko/ops.h"
-#include "../torch/tiles.h"
+#include "../torch/dense_rows.h"
 #include "sell.h"
 
 namespace macko {
 namespace {
 
-constexpr int BLOCK_FIELDS = sizeof(sell_block) / sizeof(int32_t);
+constexpr int BLOCK_FIELDS = sizeof(macko_sell_block) / sizeof(int32_t);
 static_assert(BLOCK_FIELDS == 8, "blocks is an int32 tensor [num_blocks, 8]");
 
 // The struct over the four tensors, once they have passed every check that needs no look at their content.
-sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm,
-                      int64_t cols, int64_t gap_bits, int64_t warps, int64_t head) {
+macko_sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, const Tensor &blocks,
+                            const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head) {
     check_backend(op, "data", data);
     check_device(op, "bases", bases, "data", data);
     check_device(op, "blocks", blocks, "data", data);
@@ -27,12 +27,15 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
     check_dtype(op, "bases", bases, ScalarType::Short);
     check_dtype(op, "blocks", blocks, ScalarType::Int);
     check_dtype(op, "perm", perm, ScalarType::Int);
-    if (gap_bits < SELL_MIN_GAP_BITS || gap_bits > SELL_MAX_GAP_BITS)
-        fail(op, "gap_bits is ", gap_bits, ", expected ", int(SELL_MIN_GAP_BITS), " to ", int(SELL_MAX_GAP_BITS));
-    if (warps < 2 || warps % 2 || warps > SELL_MAX_WARPS)
-        fail(op, "warps is ", warps, ", expected an even number up to ", int(SELL_MAX_WARPS));
-    if (head < 0 || head > SELL_MAX_HEAD) fail(op, "head is ", head, ", expected 0 to ", int(SELL_MAX_HEAD));
-    if (cols < 0 || cols > SELL_MAX_COLS) fail(op, "cols is ", cols, ", expected 0 to ", int(SELL_MAX_COLS));
+    if (gap_bits < MACKO_SELL_MIN_GAP_BITS || gap_bits > MACKO_SELL_MAX_GAP_BITS)
+        fail(op, "gap_bits is ", gap_bits, ", expected ", int(MACKO_SELL_MIN_GAP_BITS), " to ",
+             int(MACKO_SELL_MAX_GAP_BITS));
+    if (warps < 2 || warps % 2 || warps > MACKO_SELL_MAX_WARPS)
+        fail(op, "warps is ", warps, ", expected an even number up to ", int(MACKO_SELL_MAX_WARPS));
+    if (head < 0 || head > MACKO_SELL_MAX_HEAD)
+        fail(op, "head is ", head, ", expected 0 to ", int(MACKO_SELL_MAX_HEAD));
+    if (cols < 0 || cols > MACKO_SELL_MAX_COLS)
+        fail(op, "cols is ", cols, ", expected 0 to ", int(MACKO_SELL_MAX_COLS));
     check_dim(op, "blocks", blocks, 2);
     check_dim(op, "perm", perm, 2);
     if (perm.size(0) != 2) fail(op, "perm has shape ", shape_name(perm), ", expected [2, rows]");
@@ -40,13 +43,13 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
         fail(op, "blocks has shape ", shape_name(blocks), ", expected [blocks, ", BLOCK_FIELDS, "]");
     if (blocks.size(0) < 1 || blocks.size(0) > INT32_LIMIT)
         fail(op, "blocks has shape ", shape_name(blocks), ", expected at least one block");
-    const int64_t num_blocks = blocks.size(0), slot_bytes = sell_slot_bytes(int(gap_bits));
+    const int64_t num_blocks = blocks.size(0), slot_bytes = macko_sell_slot_bytes(int(gap_bits));
     if (data.numel() * 2 % slot_bytes || data.numel() * 2 < num_blocks * warps * head * slot_bytes)
         fail(op, "data has ", data.numel(), " elements, expected whole slots of ", slot_bytes / 2, ", ",
              num_blocks * warps * head, " at least");
-    if (bases.numel() % SELL_LANES || bases.numel() < num_blocks * warps * SELL_LANES)
-        fail(op, "bases has ", bases.numel(), " elements, expected a multiple of ", int(SELL_LANES), ", ",
-             num_blocks * warps * SELL_LANES, " at least");
+    if (bases.numel() % MACKO_SELL_LANES || bases.numel() < num_blocks * warps * MACKO_SELL_LANES)
+        fail(op, "bases has ", bases.numel(), " elements, expected a multiple of ", int(MACKO_SELL_LANES), ", ",
+             num_blocks * warps * MACKO_SELL_LANES, " at least");
     check_contiguous(op, "data", data);
     check_contiguous(op, "bases", bases);
     check_contiguous(op, "blocks", blocks);
@@ -60,7 +63,7 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
             int(head),
             dtype,
             static_cast<const uint16_t *>(bases.const_data_ptr()),
-            static_cast<const sell_block *>(blocks.const_data_ptr()),
+            static_cast<const macko_sell_block *>(blocks.const_data_ptr()),
             static_cast<const int32_t *>(perm.const_data_ptr()),
             static_cast<const int32_t *>(perm.const_data_ptr()) + perm.size(1),
             perm.size(1),
@@ -68,7 +71,7 @@ sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, c
             data.numel() * 2 / slot_bytes};
 }
 
-// One token, in pieces of 16 bytes.
+// One token, which can be read 16 bytes at a time.
 void check_token(const char *op, const char *name, const Tensor &x, const Tensor &data, int64_t cols) {
     check_tokens(op, x, "data", data, cols, name);
     if (num_tokens(x) != 1) fail(op, name, " has shape ", shape_name(x), ", expected one token");
@@ -76,27 +79,28 @@ void check_token(const char *op, const char *name, const Tensor &x, const Tensor
 }
 
 // y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked; of one token also with a norm.
-Tensor multiply(const sell_matrix &m, int64_t tokens, const Tensor &x_any, const std::optional<Tensor> &bias_any,
-                const std::vector<int64_t> &shape, const sell_norm *norm = nullptr) {
+Tensor multiply(const macko_sell_matrix &m, int64_t tokens, const Tensor &x_any, const std::optional<Tensor> &bias_any,
+                const std::vector<int64_t> &shape, const macko_sell_norm *norm = nullptr) {
     const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(x, shape);
     const void *bias = data_of(bias_any);
     const cudaStream_t stream = current_stream(x);
-    STD_CUDA_CHECK(tokens == 1 ? sell_spmv_cuda(&m, x.const_data_ptr(), norm, bias, y.mutable_data_ptr(), stream)
-                               : sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
+    STD_CUDA_CHECK(tokens == 1
+                       ? macko_sell_spmv_cuda(&m, x.const_data_ptr(), norm, bias, y.mutable_data_ptr(), stream)
+                       : macko_sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
     return y;
 }
 
 // What unpacks rows on x's stream.
-auto unpacking(const sell_matrix &m, const Tensor &x) {
+auto unpacking(const macko_sell_matrix &m, const Tensor &x) {
     return [&m, stream = current_stream(x)](int64_t first, int64_t count, void *w) {
-        STD_CUDA_CHECK(sell_unpack_cuda(&m, first, count, w, stream));
+        STD_CUDA_CHECK(macko_sell_unpack_cuda(&m, first, count, w, stream));
     };
 }
 
-Tensor unpack_matrix(const sell_matrix &m, const Tensor &data) {
+Tensor unpack_matrix(const macko_sell_matrix &m, const Tensor &data) {
     Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
-    STD_CUDA_CHECK(sell_unpack_cuda(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
+    STD_CUDA_CHECK(macko_sell_unpack_cuda(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
     return w;
 }
 
@@ -107,48 +111,48 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
           int64_t gap_bits, int64_t warps, int64_t num_blocks) {
     const char *op = "sell_pack";
     const macko_matrix m = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
-    if (gap_bits && (gap_bits < SELL_MIN_GAP_BITS || gap_bits > SELL_MAX_GAP_BITS))
-        fail(op, "gap_bits is ", gap_bits, ", expected ", int(SELL_MIN_GAP_BITS), " to ", int(SELL_MAX_GAP_BITS),
-             ", or 0 to choose the smallest");
-    if (warps < 0 || warps % 2 || warps > SELL_MAX_WARPS)
-        fail(op, "warps is ", warps, ", expected an even number up to ", int(SELL_MAX_WARPS), ", or 0 to choose");
+    if (gap_bits && (gap_bits < MACKO_SELL_MIN_GAP_BITS || gap_bits > MACKO_SELL_MAX_GAP_BITS))
+        fail(op, "gap_bits is ", gap_bits, ", expected ", int(MACKO_SELL_MIN_GAP_BITS), " to ",
+             int(MACKO_SELL_MAX_GAP_BITS), ", or 0 to choose the smallest");
+    if (warps < 0 || warps % 2 || warps > MACKO_SELL_MAX_WARPS)
+        fail(op, "warps is ", warps, ", expected an even number up to ", int(MACKO_SELL_MAX_WARPS), ", or 0 to choose");
     if (num_blocks < 0 || num_blocks > (1 << 20))
         fail(op, "blocks is ", num_blocks, ", expected 1 to ", 1 << 20, ", or 0 to choose");
-    if (cols > SELL_MAX_COLS)
-        fail(op, "cols is ", cols, ", expected at most ", int(SELL_MAX_COLS), ": use the macko format");
+    if (cols > MACKO_SELL_MAX_COLS)
+        fail(op, "cols is ", cols, ", expected at most ", int(MACKO_SELL_MAX_COLS), ": use the macko format");
     const DeviceOf guard(values);
     const cudaStream_t stream = current_stream(values);
     const int64_t rows = m.rows;
 
-    Tensor totals_tensor = torch::stable::new_empty(values, {int64_t(sizeof(sell_totals) / 8)}, ScalarType::Long);
-    auto *device_totals = static_cast<sell_totals *>(totals_tensor.mutable_data_ptr());
-    sell_totals totals;
+    Tensor totals_tensor = torch::stable::new_empty(values, {int64_t(sizeof(macko_sell_totals) / 8)}, ScalarType::Long);
+    auto *device_totals = static_cast<macko_sell_totals *>(totals_tensor.mutable_data_ptr());
+    macko_sell_totals totals;
     const auto read_totals = [&] {
         STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
         STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     };
-    Tensor counts = torch::stable::new_empty(values, {SELL_GAP_WIDTHS, rows}, ScalarType::Int);
+    Tensor counts = torch::stable::new_empty(values, {MACKO_SELL_GAP_WIDTHS, rows}, ScalarType::Int);
     auto *counts_data = static_cast<int32_t *>(counts.mutable_data_ptr());
-    STD_CUDA_CHECK(sell_count_cuda(&m, counts_data, device_totals, stream));
+    STD_CUDA_CHECK(macko_sell_count_cuda(&m, counts_data, device_totals, stream));
     read_totals();
     if (totals.faults)
         fail(op, totals.faults, " rows point outside of values or of the ", cols, " columns; macko::check says which");
     if (!gap_bits) {
-        gap_bits = SELL_MIN_GAP_BITS;
+        gap_bits = MACKO_SELL_MIN_GAP_BITS;
         const auto bytes = [&](int64_t width) {
-            return totals.stored[width - SELL_MIN_GAP_BITS] * sell_slot_bytes(int(width));
+            return totals.stored[width - MACKO_SELL_MIN_GAP_BITS] * macko_sell_slot_bytes(int(width));
         };
-        for (int64_t width = SELL_MIN_GAP_BITS + 1; width <= SELL_MAX_GAP_BITS; width++)
+        for (int64_t width = MACKO_SELL_MIN_GAP_BITS + 1; width <= MACKO_SELL_MAX_GAP_BITS; width++)
             if (bytes(width) < bytes(gap_bits)) gap_bits = width;
     }
-    const int64_t stored = totals.stored[gap_bits - SELL_MIN_GAP_BITS];
+    const int64_t stored = totals.stored[gap_bits - MACKO_SELL_MIN_GAP_BITS];
 
-    sell_device device;
-    STD_CUDA_CHECK(sell_device_cuda(&device));
-    sell_shape shape = sell_pack_shape(rows, cols, int(gap_bits), device);
+    macko_sell_device device;
+    STD_CUDA_CHECK(macko_sell_device_cuda(&device));
+    macko_sell_shape shape = macko_sell_pack_shape(rows, cols, int(gap_bits), device);
     if (warps) {
         shape.warps = int(warps);
-        shape.stages = sell_launch_shape(cols, int(gap_bits), shape.warps, device).stages;
+        shape.stages = macko_sell_launch_shape(cols, int(gap_bits), shape.warps, device).stages;
     }
     if (num_blocks) shape.num_blocks = int(num_blocks);
     if (!shape.stages)
@@ -159,45 +163,45 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     Tensor starts = torch::stable::new_empty(values, {rows + 1}, ScalarType::Long);
     Tensor line = torch::stable::new_empty(values, {rows}, ScalarType::Long);
     auto *starts_data = static_cast<int64_t *>(starts.mutable_data_ptr());
-    const int64_t part_rows = rows_of_tile(rows, cols, 2);
+    const int64_t panel_rows = rows_of_panel(rows, cols, 2);
     const auto cut = [&](int64_t range_rows) {
         Tensor blocks = torch::stable::new_empty(values, {shape.num_blocks, BLOCK_FIELDS}, ScalarType::Int);
-        STD_CUDA_CHECK(sell_plan_cuda(counts_data + (gap_bits - SELL_MIN_GAP_BITS) * rows, rows, range_rows, part_rows,
-                                      shape.warps, shape.num_blocks, perm_data, perm_data + rows, starts_data,
-                                      static_cast<int64_t *>(line.mutable_data_ptr()),
-                                      static_cast<sell_block *>(blocks.mutable_data_ptr()), device_totals, stream));
+        STD_CUDA_CHECK(macko_sell_plan_cuda(
+            counts_data + (gap_bits - MACKO_SELL_MIN_GAP_BITS) * rows, rows, range_rows, panel_rows, shape.warps,
+            shape.num_blocks, perm_data, perm_data + rows, starts_data, static_cast<int64_t *>(line.mutable_data_ptr()),
+            static_cast<macko_sell_block *>(blocks.mutable_data_ptr()), device_totals, stream));
         read_totals();
         return blocks;
     };
     const int64_t all_rows = std::max<int64_t>(1, rows);
     Tensor blocks = cut(all_rows);
-    while (totals.sums > SELL_MAX_SUMS) {
+    while (totals.sums > MACKO_SELL_MAX_SUMS) {
         shape.num_blocks *= 2;
         blocks = cut(all_rows);
     }
-    // Parts that share no block lie side by side, so that unpacking one reads no other's lines.
-    if (const int64_t most = totals.slots + totals.slots * 3 / 1000; part_rows < rows) {
-        blocks = cut(part_rows);
-        if (totals.slots > most || totals.sums > SELL_MAX_SUMS) blocks = cut(all_rows);
+    // Rows sorted panel by panel: panels then share few blocks, and unpacking one reads hardly any lines of another.
+    if (const int64_t most = totals.slots + totals.slots * 3 / 1000; panel_rows < rows) {
+        blocks = cut(panel_rows);
+        if (totals.slots > most || totals.sums > MACKO_SELL_MAX_SUMS) blocks = cut(all_rows);
     }
 
-    Tensor data = torch::stable::new_empty(values, {totals.slots * sell_slot_bytes(int(gap_bits)) / 2});
-    Tensor bases = torch::stable::new_empty(values, {totals.groups * SELL_LANES}, ScalarType::Short);
+    Tensor data = torch::stable::new_empty(values, {totals.slots * macko_sell_slot_bytes(int(gap_bits)) / 2});
+    Tensor bases = torch::stable::new_empty(values, {totals.groups * MACKO_SELL_LANES}, ScalarType::Short);
     Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
     auto *scratch_data = static_cast<uint16_t *>(scratch.mutable_data_ptr());
-    const sell_matrix s = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, shape.warps, totals.head);
-    STD_CUDA_CHECK(sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
-                                   static_cast<uint8_t *>(data.mutable_data_ptr()),
-                                   static_cast<uint16_t *>(bases.mutable_data_ptr()), stream));
-    // A kernel that may start early reads the weights before it waits for the one before it, so that one must not be the
-    // one that writes them.
+    const macko_sell_matrix s = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, shape.warps, totals.head);
+    STD_CUDA_CHECK(macko_sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
+                                         static_cast<uint8_t *>(data.mutable_data_ptr()),
+                                         static_cast<uint16_t *>(bases.mutable_data_ptr()), stream));
+    // A kernel launched with PDL reads weights before the launch before it has ended: that must not be the one that writes
+    // them, hence this launch between the two.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
     return {data, bases, blocks, perm, gap_bits, shape.warps, totals.head, stored};
 }
 
 Tensor sell_unpack(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
                    int64_t gap_bits, int64_t warps, int64_t head) {
-    const sell_matrix m = matrix_of("sell_unpack", data, bases, blocks, perm, cols, gap_bits, warps, head);
+    const macko_sell_matrix m = matrix_of("sell_unpack", data, bases, blocks, perm, cols, gap_bits, warps, head);
     const DeviceOf guard(data);
     return unpack_matrix(m, data);
 }
@@ -206,7 +210,7 @@ Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
                  int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x_any,
                  const std::optional<Tensor> &bias_any) {
     const char *op = "sell_spmv";
-    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_vector(op, x_any, "data", data, cols);
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
@@ -217,7 +221,7 @@ Tensor sell_spmm(const Tensor &data, const Tensor &bases, const Tensor &blocks, 
                  int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x_any,
                  const std::optional<Tensor> &bias_any) {
     const char *op = "sell_spmm";
-    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_device(op, "x", x_any, "data", data);
     check_dtype(op, "x", x_any, data.scalar_type());
     check_dim(op, "x", x_any, 2);
@@ -231,13 +235,13 @@ Tensor sell_norm_linear(const Tensor &x_any, const Tensor &weight_any, double ep
                         const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits,
                         int64_t warps, int64_t head, const std::optional<Tensor> &bias_any) {
     const char *op = "sell_norm_linear";
-    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_token(op, "x", x_any, data, cols);
     check_vector(op, weight_any, "data", data, cols, "weight");
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const Tensor weight = as_aligned(weight_any);
-    const sell_norm norm = {weight.const_data_ptr(), float(eps)};
+    const macko_sell_norm norm = {weight.const_data_ptr(), float(eps)};
     return multiply(m, 1, as_aligned(x_any), bias, with_last(x_any, m.rows), &norm);
 }
 
@@ -245,18 +249,18 @@ Tensor sell_gated_linear(const Tensor &gate_any, const Tensor &up_any, const Ten
                          const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps,
                          int64_t head, const std::optional<Tensor> &bias_any) {
     const char *op = "sell_gated_linear";
-    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_token(op, "gate", gate_any, data, cols);
     check_token(op, "up", up_any, data, cols);
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const Tensor gate = as_aligned(gate_any), up = as_aligned(up_any);
-    // Both before the first launch, which wants no other one behind it than the second: torch may fill new memory.
+    // Both allocated before the first launch, after which only the second may come: torch may launch a fill of new memory.
     Tensor x = torch::stable::new_empty(gate, {cols}), y = torch::stable::new_empty(gate, with_last(gate, m.rows));
     if (!m.rows) return y;
     const cudaStream_t stream = current_stream(gate);
-    STD_CUDA_CHECK(sell_gate_cuda(&m, gate.const_data_ptr(), up.const_data_ptr(), x.mutable_data_ptr(), stream));
-    STD_CUDA_CHECK(sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, data_of(bias), y.mutable_data_ptr(), stream));
+    STD_CUDA_CHECK(macko_sell_gate_cuda(&m, gate.const_data_ptr(), up.const_data_ptr(), x.mutable_data_ptr(), stream));
+    STD_CUDA_CHECK(macko_sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, data_of(bias), y.mutable_data_ptr(), stream));
     return y;
 }
 
@@ -264,26 +268,26 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
                    const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head,
                    const std::optional<Tensor> &bias_any) {
     const char *op = "sell_linear";
-    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_tokens(op, x_any, "data", data, cols);
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const int64_t tokens = num_tokens(x_any);
     const char *knob = getenv("MACKO_STREAM_TOKENS");
-    if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : sell_stream_tokens(&m)))
+    if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : macko_sell_stream_tokens(&m)))
         return multiply(m, tokens, x_any, bias, with_last(x_any, m.rows));
-    return linear_by_tiles(x_any, {m.rows}, bias, unpacking(m, x_any))[0];
+    return linear_by_dense_rows(x_any, {m.rows}, bias, unpacking(m, x_any))[0];
 }
 
 std::vector<Tensor> sell_linear_parts(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks,
                                       const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head,
                                       const std::vector<int64_t> &part_rows) {
     const char *op = "sell_linear_parts";
-    const sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
     check_tokens(op, x, "data", data, cols);
     check_parts(op, part_rows, m.rows);
     const DeviceOf guard(data);
-    return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, x));
+    return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, x));
 }
 
 } // namespace macko

@@ -23,27 +23,27 @@ __device__ __forceinline__ N warp_inclusive_sum(N value, int lane) {
 }
 
 // A non-zero of the canonical format, as a lane of walk_row sees it.
-struct Entry {
-    bool stored; // false: an explicit zero, or behind the row's end
+struct sell_entry {
+    bool stored; // false: an explicit zero, or after the row's end
     uint16_t value;
     int col, gap; // columns skipped since the last non-zero of the row, explicit zeros among them
 };
 
-// Calls visit(Entry) with 32 consecutive entries at a time, one a lane. Returns the columns that the row reaches.
+// Calls visit(sell_entry) with 32 consecutive entries at a time, one a lane. Returns the columns that the row reaches.
 template <typename Visit>
 __device__ __forceinline__ int64_t walk_row(const macko_matrix &m, int64_t start, int64_t stop, int lane, Visit visit) {
     const uint16_t *values = (const uint16_t *)m.values;
-    int64_t reached = 0; // columns passed by the entries before this tile
-    int next = 0;        // column behind the last non-zero before this tile
-    for (int64_t tile = start; tile < stop; tile += WARP) {
-        const bool inside = tile + lane < stop;
-        const uint16_t value = inside ? values[tile + lane] : 0;
-        const int passed = warp_inclusive_sum(inside ? delta_at(m, tile + lane) + 1 : 0, lane);
+    int64_t reached = 0; // columns passed by the entries before this batch
+    int next = 0;        // column after the last non-zero before this batch
+    for (int64_t batch = start; batch < stop; batch += WARP) {
+        const bool inside = batch + lane < stop;
+        const uint16_t value = inside ? values[batch + lane] : 0;
+        const int passed = warp_inclusive_sum(inside ? delta_at(m, batch + lane) + 1 : 0, lane);
         const int col = (int)reached + passed - 1;
         const bool stored = value & 0x7fff;
         const unsigned before = __ballot_sync(FULL_WARP, stored) & ((1u << lane) - 1);
         const int previous = __shfl_sync(FULL_WARP, col, before ? 31 - __clz(before) : 0);
-        visit(Entry{stored, value, col, col - (before ? previous + 1 : next)});
+        visit(sell_entry{stored, value, col, col - (before ? previous + 1 : next)});
         const unsigned all = __ballot_sync(FULL_WARP, stored);
         const int last = __shfl_sync(FULL_WARP, col, all ? 31 - __clz(all) : 0);
         if (all) next = last + 1;
@@ -53,18 +53,18 @@ __device__ __forceinline__ int64_t walk_row(const macko_matrix &m, int64_t start
 }
 
 // A warp owns a row. The gap widths from 2 bits on, all at once.
-__global__ void count_entries(macko_matrix m, int32_t *counts, sell_totals *totals) {
+__global__ void count_entries(macko_matrix m, int32_t *counts, macko_sell_totals *totals) {
     const int64_t row = blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
     if (row >= m.rows) return;
     const int64_t start = m.row_ptr[row], stop = m.row_ptr[row + 1];
     const bool sound = start >= 0 && start <= stop && stop <= m.capacity && (row > 0 || start == 0);
-    int count[SELL_GAP_WIDTHS] = {};
-    const int64_t reached = walk_row(m, start, sound ? stop : start, lane, [&](Entry e) {
-        for (int width = 0; width < SELL_GAP_WIDTHS; width++)
-            if (e.stored) count[width] += 1 + (e.gap >> (SELL_MIN_GAP_BITS + width));
+    int count[MACKO_SELL_GAP_WIDTHS] = {};
+    const int64_t reached = walk_row(m, start, sound ? stop : start, lane, [&](sell_entry e) {
+        for (int width = 0; width < MACKO_SELL_GAP_WIDTHS; width++)
+            if (e.stored) count[width] += 1 + (e.gap >> (MACKO_SELL_MIN_GAP_BITS + width));
     });
-    for (int width = 0; width < SELL_GAP_WIDTHS; width++) {
+    for (int width = 0; width < MACKO_SELL_GAP_WIDTHS; width++) {
         const int total = __reduce_add_sync(FULL_WARP, count[width]);
         if (lane) continue;
         counts[width * m.rows + row] = total;
@@ -104,7 +104,7 @@ __device__ int64_t block_exclusive_sum(int64_t value, int64_t *total) {
 }
 
 __device__ __forceinline__ int steps_of(int count) {
-    return (int)ceil_div(count, SELL_STEP);
+    return (int)ceil_div(count, MACKO_SELL_STEP);
 }
 
 /*
@@ -114,7 +114,7 @@ __device__ __forceinline__ int steps_of(int count) {
  * less where by less. So rows of very different length do not share a block, whatever the matrix. A row longer
  * than a block counts as one block.
  */
-struct Cut {
+struct sell_cut {
     const int32_t *counts, *perm;
     int64_t *line; // [rows] where each row begins
     int64_t rows, extra, target;
@@ -135,7 +135,7 @@ struct Cut {
     }
     // The first row of the block that begins at a point of the line.
     __device__ int64_t row_at(int64_t point, int64_t end) const {
-        int64_t low = 0, high = rows; // the first row that begins at the point or behind it
+        int64_t low = 0, high = rows; // the first row that begins at the point or after it
         while (low < high) {
             const int64_t middle = (low + high) / 2;
             if (line[middle] < point)
@@ -150,18 +150,18 @@ struct Cut {
     }
 };
 
-// One thread block. The rows of the blocks, before settle_blocks. line: scratch.
+// One thread block. The rows of the blocks, before move_borders. line: scratch.
 __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t rows, int num_blocks, int64_t *line,
-                         sell_block *blocks) {
+                         macko_sell_block *blocks) {
     int64_t steps = 0, total;
     for (int64_t row = threadIdx.x; row < rows; row += SCAN_THREADS) steps += steps_of(counts[row]);
     block_exclusive_sum(steps, &steps);
-    Cut cut{counts, perm, line, rows, 0, 0};
+    sell_cut cut{counts, perm, line, rows, 0, 0};
     cut.extra = 1 + steps / ((int64_t)num_blocks * 1024); // so that no block has more than some 2048 rows
-    cut.target = (steps + rows * cut.extra) * Cut::SCALE / num_blocks;
+    cut.target = (steps + rows * cut.extra) * sell_cut::SCALE / num_blocks;
     int64_t end = 0;
-    for (int64_t tile = 0; tile < rows; tile += SCAN_THREADS) {
-        const int64_t row = tile + threadIdx.x;
+    for (int64_t batch = 0; batch < rows; batch += SCAN_THREADS) {
+        const int64_t row = batch + threadIdx.x;
         const bool inside = row < rows;
         const int64_t gap = inside ? cut.gap_before(row) : 0;
         const int64_t begin = end + block_exclusive_sum(inside ? gap + cut.length(row) : 0, &total) + gap;
@@ -172,24 +172,24 @@ __global__ void cut_rows(const int32_t *counts, const int32_t *perm, int64_t row
     for (int block = threadIdx.x; block < num_blocks; block += SCAN_THREADS) {
         const int64_t begin = cut.row_at(end / num_blocks * block, end);
         const int64_t stop = block + 1 == num_blocks ? rows : cut.row_at(end / num_blocks * (block + 1), end);
-        sell_block b = {};
+        macko_sell_block b = {};
         b.row = (int32_t)begin;
         b.rows = (int32_t)(stop - begin);
         blocks[block] = b;
     }
 }
 
-constexpr int SETTLED = 8;            // blocks that settle_blocks takes at a time
+constexpr int BLOCKS_AT_ONCE = 8;     // blocks that move_borders takes at a time
 constexpr int SHIFT = 2;              // rows that it moves a border by, at most
 constexpr int SHIFTS = 2 * SHIFT + 1; // from -SHIFT to SHIFT rows
 
-struct Chunks {
+struct sell_chunks {
     float cost;
     int chunks;
 };
 
-__device__ __forceinline__ sell_block block_of(int row, int rows, int steps, int chunks) {
-    sell_block b = {};
+__device__ __forceinline__ macko_sell_block block_of(int row, int rows, int steps, int chunks) {
+    macko_sell_block b = {};
     b.row = row;
     b.rows = rows;
     b.chunks = chunks;
@@ -202,25 +202,26 @@ __device__ __forceinline__ sell_block block_of(int row, int rows, int steps, int
  * The best number of chunks for `rows` rows of up to `steps` steps; a warp tries all of them, one a lane. INFINITY where
  * none is allowed. The cost is in slots, a mix: of those stored, holes in the first two stages too (the head may hold them),
  * for which the GPU waits; and of warps times the steps of the slowest one, for which the block does, as stages of few slots
- * take their time, too. By the slots alone chunks get long and the last turns have few warps: much slower (H200, 2026-11).
+ * take their time, too. By the slots alone chunks get long and the last rounds have few warps: much slower (H200, 2026-11).
  * A group's start and end cost 0.3.
  */
-__device__ __forceinline__ Chunks best_chunks(int rows, int steps, int warps, int lane) {
+__device__ __forceinline__ sell_chunks best_chunks(int rows, int steps, int warps, int lane) {
     if (!rows || !steps) return {0, 0};
-    const int least = (steps + SELL_MAX_CHUNK - 1) / SELL_MAX_CHUNK, most = min(steps, SELL_MAX_SUMS / (rows | 1));
-    Chunks best = {INFINITY, least};
+    const int least = (steps + MACKO_SELL_MAX_CHUNK - 1) / MACKO_SELL_MAX_CHUNK,
+              most = min(steps, MACKO_SELL_MAX_SUMS / (rows | 1));
+    sell_chunks best = {INFINITY, least};
     for (int chunks = least + lane; chunks <= most; chunks += WARP) {
-        const sell_block b = block_of(0, rows, steps, chunks);
-        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
-        const int turns = small_quotient(groups + warps - 1, warps);
-        const int long_turns = small_quotient(long_groups + warps - 1, warps);
-        // sell_slots_before of all stages, of one and of two: warps go in pairs, so an odd group takes the slots of two.
+        const macko_sell_block b = block_of(0, rows, steps, chunks);
+        const int groups = macko_sell_groups(&b), long_groups = macko_sell_long_groups(&b);
+        const int rounds = small_quotient(groups + warps - 1, warps);
+        const int long_rounds = small_quotient(long_groups + warps - 1, warps);
+        // macko_sell_slots_before of all stages, of one and of two: warps go in pairs, so an odd group takes the slots of two.
         const auto in_pairs = [](int of_groups) { return (of_groups + 1) & ~1; };
         const int slots = in_pairs(groups) * (b.steps - 1) + in_pairs(long_groups);
         const int with_two = max(groups - warps, b.steps > 2 ? groups : (b.steps - 1) * long_groups);
         const int one = min(warps, in_pairs(groups)), two = min(warps, in_pairs(with_two));
         const float stored = slots + (warps - one) + 0.5f * (warps - two) + 0.3f * groups;
-        const float slowest = turns * (b.steps - 1) + long_turns + 0.3f * turns;
+        const float slowest = rounds * (b.steps - 1) + long_rounds + 0.3f * rounds;
         const float cost = 0.4f * stored + 0.6f * warps * slowest;
         if (cost < best.cost) best = {cost, chunks};
     }
@@ -230,30 +231,31 @@ __device__ __forceinline__ Chunks best_chunks(int rows, int steps, int warps, in
 }
 
 /*
- * A thread block owns SETTLED blocks: moves the borders between them by up to SHIFT rows, and chooses all chunks. How well
+ * A thread block owns BLOCKS_AT_ONCE blocks: moves the borders between them by up to SHIFT rows, and chooses all chunks. How well
  * chunks fill the lanes depends on the number of rows (48 rows of 129 steps leave 0.3 % of the slots empty, 47 rows 2.4 %),
  * so of all ways to move the borders it takes the one with the least sum of costs and of their 64th powers: of few slots
  * altogether, and above all in the largest blocks, which end last. All blocks at once would have hardly fewer slots.
  */
-__global__ void settle_blocks(const int32_t *counts, const int32_t *perm, int all_rows, int range_rows, int warps,
-                              int num_blocks, sell_block *blocks) {
-    // By the shifts of a block's first row and of the row behind its last:
-    __shared__ int steps[SETTLED][SHIFTS][SHIFTS]; // of the longest row, -1 where there cannot be such a block
-    __shared__ Chunks best[SETTLED][SHIFTS][SHIFTS];
-    __shared__ int shifts[SETTLED][SHIFTS]; // of the first row, by that of the row behind the last
-    __shared__ int taken[SETTLED + 1];      // shifts of the first rows, and of the row behind all
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, first = blockIdx.x * SETTLED;
-    const int count = min(SETTLED, num_blocks - first);
+__global__ void move_borders(const int32_t *counts, const int32_t *perm, int all_rows, int range_rows, int warps,
+                             int num_blocks, macko_sell_block *blocks) {
+    // By the shifts of a block's two borders, its first row and the first row after it:
+    __shared__ int steps[BLOCKS_AT_ONCE][SHIFTS][SHIFTS]; // of the longest row, -1 where there cannot be such a block
+    __shared__ sell_chunks best[BLOCKS_AT_ONCE][SHIFTS][SHIFTS];
+    __shared__ int shifts[BLOCKS_AT_ONCE]
+                         [SHIFTS];            // best shift of the first row, by that of the first row after the block
+    __shared__ int taken[BLOCKS_AT_ONCE + 1]; // shifts of the first rows, and of the first row after all blocks
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, first = blockIdx.x * BLOCKS_AT_ONCE;
+    const int count = min(BLOCKS_AT_ONCE, num_blocks - first);
     for (int i = threadIdx.x; i < count * SHIFTS * SHIFTS; i += SCAN_THREADS) {
         const int block = i / (SHIFTS * SHIFTS), from = i / SHIFTS % SHIFTS, to = i % SHIFTS;
-        const sell_block b = blocks[first + block];
+        const macko_sell_block b = blocks[first + block];
         const int begin = b.row + from - SHIFT, stop = b.row + b.rows + to - SHIFT;
         // The first border and the last one are those of other thread blocks, too.
         const bool fixed = (block == 0 && from != SHIFT) || (block + 1 == count && to != SHIFT);
         const auto count_at = [&](int row) { return counts[perm[row]]; };
         int longest = 0; // which is at an end of the block or of a range
         if (fixed || begin < 0 || begin > stop || stop > all_rows) {
-            longest = -SELL_STEP;
+            longest = -MACKO_SELL_STEP;
         } else if (begin < stop) {
             longest = max(count_at(begin), count_at(stop - 1));
             for (int64_t range = (begin / range_rows + 1) * (int64_t)range_rows; range < stop; range += range_rows)
@@ -262,16 +264,16 @@ __global__ void settle_blocks(const int32_t *counts, const int32_t *perm, int al
         steps[block][from][to] = longest < 0 ? -1 : steps_of(longest);
     }
     __syncthreads();
-    // A warp takes one number of rows of a block: once for each number of steps in turn, mostly once.
+    // A warp takes one number of rows of a block: once for each number of steps in round, mostly once.
     for (int i = warp; i < count * (2 * SHIFTS - 1); i += SCAN_THREADS / WARP) {
         const int block = i / (2 * SHIFTS - 1), more = i % (2 * SHIFTS - 1) - (SHIFTS - 1);
         const int rows = blocks[first + block].rows + more;
-        Chunks chunks = {INFINITY, 0};
+        sell_chunks chunks = {INFINITY, 0};
         int of_steps = -1;
         for (int from = max(0, -more); from < min(SHIFTS, SHIFTS - more); from++) {
             const int own_steps = steps[block][from][from + more];
             if (own_steps != of_steps)
-                chunks = own_steps < 0 ? Chunks{INFINITY, 0} : best_chunks(rows, own_steps, warps, lane);
+                chunks = own_steps < 0 ? sell_chunks{INFINITY, 0} : best_chunks(rows, own_steps, warps, lane);
             of_steps = own_steps;
             if (lane == 0) best[block][from][from + more] = chunks;
         }
@@ -281,7 +283,7 @@ __global__ void settle_blocks(const int32_t *counts, const int32_t *perm, int al
     float most = 0; // costs are shares of it
     for (int block = 0; block < count; block++) most = fmaxf(most, best[block][SHIFT][SHIFT].cost);
     const int to = min(lane, SHIFTS - 1);
-    float least = lane == SHIFT ? 0 : INFINITY; // sum of the blocks so far, where the border behind them moves by `to`
+    float least = lane == SHIFT ? 0 : INFINITY; // cost of the blocks so far, if the border after them moves by `to`
     for (int block = 0; block < count; block++) {
         float sum = INFINITY;
         int shift = SHIFT; // stays where there is no better one
@@ -303,16 +305,16 @@ __global__ void settle_blocks(const int32_t *counts, const int32_t *perm, int al
     }
     __syncwarp();
     if (lane >= count) return;
-    const sell_block b = blocks[first + lane];
+    const macko_sell_block b = blocks[first + lane];
     const int from = taken[lane], end = taken[lane + 1];
-    sell_block settled =
+    macko_sell_block moved =
         block_of(b.row + from - SHIFT, b.rows + end - from, steps[lane][from][end], best[lane][from][end].chunks);
-    settled.stages = settled.chunks ? sell_steps_of_warp(&settled, warps, 0) : 0;
-    blocks[first + lane] = settled;
+    moved.stages = moved.chunks ? macko_sell_steps_of_warp(&moved, warps, 0) : 0;
+    blocks[first + lane] = moved;
 }
 
 // blockIdx.x is a block, whose rows come into the order of the matrix.
-__global__ void order_rows(const sell_block *blocks, const int32_t *perm, int64_t *ordered) {
+__global__ void order_rows(const macko_sell_block *blocks, const int32_t *perm, int64_t *ordered) {
     const int first = blocks[blockIdx.x].row, rows = blocks[blockIdx.x].rows;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
         const int row = perm[first + i];
@@ -326,8 +328,8 @@ __global__ void order_rows(const sell_block *blocks, const int32_t *perm, int64_
 __global__ void place_rows(const int32_t *counts, const int64_t *ordered, int64_t rows, int32_t *perm,
                            int64_t *starts) {
     int64_t entries = 0, total;
-    for (int64_t tile = 0; tile < rows; tile += SCAN_THREADS) {
-        const int64_t at = tile + threadIdx.x, row = at < rows ? ordered[at] : 0;
+    for (int64_t batch = 0; batch < rows; batch += SCAN_THREADS) {
+        const int64_t at = batch + threadIdx.x, row = at < rows ? ordered[at] : 0;
         const int64_t first = entries + block_exclusive_sum(at < rows ? counts[row] : 0, &total);
         entries += total;
         if (at >= rows) continue;
@@ -337,50 +339,51 @@ __global__ void place_rows(const int32_t *counts, const int64_t *ordered, int64_
     if (threadIdx.x == 0) starts[rows] = entries;
 }
 
-// A warp owns a row of the layout and counts those of its part of the matrix that come before it: rows^2 compares again.
-__global__ void order_parts(const int32_t *perm, int rows, int part_rows, int32_t *order) {
+// A warp owns a row of the layout and counts the rows of the same panel that come before it: rows^2 compares again.
+__global__ void order_panels(const int32_t *perm, int rows, int panel_rows, int32_t *order) {
     const int at = blockIdx.x * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (at >= rows) return;
-    const int first = perm[at] / part_rows * part_rows;
+    const int first = perm[at] / panel_rows * panel_rows;
     int rank = 0;
     for (int other = lane; other < at; other += WARP) {
         const int row = perm[other];
-        rank += row >= first && row - first < part_rows;
+        rank += row >= first && row - first < panel_rows;
     }
     rank = __reduce_add_sync(FULL_WARP, rank);
     if (lane == 0) order[first + rank] = at;
 }
 
-// One thread block. The head is as many stages as cost at most 1/32 of the slots in blocks that do not fill them; the first
-// one may cost a quarter of itself: where blocks have two stages or one, a product without it takes clearly longer.
-__global__ void place_blocks(int warps, int num_blocks, int most_head, sell_block *blocks, sell_totals *totals) {
-    int64_t held[SELL_MAX_HEAD + 1] = {}, slots = 0; // slots of the first 0..4 stages
+// One thread block. A stage joins the head if the holes of blocks that do not fill it are at most 1/32 of all slots; the first
+// one also if they are at most a quarter of it: where blocks have one or two stages, a product without it takes clearly longer.
+__global__ void place_blocks(int warps, int num_blocks, int most_head, macko_sell_block *blocks,
+                             macko_sell_totals *totals) {
+    int64_t held[MACKO_SELL_MAX_HEAD + 1] = {}, slots = 0; // slots of the first 0..4 stages
     int sums = 0;
     for (int block = threadIdx.x; block < num_blocks; block += SCAN_THREADS) {
         sums = max(sums, blocks[block].chunks * (blocks[block].rows | 1));
-        slots += sell_slots_before(&blocks[block], warps, INT32_MAX);
-        for (int stages = 1; stages <= SELL_MAX_HEAD; stages++)
-            held[stages] += sell_slots_before(&blocks[block], warps, stages);
+        slots += macko_sell_slots_before(&blocks[block], warps, INT32_MAX);
+        for (int stages = 1; stages <= MACKO_SELL_MAX_HEAD; stages++)
+            held[stages] += macko_sell_slots_before(&blocks[block], warps, stages);
     }
     block_exclusive_sum(slots, &slots);
     if (threadIdx.x == 0) totals->sums = 0;
     __syncthreads();
-    if (sums > SELL_MAX_SUMS) atomicMax((unsigned long long *)&totals->sums, (unsigned long long)sums);
+    if (sums > MACKO_SELL_MAX_SUMS) atomicMax((unsigned long long *)&totals->sums, (unsigned long long)sums);
     int head = 0;
-    for (int stages = 1; stages <= SELL_MAX_HEAD; stages++) {
+    for (int stages = 1; stages <= MACKO_SELL_MAX_HEAD; stages++) {
         block_exclusive_sum(held[stages], &held[stages]);
-        const int64_t fixed = sell_head_slot(0, num_blocks, warps, stages);
+        const int64_t fixed = macko_sell_head_slot(0, num_blocks, warps, stages);
         const int64_t spare = max(slots / 32, stages == 1 ? fixed / 4 : 0);
         if (stages <= most_head && fixed - held[stages] <= spare) head = stages;
     }
     int64_t slot = 0, group = 0, total;
-    for (int tile = 0; tile < num_blocks; tile += SCAN_THREADS) {
-        const int block = tile + threadIdx.x;
+    for (int batch = 0; batch < num_blocks; batch += SCAN_THREADS) {
+        const int block = batch + threadIdx.x;
         const bool inside = block < num_blocks;
-        const sell_block b = blocks[inside ? block : 0];
-        const int groups = max(0, sell_groups(&b) - warps);
-        const int behind = sell_slots_before(&b, warps, INT32_MAX) - sell_slots_before(&b, warps, head);
-        const int64_t first_slot = slot + block_exclusive_sum(inside ? behind : 0, &total);
+        const macko_sell_block b = blocks[inside ? block : 0];
+        const int groups = max(0, macko_sell_groups(&b) - warps);
+        const int in_tail = macko_sell_slots_before(&b, warps, INT32_MAX) - macko_sell_slots_before(&b, warps, head);
+        const int64_t first_slot = slot + block_exclusive_sum(inside ? in_tail : 0, &total);
         slot += total;
         const int64_t first_group = group + block_exclusive_sum(inside ? groups : 0, &total);
         group += total;
@@ -389,19 +392,20 @@ __global__ void place_blocks(int warps, int num_blocks, int most_head, sell_bloc
         blocks[block].group = (int32_t)first_group;
     }
     if (threadIdx.x) return;
-    totals->slots = sell_head_slot(0, num_blocks, warps, head) + slot;
-    totals->groups = sell_first_base(num_blocks, warps, 0) / SELL_LANES + group;
+    totals->slots = macko_sell_head_slot(0, num_blocks, warps, head) + slot;
+    totals->groups = macko_sell_first_base(num_blocks, warps, 0) / MACKO_SELL_LANES + group;
     totals->head = head;
 }
 
 // A warp owns a row: its entries at this gap width, as values and columns.
-__global__ void expand_rows(macko_matrix m, sell_matrix s, const int64_t *starts, uint16_t *values, uint16_t *columns) {
+__global__ void expand_rows(macko_matrix m, macko_sell_matrix s, const int64_t *starts, uint16_t *values,
+                            uint16_t *columns) {
     const int64_t sorted = blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
     if (sorted >= s.rows) return;
     const int row = s.perm[sorted];
     int64_t written = starts[sorted];
-    walk_row(m, m.row_ptr[row], m.row_ptr[row + 1], lane, [&](Entry e) {
+    walk_row(m, m.row_ptr[row], m.row_ptr[row + 1], lane, [&](sell_entry e) {
         const int zeros = e.stored ? e.gap >> s.gap_bits : 0, entries = e.stored ? zeros + 1 : 0;
         const int last = warp_inclusive_sum(entries, lane);
         int64_t entry = written + last - entries;
@@ -426,13 +430,13 @@ __device__ __forceinline__ int nibble_shift(int pair) {
     return 4 * (pair == 1 ? 2 : pair == 2 ? 1 : pair);
 }
 
-__device__ __forceinline__ void write_gaps(const int (&gaps)[SELL_STEP], int gap_bits, int lane, uint8_t *at) {
+__device__ __forceinline__ void write_gaps(const int (&gaps)[MACKO_SELL_STEP], int gap_bits, int lane, uint8_t *at) {
     uint32_t fields[4];
     for (int pair = 0; pair < 4; pair++) {
         fields[pair] = 0;
         for (int field = 0; field < 4; field++) fields[pair] |= gaps[entry_of(field, pair)] << (gap_bits * field);
     }
-    for (int plane = 0; plane < gap_bits / 2; plane++, at += SELL_LANES * 4) {
+    for (int plane = 0; plane < gap_bits / 2; plane++, at += MACKO_SELL_LANES * 4) {
         uint32_t word = 0;
         for (int pair = 0; pair < 4; pair++) word |= (fields[pair] >> (8 * plane) & 0xff) << (8 * pair);
         ((uint32_t *)at)[lane] = word;
@@ -443,57 +447,58 @@ __device__ __forceinline__ void write_gaps(const int (&gaps)[SELL_STEP], int gap
 }
 
 // blockIdx.x is the block of the layout, whose groups are shared by the warps of gridDim.y thread blocks.
-__global__ void write_slots(sell_matrix s, const int64_t *starts, const uint16_t *values, const uint16_t *columns,
+__global__ void write_slots(macko_sell_matrix s, const int64_t *starts, const uint16_t *values, const uint16_t *columns,
                             uint8_t *data, uint16_t *bases) {
-    const sell_block b = s.blocks[blockIdx.x];
-    const int lane = threadIdx.x % WARP, slot_bytes = sell_slot_bytes(s.gap_bits);
-    const int groups = max(sell_groups(&b), s.warps), long_groups = sell_long_groups(&b);
-    Places places;
-    places.find(s, b, blockIdx.x);
+    const macko_sell_block b = s.blocks[blockIdx.x];
+    const int lane = threadIdx.x % WARP, slot_bytes = macko_sell_slot_bytes(s.gap_bits);
+    const int groups = max(macko_sell_groups(&b), s.warps), long_groups = macko_sell_long_groups(&b);
+    sell_block_slots block_slots;
+    block_slots.find(s, b, blockIdx.x);
     for (int group = blockIdx.y * WARPS + threadIdx.x / WARP; group < groups; group += gridDim.y * WARPS) {
-        const int task = group * SELL_LANES + lane, warp = group % s.warps, turn = group / s.warps;
+        const int task = group * MACKO_SELL_LANES + lane, warp = group % s.warps, round = group / s.warps;
         const bool owned = task < b.rows * b.chunks;
         const int chunk = owned ? task / b.rows : 0, sorted = b.row + (owned ? task - chunk * b.rows : 0);
         // Entries of the chunk: [entry, stop) of the scratch; the row begins at `first`.
         const int64_t first = owned ? starts[sorted] : 0;
-        const int64_t entry = first + (int64_t)sell_chunk_start(&b, chunk) * SELL_STEP;
-        const int64_t chunk_stop = first + (int64_t)sell_chunk_start(&b, chunk + 1) * SELL_STEP;
+        const int64_t entry = first + (int64_t)macko_sell_chunk_start(&b, chunk) * MACKO_SELL_STEP;
+        const int64_t chunk_stop = first + (int64_t)macko_sell_chunk_start(&b, chunk + 1) * MACKO_SELL_STEP;
         const int64_t stop = owned ? min(starts[sorted + 1], chunk_stop) : entry;
         int next = entry >= stop ? (int)s.cols : entry > first ? columns[entry - 1] + 1 : 0;
-        bases[sell_base(&b, blockIdx.x, s.num_blocks, s.warps, group) + lane] = (uint16_t)next;
+        bases[macko_sell_base(&b, blockIdx.x, s.num_blocks, s.warps, group) + lane] = (uint16_t)next;
 
-        // The stages of this group: behind those of the warp's earlier groups.
-        const int stage = turn * (b.steps - 1) + sell_min(turn, sell_groups_of_warp(long_groups, s.warps, warp));
-        int steps = group < sell_groups(&b) ? b.steps - (group >= long_groups) : 0;
+        // The stages of this group come after those of the warp's earlier groups.
+        const int stage =
+            round * (b.steps - 1) + macko_sell_min(round, macko_sell_groups_of_warp(long_groups, s.warps, warp));
+        int steps = group < macko_sell_groups(&b) ? b.steps - (group >= long_groups) : 0;
         // The last group of a warp also fills the rest of the head, and of its slots beside the other warp of the pair.
         if (group + s.warps >= groups)
-            steps = max(max(s.head, sell_steps_of_warp(&b, s.warps, warp & ~1)) - stage, steps);
+            steps = max(max(s.head, macko_sell_steps_of_warp(&b, s.warps, warp & ~1)) - stage, steps);
         for (int step = 0; step < steps; step++) {
-            uint16_t kept[SELL_STEP];
-            int gaps[SELL_STEP];
-            for (int i = 0; i < SELL_STEP; i++) {
-                const int64_t at = entry + step * SELL_STEP + i;
+            uint16_t kept[MACKO_SELL_STEP];
+            int gaps[MACKO_SELL_STEP];
+            for (int i = 0; i < MACKO_SELL_STEP; i++) {
+                const int64_t at = entry + step * MACKO_SELL_STEP + i;
                 const bool inside = at < stop;
                 kept[i] = inside ? values[at] : 0;
                 gaps[i] = inside ? columns[at] - next : 0;
                 next += gaps[i] + 1;
             }
-            uint8_t *slot = data + (uint64_t)places.slot(s, stage + step, warp) * slot_bytes;
+            uint8_t *slot = data + (uint64_t)block_slots.slot(s, stage + step, warp) * slot_bytes;
             for (int half = 0; half < 2; half++) {
                 uint4 packed;
                 uint32_t *words = &packed.x;
                 for (int i = 0; i < 4; i++)
                     words[i] = kept[half * 8 + 2 * i] | (uint32_t)kept[half * 8 + 2 * i + 1] << 16;
-                ((uint4 *)slot)[half * SELL_LANES + lane] = packed;
+                ((uint4 *)slot)[half * MACKO_SELL_LANES + lane] = packed;
             }
-            write_gaps(gaps, s.gap_bits, lane, slot + SELL_LANES * SELL_STEP * 2);
+            write_gaps(gaps, s.gap_bits, lane, slot + MACKO_SELL_LANES * MACKO_SELL_STEP * 2);
         }
     }
 }
 
 } // namespace
 
-cudaError_t sell_device_cuda(sell_device *device) {
+cudaError_t macko_sell_device_cuda(macko_sell_device *device) {
     int index;
     cudaError_t error = cudaGetDevice(&index);
     if (!error) error = cudaDeviceGetAttribute(&device->num_sms, cudaDevAttrMultiProcessorCount, index);
@@ -504,29 +509,31 @@ cudaError_t sell_device_cuda(sell_device *device) {
     return error;
 }
 
-cudaError_t sell_count_cuda(const macko_matrix *m, int32_t *counts, sell_totals *totals, cudaStream_t stream) {
+cudaError_t macko_sell_count_cuda(const macko_matrix *m, int32_t *counts, macko_sell_totals *totals,
+                                  cudaStream_t stream) {
     cudaMemsetAsync(totals, 0, sizeof *totals, stream);
     if (m->rows) count_entries<<<ceil_div(m->rows, WARPS), WARPS * WARP, 0, stream>>>(*m, counts, totals);
     return cudaGetLastError();
 }
 
-cudaError_t sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t range_rows, int64_t part_rows, int warps,
-                           int num_blocks, int32_t *perm, int32_t *order, int64_t *starts, int64_t *line,
-                           sell_block *blocks, sell_totals *totals, cudaStream_t stream) {
+cudaError_t macko_sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t range_rows, int64_t panel_rows, int warps,
+                                 int num_blocks, int32_t *perm, int32_t *order, int64_t *starts, int64_t *line,
+                                 macko_sell_block *blocks, macko_sell_totals *totals, cudaStream_t stream) {
     if (rows) rank_rows<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(counts, (int)rows, (int)range_rows, perm);
     cut_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, perm, rows, num_blocks, line, blocks);
-    settle_blocks<<<ceil_div(num_blocks, SETTLED), SCAN_THREADS, 0, stream>>>(counts, perm, (int)rows, (int)range_rows,
-                                                                              warps, num_blocks, blocks);
+    move_borders<<<ceil_div(num_blocks, BLOCKS_AT_ONCE), SCAN_THREADS, 0, stream>>>(
+        counts, perm, (int)rows, (int)range_rows, warps, num_blocks, blocks);
     order_rows<<<num_blocks, WARPS * WARP, 0, stream>>>(blocks, perm, line);
     place_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, line, rows, perm, starts);
-    if (rows) order_parts<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(perm, (int)rows, (int)part_rows, order);
-    const int most_head = number("MACKO_HEAD", SELL_MAX_HEAD);
+    if (rows) order_panels<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(perm, (int)rows, (int)panel_rows, order);
+    const int most_head = env_number("MACKO_HEAD", MACKO_SELL_MAX_HEAD);
     place_blocks<<<1, SCAN_THREADS, 0, stream>>>(warps, num_blocks, most_head, blocks, totals);
     return cudaGetLastError();
 }
 
-cudaError_t sell_write_cuda(const macko_matrix *m, const sell_matrix *s, const int64_t *starts, uint16_t *values,
-                            uint16_t *columns, uint8_t *data, uint16_t *bases, cudaStream_t stream) {
+cudaError_t macko_sell_write_cuda(const macko_matrix *m, const macko_sell_matrix *s, const int64_t *starts,
+                                  uint16_t *values, uint16_t *columns, uint8_t *data, uint16_t *bases,
+                                  cudaStream_t stream) {
     if (s->rows) expand_rows<<<ceil_div(s->rows, WARPS), WARPS * WARP, 0, stream>>>(*m, *s, starts, values, columns);
     write_slots<<<dim3(s->num_blocks, 8), WARPS * WARP, 0, stream>>>(*s, starts, values, columns, data, bases);
     return cudaGetLastError();

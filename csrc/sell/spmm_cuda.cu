@@ -1,23 +1,23 @@
-// y = x W^T + bias on CUDA for a few tokens, from the sell layout: the stream of spmv, with N tokens of x beside each other.
+// y = x W^T + bias on CUDA for a few tokens, from the sell layout: the stream of spmv, with x as [column][N tokens].
 #include "stream.cuh"
 
 using namespace macko;
 
 namespace {
 
-constexpr int MAX_TEAMS = 2;
-constexpr int MIN_STAGES = 3; // with 2 the ring runs dry
-constexpr int MAX_THREADS = (2 * (8 + 1) > SELL_MAX_WARPS + 1 ? 2 * (8 + 1) : SELL_MAX_WARPS + 1) * WARP;
-[[maybe_unused]] constexpr int X_AT_ONCE = 32; // words of x that a thread has on their way
+constexpr int MAX_CONSUMER_GROUPS = 2;
+constexpr int MIN_STAGES = 3; // with 2 the consumers wait for memory
+constexpr int MAX_THREADS = (2 * (8 + 1) > MACKO_SELL_MAX_WARPS + 1 ? 2 * (8 + 1) : MACKO_SELL_MAX_WARPS + 1) * WARP;
+[[maybe_unused]] constexpr int X_AT_ONCE = 32; // words of x that a thread has in flight
 
 // N 16-bit values, the tokens of one column, from shared memory as words.
 template <int N>
-struct Tokens {
+struct sell_tokens {
     uint32_t words[N / 2];
 };
 template <int N>
-__device__ __forceinline__ Tokens<N> load_tokens(uint32_t at) {
-    Tokens<N> x;
+__device__ __forceinline__ sell_tokens<N> load_tokens(uint32_t at) {
+    sell_tokens<N> x;
     if constexpr (N == 2) {
         x.words[0] = load_shared_4(at);
     } else if constexpr (N == 4) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
                                            float (&sum)[N]) {
     const uint32_t words[4] = {values.x, values.y, values.z, values.w};
     const auto [to_even, to_odd] = distances<GAP_BITS>(even, odd);
-    Tokens<N> x[8]; // all asked for before the first product, which waits
+    sell_tokens<N> x[8]; // all asked for before the first product, which waits
     for (int pair = 0; pair < 4; pair++) {
         const uint32_t pick = 2u * N << (8 * pair), last = __dp4a(to_odd, pick, address);
         x[2 * pair] = load_tokens<N>(__dp4a(to_even, pick, address));
@@ -53,7 +53,7 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
 }
 
 template <typename T, int GAP_BITS, int N>
-__device__ __forceinline__ void multiply_step(const Step &step, uint32_t &address, float (&sum)[N]) {
+__device__ __forceinline__ void multiply_step(const sell_step &step, uint32_t &address, float (&sum)[N]) {
     for (int half = 0; half < 2; half++)
         multiply_8<T, GAP_BITS>(step.values[half], gap_field<GAP_BITS>(step.planes, 2 * half),
                                 gap_field<GAP_BITS>(step.planes, 2 * half + 1), address, sum);
@@ -62,8 +62,9 @@ __device__ __forceinline__ void multiply_step(const Step &step, uint32_t &addres
 // x [tokens, cols] into shared memory as [cols][N], zeros for the tokens that are missing.
 template <typename T, int N>
 __device__ __forceinline__ void interleave(const T *x, int tokens, int cols, uint8_t *shared, int thread, int threads) {
-    constexpr int COLS = N < 8 ? 4 : 2, PIECES = COLS * N / 8; // of a load, of 16 bytes of a load of each token
-    constexpr int LOADS = X_AT_ONCE / (4 * PIECES);            // all asked for before the first is needed
+    constexpr int COLS = N < 8 ? 4 : 2,
+                  VECTORS = COLS * N / 8;            // columns of a load; 16-byte stores of what N loads bring
+    constexpr int LOADS = X_AT_ONCE / (4 * VECTORS); // all asked for before the first is needed
     const uint16_t *source = (const uint16_t *)x;
     const int whole = cols % COLS == 0 && (uintptr_t)x % (2 * COLS) == 0 ? cols / COLS : 0;
 #pragma unroll 1
@@ -84,16 +85,16 @@ __device__ __forceinline__ void interleave(const T *x, int tokens, int cols, uin
         for (int i = 0; i < LOADS; i++) {
             const int at = first + i * threads;
             if (at >= whole) break;
-            uint4 out[PIECES]; // column after column
-            for (int word = 0; word < 4 * PIECES; word++) {
+            uint4 out[VECTORS]; // column after column
+            for (int word = 0; word < 4 * VECTORS; word++) {
                 const int col = word / (N / 2), n = word % (N / 2) * 2;
                 ((uint32_t *)out)[word] =
                     __byte_perm(in[i][n][col / 2], in[i][n + 1][col / 2], col % 2 ? 0x7632 : 0x5410);
             }
-            uint4 *to = (uint4 *)shared + at * PIECES;
-            const bool swap = PIECES == 2 && thread & 4; // so that eight lanes write to all banks
-            to[swap] = swap ? out[PIECES - 1] : out[0];
-            if (PIECES == 2) to[!swap] = swap ? out[0] : out[PIECES - 1];
+            uint4 *to = (uint4 *)shared + at * VECTORS;
+            const bool swap = VECTORS == 2 && thread & 4; // so that eight lanes write to all banks
+            to[swap] = swap ? out[VECTORS - 1] : out[0];
+            if (VECTORS == 2) to[!swap] = swap ? out[0] : out[VECTORS - 1];
         }
     }
 #pragma unroll 1
@@ -101,126 +102,134 @@ __device__ __forceinline__ void interleave(const T *x, int tokens, int cols, uin
         ((uint16_t *)shared)[i] = i % N < tokens ? source[(int64_t)(i % N) * cols + i / N] : 0;
 }
 
-// Bytes of x in shared memory. Padding points behind the columns, but is brought back after each step.
+// Bytes of x in shared memory. Padding moves a lane past the columns; after each step it is set back to x_end.
 __host__ __device__ constexpr int x_bytes(int64_t cols, int n) {
-    return (int)((cols + SELL_STEP) * 2 * n + 127) / 128 * 128;
+    return (int)((cols + MACKO_SELL_STEP) * 2 * n + 127) / 128 * 128;
 }
 
 __host__ __device__ constexpr int sums_bytes(int n) {
-    return SELL_MAX_SUMS * 4 * n;
+    return MACKO_SELL_MAX_SUMS * 4 * n;
 }
 
-struct Launch {
-    Ring ring;  // of a team
-    int teams;  // of a block
-    int tokens; // 1..N
+struct sell_launch {
+    sell_pipeline pipeline; // of a consumer group
+    int consumer_groups;    // of a block
+    int tokens;             // 1..N
 };
 
 /*
- * A block has one or two teams that share x. A team owns the rows of a block of the layout, has a ring and a table of
- * partial sums, and does what a block of spmv does: m.warps warps decode, one more keeps the ring full. Shared memory
- * holds the rings, x and zeros behind it, the tables.
+ * A thread block has one or two consumer groups that share x. Each owns the rows of one block of the layout and does what a
+ * thread block of spmv does, with a pipeline and partial sums of its own.
+ *
+ *     warps           | m.warps of group 0 | m.warps of group 1 | producer of group 0 | producer of group 1 |
+ *     shared memory   | stages of group 0 | stages of group 1 | x [column][N], zeros | sums of group 0 | sums of group 1 |
+ *     a lane's task   N sums a chunk of a row  ->  sums [chunk][rows | 1][N]
+ *     a result        row r, token n: 2^log_lanes lanes add up sums [..][r][n] in a fixed order
  */
 template <typename T, int GAP_BITS, int N>
 __global__ void __launch_bounds__(MAX_THREADS, 1)
-    spmm(const Launch launch, const sell_matrix m, const T *x, const T *bias, T *y) {
+    spmm(const sell_launch launch, const macko_sell_matrix m, const T *x, const T *bias, T *y) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ __align__(8) uint64_t barriers[MAX_TEAMS * 2 * SELL_MAX_STAGES];
-    __shared__ __align__(16) sell_block headers[MAX_TEAMS];
-    constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
-    const int warps = m.warps, stage_bytes = warps * SLOT, cols = (int)m.cols, consumers = launch.teams * warps;
+    __shared__ __align__(8) uint64_t barriers[MAX_CONSUMER_GROUPS * 2 * MACKO_SELL_MAX_STAGES];
+    __shared__ __align__(16) macko_sell_block headers[MAX_CONSUMER_GROUPS];
+    constexpr int SLOT = MACKO_SELL_LANES * (MACKO_SELL_STEP * 2 + GAP_BITS * 2);
+    const int warps = m.warps, stage_bytes = warps * SLOT, cols = (int)m.cols,
+              consumer_warps = launch.consumer_groups * warps;
     const int block_warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const bool fetches = block_warp >= consumers;
-    const int team = fetches ? block_warp - consumers : block_warp >= warps, warp = block_warp - team * warps;
-    const int block = blockIdx.x * launch.teams + team, ring_bytes = launch.ring.stages * stage_bytes;
-    const uint32_t ring_at = shared_address(shared) + team * ring_bytes;
-    const uint32_t filled = shared_address(barriers + team * 2 * SELL_MAX_STAGES),
-                   emptied = filled + 8 * SELL_MAX_STAGES;
-    if (fetches) {
-        fill_ring<SLOT>(m, block, launch.ring, ring_at, filled, emptied, headers[team], lane, NoRest());
+    const bool produces = block_warp >= consumer_warps;
+    const int consumer_group = produces ? block_warp - consumer_warps : block_warp >= warps,
+              warp = block_warp - consumer_group * warps;
+    const int block = blockIdx.x * launch.consumer_groups + consumer_group,
+              pipeline_bytes = launch.pipeline.stages * stage_bytes;
+    const uint32_t stages_at = shared_address(shared) + consumer_group * pipeline_bytes;
+    const uint32_t full = shared_address(barriers + consumer_group * 2 * MACKO_SELL_MAX_STAGES),
+                   empty = full + 8 * MACKO_SELL_MAX_STAGES;
+    if (produces) {
+        sell_produce<SLOT>(m, block, launch.pipeline, stages_at, full, empty, headers[consumer_group], lane,
+                           sell_no_late_x());
         return;
     }
-    const int threads = warps * WARP, team_thread = warp * WARP + lane;
+    const int threads = warps * WARP, consumer_thread = warp * WARP + lane;
     const bool owns = block < m.num_blocks;
-    if (team_thread < sizeof(sell_block) / 16) { // through shared memory for the same reason as in fill_ring
+    if (consumer_thread < sizeof(macko_sell_block) / 16) { // through shared memory: see sell_produce
         if (owns)
-            copy_async<16>(shared_address(headers + team) + team_thread * 16,
-                           (const uint4 *)(m.blocks + block) + team_thread);
+            copy_async<16>(shared_address(headers + consumer_group) + consumer_thread * 16,
+                           (const uint4 *)(m.blocks + block) + consumer_thread);
         else
-            ((uint4 *)(headers + team))[team_thread] = make_uint4(0, 0, 0, 0);
+            ((uint4 *)(headers + consumer_group))[consumer_thread] = make_uint4(0, 0, 0, 0);
     }
     commit_copies();
-    uint32_t base = owns ? m.bases[sell_first_base(block, warps, warp) + lane] : 0;
+    uint32_t base = owns ? m.bases[macko_sell_first_base(block, warps, warp) + lane] : 0;
 
-    uint8_t *own_x = shared + launch.teams * ring_bytes;
-    if (threadIdx.x < SELL_STEP * N / 2) ((uint32_t *)(own_x + cols * 2 * N))[threadIdx.x] = 0;
-    sm90::wait_for_previous_launch(); // from here on, what the previous kernel wrote may be read
-    interleave<T, N>(x, launch.tokens, cols, own_x, threadIdx.x, consumers * WARP);
+    uint8_t *x_shared = shared + launch.consumer_groups * pipeline_bytes;
+    if (threadIdx.x < MACKO_SELL_STEP * N / 2) ((uint32_t *)(x_shared + cols * 2 * N))[threadIdx.x] = 0;
+    sm90::pdl_wait(); // from here on, x may be read
+    interleave<T, N>(x, launch.tokens, cols, x_shared, threadIdx.x, consumer_warps * WARP);
     wait_copies<0>();
     __syncthreads();
-    const sell_block b = load_block(&headers[team]);
+    const macko_sell_block b = load_block(&headers[consumer_group]);
 
-    // Results are rows * N; 2^log_lanes lanes will add up one, next to it in the warp the lanes of the next results.
+    // A result is a row and a token. 2^log_lanes lanes add up one: lane l of a warp works on result l % together of the warp.
     const int results = b.rows * N;
     const int log_lanes = results && results < threads ? min(31 - __clz(small_quotient(threads, results)), 5) : 0;
     const int together = WARP >> log_lanes, own = warp * together + (lane & (together - 1));
-    const int part = lane >> (5 - log_lanes);
-    int out = -1;
+    const int row_lane = lane >> (5 - log_lanes);
+    int out_row = -1;
 
     // Partial sums lie chunk by chunk, rows | 1 of them a chunk, N tokens each.
-    const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
+    const int groups = macko_sell_groups(&b), long_groups = macko_sell_long_groups(&b);
     const int rows = max(b.rows, 1), stride = b.rows | 1;
-    const uint32_t x_at = held(shared_address(own_x)), x_end = held(x_at + 2 * N * cols);
-    const uint32_t sums = held(x_at + x_bytes(cols, N) + team * sums_bytes(N));
-    static_assert(SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
-    const auto place_of = [&](int group) { // where this lane's sums of a group go, 0 where it has none
+    const uint32_t x_at = held(shared_address(x_shared)), x_end = held(x_at + 2 * N * cols);
+    const uint32_t sums = held(x_at + x_bytes(cols, N) + consumer_group * sums_bytes(N));
+    static_assert(MACKO_SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
+    const auto sum_address = [&](int group) { // of this lane's sums of a group, 0 where it has none
         const int task = group * WARP + lane, chunk = small_quotient(task, rows), row = task - chunk * rows;
         return chunk < b.chunks ? held(sums + (chunk * stride + row) * (4 * N)) : 0;
     };
-    // What the end needs is ready before it.
-    const uint32_t own_sums = held(sums + 4 * (part * stride * N + own));
-    const int num_sums = (int)held((b.chunks - part + (1 << log_lanes) - 1) >> log_lanes);
-    const LaneSlot slot = lane_slot<GAP_BITS>(ring_at + warp * SLOT, lane);
-    const uint32_t ring_end = held(ring_bytes), first_barrier = held(filled);
-    uint32_t offset = 0, barrier = first_barrier, parity = 0;
+    // What the epilogue needs is computed before the loop.
+    const uint32_t own_sums = held(sums + 4 * (row_lane * stride * N + own));
+    const int num_sums = (int)held((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
+    const sell_lane_slot slot = lane_slot<GAP_BITS>(stages_at + warp * SLOT, lane);
+    const uint32_t pipeline_end = held(pipeline_bytes), first_barrier = held(full);
+    uint32_t offset = 0, barrier = first_barrier, phase = 0;
     auto advance = [&] {
         offset += stage_bytes;
         barrier += 8;
-        if (offset == ring_end) offset = 0, barrier = first_barrier, parity ^= 1;
+        if (offset == pipeline_end) offset = 0, barrier = first_barrier, phase ^= 1;
     };
     int stages_left = b.stages;
 #pragma unroll 1
     for (int group = warp; group < groups; group += warps) {
         uint32_t address = x_at + 2 * N * base;
-        const uint32_t place = place_of(group);
-        if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
-        if (group == warp && own < results) out = m.perm[b.row + own / N]; // here for the same reason as in spmv
+        const uint32_t sum_at = sum_address(group);
+        if (group + warps < groups) base = m.bases[macko_sell_later_base(&b, m.num_blocks, warps, group) + lane];
+        if (group == warp && own < results) out_row = m.perm[b.row + own / N]; // not before the loop: see spmv
         float sum[N] = {};
         int steps = b.steps - (group >= long_groups);
         stages_left -= steps;
 #pragma unroll 1
         do {
-            barrier_wait(barrier, parity);
-            const Step step = load_step<GAP_BITS>(slot, offset);
+            barrier_wait(barrier, phase);
+            const sell_step step = load_step<GAP_BITS>(slot, offset);
             __syncwarp();
             multiply_step<T, GAP_BITS>(step, address, sum);
-            give_back(barrier + 8 * SELL_MAX_STAGES, lane);
+            release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
             address = min(address, x_end);
             advance();
         } while (--steps);
-        if (place)
+        if (sum_at)
             for (int n = 0; n < N; n += 2)
-                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place + 4 * n), "f"(sum[n]), "f"(sum[n + 1])
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sum_at + 4 * n), "f"(sum[n]), "f"(sum[n + 1])
                              : "memory");
     }
 #pragma unroll 1
-    for (; stages_left > 0; stages_left--) { // the ring waits for all warps, so those with less to do go along
-        barrier_wait(barrier, parity);
-        give_back(barrier + 8 * SELL_MAX_STAGES, lane);
+    for (; stages_left > 0; stages_left--) { // the producer waits for every warp: see spmv
+        barrier_wait(barrier, phase);
+        release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
         advance();
     }
-    sync_threads(1 + team, threads);
+    named_barrier_sync(1 + consumer_group, threads);
 
     const uint32_t sum_bytes = stride * N * 4 << log_lanes; // from one sum of a lane to its next
     uint32_t at = own_sums;
@@ -233,51 +242,54 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         for (int distance = together; distance < WARP; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
         const int token = result % N;
         if (result < results && token < launch.tokens && lane < together) {
-            if (result != own || out < 0) out = m.perm[b.row + result / N];
-            y[token * m.rows + out] = from_float<T>(bias ? sum + to_float(bias[out]) : sum);
+            if (result != own || out_row < 0) out_row = m.perm[b.row + result / N];
+            y[token * m.rows + out_row] = from_float<T>(bias ? sum + to_float(bias[out_row]) : sum);
         }
     }
 #endif
 }
 
-// Shared memory and teams for N tokens. ring.stages is 0 where x and the partial sums leave no room for a ring.
-Launch shape_of(const sell_matrix &m, int n, const sell_device &device, int *shared_bytes) {
-    const int stage = m.warps * sell_slot_bytes(m.gap_bits), room = device.shared_per_block - SELL_BARRIER_BYTES;
-    for (int teams = m.warps <= 8 && m.num_blocks > device.num_sms ? MAX_TEAMS : 1; teams; teams--) {
-        const int fixed = x_bytes(m.cols, n) + teams * sums_bytes(n);
-        const int fit = (room - fixed) / (teams * stage), wanted = (80 * 1024 / teams + stage / 2) / stage;
-        const int stages = std::min({fit, std::max(wanted, int(SELL_MIN_STAGES)), int(SELL_MAX_STAGES)});
-        *shared_bytes = fixed + teams * stages * stage;
-        if (stages >= MIN_STAGES) return {{stages, 0, 0, 0}, teams, 0};
+// Shared memory and consumer groups for N tokens. pipeline.stages is 0 where x and the partial sums leave no room for stages.
+sell_launch shape_of(const macko_sell_matrix &m, int n, const macko_sell_device &device, int *shared_bytes) {
+    const int stage = m.warps * macko_sell_slot_bytes(m.gap_bits),
+              room = device.shared_per_block - MACKO_SELL_BARRIER_BYTES;
+    for (int consumer_groups = m.warps <= 8 && m.num_blocks > device.num_sms ? MAX_CONSUMER_GROUPS : 1; consumer_groups;
+         consumer_groups--) {
+        const int fixed = x_bytes(m.cols, n) + consumer_groups * sums_bytes(n);
+        const int fit = (room - fixed) / (consumer_groups * stage),
+                  wanted = (80 * 1024 / consumer_groups + stage / 2) / stage;
+        const int stages = std::min({fit, std::max(wanted, int(MACKO_SELL_MIN_STAGES)), int(MACKO_SELL_MAX_STAGES)});
+        *shared_bytes = fixed + consumer_groups * stages * stage;
+        if (stages >= MIN_STAGES) return {{stages, 0, 0, 0}, consumer_groups, 0};
     }
     return {};
 }
 
 template <typename T, int GAP_BITS, int N>
-cudaError_t launch_spmm(const sell_matrix &m, Launch launch, int shared_bytes, const T *x, const T *bias, T *y,
-                        cudaStream_t stream) {
+cudaError_t launch_spmm(const macko_sell_matrix &m, sell_launch launch, int shared_bytes, const T *x, const T *bias,
+                        T *y, cudaStream_t stream) {
     Device device;
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<spmm<T, GAP_BITS, N>>(device);
     if (error) return error;
-    cudaLaunchAttribute attribute = overlap_attribute();
+    cudaLaunchAttribute attribute = pdl_attribute();
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)ceil_div(m.num_blocks, launch.teams));
-    config.blockDim = dim3(launch.teams * (m.warps + 1) * WARP);
+    config.gridDim = dim3((unsigned)ceil_div(m.num_blocks, launch.consumer_groups));
+    config.blockDim = dim3(launch.consumer_groups * (m.warps + 1) * WARP);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = may_overlap(stream, config.blockDim.x) ? 1 : 0;
-    // x comes the sooner, the fewer stages are asked for before it: 2 where decoding takes longer than the weights' way
-    // from memory, or where there are few; else 3. H200, chained, 2 / 3 / all: 7.48 / 8.03 / 8.35 us for 4 tokens
+    config.numAttrs = may_use_pdl(stream, config.blockDim.x) ? 1 : 0;
+    // The fewer stages are asked for before x, the sooner it arrives: 2 where decoding takes longer than the weights need from
+    // memory, or where blocks have few stages; else 3. H200, with PDL, 2 / 3 / all: 7.48 / 8.03 / 8.35 us for 4 tokens
     // (4096 x 4096, density 0.3), 5.68 / 6.06 / 6.31 for 2, 21.2 / 20.7 / 21.0 for 2 (8192 x 8192, density 0.5).
     const bool few = config.numAttrs && m.slots <= (int64_t)10 * m.num_blocks * m.warps;
-    launch.ring = ring_of(m, launch.ring.stages, N > 2 || few ? 2 : 3);
+    launch.pipeline = pipeline_of(m, launch.pipeline.stages, N > 2 || few ? 2 : 3);
     return cudaLaunchKernelEx(&config, spmm<T, GAP_BITS, N>, launch, m, x, bias, y);
 }
 
 template <typename T, int GAP_BITS>
-cudaError_t launch_tokens(const sell_matrix &m, const Launch &launch, int n, int shared_bytes, const void *x,
+cudaError_t launch_tokens(const macko_sell_matrix &m, const sell_launch &launch, int n, int shared_bytes, const void *x,
                           const void *bias, void *y, cudaStream_t stream) {
     const auto run = n == 8   ? launch_spmm<T, GAP_BITS, 8>
                      : n == 4 ? launch_spmm<T, GAP_BITS, 4>
@@ -286,7 +298,7 @@ cudaError_t launch_tokens(const sell_matrix &m, const Launch &launch, int n, int
 }
 
 template <typename T>
-cudaError_t launch_width(const sell_matrix &m, const Launch &launch, int n, int shared_bytes, const void *x,
+cudaError_t launch_width(const macko_sell_matrix &m, const sell_launch &launch, int n, int shared_bytes, const void *x,
                          const void *bias, void *y, cudaStream_t stream) {
     switch (m.gap_bits) {
     case 2: return launch_tokens<T, 2>(m, launch, n, shared_bytes, x, bias, y, stream);
@@ -300,28 +312,28 @@ cudaError_t launch_width(const sell_matrix &m, const Launch &launch, int n, int 
 
 } // namespace
 
-cudaError_t sell_spmm_cuda(const sell_matrix *s, int64_t tokens, const void *x, const void *bias, void *y,
-                           cudaStream_t stream) {
+cudaError_t macko_sell_spmm_cuda(const macko_sell_matrix *s, int64_t tokens, const void *x, const void *bias, void *y,
+                                 cudaStream_t stream) {
     if (!s->rows) return cudaSuccess;
-    sell_device device;
+    macko_sell_device device;
     Device facts;
-    cudaError_t error = sell_device_cuda(&device);
+    cudaError_t error = macko_sell_device_cuda(&device);
     if (!error) error = current_device(&facts);
     if (error) return error;
-    const bool bulk = facts.major >= 9 && !is("MACKO_COPY", "cp_async");
+    const bool bulk = facts.major >= 9 && !env_is("MACKO_COPY", "cp_async");
     for (int64_t token = 0; token < tokens && !error;) {
         const char *x_here = (const char *)x + token * s->cols * 2;
         char *y_here = (char *)y + token * s->rows * 2;
         const int64_t left = tokens - token;
         int n = !bulk || left == 1 ? 1 : left == 2 ? 2 : left <= 4 ? 4 : 8, shared_bytes = 0;
-        Launch launch = {};
+        sell_launch launch = {};
         for (; n > 1; n /= 2) { // the most tokens that fit
             launch = shape_of(*s, n, device, &shared_bytes);
-            if (launch.ring.stages) break;
+            if (launch.pipeline.stages) break;
         }
         launch.tokens = (int)std::min<int64_t>(n, left);
         if (n == 1)
-            error = sell_spmv_cuda(s, x_here, nullptr, bias, y_here, stream);
+            error = macko_sell_spmv_cuda(s, x_here, nullptr, bias, y_here, stream);
         else if (s->dtype == MACKO_F16)
             error = launch_width<__half>(*s, launch, n, shared_bytes, x_here, bias, y_here, stream);
         else

@@ -5,37 +5,37 @@ using namespace macko;
 
 namespace {
 
-constexpr int CP_ASYNC_STAGES = SELL_MIN_STAGES; // an immediate of the instruction that waits
-constexpr int LONG_X = 8192;                     // columns; halves of a shorter x gained nothing
+constexpr int CP_ASYNC_STAGES = MACKO_SELL_MIN_STAGES; // an immediate of the instruction that waits
+constexpr int LONG_X = 8192;                           // columns; halves of a shorter x gained nothing
 
-// How a block brings its slots into shared memory.
-enum Copy {
-    BULK,     // sm_90 and up: one warp fetches whole stages for all, cp.async.bulk and mbarriers
-    CP_ASYNC, // sm_80 and up: each warp fetches its own slots, 16 bytes a lane
+// How a block's slots come into shared memory.
+enum sell_copy {
+    BULK,     // sm_90 and up: a producer warp fetches whole stages, cp.async.bulk and mbarriers
+    CP_ASYNC, // sm_80 and up: each consumer warp fetches its own slots, 16 bytes a lane
 };
 
 constexpr int GATE_THREADS = 128;
 
 // What a block multiplies.
-enum Input {
+enum sell_input {
     AS_IT_IS,
     RMS_NORM, // x by its root mean square, times a weight a column
 };
 
 template <typename T>
-struct Norm {
+struct sell_norm {
     const T *weight; // [cols]
     float eps;
 };
 
-// Where the previous kernel's end is waited for, what it wrote is read from L2.
-__device__ __forceinline__ uint4 load_piece(const uint4 *from) {
+// Of x, once pdl_wait has passed: from L2, where the previous kernel wrote it.
+__device__ __forceinline__ uint4 load_vector(const uint4 *from) {
     return __ldcg(from);
 }
 
 template <typename T>
-__device__ __forceinline__ float sum_of_squares(uint4 piece, float sum) {
-    for (const uint32_t word : {piece.x, piece.y, piece.z, piece.w}) {
+__device__ __forceinline__ float sum_of_squares(uint4 vector, float sum) {
+    for (const uint32_t word : {vector.x, vector.y, vector.z, vector.w}) {
         const float2 x = to_float2<T>(word);
         sum = fmaf(x.y, x.y, fmaf(x.x, x.x, sum));
     }
@@ -44,43 +44,44 @@ __device__ __forceinline__ float sum_of_squares(uint4 piece, float sum) {
 
 // Rounded twice, as modules do it: x scaled, and its product with the weight.
 template <typename T>
-__device__ __forceinline__ uint4 normalised(uint4 piece, uint4 weight, float scale) {
+__device__ __forceinline__ uint4 normalised(uint4 vector, uint4 weight, float scale) {
     const auto two = [scale](uint32_t x, uint32_t w) {
         const float2 v = to_float2<T>(x), factor = to_float2<T>(w);
         const float2 scaled = to_float2<T>(from_float2<T>(v.x * scale, v.y * scale));
         return from_float2<T>(scaled.x * factor.x, scaled.y * factor.y);
     };
-    return make_uint4(two(piece.x, weight.x), two(piece.y, weight.y), two(piece.z, weight.z), two(piece.w, weight.w));
+    return make_uint4(two(vector.x, weight.x), two(vector.y, weight.y), two(vector.z, weight.z),
+                      two(vector.w, weight.w));
 }
 
 /*
- * x / sqrt(mean(x^2) + eps) * weight into own_x, by `threads` threads and every block for itself: a kernel in front of
- * this one would take longer, for no block of this one could start before it is through. `partial` has room for a float
- * a warp. A thread reads only the weights that it fetched.
+ * x / sqrt(mean(x^2) + eps) * weight into x_shared, by `threads` threads and every block for itself: a kernel before this one
+ * would take longer, for no block of this one could start before it has ended. `partial` has room for a float a warp. A
+ * thread reads only the weights that it fetched.
  */
 template <typename T>
-__device__ __forceinline__ void stage_normalised(uint4 *own_x, const T *x, const Norm<T> &norm, int cols, int threads,
-                                                 float *partial) {
-    // Pieces of 8 columns that a thread holds from one pass to the next: 8192 columns by 8 warps.
+__device__ __forceinline__ void stage_normalised(uint4 *x_shared, const T *x, const sell_norm<T> &norm, int cols,
+                                                 int threads, float *partial) {
+    // Vectors of 8 columns that a thread holds in registers from one pass to the next: 8192 columns by 8 warps.
     constexpr int HELD = 4;
     const auto *from = (const uint4 *)x;
-    const int pieces = cols / 8, warp = threadIdx.x / WARP;
+    const int vectors = cols / 8, warp = threadIdx.x / WARP;
     uint4 held_x[HELD] = {};
 #pragma unroll
     for (int k = 0; k < HELD; k++)
-        if (threadIdx.x + k * threads < pieces) held_x[k] = load_piece(from + threadIdx.x + k * threads);
+        if (threadIdx.x + k * threads < vectors) held_x[k] = load_vector(from + threadIdx.x + k * threads);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < pieces; i += threads)
-        copy_async<16>(shared_address(own_x + i), (const uint4 *)norm.weight + i);
+    for (int i = threadIdx.x; i < vectors; i += threads)
+        copy_async<16>(shared_address(x_shared + i), (const uint4 *)norm.weight + i);
     float sum = 0;
 #pragma unroll
     for (int k = 0; k < HELD; k++) sum = sum_of_squares<T>(held_x[k], sum);
 #pragma unroll 1
-    for (int i = threadIdx.x + HELD * threads; i < pieces; i += threads)
-        sum = sum_of_squares<T>(load_piece(from + i), sum);
+    for (int i = threadIdx.x + HELD * threads; i < vectors; i += threads)
+        sum = sum_of_squares<T>(load_vector(from + i), sum);
     for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
     if (threadIdx.x % WARP == 0) partial[warp] = sum;
-    sync_threads(1, threads); // but not the warp that fills the ring
+    named_barrier_sync(1, threads); // of the consumers
     float total = 0;
     for (int w = 0; w < threads / WARP; w++) total += partial[w];
     const float scale = rsqrtf(total / cols + norm.eps);
@@ -88,38 +89,39 @@ __device__ __forceinline__ void stage_normalised(uint4 *own_x, const T *x, const
     wait_copies<0>();
 #pragma unroll
     for (int k = 0; k < HELD; k++)
-        if (const int i = threadIdx.x + k * threads; i < pieces) own_x[i] = normalised<T>(held_x[k], own_x[i], scale);
+        if (const int i = threadIdx.x + k * threads; i < vectors)
+            x_shared[i] = normalised<T>(held_x[k], x_shared[i], scale);
 #pragma unroll 1
-    for (int i = threadIdx.x + HELD * threads; i < pieces; i += threads)
-        own_x[i] = normalised<T>(load_piece(from + i), own_x[i], scale);
+    for (int i = threadIdx.x + HELD * threads; i < vectors; i += threads)
+        x_shared[i] = normalised<T>(load_vector(from + i), x_shared[i], scale);
 }
 
-// The part of x behind ring.split comes by a bulk copy, if x can be read so. Parameters are read only by the functions, and
-// late: they are not there yet when the first stage is fetched.
+// x from pipeline.x_split on comes by a bulk copy, if x is aligned for one. Members are references to the kernel's parameters,
+// read as late as possible: those have not arrived yet when the first stage is fetched.
 template <typename T>
-struct RestOfX {
-    const Ring &ring;
+struct sell_late_x {
+    const sell_pipeline &pipeline;
     const T *const &x;
     const int64_t &cols;
     uint32_t x_at, barrier;
 
     __device__ int bytes() const {
-        return ring.split < NO_SPLIT && (uintptr_t)x % 16 == 0 ? ((int)cols / 8 - ring.split) * 16 : 0;
+        return pipeline.x_split < NO_SPLIT && (uintptr_t)x % 16 == 0 ? ((int)cols / 8 - pipeline.x_split) * 16 : 0;
     }
     __device__ void fetch() const {
         if (bytes() <= 0) return;
         sm90::barrier_init(barrier, 1);
         sm90::fence_barrier_init();
-        sm90::barrier_expect(barrier, bytes());
-        sm90::copy_bytes(x_at + ring.split * 16, x + ring.split * 8, bytes(), barrier);
+        sm90::barrier_arrive_expect_tx(barrier, bytes());
+        sm90::bulk_copy(x_at + pipeline.x_split * 16, x + pipeline.x_split * 8, bytes(), barrier);
     }
     __device__ void wait() const {
         if (bytes() > 0) barrier_wait(barrier, 0);
     }
 };
 
-// Eight products; `address` is that of the first x not passed yet. dp4a picks a byte of the distances, scales it and adds
-// the address, so that an x costs one instruction and its load.
+// Eight products; `address` is that of the first x that the lane has not passed. dp4a picks a byte of the distances, scales
+// it and adds the address: one instruction an x, beside its load.
 template <typename T, int GAP_BITS>
 __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t odd, uint32_t &address,
                                            float (&sum)[2]) {
@@ -140,174 +142,186 @@ __device__ __forceinline__ void multiply_8(uint4 values, uint32_t even, uint32_t
 }
 
 template <typename T, int GAP_BITS>
-__device__ __forceinline__ void multiply_step(const Step &step, uint32_t &address, float (&sum)[2]) {
+__device__ __forceinline__ void multiply_step(const sell_step &step, uint32_t &address, float (&sum)[2]) {
     for (int half = 0; half < 2; half++)
         multiply_8<T, GAP_BITS>(step.values[half], gap_field<GAP_BITS>(step.planes, 2 * half),
                                 gap_field<GAP_BITS>(step.planes, 2 * half + 1), address, sum);
 }
 
 /*
- * A block owns the rows of a block of the layout. Shared memory holds a ring of stages, x (and zeros behind it, for
- * padding) and a partial sum a task: the ring first, so that the first fetch does not wait for the parameter cols.
- * m.warps warps decode: a lane walks a chunk of a row, then the next one. With BULK there is one warp more, which keeps
- * the ring full. At the end 2^k lanes add up a row's partial sums in a fixed order.
+ * A thread block owns the rows of one block of the layout.
+ *
+ *     warps 0 .. m.warps - 1   consumers: of each stage a slot of its own; a lane walks a chunk of a row, then its next chunk
+ *     warp m.warps             producer (BULK only): fills the stages, see sell_produce
+ *
+ *     shared memory            | stage 0 | stage 1 | ... | x, then MACKO_SELL_PAD zeros | partial sums [chunk][rows | 1] |
+ *     a stage                  | slot of warp 0 | slot of warp 1 | ... |
+ *
+ *     task: chunk c of row r   sum over its entries of value * x[column]  ->  partial sums[c][r]
+ *     row r                    2^log_lanes lanes add up partial sums[..][r] in a fixed order, add the bias, store y
+ *
+ * The stages lie first, so that the first fetch does not wait for the parameter cols. Padding (value 0, gap 0) points at the
+ * zeros after x.
  */
-template <typename T, int GAP_BITS, Copy COPY, Input INPUT>
-__global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
-    spmv(const Ring ring, const sell_matrix m, const T *x, const T *bias, T *y, const Norm<T> norm) {
+template <typename T, int GAP_BITS, sell_copy COPY, sell_input INPUT>
+__global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
+    spmv(const sell_pipeline pipeline, const macko_sell_matrix m, const T *x, const T *bias, T *y,
+         const sell_norm<T> norm) {
 #if __CUDA_ARCH__ < 900
     if constexpr (COPY == CP_ASYNC) {
 #else
     {
 #endif
         extern __shared__ __align__(128) uint8_t shared[];
-        __shared__ __align__(8) uint64_t barriers[2 * SELL_MAX_STAGES + 1]; // for each stage: filled, emptied; x
-        __shared__ __align__(16) sell_block header;
-        constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
+        // full of each stage, empty of each stage, late_x
+        __shared__ __align__(8) uint64_t barriers[2 * MACKO_SELL_MAX_STAGES + 1];
+        __shared__ __align__(16) macko_sell_block header;
+        constexpr int SLOT = MACKO_SELL_LANES * (MACKO_SELL_STEP * 2 + GAP_BITS * 2);
         const int warps = m.warps, threads = warps * WARP, stage_bytes = warps * SLOT, cols = (int)m.cols;
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        const int ring_stages = COPY == BULK ? ring.stages : CP_ASYNC_STAGES;
-        uint8_t *own_x = shared + ring_stages * stage_bytes;
-        const uint32_t ring_at = shared_address(shared), x_at = ring_at + ring_stages * stage_bytes;
-        const uint32_t filled = shared_address(barriers);
-        [[maybe_unused]] const uint32_t emptied = filled + 8 * SELL_MAX_STAGES;
+        const int num_stages = COPY == BULK ? pipeline.stages : CP_ASYNC_STAGES;
+        uint8_t *x_shared = shared + num_stages * stage_bytes;
+        const uint32_t stages_at = shared_address(shared), x_at = stages_at + num_stages * stage_bytes;
+        const uint32_t full = shared_address(barriers);
+        [[maybe_unused]] const uint32_t empty = full + 8 * MACKO_SELL_MAX_STAGES;
 #if __CUDA_ARCH__ >= 900
-        const RestOfX<T> rest = {ring, x, m.cols, x_at, filled + 8 * 2 * SELL_MAX_STAGES};
+        const sell_late_x<T> late_x = {pipeline, x, m.cols, x_at, full + 8 * 2 * MACKO_SELL_MAX_STAGES};
         if (COPY == BULK && warp == warps) {
-            fill_ring<SLOT>(m, blockIdx.x, ring, ring_at, filled, emptied, header, lane, rest);
+            sell_produce<SLOT>(m, blockIdx.x, pipeline, stages_at, full, empty, header, lane, late_x);
             return;
         }
 #endif
-        // Through shared memory for the same reason as in fill_ring.
+        // The header, through shared memory: see sell_produce.
         if (threadIdx.x < sizeof header / 16)
             copy_async<16>(shared_address(&header) + threadIdx.x * 16,
                            (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
-        uint32_t base = m.bases[sell_first_base(blockIdx.x, warps, warp) + lane];
+        uint32_t base = m.bases[macko_sell_first_base(blockIdx.x, warps, warp) + lane];
 
-        // x, and zeros behind it. Not by a bulk copy: it would stand in line behind the stages (0.2 us at 4096 x 4096).
-        // Before the wait there are weights only, so that their way from memory is over when x comes.
+        // x, and zeros after it. Not by a bulk copy: that would queue after those of the stages (0.2 us at 4096 x 4096).
+        // Before pdl_wait only weights are asked for: their latency has passed when x arrives.
         const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
-        const int split = min(whole, ring.split);
-        if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)own_x)[cols + threadIdx.x] = 0;
+        const int split = min(whole, pipeline.x_split);
+        if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)x_shared)[cols + threadIdx.x] = 0;
 #pragma unroll 1
-        for (int i = zeros_at + threadIdx.x; i < sell_x_bytes(cols) / 16; i += threads)
-            ((uint4 *)own_x)[i] = make_uint4(0, 0, 0, 0);
+        for (int i = zeros_at + threadIdx.x; i < macko_sell_x_bytes(cols) / 16; i += threads)
+            ((uint4 *)x_shared)[i] = make_uint4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900
-        if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::prefetch_to_l2(norm.weight, cols * 2);
-        sm90::wait_for_previous_launch();
+        if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::bulk_prefetch_l2(norm.weight, cols * 2);
+        sm90::pdl_wait();
 #endif
         if constexpr (INPUT == RMS_NORM) {
-            stage_normalised((uint4 *)own_x, x, norm, cols, threads, (float *)(own_x + sell_x_bytes(cols)));
+            stage_normalised((uint4 *)x_shared, x, norm, cols, threads, (float *)(x_shared + macko_sell_x_bytes(cols)));
         } else {
 #pragma unroll 1
             for (int i = threadIdx.x; i < split; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
             commit_copies();
 #pragma unroll 1
-            for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)own_x)[i] = x[i];
+            for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)x_shared)[i] = x[i];
         }
 
         // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
         asm volatile("cp.async.wait_group 0;" ::: "memory");
-        __syncthreads(); // x is there but for the rest, and the barriers of the ring
-        const sell_block b = load_block(&header);
+        __syncthreads(); // with the producer: x but for late_x, the header and the barriers are ready
+        const macko_sell_block b = load_block(&header);
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
-        const uint8_t *next = m.data + sell_tail_slot(&b, m.num_blocks, warps, m.head) * SLOT;
-        const int lane_steps = COPY == CP_ASYNC && lane < warps ? sell_steps_of_warp(&b, warps, lane) : 0;
+        const uint8_t *next = m.data + macko_sell_tail_slot(&b, m.num_blocks, warps, m.head) * SLOT;
+        const int lane_steps = COPY == CP_ASYNC && lane < warps ? macko_sell_steps_of_warp(&b, warps, lane) : 0;
         const int own_steps = COPY == CP_ASYNC ? __shfl_sync(FULL_WARP, lane_steps, warp) : 0;
         int fetched = 0;
         auto fetch_own = [&](uint32_t offset) {
             const int slots = stage_slots(lane_steps, fetched);
-            const bool behind = fetched >= m.head;
+            const bool in_tail = fetched >= m.head;
             if (fetched < own_steps) {
-                const int64_t head_slot = sell_head_slot(blockIdx.x, m.num_blocks, warps, fetched);
-                const uint8_t *from = (behind ? next : m.data + head_slot * SLOT) + warp * SLOT;
-                const uint32_t to = ring_at + offset + warp * SLOT;
-                for (int piece = lane * 16; piece < SLOT; piece += WARP * 16) copy_async<16>(to + piece, from + piece);
+                const int64_t head_slot = macko_sell_head_slot(blockIdx.x, m.num_blocks, warps, fetched);
+                const uint8_t *from = (in_tail ? next : m.data + head_slot * SLOT) + warp * SLOT;
+                const uint32_t to = stages_at + offset + warp * SLOT;
+                for (int byte = lane * 16; byte < SLOT; byte += WARP * 16) copy_async<16>(to + byte, from + byte);
             }
             commit_copies(); // an empty one too, to keep count
-            if (behind) next += slots * SLOT;
+            if (in_tail) next += slots * SLOT;
             fetched++;
         };
         if (COPY == CP_ASYNC)
-            for (int place = 0; place < CP_ASYNC_STAGES; place++) fetch_own(place * stage_bytes);
+            for (int index = 0; index < CP_ASYNC_STAGES; index++) fetch_own(index * stage_bytes);
 
-        // Lanes that will add up a row: 2^log_lanes, as few as leave each of them SUMS_AT_ONCE partial sums or fewer.
-        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
+        // 2^log_lanes lanes will add up a row: as few as leave each of them at most SUMS_AT_ONCE partial sums.
+        const int groups = macko_sell_groups(&b), long_groups = macko_sell_long_groups(&b);
         const int rows = max(b.rows, 1), group_chunks = small_quotient(threads, rows);
         const int enough = min(32 - __clz(max(b.chunks - 1, 0) / SUMS_AT_ONCE), 5);
         const int log_lanes = group_chunks ? min(31 - __clz(group_chunks), enough) : 0;
-        const int first_row = threadIdx.x >> log_lanes, part = threadIdx.x & ((1 << log_lanes) - 1);
-        int out = -1;
+        const int first_row = threadIdx.x >> log_lanes, row_lane = threadIdx.x & ((1 << log_lanes) - 1);
+        int out_row = -1;
 
         // Partial sums lie chunk by chunk, an odd number of them a chunk, so that those of a row are in different banks.
-        float *sums = (float *)(own_x + sell_x_bytes(cols));
+        float *sums = (float *)(x_shared + macko_sell_x_bytes(cols));
         const int stride = b.rows | 1;
-        // What the end needs is ready before it: nothing overlaps with the end.
-        const uint32_t own_sums = held(shared_address(sums + part * stride + first_row));
-        const int num_sums = (int)held((b.chunks - part + (1 << log_lanes) - 1) >> log_lanes);
-        // Where the sum of this lane's task of a group goes, 0 where it has none: one register in the loop, not four.
-        static_assert(SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
-        const auto place_of = [&](int group) {
+        // What the epilogue needs is computed now, beside the loop: nothing else would hide it there.
+        const uint32_t own_sums = held(shared_address(sums + row_lane * stride + first_row));
+        const int num_sums = (int)held((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
+        // Address of the sum of this lane's task of a group, 0 where it has none: one register in the loop, not four.
+        static_assert(MACKO_SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
+        const auto sum_address = [&](int group) {
             const int task = group * WARP + lane, chunk = small_quotient(task, rows), row = task - chunk * rows;
             return chunk < b.chunks ? held(shared_address(sums + chunk * stride + row)) : 0;
         };
 
-        const LaneSlot slot = lane_slot<GAP_BITS>(ring_at + warp * SLOT, lane);
-        const uint32_t ring_bytes = held(ring_stages * stage_bytes);
-        const uint32_t first_barrier = held(filled);
-        uint32_t offset = 0, barrier = first_barrier, parity = 0;
+        const sell_lane_slot slot = lane_slot<GAP_BITS>(stages_at + warp * SLOT, lane);
+        const uint32_t pipeline_bytes = held(num_stages * stage_bytes);
+        const uint32_t first_barrier = held(full);
+        uint32_t offset = 0, barrier = first_barrier, phase = 0;
         auto advance = [&] {
             offset += stage_bytes;
             barrier += 8;
-            if (offset == ring_bytes) offset = 0, barrier = first_barrier, parity ^= 1;
+            if (offset == pipeline_bytes) offset = 0, barrier = first_barrier, phase ^= 1;
         };
         int stages_left = b.stages;
 #if __CUDA_ARCH__ >= 900
-        // The rest of x is waited for only where a lane may come to it before the ring begins anew: see fill_ring.
+        // late_x is waited for here only if a lane may reach it in the first round of stages: see sell_produce.
         if (COPY == BULK && INPUT == AS_IT_IS && split < whole) {
-            const bool near = (int)base >= cols || (int)base + ring.stages * (SELL_STEP << GAP_BITS) <= split * 8;
-            if (b.steps <= ring.stages || !__all_sync(FULL_WARP, near)) barrier_wait(rest.barrier, 0);
+            const bool near =
+                (int)base >= cols || (int)base + pipeline.stages * (MACKO_SELL_STEP << GAP_BITS) <= split * 8;
+            if (b.steps <= pipeline.stages || !__all_sync(FULL_WARP, near)) barrier_wait(late_x.barrier, 0);
         }
 #endif
 #pragma unroll 1
         for (int group = warp; group < groups; group += warps) {
             uint32_t address = x_at + 2 * base;
-            const uint32_t place = place_of(group);
-            if (group + warps < groups) base = m.bases[sell_later_base(&b, m.num_blocks, warps, group) + lane];
-            // Behind the first use of base: what waits for one of two loads waits for both, and this one takes half a microsecond.
-            if (group == warp && first_row < b.rows) out = m.perm[b.row + first_row];
+            const uint32_t sum_at = sum_address(group);
+            if (group + warps < groups) base = m.bases[macko_sell_later_base(&b, m.num_blocks, warps, group) + lane];
+            // Not before the loop: waiting for base there would wait for this load, too (half a microsecond).
+            if (group == warp && first_row < b.rows) out_row = m.perm[b.row + first_row];
             float sum[2] = {};
             int steps = b.steps - (group >= long_groups);
             stages_left -= steps;
 #pragma unroll 1
             do {
                 if (COPY == BULK) {
-                    barrier_wait(barrier, parity);
+                    barrier_wait(barrier, phase);
                 } else {
                     wait_copies<CP_ASYNC_STAGES - 1>();
                     __syncwarp();
                 }
-                const Step step = load_step<GAP_BITS>(slot, offset);
+                const sell_step step = load_step<GAP_BITS>(slot, offset);
                 __syncwarp();
                 if (COPY == CP_ASYNC) fetch_own(offset);
                 multiply_step<T, GAP_BITS>(step, address, sum);
-                if (COPY == BULK) give_back(barrier + 8 * SELL_MAX_STAGES, lane);
+                if (COPY == BULK) release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
                 advance();
             } while (--steps);
-            if (place) asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(sum[0] + sum[1]) : "memory");
+            if (sum_at) asm volatile("st.shared.f32 [%0], %1;" ::"r"(sum_at), "f"(sum[0] + sum[1]) : "memory");
         }
-        if (COPY == BULK) // the ring waits for all warps, so those with less to do go along
+        if (COPY == BULK) // the producer waits for every warp, so one with fewer steps releases the other stages, too
 #pragma unroll 1
             for (; stages_left > 0; stages_left--) {
-                barrier_wait(barrier, parity);
-                give_back(barrier + 8 * SELL_MAX_STAGES, lane);
+                barrier_wait(barrier, phase);
+                release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
                 advance();
             }
-        sync_threads(1, threads); // but not the warp that filled the ring
+        named_barrier_sync(1, threads); // of the consumers
 
-        // The block's neighbour still decodes, and each load or shuffle waits in line behind its gathers: loads that are
-        // on their way together, and few shuffles.
+        // Epilogue. The other block of the SM still decodes, and each load or shuffle queues after its gathers: so loads go
+        // out several at once, and shuffles are few.
         const uint32_t sum_bytes = 4 * stride << log_lanes; // from one sum of a lane to its next
         uint32_t at = own_sums;
 #pragma unroll 1
@@ -317,27 +331,27 @@ __global__ void __launch_bounds__((SELL_MAX_WARPS + 1) * WARP, 2)
 #pragma unroll 1
             for (int distance = 1 << log_lanes >> 1; distance; distance >>= 1)
                 sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-            if (r < b.rows && part == 0) {
-                if (r != first_row || out < 0) out = m.perm[b.row + r];
-                if (bias) sum += to_float(bias[out]);
-                y[out] = from_float<T>(sum);
+            if (r < b.rows && row_lane == 0) {
+                if (r != first_row || out_row < 0) out_row = m.perm[b.row + r];
+                if (bias) sum += to_float(bias[out_row]);
+                y[out_row] = from_float<T>(sum);
             }
         }
     }
 }
 
-// x = silu(gate) * up, eight columns a thread, rounded twice as modules do it. It lets the next kernel start before it
-// waits itself, for which there has to be a spmv behind it, that reads nothing but weights before its own wait. Not where
-// spmv puts x into shared memory: by count that takes as long there, in each of two blocks an SM.
+// x = silu(gate) * up, eight columns a thread, rounded twice as modules do it. It launches its dependents before its own
+// pdl_wait: the next kernel has to be spmv, which reads nothing but weights before its pdl_wait. Not fused into spmv where that
+// puts x into shared memory: each of two blocks an SM would compute all of it, which by count takes as long.
 template <typename T>
-__global__ void __launch_bounds__(GATE_THREADS) gate_x(const T *gate, const T *up, T *x, int pieces) {
+__global__ void __launch_bounds__(GATE_THREADS) gate_x(const T *gate, const T *up, T *x, int vectors) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
-    sm90::wait_for_previous_launch();
+    sm90::pdl_wait();
 #endif
     const int i = blockIdx.x * GATE_THREADS + threadIdx.x;
-    if (i >= pieces) return;
-    const uint4 g = load_piece((const uint4 *)gate + i), u = load_piece((const uint4 *)up + i);
+    if (i >= vectors) return;
+    const uint4 g = load_vector((const uint4 *)gate + i), u = load_vector((const uint4 *)up + i);
     const auto two = [](uint32_t gates, uint32_t ups) {
         const float2 a = to_float2<T>(gates), b = to_float2<T>(ups);
         const float2 silu = to_float2<T>(from_float2<T>(a.x / (1 + __expf(-a.x)), a.y / (1 + __expf(-a.y))));
@@ -346,51 +360,52 @@ __global__ void __launch_bounds__(GATE_THREADS) gate_x(const T *gate, const T *u
     ((uint4 *)x)[i] = make_uint4(two(g.x, u.x), two(g.y, u.y), two(g.z, u.z), two(g.w, u.w));
 }
 
-template <typename T, int GAP_BITS, Copy COPY, Input INPUT>
-cudaError_t launch_spmv(const sell_matrix &m, const sell_shape &shape, const Device &device, const T *x,
-                        const Norm<T> &norm, const T *bias, T *y, bool chained, cudaStream_t stream) {
+template <typename T, int GAP_BITS, sell_copy COPY, sell_input INPUT>
+cudaError_t launch_spmv(const macko_sell_matrix &m, const macko_sell_shape &shape, const Device &device, const T *x,
+                        const sell_norm<T> &norm, const T *bias, T *y, bool pdl, cudaStream_t stream) {
     constexpr auto KERNEL = spmv<T, GAP_BITS, COPY, INPUT>;
     const cudaError_t error = allow_all_shared_memory<KERNEL>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
-    // In a chain of blocks with many stages, where two blocks share an SM, the whole ring; else one stage less, with which a
-    // plain launch is up to 3 % faster where x is short.
-    const bool all = shape.blocks_per_sm == 1 || (chained && !has_few_stages(m));
-    const int stages = all ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +SELL_MIN_STAGES));
-    // Behind an ordinary kernel three stages a block are enough to keep memory busy until x is there, and the first of them
-    // is complete the sooner the fewer there are (docs/notes/2026-11.md has the times of 1, 2 and 4).
-    Ring ring = ring_of(m, stages, chained ? stages : number("MACKO_FIRST", 3));
-    // The second half of a long x comes later, so that half of the warps begin earlier: in a plain launch behind one stage.
-    if (!chained) ring.early = sell_min(number("MACKO_EARLY", 1), stages);
-    if (COPY == BULK && INPUT == AS_IT_IS && m.cols > LONG_X) ring.split = (int)ceil_div(m.cols, 128) * 8;
-    cudaLaunchAttribute attribute = overlap_attribute();
+    // All stages with one block an SM, or with PDL where blocks have many; else one stage less, with which a plain launch is up
+    // to 3 % faster where x is short.
+    const bool all = shape.blocks_per_sm == 1 || (pdl && !has_few_stages(m));
+    const int stages = all ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +MACKO_SELL_MIN_STAGES));
+    // Without PDL three stages a block are enough to keep memory busy until x has arrived, and the fewer there are, the sooner
+    // the first one is complete (docs/notes/2026-11.md has the times of 1, 2 and 4).
+    sell_pipeline pipeline = pipeline_of(m, stages, pdl ? stages : env_number("MACKO_FIRST", 3));
+    // The second half of a long x is fetched after the first stages (without PDL: after one), so that half of the warps begin
+    // earlier.
+    if (!pdl) pipeline.before_pdl_wait = macko_sell_min(env_number("MACKO_EARLY", 1), stages);
+    if (COPY == BULK && INPUT == AS_IT_IS && m.cols > LONG_X) pipeline.x_split = (int)ceil_div(m.cols, 128) * 8;
+    cudaLaunchAttribute attribute = pdl_attribute();
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(m.num_blocks);
     config.blockDim = dim3((m.warps + (COPY == BULK)) * WARP);
     config.dynamicSmemBytes = shape.shared_bytes;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = chained ? 1 : 0;
-    return cudaLaunchKernelEx(&config, KERNEL, ring, m, x, bias, y, norm);
+    config.numAttrs = pdl ? 1 : 0;
+    return cudaLaunchKernelEx(&config, KERNEL, pipeline, m, x, bias, y, norm);
 }
 
 template <typename T, int GAP_BITS>
-cudaError_t launch_copy(const sell_matrix &m, const sell_shape &shape, const void *x, const sell_norm *norm,
-                        const void *bias, void *y, cudaStream_t stream) {
+cudaError_t launch_copy(const macko_sell_matrix &m, const macko_sell_shape &shape, const void *x,
+                        const macko_sell_norm *norm, const void *bias, void *y, cudaStream_t stream) {
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const bool bulk = device.major >= 9 && !is("MACKO_COPY", "cp_async");
+    const bool bulk = device.major >= 9 && !env_is("MACKO_COPY", "cp_async");
     const auto launch = bulk
                             ? norm ? launch_spmv<T, GAP_BITS, BULK, RMS_NORM> : launch_spmv<T, GAP_BITS, BULK, AS_IT_IS>
                         : norm ? launch_spmv<T, GAP_BITS, CP_ASYNC, RMS_NORM>
                                : launch_spmv<T, GAP_BITS, CP_ASYNC, AS_IT_IS>;
-    const bool chained = bulk && may_overlap(stream, (m.warps + 1) * WARP);
-    const Norm<T> of_type = norm ? Norm<T>{(const T *)norm->weight, norm->eps} : Norm<T>{};
-    return launch(m, shape, device, (const T *)x, of_type, (const T *)bias, (T *)y, chained, stream);
+    const bool pdl = bulk && may_use_pdl(stream, (m.warps + 1) * WARP);
+    const sell_norm<T> of_type = norm ? sell_norm<T>{(const T *)norm->weight, norm->eps} : sell_norm<T>{};
+    return launch(m, shape, device, (const T *)x, of_type, (const T *)bias, (T *)y, pdl, stream);
 }
 
 template <typename T>
-cudaError_t launch_width(const sell_matrix &m, const sell_shape &shape, const void *x, const sell_norm *norm,
-                         const void *bias, void *y, cudaStream_t stream) {
+cudaError_t launch_width(const macko_sell_matrix &m, const macko_sell_shape &shape, const void *x,
+                         const macko_sell_norm *norm, const void *bias, void *y, cudaStream_t stream) {
     switch (m.gap_bits) {
     case 2: return launch_copy<T, 2>(m, shape, x, norm, bias, y, stream);
     case 3: return launch_copy<T, 3>(m, shape, x, norm, bias, y, stream);
@@ -403,35 +418,36 @@ cudaError_t launch_width(const sell_matrix &m, const sell_shape &shape, const vo
 
 } // namespace
 
-cudaError_t sell_spmv_cuda(const sell_matrix *s, const void *x, const sell_norm *norm, const void *bias, void *y,
-                           cudaStream_t stream) {
+cudaError_t macko_sell_spmv_cuda(const macko_sell_matrix *s, const void *x, const macko_sell_norm *norm,
+                                 const void *bias, void *y, cudaStream_t stream) {
     if (!s->rows) return cudaSuccess;
-    sell_device device;
-    const cudaError_t error = sell_device_cuda(&device);
+    macko_sell_device device;
+    const cudaError_t error = macko_sell_device_cuda(&device);
     if (error) return error;
-    sell_shape shape = sell_launch_shape(s->cols, s->gap_bits, s->warps, device);
+    macko_sell_shape shape = macko_sell_launch_shape(s->cols, s->gap_bits, s->warps, device);
     if (!shape.stages) return cudaErrorInvalidConfiguration;
-    shape.stages = std::clamp(number("MACKO_STAGES", shape.stages), 1, int(SELL_MAX_STAGES));
-    const int ring_bytes = shape.stages * s->warps * sell_slot_bytes(s->gap_bits);
-    shape.shared_bytes = std::max(shape.shared_bytes, sell_fixed_bytes(s->cols) + ring_bytes);
+    shape.stages = std::clamp(env_number("MACKO_STAGES", shape.stages), 1, int(MACKO_SELL_MAX_STAGES));
+    const int pipeline_bytes = shape.stages * s->warps * macko_sell_slot_bytes(s->gap_bits);
+    shape.shared_bytes = std::max(shape.shared_bytes, macko_sell_fixed_bytes(s->cols) + pipeline_bytes);
     return s->dtype == MACKO_F16 ? launch_width<__half>(*s, shape, x, norm, bias, y, stream)
                                  : launch_width<__nv_bfloat16>(*s, shape, x, norm, bias, y, stream);
 }
 
-cudaError_t sell_gate_cuda(const sell_matrix *s, const void *gate, const void *up, void *x, cudaStream_t stream) {
+cudaError_t macko_sell_gate_cuda(const macko_sell_matrix *s, const void *gate, const void *up, void *x,
+                                 cudaStream_t stream) {
     if (!s->cols) return cudaSuccess;
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
-    cudaLaunchAttribute attribute = overlap_attribute();
-    const int pieces = (int)(s->cols / 8);
+    cudaLaunchAttribute attribute = pdl_attribute();
+    const int vectors = (int)(s->cols / 8);
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((pieces + GATE_THREADS - 1) / GATE_THREADS);
+    config.gridDim = dim3((vectors + GATE_THREADS - 1) / GATE_THREADS);
     config.blockDim = dim3(GATE_THREADS);
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = device.major >= 9 && may_overlap(stream, (s->warps + 1) * WARP);
+    config.numAttrs = device.major >= 9 && may_use_pdl(stream, (s->warps + 1) * WARP);
     const auto launch = [&](auto kernel, auto *out) {
-        return cudaLaunchKernelEx(&config, kernel, (decltype(out))gate, (decltype(out))up, out, pieces);
+        return cudaLaunchKernelEx(&config, kernel, (decltype(out))gate, (decltype(out))up, out, vectors);
     };
     return s->dtype == MACKO_F16 ? launch(gate_x<__half>, (__half *)x)
                                  : launch(gate_x<__nv_bfloat16>, (__nv_bfloat16 *)x);

@@ -1,4 +1,5 @@
-// How kernels read the sell layout: slots, gaps into bytes, the barriers of a ring of bulk copies.
+// How kernels read the sell layout: a lane's share of a slot, gaps to distances in columns, and the pipeline of stages that a
+// producer warp fills by bulk copies.
 #pragma once
 
 #include "../core/cuda.cuh"
@@ -7,8 +8,8 @@
 
 namespace macko {
 
-constexpr int VALUE_BYTES = SELL_LANES * SELL_STEP * 2; // of a slot; its gaps follow
-constexpr int SUMS_AT_ONCE = 8;                         // that a lane reads from shared memory before it adds
+constexpr int VALUE_BYTES = MACKO_SELL_LANES * MACKO_SELL_STEP * 2; // of a slot; its gaps follow
+constexpr int SUMS_AT_ONCE = 8; // that a lane reads from shared memory before it adds
 
 // A value as bits -> float.
 template <typename T>
@@ -35,15 +36,15 @@ __device__ __forceinline__ uint32_t gap_field(const uint32_t (&planes)[4], int f
     return gaps & ONES * ((1u << GAP_BITS) - 1);
 }
 
-// From the first x not passed yet to those of eight entries, in columns, a byte each: to_even entries 0, 2, 4, 6, to_odd
-// entries 1, 3, 5, 7. even and odd hold their gaps. One multiplication gives the four sums of gaps up to an odd entry (at
-// most 8 * 31 + 7 < 256). 6-bit gaps: sums of four entries fit a byte, those of eight do not, so the upper pairs start
-// anew behind entry 3.
-struct Distances {
+// How many columns eight entries lie after the first column that the lane has not passed, a byte each: to_even of entries
+// 0, 2, 4, 6, to_odd of entries 1, 3, 5, 7. even and odd hold their gaps. One multiplication gives the four sums of gaps up to
+// an odd entry (at most 8 * 31 + 7 < 256). 6-bit gaps: sums of four entries fit a byte, those of eight do not, so those of
+// entries 4 to 7 count from the column after entry 3.
+struct sell_distances {
     uint32_t to_even, to_odd;
 };
 template <int GAP_BITS>
-__device__ __forceinline__ Distances distances(uint32_t even, uint32_t odd) {
+__device__ __forceinline__ sell_distances distances(uint32_t even, uint32_t odd) {
     const uint32_t pairs = even + odd;
     const uint32_t to_odd =
         GAP_BITS < 6 ? pairs * 0x01010101u + 0x07050301u : pairs + (pairs << 8 & 0xff00ff00u) + 0x03010301u;
@@ -51,37 +52,37 @@ __device__ __forceinline__ Distances distances(uint32_t even, uint32_t odd) {
 }
 
 // Where in a slot a lane's share lies.
-struct LaneSlot {
+struct sell_lane_slot {
     uint32_t values, planes, nibbles;
 };
 
 template <int GAP_BITS>
-__device__ __forceinline__ LaneSlot lane_slot(uint32_t slot, int lane) {
+__device__ __forceinline__ sell_lane_slot lane_slot(uint32_t slot, int lane) {
     const uint32_t gaps = slot + VALUE_BYTES;
-    return {held(slot + lane * 16), held(gaps + lane * 4), held(gaps + GAP_BITS / 2 * SELL_LANES * 4 + lane * 2)};
+    return {held(slot + lane * 16), held(gaps + lane * 4), held(gaps + GAP_BITS / 2 * MACKO_SELL_LANES * 4 + lane * 2)};
 }
 
 // A lane's share of a slot.
-struct Step {
+struct sell_step {
     uint4 values[2];
     uint32_t planes[4];
 };
 
 template <int GAP_BITS>
-__device__ __forceinline__ Step load_step(LaneSlot at, uint32_t offset) {
-    Step step = {};
+__device__ __forceinline__ sell_step load_step(sell_lane_slot at, uint32_t offset) {
+    sell_step step = {};
     for (int plane = 0; plane < GAP_BITS / 2; plane++)
-        step.planes[plane] = load_shared_4(at.planes + offset + plane * SELL_LANES * 4);
+        step.planes[plane] = load_shared_4(at.planes + offset + plane * MACKO_SELL_LANES * 4);
     if (GAP_BITS % 2) {
         const uint32_t nibbles = load_shared_2(at.nibbles + offset);
         step.planes[GAP_BITS / 2] = nibbles | nibbles << 12; // nibbles 0, 2, 1, 3 are the low halves of bytes 0 to 3
     }
     for (int half = 0; half < 2; half++)
-        step.values[half] = load_shared_16(at.values + offset + half * SELL_LANES * 16);
+        step.values[half] = load_shared_16(at.values + offset + half * MACKO_SELL_LANES * 16);
     return step;
 }
 
-// The sum of a lane's partial sums in shared memory, one each `bytes`, if it has any: several are on their way together.
+// The sum of a lane's partial sums in shared memory, `bytes` apart, if it has any: SUMS_AT_ONCE loads are in flight together.
 // (Arguments by reference: by value ptxas puts the kernels in another order than the one that was timed.)
 __device__ __forceinline__ float sum_of(const uint32_t &at, const uint32_t &bytes, bool any, const int &count) {
     float sum = 0;
@@ -96,27 +97,27 @@ __device__ __forceinline__ float sum_of(const uint32_t &at, const uint32_t &byte
     return sum;
 }
 
-// A barrier's phase ends when all arrivals and all announced bytes are in.
+// The phase of an mbarrier ends when all arrivals and all announced bytes are in.
 using sm90::barrier_arrive;
 using sm90::barrier_init;
 using sm90::barrier_wait;
 
-// A warp has read its slot of a stage. Only behind the products of the step: an arrival overtakes loads that are still on
-// their way, and the next stage comes into their place (right behind the loads a few products of 2048 x 8192 by 4 tokens
-// in thirty thousand were wrong, H200). The compiler may put some products behind it all the same; that all loads from the
-// ring have been waited for by then was looked up in the instructions (wait masks, nvcc 13.0, sm_90a, 100, 120).
-// One lane arrives for the warp, which is faster (4096 x 4096, chained) than each for itself.
-__device__ __forceinline__ void give_back(uint32_t emptied, int lane) {
-    if (sm90::WARP_ARRIVALS > 1 || lane == 0) barrier_arrive(emptied);
+// A consumer warp has read its slot of a stage: arrives at the stage's empty barrier. Call it after the products of the step,
+// not right after its loads: an arrival can overtake loads that are still in flight, and the next stage would be written over
+// what they read (a few products of 2048 x 8192 by 4 tokens in thirty thousand were wrong, H200). The compiler may still move
+// some products after the arrival. That it moves no wait for a load from the stage was looked up in the instructions (wait
+// masks; nvcc 13.0; sm_90a, 100, 120). One lane arrives for the warp: faster (4096 x 4096, with PDL) than each for itself.
+__device__ __forceinline__ void release_stage(uint32_t empty, int lane) {
+    if (sm90::WARP_ARRIVALS > 1 || lane == 0) barrier_arrive(empty);
 }
-// Announces `bytes` to the barrier and fetches them; all multiples of 16.
+// A bulk copy of `bytes`, announced to the full barrier; addresses and bytes are multiples of 16.
 __device__ __forceinline__ void fetch_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
                                            uint64_t policy) {
-    sm90::barrier_expect(barrier, bytes);
-    sm90::copy_bytes(to, from, bytes, barrier, policy);
+    sm90::barrier_arrive_expect_tx(barrier, bytes);
+    sm90::bulk_copy(to, from, bytes, barrier, policy);
 }
 
-__device__ __forceinline__ sell_block load_block(const sell_block *from) {
+__device__ __forceinline__ macko_sell_block load_block(const macko_sell_block *from) {
     const int4 first = ((const int4 *)from)[0], second = ((const int4 *)from)[1];
     return {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 }
@@ -131,16 +132,16 @@ __device__ __forceinline__ int small_quotient(int a, int b) {
     return (int)__fdividef(a + 0.5f, (float)b);
 }
 
-// A ring of stages in shared memory, and how it begins.
-struct Ring {
-    int stages; // at most SELL_MAX_STAGES
-    int early;  // stages to fetch before the previous kernel's end is waited for
-    int first;  // stages to fetch before x is waited for, those among them
-    int split;  // 16-byte pieces of x that the decoding warps copy; those behind them come through the ring's warp
+// A pipeline of stages in shared memory, and how it starts.
+struct sell_pipeline {
+    int stages;          // at most MACKO_SELL_MAX_STAGES
+    int before_pdl_wait; // stages to fetch before the previous kernel's end is waited for
+    int before_x;        // stages to fetch before x is waited for, those among them
+    int x_split;         // 16-byte vectors of x that the consumers copy; the producer fetches those after them
 };
 
-// Where the ring's warp fetches nothing of x.
-struct NoRest {
+// Where the producer fetches nothing of x.
+struct sell_no_late_x {
     __device__ void fetch() const {
     }
     __device__ void wait() const {
@@ -149,108 +150,117 @@ struct NoRest {
 
 constexpr int NO_SPLIT = INT32_MAX;
 
-inline bool has_few_stages(const sell_matrix &m) {
+inline bool has_few_stages(const macko_sell_matrix &m) {
     return m.slots <= (int64_t)24 * m.num_blocks * m.warps;
 }
 
-// Stages fetched early take bandwidth from the end of the previous kernel, but cover the way of x to this one. H200, spmv,
+// Stages fetched early take bandwidth from the end of the previous kernel, but hide the latency of x in this one. H200, spmv,
 // 2 / 3: 6.0 / 6.4 us with 8 stages a block (4096 x 4096), 13.9 / 14.0 with 22 (11008 x 4096), 19.7 / 19.6 with 32
 // (8192 x 8192), 17.4 / 17.1 with 28 (4096 x 14336). All that come before the header are slower at most shapes.
-inline Ring ring_of(const sell_matrix &m, int stages, int first) {
-    const int early = number("MACKO_EARLY", has_few_stages(m) ? 2 : 3);
-    return {stages, sell_min(early, stages), sell_min(first, stages), NO_SPLIT};
+inline sell_pipeline pipeline_of(const macko_sell_matrix &m, int stages, int before_x) {
+    const int before_pdl_wait = env_number("MACKO_EARLY", has_few_stages(m) ? 2 : 3);
+    return {stages, macko_sell_min(before_pdl_wait, stages), macko_sell_min(before_x, stages), NO_SPLIT};
 }
 
 /*
- * The work of the warp that keeps a ring full for the m.warps warps that decode. Barriers in shared memory, one a stage:
- * at `filled` for bytes that come in, at `emptied` for warps that are done. The block is met once, at __syncthreads,
- * when these are ready and the others have put their part of x and the block's header into shared memory. `rest` is the
- * other part: asked for behind the previous kernel's end, and there before the ring begins anew, so what a lane needs later
- * than in its first ring.stages steps it need not wait for.
+ * The producer warp: keeps the pipeline full for the m.warps consumer warps.
  *
- * Nothing before that may depend on the header: half a microsecond away, and 1.5 once memory is busy. It comes through
- * shared memory because the compiler takes what depends on a register as far up as it can, above the first fetches.
+ *     producer    first stages | pdl_wait | late_x, stages up to before_x  | __syncthreads | wait empty, fetch, ...
+ *     consumers   header, bases, zeros after x | pdl_wait | first part of x | __syncthreads | wait full, decode, release, ...
+ *                 weights only                           | may be written by the previous kernel
+ *
+ * Each stage has two mbarriers: full[stage] counts the bytes of its copy, empty[stage] the warps that released it. The two
+ * sides meet at one __syncthreads: then all barriers are initialised, and the block's header and x (but for late_x) lie in
+ * shared memory. late_x, the second part of x, is waited for before any stage is filled a second time: so a consumer waits
+ * for it only where a lane may need it within the first pipeline.stages steps.
+ *
+ * Before the __syncthreads nothing may depend on the header, which takes half a microsecond to arrive, and 1.5 once memory is
+ * busy: the stages fetched there are those of the head, at fixed places. The header comes through shared memory, as the
+ * compiler would move what depends on a register up, above the first fetches.
  */
-template <int SLOT, typename Rest>
-__device__ __forceinline__ void fill_ring(const sell_matrix &m, int block, const Ring &ring, uint32_t ring_at,
-                                          uint32_t filled, uint32_t emptied, const sell_block &header, int lane,
-                                          const Rest &rest) {
-    const int stage_bytes = m.warps * SLOT, blind = block < m.num_blocks ? min(m.head, ring.first) : 0;
-    const auto in_head = [&](int stage) { return m.data + sell_head_slot(block, m.num_blocks, m.warps, stage) * SLOT; };
+template <int SLOT, typename LateX>
+__device__ __forceinline__ void sell_produce(const macko_sell_matrix &m, int block, const sell_pipeline &pipeline,
+                                             uint32_t stages_at, uint32_t full, uint32_t empty,
+                                             const macko_sell_block &header, int lane, const LateX &late_x) {
+    const int stage_bytes = m.warps * SLOT, prefetched = block < m.num_blocks ? min(m.head, pipeline.before_x) : 0;
+    const auto in_head = [&](int stage) {
+        return m.data + macko_sell_head_slot(block, m.num_blocks, m.warps, stage) * SLOT;
+    };
     const uint64_t once = evict_first(); // the weights do not push x out of L2
     if (lane == 0) {
         const auto begin = [&](int stage, int stop) {
 #pragma unroll 1
             for (; stage < stop; stage++) {
-                barrier_init(filled + 8 * stage, 1);
+                barrier_init(full + 8 * stage, 1);
                 sm90::fence_barrier_init();
-                if (stage < blind)
-                    fetch_bulk(ring_at + stage * stage_bytes, in_head(stage), stage_bytes, filled + 8 * stage, once);
+                if (stage < prefetched)
+                    fetch_bulk(stages_at + stage * stage_bytes, in_head(stage), stage_bytes, full + 8 * stage, once);
             }
         };
-        begin(0, ring.early);
-        sm90::wait_for_previous_launch();
-        rest.fetch();
-        begin(ring.early, ring.stages);
-        allow_next_launch();
+        begin(0, pipeline.before_pdl_wait);
+        sm90::pdl_wait();
+        late_x.fetch();
+        begin(pipeline.before_pdl_wait, pipeline.stages);
+        pdl_launch_dependents();
 #pragma unroll 1
-        for (int stage = 0; stage < ring.stages; stage++)
-            barrier_init(emptied + 8 * stage, m.warps * sm90::WARP_ARRIVALS);
+        for (int stage = 0; stage < pipeline.stages; stage++)
+            barrier_init(empty + 8 * stage, m.warps * sm90::WARP_ARRIVALS);
     }
     __syncwarp();
     __syncthreads();
-    const sell_block b = load_block(&header);
-    const uint8_t *next = m.data + sell_tail_slot(&b, m.num_blocks, m.warps, m.head) * SLOT;
-    const int own_steps = lane < m.warps ? sell_steps_of_warp(&b, m.warps, lane) : 0;
-    int place = blind % ring.stages;
-    uint32_t parity = blind < ring.stages; // of the round before: 0 from the second round on
+    const macko_sell_block b = load_block(&header);
+    const uint8_t *next = m.data + macko_sell_tail_slot(&b, m.num_blocks, m.warps, m.head) * SLOT;
+    const int own_steps = lane < m.warps ? macko_sell_steps_of_warp(&b, m.warps, lane) : 0;
+    int index = prefetched % pipeline.stages;
+    uint32_t phase =
+        prefetched < pipeline.stages; // of the empty barriers: 0 in the second round, the first one that waits
 #pragma unroll 1
-    for (int stage = blind; stage < b.stages; stage++) {
-        const bool behind = stage >= m.head;
-        const int bytes = behind ? stage_slots(own_steps, stage) * SLOT : stage_bytes;
+    for (int stage = prefetched; stage < b.stages; stage++) {
+        const bool in_tail = stage >= m.head;
+        const int bytes = in_tail ? stage_slots(own_steps, stage) * SLOT : stage_bytes;
         if (lane == 0) {
-            if (stage == ring.stages) rest.wait();
-            if (stage >= ring.stages) barrier_wait(emptied + 8 * place, parity);
-            fetch_bulk(ring_at + place * stage_bytes, behind ? next : in_head(stage), bytes, filled + 8 * place, once);
+            if (stage == pipeline.stages) late_x.wait();
+            if (stage >= pipeline.stages) barrier_wait(empty + 8 * index, phase);
+            fetch_bulk(stages_at + index * stage_bytes, in_tail ? next : in_head(stage), bytes, full + 8 * index, once);
         }
-        if (behind) next += bytes;
-        if (++place == ring.stages) place = 0, parity ^= 1;
+        if (in_tail) next += bytes;
+        if (++index == pipeline.stages) index = 0, phase ^= 1;
     }
     // A block may not end while a copy is under way: x, and the stages of the head that nobody needed.
-    if (b.stages <= ring.stages) rest.wait();
+    if (b.stages <= pipeline.stages) late_x.wait();
 #pragma unroll 1
-    for (int stage = b.stages; stage < blind; stage++) barrier_wait(filled + 8 * stage, 0);
+    for (int stage = b.stages; stage < prefetched; stage++) barrier_wait(full + 8 * stage, 0);
 }
 
-// sell_slot for many steps of one block. Its pairs of warps have three numbers of steps at most, counted once: `most`,
-// and, of the pairs behind those, `middle` and `least`.
-struct Places {
-    uint32_t tail_slot; // where stage 0 would be behind the head; slots of a matrix are less than 2^31
+// macko_sell_slot for many steps of one block. Its pairs of warps have at most three different numbers of steps, found once:
+// `most` of the first pairs, `middle` of the num_middle after them, `least` of the num_least last ones.
+struct sell_block_slots {
+    uint32_t tail_slot; // where stage 0 would be if the tail began with it; slots of a matrix are less than 2^31
     int block, most, middle, least, num_middle, num_least;
 
-    __device__ void find(const sell_matrix &s, const sell_block &b, int of_block) {
-        const int groups = sell_groups(&b), long_groups = sell_long_groups(&b);
-        const int turns = small_quotient(groups + s.warps - 1, s.warps);
-        const int long_turns = small_quotient(long_groups + s.warps - 1, s.warps);
-        // Pairs that have a group in the last turn, and a long one in the last turn of those.
-        const int pairs = (groups - (turns - 1) * s.warps + 1) / 2;
-        const int long_pairs = (long_groups - (long_turns - 1) * s.warps + 1) / 2;
+    __device__ void find(const macko_sell_matrix &s, const macko_sell_block &b, int of_block) {
+        const int groups = macko_sell_groups(&b), long_groups = macko_sell_long_groups(&b);
+        const int rounds = small_quotient(groups + s.warps - 1, s.warps);
+        const int long_rounds = small_quotient(long_groups + s.warps - 1, s.warps);
+        // Pairs that have a group in the last round, and a long group in the last round that has any.
+        const int pairs = (groups - (rounds - 1) * s.warps + 1) / 2;
+        const int long_pairs = (long_groups - (long_rounds - 1) * s.warps + 1) / 2;
         block = of_block;
-        most = turns * (b.steps - 1) + long_turns;
+        most = rounds * (b.steps - 1) + long_rounds;
         middle = most - (pairs < long_pairs ? b.steps - 1 : 1);
         least = most - b.steps;
         num_middle = abs(pairs - long_pairs);
         num_least = s.warps / 2 - max(pairs, long_pairs);
-        tail_slot = (uint32_t)sell_tail_slot(&b, s.num_blocks, s.warps, s.head) - before(s, min(s.head, most));
+        tail_slot = (uint32_t)macko_sell_tail_slot(&b, s.num_blocks, s.warps, s.head) - before(s, min(s.head, most));
     }
     // Slots of the first stages, as many as there are or fewer.
-    __device__ int before(const sell_matrix &s, int stages) const {
+    __device__ int before(const macko_sell_matrix &s, int stages) const {
         return stages * s.warps - 2 * (num_middle * max(stages - middle, 0) + num_least * max(stages - least, 0));
     }
-    __device__ uint32_t slot(const sell_matrix &s, int stage, int warp) const {
+    __device__ uint32_t slot(const macko_sell_matrix &s, int stage, int warp) const {
         const uint32_t in_head = (uint32_t)(stage * s.num_blocks + block) * s.warps,
-                       behind = tail_slot + before(s, stage);
-        return (stage < s.head ? in_head : behind) + warp;
+                       in_tail = tail_slot + before(s, stage);
+        return (stage < s.head ? in_head : in_tail) + warp;
     }
 };
 

@@ -1,4 +1,4 @@
-// The dense matrix from the sell layout.
+// Dense rows from the sell layout: all of the matrix, or a panel for a product through the dense workspace.
 #include <algorithm>
 
 #include "stream.cuh"
@@ -13,13 +13,13 @@ constexpr int ROWS = 8; // of a thread block
 template <int STEPS>
 constexpr int THREADS = ROWS * STEPS;
 template <int STEPS>
-constexpr int RING = 64 * STEPS; // columns of a row in shared memory: twice what its steps span at density 0.5
+constexpr int RING = 64 * STEPS; // columns of a row's ring buffer: twice what its steps span at density 0.5
 template <int STEPS>
-constexpr int RING_BYTES = RING<STEPS> * 2; // and what a ring is aligned to, so that a place in it is one instruction
+constexpr int RING_BYTES = RING<STEPS> * 2; // and what a ring is aligned to: an address in it takes one instruction
 template <int STEPS>
 constexpr int SEGMENT = 8 * STEPS; // columns that are written at once, 16 bytes a lane
 template <int STEPS>
-constexpr int STAGE_VALUES = ROWS * STEPS * SELL_STEP * 2;
+constexpr int STAGE_VALUES = ROWS * STEPS * MACKO_SELL_STEP * 2;
 constexpr int ALIGNMENT = 1024;
 
 template <int STEPS>
@@ -32,12 +32,12 @@ constexpr int shared_bytes(int gap_bits, int stages) {
     return ROWS * RING_BYTES<STEPS> + stages * stage_bytes<STEPS>(gap_bits) + RING_BYTES<STEPS> - ALIGNMENT;
 }
 
-// The last block whose first row is not behind `row`: 32 candidates at a time, as each look costs the latency of a load.
-// Those about `guess` come first: they are loaded before the row is known, and bring the header.
-__device__ __forceinline__ int block_of_row(const sell_matrix &s, int row, int guess, int lane) {
+// The block that owns `row`, the last one whose first row is not after it: 32 candidates at a time, as each look costs the
+// latency of a load. Those around `guess` come first: they are loaded before the row is known, and bring the header along.
+__device__ __forceinline__ int block_of_row(const macko_sell_matrix &s, int row, int guess, int lane) {
     int block = max(0, min(guess - WARP / 2, s.num_blocks - WARP));
-    const bool not_behind = block + lane < s.num_blocks && s.blocks[block + lane].row <= row;
-    const int found = __popc(__ballot_sync(FULL_WARP, not_behind));
+    const bool not_after = block + lane < s.num_blocks && s.blocks[block + lane].row <= row;
+    const int found = __popc(__ballot_sync(FULL_WARP, not_after));
     if (found && (found < WARP || block + WARP == s.num_blocks)) return block + found - 1;
     block = 0;
     for (int left = s.num_blocks; left > 1;) {
@@ -50,53 +50,55 @@ __device__ __forceinline__ int block_of_row(const sell_matrix &s, int row, int g
     return block;
 }
 
-// Where the steps of one row of a block lie in data, or of some of its chunks. Held in shared memory: what a fetch needs
-// of it is read each time.
-struct alignas(16) RowSteps {
-    Places places;
+// Where the steps of one row of a block lie in data, or of some of its chunks. Held in shared memory: each fetch reads what
+// it needs of it, and no register holds it.
+struct alignas(16) sell_row_steps {
+    sell_block_slots block_slots;
     int begin, stop; // steps of the row
     int rows, row, steps, long_steps, long_chunks, long_groups;
     float per_step, per_short_step; // one over the steps of a chunk
     int apart[3];                   // eight of these lie in different banks
 
-    // Share `share` of `shares`: whole chunks, and the columns from where the first one begins.
-    __device__ void find(const sell_matrix &s, int block, int sorted, int share, int shares, int *first_col,
+    // Split `split` of `splits`: whole chunks, and the columns from where the first one begins.
+    __device__ void find(const macko_sell_matrix &s, int block, int sorted, int split, int splits, int *first_col,
                          int *last_col) {
-        const sell_block b = load_block(s.blocks + block);
-        places.find(s, b, block);
-        const int first = b.chunks * share / shares, last = b.chunks * (share + 1) / shares;
-        begin = sell_chunk_start(&b, first), stop = sell_chunk_start(&b, last);
+        const macko_sell_block b = load_block(s.blocks + block);
+        block_slots.find(s, b, block);
+        const int first = b.chunks * split / splits, last = b.chunks * (split + 1) / splits;
+        begin = macko_sell_chunk_start(&b, first), stop = macko_sell_chunk_start(&b, last);
         rows = b.rows, row = sorted - b.row, steps = b.steps;
         auto column_of = [&](int chunk) {
-            const int task = chunk * rows + row, group = task / SELL_LANES;
-            const int column = s.bases[sell_base(&b, block, s.num_blocks, s.warps, group) + task % SELL_LANES];
+            const int task = chunk * rows + row, group = task / MACKO_SELL_LANES;
+            const int column =
+                s.bases[macko_sell_base(&b, block, s.num_blocks, s.warps, group) + task % MACKO_SELL_LANES];
             return min(column, (int)s.cols);
         };
         *first_col = first ? column_of(first) : 0;
-        *last_col = share + 1 == shares ? (int)s.cols : last ? column_of(last) : 0;
-        long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = sell_long_groups(&b);
+        *last_col = split + 1 == splits ? (int)s.cols : last ? column_of(last) : 0;
+        long_steps = b.long_chunks * b.steps, long_chunks = b.long_chunks, long_groups = macko_sell_long_groups(&b);
         per_step = __fdividef(1, b.steps), per_short_step = __fdividef(1, b.steps - 1);
     }
-    // The slot of a step, and in *lane whose share of it the step is. Quotients as in small_quotient.
-    __device__ uint32_t slot(const sell_matrix &s, float per_warp, int at, uint32_t *lane) const {
+    // The slot of a step, and in *lane the lane of it that has the step. Quotients as in small_quotient.
+    __device__ uint32_t slot(const macko_sell_matrix &s, float per_warp, int at, uint32_t *lane) const {
         const bool is_long = at < long_steps;
-        const int behind = is_long ? at : at - long_steps, length = steps - !is_long;
-        const int passed = (int)((behind + 0.5f) * (is_long ? per_step : per_short_step));
+        const int alike = is_long ? at : at - long_steps, length = steps - !is_long; // steps before it in chunks alike
+        const int passed = (int)((alike + 0.5f) * (is_long ? per_step : per_short_step));
         const uint32_t task = (passed + (is_long ? 0 : long_chunks)) * rows + row;
-        const int group = task / SELL_LANES, turn = (int)((group + 0.5f) * per_warp), warp = group - turn * s.warps;
-        const int long_turns = (int)((long_groups + s.warps - 1 - warp + 0.5f) * per_warp);
-        const int stage = turn * (steps - 1) + min(turn, long_turns) + behind - passed * length;
-        *lane = task % SELL_LANES;
-        return places.slot(s, stage, warp);
+        const int group = task / MACKO_SELL_LANES, round = (int)((group + 0.5f) * per_warp),
+                  warp = group - round * s.warps;
+        const int long_rounds = (int)((long_groups + s.warps - 1 - warp + 0.5f) * per_warp);
+        const int stage = round * (steps - 1) + min(round, long_rounds) + alike - passed * length;
+        *lane = task % MACKO_SELL_LANES;
+        return block_slots.slot(s, stage, warp);
     }
 };
 
-static_assert(sizeof(RowSteps) == 80);
+static_assert(sizeof(sell_row_steps) == 80);
 
 /*
- * Where a row's share of a step lies in a stage of shared memory: STEPS x 8 rows, first half of the values, second half,
- * planes, nibbles. Rows of a step lie in memory side by side, as they are fetched; a lane reads one row's. So that
- * neither meets in a bank, rows change places from step to step.
+ * Where a row's part of a step lies in a stage of shared memory. A stage is [STEPS][ROWS] of values 0..7, then the same of
+ * values 8..15, gap planes, nibbles. The rows of a step are fetched together, the steps of a row are read together: so that
+ * neither has two in a bank, the order of the rows changes from step to step (a swizzle).
  */
 __device__ __forceinline__ uint32_t values_at(int step, int row) {
     return (step * ROWS + (row ^ step % ROWS)) * 16;
@@ -112,35 +114,37 @@ __device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from
 }
 
 /*
- * A thread block owns ROWS of the rows [first, stop) of the matrix, a part or all, which are [first, stop) of s.order as
- * well: neighbours in the layout, STEPS lanes one of them; and of these rows share blockIdx.y of gridDim.y. All threads
- * fetch the next steps of all rows, so that what lies side by side is read at once. Then a lane takes one step of its row:
- * where it begins is the sum of all gaps before. The lanes scatter into a ring of the row's columns, from which whole lines
- * are written.
+ * A thread block owns ROWS of the rows [first, stop) of the matrix, a panel or all of them. These are [first, stop) of s.order
+ * as well, so the rows of a thread block are neighbours in the layout. Of each row it does split blockIdx.y of gridDim.y.
+ *
+ *     fetch     all threads, cp.async: the next STEPS steps of all 8 rows, as what lies side by side is read at once
+ *     decode    STEPS lanes own a row, a step each; it begins at `start`, the sum of all gaps of the steps before it
+ *     scatter   16 values a lane, into the ring buffer of the row's columns, which holds zeros elsewhere
+ *     write     16 bytes a lane, once no later step can reach them: a segment of the row; zeros take its place
  */
 template <int GAP_BITS, int STEPS>
 __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
-    unpack_rows(const sell_matrix s, int64_t first, int64_t stop, uint16_t *w, int stages) {
+    unpack_rows(const macko_sell_matrix s, int64_t first, int64_t stop, uint16_t *w, int stages) {
     extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
-    __shared__ RowSteps row_steps[ROWS];
+    __shared__ sell_row_steps row_steps[ROWS];
     constexpr int RING = ::RING<STEPS>, RING_BYTES = ::RING_BYTES<STEPS>, SEGMENT = ::SEGMENT<STEPS>;
     constexpr int STAGE_VALUES = ::STAGE_VALUES<STEPS>, STAGE_BYTES = stage_bytes<STEPS>(GAP_BITS);
     constexpr int PLANES = GAP_BITS / 2, PLANE_BYTES = ROWS * STEPS * 4, NIBBLES = STAGE_VALUES + PLANES * PLANE_BYTES;
-    constexpr int SLOT = SELL_LANES * (SELL_STEP * 2 + GAP_BITS * 2);
+    constexpr int SLOT = MACKO_SELL_LANES * (MACKO_SELL_STEP * 2 + GAP_BITS * 2);
     const int lane = threadIdx.x % WARP, own_row = threadIdx.x / STEPS, own_step = threadIdx.x % STEPS;
-    const int64_t place = first + blockIdx.x * (int64_t)ROWS + own_row;
-    const bool owns = place < stop;
-    const int sorted = s.order[min(place, stop - 1)]; // its place in the layout
+    const int64_t position = first + blockIdx.x * (int64_t)ROWS + own_row;
+    const bool owns = position < stop;
+    const int sorted = s.order[min(position, stop - 1)]; // the row of the layout
     const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
     const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + own_row * RING_BYTES);
     for (int i = own_step; i < RING / 8; i += STEPS) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
-    const int guess = (int)((float)place / s.rows * s.num_blocks); // if blocks have as many rows as others
+    const int guess = (int)((float)position / s.rows * s.num_blocks); // if blocks have as many rows as others
     int block = 0;
     for (int row = 0; row < WARP; row += STEPS) { // each row of the warp
         const int found = block_of_row(s, __shfl_sync(FULL_WARP, sorted, row), __shfl_sync(FULL_WARP, guess, 0), lane);
         if (lane / STEPS == row / STEPS) block = found;
     }
-    RowSteps own;
+    sell_row_steps own;
     int first_col, last_col;
     own.find(s, block, sorted, blockIdx.y, gridDim.y, &first_col, &last_col);
     if (!owns) own.stop = own.begin;
@@ -154,15 +158,15 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
     const float per_warp = 1.0f / s.warps;
     const uint32_t to_values = stage_at + values_at(their_step, their_row);
     const uint32_t to_gaps = gaps_at<STEPS>(their_step, their_row);
-    int next = 0; // place of the stage that is fetched next
+    int next = 0; // stage that is fetched next
     uint16_t nibbles = 0;
-    uint32_t to_nibbles = 0; // where they go once they have come; 0: there are none
-    auto settle = [&] {
+    uint32_t to_nibbles = 0; // where they go once they have arrived; 0: there are none
+    auto store_nibbles = [&] {
         if (GAP_BITS % 2 && to_nibbles) store_shared_2(to_nibbles, nibbles);
         to_nibbles = 0;
     };
-    auto fetch = [&](int tile) {
-        const int at = row_steps[their_row].begin + tile + their_step;
+    auto fetch = [&](int first_step) {
+        const int at = row_steps[their_row].begin + first_step + their_step;
         if (at < row_steps[their_row].stop) {
             uint32_t owner;
             const uint32_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
@@ -170,12 +174,13 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
             const uint8_t *gaps = slot + VALUE_BYTES + owner * 4;
             const uint32_t stage = next * STAGE_BYTES;
             for (int half = 0; half < 2; half++)
-                copy_async_of_line(to_values + stage + half * (STAGE_VALUES / 2), values + half * (SELL_LANES * 16));
+                copy_async_of_line(to_values + stage + half * (STAGE_VALUES / 2),
+                                   values + half * (MACKO_SELL_LANES * 16));
             for (int plane = 0; plane < PLANES; plane++)
                 copy_async<4>(stage_at + stage + STAGE_VALUES + plane * PLANE_BYTES + to_gaps * 4,
-                              gaps + plane * SELL_LANES * 4);
+                              gaps + plane * MACKO_SELL_LANES * 4);
             if (GAP_BITS % 2) {
-                nibbles = __ldg((const uint16_t *)(gaps + PLANES * SELL_LANES * 4 - owner * 2));
+                nibbles = __ldg((const uint16_t *)(gaps + PLANES * MACKO_SELL_LANES * 4 - owner * 2));
                 to_nibbles = stage_at + stage + NIBBLES + to_gaps * 2;
             }
         }
@@ -185,22 +190,22 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
 
     const int row = s.perm[sorted];
     for (int stage = 0; stage + 1 < stages; stage++) {
-        settle();
+        store_nibbles();
         fetch(stage * STEPS);
     }
-    // The ring holds the columns from `window` on, counted from the 16-byte boundary at or before the first one.
+    // The ring holds RING columns from `window` on, counted from the 16-byte boundary at or before the first column.
     uint16_t *out = w + (row - first) * s.cols + first_col;
     const int skew = (int)((uintptr_t)out / 2 % 8), end = owns ? skew + last_col - first_col : 0;
-    out += own_step * 8 - skew; // of the lane's part of the segment at `window`
+    out += own_step * 8 - skew; // this lane's 16 bytes of the segment at `window`
     int window = 0;
     auto write_segment = [&] {
         const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + own_step * 16;
-        const uint4 chunk = load_shared_16(from);
+        const uint4 vector = load_shared_16(from);
         store_shared_16(from, make_uint4(0, 0, 0, 0));
         if ((window || !skew) && window + SEGMENT <= end) {
-            *(uint4 *)out = chunk;
+            *(uint4 *)out = vector;
         } else {
-            const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+            const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
             const int at = window + own_step * 8;
 #pragma unroll
             for (int i = 0; i < 8; i++)
@@ -210,17 +215,17 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
         out += SEGMENT;
     };
 
-    int reached = skew; // columns passed by the steps before this tile
+    int reached = skew; // columns passed by the steps before these
     uint32_t from = stage_at;
 #pragma unroll 1
-    for (int tile = 0; tile < steps; tile += STEPS) {
-        settle();
+    for (int first_step = 0; first_step < steps; first_step += STEPS) {
+        store_nibbles();
         if (stages == 2)
             wait_copies<0>();
         else
             wait_copies<2>();
         __syncthreads();
-        fetch(tile + (stages - 1) * STEPS);
+        fetch(first_step + (stages - 1) * STEPS);
 
         uint32_t words[8], planes[4] = {};
         for (int half = 0; half < 2; half++) {
@@ -238,20 +243,21 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
         if (from == stage_at + stages * STAGE_BYTES) from = stage_at;
 
         uint32_t to_even[2], to_odd[2];
-        int middle[2], behind[2]; // columns up to entry 4 and to the end of each half
+        int middle[2], span[2]; // columns of each half: up to entry 4, and all
         for (int half = 0; half < 2; half++) {
             const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
-            const Distances to = distances<GAP_BITS>(gap_field<GAP_BITS>(planes, 2 * half), odd);
+            const sell_distances to = distances<GAP_BITS>(gap_field<GAP_BITS>(planes, 2 * half), odd);
             to_odd[half] = to.to_odd;
             to_even[half] = to.to_even;
             middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
-            behind[half] = middle[half] + (to_odd[half] >> 24) + 1;
+            span[half] = middle[half] + (to_odd[half] >> 24) + 1;
         }
-        if (tile + STEPS > own_steps && tile + own_step >= own_steps) { // behind the row: zeros, where nothing is
+        if (first_step + STEPS > own_steps &&
+            first_step + own_step >= own_steps) { // after the row: values 0 that span nothing
             for (int i = 0; i < 8; i++) words[i] = 0;
-            for (int half = 0; half < 2; half++) to_even[half] = to_odd[half] = middle[half] = behind[half] = 0;
+            for (int half = 0; half < 2; half++) to_even[half] = to_odd[half] = middle[half] = span[half] = 0;
         }
-        const int passed = behind[0] + behind[1], before = reached;
+        const int passed = span[0] + span[1], before = reached;
         const int start = before + (int)warp_inclusive_sum<STEPS>((uint32_t)passed) - passed;
         reached = __shfl_sync(FULL_WARP, start + passed, STEPS - 1, STEPS);
         __syncwarp();
@@ -263,27 +269,27 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
             store_shared_16(from, make_uint4(0, 0, 0, 0));
         }
 #pragma unroll 1
-        while (window + SEGMENT <= before) write_segment(); // padding behind the row
+        while (window + SEGMENT <= before) write_segment(); // padding after the row
         __syncwarp();
-        // place(entry, base): bytes from `base` to an entry.
-        auto place = [&](int entry, uint32_t base) {
+        // base and the bytes from the lane's first column to an entry's.
+        auto offset_of = [&](int entry, uint32_t base) {
             const int half = entry / 8, pair = entry % 8 / 2;
-            if (half) base += 2 * behind[0];
+            if (half) base += 2 * span[0];
             if (GAP_BITS == 6 && pair >= 2) base += 2 * middle[half];
             return __dp4a(entry % 2 ? to_odd[half] : to_even[half], 2u << (8 * pair), base);
         };
         auto value = [&](int entry) { return (uint16_t)(words[entry / 2] >> (16 * (entry % 2))); };
         if (__all_sync(FULL_WARP, reached < window + RING)) {
 #pragma unroll
-            for (int entry = 0; entry < SELL_STEP; entry++)
-                store_shared_2((place(entry, 2 * start) & (RING_BYTES - 1)) | ring_at, value(entry));
+            for (int entry = 0; entry < MACKO_SELL_STEP; entry++)
+                store_shared_2((offset_of(entry, 2 * start) & (RING_BYTES - 1)) | ring_at, value(entry));
             continue;
         }
 #pragma unroll 1
-        while (true) { // the steps span more columns than a ring has
+        while (true) { // the steps span more columns than the ring
 #pragma unroll
-            for (int entry = 0; entry < SELL_STEP; entry++) {
-                const uint32_t at = place(entry, 2 * (start - window));
+            for (int entry = 0; entry < MACKO_SELL_STEP; entry++) {
+                const uint32_t at = offset_of(entry, 2 * (start - window));
                 if (at < RING_BYTES) store_shared_2(((at + 2 * window) & (RING_BYTES - 1)) | ring_at, value(entry));
             }
             const bool more = reached >= window + RING && window + RING < end;
@@ -300,24 +306,24 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
 }
 
 template <int GAP_BITS, int STEPS>
-cudaError_t launch(const Device &device, const sell_matrix *s, int64_t first, int64_t count, void *w, int shares,
+cudaError_t launch(const Device &device, const macko_sell_matrix *s, int64_t first, int64_t count, void *w, int splits,
                    int stages, cudaStream_t stream) {
     if (const cudaError_t error = allow_all_shared_memory<unpack_rows<GAP_BITS, STEPS>>(device)) return error;
     unpack_rows<GAP_BITS, STEPS>
-        <<<dim3((unsigned)ceil_div(count, ROWS), shares), THREADS<STEPS>, shared_bytes<STEPS>(GAP_BITS, stages),
+        <<<dim3((unsigned)ceil_div(count, ROWS), splits), THREADS<STEPS>, shared_bytes<STEPS>(GAP_BITS, stages),
            stream>>>(*s, first, first + count, (uint16_t *)w, stages);
     return cudaGetLastError();
 }
 
 /*
- * Four blocks of 32 steps an SM hide the way from memory; where there are fewer, they fetch further ahead. Where there are
- * more, the last round takes as long as a full one, however few it has, so blocks of 16 steps are taken if all of them run
- * at once: faster at 12288 x 4096 and, at density 0.5, 22016 x 4096. Where not all do (density 0.3) that is slower, and
- * where all of 32 steps do, at 4096 x 11008 (H200, 2026-11). Long rows of which not even one block an SM takes its eight
- * (8192 x 28672, in parts of 1024) are cut in two or more.
+ * Four thread blocks of 32 steps an SM hide the latency of memory; fewer of them fetch further ahead, in more stages. Of more
+ * than four an SM the last wave takes as long as a full one, however few blocks it has: so blocks of 16 steps are taken if all
+ * of those run at once (faster at 12288 x 4096 and, at density 0.5, 22016 x 4096; slower where not all of them do, density
+ * 0.3, and where all of 32 steps do, 4096 x 11008; H200, 2026-11). Where there is less than one block an SM, long rows
+ * (8192 x 28672, in panels of 1024) are split in two or more.
  */
 template <int GAP_BITS>
-cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
+cudaError_t launch(const macko_sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
     Device device;
     if (const cudaError_t error = current_device(&device)) return error;
     const int64_t blocks = ceil_div(count, ROWS);
@@ -325,15 +331,16 @@ cudaError_t launch(const sell_matrix *s, int64_t first, int64_t count, void *w, 
     constexpr int HALF = shared_bytes<16>(GAP_BITS, 2) + 1024 + RESERVED; // row_steps are less than 1024
     if (blocks > 4 * device.num_sms && blocks <= (device.shared_bytes + RESERVED) / HALF * device.num_sms)
         return launch<GAP_BITS, 16>(device, s, first, count, w, 1, 2, stream);
-    constexpr int LONG = 8192; // eight turns of the loop at density 0.5
-    const int shares = s->cols > LONG ? (int)std::clamp<int64_t>(2 * device.num_sms / blocks, 1, 4) : 1;
-    const bool further = shares == 1 && blocks <= 2 * device.num_sms && device.shared_bytes >= 128 * 1024;
-    return launch<GAP_BITS, 32>(device, s, first, count, w, shares, further ? 4 : 2, stream);
+    constexpr int LONG = 8192; // eight iterations of the loop at density 0.5
+    const int splits = s->cols > LONG ? (int)std::clamp<int64_t>(2 * device.num_sms / blocks, 1, 4) : 1;
+    const bool further = splits == 1 && blocks <= 2 * device.num_sms && device.shared_bytes >= 128 * 1024;
+    return launch<GAP_BITS, 32>(device, s, first, count, w, splits, further ? 4 : 2, stream);
 }
 
 } // namespace
 
-cudaError_t sell_unpack_cuda(const sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
+cudaError_t macko_sell_unpack_cuda(const macko_sell_matrix *s, int64_t first, int64_t count, void *w,
+                                   cudaStream_t stream) {
     if (!count || !s->cols) return cudaSuccess;
     switch (s->gap_bits) {
     case 2: return launch<2>(s, first, count, w, stream);

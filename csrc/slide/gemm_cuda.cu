@@ -1,4 +1,4 @@
-// slide_gemm on CUDA: which tile, tensor maps, launch. The kernel is in gemm_cuda.cuh.
+// slide_gemm on CUDA: which output tile. Kernel, tensor maps and launch are in gemm_cuda.cuh.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -23,8 +23,8 @@ cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cu
 
 namespace {
 
-// Size of a tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above, the
-// least time by what a round of tiles takes, in per cent of the largest ones' (H200, 2026-11-21: of 88 cases, four linears,
+// Size of the output tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above, the
+// least time by what a wave of tiles takes, in per cent of the largest ones' (H200, 2026-11-21: of 88 cases, four linears,
 // float8, dense and 2:4, 72 to 1024 tokens, the best tile is taken in all but one to 2.5 %).
 // MACKO_SLIDE_TILE=128x192 (rows x tokens) forces one.
 slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int num_sms) {
@@ -36,7 +36,8 @@ slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int 
     const macko_slide_shape &shape = args.weight.shape;
     const int64_t tokens = args.tokens, k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type);
     if (tokens <= 64) return tokens <= 16 ? SLIDE_64x16 : tokens <= 32 ? SLIDE_64x32 : SLIDE_64x64;
-    // By kind. `last`: of small tiles, which run in twos, the least; of large ones a last round of halves.
+    // By kind (dense, sparse): time of a whole wave; `last` of small tiles, which run two an SM, the least time, of large ones
+    // the time of a last wave of halves.
     const struct {
         slide_size size;
         int round[2], last[2];
@@ -54,7 +55,7 @@ slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int 
         int64_t time = (whole + clusters - 1) / clusters * tile.round[kind];
         if (warpgroups == 1 && time < tile.last[kind]) time = tile.last[kind];
         if (whole < count) time += tile.last[kind];
-        // A single round that leaves SMs idle fetches fewer weights at a time.
+        // A single wave that leaves SMs idle has fewer weights in flight.
         const int64_t idle = num_sms - (2 * count - whole) * cluster;
         time = time * k_tiles + (idle > 0 ? 5 * idle : 0);
         if (time < least) least = time, best = tile.size;
@@ -73,7 +74,7 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    if (major != 9 || is("MACKO_COPY", "cp_async")) return slide_run_mma(kind, *args, stream); // no wgmma
+    if (major != 9 || env_is("MACKO_COPY", "cp_async")) return slide_run_mma(kind, *args, stream); // no wgmma
     const slide_size size = size_of_tile(kind, *args, num_sms);
     switch (args->weight.shape.type) {
     case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, num_sms, stream);

@@ -1,11 +1,15 @@
-// The GEMM kernel of sm_90a: out[token][row] from packed weights, sparse or dense, and lifted activations.
+// The GEMM kernel of sm_90a: out[token][row] from packed weights, sparse or dense, and lifted activations. Blocks are
+// persistent: a cluster takes one output tile after the other.
 //
-// The weight is operand A, so that it can be the sparse one: a block makes 64 or 128 rows x TOKENS tokens of the output.
-// One thread keeps a ring of stages full, each 128 bytes of expanded columns: the tokens by tensor copies into the
-// 128-byte swizzle, the weight's tiles as they are. One or two warpgroups of consumers, 64 rows each, multiply. Blocks
-// are persistent. Large tiles run in clusters of two blocks with neighbouring rows: each fetches half of the tokens for
-// both (without it 50 % slower on an H200). Few small tiles are shared by clusters of two or four blocks, which take a
-// part of the columns each and add their sums. The epilogue scales the unrounded sums and stores the output in bulk.
+//     output tile  64 or 128 rows x TOKENS tokens of a block; the weight is operand A, the only one that may be sparse
+//     warpgroups   | consumer 0: rows 0..63 | consumer 1: rows 64..127, of large tiles | producer: one thread |
+//     stage        | tokens, TOKENS x 128 bytes: TMA, 128-byte swizzle | weights, a tile a consumer: bulk copies |
+//                  128 bytes of expanded columns, a k tile; one full and one empty mbarrier
+//     cluster      of large tiles 2 blocks with neighbouring rows: each loads half of the tokens and multicasts it to both
+//                  (without it 50 % slower on an H200); of few small tiles 2 or 4 blocks that share one tile, each some of its
+//                  k tiles (split-K): the first block adds the others' sums, which come through DSMEM
+//     consumer     | k tiles 0, 1 | store 0 of the tile before | k tiles 2, 3 | store 1 | ... | last sums: scale, round, keep |
+//     a store      up to 32 tokens x 64 rows: stmatrix into a staging buffer, of which there are two, then TMA
 //
 // Sparse wgmma reads its tokens at twice the dense rate, 128 B a clock with the weights: what shared memory can give.
 // So a sparse step of 64 x 256 takes 144 clocks instead of 128, and a stage 625 of 512 (H200, 2026-11-21).
@@ -35,10 +39,10 @@ __host__ __device__ constexpr int slide_size_tokens(slide_size size) {
     return size & 0xffff;
 }
 
-// What the launcher prepares. Tiles are counted in clusters; those behind the whole ones are halves of tiles.
+// What the launcher prepares. A tile is that of a cluster; after the whole tiles come halves of tiles.
 struct slide_task {
-    // The last tile along the tokens has a box of its own: rows behind the last token take the copies longer than rows
-    // that are there (down at 72 tokens 40.5 -> 25.9 us).
+    // The last tile along the tokens has a tensor map with a smaller box: rows after the last token take TMA longer than rows
+    // that exist (down at 72 tokens 40.5 -> 25.9 us).
     CUtensorMap lifted, last_lifted, out;
     const uint8_t *packed;
     const float *scale, *token_scale;
@@ -46,10 +50,10 @@ struct slide_task {
     int64_t rows;
     int tokens, row_blocks, k_tiles, row_tiles, token_tiles;
     int whole_tiles, num_tiles;
-    int last_share;    // tokens of a last tile that each block of a cluster fetches
-    int splits;        // blocks that share the stages of one small tile
-    int begins_beside; // the launch begins while the quantiser still runs
-    int is_bf16;       // the output and the bias; else fp16
+    int last_share; // tokens of a last tile that each block of a cluster loads
+    int splits;     // blocks that share the k tiles of one small tile (split-K)
+    int uses_pdl;   // the launch starts while the quantiser still runs
+    int is_bf16;    // the output and the bias; else fp16
 };
 
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
@@ -63,47 +67,47 @@ struct slide_tile {
     static constexpr int VALUE_BYTES = KIND == SLIDE_DENSE ? 8192 : 4096;
     static constexpr int TILE_BYTES = VALUE_BYTES + META_BYTES;
     static constexpr int TOKEN_BYTES = TOKENS * 128, WEIGHT_BYTES = WARPGROUPS * TILE_BYTES; // of a stage
-    static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32; // tokens whose output is stored at once, at most a warp's
-    static constexpr int CHUNK_BYTES = CHUNK * 128;
+    static constexpr int STORE_TOKENS = TOKENS < 32 ? TOKENS : 32; // tokens of a TMA store, at most a warp's
+    static constexpr int STORE_BYTES = STORE_TOKENS * 128;
     // An SM has 228 KB, of which each block loses 1 KB.
     static constexpr int BUDGET = 228 * 1024 / BLOCKS_PER_SM - 1024;
     static constexpr int MAX_SPLITS = CLUSTER > 1 ? 1 : TOKENS == 64 ? 2 : 4;
-    static constexpr int PARTIAL_BYTES = TOKENS * 256; // 64 rows of sums
-    static constexpr int FIXED = WARPGROUPS * 2 * CHUNK_BYTES + (MAX_SPLITS - 1) * PARTIAL_BYTES + 256;
+    static constexpr int PARTIAL_BYTES = TOKENS * 256; // 64 rows of partial sums
+    static constexpr int FIXED = WARPGROUPS * 2 * STORE_BYTES + (MAX_SPLITS - 1) * PARTIAL_BYTES + 256;
     static constexpr int FIT = (BUDGET - FIXED) / (TOKEN_BYTES + WEIGHT_BYTES);
     static constexpr int STAGES = FIT < 15 ? FIT : 15;
     static constexpr int RELEASES = WARPGROUPS * (KIND == SLIDE_SPARSE ? 127 + CLUSTER : CLUSTER); // of a stage
     static constexpr int PREFETCH = 65536 / WEIGHT_BYTES; // stages, so that all blocks' together fit L2
     // Offsets in shared memory; the swizzles want multiples of 1024 (tokens, staging, dense tiles) and 512.
     static constexpr int STAGING = STAGES * TOKEN_BYTES;
-    static constexpr int WEIGHTS = STAGING + WARPGROUPS * 2 * CHUNK_BYTES;
+    static constexpr int WEIGHTS = STAGING + WARPGROUPS * 2 * STORE_BYTES;
     static constexpr int PARTIALS = WEIGHTS + STAGES * WEIGHT_BYTES;
-    static constexpr int BARRIERS = PARTIALS + (MAX_SPLITS - 1) * PARTIAL_BYTES; // full, empty, sums are here
+    static constexpr int BARRIERS = PARTIALS + (MAX_SPLITS - 1) * PARTIAL_BYTES; // full, empty, partial sums arrived
     static constexpr int SMEM_BYTES = BARRIERS + STAGES * 16 + 8;
     // 96 or 128 sums a thread and the rounded ones of the tile before need more registers than 384 threads get: the
-    // producer gives its own to the consumers.
+    // producer deallocates its own for the consumers (setmaxnreg).
     static constexpr bool MOVES_REGISTERS = TOKENS > 128;
     static_assert(STAGES >= 4 && SMEM_BYTES <= BUDGET && STAGES <= 15);
     static_assert((240 * WARPGROUPS + 24) * 128 <= 168 * THREADS || !MOVES_REGISTERS, "setmaxnreg would hang");
 };
 
-// How many tiles are taken whole by so many clusters at once. Where the last round has at most half of the clusters at
-// work, its tiles are cut into halves, half of the rows each, which blocks take with one warpgroup: float8 at 4096 tokens
+// How many tiles are done whole by so many clusters at once. Where the last wave would occupy at most half of the clusters,
+// its tiles are cut into halves, half of the rows each, which blocks do with one warpgroup: float8 at 4096 tokens
 // 96.8 -> 88.6 us for o, 475 -> 432 us for down (3.4 rounds; H200, under load).
 __host__ __device__ constexpr int64_t slide_whole_tiles(int64_t tiles, int64_t clusters, int warpgroups) {
     return warpgroups > 1 && tiles % clusters * 2 <= clusters ? tiles / clusters * clusters : tiles;
 }
 
-// A block's part of a tile: row blocks of 64 rows from `row_block` on, one for each warpgroup that takes part.
-struct slide_part {
+// What a block does of a tile: row blocks of 64 rows from `row_block` on, one for each warpgroup that has work.
+struct slide_work {
     int row_block, warpgroups, token_tile;
 };
 
 // Tiles in groups of a few row tiles, all token tiles of a group together: both operands are found in L2.
 template <class TILE>
-__device__ __forceinline__ slide_part slide_place(const slide_task &task, int tile, int rank) {
+__device__ __forceinline__ slide_work slide_work_of(const slide_task &task, int tile, int rank) {
     constexpr int GROUP = 8;
-    const int half = tile - task.whole_tiles; // of those behind the whole ones
+    const int half = tile - task.whole_tiles; // index among the halves; negative: a whole tile
     if (TILE::WARPGROUPS > 1 && half >= 0) tile = task.whole_tiles + half / 2;
     const int group = tile / (GROUP * task.token_tiles), in_group = tile - group * GROUP * task.token_tiles;
     const int rows = min(GROUP, task.row_tiles - group * GROUP);
@@ -113,9 +117,9 @@ __device__ __forceinline__ slide_part slide_place(const slide_task &task, int ti
     return {(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS, TILE::WARPGROUPS, token_tile};
 }
 
-// Position in the ring of stages: the phase flips at each turn.
+// Position in the pipeline of stages: the phase flips at each round.
 template <int STAGES>
-struct slide_ring {
+struct slide_pipeline {
     int stage = 0;
     uint32_t phase = 0;
     __device__ __forceinline__ void next() {
@@ -126,7 +130,7 @@ struct slide_ring {
     }
 };
 
-// The stages of one of the blocks that share a tile: whole pairs.
+// The first k tile of one of the blocks that share a tile (split-K): they get whole pairs.
 template <class TILE>
 __device__ __forceinline__ int slide_first_k_tile(const slide_task &task, int split) {
     if (TILE::MAX_SPLITS == 1) return split ? task.k_tiles : 0;
@@ -143,95 +147,95 @@ __device__ __forceinline__ float slide_bias(const slide_task &task, int64_t row)
     return task.is_bf16 ? __uint_as_float((uint32_t)bits << 16) : __half2float(__ushort_as_half(bits));
 }
 
-// One thread of a block: fills the ring with the tokens and the weights of all tiles of its cluster.
+// The producer, one thread of a block: fills the stages with the tokens and the weights of all tiles of its cluster.
 template <class TILE>
 __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, int split) {
     const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
     const int first_k_tile = slide_first_k_tile<TILE>(task, split),
               last_k_tile = slide_first_k_tile<TILE>(task, split + 1);
     const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8;
-    // Behind the last row block: any rows do, their output is not stored.
+    // Past the last row block: any rows do, their output is not stored.
     const auto weights_of = [&](int row_block) {
         return task.packed + (int64_t)min(row_block, task.row_blocks - 1) * task.k_tiles * TILE::TILE_BYTES;
     };
-    if (task.begins_beside && (int)blockIdx.x / blocks < task.num_tiles) {
-        // The weights are there before the tokens are: what the ring will ask for first comes to L2 meanwhile.
-        const slide_part part = slide_place<TILE>(task, blockIdx.x / blocks, rank);
-        for (int i = 0; i < part.warpgroups; i++)
-            sm90::prefetch_to_l2(weights_of(part.row_block + i) + (int64_t)first_k_tile * TILE::TILE_BYTES,
-                                 min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
+    if (task.uses_pdl && (int)blockIdx.x / blocks < task.num_tiles) {
+        // PDL: the weights exist before the tokens do, so the first ones are brought to L2 meanwhile.
+        const slide_work work = slide_work_of<TILE>(task, blockIdx.x / blocks, rank);
+        for (int i = 0; i < work.warpgroups; i++)
+            sm90::bulk_prefetch_l2(weights_of(work.row_block + i) + (int64_t)first_k_tile * TILE::TILE_BYTES,
+                                   min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
     }
-    sm90::wait_for_previous_launch();
-    slide_ring<TILE::STAGES> ring;
+    sm90::pdl_wait();
+    slide_pipeline<TILE::STAGES> pipeline;
     for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
-        const slide_part part = slide_place<TILE>(task, tile, rank);
-        const bool is_last = part.token_tile == task.token_tiles - 1;
+        const slide_work work = slide_work_of<TILE>(task, tile, rank);
+        const bool is_last = work.token_tile == task.token_tiles - 1;
         const CUtensorMap *lifted = is_last ? &task.last_lifted : &task.lifted;
         const int share = is_last ? task.last_share : TILE::TOKENS / TILE::CLUSTER;
-        const int token = part.token_tile * TILE::TOKENS + rank * share;
+        const int token = work.token_tile * TILE::TOKENS + rank * share;
         const uint8_t *weights[TILE::WARPGROUPS];
 #pragma unroll
-        for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(part.row_block + i);
-        for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, ring.next()) {
-            const uint32_t barrier = full + ring.stage * 8;
-            sm90::barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-            sm90::barrier_expect(barrier, share * TILE::CLUSTER * 128 + part.warpgroups * TILE::TILE_BYTES);
-            const uint32_t tokens = smem + ring.stage * TILE::TOKEN_BYTES + rank * share * 128;
+        for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(work.row_block + i);
+        for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, pipeline.next()) {
+            const uint32_t barrier = full + pipeline.stage * 8;
+            sm90::barrier_wait(empty + pipeline.stage * 8, pipeline.phase ^ 1);
+            sm90::barrier_arrive_expect_tx(barrier, share * TILE::CLUSTER * 128 + work.warpgroups * TILE::TILE_BYTES);
+            const uint32_t tokens = smem + pipeline.stage * TILE::TOKEN_BYTES + rank * share * 128;
             if (TILE::CLUSTER == 1)
-                sm90::copy_box(tokens, lifted, k_tile * 128, token, barrier);
+                sm90::tma_load(tokens, lifted, k_tile * 128, token, barrier);
             else
-                sm90::copy_box_to_all(tokens, lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
+                sm90::tma_load_multicast(tokens, lifted, k_tile * 128, token, barrier, (1 << TILE::CLUSTER) - 1);
 #pragma unroll
             for (int i = 0; i < TILE::WARPGROUPS; i++)
-                if (i < part.warpgroups)
-                    sm90::copy_bytes(smem + TILE::WEIGHTS + ring.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
-                                     weights[i] + (int64_t)k_tile * TILE::TILE_BYTES, TILE::TILE_BYTES, barrier);
+                if (i < work.warpgroups)
+                    sm90::bulk_copy(smem + TILE::WEIGHTS + pipeline.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
+                                    weights[i] + (int64_t)k_tile * TILE::TILE_BYTES, TILE::TILE_BYTES, barrier);
         }
     }
 }
 
-// A warpgroup: 64 rows. Thread (warp, lane) holds rows 16 warp + lane / 4 (+ 8), tokens 8 j + 2 (lane % 4) (+ 1).
+// A consumer warpgroup: 64 rows. Thread (warp, lane) holds rows 16 warp + lane / 4 (+ 8), tokens 8 j + 2 (lane % 4) (+ 1).
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, int split, int warpgroup) {
     using TILE = slide_tile<TYPE, KIND, SIZE>;
     constexpr int TOKENS = TILE::TOKENS;
     using MMA = sm90::wgmma<TYPE, TOKENS>;
-    constexpr int CHUNKS = TOKENS / TILE::CHUNK;
+    constexpr int STORES = TOKENS / TILE::STORE_TOKENS;
     const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8, sums_here = empty + TILE::STAGES * 8;
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
     const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
     const int k_tiles = slide_first_k_tile<TILE>(task, split + 1) - slide_first_k_tile<TILE>(task, split);
     const uint64_t first_weights =
-        sm90::descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
-    const uint64_t first_tokens = sm90::descriptor<128>(smem);
+        sm90::smem_descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
+    const uint64_t first_tokens = sm90::smem_descriptor<128>(smem);
     const uint32_t first_meta = smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES + TILE::VALUE_BYTES + thread * 4;
-    const uint32_t staging = smem + TILE::STAGING + warpgroup * 2 * TILE::CHUNK_BYTES;
+    const uint32_t staging = smem + TILE::STAGING + warpgroup * 2 * TILE::STORE_BYTES;
 
-    // The finished tile: rounded, 16 tokens a part, and stored chunk by chunk behind the products of the next tile.
-    constexpr int PARTS = TOKENS / 16, CHUNK_PARTS = TILE::CHUNK / 16;
-    uint32_t rounded[PARTS][4];
-    int stored = CHUNKS, stored_row = 0, stored_token = 0;
+    // The finished tile: rounded, in slices of 16 tokens (an stmatrix each), and stored between the products of the next tile.
+    constexpr int SLICES = TOKENS / 16, STORE_SLICES = TILE::STORE_TOKENS / 16;
+    uint32_t rounded[SLICES][4];
+    int stored = STORES, stored_row = 0, stored_token = 0;
     const auto store_next = [&] {
-        const uint32_t to = staging + (stored & 1) * TILE::CHUNK_BYTES;
+        const uint32_t to = staging + (stored & 1) * TILE::STORE_BYTES;
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-            if (part / CHUNK_PARTS != stored) continue;
-            const int token = part % CHUNK_PARTS * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
-            sm90::store_matrices_transposed(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded[part]);
+        for (int slice = 0; slice < SLICES; slice++) {
+            if (slice / STORE_SLICES != stored) continue;
+            const int token = slice % STORE_SLICES * 16 + lane / 16 * 8 + lane % 8, chunk16 = warp * 2 + lane / 8 % 2;
+            sm90::stmatrix_x4_trans(to + token * 128 + ((chunk16 ^ (token & 7)) << 4), rounded[slice]);
         }
-        if (thread == 0) sm90::stores_have_read(); // the other buffer is free behind the barrier
-        sm90::fence_for_copies();
+        if (thread == 0) sm90::tma_store_wait_read(); // so that after the barrier the other buffer is free
+        sm90::fence_proxy_async();
         sm90::warpgroup_sync(warpgroup);
-        if (thread == 0) sm90::store_box(&task.out, stored_row, stored_token + stored * TILE::CHUNK, to);
+        if (thread == 0) sm90::tma_store(&task.out, stored_row, stored_token + stored * TILE::STORE_TOKENS, to);
         stored++;
     };
 
-    // Hands a stage back, for a warpgroup that has no part too. The whole warpgroup is behind a wgmma once one of its warps
-    // is, so one lane could do it for all. But metadata are read by ordinary loads: each lane hands back what it read.
-    slide_part part{};
+    // Releases a stage, also for a warpgroup that has no work. Once one warp of a warpgroup has waited for a wgmma, all of its
+    // reads are done, so one lane could arrive for all. But metadata are read by ordinary loads: each lane arrives for its own.
+    slide_work work{};
     const auto release = [&](int stage) {
         const uint32_t barrier = empty + stage * 8;
-        const int times = 1 + TILE::WARPGROUPS - part.warpgroups;
+        const int times = 1 + TILE::WARPGROUPS - work.warpgroups;
         if (KIND == SLIDE_SPARSE) {
             sm90::barrier_arrive(barrier, times);
             if (TILE::CLUSTER > 1 && thread == 0) sm90::barrier_arrive_remote(barrier, rank ^ 1, times);
@@ -240,73 +244,75 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         }
     };
 
-    slide_ring<TILE::STAGES> ring;
+    slide_pipeline<TILE::STAGES> pipeline;
     for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
-        part = slide_place<TILE>(task, tile, rank);
-        if (warpgroup >= part.warpgroups) break; // halves come last
-        const int64_t first_row = (int64_t)(part.row_block + warpgroup) * 64;
-        const int first_token = part.token_tile * TOKENS;
-        // Loaded now, used behind the products: their latency is hidden. Each warp holds the scales of all tokens.
+        work = slide_work_of<TILE>(task, tile, rank);
+        if (warpgroup >= work.warpgroups) break; // halves come last
+        const int64_t first_row = (int64_t)(work.row_block + warpgroup) * 64;
+        const int first_token = work.token_tile * TOKENS;
+        // Loaded now, used after the products: their latency is hidden. Each warp holds the scales of all tokens.
         const int64_t row = first_row + warp * 16 + lane / 4;
         const float scale_low = row < task.rows ? task.scale[row] : 0;
         const float scale_high = row + 8 < task.rows ? task.scale[row + 8] : 0;
         const float bias_low = slide_bias(task, row), bias_high = slide_bias(task, row + 8);
-        float token_scale[CHUNKS];
+        float token_scale[STORES];
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk++)
-            token_scale[chunk] =
-                task.token_scale ? task.token_scale[min(first_token + chunk * TILE::CHUNK + lane, task.tokens - 1)] : 1;
+        for (int store = 0; store < STORES; store++)
+            token_scale[store] =
+                task.token_scale
+                    ? task.token_scale[min(first_token + store * TILE::STORE_TOKENS + lane, task.tokens - 1)]
+                    : 1;
 
-        typename MMA::acc sums[TOKENS / 2]; // written, not added to, by the first product
+        typename MMA::acc sums[TOKENS / 2]; // overwritten, not added to, by the first product
         int previous = -1;
-        // The instruction reads its metadata registers while it runs, after the next stage's were loaded: two sets, in turn.
+        // wgmma reads its metadata registers while it runs, when those of the next stage are loaded already: two sets, in turn.
         const auto multiply = [&](int k_tile, uint32_t (&meta)[2]) {
-            const int stage = ring.stage;
-            sm90::barrier_wait(full + stage * 8, ring.phase);
+            const int stage = pipeline.stage;
+            sm90::barrier_wait(full + stage * 8, pipeline.phase);
             const uint64_t tokens = first_tokens + stage * (TILE::TOKEN_BYTES >> 4);
             const uint64_t weights = first_weights + stage * (TILE::WEIGHT_BYTES >> 4);
             if constexpr (KIND == SLIDE_DENSE) {
-                sm90::wgmma_begin();
+                sm90::warpgroup_arrive();
 #pragma unroll
                 for (int step = 0; step < 4; step++)
                     MMA::dense(sums, weights + 2 * step, tokens + 2 * step, step ? 1 : k_tile);
             } else if constexpr (TYPE <= MACKO_SLIDE_E4M3) {
-                sm90::load(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
-                sm90::load(meta[1], first_meta + stage * TILE::WEIGHT_BYTES + 512);
-                sm90::wgmma_begin();
+                sm90::load_shared(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
+                sm90::load_shared(meta[1], first_meta + stage * TILE::WEIGHT_BYTES + 512);
+                sm90::warpgroup_arrive();
                 MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
                 MMA::template sparse<0>(sums, weights + 2, tokens + 4, meta[1], 1);
             } else {
-                sm90::load(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
-                sm90::wgmma_begin();
+                sm90::load_shared(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
+                sm90::warpgroup_arrive();
                 MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
                 MMA::template sparse<1>(sums, weights + 2, tokens + 4, meta[0], 1);
             }
-            sm90::wgmma_commit();
-            sm90::wgmma_wait<1>();
+            sm90::warpgroup_commit_batch();
+            sm90::warpgroup_wait<1>();
             if (previous >= 0) release(previous);
             previous = stage;
-            ring.next();
+            pipeline.next();
         };
         uint32_t even_meta[2], odd_meta[2];
 #pragma unroll 1
         for (int k_tile = 0; k_tile < k_tiles; k_tile += 2) {
             multiply(k_tile, even_meta);
             multiply(k_tile + 1, odd_meta);
-            if (stored < CHUNKS) store_next();
+            if (stored < STORES) store_next();
         }
-        while (stored < CHUNKS) store_next();
-        sm90::wgmma_wait<0>();
-        sm90::settle(sums);
+        while (stored < STORES) store_next();
+        sm90::warpgroup_wait<0>();
+        sm90::warpgroup_fence_operand(sums);
         release(previous);
 
         if constexpr (TILE::MAX_SPLITS > 1) {
-            // The first block of a shared tile adds the others' sums, in order. A cluster has one tile then.
+            // Split-K: the first block adds the others' sums, in order. A cluster has one tile then.
             if (split > 0) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; i++)
-                    sm90::store_remote(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4,
-                                       0, sums[i]);
+                    sm90::dsmem_store(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4,
+                                      0, sums[i]);
                 sm90::barrier_arrive_release(sums_here, 0);
                 return;
             }
@@ -314,32 +320,33 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             for (int other = 0; other < task.splits - 1; other++) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; i++) {
-                    typename MMA::acc part;
-                    sm90::load(part, smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
-                    sums[i] += part;
+                    typename MMA::acc theirs;
+                    sm90::load_shared(theirs,
+                                      smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
+                    sums[i] += theirs;
                 }
             }
         }
 
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) {
+        for (int slice = 0; slice < SLICES; slice++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int token = part * 16 + half * 8, in_chunk = token % TILE::CHUNK + lane % 4 * 2;
-                const float by[2] = {__shfl_sync(0xffffffffu, token_scale[token / TILE::CHUNK], in_chunk),
-                                     __shfl_sync(0xffffffffu, token_scale[token / TILE::CHUNK], in_chunk + 1)};
+                const int token = slice * 16 + half * 8, in_store = token % TILE::STORE_TOKENS + lane % 4 * 2;
+                const float by[2] = {__shfl_sync(0xffffffffu, token_scale[token / TILE::STORE_TOKENS], in_store),
+                                     __shfl_sync(0xffffffffu, token_scale[token / TILE::STORE_TOKENS], in_store + 1)};
                 const auto *sum = sums + token / 2;
-                rounded[part][2 * half] = slide_pack2(fmaf(scale_low, by[0] * (float)sum[0], bias_low),
-                                                      fmaf(scale_low, by[1] * (float)sum[1], bias_low), task.is_bf16);
-                rounded[part][2 * half + 1] =
+                rounded[slice][2 * half] = slide_pack2(fmaf(scale_low, by[0] * (float)sum[0], bias_low),
+                                                       fmaf(scale_low, by[1] * (float)sum[1], bias_low), task.is_bf16);
+                rounded[slice][2 * half + 1] =
                     slide_pack2(fmaf(scale_high, by[0] * (float)sum[2], bias_high),
                                 fmaf(scale_high, by[1] * (float)sum[3], bias_high), task.is_bf16);
             }
         }
         stored = 0, stored_row = (int)first_row, stored_token = first_token;
     }
-    while (stored < CHUNKS) store_next();
-    if (thread == 0) sm90::stores_are_done();
+    while (stored < STORES) store_next();
+    if (thread == 0) sm90::tma_store_wait();
 }
 
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
@@ -350,7 +357,7 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
     extern __shared__ __align__(1024) uint8_t memory[];
     const uint32_t smem = shared_address(memory), barriers = smem + TILE::BARRIERS;
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    // The blocks of a cluster either share tokens, for rows of their own, or share the stages of one tile.
+    // The blocks of a cluster either multicast tokens, for rows of their own, or share the k tiles of one output tile.
     const int rank = blockIdx.x % TILE::CLUSTER, split = TILE::CLUSTER > 1 ? 0 : blockIdx.x % task.splits;
     const bool clustered = TILE::CLUSTER > 1 || task.splits > 1;
     if (threadIdx.x == 0) {
@@ -358,22 +365,22 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
             sm90::barrier_init(barriers + stage * 8, 1);
             sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::RELEASES);
         }
-        sm90::prefetch_map(&task.lifted);
-        sm90::prefetch_map(&task.last_lifted);
-        sm90::prefetch_map(&task.out);
+        sm90::prefetch_tensor_map(&task.lifted);
+        sm90::prefetch_tensor_map(&task.last_lifted);
+        sm90::prefetch_tensor_map(&task.out);
         sm90::barrier_init(barriers + TILE::STAGES * 16, 128 * (task.splits - 1) + 1);
         if (task.splits > 1) sm90::barrier_arrive(barriers + TILE::STAGES * 16);
         sm90::fence_barrier_init();
-        sm90::fence_for_copies();
+        sm90::fence_proxy_async();
     }
     __syncthreads();
     if (clustered) sm90::cluster_sync();
     if (warpgroup == TILE::WARPGROUPS) {
-        if (TILE::MOVES_REGISTERS) sm90::give_registers<24>();
+        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_dealloc<24>();
         if (threadIdx.x == TILE::WARPGROUPS * 128) slide_produce<TILE>(task, smem, rank, split);
     } else {
-        if (TILE::MOVES_REGISTERS) sm90::take_registers<240>();
-        sm90::wait_for_previous_launch(); // which made the tokens' scales
+        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_alloc<240>();
+        sm90::pdl_wait(); // the previous kernel made the tokens' scales
         slide_consume<TYPE, KIND, SIZE>(task, smem, rank, split, warpgroup);
     }
     __syncwarp();
@@ -403,7 +410,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     task.row_tiles = (task.row_blocks + TILE::WARPGROUPS * TILE::CLUSTER - 1) / (TILE::WARPGROUPS * TILE::CLUSTER);
     task.token_tiles = (int)((args.tokens + TILE::TOKENS - 1) / TILE::TOKENS);
     task.is_bf16 = args.out_dtype == MACKO_BF16;
-    // Few tiles: blocks share them, as many as are on the GPU at once. With short sums left (under 16 stages a block) it
+    // Few tiles: split-K, by as many blocks as are on the GPU at once. With short sums left (under 16 stages a block) it
     // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain).
     const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles, slots = num_sms * TILE::BLOCKS_PER_SM;
     task.splits = 1;
@@ -419,35 +426,35 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     const int last = task.tokens - (task.token_tiles - 1) * TILE::TOKENS;
     task.last_share = TILE::CLUSTER == 1 ? last : (last + 8 * TILE::CLUSTER - 1) / (8 * TILE::CLUSTER) * 8;
     const auto map_tokens = [&](CUtensorMap *map, int tokens) {
-        return sm90::tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes, args.tokens, token_bytes,
-                                128, tokens);
+        return sm90::make_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, args.lifted, token_bytes, args.tokens,
+                                     token_bytes, 128, tokens);
     };
     cudaError_t status = map_tokens(&task.lifted, TILE::TOKENS / TILE::CLUSTER);
     if (status == cudaSuccess) status = map_tokens(&task.last_lifted, task.last_share);
     if (status == cudaSuccess)
-        status = sm90::tensor_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
-                                  args.out_stride * 2, 64, TILE::CHUNK);
+        status = sm90::make_tensor_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
+                                       args.out_stride * 2, 64, TILE::STORE_TOKENS);
     if (status == cudaSuccess)
         status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, SIZE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       TILE::SMEM_BYTES);
     if (status != cudaSuccess) return status;
-    // Beginning beside the quantiser saves 1 us of 10, or 2 of 25. Where not all SMs are needed, the blocks of those at
-    // which the quantiser still is pile up on others (down at 16 tokens 26.9 us instead of 25.2); of many tokens the
+    // PDL, starting beside the quantiser, saves 1 us of 10, or 2 of 25. Where not all SMs are needed, blocks avoid those that
+    // the quantiser still occupies and pile up on others (down at 16 tokens 26.9 us instead of 25.2); with many tokens the
     // blocks fall out of step, and large GEMMs take 1 to 3 % longer (H200).
     const int64_t blocks = (int64_t)task.num_tiles * cluster;
-    task.begins_beside =
+    task.uses_pdl =
         args.follows_quantiser && args.tokens <= 512 && (args.tokens <= 4 || blocks <= num_sms || blocks >= slots);
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)cluster, 1, 1};
-    attributes[1] = overlap_attribute();
+    attributes[1] = pdl_attribute();
     cudaLaunchConfig_t config{};
     config.gridDim = dim3((unsigned)((task.num_tiles < clusters ? task.num_tiles : clusters) * cluster));
     config.blockDim = dim3(TILE::THREADS);
     config.dynamicSmemBytes = TILE::SMEM_BYTES;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = task.begins_beside ? 2 : 1;
+    config.numAttrs = task.uses_pdl ? 2 : 1;
     return cudaLaunchKernelEx(&config, slide_gemm_kernel<TYPE, KIND, SIZE>, task);
 }
 

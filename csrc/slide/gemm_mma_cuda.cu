@@ -35,14 +35,14 @@ struct mma_task {
     int64_t token_bytes, out_stride;
 };
 
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t at) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(at));
 }
 
 // Sixteen bytes to shared memory, zeros where there are none.
-__device__ __forceinline__ void copy_async_16_or_zero(uint32_t to, const void *from, bool is_there) {
+__device__ __forceinline__ void copy_async_zfill(uint32_t to, const void *from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0)
                  : "memory");
 }
@@ -82,6 +82,10 @@ MACKO_MMA_16(MACKO_SLIDE_F16, "f32.f16.f16.f32")
 MACKO_MMA_16(MACKO_SLIDE_BF16, "f32.bf16.bf16.f32")
 MACKO_MMA_8(MACKO_SLIDE_E4M3, float, "f32.e4m3.e4m3.f32", "f")
 
+//     block    an output tile of ROWS x TOKENS; a warp WARP_ROWS x WARP_TOKENS of it, in m16n8 products: slices x octets
+//     stage    | tokens, TOKENS x 128 bytes, 128-byte swizzle | weights, BLOCKS tiles as packed |    cp.async by all threads
+//     loop     wait for stage k | __syncthreads | fetch stage k + STAGES - 1 into the one just read | ldmatrix, mma of stage k
+//     end      scale, round, through shared memory, 16 bytes a thread to out
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     slide_mma_kernel(const __grid_constant__ mma_task task) {
@@ -92,7 +96,7 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
 #endif
     if constexpr (!IS_THERE) return; // and is not launched
     using TILE = mma_tile<TYPE, KIND, SIZE>;
-    constexpr int PARTS = TILE::WARP_ROWS / 16, OCTETS = TILE::WARP_TOKENS / 8;
+    constexpr int SLICES = TILE::WARP_ROWS / 16, OCTETS = TILE::WARP_TOKENS / 8;
     constexpr bool IS_16_BIT = TYPE >= MACKO_SLIDE_F16;
     using sum = typename sm90::accumulator<TYPE>::type;
     extern __shared__ __align__(1024) uint8_t memory[];
@@ -113,12 +117,12 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
             for (int i = threadIdx.x; i < TILE::TOKENS * 8; i += TILE::THREADS) {
                 const int token = first_token + i / 8, byte = k_tile * MACKO_SLIDE_TILE_BYTES + i % 8 * 16;
                 const bool is_there = token < task.common.tokens && byte < task.token_bytes;
-                copy_async_16_or_zero(to + i / 8 * 128 + ((i ^ i / 8) % 8 << 4),
-                                      is_there ? task.lifted + token * task.token_bytes + byte : task.lifted, is_there);
+                copy_async_zfill(to + i / 8 * 128 + ((i ^ i / 8) % 8 << 4),
+                                 is_there ? task.lifted + token * task.token_bytes + byte : task.lifted, is_there);
             }
 #pragma unroll
             for (int block = 0; block < TILE::BLOCKS; block++) {
-                // Behind the last row block: any rows do, their output is not stored.
+                // Past the last row block: any rows do, their output is not stored.
                 const int row_block = min(row_tile * TILE::BLOCKS + block, task.common.row_blocks - 1);
                 const uint8_t *from = task.common.packed + ((int64_t)row_block * k_tiles + k_tile) * TILE::TILE_BYTES;
                 for (int i = threadIdx.x; i < TILE::TILE_BYTES / 16; i += TILE::THREADS)
@@ -128,14 +132,14 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
         commit_copies();
     };
 
-    // Where this lane's rows of ldmatrix begin, in the tokens and in the weights of a stage.
+    // Addresses of this lane's rows for ldmatrix, in the tokens and in the weights of a stage.
     const int warp_row = warp % TILE::ROW_WARPS * TILE::WARP_ROWS,
               warp_token = warp / TILE::ROW_WARPS * TILE::WARP_TOKENS;
     const uint32_t tokens_at = smem + (warp_token + lane % 8) * 128;
     const uint32_t weights_at = smem + TILE::TOKEN_BYTES + warp_row / 64 * TILE::TILE_BYTES;
     const int lane_row = warp_row % 64 + lane % 16;
 
-    sum sums[PARTS][OCTETS][4] = {};
+    sum sums[SLICES][OCTETS][4] = {};
     for (int k_tile = 0; k_tile < TILE::STAGES - 1; k_tile++) fetch(k_tile, k_tile * TILE::STAGE_BYTES);
     uint32_t stage = 0, free_stage = (TILE::STAGES - 1) * TILE::STAGE_BYTES;
     const auto next = [](uint32_t at) {
@@ -143,40 +147,39 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     };
     for (int k_tile = 0; k_tile < k_tiles; k_tile++, free_stage = stage, stage = next(stage)) {
         wait_copies<TILE::STAGES - 2>();
-        __syncthreads(); // the stage is there for all, and the one before it is through
+        __syncthreads(); // the stage has arrived for all warps, and all have read the one before it
         fetch(k_tile + TILE::STAGES - 1, free_stage);
 #pragma unroll(TYPE == MACKO_SLIDE_E4M3 ? 1 : 2)
         for (int half = 0; half < 2; half++) { // 64 bytes of expanded columns
             uint32_t tokens[OCTETS][4];
 #pragma unroll
             for (int octet = 0; octet < OCTETS; octet++)
-                load_matrices(tokens[octet],
-                              tokens_at + stage + octet * 1024 + (((half * 4 + lane / 8) ^ lane % 8) << 4));
+                ldmatrix_x4(tokens[octet],
+                            tokens_at + stage + octet * 1024 + (((half * 4 + lane / 8) ^ lane % 8) << 4));
 #pragma unroll
-            for (int part = 0; part < PARTS; part++) {
-                const int row = lane_row + part * 16;
+            for (int slice = 0; slice < SLICES; slice++) {
+                const int row = lane_row + slice * 16;
                 uint32_t values[4];
                 if constexpr (KIND == SLIDE_SPARSE) {
-                    const int warp16 = warp_row % 64 / 16 + part;
-                    load_matrices(values,
-                                  weights_at + stage + row * 64 + (((half * 2 + lane / 16) ^ row / 2 % 4) << 4));
+                    const int warp16 = warp_row % 64 / 16 + slice;
+                    ldmatrix_x4(values, weights_at + stage + row * 64 + (((half * 2 + lane / 16) ^ row / 2 % 4) << 4));
                     const uint32_t meta = load_shared_4(weights_at + stage + TILE::VALUE_BYTES +
                                                         (IS_16_BIT ? 0 : half * 512) + (warp16 * WARP + lane) * 4);
 #pragma unroll
                     for (int octet = 0; octet < OCTETS; octet++) {
                         if (IS_16_BIT && half)
-                            mma_sparse<TYPE, IS_16_BIT>(sums[part][octet], values, tokens[octet], meta);
+                            mma_sparse<TYPE, IS_16_BIT>(sums[slice][octet], values, tokens[octet], meta);
                         else
-                            mma_sparse<TYPE, 0>(sums[part][octet], values, tokens[octet], meta);
+                            mma_sparse<TYPE, 0>(sums[slice][octet], values, tokens[octet], meta);
                     }
                 } else {
 #pragma unroll
                     for (int step = 0; step < 2; step++) {
-                        load_matrices(values, weights_at + stage + row * 128 +
-                                                  (((half * 4 + step * 2 + lane / 16) ^ row % 8) << 4));
+                        ldmatrix_x4(values, weights_at + stage + row * 128 +
+                                                (((half * 4 + step * 2 + lane / 16) ^ row % 8) << 4));
 #pragma unroll
                         for (int octet = 0; octet < OCTETS; octet++)
-                            mma_dense<TYPE>(sums[part][octet], values, tokens[octet][2 * step],
+                            mma_dense<TYPE>(sums[slice][octet], values, tokens[octet][2 * step],
                                             tokens[octet][2 * step + 1]);
                     }
                 }
@@ -198,16 +201,16 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
                 task.common.token_scale && token < task.common.tokens ? task.common.token_scale[token] : 1;
         }
 #pragma unroll
-    for (int part = 0; part < PARTS; part++)
+    for (int slice = 0; slice < SLICES; slice++)
 #pragma unroll
         for (int upper = 0; upper < 2; upper++) {
-            const int in_tile = warp_row + part * 16 + upper * 8 + lane / 4;
+            const int in_tile = warp_row + slice * 16 + upper * 8 + lane / 4;
             const int64_t row = first_row + in_tile;
             const float scale = row < task.common.rows ? task.common.scale[row] : 0;
             const float bias = slide_bias(task.common, row);
 #pragma unroll
             for (int octet = 0; octet < OCTETS; octet++) {
-                const sum *two = sums[part][octet] + 2 * upper;
+                const sum *two = sums[slice][octet] + 2 * upper;
                 const uint32_t rounded =
                     slide_pack2(fmaf(scale, by_token[octet][0] * (float)two[0], bias),
                                 fmaf(scale, by_token[octet][1] * (float)two[1], bias), task.common.is_bf16);
@@ -281,7 +284,7 @@ cudaError_t mma_run(slide_kind kind, slide_size size, const macko_slide_gemm_arg
 cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cudaStream_t stream) {
     Device device;
     if (const cudaError_t status = current_device(&device)) return status;
-    // Nobody measured on a GPU that needs this: large tiles where they give every SM work.
+    // Not measured on a GPU that needs this: large tiles where they give work to at least half of the SMs.
     const int64_t large = ceil_div(args.weight.shape.rows, 128) * ceil_div(args.tokens, 128);
     const slide_size size = args.tokens <= 16                                 ? SLIDE_64x16
                             : args.tokens <= 64 || 2 * large < device.num_sms ? SLIDE_64x64

@@ -111,7 +111,7 @@ Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, Sca
     Tensor out = torch::stable::new_empty(x, with_last(x, rows), dtype);
     if (!args.tokens || !rows) return out;
 #ifdef USE_CUDA
-    // The kernel stores in bulk, 16 bytes aligned: other outputs are cut out of a wider one.
+    // The kernel stores by TMA, 16 bytes aligned: other outputs are cut out of a wider one.
     constexpr int64_t ALIGNED = 8;
     args.out_stride = (rows + ALIGNED - 1) / ALIGNED * ALIGNED;
     const bool cut = args.out_stride != rows;

@@ -8,7 +8,7 @@ int macko_slide_quant_cpu(const void *x, macko_dtype dtype, int64_t cols, int n,
     const int64_t windows = n ? macko_slide_groups(cols, n) * (n - 1) : 0;
     float *values = calloc((size_t)width, sizeof *values + sizeof(uint16_t));
     if (!values) return -1;
-    uint16_t *codes = (uint16_t *)(values + width); /* zero behind the last column, where the last group may reach */
+    uint16_t *codes = (uint16_t *)(values + width); /* zero after the last column, where the last group may reach */
     for (int64_t token = begin; token < end; token++) {
         if (bytes == 2) {
             memcpy(codes, (const uint16_t *)x + token * cols, (size_t)cols * 2);

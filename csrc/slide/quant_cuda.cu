@@ -10,9 +10,9 @@ namespace {
 
 constexpr int MAX_THREADS = 1024;
 constexpr int VECTOR = 8;      // 16-bit numbers of a 16-byte load
-constexpr int ZERO_COLS = 160; // behind a token
+constexpr int ZERO_COLS = 160; // after a token
 
-// Of a token's codes in shared memory, zeros behind it among them.
+// Of a token's codes in shared memory and the zeros after them.
 __host__ __device__ constexpr int line_vectors(int cols) {
     return (cols + ZERO_COLS + VECTOR - 1) / VECTOR;
 }
@@ -67,8 +67,8 @@ __device__ __forceinline__ void store_codes(V *to, V codes, int streams) {
         *to = codes;
 }
 
-// From the codes in shared memory to the lifted token: four windows, 16 bytes, a thread. They lie in six pairs of
-// codes, which a thread takes out of four words and brings to where they begin.
+// From the codes in shared memory to the lifted token: four windows, 16 bytes, a thread. They lie in six pairs of codes, for
+// which a thread reads four words; funnel shifts align them to where each window begins.
 __device__ __forceinline__ void write_codes(const quant_task &task, const uint4 *line, uint8_t *to) {
 #pragma unroll 2
     for (int i = threadIdx.x; i < task.depth / 16; i += blockDim.x) {
@@ -77,13 +77,13 @@ __device__ __forceinline__ void write_codes(const quant_task &task, const uint4 
             continue;
         }
         const uint32_t window = 4 * i, group = __umulhi(window, task.inverse); // exact: window < 2^16, n - 1 < 8
-        const uint32_t place = window - group * task.windows, pair = window + group, shift = pair % 2 * 16;
+        const uint32_t in_group = window - group * task.windows, pair = window + group, shift = pair % 2 * 16;
         const uint32_t *words = (const uint32_t *)line + pair / 2;
         const uint32_t w1 = words[1], w2 = words[2];
         const uint32_t a = __funnelshift_r(words[0], w1, shift), b = __funnelshift_r(w1, w2, shift);
         const uint32_t c = __funnelshift_r(w2, words[3], shift);
-        // Window k begins at pair k, and one further behind a group's end. Shifts of 32 give the upper word.
-        const auto skip = [&](uint32_t k) { return place + k >= task.windows ? 16u : 0u; };
+        // Window k begins at pair k, one further after the end of a group. Shifts of 32 give the upper word.
+        const auto skip = [&](uint32_t k) { return in_group + k >= task.windows ? 16u : 0u; };
         const uint4 codes = make_uint4(a, __funnelshift_rc(a, b, 16 + skip(1)), __funnelshift_rc(b, c, skip(2)),
                                        __funnelshift_rc(b, c, 16 + skip(3)));
         store_codes((uint4 *)to + i, codes, task.streams);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void write_numbers(const quant_task &task, const uint
 
 // A block's token. A thread holds HELD vectors of it in registers, so that it is read once (a row of more than HELD *
 // MAX_THREADS vectors: twice), and puts their codes into shared memory, from where whole lines are written. Many small
-// blocks keep memory busy: a resident one for many tokens, which asked for the next before it wrote the last, took 5 to
+// blocks keep memory busy: persistent ones, which loaded the next token before they wrote the last, took 5 to
 // 10 % longer (H200, 8192 tokens).
 template <typename T, macko_slide_type TYPE, int HELD>
 __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
     };
     load(threadIdx.x);
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;"); // the GEMM may fetch weights, behind the last tokens' loads
+    // PDL: the GEMM may fetch weights once the loads of the last tokens have been issued.
+    asm volatile("griddepcontrol.launch_dependents;");
 #endif
     uint32_t most = 0;
     for (int first = threadIdx.x; !KEEPS_BITS;) {
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
     };
     if (KEEPS_BITS || (by.before == 1 && by.factor > 0))
         put([&](float v, int) { return __fmul_rn(v, by.factor); }, slide_codes4_finite<TYPE>);
-    else // tiny numbers and zeros; or NaN and Inf, which must not reach the zeros behind the token
+    else // tiny numbers and zeros; or NaN and Inf, which must not reach the zeros after the token
         put([&](float v, int col) { return col < task.cols ? v * by.before * by.factor : 0.0f; }, slide_codes4<TYPE>);
     for (int i = vectors + threadIdx.x; i < line_vectors(task.cols); i += blockDim.x) {
         if (KEEPS_BITS)

@@ -9,16 +9,16 @@
  * expanded columns = columns. Activations are lifted to the same expanded columns: lifted[4v + d] = x[column(v) + d].
  * Source: the SlideSparse paper.
  *
- * Depth. Expanded columns rounded up to 128: the width of lifted activations. Zero behind the last window.
+ * Depth. Expanded columns rounded up to 128: the width of lifted activations. Zero after the last window.
  *
  * Packed weight: [row_blocks][k_tiles][tile_bytes], a tile being 64 rows x 128 bytes of expanded columns (128 columns of
  * 8 bits, 64 of 16), laid out as the tensor core of sm_90 reads it from shared memory.
  *   sparse: 64 rows x 64 bytes of values, two a window, 16-byte chunk c of row r at c ^ (r / 2 % 4) (the 64-byte
- *           swizzle); behind them 4 bits of metadata a window: the places i0 | i1 << 2 of its two values, i0 < i1.
- *           One value at 3: (0, v) with places 0, 3; one elsewhere: (v, 0) with i1 = 3; none: zeros with places 0, 1.
+ *           swizzle); after them 4 bits of metadata a window: the indices i0 | i1 << 2 of its two values, i0 < i1.
+ *           One value at 3: (0, v) with indices 0, 3; one elsewhere: (v, 0) with i1 = 3; none: zeros with 0, 1.
  *           Metadata are in the order of the 128 threads that give them to the instruction, see macko_slide_meta_offset.
  *   dense:  64 rows x 128 bytes, 16-byte chunk c of row r at c ^ r % 8 (the 128-byte swizzle).
- * Rows behind the last and tiles' columns behind the depth are zeros (places 0, 1).
+ * Rows after the last and tiles' columns past the depth are zeros (indices 0, 1).
  *
  * Quantising, of weights by row and of activations by token: scale = absmax / Q in fp32, Q = 127 (int8) or 448 (e4m3);
  * q = x * (Q / absmax), both steps in fp32, rounded to nearest even. Below absmax 2^-64 x and absmax are first multiplied
@@ -45,7 +45,7 @@ enum {
     MACKO_SLIDE_BLOCK_ROWS = 64,    /* rows of a tile: one instruction's */
     MACKO_SLIDE_TILE_BYTES = 128,   /* of expanded columns: one row of the 128-byte swizzle */
     MACKO_SLIDE_DEPTH_UNIT = 128,   /* columns: lifted rows begin at whole lines of L2 */
-    MACKO_SLIDE_VALUE_BYTES = 4096, /* of a sparse tile, metadata behind them */
+    MACKO_SLIDE_VALUE_BYTES = 4096, /* of a sparse tile, metadata after them */
     MACKO_SLIDE_MAX_COLS = 114688,  /* a row of 16-bit numbers has to fit into shared memory */
 };
 
@@ -185,7 +185,7 @@ typedef struct macko_slide_gemm_args {
     /* CUDA: columns of a row of `lifted`, at most depth (the rest counts as zeros), and from token to token of out. */
     int64_t lifted_cols, out_stride;
     /* CUDA: the launch before it on the stream is macko_slide_quant_cuda, which made `lifted` and token_scale: the GEMM
-       begins beside it with what does not need them. */
+       may be launched with PDL, to start with what does not need them. */
     int follows_quantiser;
 } macko_slide_gemm_args;
 

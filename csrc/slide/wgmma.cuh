@@ -35,7 +35,7 @@ struct wgmma;
 #define MACKO_NAMES_256                                                                                                \
     MACKO_3_TO_9 MACKO_TENS_1_4 MACKO_TENS_5_9 MACKO_TEN("10") MACKO_TEN("11") MACKO_TEN("12") "%130"
 
-// ONE: the immediates behind the predicate (signs of A and B; of 16-bit types also "not transposed", twice).
+// ONE: the immediates after the predicate (signs of A and B; of 16-bit types also "not transposed", twice).
 #define MACKO_WGMMA(TYPE, TOKENS, KIND, K_SPARSE, K_DENSE, C, ONE)                                                     \
     template <>                                                                                                        \
     struct wgmma<TYPE, TOKENS> {                                                                                       \

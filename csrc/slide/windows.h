@@ -9,25 +9,25 @@ MACKO_SLIDE_FN int macko_slide_is_zero(uint16_t code, macko_slide_type type) {
     return !(code & no_sign);
 }
 
-/* Which two of the four places the window keeps, and which of the two hold a value. `there`: its four non-zero bits. */
+/* Which two of its four columns a window keeps, and which of the two hold a value. `there`: its four non-zero bits. */
 typedef struct macko_slide_taken {
-    int place[2];
+    int index[2];
     int used[2];
 } macko_slide_taken;
 
 MACKO_SLIDE_FN macko_slide_taken macko_slide_take(unsigned there) {
-    int place[4], count = 0;
+    int index[4], count = 0;
     for (int i = 0; i < 4; i++)
-        if (there >> i & 1) place[count++] = i;
+        if (there >> i & 1) index[count++] = i;
     macko_slide_taken taken = {{0, 1}, {0, 0}};
     if (count >= 2) {
-        taken.place[0] = place[0], taken.place[1] = place[1];
+        taken.index[0] = index[0], taken.index[1] = index[1];
         taken.used[0] = taken.used[1] = 1;
-    } else if (count == 1 && place[0] == 3) {
-        taken.place[1] = 3;
+    } else if (count == 1 && index[0] == 3) {
+        taken.index[1] = 3;
         taken.used[1] = 1;
     } else if (count == 1) {
-        taken.place[0] = place[0], taken.place[1] = 3;
+        taken.index[0] = index[0], taken.index[1] = 3;
         taken.used[0] = 1;
     }
     return taken;
@@ -64,14 +64,14 @@ MACKO_SLIDE_FN void macko_slide_fill_tile(const uint16_t *codes, int64_t cols, i
         if (w == 0) left = v < windows ? macko_slide_nonzeros(codes + macko_slide_column(v, n), n, type) : 0;
         const macko_slide_taken taken = macko_slide_take(left >> 2 * w & 15);
         for (int i = 0; i < 2; i++)
-            if (taken.used[i]) left &= ~(1u << (2 * w + taken.place[i]));
+            if (taken.used[i]) left &= ~(1u << (2 * w + taken.index[i]));
         if (v < first) continue;
         const int in_tile = (int)(v - first);
         for (int i = 0; i < 2; i++) {
-            const uint16_t code = taken.used[i] ? codes[macko_slide_column(v, n) + taken.place[i]] : 0;
+            const uint16_t code = taken.used[i] ? codes[macko_slide_column(v, n) + taken.index[i]] : 0;
             macko_slide_put(tile, macko_slide_value_offset(n, row, (2 * in_tile + i) * bytes), code, bytes);
         }
-        pair |= (unsigned)(taken.place[0] | taken.place[1] << 2) << 4 * (in_tile & 1);
+        pair |= (unsigned)(taken.index[0] | taken.index[1] << 2) << 4 * (in_tile & 1);
         if (in_tile & 1) {
             tile[macko_slide_meta_offset(type, row, in_tile - 1)] = (uint8_t)pair;
             pair = 0;

@@ -254,7 +254,7 @@ __device__ __forceinline__ int gemm_done(int down, uint32_t ranges) {
 // The start of both blocks: a warp arrives, and waits before it uses a barrier. racecheck does not get on where some warps
 // wait and others do something else meanwhile, so in its build all wait at once.
 __device__ __forceinline__ void start_arrive() {
-    sm90::cluster_arrive();
+    sm90::cluster_arrive_relaxed();
 #ifdef MACKO_EVERY_LANE_ARRIVES
     sm90::cluster_wait();
 #endif
@@ -323,7 +323,7 @@ __device__ __forceinline__ void gemm_fetch_sums(const gemm_task &task, uint32_t 
         before += work.stages_in_front(range);
     }
     if (!range.gathers) return;
-    sm90::wait_for_previous_launch();
+    sm90::pdl_wait();
     const int lane = threadIdx.x % WARP, others = work.others(range.tile);
     gemm_ring ring = {before % task.x_stages, (uint32_t)(before / task.x_stages % 2)};
     bool tokens_fetched = false;
@@ -337,16 +337,16 @@ __device__ __forceinline__ void gemm_fetch_sums(const gemm_task &task, uint32_t 
         }
         __syncwarp();
         // Behind the last tokens: before, the barrier of a stage may be more than a round behind.
-        if (!tokens_fetched) sync_threads(TOKENS_FETCHED, 2 * WARP);
+        if (!tokens_fetched) named_barrier_sync(TOKENS_FETCHED, 2 * WARP);
         tokens_fetched = true;
         for (int turn = 0; turn < SHAPE::TURNS; turn++) {
             const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
             sm90::barrier_wait(smem + SHAPE::X_EMPTY + ring.slot * 8, ring.phase ^ 1);
-            if (lane == 0) sm90::barrier_expect(full, SHAPE::DOWN * SHAPE::GATHER_BYTES);
+            if (lane == 0) sm90::barrier_arrive_expect_tx(full, SHAPE::DOWN * SHAPE::GATHER_BYTES);
             __syncwarp();
             if (lane < SHAPE::DOWN)
-                sm90::copy_bytes(smem + SHAPE::X + ring.slot * SHAPE::X_BYTES + lane * SHAPE::GATHER_BYTES,
-                                 work.sums(other, lane) + turn * (SHAPE::GATHER_BYTES / 16), SHAPE::GATHER_BYTES, full);
+                sm90::bulk_copy(smem + SHAPE::X + ring.slot * SHAPE::X_BYTES + lane * SHAPE::GATHER_BYTES,
+                                work.sums(other, lane) + turn * (SHAPE::GATHER_BYTES / 16), SHAPE::GATHER_BYTES, full);
             __syncwarp();
             ring.advance(task.x_stages);
         }
@@ -368,7 +368,7 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
     const auto begin = [&] {
         if (!begun) {
             start_wait();
-            allow_next_launch();
+            pdl_launch_dependents();
         }
         begun = true;
     };
@@ -393,11 +393,11 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
             if (lane == 0) {
                 const uint32_t full = smem + SHAPE::X_FULL + ring.slot * 8;
                 const uint32_t to = smem + SHAPE::X + ring.slot * SHAPE::X_BYTES + before * TILE_COLS * 2;
-                sm90::barrier_expect(full, bytes);
+                sm90::barrier_arrive_expect_tx(full, bytes);
                 if (SHAPE::SIDE == 1)
-                    sm90::copy_box(to, map, k_tile * TILE_COLS, first, full);
+                    sm90::tma_load(to, map, k_tile * TILE_COLS, first, full);
                 else if (own > 0)
-                    sm90::copy_box_to_all(to, map, k_tile * TILE_COLS, first, full, 3);
+                    sm90::tma_load_multicast(to, map, k_tile * TILE_COLS, first, full, 3);
             }
             __syncwarp();
             ring.advance(task.x_stages);
@@ -412,7 +412,7 @@ __device__ __forceinline__ void gemm_fetch_tokens(const gemm_task &task, uint32_
                 __syncwarp();
             }
         if (range.gathers) { // the last one: another warp goes on
-            arrive_threads(TOKENS_FETCHED, 2 * WARP);
+            named_barrier_arrive(TOKENS_FETCHED, 2 * WARP);
             return;
         }
         for (int i = 0; i < work.stages_behind(range); i++) gemm_hand_over<SHAPE>(task, smem, ring);
@@ -444,8 +444,8 @@ __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_
         if (task.units && lane < SHAPE::DOWN) {
             constexpr int ABOUT = 32;
             const int begin = max(0, min((int)((float)strip * task.mean), task.units) - ABOUT);
-            sm90::prefetch_to_l2(task.data + (int64_t)begin * TILE_UNIT,
-                                 min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
+            sm90::bulk_prefetch_l2(task.data + (int64_t)begin * TILE_UNIT,
+                                   min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
         }
         ask(first_strip);
     }
@@ -459,9 +459,9 @@ __device__ __forceinline__ void gemm_fetch_strips(const gemm_task &task, uint32_
             const int slot = ring.slot * SHAPE::DOWN + lane, bytes = (to - from) * TILE_UNIT;
             const uint32_t full = smem + SHAPE::PACKED_FULL + slot * 8;
             sm90::barrier_wait(smem + SHAPE::PACKED_EMPTY + slot * 8, ring.phase ^ 1);
-            sm90::barrier_expect(full, bytes);
-            sm90::copy_bytes(strips_at + slot * task.slot_bytes, task.data + (int64_t)from * TILE_UNIT, bytes, full,
-                             policy);
+            sm90::barrier_arrive_expect_tx(full, bytes);
+            sm90::bulk_copy(strips_at + slot * task.slot_bytes, task.data + (int64_t)from * TILE_UNIT, bytes, full,
+                            policy);
         }
         __syncwarp();
         ring.advance(task.packed_strips);
@@ -507,13 +507,13 @@ __device__ __forceinline__ void gemm_help(const gemm_task &task, uint32_t smem) 
         for (int down = 0; down < SHAPE::DOWN; down++) {
             const int slot = (behind - SHAPE::DOWN + down) % task.x_stages;
             const int64_t row = (int64_t)(work.row_block(row_tile) + down) * TILE_ROWS;
-            sync_threads(gemm_done(down, ranges), DONE_THREADS);
+            named_barrier_sync(gemm_done(down, ranges), DONE_THREADS);
             if (range.first > 0) {
                 if (lane == 0) store_release(work.given(work.number(), down), task.launch);
             } else {
                 if (lane == 0 && !task.y_plain && row < task.rows && token < task.tokens) {
-                    sm90::store_box(&task.y, (int)row, token, smem + SHAPE::X + slot * SHAPE::X_BYTES);
-                    sm90::stores_have_read();
+                    sm90::tma_store(&task.y, (int)row, token, smem + SHAPE::X + slot * SHAPE::X_BYTES);
+                    sm90::tma_store_wait_read();
                 }
                 __syncwarp();
                 // For each warpgroup by itself, in both blocks at once: no barrier gets more than it still waits for, whatever
@@ -549,7 +549,7 @@ __device__ __forceinline__ void gemm_gather(const gemm_task &task, uint32_t smem
 #pragma unroll
             for (int j = 0; j < GATHER_BYTES / 2048; j++)
                 gemm_add(sums + turn * (GATHER_BYTES / 512) + j * 4, from + j * 2048 + threadIdx.x % 128 * 16);
-            sm90::fence_for_copies();
+            sm90::fence_proxy_async();
             sm90::warpgroup_sync(down); // they are read: the place is free
             release(ring.slot);
             ring.advance(task.x_stages);
@@ -568,9 +568,9 @@ __device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t sm
     const auto place = [&](int slot) { return smem + SHAPE::X + slot * SHAPE::X_BYTES + thread * 16; };
     const uint32_t barriers = smem + (ranges % 2 * SHAPE::DOWN + down) * 8, phase = ranges / 2 % 2;
     const uint32_t exchanged = barriers + SHAPE::EXCHANGED;
-    if (thread == 0) sm90::barrier_expect(exchanged, SHAPE::SUMS_BYTES);
-    const uint32_t here = place(own_slot), there = sm90::remote_address(place(other_slot), other),
-                   full = sm90::remote_address(exchanged, other);
+    if (thread == 0) sm90::barrier_arrive_expect_tx(exchanged, SHAPE::SUMS_BYTES);
+    const uint32_t here = place(own_slot), there = sm90::dsmem_address(place(other_slot), other),
+                   full = sm90::dsmem_address(exchanged, other);
     sm90::barrier_wait(barriers + SHAPE::MAY_SEND, phase);
 #pragma unroll
     for (int j = 0; j < OUT_SUMS; j += 4) {
@@ -581,12 +581,12 @@ __device__ __forceinline__ void gemm_exchange(const gemm_task &task, uint32_t sm
             theirs[i] = rank ? low : high;
             low = rank ? high : low;
         }
-        sm90::store_async(there + j * 512, theirs, full);
+        sm90::dsmem_store_async(there + j * 512, theirs, full);
     }
     sm90::barrier_wait_acquire(exchanged, phase);
 #pragma unroll
     for (int j = 0; j < OUT_SUMS; j += 4) gemm_add(sums + j, here + j * 512);
-    sm90::fence_for_copies();
+    sm90::fence_proxy_async();
     sm90::warpgroup_sync(down); // they are read: the place is free
     release(own_slot, SHAPE::DOWN);
     ring = ring.ahead(SHAPE::DOWN, slots);
@@ -598,7 +598,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
                                               int down) {
     constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS;
     const int thread = threadIdx.x % 128, part = uniform(thread / WARP);
-    const uint64_t tokens = sm90::descriptor<128>(smem + SHAPE::X);
+    const uint64_t tokens = sm90::smem_descriptor<128>(smem + SHAPE::X);
     const uint32_t strips_at = smem + SHAPE::X + task.x_stages * SHAPE::X_BYTES;
     gemm_ring ring, packed;
     uint32_t ranges = 0;
@@ -622,7 +622,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
         uint32_t a[4][4];
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
-        sm90::settle(sums);
+        sm90::warpgroup_fence_operand(sums);
         // A tile is prepared while the one before it is multiplied; so are its first values fetched.
         tile_lane here, next;
         tile_streams streams;
@@ -672,7 +672,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
                 if (STEP == 2) next.find(task.weights, streams);
                 if (STEP == 3) load(next, 0, 0);
                 // The products that read these registers last.
-                if (STEP % 2 == 0) sm90::wgmma_wait<1>();
+                if (STEP % 2 == 0) sm90::warpgroup_wait<1>();
                 if (STEP == 2) release(last_stage); // all of the tile before have ended
                 tile_multiply<T, TOKENS, STEP>(sums, here, values[STEP % 2], a, b);
             };
@@ -709,22 +709,22 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
 #pragma unroll
             for (int in_strip = 0; in_strip < TILE_STRIP; in_strip++) {
                 if (SHAPE::LAG && in_strip == TILE_STRIP - SHAPE::LAG && left == waits_at)
-                    sync_threads(FIRST_THROUGH, 256);
+                    named_barrier_sync(FIRST_THROUGH, 256);
                 multiply_tile(in_strip, left > 2);
             }
             give_back(slot);
         }
-        if (lags && down == 0) arrive_threads(FIRST_THROUGH, 256);
+        if (lags && down == 0) named_barrier_arrive(FIRST_THROUGH, 256);
         if (halves) packed.advance(task.packed_strips);
-        sm90::wgmma_wait<0>();
-        sm90::settle(sums);
+        sm90::warpgroup_wait<0>();
+        sm90::warpgroup_fence_operand(sums);
         release(last_stage);
         last_stage = -1;
-        sm90::wait_for_previous_launch(); // before anything is written
+        sm90::pdl_wait(); // before anything is written
 
         if (SHAPE::PAIR > 1) gemm_exchange<SHAPE>(task, smem, work.rank, down, ranges, ring, ahead, sums, release);
         // Another warp tells the owner, and stores the output: this one would wait for it.
-        const auto done = [&] { arrive_threads(gemm_done(down, ranges++), DONE_THREADS); };
+        const auto done = [&] { named_barrier_arrive(gemm_done(down, ranges++), DONE_THREADS); };
         if (range.first > 0) {
             float4 *to = work.sums(work.number(), down) + thread;
 #pragma unroll
@@ -754,7 +754,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
             const uint32_t rounded[4] = {
                 from_float2<T>(sum[0] + bias[0], sum[1] + bias[0]), from_float2<T>(sum[2] + bias[1], sum[3] + bias[1]),
                 from_float2<T>(sum[4] + bias[0], sum[5] + bias[0]), from_float2<T>(sum[6] + bias[1], sum[7] + bias[1])};
-            sm90::store_matrices_transposed(to + i * 16 * 128, rounded);
+            sm90::stmatrix_x4_trans(to + i * 16 * 128, rounded);
         }
         if (task.y_plain) {
             sm90::warpgroup_sync(down);
@@ -765,7 +765,7 @@ __device__ __forceinline__ void gemm_multiply(const gemm_task &task, uint32_t sm
                     ((uint16_t *)task.y_plain)[(int64_t)(first + i) * task.rows + first_row + own] =
                         load_shared_2(output + i * 128 + ((own / 8 ^ i % 8) << 4) + own % 8 * 2);
         }
-        sm90::fence_for_copies();
+        sm90::fence_proxy_async();
         done();
     }
 }
@@ -787,18 +787,18 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_gemm_kernel(const __gr
         gemm_make_barriers<SHAPE>(smem);
         start_arrive();
         const gemm_work<SHAPE> work(task, blockIdx.x);
-        sm90::take_registers<SHAPE::REGISTERS>();
+        sm90::warpgroup_reg_alloc<SHAPE::REGISTERS>();
         start_wait();
         gemm_multiply<T, SHAPE>(task, smem, work, warpgroup);
         return;
     }
-    sm90::give_registers<SHAPE::FETCH_REGISTERS>();
+    sm90::warpgroup_reg_dealloc<SHAPE::FETCH_REGISTERS>();
     if (warp == 3) return gemm_fetch_strips<SHAPE>(task, smem);
     if (warp < 2) {
         if (warp == 0 && threadIdx.x % WARP == 0) {
-            sm90::prefetch_map(&task.x);
-            sm90::prefetch_map(&task.last_x);
-            sm90::prefetch_map(&task.y);
+            sm90::prefetch_tensor_map(&task.x);
+            sm90::prefetch_tensor_map(&task.last_x);
+            sm90::prefetch_tensor_map(&task.y);
         }
         gemm_make_barriers<SHAPE>(smem);
     }
@@ -910,21 +910,21 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
     // A box that reaches behind the tokens takes longer, so the last ones have another (H200: clearly).
     task.last_tokens = (int)(args.tokens - (task.token_tiles - 1) * (int64_t)SHAPE::TOKENS);
     const auto map_tokens = [&](CUtensorMap *map, int box) {
-        return sm90::tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens, args.x_stride * 2,
-                                TILE_COLS, box);
+        return sm90::make_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
+                                     args.x_stride * 2, TILE_COLS, box);
     };
     cudaError_t error = map_tokens(&task.x, SHAPE::BOX);
     task.last_x = task.x;
     if (const int last_box = task.last_tokens % SHAPE::BOX; !error && last_box)
         error = map_tokens(&task.last_x, last_box);
     if (!error && !task.y_plain)
-        error = sm90::tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
-                                 TILE_ROWS, SHAPE::OUT_TOKENS);
+        error = sm90::make_tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
+                                      TILE_ROWS, SHAPE::OUT_TOKENS);
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {2, 1, 1};
-    attributes[1] = overlap_attribute();
+    attributes[1] = pdl_attribute();
     cudaLaunchConfig_t config{};
     config.gridDim = dim3((unsigned)(plan.clusters * 2));
     config.blockDim = dim3(SHAPE::THREADS);
@@ -932,7 +932,7 @@ cudaError_t gemm_launch(const gemm_args &args, const Device &device) {
         SHAPE::X + task.x_stages * SHAPE::X_BYTES + task.packed_strips * SHAPE::DOWN * task.slot_bytes;
     config.stream = args.stream;
     config.attrs = attributes;
-    config.numAttrs = may_overlap(args.stream, SHAPE::THREADS) ? 2 : 1;
+    config.numAttrs = may_use_pdl(args.stream, SHAPE::THREADS) ? 2 : 1;
     return cudaLaunchKernelEx(&config, tile_gemm_kernel<T, SHAPE>, task);
 }
 
@@ -955,8 +955,8 @@ bool gemm_is(const tile_gemm_plan &plan) {
 // How many clusters run at once. Each block takes an SM.
 template <typename T, class SHAPE>
 cudaError_t gemm_clusters_at_once(const Device &device, int *clusters) {
-    return clusters_at_once<tile_gemm_kernel<T, SHAPE>, 2>(device, 2, SHAPE::THREADS, device.shared_bytes - 1024,
-                                                           clusters);
+    return max_active_clusters<tile_gemm_kernel<T, SHAPE>, 2>(device, 2, SHAPE::THREADS, device.shared_bytes - 1024,
+                                                              clusters);
 }
 
 // What takes how many clocks of an SM: fitted to the times of all ways at 35 shapes and numbers of tokens (H200, density 0.5,
@@ -1130,7 +1130,7 @@ cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_
     Device device;
     const cudaError_t error = current_device(&device);
     if (error || tokens <= 64 || tokens > INT32_MAX || !m->rows || !m->cols || device.major != 9 ||
-        is("MACKO_COPY", "cp_async"))
+        env_is("MACKO_COPY", "cp_async"))
         return error;
     // A plan takes longer than a launch, so plans are kept: a model asks for the same ones again and again.
     constexpr size_t MOST = 4096;

@@ -112,10 +112,10 @@ struct tile_ring {
 
 // The warps that fill the ring tell the others that the barriers are there.
 [[maybe_unused]] __device__ __forceinline__ void barriers_ready(int threads) {
-    arrive_threads(1, threads);
+    named_barrier_arrive(1, threads);
 }
 [[maybe_unused]] __device__ __forceinline__ void wait_for_barriers(int threads) {
-    sync_threads(1, threads);
+    named_barrier_sync(1, threads);
 }
 
 // Four warps fill the ring, each its own stages of it: one alone took longer for a stage than its copies take. A warp's
@@ -166,8 +166,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     if (lane == 0 && task.units && warp < min(task.window, total)) {
         const int strip = find(load), about = (int)(((float)load.row_block * task.strips + strip) * task.mean);
         const int begin = max(0, min(about, task.units) - ABOUT);
-        sm90::prefetch_to_l2(task.data + (int64_t)begin * TILE_UNIT,
-                             min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
+        sm90::bulk_prefetch_l2(task.data + (int64_t)begin * TILE_UNIT,
+                               min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
     }
     int from = 0, to = 0, next_from, next_to;
     load_offsets(next_from, next_to);
@@ -183,19 +183,19 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             sm90::barrier_init(memory.may_send, max(work.pieces, 1));
             const int bits = task.deal[cluster >= task.more].chunk_bits, places = PLACES - (work.piece << bits);
             if (work.pieces) // what the blocks that share a row block will send
-                sm90::barrier_expect(memory.sums_full, max(0, min(1 << bits, places)) * TOKENS * 2 * SHAPE::WARPGROUPS *
-                                                           (work.pieces - 1));
+                sm90::barrier_arrive_expect_tx(memory.sums_full, max(0, min(1 << bits, places)) * TOKENS * 2 *
+                                                                     SHAPE::WARPGROUPS * (work.pieces - 1));
         }
         sm90::fence_barrier_init();
     }
     __syncwarp();
     barriers_ready(SHAPE::THREADS);
     // A warp waits for stages of another's at the start, so all of their barriers have to be there.
-    sync_threads(3, PRODUCERS * WARP);
-    if (task.deal[cluster >= task.more].cut) sm90::cluster_arrive();
+    named_barrier_sync(3, PRODUCERS * WARP);
+    if (task.deal[cluster >= task.more].cut) sm90::cluster_arrive_relaxed();
     uint32_t phase = 1;
     // Before a stage is filled anew, all warps have seen those come that they waited for at the start.
-    const auto first_round_done = [] { sync_threads(3, PRODUCERS * WARP); };
+    const auto first_round_done = [] { named_barrier_sync(3, PRODUCERS * WARP); };
     for (int count = 0; here.round + here.slot < total; count++) {
         const int strip = find(here), slot = here.slot, turn = count % AT_ONCE;
         if (turn == 0) {
@@ -213,14 +213,14 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             sm90::barrier_wait(memory.full + (slot - task.window) * 8, 0);
         }
         if (lane == 0) {
-            sm90::barrier_expect(barrier, bytes + TILE_STRIP * SHAPE::TOKEN_BYTES);
-            sm90::copy_bytes(stage, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
+            sm90::barrier_arrive_expect_tx(barrier, bytes + TILE_STRIP * SHAPE::TOKEN_BYTES);
+            sm90::bulk_copy(stage, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
         }
         __syncwarp();
         // Weights may be fetched before the kernel in front is done, tokens not.
-        if (count == 0) sm90::wait_for_previous_launch();
+        if (count == 0) sm90::pdl_wait();
         if (lane < task.boxes)
-            sm90::copy_box(stage + task.tokens_at + lane * SHAPE::TOKEN_BYTES, &task.x,
+            sm90::tma_load(stage + task.tokens_at + lane * SHAPE::TOKEN_BYTES, &task.x,
                            task.boxes == 1 ? 0 : (strip * TILE_STRIP + lane) * TILE_COLS, 0,
                            task.boxes == 1 ? strip * TILE_STRIP : 0, barrier);
         __syncwarp();
@@ -228,7 +228,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         if (here.slot == warp) phase ^= 1;
     }
     if (task.stages + warp >= total) first_round_done();
-    allow_next_launch();
+    pdl_launch_dependents();
 }
 
 template <typename T>
@@ -250,7 +250,8 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const int thread = threadIdx.x % 128, lane = thread % WARP, part = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const tile_work work(task, cluster, rank);
     // The upper half of a descriptor is the same for all, the lower one has a fixed way from the strip.
-    const uint64_t descriptor = sm90::descriptor<128>(memory.stages + task.tokens_at + across * SHAPE::TOKEN_BYTES);
+    const uint64_t descriptor =
+        sm90::smem_descriptor<128>(memory.stages + task.tokens_at + across * SHAPE::TOKEN_BYTES);
     const tile_ring begin{memory.full, 0, memory.stages + TILE_VALUES};
     const uint32_t tokens_behind = held((uint32_t)descriptor - (begin.values >> 4));
     // A lane's words of its part, and of this tile.
@@ -266,7 +267,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     const auto release = [&](uint32_t full) {
         if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
-    const auto sync_consumers = [] { sync_threads(2, SHAPE::WARPGROUPS * 128); };
+    const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
     const bool meets = task.deal[cluster >= task.more].cut; // some blocks of the cluster
     // From here on, the other blocks of its row block may send their sums here. What they overwrite was only read. Through
     // barriers, as a cluster's own with some warps waiting and others on their way never ends under compute-sanitizer.
@@ -276,7 +277,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         if (threadIdx.x < work.pieces) sm90::barrier_arrive_remote(memory.may_send, rank - work.piece + threadIdx.x);
     };
     wait_for_barriers(SHAPE::THREADS);
-    if (meets) sm90::cluster_arrive();
+    if (meets) sm90::cluster_arrive_relaxed();
     if (!SHAPE::MANY_SUMS && work.pieces && !work.whole) let_send();
     // A tile is prepared while the one before it is multiplied, that of the row block before too; so are its first values
     // fetched.
@@ -326,7 +327,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         uint32_t a[4][4];
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
-        sm90::settle(sums);
+        sm90::warpgroup_fence_operand(sums);
         uint32_t previous = memory.unused - (memory.empty - memory.full);
         const auto multiply = [&](tile_lane &here, tile_lane &next) { // a stage
             // Behind the last one that one again; without a branch, which the loads of both ways would share addresses for.
@@ -349,9 +350,9 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                 prepare(step, next, ahead.values);
                 // The products that read these registers last. All of the stage before have ended two steps into this
                 // one: that stage goes back then, not a product later (H200: less time at every shape).
-                if (STEP == 0) sm90::wgmma_wait<1>();
+                if (STEP == 0) sm90::warpgroup_wait<1>();
                 if (STEP == 1) {
-                    sm90::wgmma_wait<0>();
+                    sm90::warpgroup_wait<0>();
                     release(previous);
                 }
                 tile_multiply<T, TOKENS, STEP>(sums, here, values[STEP % 2], a, b);
@@ -373,10 +374,10 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             }
             multiply(lanes[1], lanes[0]);
         }
-        sm90::wgmma_wait<0>();
-        sm90::settle(sums);
+        sm90::warpgroup_wait<0>();
+        sm90::warpgroup_fence_operand(sums);
         release(previous);
-        if (!round) sm90::wait_for_previous_launch(); // before y is written
+        if (!round) sm90::pdl_wait(); // before y is written
         // Each block that has a piece of the row block adds up the sums of a chunk of places, [addends][fours][chunk] of
         // four; of a whole one all.
         const int own = whole ? 0 : work.piece, addends = whole ? TILE_STRIP : TILE_STRIP * work.pieces;
@@ -427,10 +428,11 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
                 for (int i = 0; i < SUMS / 4; i++) store(to + (i * 16 << bits), sums + i * 4);
             } else {
                 sm90::barrier_wait(memory.may_send, 0);
-                const uint32_t there = sm90::remote_address(to, rank - own + owner);
-                const uint32_t full = sm90::remote_address(memory.sums_full, rank - own + owner);
+                const uint32_t there = sm90::dsmem_address(to, rank - own + owner);
+                const uint32_t full = sm90::dsmem_address(memory.sums_full, rank - own + owner);
 #pragma unroll
-                for (int i = 0; i < SUMS / 4; i++) sm90::store_async(there + (i * 16 << bits), sums + i * 4, full);
+                for (int i = 0; i < SUMS / 4; i++)
+                    sm90::dsmem_store_async(there + (i * 16 << bits), sums + i * 4, full);
             }
             sync_consumers();
             sm90::barrier_wait(memory.sums_full, 0);
@@ -457,12 +459,12 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
     cluster = __shfl_sync(FULL_WARP, cluster, 0);
     rank = __shfl_sync(FULL_WARP, rank, 0);
     if (warpgroup == SHAPE::WARPGROUPS) {
-        sm90::give_registers<SHAPE::PRODUCER_REGISTERS>();
+        sm90::warpgroup_reg_dealloc<SHAPE::PRODUCER_REGISTERS>();
         tile_produce<TOKENS>(task, memory, cluster, rank);
         if (task.deal[cluster >= task.more].cut) sm90::cluster_wait();
     } else {
-        if (threadIdx.x == 0) sm90::prefetch_map(&task.x);
-        sm90::take_registers<SHAPE::REGISTERS>();
+        if (threadIdx.x == 0) sm90::prefetch_tensor_map(&task.x);
+        sm90::warpgroup_reg_alloc<SHAPE::REGISTERS>();
         tile_consume<T, TOKENS>(task, memory, cluster, rank, warpgroup);
     }
 #endif
@@ -624,8 +626,8 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     const int stage_bytes = tokens_at + TILE_STRIP * SHAPE::TOKEN_BYTES;
     for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= task.strips; blocks++) {
         int clusters;
-        error = clusters_at_once<tile_mm_kernel<T, TOKENS>, MAX_CLUSTER>(device, blocks, SHAPE::THREADS,
-                                                                         device.shared_bytes - 1024, &clusters);
+        error = max_active_clusters<tile_mm_kernel<T, TOKENS>, MAX_CLUSTER>(device, blocks, SHAPE::THREADS,
+                                                                            device.shared_bytes - 1024, &clusters);
         if (error) return error;
         clusters = std::min(clusters, task.row_blocks);
         const int each = task.row_blocks / clusters, more = task.row_blocks % clusters;
@@ -654,19 +656,19 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     // H200: with less to do a block waits longest for its first stage; with many tokens L2 is what is waited for.
     const int each = task.deal[0].whole * task.strips + task.deal[0].piece;
     task.window = each < 12 || TOKENS > 32 ? 2 : TOKENS > 16 ? 3 : 4;
-    const bool overlaps = may_overlap(stream, SHAPE::THREADS);
+    const bool overlaps = may_use_pdl(stream, SHAPE::THREADS);
     // One copy for all tokens of a strip is faster than four (H200, most at 32 tokens), but the last tile has to be whole.
     task.boxes = m.cols % TILE_COLS ? TILE_STRIP : 1;
-    error = task.boxes == 1
-                ? sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {TILE_COLS, tokens, m.cols / TILE_COLS},
-                                   {x_stride * 2, TILE_COLS * 2}, {TILE_COLS, TOKENS, TILE_STRIP})
-                : sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {m.cols, tokens, 1},
-                                   {x_stride * 2, x_stride * 2}, {TILE_COLS, TOKENS, 1});
+    error = task.boxes == 1 ? sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
+                                                    {TILE_COLS, tokens, m.cols / TILE_COLS},
+                                                    {x_stride * 2, TILE_COLS * 2}, {TILE_COLS, TOKENS, TILE_STRIP})
+                            : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {m.cols, tokens, 1},
+                                                    {x_stride * 2, x_stride * 2}, {TILE_COLS, TOKENS, 1});
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)task.cluster, 1, 1};
-    attributes[1] = overlap_attribute();
+    attributes[1] = pdl_attribute();
     config.gridDim = dim3((unsigned)(task.clusters * task.cluster));
     config.blockDim = dim3(SHAPE::THREADS);
     config.stream = stream;
@@ -701,7 +703,7 @@ cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_
     cudaError_t error = cudaGetDevice(&index);
     if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
     if (error) return error;
-    if (major != 9 || is("MACKO_COPY", "cp_async")) { // wgmma is of sm_90 alone
+    if (major != 9 || env_is("MACKO_COPY", "cp_async")) { // wgmma is of sm_90 alone
         const auto run = tokens <= 8    ? tile_launch_mma<T, 1>
                          : tokens <= 16 ? tile_launch_mma<T, 2>
                          : tokens <= 32 ? tile_launch_mma<T, 4>

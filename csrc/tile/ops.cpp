@@ -11,7 +11,7 @@
 #include <array>
 #include <cstdlib>
 
-#include "../torch/tiles.h"
+#include "../torch/dense_rows.h"
 #else
 #include "../torch/rows.h"
 #endif
@@ -139,7 +139,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     Tensor totals_tensor = torch::stable::new_zeros(values, {int64_t(sizeof totals / 8)}, ScalarType::Long);
     auto *device_totals = static_cast<tile_totals *>(totals_tensor.mutable_data_ptr());
     // Twice through dense rows, as many as the workspace holds; where that is all of them, they stay.
-    const int64_t most = rows_of_tile(rows, cols, 2), step = most >= rows ? rows : (most + 63) / TILE_ROWS * TILE_ROWS;
+    const int64_t most = rows_of_panel(rows, cols, 2), step = most >= rows ? rows : (most + 63) / TILE_ROWS * TILE_ROWS;
     Tensor dense = torch::stable::new_empty(values, {std::min(rows, step), cols});
     const auto for_pieces = [&](bool unpack, auto body) {
         for (int64_t first = 0; first < rows; first += step) {
@@ -249,7 +249,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const int64_t tokens = num_tokens(x_any);
 #ifdef USE_CUDA
     tile_gemm_plan plan;
-    if (!takes_tiles(m, tokens, &plan)) return linear_by_tiles(x_any, {rows}, bias, unpacking(m, data))[0];
+    if (!takes_tiles(m, tokens, &plan)) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
 #endif
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
@@ -280,7 +280,7 @@ std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const
         pieces.push_back(piece_of(m, first, count));
         // Parts that do not begin where a row block does go through dense rows, which can be cut anywhere.
         if (count && (first % TILE_ROWS || !takes_tiles(pieces.back(), tokens, &plans[pieces.size() - 1])))
-            return linear_by_tiles(x, part_rows, std::nullopt, unpacking(m, data));
+            return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, data));
         first += count;
     }
     const Tokens prepared = tokens_of(torch::stable::reshape(x, {tokens, cols}), cols);

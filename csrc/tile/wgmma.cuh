@@ -61,10 +61,10 @@ __device__ __forceinline__ void tile_multiply(float (&sums)[TOKENS / 2], const t
     tile.place(2 * STEP, values[0], a[STEP][0], a[STEP][1]);
     tile.place(2 * STEP + 1, values[1], a[STEP][2], a[STEP][3]);
     if (STEP % 2 == 0) return;
-    sm90::wgmma_begin();
+    sm90::warpgroup_arrive();
     tile_wgmma<T, TOKENS>::multiply(sums, a[STEP & 2], b + 2 * (STEP & 2));
     tile_wgmma<T, TOKENS>::multiply(sums, a[STEP], b + 2 * STEP);
-    sm90::wgmma_commit();
+    sm90::warpgroup_commit_batch();
 }
 
 } // namespace macko

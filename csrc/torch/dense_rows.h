@@ -1,4 +1,5 @@
-// A product with a packed matrix through dense tiles of its rows, on CUDA.
+// A product with a packed matrix through a dense workspace, on CUDA: a panel of rows is unpacked, the library's GEMM
+// multiplies it, then the next panel takes its place.
 #pragma once
 
 #include <algorithm>
@@ -10,40 +11,41 @@
 
 namespace macko {
 
-constexpr int64_t TILE_BYTES = 64 << 20; // of dense rows at a time, the most that a product takes beside its result
+constexpr int64_t WORKSPACE_BYTES = 64 << 20; // of dense rows: the most that a product takes beside its result
 
-// Rows of a tile: no more than fit; multiples of 1024 where so many do, as a GEMM of some other numbers takes longer a
-// row, else of what its block takes.
-inline int64_t rows_of_tile(int64_t rows, int64_t cols, int64_t element_bytes) {
-    const int64_t most = std::max<int64_t>(1, TILE_BYTES / std::max<int64_t>(1, cols * element_bytes));
+// Rows of a panel: no more than fit the workspace. Where 1024 fit, a multiple of 1024, as a GEMM of some other numbers of
+// rows takes longer a row; where fewer do, of the 128 rows of a GEMM's block.
+inline int64_t rows_of_panel(int64_t rows, int64_t cols, int64_t element_bytes) {
+    const int64_t most = std::max<int64_t>(1, WORKSPACE_BYTES / std::max<int64_t>(1, cols * element_bytes));
     if (most >= rows) return std::max<int64_t>(1, rows);
-    const int64_t tiles = (rows + most - 1) / most, even = (rows + tiles - 1) / tiles;
+    const int64_t panels = (rows + most - 1) / most, even = (rows + panels - 1) / panels;
     const int64_t gemm_rows = most < 1024 ? 128 : 1024;
     return most < gemm_rows ? even : std::min(most / gemm_rows, (even + gemm_rows - 1) / gemm_rows) * gemm_rows;
 }
 
-// x W^T + bias for x [..., cols] by the library's GEMM, as tensors [..., rows of a part], one for each of part_rows. unpack(
-// first, count, w) writes rows [first, first + count) of W densely to w.
+// x W^T + bias for x [..., cols] by the library's GEMM. A merged layer has several outputs: part_rows are the rows of
+// each, and the result is a tensor [..., part_rows[i]] for each. unpack(first, count, w) writes rows
+// [first, first + count) of W densely to w; a panel may reach over the end of a part.
 template <typename Unpack>
-std::vector<Tensor> linear_by_tiles(const Tensor &x_any, const std::vector<int64_t> &part_rows,
-                                    const std::optional<Tensor> &bias, const Unpack &unpack) {
+std::vector<Tensor> linear_by_dense_rows(const Tensor &x_any, const std::vector<int64_t> &part_rows,
+                                         const std::optional<Tensor> &bias, const Unpack &unpack) {
     using torch::stable::detail::from;
     Tensor x = torch::stable::reshape(x_any, {num_tokens(x_any), x_any.size(-1)});
     if (x.stride(1) != 1) x = torch::stable::contiguous(x); // once, where each GEMM would
     const int64_t rows = std::accumulate(part_rows.begin(), part_rows.end(), int64_t(0));
-    const int64_t tile_rows = rows_of_tile(rows, x.size(1), x.element_size());
+    const int64_t panel_rows = rows_of_panel(rows, x.size(1), x.element_size());
     std::vector<Tensor> parts;
     for (const int64_t count : part_rows) parts.push_back(torch::stable::new_empty(x, {x.size(0), count}));
-    Tensor tile = torch::stable::new_empty(x, {std::min(rows, tile_rows), x.size(1)});
-    for (int64_t first = 0; first < rows; first += tile_rows) {
-        const int64_t stop = std::min(rows, first + tile_rows);
-        unpack(first, stop - first, tile.mutable_data_ptr());
+    Tensor panel = torch::stable::new_empty(x, {std::min(rows, panel_rows), x.size(1)});
+    for (int64_t first = 0; first < rows; first += panel_rows) {
+        const int64_t stop = std::min(rows, first + panel_rows);
+        unpack(first, stop - first, panel.mutable_data_ptr());
         int64_t part_first = 0;
         for (const Tensor &part : parts) {
             const int64_t part_stop = part_first + part.size(1);
             const int64_t begin = std::max(first, part_first), count = std::min(stop, part_stop) - begin;
             if (count > 0) {
-                std::array<StableIValue, 4> stack{from(x), from(narrowed(tile, 0, begin - first, count)),
+                std::array<StableIValue, 4> stack{from(x), from(narrowed(panel, 0, begin - first, count)),
                                                   from(part_of(bias, begin, count)),
                                                   from(narrowed(part, 1, begin - part_first, count))};
                 STABLE_TORCH_ERROR_CODE_CHECK(

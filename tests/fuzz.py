@@ -345,7 +345,8 @@ def run_case(seed: int, case: int, weights: list[PackedWeight], folder: Path, co
             text = text[:cut] + choose.choice(("", "\x00", "}", "\ufffd")) + text[cut + 1 :]
         if config is not None and choose.random() < 0.2 and isinstance(about, dict):
             with contextlib.suppress(ValueError):
-                config(**{**about, choose.choice(("format", "ignore", "min_sparsity")): choose.choice(NO_NUMBERS)})
+                slip = choose.choice(("format", "ignore", "min_sparsity"))
+                config.from_dict({**about, slip: choose.choice(NO_NUMBERS)})
         path = folder / "model.safetensors"
         named = {f"layer.{name}": t for name, t in tensors.items()}
         path.write_bytes(file_bytes(choose, named, {"format": "pt", "macko": text}, not honest_header))

@@ -23,8 +23,10 @@ from .formats import (
 from .slide_choice import SlidePacking, slide_layout
 from .times import times_of
 
-#: From this density up a CPU multiplies from a bitmap, below it from the canonical deltas; by vector path, docs/cpu.md.
+#: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
+#: What tokens="batch" is taken for.
+BATCH = 8
 #: Shared memory that the sell kernel wants besides x, in bytes: its stages, partial sums, zeros after x.
 SELL_SHARED_BYTES = 64 * 1024
 #: A weight is taken to be pruned to a pattern if it has this share of the non-zeros that the pattern allows.
@@ -32,6 +34,10 @@ PATTERN_FILLED = 0.9
 #: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
 #: That saves launches of a microsecond or two.
 SELL_WITHIN = 1.05
+#: Layers with fewer weights take no time that counts.
+SMALLEST = 1 << 16
+#: A report says where a layer is slower than dense by more than times vary.
+WORTH_SAYING = 0.95
 #: A layout is taken up to so many times the canonical bytes: it fills up matrices of few rows or columns.
 LAYOUT_BYTES = 1.05
 
@@ -39,31 +45,51 @@ LAYOUT_BYTES = 1.05
 def expected_us(
     rows: int, cols: int, density: float, dtype: torch.dtype, device: torch.device, tokens: int = 1
 ) -> dict[str, float]:
-    """Microseconds of a layer by format, "dense" among them (macko.times): of the formats that hold it on that GPU.
+    """Microseconds of a layer by format, "dense" among them (macko.times): of the formats that hold it on that device.
 
-    Empty on a CPU.
+    Empty where nothing is known: of a type that the device has no kernels for, and of a small layer on a CPU, whose
+    time is that of the call.
     """
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype.itemsize != 2):
+        return {}
+    if device.type == "cpu" and rows * cols < SMALLEST:
         return {}
     us = times_of(device).us(rows, cols, density, dtype, tokens)
-    if not _sell_runs(cols, device):
+    if device.type == "cuda" and not _sell_runs(cols, device):
         us.pop(SellWeight.format, None)
     return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
 
 
-def choose(weight: MackoWeight, batch: bool = False) -> type[PackedWeight]:
-    """The format in which this weight takes the least time on its device, for one token or for a batch of them.
+def worst_of(
+    rows: int, cols: int, density: float, dtype: torch.dtype, device: torch.device, format: str
+) -> tuple[int, float] | None:
+    """The number of tokens at which a layer in this format is slowest beside the dense one, and dense time over its.
 
-    For a batch on a GPU that is tile, whose time hardly grows with the tokens (docs/performance.md).
+    None where nothing is known, or nothing is lost: under WORTH_SAYING.
     """
-    if weight.device.type == "cuda":
-        if batch:
-            return TileWeight
-        us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device)
-        us.pop("dense", None)
-        if SellWeight.format in us:
-            us[SellWeight.format] /= SELL_WITHIN
-        return FORMATS[min(us, key=us.__getitem__)] if us else MackoWeight
+    counts = times_of(device).counts if device.type == "cpu" else ()
+    found = {}
+    for tokens in counts:
+        us = expected_us(rows, cols, density, dtype, device, tokens)
+        if format in us:
+            found[tokens] = us["dense"] / us[format]
+    worst = min(found.items(), key=lambda item: item[1], default=None)
+    return worst if worst and worst[1] < WORTH_SAYING else None
+
+
+def choose(weight: MackoWeight, tokens: int = 1) -> type[PackedWeight]:
+    """The format in which this weight takes the least time on its device, for so many tokens at a time.
+
+    For several on a GPU that is tile, whose time hardly grows with the tokens (docs/performance.md).
+    """
+    if weight.device.type == "cuda" and tokens > 1:
+        return TileWeight
+    us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
+    us.pop("dense", None)
+    if SellWeight.format in us:
+        us[SellWeight.format] /= SELL_WITHIN
+    if us:
+        return FORMATS[min(us, key=us.__getitem__)]
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight
     return MackoWeight
@@ -84,34 +110,28 @@ def _sell_runs(cols: int, device: torch.device) -> bool:
     return cols < 2**16 and 2 * cols + SELL_SHARED_BYTES <= shared
 
 
+@dataclasses.dataclass(frozen=True)
 class Auto:
     """Stands where a format's class would: what it makes is of the format chosen for the weight that it is given."""
 
+    tokens: int = 1  #: that a layer is given at a time, as far as the caller knows
+
     format: ClassVar[str] = "auto"
-    batch: ClassVar[bool] = False
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
-    @classmethod
-    def from_dense(cls, w: Tensor) -> PackedWeight:
+    def from_dense(self, w: Tensor) -> PackedWeight:
         """Packs w [rows, cols] on its device, with the width of deltas that makes its file smallest."""
-        return cls.from_macko(MackoWeight.smallest(w))
+        return self.from_macko(MackoWeight.smallest(w))
 
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> PackedWeight:
+    def from_macko(self, weight: MackoWeight) -> PackedWeight:
         """The canonical weight in the format chosen for it; itself where that one would be mostly padding."""
-        kind = choose(weight, cls.batch)
+        kind = choose(weight, self.tokens)
         if kind is MackoWeight:
             return weight
         packed = kind.from_macko(weight)
-        # A batch is worth tile's masks at any density.
-        most = weight.rows * weight.cols * weight.dtype.itemsize if cls.batch else LAYOUT_BYTES * weight.nbytes
+        # Several tokens are worth tile's masks at any density.
+        most = weight.rows * weight.cols * weight.dtype.itemsize if self.tokens > 1 else LAYOUT_BYTES * weight.nbytes
         return packed if packed.nbytes <= most else weight
-
-
-class AutoBatch(Auto):
-    """The same for weights that are multiplied by several tokens at a time."""
-
-    batch: ClassVar[bool] = True
 
 
 class Smallest(Auto):
@@ -119,8 +139,7 @@ class Smallest(Auto):
 
     format: ClassVar[str] = "smallest"
 
-    @classmethod
-    def from_dense(cls, w: Tensor) -> PackedWeight:
+    def from_dense(self, w: Tensor) -> PackedWeight:
         """Packs w [rows, cols] on its device in every format that keeps any mask, and takes the one of fewest bytes.
 
         Where they tie, the canonical format. A layout's file is that of its canonical weight.
@@ -129,10 +148,9 @@ class Smallest(Auto):
         others = [kind.from_macko(macko) for kind in layouts(macko)]
         return min((macko, *others, EcWeight.smallest(w)), key=lambda packed: packed.nbytes)
 
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> PackedWeight:
+    def from_macko(self, weight: MackoWeight) -> PackedWeight:
         """The canonical weight in the format of fewest bytes."""
-        return cls.from_dense(weight.to_dense())
+        return self.from_dense(weight.to_dense())
 
 
 def meant_pattern(w: Tensor) -> int:
@@ -161,18 +179,18 @@ class Mixed:
             packed = self.slide.from_dense(w)
             if packed.nbytes < w.nbytes:  # its tiles fill up small weights
                 return packed
-        return Auto.from_dense(w)
+        return Auto().from_dense(w)
 
 
-def chooser(packed_as: object) -> type[Auto] | None:
-    """What chooses again when a weight that was packed as this moves: Auto or AutoBatch, if anything."""
+def chooser(packed_as: object) -> Auto | None:
+    """What chooses again when a weight that was packed as this moves, if anything."""
     if isinstance(packed_as, Mixed):
-        return Auto
-    return next((kind for kind in (Auto, AutoBatch) if kind is packed_as), None)
+        return Auto()
+    return packed_as if type(packed_as) is Auto else None
 
 
-def format_class(name: str) -> type[PackedWeight] | type[Auto] | Mixed:
+def format_class(name: str) -> type[PackedWeight] | Auto | Mixed:
     """The dataclass of a format, or what chooses one. ValueError where there is no such format."""
-    choices: dict[str, type[Auto] | Mixed] = {choice.format: choice for choice in (Auto, Smallest)}
+    choices: dict[str, Auto | Mixed] = {choice.format: choice for choice in (Auto(), Smallest())}
     choices[Mixed.format] = Mixed(SlidePacking("auto", None, 2048))
     return choices[name] if isinstance(name, str) and name in choices else format_named(name, *choices)

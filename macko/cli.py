@@ -80,11 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("source", metavar="FOLDER", help="folder or .safetensors file")
     command.add_argument("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
 
-    command = _command(commands, tune, "time the formats on this GPU, for format=auto to choose by")
+    command = _command(commands, tune, "time the formats on this GPU or CPU, for format=auto to choose by")
     command.add_argument("source", metavar="FOLDER", nargs="?", help="a pruned checkpoint, whose shapes and densities")
     command.add_argument("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
     command.add_argument("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
-    command.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of --shapes")
+    command.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="of --shapes")
+    command.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     command.add_argument("--tokens", nargs="+", type=_count, default=[1], help="at once (default 1)")
     command.add_argument("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
 
@@ -332,7 +333,8 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def tune(options: argparse.Namespace) -> None:
-    """Times of this GPU into its table."""
+    """Times of this GPU or CPU into its table."""
+    device = _device(options.device)
     from .times import read
     from .tune import tune as measure
 
@@ -351,10 +353,10 @@ def tune(options: argparse.Namespace) -> None:
         for shape in options.shapes:
             rows, _, cols = shape.partition("x")
             for density in options.densities:
-                w = torch.randn(int(rows), int(cols), device=_device(None), dtype=getattr(torch, options.dtype))
+                w = torch.randn(int(rows), int(cols), device=device, dtype=getattr(torch, options.dtype))
                 yield f"{shape} {density}", w * (torch.rand(w.shape, device=w.device) < density)
 
-    path = measure(weights(), tokens=options.tokens, path=options.out)
+    path = measure(weights(), tokens=options.tokens, path=options.out, device=device)
     for line in read(path)["linear"]:
         about = f"{line['rows']}x{line['cols']} density {line['density']:.2f} {line['dtype']} tokens {line['tokens']}"
         print(f"{about}: " + "  ".join(f"{name} {us:.2f} us" for name, us in line["us"].items()))

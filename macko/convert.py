@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import Auto, AutoBatch, Mixed, chooser, expected_us, format_class
+from .choose import BATCH, Auto, Mixed, chooser, expected_us, format_class, worst_of
 from .formats import PackedWeight, SlideWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
@@ -30,7 +30,7 @@ MIN_SPARSITY = 0.25
 CONVERTED: dict[str, Callable[[nn.Module], None]] = {}
 
 #: What makes a packed weight of a dense one.
-Packing = type[PackedWeight] | type[Auto] | Mixed | SlidePacking
+Packing = type[PackedWeight] | Auto | Mixed | SlidePacking
 
 # Modules that hand a child's weight to a fused kernel in place of calling the child: it would be unpacked at each step.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -72,9 +72,9 @@ def sparsify_(
         pattern, dtype: of formats "slide" and "mixed" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
             layer fits; "int8", "fp8", or None to keep the layer's dtype. With "slide" a layer that does not fit stays
             dense.
-        tokens: how many tokens a layer is usually given at a time. For format "auto" None is one, as when a model
-            generates a single text, and "batch" is several, for which a GPU has another layout. For "slide" and "mixed"
-            it is a number, by which macko.slide_choice picks the pattern's kernel or the dense one; None is 2048.
+        tokens: how many tokens a layer is given at a time, if you know. For format "auto" the default is 1, as when a
+            model generates a single text; a GPU has another layout for more, and "batch" stands for several. For
+            "slide" and "mixed" macko.slide_choice picks the pattern's kernel or the dense one by it; default: 2048.
         keep_dense: of those formats too. One weight a layer is held, for the kernel that was picked; with this the
             dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
@@ -156,9 +156,11 @@ def _packing(format: str, pattern: str, dtype: str | None, tokens: int | str | N
         raise ValueError(f'pattern, dtype and keep_dense are of formats "slide" and "mixed", the format is {format!r}')
     if tokens is None:
         return packed_as
-    if packed_as is not Auto or tokens != "batch":
-        raise ValueError(f'tokens is {tokens!r}, expected "batch" or None, for format "auto"; the format is {format!r}')
-    return AutoBatch
+    if type(packed_as) is not Auto:
+        raise ValueError(f'tokens is {tokens!r}, which is for formats "auto", "slide" and "mixed", not {format!r}')
+    if tokens != "batch" and (type(tokens) is not int or tokens < 1):
+        raise ValueError(f'tokens is {tokens!r}, expected a number from 1, or "batch"')
+    return Auto(BATCH if isinstance(tokens, str) else tokens)
 
 
 def convert_layer(
@@ -200,8 +202,9 @@ def convert_layer(
     if not row.reason:
         dense = dense.to(target)
     row.density = density_of(dense)
-    if row.density is not None and dense.dtype in (torch.float16, torch.bfloat16):
-        us = expected_us(row.shape[0], row.shape[1], row.density, dense.dtype, target)
+    tokens = packed_as.tokens if isinstance(packed_as, Auto) else 1
+    if row.density is not None:
+        us = expected_us(*dense.shape, row.density, dense.dtype, target, tokens)
     row.us_before = row.us_after = us.get("dense")
     if row.reason or row.density is None:
         return row, None
@@ -209,9 +212,10 @@ def convert_layer(
         row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
         return row, None
     sparse_us = {name: time for name, time in us.items() if name != "dense"}
-    if packed_as is Auto and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
+    if type(packed_as) is Auto and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
         best = min(sparse_us, key=sparse_us.__getitem__)
-        row.reason = f"dense is as fast here: {us['dense']:.1f} us a token, as {best} {sparse_us[best]:.1f} us"
+        many = f"{tokens} tokens" if tokens > 1 else "a token"
+        row.reason = f"dense is as fast here: {us['dense']:.1f} us {many}, as {best} {sparse_us[best]:.1f} us"
         return row, None
     try:
         packed = packed_as.from_dense(dense)
@@ -232,6 +236,8 @@ def convert_layer(
     sparse = SparseLinear.from_packed(packed, bias, auto=auto).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
+    if type(packed_as) is Auto:
+        row.worst = worst_of(*dense.shape, row.density, dense.dtype, target, packed.format)
     return row, sparse
 
 

@@ -293,7 +293,7 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
     blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = SparseLinear.from_packed(blank, layer.bias, auto=Auto).train(layer.training)
+    sparse = SparseLinear.from_packed(blank, layer.bias, auto=Auto()).train(layer.training)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

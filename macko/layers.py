@@ -97,14 +97,16 @@ class LayerReport:
     bytes_after: int
     #: Why it was left as it was; empty for a layer that was changed.
     reason: str = ""
-    #: Microseconds for one token, dense and as it is held now: measured on this GPU, or by a model (macko.times); None
-    #: where nothing is known.
+    #: Microseconds for one token (or for as many as sparsify_ was told), dense and as it is held now: measured on this
+    #: device, or by a model (macko.times); None where nothing is known.
     us_before: float | None = None
     us_after: float | None = None
     #: Names of the layers that are one matrix with it (macko.merge_); bytes and times are of the layer by itself.
     merged_with: list[str] = dataclasses.field(default_factory=list)
     #: Why slide takes its dense kernel for it.
     note: str = ""
+    #: Where it is slower than dense: at how many tokens most, and dense time over its time there.
+    worst: tuple[int, float] | None = None
 
 
 @dataclasses.dataclass
@@ -123,7 +125,7 @@ class Report:
 
     @property
     def gain(self) -> float | None:
-        """Expected time of one token in the dense layers over that in the layers as they are now; None: not known."""
+        """Expected time in the dense layers over that in the layers as they are now; None: not known."""
         known = [layer for layer in self.layers if layer.us_before and layer.us_after]
         after = sum(layer.us_after or 0 for layer in known)
         return sum(layer.us_before or 0 for layer in known) / after if after else None
@@ -188,7 +190,14 @@ class Report:
             table.add_row(changed, "", density, f"{zeros:,} of {weights:,} weights are zero")
         console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False)
         console.print(table)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+        if slower := [(layer.worst[1], layer.worst[0]) for layer in self.layers if layer.worst]:
+            share, tokens = min(slower)
+            lines.append(
+                f"With more tokens at once (prompts, encoders) {len(slower)} layers are slower than dense ones: "
+                f"{share:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it."
+            )
+        return "\n".join(lines)
 
 
 def _density(density: float | None) -> str:

@@ -101,7 +101,7 @@ class SparseLinear(nn.Linear):
     out_features: int
     _format: type[PackedWeight]
     _sizes: dict[str, int]
-    _auto: type[Auto] | None  # chooses the format, again where the layer moves to another kind of device
+    _auto: Auto | None  # chooses the format, again where the layer moves to another kind of device
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class SparseLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         packed = MackoWeight.zeros(out_features, in_features, dtype or torch.get_default_dtype(), device)
-        self._auto = Auto
+        self._auto = Auto()
         self._setup(packed, torch.zeros(out_features, dtype=packed.dtype, device=packed.device) if bias else None)
 
     def _setup(self, packed: PackedWeight, bias: Tensor | None) -> None:
@@ -132,12 +132,10 @@ class SparseLinear(nn.Linear):
         self._format, self._sizes = type(packed), packed.sizes()
 
     @classmethod
-    def from_packed(
-        cls, packed: PackedWeight, bias: Tensor | None = None, *, auto: type[Auto] | None = None
-    ) -> SparseLinear:
+    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, auto: Auto | None = None) -> SparseLinear:
         """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is.
 
-        Auto, or its kind for batches, chooses the format anew when the layer moves to another kind of device.
+        `auto` chooses the format anew when the layer moves to another kind of device.
         """
         layer = cls.__new__(cls)
         layer._setup(packed, bias)
@@ -171,7 +169,7 @@ class SparseLinear(nn.Linear):
     def reformat_(self, format: str = "auto") -> SparseLinear:
         """Holds the same weight in another format, in place; nothing where it is held so already.
 
-        "auto" chooses for batches where sparsify_ was asked to.
+        "auto" chooses for as many tokens as sparsify_ was told.
         """
         wanted, packed = format_class(format), self.packed
         if (auto := chooser(wanted)) is not None:
@@ -180,8 +178,8 @@ class SparseLinear(nn.Linear):
                 self._hold(self._auto.from_macko(packed.to_macko()))
             return self
         self._auto = None
-        assert isinstance(wanted, type)
-        if not isinstance(packed, wanted):
+        assert isinstance(wanted, (type, Auto))
+        if not (isinstance(wanted, type) and isinstance(packed, wanted)):
             self._hold(wanted.from_macko(packed.to_macko()))
         return self
 

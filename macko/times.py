@@ -1,7 +1,7 @@
-"""How long a layer takes in each format on a GPU: measured times, and a model for what nobody measured.
+"""How long a layer takes in each format on a GPU or a CPU: measured times, and a model for what nobody measured.
 
 A table is a JSON file. `macko/times/<gpu>.json` are shipped; `$XDG_CACHE_HOME/macko/<gpu>.json` is the user's own, made
-by `macko tune` or macko.autotune, and counts first:
+by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vector path, "cpu avx512" or "cpu avx2":
 
     {"version": 1, "gpu": "NVIDIA H200", "bandwidth_gbps": 4917, "slide": {}, "linear": [
         {"rows": 4096, "cols": 4096, "density": 0.5, "dtype": "float16", "tokens": 1, "us": {"dense": 12.6, "sell": 8}}
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterable
@@ -24,12 +25,15 @@ from typing import Any
 
 import torch
 
+from . import _library
 from .layers import packed_share
 
 VERSION = 1
 SHIPPED = Path(__file__).parent / "times"
 #: A measured line stands for densities this far from its own.
 NEAR = 0.05
+#: What the names of CPUs' tables begin with; their vector path follows.
+CPU = "cpu "
 #: Widths of gaps that a format chooses from; others are taken to be as small as sell.
 GAP_BITS = {"macko": (2, 4, 8), "ec": (2, 4, 8)}
 
@@ -38,10 +42,10 @@ Line = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """What is known of one GPU.
+    """What is known of one GPU, or of CPUs with a vector path.
 
     Attributes:
-        gpu: its name, as torch.cuda.get_device_name gives it.
+        gpu: its name, as torch.cuda.get_device_name gives it, or that of CPUs.
         scale: of its bytes' time over that of the GPU that was measured; 1 where it is the same one.
         lines: as in the file; of lines with the same problem the last one counts.
         measured: whether the lines are of this GPU.
@@ -52,15 +56,27 @@ class Times:
     lines: tuple[Line, ...]
     measured: bool
 
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of tokens that were measured."""
+        return sorted({line["tokens"] for line in self.lines})
+
     def us(self, rows: int, cols: int, density: float, dtype: torch.dtype, tokens: int = 1) -> dict[str, float]:
-        """Microseconds by format, "dense" among them; empty where nothing is known of this number of tokens."""
-        size = dtype.itemsize
+        """Microseconds by format, "dense" among them; empty where nothing is known of this number of tokens.
+
+        CPUs take other instructions for each type, and their time grows with the tokens: there only lines of the same
+        type count, and the measured number of tokens that is nearest.
+        """
+        size, lines = dtype.itemsize, self.lines
+        if is_cpu(self.gpu):
+            lines = tuple(line for line in lines if getattr(torch, line["dtype"]) == dtype)
+            tokens = min(self.counts, key=lambda count: abs(math.log(count / tokens)), default=tokens)
         modelled = {}
-        for format, (fixed, a_byte) in _fit(self.lines, tokens).items():
+        for format, (fixed, a_byte) in _fit(lines, tokens).items():
             modelled[format] = fixed + a_byte * self.scale * held_bytes(format, rows, cols, density, size)
         near = [
             line
-            for line in self.lines
+            for line in lines
             if self.measured
             and (line["rows"], line["cols"], line["tokens"]) == (rows, cols, tokens)
             and getattr(torch, line["dtype"]).itemsize == size
@@ -76,6 +92,8 @@ class Times:
 def held_bytes(format: str, rows: int, cols: int, density: float, size: int) -> float:
     """About what a weight takes in a format, for non-zeros that lie anywhere."""
     dense = rows * cols * size
+    if format == "bitmap":
+        return dense * density + rows * cols / 8
     return dense if format == "dense" else dense * packed_share(density, 8 * size, GAP_BITS.get(format, range(2, 7)))
 
 
@@ -102,11 +120,21 @@ def _fit(lines: tuple[Line, ...], tokens: int) -> dict[str, tuple[float, float]]
 
 
 def gpu_name(device: torch.device | int | None = None) -> str:
+    """What a table of this device is named by."""
+    if isinstance(device, torch.device) and device.type == "cpu":
+        return f"{CPU}{_library.cpu_path}"
     return torch.cuda.get_device_name(device)
 
 
+def is_cpu(gpu: str) -> bool:
+    """Whether a table of this name is of CPUs."""
+    return gpu.startswith(CPU)
+
+
 def bandwidth_gbps(device: torch.device | int | None = None) -> float:
-    """Of the memory, by clock and width; 0 where torch does not say."""
+    """Of the memory, by clock and width; 0 where torch does not say, as of a CPU."""
+    if isinstance(device, torch.device) and device.type == "cpu":
+        return 0
     gpu = torch.cuda.get_device_properties(device)  # type: ignore[arg-type]
     clock_khz, bits = getattr(gpu, "memory_clock_rate", 0), getattr(gpu, "memory_bus_width", 0)
     return round(2 * clock_khz * bits / 8 / 1e6)
@@ -161,15 +189,16 @@ def times(gpu: str, bandwidth: float = 0) -> Times:
     if tables:
         lines = tuple(_latest(line for table in tables for line in table["linear"]))
         return Times(gpu, 1.0, lines, True)
-    for path in sorted(SHIPPED.glob("*.json")):
-        table = read(path)
+    for path in () if is_cpu(gpu) else sorted(SHIPPED.glob("*.json")):
+        if is_cpu((table := read(path))["gpu"]):
+            continue
         scale = table["bandwidth_gbps"] / bandwidth if bandwidth and table["bandwidth_gbps"] else 1.0
         return Times(gpu, scale, tuple(table["linear"]), False)
     return Times(gpu, 1.0, (), False)
 
 
 def times_of(device: torch.device | int | None = None) -> Times:
-    """What is known of the GPU that this is."""
+    """What is known of the GPU that this is, or of CPUs with this one's vector path."""
     return times(gpu_name(device), bandwidth_gbps(device))
 
 

@@ -1,7 +1,7 @@
-"""Times of GPU work: cold L2, a CUDA graph, medians. For macko.tune and for every benchmark.
+"""Times with cold caches: GPU work in a CUDA graph, CPU work by turns. For macko.tune and for every benchmark.
 
-A call is timed as part of a graph of many launches that rotate over copies of its inputs. The copies exceed the L2
-cache by far, so each launch reads its weights from memory, as in a model; the graph takes the host's time away.
+A call on a GPU is timed as part of a graph of many launches that rotate over copies of its inputs. The copies exceed
+the L2 cache by far, so each launch reads its weights from memory, as in a model; the graph takes the host's time away.
 """
 
 from __future__ import annotations
@@ -65,6 +65,26 @@ def copies(tensors: Sequence[torch.Tensor], cold_bytes: int = COLD_BYTES) -> lis
     nbytes = max(1, sum(t.numel() * t.element_size() for t in tensors))
     count = max(2, cold_bytes // nbytes + 1)
     return [list(tensors)] + [[t.clone() for t in tensors] for _ in range(count - 1)]
+
+
+def time_calls(
+    calls: dict[str, Sequence[Callable[[], Any]]], seconds: float = 0.3, rounds: int = 7
+) -> dict[str, float]:
+    """Median microseconds of a call on the CPU, by name: they take turns, and each its copies (see `copies`) in turn.
+
+    At least `rounds` turns, and as many as fit into `seconds` for each name: what disturbs the machine disturbs all.
+    """
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for many in calls.values():
+        many[-1]()
+    stop, turn = time.perf_counter() + seconds * len(calls), 0
+    while turn < rounds or (time.perf_counter() < stop and turn < 1000):
+        for name, many in calls.items():
+            start = time.perf_counter()
+            many[turn % len(many)]()
+            took[name].append(1e6 * (time.perf_counter() - start))
+        turn += 1
+    return {name: statistics.median(times) for name, times in took.items()}
 
 
 def time_graph(

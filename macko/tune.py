@@ -1,7 +1,8 @@
-"""autotune: which format is the fastest on this GPU, measured for the layers of a model; macko.times has the file."""
+"""autotune: which format is the fastest here, measured for the layers of a model; macko.times has the file."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -13,17 +14,15 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from . import slide_choice
-from .choose import meant_pattern
-from .formats import FORMATS, PackedWeight, SlideWeight
+from .choose import SMALLEST, meant_pattern
+from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SlideWeight
 from .layers import find_linears
 from .linear import SparseLinear
 from .times import Line, bandwidth_gbps, cache_file, gpu_name, read, write
-from .timing import copies, time_graph
+from .timing import copies, time_calls, time_graph
 
 #: Densities are rounded to this before they are compared.
 BUCKET = 0.05
-#: Layers with fewer weights take no time that counts.
-SMALLEST = 1 << 16
 
 
 def autotune(
@@ -33,11 +32,11 @@ def autotune(
     path: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Path:
-    """Times every format that can run the model's linear layers on this GPU, once for each shape, density and dtype.
+    """Times every format that can run the model's linear layers here, once for each shape, density and dtype.
 
-    What it finds goes into the user's table for this GPU, which `sparsify_(format="auto")` reads from then on. Takes
-    about half a second a shape, and fifteen where slide's kernels are timed too: for weights of an n:m pattern. The
-    model is not changed.
+    On the GPU where there is one, else on the CPU. What it finds goes into the user's table for it, which
+    `sparsify_(format="auto")` reads from then on. Takes about half a second a shape, a few on a CPU, and fifteen where
+    slide's kernels are timed too: for weights of an n:m pattern. The model is not changed.
 
     Args:
         model: dense with zeros in its weights, or sparse.
@@ -48,7 +47,7 @@ def autotune(
         The file.
 
     Raises:
-        ValueError: there is no GPU, or no layer to time.
+        ValueError: there is no layer to time.
     """
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # one unpacked at a time
@@ -68,11 +67,11 @@ def tune(
     tokens: Sequence[int] = (1,),
     path: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    device: torch.device | str | None = None,
 ) -> Path:
-    """What autotune does, for (name, dense weight) pairs."""
-    if not torch.cuda.is_available():
-        raise ValueError("tuning times kernels on a GPU, and there is none here")
-    gpu = gpu_name()
+    """What autotune does, for (name, dense weight) pairs, on that device; default: the GPU where there is one."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpu = gpu_name(where)
     target = cache_file(gpu) if path is None else Path(path)
     if path is not None and target.exists():
         read(target)  # before the time is spent: what is no table is not overwritten
@@ -81,10 +80,11 @@ def tune(
     with tqdm(weights, disable=not progress, delay=1, unit="layer", leave=False) as bar:
         for name, weight in bar:
             bar.set_description(name, refresh=False)
-            w = weight.cuda()
+            w = weight.to(where)
             if w.dim() != 2 or w.numel() < SMALLEST:
                 continue
-            w = w if w.dtype in (torch.float16, torch.bfloat16) else w.half()
+            if w.dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if where.type == "cpu" else [])):
+                w = w.half()
             density = round(round(int(w.count_nonzero()) / w.numel() / BUCKET) * BUCKET, 2)
             key = (*w.shape, density, w.dtype)
             if density in (0.0, 1.0) or key in done:
@@ -92,7 +92,7 @@ def tune(
             about = {"rows": w.shape[0], "cols": w.shape[1], "density": density}
             about |= {"dtype": str(w.dtype).removeprefix("torch.")}
             done[key] = [{**about, "tokens": count, "us": measure(w, count)} for count in tokens]
-            if SlideWeight.runs(w.device, w.dtype) and (n := meant_pattern(w)):
+            if where.type == "cuda" and SlideWeight.runs(w.device, w.dtype) and (n := meant_pattern(w)):
                 patterns.setdefault(f"{2 * n - 2}:{2 * n}", set()).add((w.shape[0], w.shape[1]))
     if not done:
         raise ValueError("there is no layer with zeros to time: prune the model first (macko prune)")
@@ -100,17 +100,30 @@ def tune(
     for name, shapes in patterns.items():
         for dtype, gains in slide_choice.measure(patterns=(name,), shapes=sorted(shapes)).items():
             slide.setdefault(dtype, {}).update(gains)
-    write(target, gpu, (line for lines in done.values() for line in lines), slide, bandwidth_gbps())
+    write(target, gpu, (line for lines in done.values() for line in lines), slide, bandwidth_gbps(where))
     slide_choice.slide_table.cache_clear()
     return target
 
 
 def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
-    """Microseconds of x W^T by format, and "dense", for a weight that is on a GPU: cold L2, in a CUDA graph.
+    """Microseconds of x W^T by format, and "dense", with cold caches.
 
-    At whatever clock the GPU keeps up: many never run at their highest one.
+    On a GPU in a CUDA graph, at whatever clock it keeps up: many never run at their highest one. On a CPU the medians
+    of calls by turns, of the formats that "auto" chooses from there.
     """
     x = torch.randn(tokens, w.shape[1], device=w.device).to(w.dtype)
+    if w.device.type == "cpu":
+        calls = {"dense": [partial(nn.functional.linear, x, held) for (held,) in copies([w])]}
+        for kind in (MackoWeight, BitmapWeight):
+            packed = kind.from_dense(w)
+            many = [_with(packed, tensors) for tensors in copies(list(packed.tensors().values()))]
+            calls[kind.format] = [partial(weight.linear, x) for weight in many]
+        if tokens == 1:
+            calls["mv"] = [partial(torch.mv, held, x[0]) for (held,) in copies([w])]
+        with torch.no_grad():
+            took = time_calls(calls)
+        took["dense"] = min(took["dense"], took.pop("mv", math.inf))
+        return {name: round(us, 1) for name, us in took.items()}
     dense = [held for (held,) in copies([w])]
     took = {"dense": time_graph([partial(nn.functional.linear, x, w) for w in dense], rest=False).median_us}
     if tokens == 1:

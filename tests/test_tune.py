@@ -137,9 +137,50 @@ def test_what_would_not_gain_stays_dense(monkeypatch: pytest.MonkeyPatch) -> Non
     assert macko.sparsify_(model(), format="macko").changed  # asked for by name it is done whatever it costs
 
 
-def test_nothing_is_expected_on_a_cpu() -> None:
-    assert choose.expected_us(512, 512, 0.5, HALF, torch.device("cpu")) == {}
-    assert macko.sparsify_(model()).gain is None
+CPU = torch.device("cpu")
+
+
+def cpu_table(path: Path, dtype: str = "float16", **by_tokens: dict[str, float]) -> None:
+    """The user's table of this CPU's path: us of 512x512 at density 0.5, as t1={"dense": 5.0, ...}."""
+    lines = [{**line(512, 512, 0.5, **us), "tokens": int(t[1:]), "dtype": dtype} for t, us in by_tokens.items()]
+    times.write(path, times.gpu_name(CPU), lines, {}, 0)
+
+
+def test_of_small_layers_and_unknown_paths_nothing_is_expected_on_a_cpu() -> None:
+    assert choose.expected_us(512, 512, 0.5, HALF, CPU) == {}
+    cpu_table(times.cache_file(times.gpu_name(CPU)), t1={"dense": 5.0, "bitmap": 9.0})
+    assert choose.expected_us(512, 512, 0.5, HALF, CPU)["dense"] == 5
+    assert choose.expected_us(512, 512, 0.5, torch.bfloat16, CPU) == {}  # other instructions, other times
+    assert choose.expected_us(64, 64, 0.5, HALF, CPU) == {}
+    small = macko.sparsify_(model(96, 128))
+    assert small.gain is None
+    assert small.changed
+
+
+def test_a_gpu_is_not_judged_by_a_cpu(own_tables: Path) -> None:
+    cpu_table(own_tables / "shipped" / times.file_name("cpu avx512"), t1={"dense": 5.0, "bitmap": 9.0})
+    assert times.times("Some GPU", 1000).us(512, 512, 0.5, HALF) == {}
+    assert times.times("cpu scalar").us(512, 512, 0.5, HALF) == {}
+
+
+def test_a_cpu_packs_what_gains_for_the_tokens_that_are_said() -> None:
+    many = {"dense": 40.0, "macko": 44.0, "bitmap": 50.0}
+    cpu_table(times.cache_file(times.gpu_name(CPU)), t1={"dense": 9.0, "macko": 6.0, "bitmap": 3.0}, t64=many)
+    report = macko.sparsify_(model(512, 512))
+    assert report.layers[0].format == "bitmap"
+    assert report.gain == pytest.approx(3.0, rel=0.05)
+    assert "1 layers are slower than dense ones: 0.80x at 64 tokens" in str(report).splitlines()[-1]
+    assert macko.sparsify_(model(512, 512), tokens=4).changed  # 1 is nearer than 64
+    report = macko.sparsify_(model(512, 512), tokens=48)
+    assert not report.changed
+    assert report.layers[0].reason == "dense is as fast here: 40.0 us 48 tokens, as macko 44.0 us"
+
+
+def test_nothing_is_said_of_many_tokens_where_nothing_is_lost() -> None:
+    cpu_table(
+        times.cache_file(times.gpu_name(CPU)), t1={"dense": 9.0, "bitmap": 3.0}, t64={"dense": 9.0, "bitmap": 9.1}
+    )
+    assert "slower" not in str(macko.sparsify_(model(512, 512)))
 
 
 @pytest.mark.parametrize(
@@ -169,13 +210,19 @@ def test_inspect_tells_the_gain(own_tables: Path, capsys: pytest.CaptureFixture[
     assert f"on {GPU}: time of one token" in printed
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="there is none here"):
-        macko.autotune(model())
-    assert main(["tune", "--shapes", "512x256"]) == 1
+@pytest.mark.slow
+def test_tuning_a_cpu_is_read_again(own_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--shapes", "512x256", "--device", "cpu", "--tokens", "1", "3"]) == 0
+    path = times.cache_file(times.gpu_name(CPU))
+    assert str(path) in capsys.readouterr().out
+    known = times.times_of(CPU)
+    assert known.measured
+    assert known.counts == [1, 3]
+    for tokens in (1, 3):
+        us = known.us(512, 256, 0.5, HALF, tokens)
+        assert {*us} == {"dense", "macko", "bitmap"}
+        assert all(0.5 < each < 1e5 for each in us.values())
     assert main(["tune"]) == 1
-    assert "there is none here" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

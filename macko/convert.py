@@ -204,7 +204,7 @@ def convert_layer(
     row.density = density_of(dense)
     tokens = packed_as.tokens if isinstance(packed_as, Auto) else 1
     if row.density is not None:
-        us = expected_us(*dense.shape, row.density, dense.dtype, target, tokens)
+        us = expected_us(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, tokens)
     row.us_before = row.us_after = us.get("dense")
     if row.reason or row.density is None:
         return row, None
@@ -237,7 +237,7 @@ def convert_layer(
     vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
     if type(packed_as) is Auto:
-        row.worst = worst_of(*dense.shape, row.density, dense.dtype, target, packed.format)
+        row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)
     return row, sparse
 
 

@@ -192,10 +192,10 @@ class Report:
         console.print(table)
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
         if slower := [(layer.worst[1], layer.worst[0]) for layer in self.layers if layer.worst]:
-            share, tokens = min(slower)
+            least, tokens = min(slower)
             lines.append(
                 f"With more tokens at once (prompts, encoders) {len(slower)} layers are slower than dense ones: "
-                f"{share:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it."
+                f"{least:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it."
             )
         return "\n".join(lines)
 

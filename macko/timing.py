@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -68,7 +68,7 @@ def copies(tensors: Sequence[torch.Tensor], cold_bytes: int = COLD_BYTES) -> lis
 
 
 def time_calls(
-    calls: dict[str, Sequence[Callable[[], Any]]], seconds: float = 0.3, rounds: int = 7
+    calls: Mapping[str, Sequence[Callable[[], Any]]], seconds: float = 0.3, rounds: int = 7
 ) -> dict[str, float]:
     """Median microseconds of a call on the CPU, by name: they take turns, and each its copies (see `copies`) in turn.
 

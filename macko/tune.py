@@ -114,10 +114,10 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
     x = torch.randn(tokens, w.shape[1], device=w.device).to(w.dtype)
     if w.device.type == "cpu":
         calls = {"dense": [partial(nn.functional.linear, x, held) for (held,) in copies([w])]}
-        for kind in (MackoWeight, BitmapWeight):
-            packed = kind.from_dense(w)
+        kinds: tuple[type[PackedWeight], ...] = (MackoWeight, BitmapWeight)
+        for packed in (kind.from_dense(w) for kind in kinds):
             many = [_with(packed, tensors) for tensors in copies(list(packed.tensors().values()))]
-            calls[kind.format] = [partial(weight.linear, x) for weight in many]
+            calls[packed.format] = [partial(weight.linear, x) for weight in many]
         if tokens == 1:
             calls["mv"] = [partial(torch.mv, held, x[0]) for (held,) in copies([w])]
         with torch.no_grad():

@@ -25,7 +25,6 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -309,7 +308,7 @@ def read_state(weight: PackedWeight, about: Any, tensors: Tensors) -> bool:
     return True
 
 
-def run_case(seed: int, case: int, weights: list[PackedWeight], folder: Path, config: Callable[..., Any] | None) -> str:
+def run_case(seed: int, case: int, weights: list[PackedWeight], folder: Path, config: Any) -> str:
     """What became of it: accepted or refused. Whatever is raised is a failure."""
     choose = random.Random(f"{seed}/{case}")
     torch.manual_seed(case)
@@ -375,7 +374,7 @@ def as_folder(choose: random.Random, folder: Path, about: Any) -> None:
 # ---- Processes -------------------------------------------------------------------------------------------------------
 
 
-def mackoconfig() -> Callable[..., Any] | None:
+def mackoconfig() -> Any:
     """What reads config.json, where transformers is installed."""
     try:
         from macko.integrations.transformers import MackoConfig

@@ -605,7 +605,7 @@ def test_sparsify_for_batches() -> None:
     dense = Model().half().cuda()
     model = copy.deepcopy(dense)
     macko.sparsify_(model, tokens="batch", progress=False)
-    assert choose(MackoWeight.from_dense(dense.up.weight.detach()), batch=True) is TileWeight
+    assert choose(MackoWeight.from_dense(dense.up.weight.detach()), tokens=8) is TileWeight
     assert formats_of(model) == {"tile"}
     assert set(dict(model.up.named_buffers())) == {"data", "offsets"}  # and no second copy
     for tokens in (1, 7, 300):

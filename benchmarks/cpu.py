@@ -131,7 +131,7 @@ def bench(
     shared = {"rows": rows, "cols": cols, "dtype": str(w.dtype).removeprefix("torch."), "density": density}
     packed = ops.pack(w, bits)
     bitmap = ops.bitmap_pack(*packed, cols, bits)
-    assert_same_bits(ops.unpack(*ops.bitmap_unpack(*bitmap, cols, bits), cols, bits), w)
+    assert_same_bits(ops.bitmap_unpack(*bitmap, cols), w)
     dense, macko, maps = copies([w]), copies(packed), copies(bitmap)
     ecs = {"ec": EcWeight.from_dense(w), "ec_paper": EcWeight.paper(w, bits)} if bits in (4, 8) else {}
     size = {"macko": sum(t.nbytes for t in packed), "bitmap": sum(t.nbytes for t in bitmap)}
@@ -178,7 +178,7 @@ def bench(
         "unpack": lambda i: ops.unpack(*macko[i % len(macko)], cols, bits),
         "check": lambda i: ops.check(*macko[i % len(macko)], cols, bits),
         "bitmap_pack": lambda i: ops.bitmap_pack(*macko[i % len(macko)], cols, bits),
-        "bitmap_unpack": lambda i: ops.bitmap_unpack(*maps[i % len(maps)], cols, bits),
+        "bitmap_unpack": lambda i: ops.bitmap_unpack(*maps[i % len(maps)], cols),
     }
     calls = {f"{op} {path}": partial(on_path, path, c) for op, c in conversions.items() for path in args.paths}
     for name, best in seconds(calls, 3, clock).items():

@@ -563,8 +563,7 @@ class BitmapWeight(PackedWeight):
 
     def to_macko(self) -> MackoWeight:
         """The canonical weight that this one was made from, bit for bit."""
-        tensors = ops.bitmap_unpack(self.values, self.bits, self.row_ptr, self.cols, self.delta_bits)
-        return MackoWeight(*tensors, rows=self.rows, cols=self.cols, delta_bits=self.delta_bits)
+        return MackoWeight.from_dense(self.to_dense(), self.delta_bits)
 
     @classmethod
     def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
@@ -573,7 +572,7 @@ class BitmapWeight(PackedWeight):
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
-        return self.to_macko().to_dense()
+        return ops.bitmap_unpack(self.values, self.bits, self.row_ptr, self.cols)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols]."""

@@ -266,15 +266,13 @@ def bitmap_pack(
     return torch.ops.macko.bitmap_pack(values, deltas, row_ptr, cols, delta_bits)
 
 
-def bitmap_unpack(
-    values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The values, deltas and row_ptr of the macko format, bit for bit those that bitmap_pack was given.
+def bitmap_unpack(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
+    """The dense [rows, cols] matrix, bit for bit but for the sign of zeros.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
     """
-    return torch.ops.macko.bitmap_unpack(values, bits, row_ptr, cols, delta_bits)
+    return torch.ops.macko.bitmap_unpack(values, bits, row_ptr, cols)
 
 
 def bitmap_check(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
@@ -503,16 +501,6 @@ def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: in
     )
 
 
-@torch.library.register_fake("macko::bitmap_unpack")
-def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    chunks = torch.library.get_ctx().new_dynamic_size()
-    return (
-        values.new_empty(chunks * 8),
-        values.new_empty(chunks * delta_bits, dtype=torch.uint8),
-        torch.empty_like(row_ptr),
-    )
-
-
 @torch.library.register_fake("macko::ec_pack")
 def _(
     w: Tensor,
@@ -612,8 +600,6 @@ def _unpack_of(format: str) -> Any:
 def _times(grad: Tensor, format: str, packed: dict[str, Any]) -> Tensor:
     """grad W for grad [..., rows] and what unpack takes of the packed W."""
     w = _unpack_of(format)(**packed) if format else torch.ops.macko.unpack(**packed, check=False)
-    if format == "bitmap":
-        w = torch.ops.macko.unpack(*w, packed["cols"])
     if format == "slide":
         grad, w = (grad * packed["scale"]).to(grad.dtype), w.to(grad.dtype)
     return grad @ w
@@ -700,7 +686,7 @@ for _name in _library.op_names:
         _register_product(_name)
     elif _name.endswith("_parts"):
         _register_parts(_name)
-    elif _name.endswith("unpack") and _name != "bitmap_unpack":  # that one gives the canonical tensors
+    elif _name.endswith("unpack"):
         _register_unpack(_name)
     elif _name.endswith("check"):
         torch.library.register_fake(f"macko::{_name}", _fault)

@@ -36,8 +36,7 @@ def laid_out(w: Tensor, bits: int = 4) -> Packed:
     layout = ops.bitmap_pack(*packed, w.shape[1], bits)
     for got, wanted in zip(layout, reference.bitmap_pack(*packed, w.shape[1], bits), strict=True):
         assert_same_bits(got, wanted)
-    for got, wanted in zip(ops.bitmap_unpack(*layout, w.shape[1], bits), packed, strict=True):
-        assert_same_bits(got, wanted)
+    assert_same_bits(ops.bitmap_unpack(*layout, w.shape[1]), torch.where(w == 0, torch.zeros_like(w), w))
     assert ops.bitmap_check(*layout, w.shape[1]).tolist() == [0, 0, -1, 0]
     return layout
 
@@ -280,7 +279,6 @@ def test_wrong_arguments_are_named() -> None:
         ("row_ptr has dtype int64, expected int32", lambda: ops.bitmap_spmv(values, bits, row_ptr.long(), 40, x)),
         ("row_ptr is empty", lambda: ops.bitmap_unpack(values, bits, row_ptr[:0], 40)),
         ("cols is -1", lambda: ops.bitmap_unpack(values, bits, row_ptr, -1)),
-        ("delta_bits is 3", lambda: ops.bitmap_unpack(values, bits, row_ptr, 40, 3)),
         ("x has 39 elements, the matrix has 40 columns", lambda: ops.bitmap_spmv(values, bits, row_ptr, 40, x[1:])),
         ("x has dtype bfloat16, expected float16", lambda: ops.bitmap_spmv(values, bits, row_ptr, 40, x.bfloat16())),
         (r"x has shape \[39\], expected \[..., 40\]", lambda: ops.bitmap_linear(x[1:], values, bits, row_ptr, 40)),

@@ -57,12 +57,12 @@
     OP(bitmap_pack, /* bitmap/pack_cpu.c */ \
        "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
     OP(bitmap_unpack, /* bitmap/pack_cpu.c */ \
-       "(Tensor values, Tensor bits, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+       "(Tensor values, Tensor bits, Tensor row_ptr, int cols) -> Tensor") \
     OP(bitmap_check, /* bitmap/pack_cpu.c */ \
        "(Tensor values, Tensor bits, Tensor row_ptr, int cols) -> Tensor") \
     OP(bitmap_spmv, /* bitmap/spmv_cpu.c */ \
        "(Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor x) -> Tensor") \
-    OP(bitmap_linear, /* few tokens: bitmap/spmv_cpu.c; more: unpacked by torch/rows.h */ \
+    OP(bitmap_linear, /* few tokens: bitmap/spmv_cpu.c; more: bitmap/spmm_cpu.c */ \
        "(Tensor x, Tensor values, Tensor bits, Tensor row_ptr, int cols, Tensor? bias=None) -> Tensor")
 
 #define MACKO_CUDA_OPS(OP) \

@@ -63,13 +63,29 @@ macko_fault macko_bitmap_expand_cpu(const macko_bitmap *m, int64_t begin, int64_
 
 /*
  * y = x W^T + bias (bias may be NULL); x [tokens, cols], y [tokens, rows], bias [rows] of dtype. A row is read from
- * memory once for all tokens. Stops at the first fault of bounds.
+ * memory once for four tokens. Stops at the first fault of bounds.
  *
- * Sums are kept in fp32. A product goes through at most stored + 2 roundings on the scalar path, cols / 16 + 16 on the
- * others. The instructions that multiply bf16 directly are not used: they take subnormal numbers as zero.
+ * Sums are kept in fp32 and rounded once, at the end. A product goes through at most stored + 2 roundings on the scalar
+ * path, cols / 16 + 40 on the others. No number is taken as zero.
  */
 macko_fault macko_bitmap_spmv_cpu(const macko_bitmap *m, const void *x, int64_t tokens, const void *bias, int64_t begin,
                                   int64_t end, void *y);
+
+/*
+ * The same for more tokens, from an x that was turned before; bits of y depend on the number of tokens. The sums of a
+ * row are in one order, in fp32, and rounded once, at the end. A product goes through at most stored + 2 roundings: adding
+ * a zero is exact, so any order will do. With avx512_bf16 subnormal numbers, of bf16 and among the sums, are taken as
+ * zero, as torch's own product does there.
+ */
+macko_fault macko_bitmap_spmm_cpu(const macko_bitmap *m, const void *turned, int64_t tokens, const void *bias,
+                                  int64_t begin, int64_t end, void *y);
+
+/* Bytes of the turned x; 0 on the scalar path, which has no macko_bitmap_spmm_cpu. */
+int64_t macko_bitmap_turned_bytes(const macko_bitmap *m, int64_t tokens);
+
+/* Writes the columns of the words [begin, end) of x [tokens, cols] to the turned one, which begins at a multiple of 64. */
+void macko_bitmap_turn_cpu(const macko_bitmap *m, const void *x, int64_t tokens, int64_t begin, int64_t end,
+                           void *turned);
 
 #ifdef __cplusplus
 }

@@ -62,20 +62,37 @@ macko_bitmap matrix_of(const char *op, const Tensor &values, const Tensor &bits,
 
 constexpr int64_t MAX_STORED = INT32_LIMIT - MACKO_BITMAP_PAD; // row_ptr is int32, values are padded
 
-// Up to how many tokens the packed weight is multiplied as it is. Above, torch's product of dense blocks is faster:
-// measured on one core of a Zen 5, 4096x4096, density 0.5. torch 2.13's fp16 product takes 72 ms for 64 tokens there, the
-// packed one 26, bf16 6.
-int64_t packed_tokens(macko_dtype dtype) {
-    return dtype == MACKO_BF16 ? 4 : dtype == MACKO_F32 ? 8 : INT64_MAX;
-}
+// Up to how many tokens the rows are multiplied with x as it is. Above, turning x pays (Zen 4, all dtypes and both paths).
+constexpr int64_t FEW_TOKENS = 4;
 
-// y [tokens, rows] = x W^T + bias, all checked but the content.
-void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t tokens, const void *bias,
-              const Tensor &y) {
-    const macko_fault fault = first_fault(m.rows, mean_row(m) * tokens, [&](int64_t begin, int64_t end) {
-        return macko_bitmap_spmv_cpu(&m, x.const_data_ptr(), tokens, bias, begin, end, y.mutable_data_ptr());
+// y [tokens, rows] = x W^T + bias, all checked but the content. Chooses the way by the tokens and the vector path.
+void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t tokens, const std::optional<Tensor> &bias,
+              Tensor &y) {
+    const auto rows = [&](const auto &body) {
+        const macko_fault fault = first_fault(m.rows, mean_row(m) * tokens, body);
+        if (fault.kind) fail_for(op, fault, m);
+    };
+    if (tokens <= FEW_TOKENS)
+        return rows([&](int64_t begin, int64_t end) {
+            return macko_bitmap_spmv_cpu(&m, x.const_data_ptr(), tokens, data_of(bias), begin, end,
+                                         y.mutable_data_ptr());
+        });
+    if (!macko_bitmap_turned_bytes(&m, 1)) { // no vectors here: dense rows for the time of one product
+        Tensor flat = torch::stable::view(y, {tokens, m.rows});
+        const macko_fault fault = linear_by_blocks(
+            torch::stable::view(x, {tokens, m.cols}), m.rows, bias, flat,
+            [&](int64_t begin, int64_t end, void *w) { return macko_bitmap_expand_cpu(&m, begin, end, w); });
+        if (fault.kind) fail_for(op, fault, m);
+        return;
+    }
+    const Tensor turned = torch::stable::new_empty(x, {macko_bitmap_turned_bytes(&m, tokens)}, ScalarType::Byte);
+    for_rows(macko_bitmap_words(m.cols), MACKO_BITMAP_WORD * tokens, [&](int64_t begin, int64_t end) {
+        macko_bitmap_turn_cpu(&m, x.const_data_ptr(), tokens, begin, end, turned.mutable_data_ptr());
     });
-    if (fault.kind) fail_for(op, fault, m);
+    rows([&](int64_t begin, int64_t end) {
+        return macko_bitmap_spmm_cpu(&m, turned.const_data_ptr(), tokens, data_of(bias), begin, end,
+                                     y.mutable_data_ptr());
+    });
 }
 
 } // namespace
@@ -128,7 +145,7 @@ Tensor bitmap_spmv(const Tensor &values, const Tensor &bits, const Tensor &row_p
     check_vector("bitmap_spmv", x_any, "values", values, cols);
     const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(values, {m.rows});
-    multiply("bitmap_spmv", m, x, 1, nullptr, y);
+    multiply("bitmap_spmv", m, x, 1, std::nullopt, y);
     return y;
 }
 
@@ -140,15 +157,7 @@ Tensor bitmap_linear(const Tensor &x_any, const Tensor &values, const Tensor &bi
     const int64_t tokens = num_tokens(x_any);
     Tensor y = torch::stable::new_empty(values, with_last(x_any, m.rows));
     const Tensor x = as_contiguous(x_any);
-    if (tokens <= packed_tokens(m.dtype)) {
-        multiply("bitmap_linear", m, x, tokens, data_of(bias), y);
-        return y;
-    }
-    Tensor y2 = torch::stable::view(y, {tokens, m.rows});
-    const macko_fault fault = linear_by_blocks(
-        torch::stable::view(x, {tokens, cols}), m.rows, bias, y2,
-        [&](int64_t begin, int64_t end, void *w) { return macko_bitmap_expand_cpu(&m, begin, end, w); });
-    if (fault.kind) fail_for("bitmap_linear", fault, m);
+    multiply("bitmap_linear", m, x, tokens, bias, y);
     return y;
 }
 

@@ -111,6 +111,14 @@ MACKO_INLINE void macko_copy(void *to, macko_dtype dtype, int64_t i, const void 
 }
 
 #if MACKO_X86
+/* Eight elements from p[i] on, in fp32. */
+MACKO_INLINE MACKO_TARGET_AVX2 __m256 macko_load_8(const void *p, macko_dtype dtype, int64_t i) {
+    if (dtype == MACKO_F32) return _mm256_loadu_ps((const float *)p + i);
+    const __m128i h = _mm_loadu_si128((const __m128i *)((const uint16_t *)p + i));
+    if (dtype == MACKO_F16) return _mm256_cvtph_ps(h);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
 /* sums += v * x over 16 elements of a 16-bit type. bf16 is widened as pairs, even ones in sums[0]: no shuffle. */
 MACKO_INLINE MACKO_TARGET_AVX2 void macko_fma_16(__m256 sums[2], macko_dtype dtype, __m256i v, __m256i x) {
     __m256 v0, v1, x0, x1;

@@ -15,10 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import EIGHT
+from macko.times import held_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+TIMES = ROOT / "macko" / "times"
 DENSE = ("dense_linear", "dense_mv")
 #: What to call each kernel, in the order of plots.
 LABELS = {
@@ -610,33 +614,43 @@ def cpu_headline(path: Path) -> str:
     return f"On one core of a Zen 5 CPU, bfloat16, 8192 x 8192, half of the weights zero: {gain}."
 
 
-def cpu_wall_table(path: Path) -> str:
-    """One token on two cores, bfloat16: times torch's better product."""
-    run = {"op": "linear", "tokens": 1, "clock": "wall", "dtype": "bfloat16", "path": "avx512"}
-    found = latest(path, "density", "rows", "format", **run)
-    columns = sorted({key[1:] for key in found}, key=lambda key: (key[0], key[1] != "macko"))
-    rows = [
-        [f"{density} ({1 - density:.0%})", *(f"{found[density, size, form]['speedup']:.2f}x" for size, form in columns)]
-        for density in sorted({key[0] for key in found}, reverse=True)
-    ]
-    named = [f"{'canonical' if form == 'macko' else form}, {size}x{size}" for size, form in columns]
-    return table(["density (sparse)", *named], rows)
+def cpu_times_tables() -> str:
+    """Dense time over the bitmap's by tokens, of each vector path: the tables by which "auto" chooses on a CPU."""
+    head = ["path", "dtype", "rows x cols", "density"]
+    rows, counts = [], []
+    for path in ("avx512", "avx2"):
+        table_of = json.loads((TIMES / f"cpu_{path}.json").read_text())
+        found: dict[tuple[Any, ...], dict[int, Line]] = {}
+        for line in table_of["linear"]:
+            key = (line["dtype"], line["rows"], line["cols"], line["density"])
+            found.setdefault(key, {})[line["tokens"]] = line["us"]
+        counts = sorted({count for by_tokens in found.values() for count in by_tokens})
+        for (dtype, height, width, density), by_tokens in sorted(found.items(), key=str):
+            if height * width < 1 << 22 or (density != 0.5 and height != 4096):
+                continue
+            cells = [f"{by_tokens[n]['dense'] / by_tokens[n]['bitmap']:.2f}x" if n in by_tokens else "" for n in counts]
+            rows.append([path, dtype, f"{height} x {width}", str(density), *cells])
+    return table([*head, *(f"{n} tokens" for n in counts)], rows)
 
 
-def cpu_tokens_table(path: Path) -> str:
-    """Several tokens of 4096x4096, density 0.5, one core: ms, over as many calls of one token, over torch."""
-    run = {"op": "linear", "rows": 4096, "density": 0.5, "clock": "cpu", "path": "avx512"}
-    found = latest(path, "dtype", "tokens", "format", **run)
+def cpu_bandwidth_table() -> str:
+    """One token at density 0.5: what each side reads, over what the CPU can read."""
+    head = ["path", "dtype", "rows x cols", "reads", "dense", "bitmap", "over dense", "over dense at full bandwidth"]
     rows = []
-    for dtype, tokens in sorted({key[:2] for key in found if key[1] > 1}):
-        cells = [dtype, f"{tokens}", f"{torch_ms(found[dtype, tokens, 'bitmap']):.2f}"]
-        for form in ("macko", "bitmap"):
-            line, one = found[dtype, tokens, form], found[dtype, 1, form]
-            calls = f"{line['ms'] / one['ms'] / tokens:.2f}"
-            cells += [f"{line['ms']:.2f}", calls, f"{torch_ms(line) / line['ms']:.2f}x"]
-        rows.append(cells)
-    each = ["of single calls", "times torch"]
-    return table(["4096x4096", "tokens", "torch", "canonical", *each, "bitmap", *each], rows)
+    for path in ("avx512", "avx2"):
+        table_of = json.loads((TIMES / f"cpu_{path}.json").read_text())
+        gbps = table_of["bandwidth_gbps"]
+        for line in table_of["linear"]:
+            height, width, us = line["rows"], line["cols"], line["us"]
+            if line["tokens"] != 1 or line["density"] != 0.5 or height * width < 1 << 22:
+                continue
+            size = getattr(torch, line["dtype"]).itemsize
+            read = {name: held_bytes(name, height, width, 0.5, size) / us[name] / 1e3 for name in ("dense", "bitmap")}
+            shares = [f"{read[name]:.0f} GB/s ({read[name] / gbps:.0%})" for name in ("dense", "bitmap")]
+            full = height * width * size / gbps / 1e3 / us["bitmap"]
+            gain = f"{us['dense'] / us['bitmap']:.2f}x"
+            rows.append([path, line["dtype"], f"{height} x {width}", f"{gbps:.0f} GB/s", *shares, gain, f"{full:.2f}x"])
+    return table(head, rows)
 
 
 def cpu_host_table(path: Path) -> str:
@@ -875,8 +889,8 @@ def main() -> None:
         "cpu where": lambda: cpu_where(cpu),
         "cpu headline": lambda: cpu_headline(cpu),
         "cpu": lambda: cpu_table(cpu),
-        "cpu wall": lambda: cpu_wall_table(cpu),
-        "cpu tokens": lambda: cpu_tokens_table(cpu),
+        "cpu times": cpu_times_tables,
+        "cpu bandwidth": cpu_bandwidth_table,
         "cpu host": lambda: cpu_host_table(cpu),
     }
     if (slide_path := path.parent / "slide.jsonl").exists():

@@ -87,6 +87,16 @@ def time_calls(
     return {name: statistics.median(times) for name, times in took.items()}
 
 
+def read_gbps(nbytes: int = 1 << 30) -> float:
+    """GB/s at which the CPU reads memory with torch's threads: a sum over so many bytes, the best of five."""
+    x, best = torch.ones(nbytes // 4), float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        x.sum()
+        best = min(best, time.perf_counter() - start)
+    return nbytes / best / 1e9
+
+
 def time_graph(
     calls: Sequence[Callable[[], Any]],
     replays: int = 15,

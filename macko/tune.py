@@ -19,7 +19,7 @@ from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SlideWeig
 from .layers import find_linears
 from .linear import SparseLinear
 from .times import Line, bandwidth_gbps, cache_file, gpu_name, read, write
-from .timing import copies, time_calls, time_graph
+from .timing import copies, read_gbps, time_calls, time_graph
 
 #: Densities are rounded to this before they are compared.
 BUCKET = 0.05
@@ -100,7 +100,8 @@ def tune(
     for name, shapes in patterns.items():
         for dtype, gains in slide_choice.measure(patterns=(name,), shapes=sorted(shapes)).items():
             slide.setdefault(dtype, {}).update(gains)
-    write(target, gpu, (line for lines in done.values() for line in lines), slide, bandwidth_gbps(where))
+    bandwidth = bandwidth_gbps(where) if where.type == "cuda" else round(read_gbps(), 1)
+    write(target, gpu, (line for lines in done.values() for line in lines), slide, bandwidth)
     slide_choice.slide_table.cache_clear()
     return target
 

@@ -88,9 +88,9 @@ def time_calls(
 
 
 def read_gbps(nbytes: int = 1 << 30) -> float:
-    """GB/s at which the CPU reads memory with torch's threads: a sum over so many bytes, the best of five."""
+    """GB/s at which the CPU reads memory with torch's threads: a sum over so many bytes, the best of forty."""
     x, best = torch.ones(nbytes // 4), float("inf")
-    for _ in range(5):
+    for _ in range(40):
         start = time.perf_counter()
         x.sum()
         best = min(best, time.perf_counter() - start)

@@ -34,8 +34,6 @@ PATTERN_FILLED = 0.9
 #: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
 #: That saves launches of a microsecond or two.
 SELL_WITHIN = 1.05
-#: Layers with fewer weights take no time that counts.
-SMALLEST = 1 << 16
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95
 #: A layout is taken up to so many times the canonical bytes, or of the dense ones: it fills up matrices of few rows or
@@ -48,12 +46,10 @@ def expected_us(
 ) -> dict[str, float]:
     """Microseconds of a layer by format, "dense" among them (macko.times): of the formats that hold it on that device.
 
-    Empty where nothing is known: of a type that the device has no kernels for, and of a small layer on a CPU, whose
-    time is that of the call.
+    Empty where nothing is known: of a type that the device has no kernels for, and on a CPU of a layer smaller than
+    those that were measured.
     """
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype.itemsize != 2):
-        return {}
-    if device.type == "cpu" and rows * cols < SMALLEST:
         return {}
     us = times_of(device).us(rows, cols, density, dtype, tokens)
     if device.type == "cuda" and not _sell_runs(cols, device):

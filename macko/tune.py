@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from . import slide_choice
-from .choose import SMALLEST, meant_pattern
+from .choose import meant_pattern
 from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SlideWeight
 from .layers import find_linears
 from .linear import SparseLinear
@@ -23,6 +23,8 @@ from .timing import copies, read_gbps, time_calls, time_graph
 
 #: Densities are rounded to this before they are compared.
 BUCKET = 0.05
+#: Layers with fewer weights take no time that counts.
+SMALLEST = 1 << 16
 
 
 def autotune(

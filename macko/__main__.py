@@ -45,6 +45,8 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
         packed = format.from_dense(w)
         packed.validate()
         assert torch.equal(packed.to_dense(), w), f"{name}: to_dense differs"
+        if format.is_layout:
+            assert torch.equal(packed.to_macko().to_dense(), w), f"{name}: to_macko differs"
         for tokens in (x[0], x):
             wanted = tokens @ wide.t() + bias
             got = packed.linear(tokens.to(device, dtype), bias.to(device, dtype))

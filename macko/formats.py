@@ -563,7 +563,8 @@ class BitmapWeight(PackedWeight):
 
     def to_macko(self) -> MackoWeight:
         """The canonical weight that this one was made from, bit for bit."""
-        return MackoWeight.from_dense(self.to_dense(), self.delta_bits)
+        tensors = ops.bitmap_to_macko(self.values, self.bits, self.row_ptr, self.cols, self.delta_bits)
+        return MackoWeight(*tensors, rows=self.rows, cols=self.cols, delta_bits=self.delta_bits)
 
     @classmethod
     def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:

@@ -266,6 +266,19 @@ def bitmap_pack(
     return torch.ops.macko.bitmap_pack(values, deltas, row_ptr, cols, delta_bits)
 
 
+def bitmap_to_macko(
+    values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The values, deltas and row_ptr of the macko format, bit for bit those that bitmap_pack was given.
+
+    Without a dense matrix on the way: so a model is saved in the memory that it has.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
+    """
+    return torch.ops.macko.bitmap_to_macko(values, bits, row_ptr, cols, delta_bits)
+
+
 def bitmap_unpack(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
     """The dense [rows, cols] matrix, bit for bit but for the sign of zeros.
 
@@ -497,6 +510,16 @@ def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: in
     return (
         values.new_empty(torch.library.get_ctx().new_dynamic_size()),
         values.new_empty(row_ptr.shape[0] - 1, (cols + 63) // 64 * 8, dtype=torch.uint8),
+        torch.empty_like(row_ptr),
+    )
+
+
+@torch.library.register_fake("macko::bitmap_to_macko")
+def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    chunks = torch.library.get_ctx().new_dynamic_size()
+    return (
+        values.new_empty(chunks * 8),
+        values.new_empty(chunks * delta_bits, dtype=torch.uint8),
         torch.empty_like(row_ptr),
     )
 

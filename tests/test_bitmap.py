@@ -37,6 +37,8 @@ def laid_out(w: Tensor, bits: int = 4) -> Packed:
     layout = ops.bitmap_pack(*packed, w.shape[1], bits)
     for got, wanted in zip(layout, reference.bitmap_pack(*packed, w.shape[1], bits), strict=True):
         assert_same_bits(got, wanted)
+    for got, wanted in zip(ops.bitmap_to_macko(*layout, w.shape[1], bits), packed, strict=True):
+        assert_same_bits(got, wanted)
     assert_same_bits(ops.bitmap_unpack(*layout, w.shape[1]), torch.where(w == 0, torch.zeros_like(w), w))
     assert ops.bitmap_check(*layout, w.shape[1]).tolist() == [0, 0, -1, 0]
     return layout
@@ -261,6 +263,7 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
                 ("linear", partial(ops.bitmap_linear, x.expand(12, cols), *broken, cols)),
                 ("linear", partial(ops.bitmap_linear, x.expand(100, cols), *broken, cols)),
                 ("unpack", partial(ops.bitmap_unpack, *broken, cols)),
+                ("to_macko", partial(ops.bitmap_to_macko, *broken, cols)),
             ):
                 with pytest.raises(RuntimeError, match=f"macko::bitmap_{name}: ({message})"):
                     call()
@@ -307,6 +310,7 @@ def test_wrong_arguments_are_named() -> None:
         (r"bits has shape \[16, 8\], expected \[16, 16\]", lambda: ops.bitmap_unpack(values, bits, row_ptr, 65)),
         ("row_ptr has dtype int64, expected int32", lambda: ops.bitmap_spmv(values, bits, row_ptr.long(), 40, x)),
         ("row_ptr is empty", lambda: ops.bitmap_unpack(values, bits, row_ptr[:0], 40)),
+        ("delta_bits is 3", lambda: ops.bitmap_to_macko(values, bits, row_ptr, 40, 3)),
         ("cols is -1", lambda: ops.bitmap_unpack(values, bits, row_ptr, -1)),
         ("x has 39 elements, the matrix has 40 columns", lambda: ops.bitmap_spmv(values, bits, row_ptr, 40, x[1:])),
         ("x has dtype bfloat16, expected float16", lambda: ops.bitmap_spmv(values, bits, row_ptr, 40, x.bfloat16())),
@@ -334,6 +338,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     macko = torch.ops.macko
     torch.library.opcheck(macko.bitmap_pack, (*packed, 40))
     torch.library.opcheck(macko.bitmap_unpack, (*layout, 40))
+    torch.library.opcheck(macko.bitmap_to_macko, (*layout, 40))
     torch.library.opcheck(macko.bitmap_check, (*layout, 40))
     for grad in (False, True):
         x_ = x.clone().requires_grad_(grad)

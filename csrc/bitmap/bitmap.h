@@ -52,6 +52,10 @@ void macko_bitmap_count_cpu(const macko_matrix *m, int64_t begin, int64_t end, i
 void macko_bitmap_pack_cpu(const macko_matrix *m, int64_t begin, int64_t end, const int32_t *row_ptr, void *values,
                            uint8_t *bits);
 
+/* Entries of each row in the macko format to counts[begin..end). Stops at the first fault of bounds. */
+macko_fault macko_bitmap_entries_cpu(const macko_bitmap *m, int delta_bits, int64_t begin, int64_t end,
+                                     int64_t *counts);
+
 /* The first fault that makes reading unsafe. */
 macko_fault macko_bitmap_check_bounds_cpu(const macko_bitmap *m, int64_t begin, int64_t end);
 

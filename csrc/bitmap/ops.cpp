@@ -119,6 +119,36 @@ std::tuple<Tensor, Tensor, Tensor> bitmap_pack(const Tensor &values_in, const Te
     return {values, bits, row_ptr};
 }
 
+std::tuple<Tensor, Tensor, Tensor> bitmap_to_macko(const Tensor &values_in, const Tensor &bits,
+                                                   const Tensor &row_ptr_in, int64_t cols, int64_t delta_bits) {
+    if (delta_bits != 2 && delta_bits != 4 && delta_bits != 8)
+        fail("bitmap_to_macko", "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
+    const macko_bitmap m = matrix_of("bitmap_to_macko", values_in, bits, row_ptr_in, cols);
+    const int64_t size = values_in.element_size();
+    std::vector<int64_t> counts(m.rows);
+    const macko_fault fault = first_fault(m.rows, macko_bitmap_words(cols), [&](int64_t begin, int64_t end) {
+        return macko_bitmap_entries_cpu(&m, int(delta_bits), begin, end, counts.data());
+    });
+    if (fault.kind) fail_for("bitmap_to_macko", fault, m);
+    Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
+    auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
+    const int64_t stored = sum_counts("bitmap_to_macko", counts, MAX_STORED, pointers);
+    const int64_t capacity = (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
+    Tensor values = torch::stable::new_empty(values_in, {capacity});
+    clear_from(values, stored);
+    Tensor deltas = torch::stable::new_zeros(values_in, {capacity * delta_bits / 8}, ScalarType::Byte);
+    // Row by row from one that is dense and in the cache.
+    for_rows(m.rows, cols, [&](int64_t begin, int64_t end) {
+        std::vector<char> dense(cols * size);
+        for (int64_t row = begin; row < end; row++) {
+            macko_bitmap_expand_cpu(&m, row, row + 1, dense.data());
+            macko_pack_write_cpu(dense.data(), m.dtype, int(delta_bits), cols, 0, 1, pointers + row,
+                                 values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
+        }
+    });
+    return {values, deltas, row_ptr};
+}
+
 Tensor bitmap_unpack(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols) {
     const macko_bitmap m = matrix_of("bitmap_unpack", values, bits, row_ptr, cols);
     Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});

@@ -10,6 +10,8 @@ namespace macko {
 
 std::tuple<Tensor, Tensor, Tensor> bitmap_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
                                                int64_t cols, int64_t delta_bits);
+std::tuple<Tensor, Tensor, Tensor> bitmap_to_macko(const Tensor &values, const Tensor &bits, const Tensor &row_ptr,
+                                                   int64_t cols, int64_t delta_bits);
 Tensor bitmap_unpack(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols);
 Tensor bitmap_check(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols);
 Tensor bitmap_spmv(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols, const Tensor &x);

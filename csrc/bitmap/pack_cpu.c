@@ -43,6 +43,21 @@ void macko_bitmap_pack_cpu(const macko_matrix *m, int64_t begin, int64_t end, co
     }
 }
 
+macko_fault macko_bitmap_entries_cpu(const macko_bitmap *m, int delta_bits, int64_t begin, int64_t end,
+                                     int64_t *counts) {
+    const int64_t words = macko_bitmap_words(m->cols);
+    for (int64_t row = begin; row < end; row++) {
+        const macko_fault fault = macko_bitmap_check_bounds_cpu(m, row, row + 1);
+        if (fault.kind) return fault;
+        int64_t next = 0;
+        counts[row] = 0;
+        for (int64_t word = 0; word < words; word++)
+            counts[row] += macko_block_entries(macko_bitmap_word(m->bits, row * words + word), word * MACKO_BITMAP_WORD,
+                                               delta_bits, &next);
+    }
+    return (macko_fault){MACKO_BITMAP_OK, 0, -1, 0};
+}
+
 macko_fault macko_bitmap_check_bounds_cpu(const macko_bitmap *m, int64_t begin, int64_t end) {
     const int64_t words = macko_bitmap_words(m->cols);
     for (int64_t row = begin; row < end; row++) {

@@ -56,6 +56,8 @@
     /* csrc/bitmap: the execution layout of a CPU */ \
     OP(bitmap_pack, /* bitmap/pack_cpu.c */ \
        "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
+    OP(bitmap_to_macko, /* bitmap/pack_cpu.c */ \
+       "(Tensor values, Tensor bits, Tensor row_ptr, int cols, int delta_bits=4) -> (Tensor, Tensor, Tensor)") \
     OP(bitmap_unpack, /* bitmap/pack_cpu.c */ \
        "(Tensor values, Tensor bits, Tensor row_ptr, int cols) -> Tensor") \
     OP(bitmap_check, /* bitmap/pack_cpu.c */ \

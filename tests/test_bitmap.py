@@ -139,7 +139,7 @@ def test_every_number_of_tokens_up_to_70(cpu_path: str, dtype: torch.dtype) -> N
     w, x, y = integer_problem(rows, cols, 0.4, dtype)
     layout = laid_out(w)
     factors = torch.tensor([1, -1, 0, 2, -2], dtype=dtype)
-    for tokens in (*range(1, 71), 96, 129, 200):
+    for tokens in (*range(1, 71), 96, 129, 200, 512, 513, 560):
         factor = factors[torch.arange(tokens) % 5, None]
         assert_same_bits(ops.bitmap_linear(x * factor, *layout, cols) + 0, y * factor + 0)
 

@@ -16,8 +16,9 @@ extern "C" {
 #endif
 
 enum {
-    MACKO_BITMAP_WORD = 64, /* columns a word: a row has a whole number of words, of 8 bytes each */
-    MACKO_BITMAP_PAD = 32,  /* elements behind the last value, so that the last expansion may read a whole vector */
+    MACKO_BITMAP_WORD = 64,    /* columns a word: a row has a whole number of words, of 8 bytes each */
+    MACKO_BITMAP_TOKENS = 512, /* at most, of one macko_bitmap_spmm_cpu: its sums are on the stack */
+    MACKO_BITMAP_PAD = 32,     /* elements behind the last value, so that the last expansion may read a whole vector */
 };
 
 typedef struct macko_bitmap {
@@ -76,15 +77,15 @@ macko_fault macko_bitmap_spmv_cpu(const macko_bitmap *m, const void *x, int64_t 
                                   int64_t end, void *y);
 
 /*
- * The same for more tokens, from an x that was turned before; bits of y depend on the number of tokens. The sums of a
- * row are in one order, in fp32, and rounded once, at the end. A product goes through at most stored + 2 roundings: adding
- * a zero is exact, so any order will do. With avx512_bf16 subnormal numbers, of bf16 and among the sums, are taken as
- * zero, as torch's own product does there.
+ * The same for up to MACKO_BITMAP_TOKENS tokens, from an x that was turned before; bits of y depend on the number of tokens.
+ * The sums of a row are in one order, in fp32, and rounded once, at the end. A product goes through at most stored + 2
+ * roundings: adding a zero is exact, so any order will do. With avx512_bf16 subnormal numbers, of bf16 and among the sums,
+ * are taken as zero, as torch's own product does there.
  */
 macko_fault macko_bitmap_spmm_cpu(const macko_bitmap *m, const void *turned, int64_t tokens, const void *bias,
                                   int64_t begin, int64_t end, void *y);
 
-/* Bytes of the turned x; 0 on the scalar path, which has no macko_bitmap_spmm_cpu. */
+/* Bytes of the turned x of up to MACKO_BITMAP_TOKENS tokens; 0 on the scalar path, which has no macko_bitmap_spmm_cpu. */
 int64_t macko_bitmap_turned_bytes(const macko_bitmap *m, int64_t tokens);
 
 /* Writes the columns of the words [begin, end) of x [tokens, cols] to the turned one, which begins at a multiple of 64. */

@@ -85,14 +85,19 @@ void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t to
         if (fault.kind) fail_for(op, fault, m);
         return;
     }
-    const Tensor turned = torch::stable::new_empty(x, {macko_bitmap_turned_bytes(&m, tokens)}, ScalarType::Byte);
-    for_rows(macko_bitmap_words(m.cols), MACKO_BITMAP_WORD * tokens, [&](int64_t begin, int64_t end) {
-        macko_bitmap_turn_cpu(&m, x.const_data_ptr(), tokens, begin, end, turned.mutable_data_ptr());
-    });
-    rows([&](int64_t begin, int64_t end) {
-        return macko_bitmap_spmm_cpu(&m, turned.const_data_ptr(), tokens, data_of(bias), begin, end,
-                                     y.mutable_data_ptr());
-    });
+    const int64_t most = std::min<int64_t>(tokens, MACKO_BITMAP_TOKENS);
+    const Tensor turned = torch::stable::new_empty(x, {macko_bitmap_turned_bytes(&m, most)}, ScalarType::Byte);
+    for (int64_t token = 0; token < tokens; token += MACKO_BITMAP_TOKENS) { // sums and turned x do not grow with them
+        const int64_t here = std::min<int64_t>(tokens - token, MACKO_BITMAP_TOKENS);
+        const auto *from = static_cast<const char *>(x.const_data_ptr()) + token * m.cols * x.element_size();
+        auto *to = static_cast<char *>(y.mutable_data_ptr()) + token * m.rows * x.element_size();
+        for_rows(macko_bitmap_words(m.cols), MACKO_BITMAP_WORD * here, [&](int64_t begin, int64_t end) {
+            macko_bitmap_turn_cpu(&m, from, here, begin, end, turned.mutable_data_ptr());
+        });
+        rows([&](int64_t begin, int64_t end) {
+            return macko_bitmap_spmm_cpu(&m, turned.const_data_ptr(), here, data_of(bias), begin, end, to);
+        });
+    }
 }
 
 } // namespace

@@ -19,9 +19,9 @@ enum {
     FLOATS_LANES = 32,              /* at most */
     FLOATS_COLS = BLOCK_BYTES / 32, /* of the widest block, that of 8 tokens */
     PAIRS_LANES = 48,               /* at most */
-    PAIRS_COLS = BLOCK_BYTES / (PAIRS_LANES * 2),
-    PAIRS_ROWS = 16,
-    PAIRS_TOKENS = 4 * PAIRS_LANES, /* for which a block of columns is written once */
+    PAIRS_COLS = 1024,              /* its x, 96 KB for 48 tokens, comes from the second cache as fast as it is used */
+    PAIRS_STRIDE = PAIRS_COLS + 32, /* of a row in the block: rows 2 KB apart would share the sets of the first cache */
+    EXPAND_AHEAD = 1024,            /* bytes: where the row's values of the next block are at density 0.5 */
     PANEL_ROWS = 64,                /* at most; a multiple of the rows of a group */
     PANEL_BYTES = 256 << 10,        /* of values, about: the second cache has room for a panel and the next */
 };
@@ -44,7 +44,12 @@ static int has_pairs(macko_dtype dtype) {
 
 /* Where `tokens` are left. */
 static layout layout_of(int pairs, int64_t tokens) {
-    if (pairs) return (layout){1, tokens > PAIRS_LANES ? PAIRS_LANES : (tokens + 7) / 8 * 8, PAIRS_COLS};
+    if (pairs) { /* few lanes leave the registers idle: not 48 and 16 but 32 and 32 */
+        const int64_t lanes = tokens > PAIRS_LANES + 16 ? PAIRS_LANES
+                              : tokens > PAIRS_LANES    ? 32
+                                                        : (tokens + 7) / 8 * 8;
+        return (layout){1, lanes, PAIRS_COLS};
+    }
     const int64_t lanes = tokens > 16 ? 32 : tokens > 8 ? 16 : 8;
     return (layout){0, lanes, BLOCK_BYTES / (lanes * 4)};
 }
@@ -56,10 +61,11 @@ static int64_t turned_bytes(layout l, int64_t cols) {
 }
 
 int64_t macko_bitmap_turned_bytes(const macko_bitmap *m, int64_t tokens) {
+    const int pairs = has_pairs(m->dtype);
     if (macko_best_cpu_path() == MACKO_SCALAR) return 0;
     int64_t bytes = 0;
     while (tokens > 0) {
-        const layout l = layout_of(has_pairs(m->dtype), tokens);
+        const layout l = layout_of(pairs, tokens);
         bytes += turned_bytes(l, m->cols);
         tokens -= l.lanes;
     }
@@ -284,48 +290,56 @@ static piece *const pieces[][3][3] = {
     [MACKO_AVX512] = {PIECES_OF(avx512, F16), PIECES_OF(avx512, BF16), PIECES_OF(avx512, F32)},
 };
 
-/* h[i] = v[i], rounded; count is a multiple of 8, h and v may begin at the same place. */
-MACKO_INLINE MACKO_TARGET_AVX2 void round_all(uint16_t *h, macko_dtype dtype, const float *v, int64_t count) {
-    for (int64_t i = 0; i < count; i += 8) {
-        const __m256 wide = _mm256_loadu_ps(v + i);
-        __m128i to;
-        if (dtype == MACKO_F16) {
-            to = _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT);
-        } else {
-            const __m256i bits = _mm256_castps_si256(wide), high = _mm256_srli_epi32(bits, 16);
-            const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-            __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-            up = _mm256_srli_epi32(up, 16);
-            const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40)); /* NaN stays NaN */
-            const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(wide, wide, _CMP_UNORD_Q));
-            const __m256i all = _mm256_blendv_epi8(up, quiet, nan);
-            to = _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-        }
-        _mm_storeu_si128((__m128i *)(h + i), to);
-    }
-}
-
-/* y [tokens, m->rows] from sums [rows, lanes] of the rows from `first` on, which are overwritten. */
-static MACKO_TARGET_AVX2 void store_sums(const macko_bitmap *m, const void *bias, int64_t first, int64_t rows,
-                                         int64_t lanes, int64_t tokens, float *sums, char *y) {
-    if (bias) {
-        for (int64_t r = 0; r < rows; r++) {
-            const float b = macko_load(bias, m->dtype, first + r);
-            for (int64_t t = 0; t < lanes; t++) sums[r * lanes + t] += b;
-        }
-    }
-    if (m->dtype == MACKO_F32) {
-        for (int64_t t = 0; t < tokens; t++)
-            for (int64_t r = 0; r < rows; r++) ((float *)y)[t * m->rows + first + r] = sums[r * lanes + t];
+/* Eight numbers, rounded to dtype, to element i of y. */
+MACKO_INLINE MACKO_TARGET_AVX2 void store_8(void *y, macko_dtype dtype, int64_t i, __m256 v) {
+    if (dtype == MACKO_F32) {
+        _mm256_storeu_ps((float *)y + i, v);
         return;
     }
-    uint16_t rounded[PANEL_ROWS * PAIRS_LANES];
-    if (m->dtype == MACKO_F16)
-        round_all(rounded, MACKO_F16, sums, rows * lanes);
-    else
-        round_all(rounded, MACKO_BF16, sums, rows * lanes);
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t r = 0; r < rows; r++) ((uint16_t *)y)[t * m->rows + first + r] = rounded[r * lanes + t];
+    __m128i to;
+    if (dtype == MACKO_F16) {
+        to = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+    } else {
+        const __m256i bits = _mm256_castps_si256(v), high = _mm256_srli_epi32(bits, 16);
+        const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+        __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        up = _mm256_srli_epi32(up, 16);
+        const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40)); /* NaN stays NaN */
+        const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+        const __m256i all = _mm256_blendv_epi8(up, quiet, nan);
+        to = _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    }
+    _mm_storeu_si128((__m128i *)((uint16_t *)y + i), to);
+}
+
+/* y [tokens, m->rows] from sums [rows, lanes] of the rows from `first` on. Eight rows times eight tokens. */
+static MACKO_TARGET_AVX2 void store_sums(const macko_bitmap *m, const void *bias, int64_t first, int64_t rows,
+                                         int64_t lanes, int64_t tokens, const float *sums, char *y) {
+    const int64_t size = m->dtype == MACKO_F32 ? 4 : 2;
+    for (int64_t r = 0; r < rows; r += 8) {
+        const int64_t count = rows - r < 8 ? rows - r : 8;
+        for (int64_t t = 0; t < tokens; t += 8) {
+            __m256 v[8];
+            for (int64_t i = 0; i < 8; i++) {
+                v[i] = i < count ? _mm256_loadu_ps(sums + (r + i) * lanes + t) : _mm256_setzero_ps();
+                if (bias && i < count)
+                    v[i] = _mm256_add_ps(v[i], _mm256_set1_ps(macko_load(bias, m->dtype, first + r + i)));
+            }
+            transpose(v);
+            for (int64_t j = 0; j < 8 && t + j < tokens; j++) {
+                char *const to = y + ((t + j) * m->rows + first + r) * size;
+                char some[32];
+                void *const eight = count < 8 ? some : to;
+                if (m->dtype == MACKO_F32)
+                    store_8(eight, MACKO_F32, 0, v[j]);
+                else if (m->dtype == MACKO_F16)
+                    store_8(eight, MACKO_F16, 0, v[j]);
+                else
+                    store_8(eight, MACKO_BF16, 0, v[j]);
+                if (count < 8) memcpy(to, some, (size_t)(count * size));
+            }
+        }
+    }
 }
 
 /* What of memory a panel asks for meanwhile: the values and bits of the next one. */
@@ -378,14 +392,13 @@ static int floats_panel(const macko_bitmap *m, int64_t first, int64_t rows, cons
 }
 
 /*
- * sums [rows of the group, lanes] += w [rows, PAIRS_COLS] x, `pairs` pairs of columns; asks for `ahead`, so many bytes a
- * pair. The accumulators and a row of x stay in registers.
+ * sums [rows of the group, lanes] += w [rows, PAIRS_COLS] x, `pairs` pairs of columns. The accumulators and a row of x stay
+ * in registers: at most 24 vectors and 3.
  */
-typedef void group(const uint16_t *w, const char *x, int64_t pairs, uintptr_t ahead, int64_t ahead_bytes, float *sums);
+typedef void group(const uint16_t *w, const char *x, int64_t pairs, float *sums);
 
 #define GROUP(lanes, rows)                                                                                             \
-    static MACKO_TARGET_AVX512_BF16 void group_##lanes(const uint16_t *w, const char *x, int64_t pairs,                \
-                                                       uintptr_t ahead, int64_t ahead_bytes, float *sums) {            \
+    static MACKO_TARGET_AVX512_BF16 void group_##lanes(const uint16_t *w, const char *x, int64_t pairs, float *sums) { \
         enum { WHOLE = lanes / 16, HALF = lanes % 16 / 8 };                                                            \
         __m512 acc[rows][WHOLE + 1];                                                                                   \
         __m256 half[rows];                                                                                             \
@@ -397,10 +410,9 @@ typedef void group(const uint16_t *w, const char *x, int64_t pairs, uintptr_t ah
             __m512bh tokens[WHOLE + 1];                                                                                \
             for (int j = 0; j < WHOLE; j++) tokens[j] = (__m512bh)_mm512_loadu_si512(x + 64 * j);                      \
             const __m256bh last = (__m256bh)_mm256_loadu_si256((const __m256i *)(x + (HALF ? 64 * WHOLE : 0)));        \
-            fetch(ahead + (uintptr_t)(p * ahead_bytes));                                                               \
             for (int r = 0; r < rows; r++) {                                                                           \
                 uint32_t pair;                                                                                         \
-                memcpy(&pair, w + r * PAIRS_COLS + 2 * p, 4);                                                          \
+                memcpy(&pair, w + r * PAIRS_STRIDE + 2 * p, 4);                                                        \
                 const __m512i v = _mm512_set1_epi32((int)pair);                                                        \
                 for (int j = 0; j < WHOLE; j++) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], tokens[j], (__m512bh)v);       \
                 if (HALF) half[r] = _mm256_dpbf16_ps(half[r], last, (__m256bh)_mm512_castsi512_si256(v));              \
@@ -425,61 +437,51 @@ static MACKO_TARGET_AVX512 int64_t expand(const uint8_t *bits, int64_t words, co
     for (int64_t half = 0; half < words * 2; half++) {
         uint32_t mask;
         memcpy(&mask, bits + half * 4, 4);
+        fetch((uintptr_t)(values + count) + EXPAND_AHEAD);
         _mm512_store_si512(w + half * 32, _mm512_maskz_expand_epi16(mask, macko_load_512(values + count)));
         count += __builtin_popcount(mask);
     }
     return count;
 }
 
-/* PAIRS: the same for at most PAIRS_TOKENS tokens. */
+/* PAIRS: the same. */
 static int pairs_panel(const macko_bitmap *m, int64_t first, int64_t rows, const char *x, int64_t tokens,
                        const void *bias, void *y) {
     const int64_t words = macko_bitmap_words(m->cols), block_words = PAIRS_COLS / MACKO_BITMAP_WORD;
-    _Alignas(64) uint16_t w[PAIRS_ROWS * PAIRS_COLS];
-    _Alignas(64) float sums[PANEL_ROWS * PAIRS_TOKENS];
+    _Alignas(64) uint16_t w[PANEL_ROWS * PAIRS_STRIDE];
+    _Alignas(64) float sums[PANEL_ROWS * MACKO_BITMAP_TOKENS];
     int64_t at[PANEL_ROWS];
-    later ahead = behind(m, first + rows);
-    memset(sums, 0, sizeof sums);
-    memset(w, 0, sizeof w); /* rows that do not exist */
+    const int64_t groups_rows = (rows + 15) / 16 * 16; /* rows that do not exist are 0 */
+    memset(sums, 0, (size_t)(PANEL_ROWS * ((tokens + 7) / 8 * 8)) * sizeof *sums);
+    memset(w + rows * PAIRS_STRIDE, 0, (size_t)((groups_rows - rows) * PAIRS_STRIDE) * sizeof *w);
     for (int64_t r = 0; r < rows; r++) at[r] = m->row_ptr[first + r];
     for (int64_t word = 0; word < words; word += block_words) {
         const int64_t count = words - word < block_words ? words - word : block_words;
         const int64_t pairs = count * MACKO_BITMAP_WORD / 2;
-        for (int64_t begin = 0; begin < rows; begin += PAIRS_ROWS) {
-            int64_t found = 0;
-            for (int64_t r = begin; r < rows && r < begin + PAIRS_ROWS; r++) {
-                const int64_t values = expand(m->bits + ((first + r) * words + word) * 8, count,
-                                              (const uint16_t *)m->values + at[r], w + (r - begin) * PAIRS_COLS);
-                at[r] += values;
-                found += values;
-            }
-            const char *group = x;
-            float *to = sums + begin * PAIRS_LANES;
-            for (int64_t token = 0; token < tokens;) {
-                const layout l = layout_of(1, tokens - token);
-                const int64_t step = l.lanes > 16 ? PAIRS_ROWS / 2 : PAIRS_ROWS;
-                const int64_t ahead_bytes = token ? 0 : found * 2 * step / PAIRS_ROWS / pairs + 1;
-                const char *const block = group + turned_bytes(l, word * MACKO_BITMAP_WORD);
-                for (int64_t r = 0; r < PAIRS_ROWS; r += step) {
-                    groups[l.lanes / 8 - 1](w + r * PAIRS_COLS, block, pairs, ahead.values, ahead_bytes,
-                                            to + r * l.lanes);
-                    ahead.values += (uintptr_t)(ahead_bytes * pairs);
-                }
-                to += PANEL_ROWS * PAIRS_LANES;
-                group += turned_bytes(l, m->cols);
-                token += l.lanes;
-            }
+        for (int64_t r = 0; r < rows; r++)
+            at[r] += expand(m->bits + ((first + r) * words + word) * 8, count, (const uint16_t *)m->values + at[r],
+                            w + r * PAIRS_STRIDE);
+        const char *turned = x;
+        float *to = sums;
+        for (int64_t token = 0; token < tokens;) {
+            const layout l = layout_of(1, tokens - token);
+            const int64_t step = l.lanes > 16 ? 8 : 16;
+            const char *const block = turned + turned_bytes(l, word * MACKO_BITMAP_WORD);
+            for (int64_t r = 0; r < groups_rows; r += step)
+                groups[l.lanes / 8 - 1](w + r * PAIRS_STRIDE, block, pairs, to + r * l.lanes);
+            to += PANEL_ROWS * l.lanes;
+            turned += turned_bytes(l, m->cols);
+            token += l.lanes;
         }
     }
     for (int64_t r = 0; r < rows; r++)
         if (at[r] != m->row_ptr[first + r + 1]) return 0;
+    float *from = sums;
     for (int64_t token = 0; token < tokens;) {
         const layout l = layout_of(1, tokens - token);
         const int64_t here = tokens - token < l.lanes ? tokens - token : l.lanes;
-        for (int64_t begin = 0; begin < rows; begin += PAIRS_ROWS)
-            store_sums(m, bias, first + begin, rows - begin < PAIRS_ROWS ? rows - begin : PAIRS_ROWS, l.lanes, here,
-                       sums + (token / PAIRS_LANES * PANEL_ROWS + begin) * PAIRS_LANES,
-                       (char *)y + token * m->rows * 2);
+        store_sums(m, bias, first, rows, l.lanes, here, from, (char *)y + token * m->rows * 2);
+        from += PANEL_ROWS * l.lanes;
         token += here;
     }
     return 1;
@@ -497,13 +499,7 @@ macko_fault macko_bitmap_spmm_cpu(const macko_bitmap *m, const void *turned, int
         for (int64_t row = first; row < first + rows; row++)
             if (!macko_bitmap_row_is_safe(m, row))
                 sound = sound && !macko_bitmap_check_bounds_cpu(m, row, row + 1).kind;
-        if (sound && !pairs) sound = floats_panel(m, first, rows, turned, tokens, bias, y);
-        const char *x = turned;
-        for (int64_t token = 0; sound && pairs && token < tokens; token += PAIRS_TOKENS) {
-            const int64_t here = tokens - token < PAIRS_TOKENS ? tokens - token : PAIRS_TOKENS;
-            sound = pairs_panel(m, first, rows, x, here, bias, (char *)y + token * m->rows * size);
-            x += macko_bitmap_turned_bytes(m, here);
-        }
+        if (sound) sound = (pairs ? pairs_panel : floats_panel)(m, first, rows, turned, tokens, bias, y);
         if (!sound) return macko_bitmap_check_bounds_cpu(m, first, first + rows);
     }
     return (macko_fault){MACKO_BITMAP_OK, 0, -1, 0};

@@ -202,7 +202,8 @@ def sources(*suffixes: str) -> list[str]:
 def extensions() -> list[Extension]:
     found = [Extension("macko._C", sources(".c", ".cpp"), py_limited_api=True)]
     if find_nvcc():
-        cuda_sources = ["csrc/torch/module.c", *sources(".cpp", ".cu")]
+        # What both libraries have of C: the module, and a plan that is pure arithmetic, so that a CPU can test it.
+        cuda_sources = ["csrc/torch/module.c", "csrc/tile/many_plan.c", *sources(".cpp", ".cu")]
         found.append(Extension("macko._C_cuda", cuda_sources, py_limited_api=True))
     return found
 

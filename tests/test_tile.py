@@ -28,17 +28,17 @@ from tests.common import (
     random_weight,
 )
 
-#: One element, one row, one column, no row, no column, less and more than a tile and a strip, whole ones, cols of no 16
+#: One element, one row, one column, no row, no column, less and more than a tile and a slab, whole ones, cols of no 16
 #: bytes.
 SHAPES = (
     *((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (64, 64), (65, 130), (33, 203), (64, 256), (201, 512)),
     *((130, 320), (40, 1001)),
 )
 
-#: Values of MACKO_TILE_GEMM: rows and tokens of an output tile, blocks that share one, 0: none is cut, 1: some, 2: all,
-#: alike.
+#: Values of MACKO_TILE_GEMM: rows and tokens of a block, blocks that share an output tile (split-K), 0: no output tile is
+#: split (Stream-K), 1: some are, 2: all, evenly.
 GEMM_SIZES = ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
-GEMM_WAYS = tuple(f"{size}x{cut}" for size in GEMM_SIZES for cut in range(3))
+GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
 
 
 def chain(cols: int) -> int:
@@ -128,8 +128,8 @@ def test_zero_full_empty_rows_and_a_single_value(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
-def test_masks_that_turn_as_much_as_can_be(device: str) -> None:
-    """Values of one tile or of one lane only, first halves of some lanes and second ones of others."""
+def test_masks_that_spill_as_much_as_can_be(device: str) -> None:
+    """Values of one tile or of one lane only, heads of some lanes and tails of others."""
     row, col = torch.arange(64)[:, None], torch.arange(512)
     lane, tile, half = row % 8 * 4 + col % 8 // 2, col // 64 % 4, col % 64 // 32
     values = random_weight(64, 512, 1.0, torch.float16)
@@ -140,7 +140,7 @@ def test_masks_that_turn_as_much_as_can_be(device: str) -> None:
         (tile < 2, 32),
         ((tile < 2) == (lane % 2 == 0), 32),
         ((tile < 2) == (lane < 5), 32),
-        ((lane < 20) | (tile == 3), 64),  # twelve empty columns for twenty long second halves
+        ((lane < 20) | (tile == 3), 64),  # twelve empty columns for twenty long tails
     ):
         assert assert_packs(torch.where(kept, values, 0), device).widest == 21 + 4 * height
     with_lengths = (col // 64 * 8 + col % 8 + row) % (lane + 1) == 0  # lanes with all lengths, some of them equal
@@ -270,8 +270,8 @@ def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [way for way in GEMM_WAYS if way[-1] != "0"])
-def test_tiles_that_are_cut_anywhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are given first, whole tiles follow, sums of others come last; also half a strip, none for one of a pair."""
+def test_tiles_that_are_split_anywhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums are given first, whole tiles follow, fix-up comes last; also half a slab, none for one of a pair."""
     monkeypatch.setenv("MACKO_TILE_GEMM", way)
     random = torch.Generator("cuda").manual_seed(1)
     for rows, cols, tokens in ((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300), (4882, 270, 507)):
@@ -344,8 +344,8 @@ def test_large_shapes(rows: int, cols: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row_blocks", [1, 3, 65, 67, 131, 133, 199, 265, 400, 530])
-def test_items_whole_and_cut(row_blocks: int) -> None:
-    """Row blocks in every remainder of what the SMs can share; several rounds use the same room for sums."""
+def test_row_blocks_whole_and_split(row_blocks: int) -> None:
+    """Row blocks in every remainder of what the SMs can share; several rounds use the same memory for sums."""
     rows = row_blocks * 64 - 5
     for cols in (72, 1032):
         w, x, wanted = integer_problem(rows, cols, 0.5, torch.float16)
@@ -484,7 +484,7 @@ def changed(tile: TileWeight, name: str, index: int | slice, value: int) -> Tile
 def test_validate_names_what_is_wrong(device: str) -> None:
     w = random_weight(65, 300, 0.5, torch.float16, seed=3)
     w[0, :8] = 1
-    tile = packed(w, device)  # four strips: 64 x 256, 64 x 44, 1 x 256, 1 x 44
+    tile = packed(w, device)  # four slabs: 64 x 256, 64 x 44, 1 x 256, 1 x 44
     tile.validate()
     last, second = 64 * int(tile.offsets[3]), int(tile.offsets[1])
     unused = int((tile.data[1344 : 64 * second] == 0).nonzero()[-1]) + 1344
@@ -496,13 +496,13 @@ def test_validate_names_what_is_wrong(device: str) -> None:
         rf"offsets\[1\] is {second + 278}": changed(tile, "offsets", 1, second + 278),
         "widest is 277": dataclasses.replace(tile, widest=277),
         "offsets ends with": dataclasses.replace(tile, data=torch.cat([tile.data, tile.data[:64] * 0])),
-        "strip 3 of row block 1: word 0 of its masks has a value outside": changed(tile, "data", last + 1, 1),
-        "strip 3 of row block 1: word 128 of its masks has a value outside": changed(tile, "data", last + 256, 1),
-        "strip 0 of row block 0 has another size than the 0 rows": changed(tile, "data", slice(0, 1024), 0),
-        "strip 0 of row block 0, byte 2562: not the row": changed(tile, "data", 1281, 7),
-        "strip 0 of row block 0, byte 2686: not the row": changed(tile, "data", 1343, 1),
-        "strip 3 of row block 1, byte 2052: not the place": changed(tile, "data", last + 1026, 3),
-        "strip 0 of row block 0, byte 2688: a zero is stored": changed(tile, "data", 1344, -(2**15)),
+        "slab 3 of row block 1: word 0 of its masks has a value outside": changed(tile, "data", last + 1, 1),
+        "slab 3 of row block 1: word 128 of its masks has a value outside": changed(tile, "data", last + 256, 1),
+        "slab 0 of row block 0 has another size than the 0 rows": changed(tile, "data", slice(0, 1024), 0),
+        "slab 0 of row block 0, byte 2562: not the row": changed(tile, "data", 1281, 7),
+        "slab 0 of row block 0, byte 2686: not the row": changed(tile, "data", 1343, 1),
+        "slab 3 of row block 1, byte 2052: not the spill offset": changed(tile, "data", last + 1026, 3),
+        "slab 0 of row block 0, byte 2688: a zero is stored": changed(tile, "data", 1344, -(2**15)),
         rf"byte {2 * unused}: .*, or what is no value is not zero": changed(tile, "data", unused, -(2**15)),
         "entries is 7": dataclasses.replace(tile, entries=7),
         "offsets has 5 elements, expected 7": dataclasses.replace(tile, cols=600),

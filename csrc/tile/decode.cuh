@@ -1,13 +1,10 @@
-// How a warp reads its part of a tile: from the mask and the values in shared memory to the registers of operand A.
+// How a warp reads its slice of a tile: from the mask and the values in shared memory to the registers of operand A.
 #pragma once
 
 #include "../core/cuda.cuh"
 #include "tile.h"
 
 namespace macko {
-
-// Behind a strip in shared memory, so much is read where a group has no value: two rows, which no element takes.
-constexpr int TILE_BEHIND = 2 * TILE_ROW_BYTES;
 
 // With an offset of the load's own.
 template <int OFFSET = 0>
@@ -17,7 +14,7 @@ __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     return value;
 }
 
-// Words of a strip, in the order of the program.
+// Words of a slab, in the order of the program.
 __device__ __forceinline__ void read_16(uint32_t &to, uint32_t from) {
     asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }" : "=r"(to) : "r"(from) : "memory");
 }
@@ -40,38 +37,38 @@ struct tile_weights {
     uint32_t back[2] = {0x8080, 0xc0c0};                               // -128, or -64, for the first two
 };
 
-// Where a lane's two streams go on, at the beginning of a tile. A warp that takes tile after tile begins with a strip's
+// Where a lane's two streams go on, at the beginning of a tile. A warp that takes tile after tile begins with a slab's
 // first one; `find` of each tile takes the streams behind it, and before the third they `turn`.
 struct tile_streams {
-    uint32_t values, turns; // of the part
-    uint32_t at[TILE_HALVES];
+    uint32_t values, spills; // of the slice
+    uint32_t at[TILE_STREAMS];
 
-    __device__ __forceinline__ void begin(uint32_t strip, int part, int lane) {
+    __device__ __forceinline__ void begin(uint32_t slab, int slice, int lane) {
         uint32_t first;
-        read_16(first, strip + TILE_FIRSTS + part * 2);
-        read_32(turns, strip + TILE_TURNS + (part * TILE_LANES + lane) * 4);
-        values = strip + TILE_VALUES + first * TILE_ROW_BYTES;
+        read_16(first, slab + TILE_SLICES_AT + slice * 2);
+        read_32(spills, slab + TILE_SPILLS_AT + (slice * TILE_LANES + lane) * 4);
+        values = slab + TILE_VALUES_AT + first * TILE_ROW_BYTES;
         at[0] = values + lane * 4;
         at[1] = at[0] + 2;
     }
-    __device__ __forceinline__ void turn() {
-        at[0] = values + (turns & 0xffff);
-        at[1] = values + (turns >> 16);
+    __device__ __forceinline__ void spill() {
+        at[0] = values + (spills & 0xffff);
+        at[1] = values + (spills >> 16);
     }
     // Behind a tile with this mask.
     __device__ __forceinline__ void skip(uint32_t mask) {
-        at[0] += __popc(mask & TILE_HALF_BITS) * TILE_ROW_BYTES;
-        at[1] += __popc(mask & ~TILE_HALF_BITS) * TILE_ROW_BYTES;
+        at[0] += __popc(mask & TILE_STREAM_BITS) * TILE_ROW_BYTES;
+        at[1] += __popc(mask & ~TILE_STREAM_BITS) * TILE_ROW_BYTES;
     }
 };
 
-// A lane's part of a tile: its mask and where its values of each group begin.
+// A lane's slice of a tile: its mask and where its values of each group begin.
 struct tile_lane {
     uint32_t mask, at[TILE_GROUPS];
-    uint32_t own[TILE_HALVES]; // how many each group has, a byte each
+    uint32_t own[TILE_STREAMS]; // how many each group has, a byte each
 
-    __device__ __forceinline__ static uint32_t mask_at(uint32_t strip, int tile, int part, int lane) {
-        return strip + tile * TILE_MASK_BYTES + (part * TILE_LANES + lane) * 4;
+    __device__ __forceinline__ static uint32_t mask_at(uint32_t slab, int tile, int slice, int lane) {
+        return slab + tile * TILE_MASK_BYTES + (slice * TILE_LANES + lane) * 4;
     }
     __device__ __forceinline__ void read(uint32_t mask_at) {
         read_32(mask, mask_at);
@@ -87,11 +84,11 @@ struct tile_lane {
     // Takes the streams behind this tile.
     __device__ __forceinline__ void find(const tile_weights &weights, tile_streams &streams) {
 #pragma unroll
-        for (int half = 0; half < TILE_HALVES; half++) {
-            uint32_t &from = streams.at[half];
+        for (int stream = 0; stream < TILE_STREAMS; stream++) {
+            uint32_t &from = streams.at[stream];
 #pragma unroll
-            for (int j = 0; j < 4; j++) at[half * 4 + j] = j ? __dp4a(own[half], weights.below[j], from) : from;
-            from = __dp4a(own[half], weights.all, from);
+            for (int j = 0; j < 4; j++) at[stream * 4 + j] = j ? __dp4a(own[stream], weights.below[j], from) : from;
+            from = __dp4a(own[stream], weights.all, from);
         }
     }
 

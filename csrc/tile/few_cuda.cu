@@ -2,8 +2,8 @@
 //
 // A warpgroup decodes a tile into the registers of operand A, 16 columns at a time, and multiplies it with the tokens in
 // shared memory (wgmma, fp32 sums) while it decodes the next ones. No x is gathered and no dense tile is written, so the
-// cost of a token is the tensor cores' alone. Four warps fill a ring of stages: a strip of a row block by a bulk copy, its
-// tokens by tensor copies. Four warpgroups take a tile of the strip each. A cluster of blocks shares row blocks: each block
+// cost of a token is the tensor cores' alone. Four warps fill a ring of stages: a slab of a row block by a bulk copy, its
+// tokens by tensor copies. Four warpgroups take a tile of the slab each. A cluster of blocks shares row blocks: each block
 // has as many whole ones as the others, and what is left over is cut by columns. The sums meet in shared memory, each block
 // adding up its share in a fixed order.
 #include <type_traits>
@@ -28,39 +28,39 @@ constexpr int PLACES = 128;      // threads of a warpgroup: each has the same su
 // of those behind, which `share` blocks have together.
 struct tile_deal {
     int whole, cut, share; // of a block; of the cluster, after cluster * whole; blocks for one of these
-    int piece, longer;     // strips of a piece; the first `longer` have one more
+    int piece, longer;     // slabs of a piece; the first `longer` have one more
     int chunk_bits;        // log2 of the places whose sums a block adds up
 };
 
 struct tile_task {
-    CUtensorMap x; // [tile][token][column of it] with boxes of a strip, or [0][token][column] with boxes of a tile
+    CUtensorMap x; // [tile][token][column of it] with boxes of a slab, or [0][token][column] with boxes of a tile
     const uint8_t *data;
     const int32_t *offsets;
     const void *bias;
     void *y;
     int64_t rows;
-    int tokens, row_blocks, strips;
+    int tokens, row_blocks, slabs;
     int boxes; // for a stage's tokens
-    int units; // of data, and of a strip in the mean, where known: else 0
+    int units; // of data, and of a slab in the mean, where known: else 0
     float mean;
     int cluster, clusters;              // blocks of a cluster
     int more;                           // clusters that have a row block more than the others
     tile_deal deal[2];                  // of theirs, and of the others
-    int stages, stage_bytes, tokens_at; // of the ring; a stage is a strip, and from this byte on its tokens
+    int stages, stage_bytes, tokens_at; // of the ring; a stage is a slab, and from this byte on its tokens
     int window;                         // stages under way at the start
     tile_weights weights;
 };
 
 template <int TOKENS>
 struct tile_shape {
-    static constexpr int WARPGROUPS = TILE_STRIP;
+    static constexpr int WARPGROUPS = TILE_SLAB_TILES;
     // The registers of an SM: the producer, a warpgroup for that reason, leaves its own to the others.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
     static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a tile
     // Where there are many sums, those of a piece take the place of the stages, and those of a row block meet in turn.
     static constexpr bool MANY_SUMS = TOKENS > 32;
-    static constexpr int TURNS = MANY_SUMS ? 8 : 1;
+    static constexpr int PASSES = MANY_SUMS ? 8 : 1;
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
@@ -107,7 +107,7 @@ __host__ __device__ inline tile_memory tile_memory_of(const tile_task &task, uin
 // A stage of the ring, as a consumer needs it.
 struct tile_ring {
     uint32_t full, phase; // its barrier
-    uint32_t values;      // where the strip's values are: what stands in front has fixed ways from there
+    uint32_t values;      // where the slab's values are: what stands in front has fixed ways from there
 };
 
 // The warps that fill the ring tell the others that the barriers are there.
@@ -119,7 +119,7 @@ struct tile_ring {
 }
 
 // Four warps fill the ring, each its own stages of it: one alone took longer for a stage than its copies take. A warp's
-// first lanes hold where its next four strips begin and end. At the start only a window of stages is under way:
+// first lanes hold where its next four slabs begin and end. At the start only a window of stages is under way:
 // else all blocks' rings are filled at once, 30 MB, and the first stage comes with the last.
 template <int TOKENS>
 __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_memory &memory, int cluster, int rank) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
     const tile_work work(task, cluster, rank);
     // A ring of three stages leaves the fourth warp none.
-    const int total = warp < task.stages ? work.whole * task.strips + work.last - work.first : 0;
+    const int total = warp < task.stages ? work.whole * task.slabs + work.last - work.first : 0;
     // Where one of the block's stages is; stages are looked for in rising order.
     struct place {
         int slot, round, begin; // of the ring; stages before this round of it; before this row block
@@ -141,9 +141,9 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             p.round += task.stages;
         }
     };
-    const auto find = [&](place &p) { // its strip of the row block
-        while (p.left && p.round + p.slot - p.begin >= task.strips) {
-            p.begin += task.strips;
+    const auto find = [&](place &p) { // its slab of the row block
+        while (p.left && p.round + p.slot - p.begin >= task.slabs) {
+            p.begin += task.slabs;
             p.row_block += work.step;
             if (!--p.left) p.row_block = work.cut_block;
         }
@@ -152,19 +152,19 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     place load{warp, 0, 0, work.whole ? work.row_block : work.cut_block, work.whole}, here = load;
     for (int i = 0; i < lane % AT_ONCE; i++) next(load);
     const auto load_offsets = [&](int &from, int &to) {
-        const int strip = find(load);
+        const int slab = find(load);
         from = to = 0;
         if (load.round + load.slot < total) {
-            const int32_t *at = task.offsets + (int64_t)load.row_block * task.strips + strip;
+            const int32_t *at = task.offsets + (int64_t)load.row_block * task.slabs + slab;
             from = at[0];
             to = at[1];
         }
         for (int i = 0; i < AT_ONCE; i++) next(load);
     };
-    // Before the offsets have come, what lies about where the first strips should be begins its way to L2 (H200: clearly less
+    // Before the offsets have come, what lies about where the first slabs should be begins its way to L2 (H200: clearly less
     // time with few tokens).
     if (lane == 0 && task.units && warp < min(task.window, total)) {
-        const int strip = find(load), about = (int)(((float)load.row_block * task.strips + strip) * task.mean);
+        const int slab = find(load), about = (int)(((float)load.row_block * task.slabs + slab) * task.mean);
         const int begin = max(0, min(about, task.units) - ABOUT);
         sm90::prefetch_to_l2(task.data + (int64_t)begin * TILE_UNIT,
                              min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
     // Before a stage is filled anew, all warps have seen those come that they waited for at the start.
     const auto first_round_done = [] { sync_threads(3, PRODUCERS * WARP); };
     for (int count = 0; here.round + here.slot < total; count++) {
-        const int strip = find(here), slot = here.slot, turn = count % AT_ONCE;
+        const int slab = find(here), slot = here.slot, turn = count % AT_ONCE;
         if (turn == 0) {
             from = next_from;
             to = next_to;
@@ -213,7 +213,7 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
             sm90::barrier_wait(memory.full + (slot - task.window) * 8, 0);
         }
         if (lane == 0) {
-            sm90::barrier_expect(barrier, bytes + TILE_STRIP * SHAPE::TOKEN_BYTES);
+            sm90::barrier_expect(barrier, bytes + TILE_SLAB_TILES * SHAPE::TOKEN_BYTES);
             sm90::copy_bytes(stage, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
         }
         __syncwarp();
@@ -221,8 +221,8 @@ __device__ __forceinline__ void tile_produce(const tile_task &task, const tile_m
         if (count == 0) sm90::wait_for_previous_launch();
         if (lane < task.boxes)
             sm90::copy_box(stage + task.tokens_at + lane * SHAPE::TOKEN_BYTES, &task.x,
-                           task.boxes == 1 ? 0 : (strip * TILE_STRIP + lane) * TILE_COLS, 0,
-                           task.boxes == 1 ? strip * TILE_STRIP : 0, barrier);
+                           task.boxes == 1 ? 0 : (slab * TILE_SLAB_TILES + lane) * TILE_COLS, 0,
+                           task.boxes == 1 ? slab * TILE_SLAB_TILES : 0, barrier);
         __syncwarp();
         next(here);
         if (here.slot == warp) phase ^= 1;
@@ -240,28 +240,28 @@ __device__ __forceinline__ void tile_store(const tile_task &task, int64_t row, i
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
 
-// A warpgroup: a tile of every strip.
+// A warpgroup: a tile of every slab.
 template <typename T, int TOKENS>
 __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_memory &memory, int cluster, int rank,
                                              int across) {
     using SHAPE = tile_shape<TOKENS>;
-    constexpr int SUMS = TOKENS / 2, FOURS = SUMS / 4 / SHAPE::TURNS;
+    constexpr int SUMS = TOKENS / 2, FOURS = SUMS / 4 / SHAPE::PASSES;
     const uint32_t first_thread = held(threadIdx.x % 128); // 0; else it is asked for at every stage
-    const int thread = threadIdx.x % 128, lane = thread % WARP, part = __shfl_sync(FULL_WARP, thread / WARP, 0);
+    const int thread = threadIdx.x % 128, lane = thread % WARP, slice = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const tile_work work(task, cluster, rank);
-    // The upper half of a descriptor is the same for all, the lower one has a fixed way from the strip.
+    // The upper half of a descriptor is the same for all, the lower one has a fixed way from the slab.
     const uint64_t descriptor = sm90::descriptor<128>(memory.stages + task.tokens_at + across * SHAPE::TOKEN_BYTES);
-    const tile_ring begin{memory.full, 0, memory.stages + TILE_VALUES};
+    const tile_ring begin{memory.full, 0, memory.stages + TILE_VALUES_AT};
     const uint32_t tokens_behind = held((uint32_t)descriptor - (begin.values >> 4));
-    // A lane's words of its part, and of this tile.
-    const uint32_t words = held((part * TILE_LANES + lane) * 4), tile_words = held(words + across * TILE_MASK_BYTES);
-    const uint32_t first = held(part * 2);
+    // A lane's words of its slice, and of this tile.
+    const uint32_t words = held((slice * TILE_LANES + lane) * 4), tile_words = held(words + across * TILE_MASK_BYTES);
+    const uint32_t first = held(slice * 2);
     // What is not the same in all warpgroups are numbers: tests would take more instructions. A stream begins at the lane's
     // column or, in the second half, where its turn says; behind the tile before where there is one in this half.
-    const bool upper = across >= TILE_STRIP / 2, odd = across % 2;
+    const bool upper = across >= TILE_SLAB_TILES / 2, odd = across % 2;
     const uint32_t turned = held(upper ? ~0u : 0), column = held(upper ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
     const uint32_t words_before = held(odd ? tile_words - TILE_MASK_BYTES : tile_words);
-    const uint32_t low = held(odd ? TILE_HALF_BITS : 0), high = held(low << 4);
+    const uint32_t low = held(odd ? TILE_STREAM_BITS : 0), high = held(low << 4);
     const uint32_t full_end = memory.full + task.stages * 8;
     const auto release = [&](uint32_t full) {
         if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
@@ -284,17 +284,17 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     uint32_t values[2][2][TILE_QUAD];
     tile_streams streams;
     uint32_t before;
-    const auto prepare = [&](auto step, tile_lane &tile, uint32_t strip) {
+    const auto prepare = [&](auto step, tile_lane &tile, uint32_t slab) {
         constexpr int STEP = decltype(step)::value;
         if (STEP == 0) { // all loads
-            read_16(streams.values, strip - TILE_VALUES + TILE_FIRSTS + first);
-            read_32(streams.turns, strip - TILE_VALUES + TILE_TURNS + words);
-            read_32(before, strip - TILE_VALUES + words_before);
-            tile.read(strip - TILE_VALUES + tile_words);
+            read_16(streams.values, slab - TILE_VALUES_AT + TILE_SLICES_AT + first);
+            read_32(streams.spills, slab - TILE_VALUES_AT + TILE_SPILLS_AT + words);
+            read_32(before, slab - TILE_VALUES_AT + words_before);
+            tile.read(slab - TILE_VALUES_AT + tile_words);
         } else if (STEP == 1) {
-            streams.values = strip + streams.values * TILE_ROW_BYTES;
-            streams.turns = (streams.turns & turned) | column;
-            streams.turn();
+            streams.values = slab + streams.values * TILE_ROW_BYTES;
+            streams.spills = (streams.spills & turned) | column;
+            streams.spill();
             streams.at[0] += __popc(before & low) * TILE_ROW_BYTES;
             streams.at[1] += __popc(before & high) * TILE_ROW_BYTES;
         } else if (STEP == 2) {
@@ -310,7 +310,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
     constexpr std::integral_constant<int, 2> step2;
     constexpr std::integral_constant<int, 3> step3;
     tile_ring ring = begin, ahead = begin;
-    int ahead_of_it = work.whole * task.strips + work.last - work.first; // stages, with this one
+    int ahead_of_it = work.whole * task.slabs + work.last - work.first; // stages, with this one
     if (ahead_of_it) {
         sm90::barrier_wait(ring.full, ring.phase);
         prepare(step0, lanes[0], ring.values);
@@ -363,7 +363,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
             previous = ring.full;
             ring = ahead;
         };
-        int left = whole ? task.strips : work.last - work.first;
+        int left = whole ? task.slabs : work.last - work.first;
 #pragma unroll 1
         for (; left > 0; left -= 2) { // two at a time, so that nothing is moved from `next` to `here`
             multiply(lanes[0], lanes[1]);
@@ -379,9 +379,9 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         if (!round) sm90::wait_for_previous_launch(); // before y is written
         // Each block that has a piece of the row block adds up the sums of a chunk of places, [addends][fours][chunk] of
         // four; of a whole one all.
-        const int own = whole ? 0 : work.piece, addends = whole ? TILE_STRIP : TILE_STRIP * work.pieces;
+        const int own = whole ? 0 : work.piece, addends = whole ? TILE_SLAB_TILES : TILE_SLAB_TILES * work.pieces;
         const int bits = whole ? 7 : task.deal[cluster >= task.more].chunk_bits, chunk = 1 << bits;
-        const int my_addend = own * TILE_STRIP + across;
+        const int my_addend = own * TILE_SLAB_TILES + across;
         const uint32_t sums_at = whole ? memory.sums : memory.cut_sums;
         const auto add_up = [&](int turn, int fours) { // of the sums turn * fours * 4 on
 #pragma unroll 1
@@ -410,7 +410,7 @@ __device__ __forceinline__ void tile_consume(const tile_task &task, const tile_m
         if (whole) {
             const uint32_t to = sums_at + ((my_addend * FOURS << bits) + thread) * 16;
 #pragma unroll
-            for (int turn = 0; turn < SHAPE::TURNS; turn++) {
+            for (int turn = 0; turn < SHAPE::PASSES; turn++) {
                 if (round || turn) sync_consumers(); // the sums before are read
 #pragma unroll
                 for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + (turn * FOURS + i) * 4);
@@ -469,8 +469,8 @@ __global__ void __launch_bounds__(tile_shape<TOKENS>::THREADS, 1)
 }
 
 // The same product for GPUs before sm_90: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS x 8
-// tokens; four groups of four warps take a tile each of a stage, which is a strip. Tokens are read through L1.
-constexpr int MMA_THREADS = TILE_STRIP * TILE_PARTS * WARP;
+// tokens; four groups of four warps take a tile each of a stage, which is a slab. Tokens are read through L1.
+constexpr int MMA_THREADS = TILE_SLAB_TILES * TILE_SLICES * WARP;
 
 template <typename T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -491,10 +491,10 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t base = shared_address(shared);
-    const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP % TILE_PARTS;
-    const int across = threadIdx.x / (WARP * TILE_PARTS);
-    const int32_t *offsets = task.offsets + (int64_t)blockIdx.x * task.strips;
-    const int stages = task.strips, first_token = blockIdx.y * OCTETS * 8;
+    const int lane = threadIdx.x % WARP, slice = threadIdx.x / WARP % TILE_SLICES;
+    const int across = threadIdx.x / (WARP * TILE_SLICES);
+    const int32_t *offsets = task.offsets + (int64_t)blockIdx.x * task.slabs;
+    const int stages = task.slabs, first_token = blockIdx.y * OCTETS * 8;
     const auto fetch = [&](int stage) {
         if (stage < stages) {
             const int from = offsets[stage], units = offsets[stage + 1] - from;
@@ -513,15 +513,15 @@ __global__ void __launch_bounds__(MMA_THREADS)
             wait_copies<0>();
         __syncthreads();
         fetch(stage + task.stages - 1);
-        const int k_tile = stage * TILE_STRIP + across;
-        const uint32_t strip = base + stage % task.stages * task.stage_bytes;
+        const int k_tile = stage * TILE_SLAB_TILES + across;
+        const uint32_t slab = base + stage % task.stages * task.stage_bytes;
         tile_streams streams;
         tile_lane tile, before;
-        streams.begin(strip, part, lane);
-        tile.read(tile_lane::mask_at(strip, across, part, lane));
-        if (across >= TILE_STRIP / 2) streams.turn();
+        streams.begin(slab, slice, lane);
+        tile.read(tile_lane::mask_at(slab, across, slice, lane));
+        if (across >= TILE_SLAB_TILES / 2) streams.spill();
         if (across % 2) {
-            before.read(tile_lane::mask_at(strip, across - 1, part, lane));
+            before.read(tile_lane::mask_at(slab, across - 1, slice, lane));
             streams.skip(before.mask);
         }
         tile.count(task.weights);
@@ -556,16 +556,16 @@ __global__ void __launch_bounds__(MMA_THREADS)
     if (across) {
 #pragma unroll
         for (int i = 0; i < OCTETS * 4; i++)
-            others[((across - 1) * OCTETS * 4 + i) * 128 + part * WARP + lane] = sums[i / 4][i % 4];
+            others[((across - 1) * OCTETS * 4 + i) * 128 + slice * WARP + lane] = sums[i / 4][i % 4];
     }
     __syncthreads();
     if (across) return;
-    const int64_t row = (int64_t)blockIdx.x * TILE_ROWS + part * 16 + lane / 4;
+    const int64_t row = (int64_t)blockIdx.x * TILE_ROWS + slice * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < OCTETS * 4; i++) {
         float sum = sums[i / 4][i % 4];
-        for (int other = 0; other < TILE_STRIP - 1; other++)
-            sum += others[(other * OCTETS * 4 + i) * 128 + part * WARP + lane];
+        for (int other = 0; other < TILE_SLAB_TILES - 1; other++)
+            sum += others[(other * OCTETS * 4 + i) * 128 + slice * WARP + lane];
         tile_store<T>(task, row + i / 2 % 2 * 8, first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sum);
     }
 #endif
@@ -577,21 +577,21 @@ inline int bits_of(int number) { // so that it is at most 1 << bits
     return bits;
 }
 
-// How a cluster of `blocks` shares row blocks of so many strips.
-inline tile_deal deal_rows(int row_blocks, int blocks, int strips) {
+// How a cluster of `blocks` shares row blocks of so many slabs.
+inline tile_deal deal_rows(int row_blocks, int blocks, int slabs) {
     tile_deal deal{};
     deal.whole = row_blocks / blocks;
     deal.cut = row_blocks % blocks;
     deal.share = deal.cut ? blocks / deal.cut : blocks;
-    deal.piece = strips / deal.share;
-    deal.longer = strips % deal.share;
+    deal.piece = slabs / deal.share;
+    deal.longer = slabs % deal.share;
     deal.chunk_bits = bits_of((int)ceil_div(PLACES, deal.share));
     return deal;
 }
 
 // What the block with the most work takes, in stages; a sum of several blocks takes about one, of one's warpgroups half.
-inline double deal_time(const tile_deal &deal, int strips) {
-    return deal.whole * (strips + 0.5) + (deal.cut ? deal.piece + (deal.longer > 0) + 1 : 0);
+inline double deal_time(const tile_deal &deal, int slabs) {
+    return deal.whole * (slabs + 0.5) + (deal.cut ? deal.piece + (deal.longer > 0) + 1 : 0);
 }
 
 inline tile_task task_of(const tile_matrix &m, int64_t tokens, const void *bias, void *y) {
@@ -605,7 +605,7 @@ inline tile_task task_of(const tile_matrix &m, int64_t tokens, const void *bias,
     task.mean = (float)m.units / tile_count(m.rows, m.cols);
     task.tokens = (int)tokens;
     task.row_blocks = (int)tile_row_blocks(m.rows);
-    task.strips = (int)tile_strips(m.cols);
+    task.slabs = (int)tile_slabs(m.cols);
     return task;
 }
 
@@ -621,23 +621,23 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     tile_task task = task_of(m, tokens, bias, y);
     double least = 1e30;
     const int tokens_at = (int)ceil_div(m.widest * TILE_UNIT, 1024) * 1024; // they may be read behind the last value
-    const int stage_bytes = tokens_at + TILE_STRIP * SHAPE::TOKEN_BYTES;
-    for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= task.strips; blocks++) {
+    const int stage_bytes = tokens_at + TILE_SLAB_TILES * SHAPE::TOKEN_BYTES;
+    for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= task.slabs; blocks++) {
         int clusters;
         error = clusters_at_once<tile_mm_kernel<T, TOKENS>, MAX_CLUSTER>(device, blocks, SHAPE::THREADS,
                                                                          device.shared_bytes - 1024, &clusters);
         if (error) return error;
         clusters = std::min(clusters, task.row_blocks);
         const int each = task.row_blocks / clusters, more = task.row_blocks % clusters;
-        const tile_deal most = deal_rows(each + (more > 0), blocks, task.strips);
-        const tile_deal others = deal_rows(each, blocks, task.strips);
-        int sums = most.whole ? TILE_STRIP * PLACES / SHAPE::TURNS : 0, cut_sums = 0;
+        const tile_deal most = deal_rows(each + (more > 0), blocks, task.slabs);
+        const tile_deal others = deal_rows(each, blocks, task.slabs);
+        int sums = most.whole ? TILE_SLAB_TILES * PLACES / SHAPE::PASSES : 0, cut_sums = 0;
         for (const tile_deal &deal : {most, others})
-            if (deal.cut) cut_sums = std::max(cut_sums, TILE_STRIP * deal.share << deal.chunk_bits);
+            if (deal.cut) cut_sums = std::max(cut_sums, TILE_SLAB_TILES * deal.share << deal.chunk_bits);
         if (!SHAPE::MANY_SUMS) sums = std::max(sums, cut_sums);
         const int room = device.shared_bytes - TILE_FIXED - sums * TOKENS * 2; // a place has TOKENS / 2 numbers
         const int stages = std::min(room / stage_bytes, MAX_STAGES);
-        const double time = std::max(deal_time(most, task.strips), deal_time(others, task.strips));
+        const double time = std::max(deal_time(most, task.slabs), deal_time(others, task.slabs));
         if (stages < MIN_STAGES || time >= least * 0.99 || cut_sums * TOKENS * 2 > stages * stage_bytes) continue;
         least = time;
         task.cluster = blocks;
@@ -652,14 +652,14 @@ cudaError_t tile_launch(const tile_matrix &m, int64_t tokens, const void *x, int
     task.tokens_at = tokens_at;
     if (!task.cluster) return cudaErrorInvalidValue;
     // H200: with less to do a block waits longest for its first stage; with many tokens L2 is what is waited for.
-    const int each = task.deal[0].whole * task.strips + task.deal[0].piece;
+    const int each = task.deal[0].whole * task.slabs + task.deal[0].piece;
     task.window = each < 12 || TOKENS > 32 ? 2 : TOKENS > 16 ? 3 : 4;
     const bool overlaps = may_overlap(stream, SHAPE::THREADS);
-    // One copy for all tokens of a strip is faster than four (H200, most at 32 tokens), but the last tile has to be whole.
-    task.boxes = m.cols % TILE_COLS ? TILE_STRIP : 1;
+    // One copy for all tokens of a slab is faster than four (H200, most at 32 tokens), but the last tile has to be whole.
+    task.boxes = m.cols % TILE_COLS ? TILE_SLAB_TILES : 1;
     error = task.boxes == 1
                 ? sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {TILE_COLS, tokens, m.cols / TILE_COLS},
-                                   {x_stride * 2, TILE_COLS * 2}, {TILE_COLS, TOKENS, TILE_STRIP})
+                                   {x_stride * 2, TILE_COLS * 2}, {TILE_COLS, TOKENS, TILE_SLAB_TILES})
                 : sm90::tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {m.cols, tokens, 1},
                                    {x_stride * 2, x_stride * 2}, {TILE_COLS, TOKENS, 1});
     if (error) return error;
@@ -685,8 +685,8 @@ cudaError_t tile_launch_mma(const tile_matrix &m, int64_t tokens, const void *x,
     tile_task task = task_of(m, tokens, bias, y);
     task.stage_bytes = m.widest * TILE_UNIT;
     task.stages = device.shared_bytes / task.stage_bytes < 4 ? 2 : 4;
-    const int sums_bytes = (TILE_STRIP - 1) * OCTETS * 4 * 128 * 4;
-    const int shared_bytes = std::max(task.stages * task.stage_bytes + TILE_BEHIND, sums_bytes);
+    const int sums_bytes = (TILE_SLAB_TILES - 1) * OCTETS * 4 * 128 * 4;
+    const int shared_bytes = std::max(task.stages * task.stage_bytes + TILE_OVERREAD, sums_bytes);
     if (shared_bytes > device.shared_bytes) return cudaErrorInvalidValue;
     const dim3 grid((unsigned)tile_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
     tile_mma_kernel<T, OCTETS>
@@ -708,7 +708,7 @@ cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_
                                         : tile_launch_mma<T, 8>;
         return run(m, tokens, x, x_stride, bias, y, stream);
     }
-    if (tokens > 64) return cudaErrorInvalidValue; // tile_gemm_cuda
+    if (tokens > 64) return cudaErrorInvalidValue; // macko_tile_many_cuda
     const auto run = tokens <= 8    ? tile_launch<T, 8>
                      : tokens <= 16 ? tile_launch<T, 16>
                      : tokens <= 32 ? tile_launch<T, 32>
@@ -719,8 +719,8 @@ cudaError_t tile_run(const tile_matrix &m, int64_t tokens, const void *x, int64_
 } // namespace
 } // namespace macko
 
-cudaError_t tile_mm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                         void *y, cudaStream_t stream) {
+cudaError_t macko_tile_few_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
+                                void *y, cudaStream_t stream) {
     using namespace macko;
     if (!m->rows || !tokens) return cudaSuccess;
     return m->dtype == MACKO_F16 ? tile_run<__half>(*m, tokens, x, x_stride, bias, y, stream)

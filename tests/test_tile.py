@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,8 +39,8 @@ SHAPES = (
     *((130, 320), (40, 1001)),
 )
 
-#: Values of MACKO_TILE_GEMM: rows and tokens of a block, blocks that share an output tile (split-K), 0: no output tile is
-#: split (Stream-K), 1: some are, 2: all, evenly.
+#: Values of MACKO_TILE_GEMM: rows and tokens of a block, blocks that share an output tile (split-K), 0: no output tile
+#: is split (Stream-K), 1: some are, 2: all, evenly.
 GEMM_SIZES = ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
 GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
 
@@ -469,6 +473,193 @@ def test_side_stream() -> None:
         y = packed(w).linear(x.cuda())
     stream.synchronize()
     assert_close(y, w, x)
+
+
+# The plan for many tokens, and its schedule: plain C, so of this machine.
+
+#: Walks every block of a plan as the kernel does, csrc/tile/schedule.h. 0, or the number of the rule that is broken.
+PLAN_CHECKS = r"""
+#include <stdlib.h>
+#include "many_plan.c"
+
+#define EXPECT(rule, condition) do { if (!(condition)) return rule; } while (0)
+
+static int check_block(const tile_many_plan *plan, int block, uint8_t *covered, int *given, int *taken) {
+    const tile_schedule *schedule = &plan->schedule;
+    const tile_share share = tile_share_of(schedule, plan->shape, (uint32_t)block);
+    const int half_slabs = schedule->half_slabs, tiles = schedule->row_tiles * schedule->token_tiles;
+    const int index = tile_share_index(&share), multicast = TILE_CLUSTER_BLOCKS / plan->shape.split_k;
+    int first_slab = -1;
+    for (int next = 0; next < share.half_slabs;) {
+        const tile_segment s = tile_segment_at(&share, next);
+        const tile_place place = tile_place_of(schedule, s.tile);
+        const bool first = next == 0, last = next + tile_length(&s) == share.half_slabs;
+        next += tile_length(&s);
+        EXPECT(1, s.tile >= 0 && s.tile < tiles && s.first >= 0 && s.first < s.end && s.end <= half_slabs);
+        EXPECT(2, s.first <= s.own && s.own <= s.own_end && s.own_end <= s.end);
+        EXPECT(11, tile_own_count(&s) <= divide_up(tile_length(&s), plan->shape.split_k));
+        EXPECT(3, place.row_tile < schedule->row_tiles && place.token_tile < schedule->token_tiles);
+        /* Sums are given first of all; what waits for others comes last. */
+        EXPECT(4, s.first == 0 || (first && s.tile < schedule->split));
+        EXPECT(5, s.fixes_up == (s.first == 0 && s.end < half_slabs));
+        EXPECT(6, !s.fixes_up || (last && s.tile < schedule->split));
+        if (s.first) given[index] = s.tile + 1;
+        if (s.fixes_up) {
+            const int others = tile_contributors(&share, s.tile);
+            EXPECT(7, others > 0 && index + others < schedule->clusters);
+            for (int other = index + 1; other <= index + others; other++) taken[other] = s.tile + 1;
+        }
+        for (int i = 0; i < tile_own_count(&s); i++) {
+            const int half = tile_nth(&s, i);
+            EXPECT(8, half >= s.own && half < s.own_end);
+            /* What is no whole slab comes before those that are. */
+            const bool single = i < tile_singles(&s);
+            EXPECT(9, single || (half % 2 == (i - tile_singles(&s)) % 2));
+            if (first_slab < 0)
+                first_slab = tile_first_row_block(&share, place.row_tile) * schedule->slabs + half / 2;
+            covered[((int64_t)s.tile * multicast + (multicast > 1 ? share.rank : 0)) * half_slabs + half]++;
+        }
+    }
+    EXPECT(10, first_slab == schedule->first_slabs[block]);
+    return 0;
+}
+
+static int check_plan(const tile_many_problem *p, const tile_many_plan *plan) {
+    const tile_schedule *s = &plan->schedule;
+    const int tiles = s->row_tiles * s->token_tiles, multicast = TILE_CLUSTER_BLOCKS / plan->shape.split_k;
+    const int64_t count = (int64_t)tiles * multicast * s->half_slabs;
+    int at_once = 0, given[TILE_MOST_CLUSTERS] = {0}, taken[TILE_MOST_CLUSTERS] = {0}, rule = 0;
+    for (int i = 0; i < TILE_MANY_NUM_SHAPES; i++)
+        if (!memcmp(&SHAPES[i], &plan->shape, sizeof *SHAPES)) at_once = p->clusters[i];
+    EXPECT(20, s->clusters > 0 && s->clusters <= at_once && s->clusters <= TILE_MOST_CLUSTERS);
+    EXPECT(21, s->row_tiles == divide_up(p->rows, multicast * plan->shape.row_blocks * TILE_ROWS));
+    EXPECT(22, s->token_tiles == divide_up(p->tokens, plan->shape.tokens));
+    EXPECT(23, s->half_slabs == divide_up(p->cols, TILE_HALF_SLAB_COLS));
+    const int64_t partials = (int64_t)s->clusters * 2 * plan->shape.row_blocks * tile_partial_bytes(plan->shape);
+    EXPECT(24, plan->workspace_bytes == (s->split ? tile_many_flag_bytes(plan->shape, s->clusters) + partials : 0));
+    uint8_t *covered = calloc(1, (size_t)count), *placed = calloc(1, (size_t)tiles);
+    for (int block = 0; !rule && block < s->clusters * 2; block++)
+        rule = check_block(plan, block, covered, given, taken);
+    for (int64_t i = 0; !rule && i < count; i++)
+        if (covered[i] != 1) rule = 25;
+    for (int tile = 0; tile < tiles; tile++) {
+        const tile_place place = tile_place_of(s, tile);
+        placed[place.row_tile * s->token_tiles + place.token_tile]++;
+    }
+    for (int tile = 0; !rule && tile < tiles; tile++)
+        if (placed[tile] != 1) rule = 26;
+    /* All that is given is added up, by who has the beginning of that tile. */
+    if (!rule && memcmp(given, taken, sizeof given)) rule = 27;
+    free(covered);
+    free(placed);
+    return rule;
+}
+
+static uint64_t state;
+static int64_t below(int64_t n) { /* splitmix64 */
+    uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (int64_t)((z ^ z >> 31) % (uint64_t)n);
+}
+
+/* Plans of random problems, each also in a random way. 0, or a broken rule and its problem. */
+int check_plans(uint64_t seed, int count, tile_many_problem *p, tile_many_way *way) {
+    state = seed;
+    for (int i = 0; i < count; i++) {
+        const int at_once = below(4) ? 1 + (int)below(80) : 66;
+        const tile_many_shape shape = SHAPES[below(TILE_MANY_NUM_SHAPES)];
+        tile_many_plan plan, again;
+        p->rows = 1 + below(64ll << below(9));
+        p->cols = 1 + below(64ll << below(8));
+        p->tokens = 65 + below(64ll << below(6));
+        for (int k = 0; k < TILE_MANY_NUM_SHAPES; k++) p->clusters[k] = below(4) ? at_once : 0;
+        *way = (tile_many_way){shape.row_blocks * TILE_ROWS, shape.tokens, shape.split_k, (int)below(3)};
+        if (macko_tile_many_plan(p, way, &plan)) {
+            const tile_schedule *s = &plan.schedule;
+            const int tiles = s->row_tiles * s->token_tiles;
+            EXPECT(30, !memcmp(&plan.shape, &shape, sizeof shape) && !s->split == (way->split == TILE_SPLIT_NONE));
+            EXPECT(31, way->split != TILE_SPLIT_EVENLY || (s->split == tiles && s->clusters % tiles == 0));
+            const int rule = check_plan(p, &plan);
+            if (rule) return rule;
+        } else { /* refused: the shape does not fit, or there is nothing to split in this way */
+            int fits = 0;
+            for (int k = 0; k < TILE_MANY_NUM_SHAPES; k++)
+                if (!memcmp(&SHAPES[k], &shape, sizeof shape)) fits = p->clusters[k];
+            EXPECT(32, !fits || way->split != TILE_SPLIT_NONE || p->cols <= TILE_HALF_SLAB_COLS * (shape.split_k - 1));
+        }
+        *way = (tile_many_way){0, 0, 0, 0};
+        if (below(4)) continue; /* all ways take longest */
+        const bool found = macko_tile_many_plan(p, NULL, &plan);
+        EXPECT(33, found == macko_tile_many_plan(p, NULL, &again));
+        if (!found) continue;
+        EXPECT(34, !memcmp(&plan.schedule, &again.schedule, sizeof plan.schedule));
+        const int rule = check_plan(p, &plan);
+        if (rule) return rule;
+    }
+    return 0;
+}
+
+/* Whatever the largest slab is, what is planned fits, and what does not fit is refused for that. */
+int check_stages(int shared_bytes) {
+    for (int i = 0; i < TILE_MANY_NUM_SHAPES; i++)
+        for (int widest = 21; widest <= tile_units(TILE_MOST_ROWS); widest++) {
+            const tile_many_shape shape = SHAPES[i];
+            tile_many_stages s;
+            const bool fits = macko_tile_many_stages(shape, widest, shared_bytes, &s);
+            const tile_many_stages least = {tile_min_x_stages(shape), TILE_MANY_MIN_SLAB_STAGES, s.slab_bytes};
+            EXPECT(40, s.slab_bytes >= widest * TILE_UNIT + TILE_OVERREAD && s.slab_bytes % 128 == 0);
+            EXPECT(41, fits == (tile_many_shared_bytes(shape, least) <= shared_bytes));
+            EXPECT(42, !fits || tile_many_shared_bytes(shape, s) <= shared_bytes);
+            EXPECT(43, !fits || (s.x >= least.x && s.x <= tile_max_x_stages(shape)));
+            EXPECT(44, !fits || (s.slabs >= least.slabs && s.slabs <= TILE_MANY_MAX_SLAB_STAGES));
+        }
+    return 0;
+}
+"""
+
+
+class Problem(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "cols", "tokens")), ("clusters", ctypes.c_int * 6))
+
+
+class Way(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int) for name in ("rows", "tokens", "split_k", "split"))
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    sources = Path(__file__).parent.parent / "csrc" / "tile"
+    if not shutil.which("cc") or not sources.exists():
+        pytest.skip("needs cc and the sources")
+    target = tmp_path_factory.mktemp("plans") / "plans.so"
+    command = ["cc", "-std=c17", "-O2", "-shared", "-fPIC", "-x", "c", "-", f"-I{sources}", "-o", str(target)]
+    subprocess.run(command, input=PLAN_CHECKS, text=True, check=True)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_cover_every_half_slab_once_and_wait_for_nobody_later(plans: ctypes.CDLL, seed: int) -> None:
+    """Also in every way that is asked for, where it can be; other ways are refused."""
+    problem, way = Problem(), Way()
+    rule = plans.check_plans(ctypes.c_uint64(seed), 6000, ctypes.byref(problem), ctypes.byref(way))
+    shown = {name: getattr(problem, name) for name in ("rows", "cols", "tokens")}
+    wanted = tuple(getattr(way, name) for name, _ in Way._fields_)
+    assert rule == 0, f"rule {rule}: {shown}, clusters {list(problem.clusters)}, way {wanted}"
+
+
+@pytest.mark.parametrize("kilobytes", [48, 99, 163, 227])
+def test_planned_stages_fit_shared_memory(plans: ctypes.CDLL, kilobytes: int) -> None:
+    assert plans.check_stages(kilobytes * 1024) == 0
+
+
+def test_text_of_a_way(plans: ctypes.CDLL) -> None:
+    way = Way()
+    for text in GEMM_WAYS:
+        assert plans.macko_tile_many_way(text.encode(), ctypes.byref(way)) & 1
+        assert "x".join(str(getattr(way, name)) for name, _ in Way._fields_) == text
+    for text in ("", "x", "128x256x1", "128x256x1x", "128x256x1x2x", "128x256x1x2 ", "auto"):
+        assert not plans.macko_tile_many_way(text.encode(), ctypes.byref(way)) & 1
 
 
 # What comes from outside.

@@ -2,21 +2,21 @@
 //
 //     output tile of a block: ROW_BLOCKS x 64 rows by TOKENS tokens, fp32 sums in registers
 //
-//     warpgroups 0 .. ROW_BLOCKS - 1    consumers, 64 rows each: decode a tile of the weight into the registers of operand A
-//                                       while the tile before is multiplied (wgmma) with the tokens in shared memory
-//     last warpgroup, warp 0            store warp: output by TMA, flags of partial sums
-//                      warp 1           producer of other clusters' partial sums, by bulk copies
-//                      warp 2           producer of tokens, by TMA
-//                      warp 3           producer of slabs, by bulk copies
+//     warpgroups 0 .. ROW_BLOCKS - 1   consumers, 64 rows each: decode a tile of the weight into registers of operand A
+//                                      while the tile before is multiplied (wgmma) with the tokens in shared memory
+//     last warpgroup, warp 0           store warp: output by TMA, flags of partial sums
+//                      warp 1          producer of other clusters' partial sums, by bulk copies
+//                      warp 2          producer of tokens, by TMA
+//                      warp 3          producer of slabs, by bulk copies
 //
 //     shared memory    | barriers | x: stages of TOKENS x 64 columns | slabs: stages of a slab for each row block |
-//     x pipeline       tokens of a segment; then for split-K a stage for each warpgroup's sums from the other block; then
-//                      partial sums of other clusters; then a stage for each warpgroup's output; tokens of the next segment
+//     x pipeline       tokens of a segment; then for split-K a stage for each warpgroup's sums from the other block;
+//                      partial sums of other clusters; a stage for each warpgroup's output; and the next segment
 //     barriers         full: what the producer asked for has come. empty: all consumers have released the stage
 //
 // Two blocks are a cluster. With SPLIT_K = 1 they have neighbouring rows, and each fetches half of the tokens for both
-// (multicast). With SPLIT_K = 2 they have the same output tile: each takes half of the slabs, then gets the sums of half of
-// the tokens from the other (DSMEM). Who multiplies what is in schedule.h; a task is what a launch says.
+// (multicast). With SPLIT_K = 2 they have the same output tile: each takes half of the slabs, then gets the sums of
+// half of the tokens from the other (DSMEM). Who multiplies what is in schedule.h; a task is what a launch says.
 #pragma once
 
 #include <type_traits>
@@ -75,11 +75,12 @@ struct many_shape {
     static constexpr int FIX_UP_BYTES = ROW_BLOCKS > 2 ? STAGE_BYTES / 4 : STAGE_BYTES / ROW_BLOCKS;
     static constexpr int FIX_UP_STAGES = PARTIAL_BYTES / FIX_UP_BYTES;
     static_assert(FIX_UP_STAGES * FIX_UP_BYTES == PARTIAL_BYTES && ROW_BLOCKS * FIX_UP_BYTES <= STAGE_BYTES);
-    // Barriers of the exchange are two, used alternately. When the next one but one is used, this segment's stage is free:
-    // the segment between is not given away, and each block has a half slab of it at least (consider_shape, many_plan.c).
+    // Barriers of the exchange are two, used alternately. When the next one but one is used, this segment's stage is
+    // free: the segment between is not given away, and each block has a half slab of it at least (consider_shape,
+    // many_plan.c).
     static_assert(SPLIT_K == 1 || 3 * ROW_BLOCKS + TILE_HALF_SLAB_TILES >= MAX_STAGES);
-    // So many tiles before the end of a segment its second warpgroup lets the first one go ahead: then one exchanges, gives
-    // or stores its sums while the other multiplies.
+    // So many tiles before the end of a segment its second warpgroup lets the first one go ahead: then one exchanges,
+    // gives or stores its sums while the other multiplies.
     static constexpr int LAG = ROW_BLOCKS != 2 ? 0 : TOKENS > 128 ? 3 : 2;
     // Offsets of barriers in shared memory, 8 bytes each; the tokens' stages follow at X.
     static constexpr int X_FULL = 0, X_EMPTY = X_FULL + MAX_STAGES * 8;
@@ -93,8 +94,8 @@ struct many_shape {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
 
-// What a segment takes of the x pipeline: for its tokens and the sums of the other block; and, after the partial sums of
-// other clusters, for its output.
+// What a segment takes of the x pipeline: for its tokens and the sums of the other block; and, after the partial sums
+// of other clusters, for its output.
 template <class SHAPE>
 __device__ __forceinline__ int stages_before_fix_up(const tile_segment &segment) {
     return tile_own_count(&segment) * TILE_HALF_SLAB_TILES + (SHAPE::SPLIT_K > 1 ? SHAPE::ROW_BLOCKS : 0);
@@ -119,8 +120,8 @@ __device__ __forceinline__ uint64_t *flag_of(const many_task &task, const tile_s
     return task.flags + partials_index<SHAPE>(share, index, warpgroup);
 }
 
-// The first of a block's row blocks, and of the tokens that it stores. (tile_first_row_block says the same to the host. Of
-// constants that are no template's the compiler makes other code.)
+// The first of a block's row blocks, and of the tokens that it stores. (tile_first_row_block says the same to the host.
+// Of constants that are no template's the compiler makes other code.)
 template <class SHAPE>
 __device__ __forceinline__ int first_row_block(const tile_share &share, int row_tile) {
     return (SHAPE::MULTICAST > 1 ? row_tile * 2 + share.rank : row_tile) * SHAPE::ROW_BLOCKS;
@@ -156,14 +157,14 @@ constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? TILE_WARPGROUP : 1;
 // Named barriers of threads. 1 to ROW_BLOCKS are the warpgroups' own.
 enum { TOKENS_FETCHED = 4, FIRST_THROUGH, SUMS_READY /* three of each warpgroup, in rotation */ };
 constexpr int SUMS_READY_THREADS = TILE_WARPGROUP + WARP;
-// A warpgroup may be two segments further before the store warp has seen one: no stage of a segment that is given away waits
-// for the store warp.
+// A warpgroup may be two segments further before the store warp has seen one: no stage of a segment that is given away
+// waits for the store warp.
 __device__ __forceinline__ int sums_ready(int warpgroup, uint32_t segments) {
     return SUMS_READY + warpgroup * 3 + segments % 3;
 }
 
-// The start of both blocks: a warp arrives, and waits before it uses a barrier. racecheck does not get on where some warps
-// wait and others do something else meanwhile, so in its build all wait at once.
+// The start of both blocks: a warp arrives, and waits before it uses a barrier. racecheck does not get on where some
+// warps wait and others do something else meanwhile, so in its build all wait at once.
 __device__ __forceinline__ void start_arrive() {
     sm90::cluster_arrive();
 #ifdef MACKO_EVERY_LANE_ARRIVES
@@ -176,8 +177,8 @@ __device__ __forceinline__ void start_wait() {
 #endif
 }
 
-// All mbarriers. Every warp but the last two makes some: one takes a warp about 40 clocks, whichever lane makes it (H200, by
-// a clock in the kernel).
+// All mbarriers. Every warp but the last two makes some: one takes a warp about 40 clocks, whichever lane makes it
+// (H200, by a clock in the kernel).
 template <class SHAPE>
 __device__ __forceinline__ void make_barriers(uint32_t smem) {
     const int at = (threadIdx.x / WARP + threadIdx.x % WARP * (SHAPE::THREADS / WARP - 2)) * 8;
@@ -211,9 +212,9 @@ __device__ __forceinline__ void lend_stage(const many_task &task, uint32_t smem,
     x.advance(task.stages.x);
 }
 
-// The end of the x pipeline. No block may leave while its neighbour multicasts to it: all has come once all stages have been
-// released. (A barrier of the cluster would have to order what all threads have written, in the whole GPU.) With split-K
-// blocks fetch for themselves, and what each sends the other is waited for at every exchange.
+// The end of the x pipeline. No block may leave while its neighbour multicasts to it: all has come once all stages have
+// been released. (A barrier of the cluster would have to order what all threads have written, in the whole GPU.) With
+// split-K blocks fetch for themselves, and what each sends the other is waited for at every exchange.
 template <class SHAPE>
 __device__ __forceinline__ void producer_tail(const many_task &task, uint32_t smem, pipeline_state x) {
     for (int i = 0; SHAPE::MULTICAST > 1 && i < task.stages.x; i++) {
@@ -222,8 +223,8 @@ __device__ __forceinline__ void producer_tail(const many_task &task, uint32_t sm
     }
 }
 
-// Partial sums that other clusters have of the tile that this one fixes up, share by share, into the x pipeline. By bulk
-// copies: consumers have no registers for many loads at once. They begin while the last products run.
+// Partial sums that other clusters have of the tile that this one fixes up, share by share, into the x pipeline. By
+// bulk copies: consumers have no registers for many loads at once. They begin while the last products run.
 template <class SHAPE>
 __device__ __forceinline__ void fetch_partials(const many_task &task, uint32_t smem) {
     const tile_share share = tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
@@ -249,7 +250,7 @@ __device__ __forceinline__ void fetch_partials(const many_task &task, uint32_t s
             asm volatile("fence.proxy.async;" ::: "memory"); // bulk copies read what was stored
         }
         __syncwarp();
-        // Not before the last tokens: until then the barrier of a stage may be more than a round behind.
+        // Not before the last tokens: until then the barrier of a stage may be more than a round back.
         if (!tokens_fetched) sync_threads(TOKENS_FETCHED, 2 * WARP);
         tokens_fetched = true;
         for (int i = 0; i < SHAPE::FIX_UP_STAGES; i++) {
@@ -275,9 +276,9 @@ __device__ __forceinline__ void fetch_tokens(const many_task &task, uint32_t sme
     const tile_share share = tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
     const int lane = threadIdx.x % WARP;
     pipeline_state x;
-    // Before the first tokens are asked for, once all else is known: waits for all barriers of both blocks and for the launch
-    // before (PDL). Then the next launch may begin. Its blocks come once all of this one have begun, each where one has
-    // ended, as each takes an SM.
+    // Before the first tokens are asked for, once all else is known: waits for all barriers of both blocks and for the
+    // launch before (PDL). Then the next launch may begin. Its blocks come once all of this one have begun, each where
+    // one has ended, as each takes an SM.
     bool begun = false;
     const auto begin = [&] {
         if (!begun) {
@@ -431,8 +432,8 @@ __device__ __forceinline__ void store_outputs(const many_task &task, uint32_t sm
                     sm90::stores_have_read();
                 }
                 __syncwarp();
-                // Releases the stage, for each warpgroup by itself, in both blocks at once: no barrier gets more than it still
-                // waits for, whatever else arrives.
+                // Releases the stage, for each warpgroup by itself, in both blocks at once: no barrier gets more than
+                // it still waits for, whatever else arrives.
                 const uint32_t empty = smem + SHAPE::X_EMPTY + stage * 8;
                 if (SHAPE::MULTICAST == 1 && lane < SHAPE::ROW_BLOCKS) sm90::barrier_arrive(empty, RELEASES);
                 if (SHAPE::MULTICAST > 1 && lane < SHAPE::ROW_BLOCKS * SHAPE::MULTICAST)
@@ -473,8 +474,9 @@ __device__ __forceinline__ void fix_up(const many_task &task, uint32_t smem, int
         }
 }
 
-// Split-K: the two blocks of a cluster have sums of the same output tile. Each sends the other those of the other's tokens, a
-// warpgroup's to a stage of the other's x pipeline; its own are the first then. The other's pipeline is `ahead` of this one.
+// Split-K: the two blocks of a cluster have sums of the same output tile. Each sends the other those of the other's
+// tokens, a warpgroup's to a stage of the other's x pipeline; its own are the first then. The other's pipeline is
+// `ahead` of this one.
 template <class SHAPE, class RELEASE>
 __device__ __forceinline__ void exchange_partials(const many_task &task, uint32_t smem, int rank, int warpgroup,
                                                   uint32_t segments, pipeline_state &x, int ahead,
@@ -509,8 +511,9 @@ __device__ __forceinline__ void exchange_partials(const many_task &task, uint32_
     x = x.ahead(SHAPE::ROW_BLOCKS, stages);
 }
 
-// The epilogue: bias, rounding, and by stmatrix into the stage of the x pipeline that was lent for it, as [token][64 rows],
-// swizzled by 128 bytes. The store warp goes on from there. Where y cannot be stored by TMA, plain stores follow at once.
+// The epilogue: bias, rounding, and by stmatrix into the stage of the x pipeline that was lent for it, as [token][64
+// rows], swizzled by 128 bytes. The store warp goes on from there. Where y cannot be stored by TMA, plain stores follow
+// at once.
 template <typename T, class SHAPE>
 __device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, const tile_share &share, int tile,
                                          int warpgroup, int thread, pipeline_state &x,
@@ -549,9 +552,10 @@ __device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, c
     sm90::fence_for_copies();
 }
 
-// A consumer warpgroup: 64 rows by TOKENS tokens of each segment. In order: the first tile is prepared; single half slabs, then
-// whole slabs are multiplied (the main loop); sums are exchanged (split-K), given away or fixed up (Stream-K), put out. The main
-// loop and what gives away are no functions of their own: ptxas orders their instructions in another way then.
+// A consumer warpgroup: 64 rows by TOKENS tokens of each segment. In order: the first tile is prepared; single half
+// slabs, then whole slabs are multiplied (the main loop); sums are exchanged (split-K), given away or fixed up
+// (Stream-K), put out. The main loop and what gives away are no functions of their own: ptxas orders their instructions
+// in another way then.
 template <typename T, class SHAPE>
 __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, const tile_share &share, int warpgroup) {
     constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS;
@@ -581,8 +585,8 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         sm90::settle(sums);
-        // A tile is prepared while the one before it is multiplied: its mask is read and counted, its values are found, and
-        // the first ones loaded.
+        // A tile is prepared while the one before it is multiplied: its mask is read and counted, its values are found,
+        // and the first ones loaded.
         tile_lane here, next;
         tile_streams streams;
         uint32_t values[2][2][TILE_QUAD], mask_at;
@@ -643,16 +647,16 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
             last_stage = x.stage;
             x.advance(task.stages.x);
         };
-        // After the products, which wait for the values. An arrival right after the loads can overtake them, it seems: what
-        // came next into their place was read, in some of a thousand products (H200).
+        // After the products, which wait for the values. An arrival right after the loads can overtake them, it seems:
+        // what came next into their place was read, in some of a thousand products (H200).
         const auto release_slab = [&](int stage) {
             __syncwarp();
             if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
                 sm90::barrier_arrive(smem + SHAPE::SLAB_EMPTY + (stage * SHAPE::ROW_BLOCKS + warpgroup) * 8);
         };
-        // Unrolled, so that `next` need not be moved to `here`: clearly fewer instructions. Single half slabs have a copy of
-        // the code, as one that can also begin inside a slab takes longer. They come first, so that the code after the loops
-        // follows the longer one in memory.
+        // Unrolled, so that `next` need not be moved to `here`: clearly fewer instructions. Single half slabs have a
+        // copy of the code, as one that can also begin inside a slab takes longer. They come first, so that the code
+        // after the loops follows the longer one in memory.
         int left = half_slabs;
 #pragma unroll 1
         for (; left > half_slabs - singles; left--) {

@@ -38,8 +38,9 @@ bool macko_tile_many_way(const char *text, tile_many_way *way) {
     return sscanf(text, "%dx%dx%dx%d%n", &way->rows, &way->tokens, &way->split_k, &way->split, &end) == 4 && !text[end];
 }
 
-/* What takes how many clocks of an SM: fitted to the times of all ways at 35 shapes and numbers of tokens (H200, density 0.5,
- * 2026-11-22). While one warpgroup does these things the other multiplies, so most are less than a clock in the kernel says. */
+/* What takes how many clocks of an SM: fitted to the times of all ways at 35 shapes and numbers of tokens (H200,
+ * density 0.5, 2026-11-22). While one warpgroup does these things the other multiplies, so most are less than a clock
+ * in the kernel says. */
 typedef struct clocks {
     int64_t half_slab; /* its products */
     int64_t exchange;  /* of partial sums by the two blocks of a cluster */
@@ -56,8 +57,8 @@ static clocks clocks_of(tile_many_shape shape) {
                     2300 + sums / 150};
 }
 
-/* Clocks until the last cluster ends. Each has `whole` tiles, and of the split ones the half slabs from shares[index] on.
- * Or some number from `least` on, where it is not less. */
+/* Clocks until the last cluster ends. Each has `whole` tiles, and of the split ones the half slabs from shares[index]
+ * on. Or some number from `least` on, where it is not less. */
 static int64_t time_of(const int *shares, int clusters, int half_slabs, int whole, const clocks *c, int64_t least) {
     int64_t given[TILE_MOST_CLUSTERS], last = 0; /* given: when a share's partial sums are there */
     for (int i = clusters - 1; i >= 0 && last < least; i--) {
@@ -90,8 +91,8 @@ typedef struct split_work {
     clocks clocks;
 } split_work;
 
-/* How many half slabs a share has, by what it does. Of those that end a tile, who has fewer than `shortest` left for the next
- * one does not begin it. */
+/* How many half slabs a share has, by what it does. Of those that end a tile, who has fewer than `shortest` left for
+ * the next one does not begin it. */
 typedef struct dealing {
     int begins, ends_and_begins, ends, shortest;
 } dealing;
@@ -110,9 +111,9 @@ static bool deal(const split_work *s, const dealing *d, int *shares) {
     return shares[s->clusters] == total;
 }
 
-/* Deals so that the last cluster ends soonest; says when, INT64_MAX where it cannot be done. Clusters that begin a tile have
- * as many half slabs each, those that end another one before fewer, and those that only end one still fewer: what these give
- * has to be there when the others want to add it up. The last clusters may have nothing. */
+/* Deals so that the last cluster ends soonest; says when, INT64_MAX where it cannot be done. Clusters that begin a tile
+ * have as many half slabs each, those that end another one before fewer, and those that only end one still fewer: what
+ * these give has to be there when the others want to add it up. The last clusters may have nothing. */
 static int64_t deal_best(const split_work *s, int *shares) {
     const int mean = s->tiles * s->half_slabs / s->clusters, give = (int)(s->clocks.give / s->clocks.half_slab);
     int64_t least = INT64_MAX;

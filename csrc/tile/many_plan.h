@@ -1,6 +1,6 @@
 /*
- * How to multiply many tokens: which shape of block, and which output tiles are split (schedule.h). Pure functions of sizes,
- * without CUDA; tests/test_tile.py calls them on the host.
+ * How to multiply many tokens: which shape of block, and which output tiles are split (schedule.h). Pure functions of
+ * sizes, without CUDA; tests/test_tile.py calls them on the host.
  */
 #ifndef MACKO_TILE_MANY_PLAN_H
 #define MACKO_TILE_MANY_PLAN_H
@@ -18,8 +18,8 @@ extern "C" {
 #define TILE_MANY_SHAPES(X) X(256, 2, 1) X(256, 2, 2) X(192, 2, 1) X(192, 2, 2) X(128, 2, 2) X(128, 3, 2)
 enum { TILE_MANY_NUM_SHAPES = 6 };
 
-/* Shared memory of a block: barriers, the stages of the tokens' pipeline, and those of the slabs', a slab of each row block
- * a stage. */
+/* Shared memory of a block: barriers, the stages of the tokens' pipeline, and those of the slabs', a slab of each row
+ * block a stage. */
 enum {
     TILE_MANY_BARRIER_BYTES = 1024, /* the swizzle wants the tokens at multiples of this */
     TILE_MANY_MIN_SLAB_STAGES = 2,
@@ -33,7 +33,7 @@ TILE_SHAPE_FN int tile_x_stage_bytes(tile_many_shape shape) {
 TILE_SHAPE_FN int tile_max_x_stages(tile_many_shape shape) {
     return shape.tokens > 192 ? 4 : shape.tokens > 128 ? 5 : 8;
 }
-/* A warpgroup waits for one of so many stages at least: were it more than a round behind, it would take one phase of a
+/* A warpgroup waits for one of so many stages at least: had it missed more than a round, it would take one phase of a
  * barrier for another. */
 TILE_SHAPE_FN int tile_min_x_stages(tile_many_shape shape) {
     return shape.row_blocks;
@@ -68,14 +68,15 @@ typedef struct tile_many_way {
 bool macko_tile_many_way(const char *text, tile_many_way *way);
 
 struct tile_many_plan {
-    /* Of device memory, with any content: flags [share][2][row block], uint64, then partial sums [share][2][row block] of
-     * tile_partial_bytes. -1 where macko_tile_few_cuda multiplies. */
+    /* Of device memory, with any content: flags [share][2][row block], uint64, then partial sums [share][2][row block]
+     * of tile_partial_bytes. -1 where macko_tile_few_cuda multiplies. */
     int64_t workspace_bytes;
     tile_many_shape shape;
     tile_schedule schedule;
 };
 typedef struct tile_many_plan tile_many_plan;
-/* The fastest plan, or the one that goes this way if `way` is not NULL. False where there is none; rows, cols, tokens > 0. */
+/* The fastest plan, or the one that goes this way if `way` is not NULL. False where there is none; rows, cols, tokens >
+ * 0. */
 bool macko_tile_many_plan(const tile_many_problem *problem, const tile_many_way *way, tile_many_plan *plan);
 
 TILE_FN int64_t tile_many_flag_bytes(tile_many_shape shape, int shares) {

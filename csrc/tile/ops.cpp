@@ -21,8 +21,8 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-// Whether tokens are multiplied from the layout, and how; else through dense rows and the library's GEMM, as a GPU without
-// wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
+// Whether tokens are multiplied from the layout, and how; else through dense rows and the library's GEMM, as a GPU
+// without wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
 bool takes_layout(const tile_matrix &m, int64_t tokens, tile_many_plan *plan) {
     const char *knob = getenv("MACKO_TILE_TOKENS");
     if (!m.cols || (knob && tokens > atoll(knob))) return false;
@@ -167,7 +167,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         const tile_matrix piece = piece_of(m, first, count);
         return macko_tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
     });
-    // A product may read the weight before the kernel before it has ended (PDL), so that must not be the one that writes it.
+    // A product may read the weight before the kernel before it has ended (PDL), so that must not be the one that
+    // writes it.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
     const auto for_blocks = [&](auto body) {

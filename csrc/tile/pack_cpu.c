@@ -78,7 +78,8 @@ static slice_plan plan_slice(slice_masks masks) {
     return plan;
 }
 
-/* The elements of the dense slice [SLICE_ROWS, TILE_SLAB_COLS] that are the values of a head or a tail, in its order; how many. */
+/* The elements of the dense slice [SLICE_ROWS, TILE_SLAB_COLS] that are the values of a head or a tail, in its order;
+ * how many. */
 static int elements_of(slice_masks masks, int lane, int stream, int tail, uint16_t places[HALF_MOST]) {
     int count = 0;
     for (int tile = tail * HALF_TILES; tile < (tail + 1) * HALF_TILES; tile++)
@@ -90,7 +91,8 @@ static int elements_of(slice_masks masks, int lane, int stream, int tail, uint16
     return count;
 }
 
-/* The masks of the slice whose first element is at (row, col). A row has a byte for each e and t: every eighth bit of two. */
+/* The masks of the slice whose first element is at (row, col). A row has a byte for each e and t: every eighth bit of
+ * two. */
 static void find_masks(const void *w, int64_t rows, int64_t cols, int64_t row, int64_t col, slice_masks masks) {
     macko_nonzeros *const nonzeros = macko_nonzeros_of(macko_best_cpu_path());
     memset(masks, 0, sizeof(slice_masks));

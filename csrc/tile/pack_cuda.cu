@@ -1,5 +1,5 @@
-// The tile layout from dense rows, and back, on CUDA. A warp owns a slice of a slab: 16 rows and 256 columns, in the order
-// of tile.h.
+// The tile layout from dense rows, and back, on CUDA. A warp owns a slice of a slab: 16 rows and 256 columns, in the
+// order of tile.h.
 #include "../core/cuda.cuh"
 #include "decode.cuh"
 #include "tile.h"
@@ -21,7 +21,7 @@ __device__ __forceinline__ slice_origin origin_of(int64_t cols, int slice) {
     return {blockIdx.x / slabs * TILE_ROWS + slice * SLICE_ROWS, blockIdx.x % slabs * TILE_SLAB_COLS};
 }
 
-// A lane's elements of a slice of a slab of the dense w, two neighbours a word, and which are values.
+// What a lane has of a slice of the dense w: pairs of neighbours, a word each, and masks of which elements are values.
 struct slice_elements {
     uint32_t pairs[TILE_SLAB_TILES][TILE_GROUPS][TILE_QUAD / 2];
     uint32_t masks[TILE_SLAB_TILES];
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(THREADS, 4)
     for (int i = lane; i < plan.rows * (TILE_ROW_BYTES / 16); i += WARP) to[i] = room[i];
 }
 
-// Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are written
-// nor the 16 bytes that are read meet in a bank.
+// Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are
+// written nor the 16 bytes that are read meet in a bank.
 constexpr int DENSE_STRIDE = TILE_COLS + 8;
 constexpr int DENSE_BYTES = SLICE_ROWS * DENSE_STRIDE * 2;
 

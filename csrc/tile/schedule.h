@@ -1,7 +1,8 @@
 /*
- * Who multiplies what in the kernel for many tokens: Stream-K, for host and device. Clusters of two blocks are persistent.
- * Whole rounds of output tiles are dealt out one a cluster. Those beyond whole rounds are split over all clusters, in half
- * slabs, so that all end at about the same time. Here each three clusters take two tiles of 32 half slabs:
+ * Who multiplies what in the kernel for many tokens: Stream-K, for host and device. Clusters of two blocks are
+ * persistent. Whole rounds of output tiles are dealt out one a cluster. Those beyond whole rounds are split over all
+ * clusters, in half slabs, so that all end at about the same time. Here each three clusters take two tiles of 32 half
+ * slabs:
  *
  *     half slabs    0                      24      32           45                 64
  *     output tiles  |------------ tile 0 -----------|------------ tile 1 -----------|
@@ -9,14 +10,14 @@
  *     cluster c-1                           [== 8 ==[==== 13 ====]  ends tile 0, begins tile 1
  *     cluster c-2                                                [ 19, ends tile 1 =]
  *
- * The cluster with a tile's beginning stores it: it adds the partial sums of the others (fix-up), which come after it in the
- * tile and before it in the grid. Blocks start in the order of their index, so nobody waits for one that has not started,
- * even where they do not all fit at once.
+ * The cluster with a tile's beginning stores it: it adds the partial sums of the others (fix-up), which come after it
+ * in the tile and before it in the grid. Blocks start in the order of their index, so nobody waits for one that has not
+ * started, even where they do not all fit at once.
  *
  * A cluster's share, in the order in which it works:
  *     [ the end of a tile: partial sums to the workspace ][ whole tiles ][ the beginning of a tile, with its fix-up ]
- * A segment is what it has of one tile. Both blocks of a cluster work on it: two halves of its half slabs (split-K), or all
- * of them for neighbouring rows.
+ * A segment is what it has of one tile. Both blocks of a cluster work on it: two halves of its half slabs (split-K), or
+ * all of them for neighbouring rows.
  */
 #ifndef MACKO_TILE_SCHEDULE_H
 #define MACKO_TILE_SCHEDULE_H
@@ -84,8 +85,8 @@ TILE_FN int tile_divide(int number, const tile_divisor *by) {
     return (int)((uint64_t)((uint32_t)number << 1) * by->factor >> 32 >> by->shift);
 }
 
-/* Tells the compiler that all lanes have the same. Divisions hide it, and pipeline states in ordinary registers cost the
- * products 6 % (H200). */
+/* Tells the compiler that all lanes have the same. Divisions hide it, and pipeline states in ordinary registers cost
+ * the products 6 % (H200). */
 TILE_FN int tile_uniform(int value) {
 #ifdef __CUDA_ARCH__
     return __shfl_sync(0xffffffffu, value, 0);
@@ -116,8 +117,8 @@ TILE_FN tile_share tile_share_of(const tile_schedule *schedule, tile_many_shape 
     return s;
 }
 
-/* The segment that begins at a half slab of the share. A share is walked so; the cursor is no pointer's, as ptxas makes other
- * code of that:
+/* The segment that begins at a half slab of the share. A share is walked so; the cursor is no pointer's, as ptxas makes
+ * other code of that:
  *     for (int next = 0; next < share.half_slabs;) {
  *         const tile_segment segment = tile_segment_at(&share, next);
  *         next += tile_length(&segment);
@@ -144,8 +145,8 @@ TILE_FN int tile_length(const tile_segment *segment) {
     return segment->end - segment->first;
 }
 
-/* A block takes the second half of a slab if its half slabs begin there, then the first half of one if they end there, then
- * whole slabs: how many, how many of them are no whole slab, and the nth one. */
+/* A block takes the second half of a slab if its half slabs begin there, then the first half of one if they end there,
+ * then whole slabs: how many, how many of them are no whole slab, and the nth one. */
 TILE_FN int tile_own_count(const tile_segment *s) {
     return s->own_end - s->own;
 }
@@ -169,8 +170,8 @@ TILE_FN int tile_contributors(const tile_share *share, int tile) {
     return tile_uniform(count);
 }
 
-/* Where an output tile lies. TILE_RASTER_ROWS row tiles follow each other at all token tiles, so both operands are found in
- * L2. */
+/* Where an output tile lies. TILE_RASTER_ROWS row tiles follow each other at all token tiles, so both operands are
+ * found in L2. */
 typedef struct tile_place {
     int row_tile, token_tile;
 } tile_place;

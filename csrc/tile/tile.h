@@ -2,10 +2,10 @@
  * The tile layout: a sparse matrix as the tensor cores take it, for any number of tokens. This header is its only
  * specification.
  *
- * A mask has a bit for every element. The values of each lane of a warp lie in that lane's own bank of shared memory, so 32
- * lanes load 32 values at a time, wherever each of them is, and none has to know how many values the others have. The
- * layout depends on no device, may be held instead of the canonical tensors and converts back bit for bit. Zeros of either
- * sign are dropped, NaN and Inf are values. Some 1.24 bytes a weight at density 0.5, 0.85 at 0.3.
+ * A mask has a bit for every element. The values of each lane of a warp lie in that lane's own bank of shared memory,
+ * so 32 lanes load 32 values at a time, wherever each of them is, and none has to know how many values the others have.
+ * The layout depends on no device, may be held instead of the canonical tensors and converts back bit for bit. Zeros of
+ * either sign are dropped, NaN and Inf are values. Some 1.24 bytes a weight at density 0.5, 0.85 at 0.3.
  *
  *   slab           columns 0..63   64..127   128..191   192..255
  *   rows  0..15       tile 0        tile 1     tile 2     tile 3      slice 0: warp 0 of a warpgroup
@@ -21,9 +21,9 @@
  *
  *   values of a slice: a 32-bit word of a row is a lane's, so is a bank; two streams, 0 and 1, share the word
  *                 lane 0    lane 1     ...   lane 31
- *   row  0        H0        H1               H31         H: head of a lane's stream, its tiles 0 and 1, from the top down
- *   row 12        H0        H1               T7          T: tail of some lane's stream, tiles 2 and 3, below a head that
- *   row 20        T31       H1               T7             has ended: spill offset [slice][lane][stream] says where
+ *   row  0        H0        H1               H31         H: head of a lane's stream, tiles 0 and 1, from the top down
+ *   row 12        H0        H1               T7          T: tail of some lane's stream, tiles 2 and 3, after a head:
+ *   row 20        T31       H1               T7             its spill offset [slice][lane][stream] says where
  *   row 34        T31       T0               T7
  *
  * Order, from the matrix down:
@@ -164,8 +164,8 @@ macko_fault macko_tile_check_cpu(const tile_matrix *m, int64_t units);
 
 /*
  * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
- * pointers but for the structs. Packing: count for all rows, piece by piece; scan; the host reads *totals (device memory)
- * and allocates; write for all rows. A piece begins at a row block; its m has the offsets of its first slab on.
+ * pointers but for the structs. Packing: count for all rows, piece by piece; scan; the host reads *totals (device
+ * memory) and allocates; write for all rows. A piece begins at a row block; its m has the offsets of its first slab on.
  */
 
 /* offsets[i + 1] = units of slab i of the dense w [rows, cols] (16-bit); adds to totals->stored. */
@@ -183,16 +183,16 @@ cudaError_t macko_tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t 
 
 /*
  * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every run. On
- * sm_90 (but with MACKO_COPY=cp_async) at most 64 tokens, else cudaErrorInvalidValue: ask macko_tile_many_plan_cuda first.
- * cols > 0. Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants it).
- * May start before the kernel before it in the stream is done (PDL, programmatic dependent launch): that one must not
- * write the weight.
+ * sm_90 (but with MACKO_COPY=cp_async) at most 64 tokens, else cudaErrorInvalidValue: ask macko_tile_many_plan_cuda
+ * first. cols > 0. Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA
+ * wants it). May start before the kernel before it in the stream is done (PDL, programmatic dependent launch): that one
+ * must not write the weight.
  */
 cudaError_t macko_tile_few_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                                 void *y, cudaStream_t stream);
 /*
- * The same for more tokens on sm_90, as the plan says (many_plan.h). workspace: device memory of plan->workspace_bytes, with
- * any content.
+ * The same for more tokens on sm_90, as the plan says (many_plan.h). workspace: device memory of plan->workspace_bytes,
+ * with any content.
  */
 typedef struct tile_many_plan tile_many_plan;
 cudaError_t macko_tile_many_plan_cuda(const tile_matrix *m, int64_t tokens, tile_many_plan *plan);

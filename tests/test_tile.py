@@ -624,7 +624,8 @@ class Problem(ctypes.Structure):
 
 
 class Way(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int) for name in ("rows", "tokens", "split_k", "split"))
+    names = ("rows", "tokens", "split_k", "split")
+    _fields_ = tuple((name, ctypes.c_int) for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -644,7 +645,7 @@ def test_plans_cover_every_half_slab_once_and_wait_for_nobody_later(plans: ctype
     problem, way = Problem(), Way()
     rule = plans.check_plans(ctypes.c_uint64(seed), 6000, ctypes.byref(problem), ctypes.byref(way))
     shown = {name: getattr(problem, name) for name in ("rows", "cols", "tokens")}
-    wanted = tuple(getattr(way, name) for name, _ in Way._fields_)
+    wanted = tuple(getattr(way, name) for name in Way.names)
     assert rule == 0, f"rule {rule}: {shown}, clusters {list(problem.clusters)}, way {wanted}"
 
 
@@ -657,7 +658,7 @@ def test_text_of_a_way(plans: ctypes.CDLL) -> None:
     way = Way()
     for text in GEMM_WAYS:
         assert plans.macko_tile_many_way(text.encode(), ctypes.byref(way)) & 1
-        assert "x".join(str(getattr(way, name)) for name, _ in Way._fields_) == text
+        assert "x".join(str(getattr(way, name)) for name in Way.names) == text
     for text in ("", "x", "128x256x1", "128x256x1x", "128x256x1x2x", "128x256x1x2 ", "auto"):
         assert not plans.macko_tile_many_way(text.encode(), ctypes.byref(way)) & 1
 

@@ -24,6 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTRUCTION_BYTES = 16
@@ -51,6 +52,7 @@ def kernels(cubin: Path) -> dict[str, Code]:
     with cubin.open("rb") as file:
         sections = {section.name: section for section in ELFFile(file).iter_sections()}
         symbols = sections[".symtab"]
+        assert isinstance(symbols, SymbolTableSection)
         registers = {
             symbols.get_symbol(index).name: count for index, count in registers_of(sections[".nv.info"].data()).items()
         }
@@ -119,8 +121,8 @@ def main() -> None:
             sides.append(compile_all(tree_of(version, target), args.only, args.arch, args.nvcc, target))
     old, new = sides
     differ = 0
-    for mark, side, other in (("-", old, new), ("+", new, old)):
-        for code, names in side.items():
+    for mark, own, other in (("-", old, new), ("+", new, old)):
+        for code, names in own.items():
             if len(names) != len(other.get(code, [])):
                 differ += 1
                 registers, instructions, _ = code

@@ -442,10 +442,10 @@ class TileWeight(PackedWeight):
     ops run on the CPU too, where a weight is better held as canonical or bitmap.
 
     Attributes:
-        data: [units * 64], float16 or bfloat16: masks and values, strip after strip.
-        offsets: [strips + 1], int32, in units of 128 bytes.
+        data: [units * 64], float16 or bfloat16: masks and values, slab after slab.
+        offsets: [slabs + 1], int32, in units of 128 bytes.
         rows, cols: shape of the dense weight.
-        widest: units of the largest strip. entries: non-zeros held.
+        widest: units of the largest slab. entries: non-zeros held.
         delta_bits: of the canonical weight that it was made from.
     """
 
@@ -453,7 +453,7 @@ class TileWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    parts_from: ClassVar[int | None] = 65  # as csrc/tile/gemm_cuda.cu; OWN_PART says where it pays
+    parts_from: ClassVar[int | None] = 65  # as csrc/tile/many_cuda.cu; OWN_PART says where it pays
 
     data: Tensor
     offsets: Tensor
@@ -499,19 +499,19 @@ class TileWeight(PackedWeight):
         """Checks every rule of the layout, once, on the CPU.
 
         Raises:
-            ValueError: a rule is broken; names the strip and what is wrong with it.
+            ValueError: a rule is broken; names the slab and what is wrong with it.
         """
-        kind, block, strip, found = self._fault(ops.tile_check, self._packed)
-        place = f"strip {strip} of row block {block}"
+        kind, block, slab, found = self._fault(ops.tile_check, self._packed)
+        place = f"slab {slab} of row block {block}"
         wrong = {
             0: "",
-            1: f"offsets[{strip}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
-            2: f"widest is {self.widest}, the largest strip has {found}",
+            1: f"offsets[{slab}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
+            2: f"widest is {self.widest}, the largest slab has {found}",
             3: f"offsets ends with {found}, data has {self.data.shape[0] // 64} units",
             4: f"{place}: word {found} of its masks has a value outside of the matrix",
             5: f"{place} has another size than the {found} rows of values that its masks say",
-            6: f"{place}, byte {found}: not the row where a part's values begin, or not zero behind the last part's",
-            7: f"{place}, byte {found}: not the place where the second half of these values begins",
+            6: f"{place}, byte {found}: not the row where a slice's values begin, or not zero after the last slice's",
+            7: f"{place}, byte {found}: not the spill offset of these values",
             8: f"{place}, byte {found}: a zero is stored, or what is no value is not zero",
         }.get(kind, f"{place}: fault {kind}, found {found}")
         if not wrong and found != self.entries:

@@ -212,7 +212,7 @@ def tile_pack(
         values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols], float16 or bfloat16.
 
     Returns:
-        data of values' dtype, offsets [strips + 1] int32, the size of the largest strip, the number of non-zeros. The
+        data of values' dtype, offsets [slabs + 1] int32, the size of the largest slab, the number of non-zeros. The
         CPU's and CUDA's are the same bytes.
 
     Raises:
@@ -227,7 +227,7 @@ def tile_unpack(packed: TileMatrix) -> Tensor:
 
 
 def tile_check(packed: TileMatrix) -> Tensor:
-    """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row block, strip, found.
+    """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row block, slab, found.
 
     What comes from outside is checked once; the other ops trust the content. Runs on the CPU. Where there is none,
     found is the number of values.
@@ -501,8 +501,8 @@ def _(
 @torch.library.register_fake("macko::tile_pack")
 def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Any, ...]:
     units, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
-    strips = (row_ptr.shape[0] + 62) // 64 * ((cols + 255) // 256)
-    return values.new_empty(units * 64), values.new_empty(strips + 1, dtype=torch.int32), *sizes
+    slabs = (row_ptr.shape[0] + 62) // 64 * ((cols + 255) // 256)
+    return values.new_empty(units * 64), values.new_empty(slabs + 1, dtype=torch.int32), *sizes
 
 
 @torch.library.register_fake("macko::bitmap_pack")

@@ -229,25 +229,25 @@ static macko_fault try_tile(const input *in) {
     const header *h = &in->h;
     macko_fault fault = {-1, 0, 0, 0};
     if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
-    const int64_t strips = tile_count(h->rows, h->cols);
-    if (h->bytes[1] != (strips + 1) * 4 || h->bytes[0] % TILE_UNIT || h->bytes[0] < strips * tile_units(0) * TILE_UNIT)
+    const int64_t slabs = tile_count(h->rows, h->cols);
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % TILE_UNIT || h->bytes[0] < slabs * tile_units(0) * TILE_UNIT)
         return fault;
-    if (h->extra < (strips ? tile_units(0) : 0) || h->extra > (strips ? tile_units(TILE_MOST_ROWS) : 0)) return fault;
+    if (h->extra < (slabs ? tile_units(0) : 0) || h->extra > (slabs ? tile_units(TILE_MOST_ROWS) : 0)) return fault;
     const tile_matrix m = {in->arrays[0],         (const int32_t *)in->arrays[1], h->rows, h->cols, (int32_t)h->extra,
                            (macko_dtype)h->dtype, h->bytes[0] / TILE_UNIT};
-    fault = tile_check_cpu(&m, m.units);
+    fault = macko_tile_check_cpu(&m, m.units);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     uint16_t *w = exactly(m.rows * m.cols * 2);
-    tile_unpack_cpu(&m, 0, m.rows, w);
-    int32_t *offsets = exactly((strips + 1) * 4);
+    macko_tile_unpack_cpu(&m, 0, m.rows, w);
+    int32_t *offsets = exactly((slabs + 1) * 4);
     uint8_t *data = exactly(h->bytes[0]);
-    tile_count_cpu(w, m.rows, m.cols, 0, tile_row_blocks(m.rows), offsets);
+    macko_tile_count_cpu(w, m.rows, m.cols, 0, tile_row_blocks(m.rows), offsets);
     offsets[0] = 0;
-    for (int64_t strip = 0; strip < strips; strip++) offsets[strip + 1] += offsets[strip];
+    for (int64_t slab = 0; slab < slabs; slab++) offsets[slab + 1] += offsets[slab];
     tile_matrix again = m;
     again.data = data, again.offsets = offsets;
-    must(!memcmp(offsets, m.offsets, (size_t)(strips + 1) * 4), "tile: packed anew it has other offsets");
-    tile_write_cpu(&again, w, data, 0, tile_row_blocks(m.rows));
+    must(!memcmp(offsets, m.offsets, (size_t)(slabs + 1) * 4), "tile: packed anew it has other offsets");
+    macko_tile_write_cpu(&again, w, data, 0, tile_row_blocks(m.rows));
     must(!memcmp(data, m.data, (size_t)h->bytes[0]), "tile: packed anew it has other bytes");
     free(w), free(offsets), free(data);
     return fault;

@@ -12,6 +12,7 @@
 #include <cstdlib>
 
 #include "../torch/dense_rows.h"
+#include "many_plan.h"
 #else
 #include "../torch/rows.h"
 #endif
@@ -20,13 +21,13 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-// Whether tokens are multiplied from the tiles, and how; else through dense rows and the library's GEMM, as a GPU without
-// wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
-bool takes_tiles(const tile_matrix &m, int64_t tokens, tile_gemm_plan *plan) {
+// Whether tokens are multiplied from the layout, and how; else through dense rows and the library's GEMM, as a GPU
+// without wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
+bool takes_layout(const tile_matrix &m, int64_t tokens, tile_many_plan *plan) {
     const char *knob = getenv("MACKO_TILE_TOKENS");
     if (!m.cols || (knob && tokens > atoll(knob))) return false;
-    STD_CUDA_CHECK(tile_gemm_plan_cuda(&m, tokens, plan));
-    return knob || tokens <= 512 || plan->room_bytes >= 0;
+    STD_CUDA_CHECK(macko_tile_many_plan_cuda(&m, tokens, plan));
+    return knob || tokens <= 512 || plan->workspace_bytes >= 0;
 }
 #endif
 
@@ -47,14 +48,14 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
     check_dim(op, "offsets", offsets, 1);
     if (rows < 0 || rows > INT32_MAX) fail(op, "rows is ", rows, ", expected 0 to ", INT32_MAX);
     if (cols < 0 || cols > INT32_MAX) fail(op, "cols is ", cols, ", expected 0 to ", INT32_MAX);
-    const int64_t strips = tile_count(rows, cols);
-    if (offsets.numel() != strips + 1)
-        fail(op, "offsets has ", offsets.numel(), " elements, expected ", strips + 1, " for a matrix of ", rows, " x ",
+    const int64_t slabs = tile_count(rows, cols);
+    if (offsets.numel() != slabs + 1)
+        fail(op, "offsets has ", offsets.numel(), " elements, expected ", slabs + 1, " for a matrix of ", rows, " x ",
              cols);
-    if (data.numel() * 2 % TILE_UNIT || data.numel() * 2 < strips * tile_units(0) * TILE_UNIT)
+    if (data.numel() * 2 % TILE_UNIT || data.numel() * 2 < slabs * tile_units(0) * TILE_UNIT)
         fail(op, "data has ", data.numel(), " elements, expected a multiple of ", TILE_UNIT / 2, ", at least ",
-             strips * tile_units(0) * TILE_UNIT / 2);
-    const int least = strips ? tile_units(0) : 0, most = strips ? tile_units(TILE_MOST_ROWS) : 0;
+             slabs * tile_units(0) * TILE_UNIT / 2);
+    const int least = slabs ? tile_units(0) : 0, most = slabs ? tile_units(TILE_MOST_ROWS) : 0;
     if (widest < least || widest > most) fail(op, "widest is ", widest, ", expected ", least, " to ", most);
     check_contiguous(op, "data", data);
     check_contiguous(op, "offsets", offsets);
@@ -68,16 +69,16 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
             data.numel() * 2 / TILE_UNIT};
 }
 
-// The matrix's rows from the row block of `first` on: the offsets of its strips are those of a whole one.
+// The matrix's rows from the row block of `first` on: the offsets of its slabs are those of a whole one.
 tile_matrix piece_of(tile_matrix m, int64_t first, int64_t rows) {
-    m.offsets += first / TILE_ROWS * tile_strips(m.cols);
+    m.offsets += first / TILE_ROWS * tile_slabs(m.cols);
     m.rows = rows;
-    m.units = 0; // its first strip is not the first of data
+    m.units = 0; // its first slab is not the first of data
     return m;
 }
 
 #ifdef USE_CUDA
-// x as a tensor copy takes it: rows of 16-byte chunks, stride elements apart.
+// x as TMA takes it: rows of 16-byte chunks, stride elements apart.
 struct Tokens {
     Tensor x;
     int64_t stride;
@@ -90,28 +91,28 @@ Tokens tokens_of(const Tensor &x_any, int64_t cols) {
     };
     Tensor x = x_any;
     if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
-    if (!padding && !fits(x))
-        x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
+    if (!padding && !fits(x)) x = torch::stable::clone(x); // contiguous as it came, but not aligned as TMA wants it
     return {x, tokens == 1 ? cols + padding : x.stride(0)};
 }
 
-void multiply(const tile_matrix &m, const Tokens &tokens, const std::optional<Tensor> &bias, const tile_gemm_plan &plan,
+void multiply(const tile_matrix &m, const Tokens &tokens, const std::optional<Tensor> &bias, const tile_many_plan &plan,
               Tensor &y) {
     const void *x = tokens.x.const_data_ptr();
     const cudaStream_t stream = current_stream(y);
-    if (plan.room_bytes < 0) {
-        STD_CUDA_CHECK(tile_mm_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), stream));
+    if (plan.workspace_bytes < 0) {
+        STD_CUDA_CHECK(
+            macko_tile_few_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), stream));
     } else {
-        Tensor room = torch::stable::new_empty(y, {plan.room_bytes / 2});
-        STD_CUDA_CHECK(tile_gemm_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), &plan,
-                                      room.mutable_data_ptr(), stream));
+        Tensor workspace = torch::stable::new_empty(y, {plan.workspace_bytes / 2});
+        STD_CUDA_CHECK(macko_tile_many_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), &plan,
+                                            workspace.mutable_data_ptr(), stream));
     }
 }
 
 // What unpacks rows on the stream of data's device.
 auto unpacking(const tile_matrix &m, const Tensor &data) {
     return [&m, stream = current_stream(data)](int64_t first, int64_t count, void *w) {
-        STD_CUDA_CHECK(tile_unpack_cuda(&m, first, count, w, stream));
+        STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, first, count, w, stream));
     };
 }
 #endif
@@ -126,8 +127,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     check_half(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
-    const int64_t rows = source.rows, strips = tile_count(rows, cols);
-    Tensor offsets = torch::stable::new_empty(values, {strips + 1}, ScalarType::Int);
+    const int64_t rows = source.rows, slabs = tile_count(rows, cols);
+    Tensor offsets = torch::stable::new_empty(values, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     const auto check_units = [&](int64_t units) {
         if (units > INT32_MAX)
@@ -152,10 +153,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         }
     };
     for_pieces(true, [&](int64_t first, int64_t count) {
-        return tile_count_cuda(dense.const_data_ptr(), count, cols, offset_data + first / TILE_ROWS * tile_strips(cols),
-                               device_totals, stream);
+        return macko_tile_count_cuda(dense.const_data_ptr(), count, cols,
+                                     offset_data + first / TILE_ROWS * tile_slabs(cols), device_totals, stream);
     });
-    STD_CUDA_CHECK(tile_scan_cuda(strips, offset_data, device_totals, stream));
+    STD_CUDA_CHECK(macko_tile_scan_cuda(slabs, offset_data, device_totals, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
     STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     check_units(totals.units);
@@ -164,9 +165,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_pieces(step < rows, [&](int64_t first, int64_t count) {
         const tile_matrix piece = piece_of(m, first, count);
-        return tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
+        return macko_tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
     });
-    // A product may read the weight before the kernel in front of it has ended, so that must not be the one that writes it.
+    // A product may read the weight before the kernel before it has ended (PDL), so that must not be the one that
+    // writes it.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
     const auto for_blocks = [&](auto body) {
@@ -180,26 +182,26 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         });
     };
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
-        tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * tile_strips(cols));
+        macko_tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * tile_slabs(cols));
     });
     offset_data[0] = 0;
-    for (int64_t strip = 0; strip < strips; strip++) {
-        totals.widest = std::max<int64_t>(totals.widest, offset_data[strip + 1]);
-        totals.units += offset_data[strip + 1];
+    for (int64_t slab = 0; slab < slabs; slab++) {
+        totals.widest = std::max<int64_t>(totals.widest, offset_data[slab + 1]);
+        totals.units += offset_data[slab + 1];
         check_units(totals.units);
-        offset_data[strip + 1] = int32_t(totals.units);
+        offset_data[slab + 1] = int32_t(totals.units);
     }
     Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
     const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
         const tile_matrix piece = piece_of(m, block * TILE_ROWS, count);
-        tile_write_cpu(&piece, dense, bytes, 0, 1);
+        macko_tile_write_cpu(&piece, dense, bytes, 0, 1);
     });
-    for (int64_t strip = 0; strip < strips; strip++)
-        for (int byte = 0; byte < TILE_TURNS; byte += 4) {
+    for (int64_t slab = 0; slab < slabs; slab++)
+        for (int byte = 0; byte < TILE_SPILLS_AT; byte += 4) {
             uint32_t mask;
-            std::memcpy(&mask, bytes + int64_t(offset_data[strip]) * TILE_UNIT + byte, 4);
+            std::memcpy(&mask, bytes + int64_t(offset_data[slab]) * TILE_UNIT + byte, 4);
             totals.stored += __builtin_popcount(mask);
         }
 #endif
@@ -211,10 +213,10 @@ Tensor tile_unpack(const Tensor &data, const Tensor &offsets, int64_t rows, int6
     const DeviceOf guard(data);
     Tensor w = torch::stable::new_empty(data, {rows, cols});
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(tile_unpack_cuda(&m, 0, rows, w.mutable_data_ptr(), current_stream(data)));
+    STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, 0, rows, w.mutable_data_ptr(), current_stream(data)));
 #else
     for_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        tile_unpack_cpu(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * cols);
+        macko_tile_unpack_cpu(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * cols);
     });
 #endif
     return w;
@@ -234,7 +236,7 @@ Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64
     return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), data.device());
 #else
     Tensor found = new_fault(data);
-    *fault_in(found) = tile_check_cpu(&m, data.numel() * 2 / TILE_UNIT);
+    *fault_in(found) = macko_tile_check_cpu(&m, data.numel() * 2 / TILE_UNIT);
     return found;
 #endif
 }
@@ -248,8 +250,8 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x_any);
 #ifdef USE_CUDA
-    tile_gemm_plan plan;
-    if (!takes_tiles(m, tokens, &plan)) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
+    tile_many_plan plan;
+    if (!takes_layout(m, tokens, &plan)) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
 #endif
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
@@ -257,7 +259,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     multiply(m, tokens_of(x, cols), bias, plan, y);
 #else
     linear_by_blocks(x, rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
-        tile_unpack_cpu(&m, begin, end - begin, w);
+        macko_tile_unpack_cpu(&m, begin, end - begin, w);
         return macko_fault{};
     });
 #endif
@@ -274,12 +276,12 @@ std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x);
     std::vector<tile_matrix> pieces;
-    std::vector<tile_gemm_plan> plans(part_rows.size());
+    std::vector<tile_many_plan> plans(part_rows.size());
     int64_t first = 0;
     for (const int64_t count : part_rows) {
         pieces.push_back(piece_of(m, first, count));
         // Parts that do not begin where a row block does go through dense rows, which can be cut anywhere.
-        if (count && (first % TILE_ROWS || !takes_tiles(pieces.back(), tokens, &plans[pieces.size() - 1])))
+        if (count && (first % TILE_ROWS || !takes_layout(pieces.back(), tokens, &plans[pieces.size() - 1])))
             return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, data));
         first += count;
     }

@@ -1,4 +1,4 @@
-// The products of tile_mm and tile_gemm: wgmma of sm_90a with operand A in registers.
+// The products of few_cuda.cu and many_kernel.cuh: wgmma of sm_90a with operand A in registers.
 #pragma once
 
 #include "../core/cuda.cuh"
@@ -53,8 +53,8 @@ struct tile_wgmma;
 MACKO_TILE_WGMMA_TYPE(__half, "f16")
 MACKO_TILE_WGMMA_TYPE(__nv_bfloat16, "bf16")
 
-// Columns 16 STEP of a tile into operand A, and behind every second step the products of both, with the tile's tokens at b:
-// two together, as the warps wait for each other every time.
+// Columns 16 STEP .. 16 STEP + 15 of a tile into operand A; after every second step the products of both with the
+// tile's tokens at b. Two together, as the warps of a warpgroup wait for each other at every wgmma.
 template <typename T, int TOKENS, int STEP>
 __device__ __forceinline__ void tile_multiply(float (&sums)[TOKENS / 2], const tile_lane &tile,
                                               const uint32_t (&values)[2][TILE_QUAD], uint32_t (&a)[4][4], uint64_t b) {

@@ -486,20 +486,20 @@ PLAN_CHECKS = r"""
 
 #define EXPECT(rule, condition) do { if (!(condition)) return rule; } while (0)
 
-static int check_block(const tile_many_plan *plan, int block, uint8_t *covered, int *given, int *taken) {
-    const tile_schedule *schedule = &plan->schedule;
-    const tile_share share = tile_share_of(schedule, plan->shape, (uint32_t)block);
+static int check_block(const macko_tile_many_plan *plan, int block, uint8_t *covered, int *given, int *taken) {
+    const macko_tile_schedule *schedule = &plan->schedule;
+    const macko_tile_share share = macko_tile_share_of(schedule, plan->shape, (uint32_t)block);
     const int half_slabs = schedule->half_slabs, tiles = schedule->row_tiles * schedule->token_tiles;
-    const int index = tile_share_index(&share), multicast = TILE_CLUSTER_BLOCKS / plan->shape.split_k;
+    const int index = macko_tile_share_index(&share), multicast = MACKO_TILE_CLUSTER_BLOCKS / plan->shape.split_k;
     int first_slab = -1;
     for (int next = 0; next < share.half_slabs;) {
-        const tile_segment s = tile_segment_at(&share, next);
-        const tile_place place = tile_place_of(schedule, s.tile);
-        const bool first = next == 0, last = next + tile_length(&s) == share.half_slabs;
-        next += tile_length(&s);
+        const macko_tile_segment s = macko_tile_segment_at(&share, next);
+        const macko_tile_place place = macko_tile_place_of(schedule, s.tile);
+        const bool first = next == 0, last = next + macko_tile_length(&s) == share.half_slabs;
+        next += macko_tile_length(&s);
         EXPECT(1, s.tile >= 0 && s.tile < tiles && s.first >= 0 && s.first < s.end && s.end <= half_slabs);
         EXPECT(2, s.first <= s.own && s.own <= s.own_end && s.own_end <= s.end);
-        EXPECT(11, tile_own_count(&s) <= divide_up(tile_length(&s), plan->shape.split_k));
+        EXPECT(11, macko_tile_own_count(&s) <= divide_up(macko_tile_length(&s), plan->shape.split_k));
         EXPECT(3, place.row_tile < schedule->row_tiles && place.token_tile < schedule->token_tiles);
         /* Sums are given first of all; what waits for others comes last. */
         EXPECT(4, s.first == 0 || (first && s.tile < schedule->split));
@@ -507,18 +507,18 @@ static int check_block(const tile_many_plan *plan, int block, uint8_t *covered, 
         EXPECT(6, !s.fixes_up || (last && s.tile < schedule->split));
         if (s.first) given[index] = s.tile + 1;
         if (s.fixes_up) {
-            const int others = tile_contributors(&share, s.tile);
+            const int others = macko_tile_contributors(&share, s.tile);
             EXPECT(7, others > 0 && index + others < schedule->clusters);
             for (int other = index + 1; other <= index + others; other++) taken[other] = s.tile + 1;
         }
-        for (int i = 0; i < tile_own_count(&s); i++) {
-            const int half = tile_nth(&s, i);
+        for (int i = 0; i < macko_tile_own_count(&s); i++) {
+            const int half = macko_tile_nth(&s, i);
             EXPECT(8, half >= s.own && half < s.own_end);
             /* What is no whole slab comes before those that are. */
-            const bool single = i < tile_singles(&s);
-            EXPECT(9, single || (half % 2 == (i - tile_singles(&s)) % 2));
+            const bool single = i < macko_tile_singles(&s);
+            EXPECT(9, single || (half % 2 == (i - macko_tile_singles(&s)) % 2));
             if (first_slab < 0)
-                first_slab = tile_first_row_block(&share, place.row_tile) * schedule->slabs + half / 2;
+                first_slab = macko_tile_first_row_block(&share, place.row_tile) * schedule->slabs + half / 2;
             covered[((int64_t)s.tile * multicast + (multicast > 1 ? share.rank : 0)) * half_slabs + half]++;
         }
     }
@@ -526,26 +526,27 @@ static int check_block(const tile_many_plan *plan, int block, uint8_t *covered, 
     return 0;
 }
 
-static int check_plan(const tile_many_problem *p, const tile_many_plan *plan) {
-    const tile_schedule *s = &plan->schedule;
-    const int tiles = s->row_tiles * s->token_tiles, multicast = TILE_CLUSTER_BLOCKS / plan->shape.split_k;
+static int check_plan(const macko_tile_many_problem *p, const macko_tile_many_plan *plan) {
+    const macko_tile_schedule *s = &plan->schedule;
+    const int tiles = s->row_tiles * s->token_tiles, multicast = MACKO_TILE_CLUSTER_BLOCKS / plan->shape.split_k;
     const int64_t count = (int64_t)tiles * multicast * s->half_slabs;
-    int at_once = 0, given[TILE_MOST_CLUSTERS] = {0}, taken[TILE_MOST_CLUSTERS] = {0}, rule = 0;
-    for (int i = 0; i < TILE_MANY_NUM_SHAPES; i++)
+    int at_once = 0, given[MACKO_TILE_MOST_CLUSTERS] = {0}, taken[MACKO_TILE_MOST_CLUSTERS] = {0}, rule = 0;
+    for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
         if (!memcmp(&SHAPES[i], &plan->shape, sizeof *SHAPES)) at_once = p->clusters[i];
-    EXPECT(20, s->clusters > 0 && s->clusters <= at_once && s->clusters <= TILE_MOST_CLUSTERS);
-    EXPECT(21, s->row_tiles == divide_up(p->rows, multicast * plan->shape.row_blocks * TILE_ROWS));
+    EXPECT(20, s->clusters > 0 && s->clusters <= at_once && s->clusters <= MACKO_TILE_MOST_CLUSTERS);
+    EXPECT(21, s->row_tiles == divide_up(p->rows, multicast * plan->shape.row_blocks * MACKO_TILE_ROWS));
     EXPECT(22, s->token_tiles == divide_up(p->tokens, plan->shape.tokens));
-    EXPECT(23, s->half_slabs == divide_up(p->cols, TILE_HALF_SLAB_COLS));
-    const int64_t partials = (int64_t)s->clusters * 2 * plan->shape.row_blocks * tile_partial_bytes(plan->shape);
-    EXPECT(24, plan->workspace_bytes == (s->split ? tile_many_flag_bytes(plan->shape, s->clusters) + partials : 0));
+    EXPECT(23, s->half_slabs == divide_up(p->cols, MACKO_TILE_HALF_SLAB_COLS));
+    const int64_t partials = (int64_t)s->clusters * 2 * plan->shape.row_blocks * macko_tile_partial_bytes(plan->shape);
+    const int64_t flags = macko_tile_many_flag_bytes(plan->shape, s->clusters);
+    EXPECT(24, plan->workspace_bytes == (s->split ? flags + partials : 0));
     uint8_t *covered = calloc(1, (size_t)count), *placed = calloc(1, (size_t)tiles);
     for (int block = 0; !rule && block < s->clusters * 2; block++)
         rule = check_block(plan, block, covered, given, taken);
     for (int64_t i = 0; !rule && i < count; i++)
         if (covered[i] != 1) rule = 25;
     for (int tile = 0; tile < tiles; tile++) {
-        const tile_place place = tile_place_of(s, tile);
+        const macko_tile_place place = macko_tile_place_of(s, tile);
         placed[place.row_tile * s->token_tiles + place.token_tile]++;
     }
     for (int tile = 0; !rule && tile < tiles; tile++)
@@ -566,34 +567,36 @@ static int64_t below(int64_t n) { /* splitmix64 */
 }
 
 /* Plans of random problems, each also in a random way. 0, or a broken rule and its problem. */
-int check_plans(uint64_t seed, int count, tile_many_problem *p, tile_many_way *way) {
+int check_plans(uint64_t seed, int count, macko_tile_many_problem *p, macko_tile_many_way *way) {
     state = seed;
     for (int i = 0; i < count; i++) {
         const int at_once = below(4) ? 1 + (int)below(80) : 66;
-        const tile_many_shape shape = SHAPES[below(TILE_MANY_NUM_SHAPES)];
-        tile_many_plan plan, again;
+        const macko_tile_many_shape shape = SHAPES[below(MACKO_TILE_MANY_NUM_SHAPES)];
+        macko_tile_many_plan plan, again;
         p->rows = 1 + below(64ll << below(9));
         p->cols = 1 + below(64ll << below(8));
         p->tokens = 65 + below(64ll << below(6));
-        for (int k = 0; k < TILE_MANY_NUM_SHAPES; k++) p->clusters[k] = below(4) ? at_once : 0;
-        *way = (tile_many_way){shape.row_blocks * TILE_ROWS, shape.tokens, shape.split_k, (int)below(3)};
-        if (macko_tile_many_plan(p, way, &plan)) {
-            const tile_schedule *s = &plan.schedule;
+        for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++) p->clusters[k] = below(4) ? at_once : 0;
+        *way = (macko_tile_many_way){shape.row_blocks * MACKO_TILE_ROWS, shape.tokens, shape.split_k, (int)below(3)};
+        if (macko_tile_many_choose(p, way, &plan)) {
+            const macko_tile_schedule *s = &plan.schedule;
             const int tiles = s->row_tiles * s->token_tiles;
-            EXPECT(30, !memcmp(&plan.shape, &shape, sizeof shape) && !s->split == (way->split == TILE_SPLIT_NONE));
-            EXPECT(31, way->split != TILE_SPLIT_EVENLY || (s->split == tiles && s->clusters % tiles == 0));
+            EXPECT(30, !memcmp(&plan.shape, &shape, sizeof shape));
+            EXPECT(35, !s->split == (way->split == MACKO_TILE_SPLIT_NONE));
+            EXPECT(31, way->split != MACKO_TILE_SPLIT_EVENLY || (s->split == tiles && s->clusters % tiles == 0));
             const int rule = check_plan(p, &plan);
             if (rule) return rule;
         } else { /* refused: the shape does not fit, or there is nothing to split in this way */
             int fits = 0;
-            for (int k = 0; k < TILE_MANY_NUM_SHAPES; k++)
+            for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++)
                 if (!memcmp(&SHAPES[k], &shape, sizeof shape)) fits = p->clusters[k];
-            EXPECT(32, !fits || way->split != TILE_SPLIT_NONE || p->cols <= TILE_HALF_SLAB_COLS * (shape.split_k - 1));
+            const bool no_share = p->cols <= MACKO_TILE_HALF_SLAB_COLS * (shape.split_k - 1); /* for the other block */
+            EXPECT(32, !fits || way->split != MACKO_TILE_SPLIT_NONE || no_share);
         }
-        *way = (tile_many_way){0, 0, 0, 0};
+        *way = (macko_tile_many_way){0, 0, 0, 0};
         if (below(4)) continue; /* all ways take longest */
-        const bool found = macko_tile_many_plan(p, NULL, &plan);
-        EXPECT(33, found == macko_tile_many_plan(p, NULL, &again));
+        const bool found = macko_tile_many_choose(p, NULL, &plan);
+        EXPECT(33, found == macko_tile_many_choose(p, NULL, &again));
         if (!found) continue;
         EXPECT(34, !memcmp(&plan.schedule, &again.schedule, sizeof plan.schedule));
         const int rule = check_plan(p, &plan);
@@ -604,17 +607,18 @@ int check_plans(uint64_t seed, int count, tile_many_problem *p, tile_many_way *w
 
 /* Whatever the largest slab is, what is planned fits, and what does not fit is refused for that. */
 int check_stages(int shared_bytes) {
-    for (int i = 0; i < TILE_MANY_NUM_SHAPES; i++)
-        for (int widest = 21; widest <= tile_units(TILE_MOST_ROWS); widest++) {
-            const tile_many_shape shape = SHAPES[i];
-            tile_many_stages s;
-            const bool fits = macko_tile_many_stages(shape, widest, shared_bytes, &s);
-            const tile_many_stages least = {tile_min_x_stages(shape), TILE_MANY_MIN_SLAB_STAGES, s.slab_bytes};
-            EXPECT(40, s.slab_bytes >= widest * TILE_UNIT + TILE_OVERREAD && s.slab_bytes % 128 == 0);
-            EXPECT(41, fits == (tile_many_shared_bytes(shape, least) <= shared_bytes));
-            EXPECT(42, !fits || tile_many_shared_bytes(shape, s) <= shared_bytes);
-            EXPECT(43, !fits || (s.x >= least.x && s.x <= tile_max_x_stages(shape)));
-            EXPECT(44, !fits || (s.slabs >= least.slabs && s.slabs <= TILE_MANY_MAX_SLAB_STAGES));
+    for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
+        for (int widest = 21; widest <= macko_tile_units(MACKO_TILE_MOST_ROWS); widest++) {
+            const macko_tile_many_shape shape = SHAPES[i];
+            macko_tile_many_stages s;
+            const bool fits = macko_tile_many_fit_stages(shape, widest, shared_bytes, &s);
+            const int x = macko_tile_min_x_stages(shape), slabs = MACKO_TILE_MANY_MIN_SLAB_STAGES;
+            const macko_tile_many_stages least = {x, slabs, s.slab_bytes};
+            EXPECT(40, s.slab_bytes >= widest * MACKO_TILE_UNIT + MACKO_TILE_OVERREAD && s.slab_bytes % 128 == 0);
+            EXPECT(41, fits == (macko_tile_many_shared_bytes(shape, least) <= shared_bytes));
+            EXPECT(42, !fits || macko_tile_many_shared_bytes(shape, s) <= shared_bytes);
+            EXPECT(43, !fits || (s.x >= least.x && s.x <= macko_tile_max_x_stages(shape)));
+            EXPECT(44, !fits || (s.slabs >= least.slabs && s.slabs <= MACKO_TILE_MANY_MAX_SLAB_STAGES));
         }
     return 0;
 }
@@ -659,10 +663,10 @@ def test_planned_stages_fit_shared_memory(plans: ctypes.CDLL, kilobytes: int) ->
 def test_text_of_a_way(plans: ctypes.CDLL) -> None:
     way = Way()
     for text in GEMM_WAYS:
-        assert plans.macko_tile_many_way(text.encode(), ctypes.byref(way)) & 1
+        assert plans.macko_tile_many_parse_way(text.encode(), ctypes.byref(way)) & 1
         assert "x".join(str(getattr(way, name)) for name in Way.names) == text
     for text in ("", "x", "128x256x1", "128x256x1x", "128x256x1x2x", "128x256x1x2 ", "auto"):
-        assert not plans.macko_tile_many_way(text.encode(), ctypes.byref(way)) & 1
+        assert not plans.macko_tile_many_parse_way(text.encode(), ctypes.byref(way)) & 1
 
 
 # What comes from outside.

@@ -49,13 +49,13 @@ struct tile_weights {
 // offsets.
 struct tile_streams {
     uint32_t values, spills; // where the slice's values begin; the lane's two spill offsets, 16 bits each
-    uint32_t at[TILE_STREAMS];
+    uint32_t at[MACKO_TILE_STREAMS];
 
     __device__ __forceinline__ void begin(uint32_t slab, int slice, int lane) {
         uint32_t first;
-        read_16(first, slab + TILE_SLICES_AT + slice * 2);
-        read_32(spills, slab + TILE_SPILLS_AT + (slice * TILE_LANES + lane) * 4);
-        values = slab + TILE_VALUES_AT + first * TILE_ROW_BYTES;
+        read_16(first, slab + MACKO_TILE_SLICES_AT + slice * 2);
+        read_32(spills, slab + MACKO_TILE_SPILLS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
+        values = slab + MACKO_TILE_VALUES_AT + first * MACKO_TILE_ROW_BYTES;
         at[0] = values + lane * 4;
         at[1] = at[0] + 2;
     }
@@ -65,18 +65,18 @@ struct tile_streams {
     }
     // To the end of a tile with this mask.
     __device__ __forceinline__ void skip(uint32_t mask) {
-        at[0] += __popc(mask & TILE_STREAM_BITS) * TILE_ROW_BYTES;
-        at[1] += __popc(mask & ~TILE_STREAM_BITS) * TILE_ROW_BYTES;
+        at[0] += __popc(mask & MACKO_TILE_STREAM_BITS) * MACKO_TILE_ROW_BYTES;
+        at[1] += __popc(mask & ~MACKO_TILE_STREAM_BITS) * MACKO_TILE_ROW_BYTES;
     }
 };
 
 // What a lane has of a tile: its mask, and where its values of each group begin.
 struct tile_lane {
-    uint32_t mask, at[TILE_GROUPS];
-    uint32_t own[TILE_STREAMS]; // how many each group has, a byte each
+    uint32_t mask, at[MACKO_TILE_GROUPS];
+    uint32_t own[MACKO_TILE_STREAMS]; // how many each group has, a byte each
 
     __device__ __forceinline__ static uint32_t mask_at(uint32_t slab, int tile, int slice, int lane) {
-        return slab + tile * TILE_MASK_BYTES + (slice * TILE_LANES + lane) * 4;
+        return slab + tile * MACKO_TILE_MASK_BYTES + (slice * MACKO_TILE_LANES + lane) * 4;
     }
     __device__ __forceinline__ void read(uint32_t mask_at) {
         read_32(mask, mask_at);
@@ -93,7 +93,7 @@ struct tile_lane {
     // Moves the streams to the end of this tile.
     __device__ __forceinline__ void find(const tile_weights &weights, tile_streams &streams) {
 #pragma unroll
-        for (int stream = 0; stream < TILE_STREAMS; stream++) {
+        for (int stream = 0; stream < MACKO_TILE_STREAMS; stream++) {
             uint32_t &from = streams.at[stream];
 #pragma unroll
             for (int j = 0; j < 4; j++) at[stream * 4 + j] = j ? __dp4a(own[stream], weights.below[j], from) : from;
@@ -109,18 +109,19 @@ struct tile_lane {
     // Elements 0 and 1 of group j find their values in the two rows from the group's begin on, elements 2 and 3 in the
     // two rows from the third element's begin on. `place` picks by the mask. That begin is two rows further, less one
     // for each of the first two elements that is missing: +2 rows is part of the load, and dp4a subtracts.
-    __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD], const tile_weights &weights) const {
+    __device__ __forceinline__ void load(int j, uint32_t (&values)[MACKO_TILE_QUAD],
+                                         const tile_weights &weights) const {
         const uint32_t third = __dp4a((int)missing(j), (int)weights.back[j % 2], (int)at[j]);
         values[0] = load_value<0>(at[j]);
-        values[1] = load_value<TILE_ROW_BYTES>(at[j]);
-        values[2] = load_value<2 * TILE_ROW_BYTES>(third);
-        values[3] = load_value<3 * TILE_ROW_BYTES>(third);
+        values[1] = load_value<MACKO_TILE_ROW_BYTES>(at[j]);
+        values[2] = load_value<2 * MACKO_TILE_ROW_BYTES>(third);
+        values[3] = load_value<3 * MACKO_TILE_ROW_BYTES>(third);
     }
 
     // Two registers of the operand, two elements each. The first element takes the first value; the second one the
     // second value, or the first where the first element has none. Elements without a value take the zeros above a
     // value's 16 bits.
-    __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
+    __device__ __forceinline__ void place(int j, const uint32_t (&values)[MACKO_TILE_QUAD], uint32_t &low,
                                           uint32_t &high) const {
         const uint32_t m = missing(j), step = 0x4422u >> j % 2;
         low = byte_permute(values[1], values[0], 0x1054u + step * m);

@@ -59,11 +59,11 @@ struct few_task {
 
 template <int TOKENS>
 struct few_shape {
-    static constexpr int WARPGROUPS = TILE_SLAB_TILES;
+    static constexpr int WARPGROUPS = MACKO_TILE_SLAB_TILES;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
-    static constexpr int TOKEN_BYTES = TOKENS * TILE_COLS * 2; // of a tile
+    static constexpr int TOKEN_BYTES = TOKENS * MACKO_TILE_COLS * 2; // of a tile
     // Where there are many sums, those of a split row block take the place of the stages, and those of a whole one meet
     // in several passes.
     static constexpr bool MANY_SUMS = TOKENS > 32;
@@ -127,6 +127,27 @@ struct stage_position {
     named_barrier_sync(1, threads);
 }
 
+// By one lane of each producer warp: the barriers of its stages, and of the sums by that of the first warp.
+template <int TOKENS>
+__device__ __forceinline__ void make_barriers(const few_task &task, const few_memory &memory, const few_work &work,
+                                              int cluster, int warp) {
+    using SHAPE = few_shape<TOKENS>;
+    for (int stage = warp; stage < task.stages; stage += PRODUCERS) {
+        sm90::barrier_init(memory.full + stage * 8, 1);
+        sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS);
+    }
+    if (warp == 0) {
+        sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS);
+        sm90::barrier_init(memory.sums_full, 1);
+        sm90::barrier_init(memory.may_send, max(work.ways, 1));
+        const int bits = task.partition[cluster >= task.more].chunk_bits, threads = WARPGROUP - (work.way << bits);
+        if (work.ways) // bytes that the other blocks of its row block will send
+            sm90::barrier_arrive_expect_tx(memory.sums_full, max(0, min(1 << bits, threads)) * TOKENS * 2 *
+                                                                 SHAPE::WARPGROUPS * (work.ways - 1));
+    }
+    sm90::fence_barrier_init();
+}
+
 // A producer warp: every fourth stage. (One warp alone took longer for a stage than its copies take.) Its first lanes
 // hold where its next four slabs begin and end. At the start only a window of stages is fetched: else all blocks ask
 // for all stages at once, 30 MB, and the first stage comes with the last.
@@ -175,28 +196,13 @@ __device__ __forceinline__ void produce(const few_task &task, const few_memory &
     if (lane == 0 && task.units && warp < min(task.window, total)) {
         const int slab = find(load), about = (int)(((float)load.row_block * task.slabs + slab) * task.mean);
         const int begin = max(0, min(about, task.units) - ABOUT);
-        sm90::bulk_prefetch_l2(task.data + (int64_t)begin * TILE_UNIT,
-                               min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
+        sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_TILE_UNIT,
+                               min((int)task.mean + 2 * ABOUT, task.units - begin) * MACKO_TILE_UNIT);
     }
     int from = 0, to = 0, next_from, next_to;
     load_offsets(next_from, next_to);
     const uint64_t policy = evict_first();
-    if (lane == 0) {
-        for (int stage = warp; stage < task.stages; stage += PRODUCERS) {
-            sm90::barrier_init(memory.full + stage * 8, 1);
-            sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS);
-        }
-        if (warp == 0) {
-            sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS);
-            sm90::barrier_init(memory.sums_full, 1);
-            sm90::barrier_init(memory.may_send, max(work.ways, 1));
-            const int bits = task.partition[cluster >= task.more].chunk_bits, threads = WARPGROUP - (work.way << bits);
-            if (work.ways) // bytes that the other blocks of its row block will send
-                sm90::barrier_arrive_expect_tx(memory.sums_full, max(0, min(1 << bits, threads)) * TOKENS * 2 *
-                                                                     SHAPE::WARPGROUPS * (work.ways - 1));
-        }
-        sm90::fence_barrier_init();
-    }
+    if (lane == 0) make_barriers<TOKENS>(task, memory, work, cluster, warp);
     __syncwarp();
     barriers_ready(SHAPE::THREADS);
     // At the start a warp waits for stages of the others, so all of their barriers have to be there.
@@ -213,7 +219,7 @@ __device__ __forceinline__ void produce(const few_task &task, const few_memory &
             load_offsets(next_from, next_to);
         }
         const int begin = __shfl_sync(FULL_WARP, from, fourth);
-        const int bytes = (__shfl_sync(FULL_WARP, to, fourth) - begin) * TILE_UNIT;
+        const int bytes = (__shfl_sync(FULL_WARP, to, fourth) - begin) * MACKO_TILE_UNIT;
         const uint32_t at = memory.stages + stage * task.stage_bytes, barrier = memory.full + stage * 8;
         if (here.round) {
             if (stage == warp && here.round == task.stages) first_round_done();
@@ -222,16 +228,16 @@ __device__ __forceinline__ void produce(const few_task &task, const few_memory &
             sm90::barrier_wait(memory.full + (stage - task.window) * 8, 0);
         }
         if (lane == 0) {
-            sm90::barrier_arrive_expect_tx(barrier, bytes + TILE_SLAB_TILES * SHAPE::TOKEN_BYTES);
-            sm90::bulk_copy(at, task.data + (int64_t)begin * TILE_UNIT, bytes, barrier, policy);
+            sm90::barrier_arrive_expect_tx(barrier, bytes + MACKO_TILE_SLAB_TILES * SHAPE::TOKEN_BYTES);
+            sm90::bulk_copy(at, task.data + (int64_t)begin * MACKO_TILE_UNIT, bytes, barrier, policy);
         }
         __syncwarp();
         // Weights may be fetched before the kernel before this one is done (PDL), tokens not.
         if (count == 0) sm90::pdl_wait();
         if (lane < task.boxes)
             sm90::tma_load(at + task.tokens_at + lane * SHAPE::TOKEN_BYTES, &task.x,
-                           task.boxes == 1 ? 0 : (slab * TILE_SLAB_TILES + lane) * TILE_COLS, 0,
-                           task.boxes == 1 ? slab * TILE_SLAB_TILES : 0, barrier);
+                           task.boxes == 1 ? 0 : (slab * MACKO_TILE_SLAB_TILES + lane) * MACKO_TILE_COLS, 0,
+                           task.boxes == 1 ? slab * MACKO_TILE_SLAB_TILES : 0, barrier);
         __syncwarp();
         next(here);
         if (here.stage == warp) phase ^= 1;
@@ -263,19 +269,19 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
     // The upper half of a descriptor is the same for all stages, the lower one has a fixed distance from the slab.
     const uint64_t descriptor =
         sm90::smem_descriptor<128>(memory.stages + task.tokens_at + tile_index * SHAPE::TOKEN_BYTES);
-    const stage_position begin{memory.full, 0, memory.stages + TILE_VALUES_AT};
+    const stage_position begin{memory.full, 0, memory.stages + MACKO_TILE_VALUES_AT};
     const uint32_t tokens_offset = held((uint32_t)descriptor - (begin.values >> 4));
     // Offsets of a lane's words of its slice, and of this tile.
-    const uint32_t words = held((slice * TILE_LANES + lane) * 4),
-                   tile_words = held(words + tile_index * TILE_MASK_BYTES);
+    const uint32_t words = held((slice * MACKO_TILE_LANES + lane) * 4),
+                   tile_words = held(words + tile_index * MACKO_TILE_MASK_BYTES);
     const uint32_t first = held(slice * 2);
     // Warpgroups differ by masks, not by branches, which would take more instructions. A stream begins at the lane's
     // column (tiles 0 and 1, the head) or at its spill offset (tiles 2 and 3, the tail); after the values of the tile
     // before in tiles 1 and 3.
-    const bool tail = tile_index >= TILE_SLAB_TILES / 2, odd = tile_index % 2;
+    const bool tail = tile_index >= MACKO_TILE_SLAB_TILES / 2, odd = tile_index % 2;
     const uint32_t spill_mask = held(tail ? ~0u : 0), column = held(tail ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
-    const uint32_t words_before = held(odd ? tile_words - TILE_MASK_BYTES : tile_words);
-    const uint32_t low = held(odd ? TILE_STREAM_BITS : 0), high = held(low << 4);
+    const uint32_t words_before = held(odd ? tile_words - MACKO_TILE_MASK_BYTES : tile_words);
+    const uint32_t low = held(odd ? MACKO_TILE_STREAM_BITS : 0), high = held(low << 4);
     const uint32_t full_end = memory.full + task.stages * 8;
     const auto release = [&](uint32_t full) {
         if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
@@ -296,22 +302,22 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
     // A tile is prepared while the one before it is multiplied, also across row blocks: its mask is read and counted,
     // its values are found, and the first ones loaded.
     tile_lane lanes[2];
-    uint32_t values[2][2][TILE_QUAD];
+    uint32_t values[2][2][MACKO_TILE_QUAD];
     tile_streams streams;
     uint32_t before;
     const auto prepare = [&](auto step, tile_lane &tile, uint32_t slab) {
         constexpr int STEP = decltype(step)::value;
         if (STEP == 0) { // all loads
-            read_16(streams.values, slab - TILE_VALUES_AT + TILE_SLICES_AT + first);
-            read_32(streams.spills, slab - TILE_VALUES_AT + TILE_SPILLS_AT + words);
-            read_32(before, slab - TILE_VALUES_AT + words_before);
-            tile.read(slab - TILE_VALUES_AT + tile_words);
+            read_16(streams.values, slab - MACKO_TILE_VALUES_AT + MACKO_TILE_SLICES_AT + first);
+            read_32(streams.spills, slab - MACKO_TILE_VALUES_AT + MACKO_TILE_SPILLS_AT + words);
+            read_32(before, slab - MACKO_TILE_VALUES_AT + words_before);
+            tile.read(slab - MACKO_TILE_VALUES_AT + tile_words);
         } else if (STEP == 1) {
-            streams.values = slab + streams.values * TILE_ROW_BYTES;
+            streams.values = slab + streams.values * MACKO_TILE_ROW_BYTES;
             streams.spills = (streams.spills & spill_mask) | column;
             streams.spill();
-            streams.at[0] += __popc(before & low) * TILE_ROW_BYTES;
-            streams.at[1] += __popc(before & high) * TILE_ROW_BYTES;
+            streams.at[0] += __popc(before & low) * MACKO_TILE_ROW_BYTES;
+            streams.at[1] += __popc(before & high) * MACKO_TILE_ROW_BYTES;
         } else if (STEP == 2) {
             tile.count(task.weights);
         } else {
@@ -336,7 +342,7 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
     for (int round = 0; round < work.whole + (work.ways > 0); round++) {
         const bool whole = round < work.whole;
         const int row_block = whole ? work.row_block + round * work.step : work.split_block;
-        const int64_t first_row = (int64_t)row_block * TILE_ROWS;
+        const int64_t first_row = (int64_t)row_block * MACKO_TILE_ROWS;
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll
@@ -395,9 +401,10 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
         if (!round) sm90::pdl_wait(); // before y is written
         // Sums in shared memory: [addends][fours][chunk] of four floats. A block that has a share of the row block adds
         // up those of a chunk of threads; of a whole row block those of all.
-        const int own = whole ? 0 : work.way, addends = whole ? TILE_SLAB_TILES : TILE_SLAB_TILES * work.ways;
+        const int own = whole ? 0 : work.way,
+                  addends = whole ? MACKO_TILE_SLAB_TILES : MACKO_TILE_SLAB_TILES * work.ways;
         const int bits = whole ? 7 : task.partition[cluster >= task.more].chunk_bits, chunk = 1 << bits;
-        const int my_addend = own * TILE_SLAB_TILES + tile_index;
+        const int my_addend = own * MACKO_TILE_SLAB_TILES + tile_index;
         const uint32_t sums_at = whole ? memory.sums : memory.split_sums;
         const auto add_up = [&](int pass, int fours) { // of each thread's sums pass * fours * 4 on
 #pragma unroll 1
@@ -487,7 +494,7 @@ __global__ void __launch_bounds__(few_shape<TOKENS>::THREADS, 1)
 
 // The same product where there is no wgmma: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS
 // x 8 tokens; four groups of four warps take a tile each of a stage, which is a slab. Tokens are read through L1.
-constexpr int MMA_THREADS = TILE_SLAB_TILES * TILE_SLICES * WARP;
+constexpr int MMA_THREADS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES * WARP;
 
 template <typename T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -508,16 +515,16 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t base = shared_address(shared);
-    const int lane = threadIdx.x % WARP, slice = threadIdx.x / WARP % TILE_SLICES;
-    const int tile_index = threadIdx.x / (WARP * TILE_SLICES);
+    const int lane = threadIdx.x % WARP, slice = threadIdx.x / WARP % MACKO_TILE_SLICES;
+    const int tile_index = threadIdx.x / (WARP * MACKO_TILE_SLICES);
     const int32_t *offsets = task.offsets + (int64_t)blockIdx.x * task.slabs;
     const int stages = task.slabs, first_token = blockIdx.y * OCTETS * 8;
     const auto fetch = [&](int stage) {
         if (stage < stages) {
             const int from = offsets[stage], units = offsets[stage + 1] - from;
-            for (int i = threadIdx.x; i < units * TILE_UNIT / 16; i += MMA_THREADS)
+            for (int i = threadIdx.x; i < units * MACKO_TILE_UNIT / 16; i += MMA_THREADS)
                 copy_async<16>(base + stage % task.stages * task.stage_bytes + i * 16,
-                               task.data + (int64_t)from * TILE_UNIT + i * 16);
+                               task.data + (int64_t)from * MACKO_TILE_UNIT + i * 16);
         }
         commit_copies();
     };
@@ -530,13 +537,13 @@ __global__ void __launch_bounds__(MMA_THREADS)
             wait_copies<0>();
         __syncthreads();
         fetch(stage + task.stages - 1);
-        const int k_tile = stage * TILE_SLAB_TILES + tile_index;
+        const int k_tile = stage * MACKO_TILE_SLAB_TILES + tile_index;
         const uint32_t slab = base + stage % task.stages * task.stage_bytes;
         tile_streams streams;
         tile_lane tile, before;
         streams.begin(slab, slice, lane);
         tile.read(tile_lane::mask_at(slab, tile_index, slice, lane));
-        if (tile_index >= TILE_SLAB_TILES / 2) streams.spill();
+        if (tile_index >= MACKO_TILE_SLAB_TILES / 2) streams.spill();
         if (tile_index % 2) {
             before.read(tile_lane::mask_at(slab, tile_index - 1, slice, lane));
             streams.skip(before.mask);
@@ -545,7 +552,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
         tile.find(task.weights, streams);
 #pragma unroll
         for (int step = 0; step < 4; step++) {
-            uint32_t a[4], values[2][TILE_QUAD];
+            uint32_t a[4], values[2][MACKO_TILE_QUAD];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 tile.load(2 * step + half, values[half], task.weights);
@@ -557,7 +564,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
                 uint32_t b[2];
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const int col = k_tile * TILE_COLS + step * 16 + half * 8 + lane % 4 * 2;
+                    const int col = k_tile * MACKO_TILE_COLS + step * 16 + half * 8 + lane % 4 * 2;
                     b[half] = 0;
                     if (token < task.tokens && col < cols) b[half] = *(const uint32_t *)(x + token * x_stride + col);
                     if (col + 1 == cols) b[half] &= 0xffff;
@@ -577,11 +584,11 @@ __global__ void __launch_bounds__(MMA_THREADS)
     }
     __syncthreads();
     if (tile_index) return;
-    const int64_t row = (int64_t)blockIdx.x * TILE_ROWS + slice * 16 + lane / 4;
+    const int64_t row = (int64_t)blockIdx.x * MACKO_TILE_ROWS + slice * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < OCTETS * 4; i++) {
         float sum = sums[i / 4][i % 4];
-        for (int other = 0; other < TILE_SLAB_TILES - 1; other++)
+        for (int other = 0; other < MACKO_TILE_SLAB_TILES - 1; other++)
             sum += others[(other * OCTETS * 4 + i) * 128 + slice * WARP + lane];
         store_y<T>(task, row + i / 2 % 2 * 8, first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sum);
     }
@@ -611,7 +618,7 @@ inline double partition_time(const few_partition &partition, int slabs) {
     return partition.whole * (slabs + 0.5) + (partition.split ? partition.share + (partition.longer > 0) + 1 : 0);
 }
 
-inline few_task task_of(const tile_matrix &m, int64_t tokens, const void *bias, void *y) {
+inline few_task task_of(const macko_tile_matrix &m, int64_t tokens, const void *bias, void *y) {
     few_task task{};
     task.data = m.data;
     task.offsets = m.offsets;
@@ -619,27 +626,27 @@ inline few_task task_of(const tile_matrix &m, int64_t tokens, const void *bias, 
     task.y = y;
     task.rows = m.rows;
     task.units = (int)std::min<int64_t>(m.units, INT32_MAX);
-    task.mean = (float)m.units / tile_count(m.rows, m.cols);
+    task.mean = (float)m.units / macko_tile_count(m.rows, m.cols);
     task.tokens = (int)tokens;
-    task.row_blocks = (int)tile_row_blocks(m.rows);
-    task.slabs = (int)tile_slabs(m.cols);
+    task.row_blocks = (int)macko_tile_row_blocks(m.rows);
+    task.slabs = (int)macko_tile_slabs(m.cols);
     return task;
 }
 
 template <typename T, int TOKENS>
-cudaError_t launch(const tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias, void *y,
-                   cudaStream_t stream) {
+cudaError_t launch(const macko_tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
+                   void *y, cudaStream_t stream) {
     using SHAPE = few_shape<TOKENS>;
-    Device device;
+    device_info device;
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<tile_few_kernel<T, TOKENS>>(device);
     if (error) return error;
     cudaLaunchConfig_t config{};
     few_task task = task_of(m, tokens, bias, y);
     double least = 1e30;
-    const int tokens_at =
-        (int)ceil_div(m.widest * TILE_UNIT, 1024) * 1024; // after the last value they are read (TILE_OVERREAD)
-    const int stage_bytes = tokens_at + TILE_SLAB_TILES * SHAPE::TOKEN_BYTES;
+    const int tokens_at = (int)ceil_div(m.widest * MACKO_TILE_UNIT, 1024) *
+                          1024; // after the last value they are read (MACKO_TILE_OVERREAD)
+    const int stage_bytes = tokens_at + MACKO_TILE_SLAB_TILES * SHAPE::TOKEN_BYTES;
     for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= task.slabs; blocks++) {
         int clusters;
         error = max_active_clusters<tile_few_kernel<T, TOKENS>, MAX_CLUSTER>(device, blocks, SHAPE::THREADS,
@@ -649,10 +656,10 @@ cudaError_t launch(const tile_matrix &m, int64_t tokens, const void *x, int64_t 
         const int each = task.row_blocks / clusters, more = task.row_blocks % clusters;
         const few_partition most = partition_rows(each + (more > 0), blocks, task.slabs);
         const few_partition others = partition_rows(each, blocks, task.slabs);
-        int sums = most.whole ? TILE_SLAB_TILES * WARPGROUP / SHAPE::PASSES : 0, split_sums = 0;
+        int sums = most.whole ? MACKO_TILE_SLAB_TILES * WARPGROUP / SHAPE::PASSES : 0, split_sums = 0;
         for (const few_partition &partition : {most, others})
             if (partition.split)
-                split_sums = std::max(split_sums, TILE_SLAB_TILES * partition.ways << partition.chunk_bits);
+                split_sums = std::max(split_sums, MACKO_TILE_SLAB_TILES * partition.ways << partition.chunk_bits);
         if (!SHAPE::MANY_SUMS) sums = std::max(sums, split_sums);
         const int room = device.shared_bytes - BARRIER_BYTES - sums * TOKENS * 2; // a thread has TOKENS / 2 floats
         const int stages = std::min(room / stage_bytes, MAX_STAGES);
@@ -676,12 +683,13 @@ cudaError_t launch(const tile_matrix &m, int64_t tokens, const void *x, int64_t 
     const bool overlaps = may_use_pdl(stream, SHAPE::THREADS);
     // One TMA load for all tokens of a slab is faster than four (H200, most at 32 tokens), but the last tile has to be
     // whole.
-    task.boxes = m.cols % TILE_COLS ? TILE_SLAB_TILES : 1;
+    task.boxes = m.cols % MACKO_TILE_COLS ? MACKO_TILE_SLAB_TILES : 1;
     error = task.boxes == 1 ? sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
-                                                    {TILE_COLS, tokens, m.cols / TILE_COLS},
-                                                    {x_stride * 2, TILE_COLS * 2}, {TILE_COLS, TOKENS, TILE_SLAB_TILES})
+                                                    {MACKO_TILE_COLS, tokens, m.cols / MACKO_TILE_COLS},
+                                                    {x_stride * 2, MACKO_TILE_COLS * 2},
+                                                    {MACKO_TILE_COLS, TOKENS, MACKO_TILE_SLAB_TILES})
                             : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {m.cols, tokens, 1},
-                                                    {x_stride * 2, x_stride * 2}, {TILE_COLS, TOKENS, 1});
+                                                    {x_stride * 2, x_stride * 2}, {MACKO_TILE_COLS, TOKENS, 1});
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -696,26 +704,26 @@ cudaError_t launch(const tile_matrix &m, int64_t tokens, const void *x, int64_t 
 }
 
 template <typename T, int OCTETS>
-cudaError_t launch_mma(const tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias, void *y,
-                       cudaStream_t stream) {
-    Device device;
+cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
+                       void *y, cudaStream_t stream) {
+    device_info device;
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<tile_mma_kernel<T, OCTETS>>(device);
     if (error) return error;
     few_task task = task_of(m, tokens, bias, y);
-    task.stage_bytes = m.widest * TILE_UNIT;
+    task.stage_bytes = m.widest * MACKO_TILE_UNIT;
     task.stages = device.shared_bytes / task.stage_bytes < 4 ? 2 : 4;
-    const int sums_bytes = (TILE_SLAB_TILES - 1) * OCTETS * 4 * 128 * 4;
-    const int shared_bytes = std::max(task.stages * task.stage_bytes + TILE_OVERREAD, sums_bytes);
+    const int sums_bytes = (MACKO_TILE_SLAB_TILES - 1) * OCTETS * 4 * 128 * 4;
+    const int shared_bytes = std::max(task.stages * task.stage_bytes + MACKO_TILE_OVERREAD, sums_bytes);
     if (shared_bytes > device.shared_bytes) return cudaErrorInvalidValue;
-    const dim3 grid((unsigned)tile_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
+    const dim3 grid((unsigned)macko_tile_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
     tile_mma_kernel<T, OCTETS>
         <<<grid, MMA_THREADS, shared_bytes, stream>>>(task, (const uint16_t *)x, x_stride, (int)m.cols);
     return cudaGetLastError();
 }
 
 template <typename T>
-cudaError_t run(const tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias, void *y,
+cudaError_t run(const macko_tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias, void *y,
                 cudaStream_t stream) {
     int index, major = 0;
     cudaError_t error = cudaGetDevice(&index);
@@ -739,8 +747,8 @@ cudaError_t run(const tile_matrix &m, int64_t tokens, const void *x, int64_t x_s
 } // namespace
 } // namespace macko
 
-cudaError_t macko_tile_few_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                                void *y, cudaStream_t stream) {
+cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
+                                const void *bias, void *y, cudaStream_t stream) {
     using namespace macko;
     if (!m->rows || !tokens) return cudaSuccess;
     return m->dtype == MACKO_F16 ? run<__half>(*m, tokens, x, x_stride, bias, y, stream)

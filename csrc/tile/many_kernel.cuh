@@ -31,18 +31,19 @@ namespace macko {
 namespace {
 
 struct many_task {
-    CUtensorMap x, last_x; // boxes of TILE_COLS columns by BOX tokens, and by those that the last token tile has of one
-    CUtensorMap y;         // boxes of TILE_ROWS rows by OUT_TOKENS tokens
+    CUtensorMap x,
+        last_x;    // boxes of MACKO_TILE_COLS columns by BOX tokens, and by those that the last token tile has of one
+    CUtensorMap y; // boxes of MACKO_TILE_ROWS rows by OUT_TOKENS tokens
     const uint8_t *data;
     const int32_t *offsets;
     const void *bias;
     void *y_plain; // where y cannot be stored by TMA, else NULL
     int64_t rows;
     int tokens, last_tokens; // last: of the last token tile
-    tile_schedule schedule;
+    macko_tile_schedule schedule;
     int units;  // of data, where known; else 0
     float mean; // of them in a slab
-    tile_many_stages stages;
+    macko_tile_many_stages stages;
     float4 *partials; // [share][2][ROW_BLOCKS][OUT_SUMS / 4][128]: of tiles that another cluster fixes up
     uint64_t *flags;  // [share][2][ROW_BLOCKS]: `epoch` once they are there
     uint64_t epoch;   // a number of this launch alone, so no flag has to be cleared before
@@ -52,25 +53,25 @@ struct many_task {
 template <int TOKENS_, int ROW_BLOCKS_, int SPLIT_K_>
 struct many_shape {
     static constexpr int TOKENS = TOKENS_, ROW_BLOCKS = ROW_BLOCKS_, SPLIT_K = SPLIT_K_;
-    static __host__ __device__ constexpr tile_many_shape plain() {
+    static __host__ __device__ constexpr macko_tile_many_shape plain() {
         return {TOKENS, ROW_BLOCKS, SPLIT_K};
     }
     // Blocks that multicast tokens to each other, and the tokens that each fetches.
-    static constexpr int MULTICAST = TILE_CLUSTER_BLOCKS / SPLIT_K, BOX = TOKENS / MULTICAST;
+    static constexpr int MULTICAST = MACKO_TILE_CLUSTER_BLOCKS / SPLIT_K, BOX = TOKENS / MULTICAST;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
-    static constexpr int THREADS = (ROW_BLOCKS + 1) * TILE_WARPGROUP;
+    static constexpr int THREADS = (ROW_BLOCKS + 1) * MACKO_TILE_WARPGROUP;
     static constexpr int REGISTERS = ROW_BLOCKS > 2 ? 152 : TOKENS > 128 ? 232 : 208;
     static constexpr int PRODUCER_REGISTERS = ROW_BLOCKS > 2 ? 56 : TOKENS > 128 ? 40 : 88;
     static_assert(REGISTERS * ROW_BLOCKS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (ROW_BLOCKS + 1));
-    static constexpr int STAGE_BYTES = tile_x_stage_bytes({TOKENS, ROW_BLOCKS, SPLIT_K});
-    static constexpr int MAX_STAGES = tile_max_x_stages({TOKENS, ROW_BLOCKS, SPLIT_K});
+    static constexpr int STAGE_BYTES = macko_tile_x_stage_bytes({TOKENS, ROW_BLOCKS, SPLIT_K});
+    static constexpr int MAX_STAGES = macko_tile_max_x_stages({TOKENS, ROW_BLOCKS, SPLIT_K});
     static constexpr int SUMS = TOKENS / 2; // of a thread
     // What a block stores of an output tile: with split-K, its own half of the tokens.
     static constexpr int OUT_TOKENS = TOKENS / SPLIT_K, OUT_SUMS = SUMS / SPLIT_K;
-    static constexpr int PARTIAL_BYTES = tile_partial_bytes({TOKENS, ROW_BLOCKS, SPLIT_K});
-    static_assert(PARTIAL_BYTES == TILE_WARPGROUP * OUT_SUMS * 4);
+    static constexpr int PARTIAL_BYTES = macko_tile_partial_bytes({TOKENS, ROW_BLOCKS, SPLIT_K});
+    static_assert(PARTIAL_BYTES == MACKO_TILE_WARPGROUP * OUT_SUMS * 4);
     static_assert(SPLIT_K == 1 || PARTIAL_BYTES == STAGE_BYTES); // a stage takes a warpgroup's sums of the other block,
-    static_assert(OUT_TOKENS * TILE_ROWS * 2 <= STAGE_BYTES);    // or its output
+    static_assert(OUT_TOKENS * MACKO_TILE_ROWS * 2 <= STAGE_BYTES); // or its output
     // Another cluster's partial sums come in several stages, each with some of every warpgroup.
     static constexpr int FIX_UP_BYTES = ROW_BLOCKS > 2 ? STAGE_BYTES / 4 : STAGE_BYTES / ROW_BLOCKS;
     static constexpr int FIX_UP_STAGES = PARTIAL_BYTES / FIX_UP_BYTES;
@@ -78,17 +79,17 @@ struct many_shape {
     // Barriers of the exchange are two, used alternately. When the next one but one is used, this segment's stage is
     // free: the segment between is not given away, and each block has a half slab of it at least (consider_shape,
     // many_plan.c).
-    static_assert(SPLIT_K == 1 || 3 * ROW_BLOCKS + TILE_HALF_SLAB_TILES >= MAX_STAGES);
+    static_assert(SPLIT_K == 1 || 3 * ROW_BLOCKS + MACKO_TILE_HALF_SLAB_TILES >= MAX_STAGES);
     // So many tiles before the end of a segment its second warpgroup lets the first one go ahead: then one exchanges,
     // gives or stores its sums while the other multiplies.
     static constexpr int LAG = ROW_BLOCKS != 2 ? 0 : TOKENS > 128 ? 3 : 2;
     // Offsets of barriers in shared memory, 8 bytes each; the tokens' stages follow at X.
     static constexpr int X_FULL = 0, X_EMPTY = X_FULL + MAX_STAGES * 8;
     static constexpr int SLAB_FULL = X_EMPTY + MAX_STAGES * 8;
-    static constexpr int SLAB_EMPTY = SLAB_FULL + ROW_BLOCKS * TILE_MANY_MAX_SLAB_STAGES * 8;
-    static constexpr int MAY_SEND = SLAB_EMPTY + ROW_BLOCKS * TILE_MANY_MAX_SLAB_STAGES * 8;
+    static constexpr int SLAB_EMPTY = SLAB_FULL + ROW_BLOCKS * MACKO_TILE_MANY_MAX_SLAB_STAGES * 8;
+    static constexpr int MAY_SEND = SLAB_EMPTY + ROW_BLOCKS * MACKO_TILE_MANY_MAX_SLAB_STAGES * 8;
     static constexpr int EXCHANGED = MAY_SEND + 2 * ROW_BLOCKS * 8;
-    static constexpr int BARRIERS_END = EXCHANGED + 2 * ROW_BLOCKS * 8, X = TILE_MANY_BARRIER_BYTES;
+    static constexpr int BARRIERS_END = EXCHANGED + 2 * ROW_BLOCKS * 8, X = MACKO_TILE_MANY_BARRIER_BYTES;
     static_assert(BARRIERS_END <= X);
 };
 
@@ -97,37 +98,38 @@ struct many_shape {
 // What a segment takes of the x pipeline: for its tokens and the sums of the other block; and, after the partial sums
 // of other clusters, for its output.
 template <class SHAPE>
-__device__ __forceinline__ int stages_before_fix_up(const tile_segment &segment) {
-    return tile_own_count(&segment) * TILE_HALF_SLAB_TILES + (SHAPE::SPLIT_K > 1 ? SHAPE::ROW_BLOCKS : 0);
+__device__ __forceinline__ int stages_before_fix_up(const macko_tile_segment &segment) {
+    return macko_tile_own_count(&segment) * MACKO_TILE_HALF_SLAB_TILES + (SHAPE::SPLIT_K > 1 ? SHAPE::ROW_BLOCKS : 0);
 }
 template <class SHAPE>
-__device__ __forceinline__ int stages_of_output(const tile_segment &segment) {
+__device__ __forceinline__ int stages_of_output(const macko_tile_segment &segment) {
     return segment.first > 0 ? 0 : SHAPE::ROW_BLOCKS;
 }
 
 // Where the partial sums of a share's first segment are, by warpgroup, and their flag.
 template <class SHAPE>
-__device__ __forceinline__ int partials_index(const tile_share &share, int index, int warpgroup) {
-    return (index * TILE_CLUSTER_BLOCKS + share.rank) * SHAPE::ROW_BLOCKS + warpgroup;
+__device__ __forceinline__ int partials_index(const macko_tile_share &share, int index, int warpgroup) {
+    return (index * MACKO_TILE_CLUSTER_BLOCKS + share.rank) * SHAPE::ROW_BLOCKS + warpgroup;
 }
 template <class SHAPE>
-__device__ __forceinline__ float4 *partials_of(const many_task &task, const tile_share &share, int index,
+__device__ __forceinline__ float4 *partials_of(const many_task &task, const macko_tile_share &share, int index,
                                                int warpgroup) {
     return task.partials + (int64_t)partials_index<SHAPE>(share, index, warpgroup) * (SHAPE::PARTIAL_BYTES / 16);
 }
 template <class SHAPE>
-__device__ __forceinline__ uint64_t *flag_of(const many_task &task, const tile_share &share, int index, int warpgroup) {
+__device__ __forceinline__ uint64_t *flag_of(const many_task &task, const macko_tile_share &share, int index,
+                                             int warpgroup) {
     return task.flags + partials_index<SHAPE>(share, index, warpgroup);
 }
 
-// The first of a block's row blocks, and of the tokens that it stores. (tile_first_row_block says the same to the host.
-// Of constants that are no template's the compiler makes other code.)
+// The first of a block's row blocks, and of the tokens that it stores. (macko_tile_first_row_block says the same to the
+// host. Of constants that are no template's the compiler makes other code.)
 template <class SHAPE>
-__device__ __forceinline__ int first_row_block(const tile_share &share, int row_tile) {
+__device__ __forceinline__ int first_row_block(const macko_tile_share &share, int row_tile) {
     return (SHAPE::MULTICAST > 1 ? row_tile * 2 + share.rank : row_tile) * SHAPE::ROW_BLOCKS;
 }
 template <class SHAPE>
-__device__ __forceinline__ int first_token(const tile_share &share, int token_tile) {
+__device__ __forceinline__ int first_token(const macko_tile_share &share, int token_tile) {
     return token_tile * SHAPE::TOKENS + (SHAPE::SPLIT_K > 1 ? share.rank * SHAPE::OUT_TOKENS : 0);
 }
 
@@ -152,11 +154,11 @@ struct pipeline_state {
 };
 
 // How often a consumer warpgroup releases a stage: racecheck wants it of every thread (sm90::WARP_ARRIVALS).
-constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? TILE_WARPGROUP : 1;
+constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? MACKO_TILE_WARPGROUP : 1;
 
 // Named barriers of threads. 1 to ROW_BLOCKS are the warpgroups' own.
 enum { TOKENS_FETCHED = 4, FIRST_THROUGH, SUMS_READY /* three of each warpgroup, in rotation */ };
-constexpr int SUMS_READY_THREADS = TILE_WARPGROUP + WARP;
+constexpr int SUMS_READY_THREADS = MACKO_TILE_WARPGROUP + WARP;
 // A warpgroup may be two segments further before the store warp has seen one: no stage of a segment that is given away
 // waits for the store warp.
 __device__ __forceinline__ int sums_ready(int warpgroup, uint32_t segments) {
@@ -185,7 +187,7 @@ __device__ __forceinline__ void make_barriers(uint32_t smem) {
     if (at < SHAPE::BARRIERS_END)
         sm90::barrier_init(
             smem + at, at >= SHAPE::X_EMPTY && at < SHAPE::SLAB_FULL ? SHAPE::ROW_BLOCKS * SHAPE::MULTICAST * RELEASES
-                       : at >= SHAPE::SLAB_EMPTY && at < SHAPE::MAY_SEND ? TILE_SLICES * sm90::WARP_ARRIVALS
+                       : at >= SHAPE::SLAB_EMPTY && at < SHAPE::MAY_SEND ? MACKO_TILE_SLICES * sm90::WARP_ARRIVALS
                                                                          : 1);
     sm90::fence_barrier_init(); // copies may use them, and all warps of both blocks that have waited
     __syncwarp();
@@ -227,21 +229,21 @@ __device__ __forceinline__ void producer_tail(const many_task &task, uint32_t sm
 // bulk copies: consumers have no registers for many loads at once. They begin while the last products run.
 template <class SHAPE>
 __device__ __forceinline__ void fetch_partials(const many_task &task, uint32_t smem) {
-    const tile_share share = tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
+    const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
     start_wait();
-    tile_segment segment{};
+    macko_tile_segment segment{};
     int before = 0; // stages that come before the partial sums
-    for (int next = 0; next < share.half_slabs; next += tile_length(&segment)) {
+    for (int next = 0; next < share.half_slabs; next += macko_tile_length(&segment)) {
         if (next) before += stages_of_output<SHAPE>(segment);
-        segment = tile_segment_at(&share, next);
+        segment = macko_tile_segment_at(&share, next);
         before += stages_before_fix_up<SHAPE>(segment);
     }
     if (!segment.fixes_up) return;
     sm90::pdl_wait();
-    const int lane = threadIdx.x % WARP, others = tile_contributors(&share, segment.tile);
+    const int lane = threadIdx.x % WARP, others = macko_tile_contributors(&share, segment.tile);
     pipeline_state x = {before % task.stages.x, (uint32_t)(before / task.stages.x % 2)};
     bool tokens_fetched = false;
-    for (int other = tile_share_index(&share) + 1; other <= tile_share_index(&share) + others; other++) {
+    for (int other = macko_tile_share_index(&share) + 1; other <= macko_tile_share_index(&share) + others; other++) {
         if (lane < SHAPE::ROW_BLOCKS) { // a lane for each warpgroup's
             uint64_t *flag = flag_of<SHAPE>(task, share, other, lane);
             while (load_acquire(flag) != task.epoch) {
@@ -273,7 +275,7 @@ __device__ __forceinline__ void fetch_partials(const many_task &task, uint32_t s
 // Tokens of all slabs, a box a tile, and the other stages of the x pipeline up to the fix-up.
 template <class SHAPE>
 __device__ __forceinline__ void fetch_tokens(const many_task &task, uint32_t smem) {
-    const tile_share share = tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
+    const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
     const int lane = threadIdx.x % WARP;
     pipeline_state x;
     // Before the first tokens are asked for, once all else is known: waits for all barriers of both blocks and for the
@@ -289,30 +291,30 @@ __device__ __forceinline__ void fetch_tokens(const many_task &task, uint32_t sme
     };
     int segments = 0;
     for (int next = 0; next < share.half_slabs; segments++) {
-        const tile_segment segment = tile_segment_at(&share, next);
+        const macko_tile_segment segment = macko_tile_segment_at(&share, next);
         const bool first_segment = next == 0;
-        const tile_place place = tile_place_of(&task.schedule, segment.tile);
-        next += tile_length(&segment);
+        const macko_tile_place place = macko_tile_place_of(&task.schedule, segment.tile);
+        next += macko_tile_length(&segment);
         // What follows the last tokens in shared memory is whatever was there: each token has its own rows of y.
         const int tokens = place.token_tile == task.schedule.token_tiles - 1 ? task.last_tokens : SHAPE::TOKENS;
         const int before = SHAPE::MULTICAST > 1 ? share.rank * SHAPE::BOX : 0, own = min(SHAPE::BOX, tokens - before);
         const CUtensorMap *map = own == SHAPE::BOX ? &task.x : &task.last_x;
-        const int bytes = tokens * TILE_COLS * 2, first = place.token_tile * SHAPE::TOKENS + before;
-        for (int i = 0; i < tile_own_count(&segment) * TILE_HALF_SLAB_TILES; i++) {
-            const int k_tile =
-                tile_nth(&segment, i / TILE_HALF_SLAB_TILES) * TILE_HALF_SLAB_TILES + i % TILE_HALF_SLAB_TILES;
+        const int bytes = tokens * MACKO_TILE_COLS * 2, first = place.token_tile * SHAPE::TOKENS + before;
+        for (int i = 0; i < macko_tile_own_count(&segment) * MACKO_TILE_HALF_SLAB_TILES; i++) {
+            const int k_tile = macko_tile_nth(&segment, i / MACKO_TILE_HALF_SLAB_TILES) * MACKO_TILE_HALF_SLAB_TILES +
+                               i % MACKO_TILE_HALF_SLAB_TILES;
             begin();
             sm90::barrier_wait(smem + SHAPE::X_EMPTY + x.stage * 8, x.phase ^ 1);
             // All blocks' first stages come before anybody's third: else they come with the last ones.
             if (first_segment && i == 2) sm90::barrier_wait(smem + SHAPE::X_FULL, 0);
             if (lane == 0) {
                 const uint32_t full = smem + SHAPE::X_FULL + x.stage * 8;
-                const uint32_t to = smem + SHAPE::X + x.stage * SHAPE::STAGE_BYTES + before * TILE_COLS * 2;
+                const uint32_t to = smem + SHAPE::X + x.stage * SHAPE::STAGE_BYTES + before * MACKO_TILE_COLS * 2;
                 sm90::barrier_arrive_expect_tx(full, bytes);
                 if (SHAPE::MULTICAST == 1)
-                    sm90::tma_load(to, map, k_tile * TILE_COLS, first, full);
+                    sm90::tma_load(to, map, k_tile * MACKO_TILE_COLS, first, full);
                 else if (own > 0)
-                    sm90::tma_load_multicast(to, map, k_tile * TILE_COLS, first, full, 3);
+                    sm90::tma_load_multicast(to, map, k_tile * MACKO_TILE_COLS, first, full, 3);
             }
             __syncwarp();
             x.advance(task.stages.x);
@@ -339,7 +341,7 @@ __device__ __forceinline__ void fetch_tokens(const many_task &task, uint32_t sme
 // Slabs, a lane for each row block. The first offsets, whose place the plan knows, are asked for before all else.
 template <class SHAPE>
 __device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem) {
-    const tile_schedule &schedule = task.schedule;
+    const macko_tile_schedule &schedule = task.schedule;
     const int lane = threadIdx.x % WARP, of_row = min(lane, SHAPE::ROW_BLOCKS - 1) * schedule.slabs;
     int from = 0, to = 0;
     // After the last row block any other one will do: its output is not stored.
@@ -359,8 +361,8 @@ __device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem
         if (task.units && lane < SHAPE::ROW_BLOCKS) {
             constexpr int ABOUT = 32;
             const int begin = max(0, min((int)((float)slab * task.mean), task.units) - ABOUT);
-            sm90::bulk_prefetch_l2(task.data + (int64_t)begin * TILE_UNIT,
-                                   min((int)task.mean + 2 * ABOUT, task.units - begin) * TILE_UNIT);
+            sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_TILE_UNIT,
+                                   min((int)task.mean + 2 * ABOUT, task.units - begin) * MACKO_TILE_UNIT);
         }
         ask(first_slab);
     }
@@ -371,12 +373,12 @@ __device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem
     pipeline_state slabs;
     const auto fetch = [&] {
         if (lane < SHAPE::ROW_BLOCKS) {
-            const int place = slabs.stage * SHAPE::ROW_BLOCKS + lane, bytes = (to - from) * TILE_UNIT;
+            const int place = slabs.stage * SHAPE::ROW_BLOCKS + lane, bytes = (to - from) * MACKO_TILE_UNIT;
             const uint32_t full = smem + SHAPE::SLAB_FULL + place * 8;
             sm90::barrier_wait(smem + SHAPE::SLAB_EMPTY + place * 8, slabs.phase ^ 1);
             sm90::barrier_arrive_expect_tx(full, bytes);
-            sm90::bulk_copy(slabs_at + place * task.stages.slab_bytes, task.data + (int64_t)from * TILE_UNIT, bytes,
-                            full, policy);
+            sm90::bulk_copy(slabs_at + place * task.stages.slab_bytes, task.data + (int64_t)from * MACKO_TILE_UNIT,
+                            bytes, full, policy);
         }
         __syncwarp();
         slabs.advance(task.stages.slabs);
@@ -384,16 +386,16 @@ __device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem
     start_wait();
     if (first_slab < 0) return;
     fetch();
-    const tile_share share = tile_share_of(&schedule, SHAPE::plain(), blockIdx.x);
+    const macko_tile_share share = macko_tile_share_of(&schedule, SHAPE::plain(), blockIdx.x);
     bool first = true;
     for (int next = 0; next < share.half_slabs;) {
-        const tile_segment segment = tile_segment_at(&share, next);
-        next += tile_length(&segment);
-        const tile_place place = tile_place_of(&schedule, segment.tile);
+        const macko_tile_segment segment = macko_tile_segment_at(&share, next);
+        next += macko_tile_length(&segment);
+        const macko_tile_place place = macko_tile_place_of(&schedule, segment.tile);
         const int row = first_row_block<SHAPE>(share, place.row_tile) * schedule.slabs;
-        for (int i = 0; i < tile_own_count(&segment); i += i < tile_singles(&segment) ? 1 : 2) {
+        for (int i = 0; i < macko_tile_own_count(&segment); i += i < macko_tile_singles(&segment) ? 1 : 2) {
             if (!first) {
-                ask(row + tile_nth(&segment, i) / 2);
+                ask(row + macko_tile_nth(&segment, i) / 2);
                 fetch();
             }
             first = false;
@@ -406,26 +408,26 @@ __device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem
 // Raises the flags of this block's partial sums, and stores the output.
 template <class SHAPE>
 __device__ __forceinline__ void store_outputs(const many_task &task, uint32_t smem) {
-    const tile_share share = tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
+    const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
     start_wait();
     const int lane = threadIdx.x % WARP;
     uint32_t segments = 0;
     int stages = 0; // of the x pipeline up to the end of the segment
     for (int next = 0; next < share.half_slabs; segments++) {
-        const tile_segment segment = tile_segment_at(&share, next);
-        next += tile_length(&segment);
+        const macko_tile_segment segment = macko_tile_segment_at(&share, next);
+        next += macko_tile_length(&segment);
         stages += stages_before_fix_up<SHAPE>(segment) +
-                  (segment.fixes_up ? tile_contributors(&share, segment.tile) * SHAPE::FIX_UP_STAGES : 0) +
+                  (segment.fixes_up ? macko_tile_contributors(&share, segment.tile) * SHAPE::FIX_UP_STAGES : 0) +
                   stages_of_output<SHAPE>(segment);
-        const tile_place place = tile_place_of(&task.schedule, segment.tile);
+        const macko_tile_place place = macko_tile_place_of(&task.schedule, segment.tile);
         const int token = first_token<SHAPE>(share, place.token_tile);
         for (int warpgroup = 0; warpgroup < SHAPE::ROW_BLOCKS; warpgroup++) {
             const int stage = (stages - SHAPE::ROW_BLOCKS + warpgroup) % task.stages.x;
-            const int64_t row = (int64_t)(first_row_block<SHAPE>(share, place.row_tile) + warpgroup) * TILE_ROWS;
+            const int64_t row = (int64_t)(first_row_block<SHAPE>(share, place.row_tile) + warpgroup) * MACKO_TILE_ROWS;
             named_barrier_sync(sums_ready(warpgroup, segments), SUMS_READY_THREADS);
             if (segment.first > 0) {
                 if (lane == 0)
-                    store_release(flag_of<SHAPE>(task, share, tile_share_index(&share), warpgroup), task.epoch);
+                    store_release(flag_of<SHAPE>(task, share, macko_tile_share_index(&share), warpgroup), task.epoch);
             } else {
                 if (lane == 0 && !task.y_plain && row < task.rows && token < task.tokens) {
                     sm90::tma_store(&task.y, (int)row, token, smem + SHAPE::X + stage * SHAPE::STAGE_BYTES);
@@ -466,7 +468,8 @@ __device__ __forceinline__ void fix_up(const many_task &task, uint32_t smem, int
             sm90::barrier_wait(smem + SHAPE::X_FULL + x.stage * 8, x.phase);
 #pragma unroll
             for (int j = 0; j < FIX_UP_BYTES / 2048; j++)
-                add_sums(sums + i * (FIX_UP_BYTES / 512) + j * 4, from + j * 2048 + threadIdx.x % TILE_WARPGROUP * 16);
+                add_sums(sums + i * (FIX_UP_BYTES / 512) + j * 4,
+                         from + j * 2048 + threadIdx.x % MACKO_TILE_WARPGROUP * 16);
             sm90::fence_proxy_async();
             sm90::warpgroup_sync(warpgroup); // all have read
             release(x.stage);
@@ -482,7 +485,7 @@ __device__ __forceinline__ void exchange_partials(const many_task &task, uint32_
                                                   uint32_t segments, pipeline_state &x, int ahead,
                                                   float (&sums)[SHAPE::SUMS], const RELEASE &release) {
     constexpr int OUT_SUMS = SHAPE::OUT_SUMS;
-    const int thread = threadIdx.x % TILE_WARPGROUP, other = rank ^ 1, stages = task.stages.x;
+    const int thread = threadIdx.x % MACKO_TILE_WARPGROUP, other = rank ^ 1, stages = task.stages.x;
     const int own_stage = wrapped(x.stage + warpgroup, stages), other_stage = wrapped(own_stage + ahead, stages);
     const auto place = [&](int stage) { return smem + SHAPE::X + stage * SHAPE::STAGE_BYTES + thread * 16; };
     const uint32_t barriers = smem + (segments % 2 * SHAPE::ROW_BLOCKS + warpgroup) * 8, phase = segments / 2 % 2;
@@ -515,13 +518,14 @@ __device__ __forceinline__ void exchange_partials(const many_task &task, uint32_
 // rows], swizzled by 128 bytes. The store warp goes on from there. Where y cannot be stored by TMA, plain stores follow
 // at once.
 template <typename T, class SHAPE>
-__device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, const tile_share &share, int tile,
+__device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, const macko_tile_share &share, int tile,
                                          int warpgroup, int thread, pipeline_state &x,
                                          const float (&sums)[SHAPE::SUMS]) {
     // Asked for anew: there are no registers to keep them in while products run.
-    const int lane = held(threadIdx.x) % WARP, warp = tile_uniform(held(threadIdx.x) % TILE_WARPGROUP / WARP);
-    const tile_place place = tile_place_of(&task.schedule, tile);
-    const int64_t first_row = (int64_t)(first_row_block<SHAPE>(share, place.row_tile) + warpgroup) * TILE_ROWS,
+    const int lane = held(threadIdx.x) % WARP,
+              warp = macko_tile_uniform(held(threadIdx.x) % MACKO_TILE_WARPGROUP / WARP);
+    const macko_tile_place place = macko_tile_place_of(&task.schedule, tile);
+    const int64_t first_row = (int64_t)(first_row_block<SHAPE>(share, place.row_tile) + warpgroup) * MACKO_TILE_ROWS,
                   row = first_row + warp * 16 + lane / 4;
     float bias[2] = {0, 0};
     if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
@@ -541,11 +545,11 @@ __device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, c
     }
     if (task.y_plain) {
         sm90::warpgroup_sync(warpgroup);
-        const int own = thread % TILE_ROWS, first = first_token<SHAPE>(share, place.token_tile);
+        const int own = thread % MACKO_TILE_ROWS, first = first_token<SHAPE>(share, place.token_tile);
         if (first_row + own < task.rows)
 #pragma unroll 1
-            for (int i = thread / TILE_ROWS; i < min(SHAPE::OUT_TOKENS, task.tokens - first);
-                 i += TILE_WARPGROUP / TILE_ROWS)
+            for (int i = thread / MACKO_TILE_ROWS; i < min(SHAPE::OUT_TOKENS, task.tokens - first);
+                 i += MACKO_TILE_WARPGROUP / MACKO_TILE_ROWS)
                 ((uint16_t *)task.y_plain)[(int64_t)(first + i) * task.rows + first_row + own] =
                     load_shared_2(output + i * 128 + ((own / 8 ^ i % 8) << 4) + own % 8 * 2);
     }
@@ -557,9 +561,10 @@ __device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, c
 // (Stream-K), put out. The main loop and what gives away are no functions of their own: ptxas orders their instructions
 // in another way then.
 template <typename T, class SHAPE>
-__device__ __forceinline__ void consume(const many_task &task, uint32_t smem, const tile_share &share, int warpgroup) {
+__device__ __forceinline__ void consume(const many_task &task, uint32_t smem, const macko_tile_share &share,
+                                        int warpgroup) {
     constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS;
-    const int thread = threadIdx.x % TILE_WARPGROUP, slice = tile_uniform(thread / WARP);
+    const int thread = threadIdx.x % MACKO_TILE_WARPGROUP, slice = macko_tile_uniform(thread / WARP);
     const uint64_t tokens = sm90::smem_descriptor<128>(smem + SHAPE::X);
     const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
     pipeline_state x, slabs;
@@ -573,11 +578,12 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
         if (SHAPE::MULTICAST > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, share.rank ^ 1, times);
     };
     for (int position = 0; position < share.half_slabs;) { // `next` is a tile here
-        const tile_segment segment = tile_segment_at(&share, position);
-        position += tile_length(&segment);
-        const int half_slabs = tile_uniform(tile_own_count(&segment)), singles = tile_uniform(tile_singles(&segment));
+        const macko_tile_segment segment = macko_tile_segment_at(&share, position);
+        position += macko_tile_length(&segment);
+        const int half_slabs = macko_tile_uniform(macko_tile_own_count(&segment)),
+                  singles = macko_tile_uniform(macko_tile_singles(&segment));
         if (SHAPE::SPLIT_K > 1) {
-            ahead += (tile_length(&segment) - 2 * half_slabs) * TILE_HALF_SLAB_TILES;
+            ahead += (macko_tile_length(&segment) - 2 * half_slabs) * MACKO_TILE_HALF_SLAB_TILES;
             ahead = ahead < 0 ? ahead + task.stages.x : wrapped(ahead, task.stages.x);
         }
         float sums[SUMS];
@@ -589,7 +595,7 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
         // and the first ones loaded.
         tile_lane here, next;
         tile_streams streams;
-        uint32_t values[2][2][TILE_QUAD], mask_at;
+        uint32_t values[2][2][MACKO_TILE_QUAD], mask_at;
         const auto open_slab = [&] {
             const uint32_t at = slabs_at + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * task.stages.slab_bytes;
             streams.begin(at, slice, thread % WARP);
@@ -606,8 +612,8 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
         if (half_slabs) {
             wait_for_slab();
             open_slab();
-            if (tile_begins_inside(&segment)) {
-                mask_at += TILE_HALF_SLAB_TILES * TILE_MASK_BYTES;
+            if (macko_tile_begins_inside(&segment)) {
+                mask_at += MACKO_TILE_HALF_SLAB_TILES * MACKO_TILE_MASK_BYTES;
                 streams.spill();
             }
             next.read(mask_at);
@@ -617,9 +623,9 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
         }
         const auto multiply_tile = [&](int in_slab, bool more) {
             here = next;
-            mask_at += TILE_MASK_BYTES;
-            if (in_slab == TILE_HALF_SLAB_TILES - 1) streams.spill();
-            if (in_slab == TILE_SLAB_TILES - 1) open_slab();
+            mask_at += MACKO_TILE_MASK_BYTES;
+            if (in_slab == MACKO_TILE_HALF_SLAB_TILES - 1) streams.spill();
+            if (in_slab == MACKO_TILE_SLAB_TILES - 1) open_slab();
             const uint64_t b = tokens + x.stage * (SHAPE::STAGE_BYTES >> 4);
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
@@ -628,7 +634,8 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
                     next.read(mask_at);
                     sm90::barrier_wait(smem + SHAPE::X_FULL + x.stage * 8, x.phase);
                 }
-                if (STEP == 1 && in_slab == TILE_SLAB_TILES - 2 && more) { // after the last slab it is opened again
+                if (STEP == 1 && in_slab == MACKO_TILE_SLAB_TILES - 2 &&
+                    more) { // after the last slab it is opened again
                     slabs.advance(task.stages.slabs);
                     wait_for_slab();
                 }
@@ -661,8 +668,8 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
 #pragma unroll 1
         for (; left > half_slabs - singles; left--) {
             const int stage = slabs.stage;
-            multiply_tile(TILE_SLAB_TILES - 2, left > 1);
-            multiply_tile(TILE_SLAB_TILES - 1, true);
+            multiply_tile(MACKO_TILE_SLAB_TILES - 2, left > 1);
+            multiply_tile(MACKO_TILE_SLAB_TILES - 1, true);
             release_slab(stage);
         }
         const bool lags = SHAPE::LAG && left && task.stages.x > SHAPE::LAG;
@@ -671,8 +678,8 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
         for (; left > 0; left -= 2) {
             const int stage = slabs.stage;
 #pragma unroll
-            for (int in_slab = 0; in_slab < TILE_SLAB_TILES; in_slab++) {
-                if (SHAPE::LAG && in_slab == TILE_SLAB_TILES - SHAPE::LAG && left == waits_at)
+            for (int in_slab = 0; in_slab < MACKO_TILE_SLAB_TILES; in_slab++) {
+                if (SHAPE::LAG && in_slab == MACKO_TILE_SLAB_TILES - SHAPE::LAG && left == waits_at)
                     named_barrier_sync(FIRST_THROUGH, 256);
                 multiply_tile(in_slab, left > 2);
             }
@@ -691,16 +698,16 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
         // The store warp goes on: it raises the flag, or stores the output.
         const auto done = [&] { named_barrier_arrive(sums_ready(warpgroup, segments++), SUMS_READY_THREADS); };
         if (segment.first > 0) {
-            float4 *to = partials_of<SHAPE>(task, share, tile_share_index(&share), warpgroup) + thread;
+            float4 *to = partials_of<SHAPE>(task, share, macko_tile_share_index(&share), warpgroup) + thread;
 #pragma unroll
             for (int j = 0; j < SHAPE::OUT_SUMS / 4; j++)
-                __stcg(to + j * TILE_WARPGROUP,
+                __stcg(to + j * MACKO_TILE_WARPGROUP,
                        make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
             done();
             continue;
         }
         if (segment.fixes_up)
-            fix_up<SHAPE>(task, smem, tile_contributors(&share, segment.tile), warpgroup, x, sums, release);
+            fix_up<SHAPE>(task, smem, macko_tile_contributors(&share, segment.tile), warpgroup, x, sums, release);
         epilogue<T, SHAPE>(task, smem, share, segment.tile, warpgroup, thread, x, sums);
         done();
     }
@@ -713,7 +720,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_many_kernel(const __gr
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = held(shared_address(shared));
-    const int warpgroup = tile_uniform(threadIdx.x / TILE_WARPGROUP), warp = tile_uniform(threadIdx.x / WARP % 4);
+    const int warpgroup = macko_tile_uniform(threadIdx.x / MACKO_TILE_WARPGROUP),
+              warp = macko_tile_uniform(threadIdx.x / WARP % 4);
     // An SM fetches the task line by line, each when it is first read: here all at once.
     const uint32_t line = threadIdx.x / WARP + threadIdx.x % 4 * (SHAPE::THREADS / WARP);
     uint32_t word = 0;
@@ -722,7 +730,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_many_kernel(const __gr
     if (warpgroup < SHAPE::ROW_BLOCKS) {
         make_barriers<SHAPE>(smem);
         start_arrive();
-        const tile_share share = tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
+        const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
         sm90::warpgroup_reg_alloc<SHAPE::REGISTERS>();
         start_wait();
         consume<T, SHAPE>(task, smem, share, warpgroup);

@@ -5,12 +5,12 @@
 #include <stdio.h>
 #include <string.h>
 
-static const tile_many_shape SHAPES[] = {
+static const macko_tile_many_shape SHAPES[] = {
 #define SHAPE(tokens, row_blocks, split_k) {tokens, row_blocks, split_k},
-    TILE_MANY_SHAPES(SHAPE)
+    MACKO_TILE_MANY_SHAPES(SHAPE)
 #undef SHAPE
 };
-_Static_assert(sizeof SHAPES / sizeof *SHAPES == TILE_MANY_NUM_SHAPES, "one for each");
+_Static_assert(sizeof SHAPES / sizeof *SHAPES == MACKO_TILE_MANY_NUM_SHAPES, "one for each");
 
 static int64_t divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -22,18 +22,20 @@ static int64_t max_of(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-bool macko_tile_many_stages(tile_many_shape shape, int widest, int shared_bytes, tile_many_stages *stages) {
-    const int room = shared_bytes - TILE_MANY_BARRIER_BYTES;
-    stages->slab_bytes = (widest * TILE_UNIT + TILE_OVERREAD + 127) / 128 * 128;
-    const int slabs_bytes = shape.row_blocks * stages->slab_bytes, least = TILE_MANY_MIN_SLAB_STAGES * slabs_bytes;
-    stages->x = (int)min_of((room - least) / tile_x_stage_bytes(shape), tile_max_x_stages(shape));
-    if (room < least || stages->x < tile_min_x_stages(shape)) return false;
-    stages->slabs =
-        (int)min_of((room - stages->x * tile_x_stage_bytes(shape)) / slabs_bytes, TILE_MANY_MAX_SLAB_STAGES);
+bool macko_tile_many_fit_stages(macko_tile_many_shape shape, int widest, int shared_bytes,
+                                macko_tile_many_stages *stages) {
+    const int room = shared_bytes - MACKO_TILE_MANY_BARRIER_BYTES;
+    stages->slab_bytes = (widest * MACKO_TILE_UNIT + MACKO_TILE_OVERREAD + 127) / 128 * 128;
+    const int slabs_bytes = shape.row_blocks * stages->slab_bytes,
+              least = MACKO_TILE_MANY_MIN_SLAB_STAGES * slabs_bytes;
+    stages->x = (int)min_of((room - least) / macko_tile_x_stage_bytes(shape), macko_tile_max_x_stages(shape));
+    if (room < least || stages->x < macko_tile_min_x_stages(shape)) return false;
+    stages->slabs = (int)min_of((room - stages->x * macko_tile_x_stage_bytes(shape)) / slabs_bytes,
+                                MACKO_TILE_MANY_MAX_SLAB_STAGES);
     return true;
 }
 
-bool macko_tile_many_way(const char *text, tile_many_way *way) {
+bool macko_tile_many_parse_way(const char *text, macko_tile_many_way *way) {
     int end = 0;
     return sscanf(text, "%dx%dx%dx%d%n", &way->rows, &way->tokens, &way->split_k, &way->split, &end) == 4 && !text[end];
 }
@@ -50,9 +52,9 @@ typedef struct clocks {
     int64_t epilogue;  /* and until the next products */
 } clocks;
 
-static clocks clocks_of(tile_many_shape shape) {
+static clocks clocks_of(macko_tile_many_shape shape) {
     const int slab = shape.tokens > 192 ? 4240 : shape.tokens > 128 ? 3550 : shape.row_blocks > 2 ? 4090 : 2730;
-    const int sums = shape.row_blocks * tile_partial_bytes(shape);
+    const int sums = shape.row_blocks * macko_tile_partial_bytes(shape);
     return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 3800, sums / 100,
                     2300 + sums / 150};
 }
@@ -60,7 +62,7 @@ static clocks clocks_of(tile_many_shape shape) {
 /* Clocks until the last cluster ends. Each has `whole` tiles, and of the split ones the half slabs from shares[index]
  * on. Or some number from `least` on, where it is not less. */
 static int64_t time_of(const int *shares, int clusters, int half_slabs, int whole, const clocks *c, int64_t least) {
-    int64_t given[TILE_MOST_CLUSTERS], last = 0; /* given: when a share's partial sums are there */
+    int64_t given[MACKO_TILE_MOST_CLUSTERS], last = 0; /* given: when a share's partial sums are there */
     for (int i = clusters - 1; i >= 0 && last < least; i--) {
         int at = shares[i];
         const int end = shares[i + 1], in_tile = at % half_slabs;
@@ -117,7 +119,7 @@ static bool deal(const split_work *s, const dealing *d, int *shares) {
 static int64_t deal_best(const split_work *s, int *shares) {
     const int mean = s->tiles * s->half_slabs / s->clusters, give = (int)(s->clocks.give / s->clocks.half_slab);
     int64_t least = INT64_MAX;
-    int tried[TILE_MOST_CLUSTERS + 1];
+    int tried[MACKO_TILE_MOST_CLUSTERS + 1];
     for (int begins = mean; begins <= mean + 8; begins++) {
         /* The first cluster alone takes longer. */
         if (least <= (s->whole * s->half_slabs + begins) * s->clocks.half_slab) break;
@@ -137,28 +139,30 @@ static int64_t deal_best(const split_work *s, int *shares) {
 
 /* The best plan so far, and what is looked for. */
 typedef struct search {
-    const tile_many_problem *problem;
-    const tile_many_way *way;
+    const macko_tile_many_problem *problem;
+    const macko_tile_many_way *way;
     int64_t least; /* clocks; INT64_MAX: no plan yet */
-    tile_many_plan *plan;
+    macko_tile_many_plan *plan;
 } search;
 
 /* So many clusters of a shape, and so many split tiles. */
-static void consider(search *s, tile_many_shape shape, int64_t clusters, int64_t split_tiles) {
-    const tile_many_problem *p = s->problem;
-    tile_schedule found = {.row_blocks = (int)tile_row_blocks(p->rows),
-                           .slabs = (int)tile_slabs(p->cols),
-                           .half_slabs = (int)divide_up(p->cols, TILE_HALF_SLAB_COLS),
-                           .token_tiles = (int)divide_up(p->tokens, shape.tokens),
-                           .clusters = (int)clusters,
-                           .split = (int)split_tiles};
-    found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (TILE_CLUSTER_BLOCKS / shape.split_k));
+static void consider(search *s, macko_tile_many_shape shape, int64_t clusters, int64_t split_tiles) {
+    const macko_tile_many_problem *p = s->problem;
+    macko_tile_schedule found = {.row_blocks = (int)macko_tile_row_blocks(p->rows),
+                                 .slabs = (int)macko_tile_slabs(p->cols),
+                                 .half_slabs = (int)divide_up(p->cols, MACKO_TILE_HALF_SLAB_COLS),
+                                 .token_tiles = (int)divide_up(p->tokens, shape.tokens),
+                                 .clusters = (int)clusters,
+                                 .split = (int)split_tiles};
+    found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_TILE_CLUSTER_BLOCKS / shape.split_k));
     const int64_t tiles = (int64_t)found.row_tiles * found.token_tiles, half_slabs = found.half_slabs;
     const int64_t whole = divide_up(tiles - split_tiles, clusters);
     clocks c = clocks_of(shape);
     const bool evenly = split_tiles == tiles && clusters % tiles == 0;
     if (s->way) {
-        const int kind = !split_tiles ? TILE_SPLIT_NONE : evenly ? TILE_SPLIT_EVENLY : TILE_SPLIT_SOME;
+        const int kind = !split_tiles ? MACKO_TILE_SPLIT_NONE
+                         : evenly     ? MACKO_TILE_SPLIT_EVENLY
+                                      : MACKO_TILE_SPLIT_SOME;
         if (s->least < INT64_MAX || kind != s->way->split) return;
     } else if ((whole * half_slabs + split_tiles * half_slabs / clusters) * c.half_slab >= s->least) {
         return;
@@ -166,31 +170,33 @@ static void consider(search *s, tile_many_shape shape, int64_t clusters, int64_t
     int64_t time = whole * (half_slabs * c.half_slab + c.exchange + c.epilogue), workspace_bytes = 0;
     if (split_tiles) {
         /* Blocks at different columns find less in L2, the more so where it does not hold the tokens. */
-        if (!evenly) c.half_slab = c.half_slab * (tile_tokens_exceed_l2(p->tokens, p->cols) ? 105 : 102) / 100;
+        if (!evenly) c.half_slab = c.half_slab * (macko_tile_tokens_exceed_l2(p->tokens, p->cols) ? 105 : 102) / 100;
         const split_work work = {(int)clusters, (int)split_tiles, (int)half_slabs, (int)whole, evenly, c};
         time = deal_best(&work, found.shares);
         if (time == INT64_MAX) return;
         while (!whole && found.shares[found.clusters - 1] == split_tiles * half_slabs) found.clusters--;
-        workspace_bytes = tile_many_flag_bytes(shape, found.clusters) +
-                          (int64_t)found.clusters * TILE_CLUSTER_BLOCKS * shape.row_blocks * tile_partial_bytes(shape);
+        workspace_bytes =
+            macko_tile_many_flag_bytes(shape, found.clusters) +
+            (int64_t)found.clusters * MACKO_TILE_CLUSTER_BLOCKS * shape.row_blocks * macko_tile_partial_bytes(shape);
     }
     if (time >= s->least) return;
     s->least = time;
-    *s->plan = (tile_many_plan){workspace_bytes, shape, found};
+    *s->plan = (macko_tile_many_plan){workspace_bytes, shape, found};
 }
 
 /* A shape, with whole tiles only or with some that are split. */
-static void consider_shape(search *s, tile_many_shape shape, int at_once, bool splits) {
-    const tile_many_problem *p = s->problem;
-    const tile_many_way *way = s->way;
-    const int64_t half_slabs = divide_up(p->cols, TILE_HALF_SLAB_COLS), clusters = min_of(at_once, TILE_MOST_CLUSTERS);
+static void consider_shape(search *s, macko_tile_many_shape shape, int at_once, bool splits) {
+    const macko_tile_many_problem *p = s->problem;
+    const macko_tile_many_way *way = s->way;
+    const int64_t half_slabs = divide_up(p->cols, MACKO_TILE_HALF_SLAB_COLS),
+                  clusters = min_of(at_once, MACKO_TILE_MOST_CLUSTERS);
     if (!clusters) return;
     if (half_slabs < shape.split_k) return; /* one of the two blocks would never have any */
-    if (way &&
-        (way->rows != shape.row_blocks * TILE_ROWS || way->tokens != shape.tokens || way->split_k != shape.split_k))
+    if (way && (way->rows != shape.row_blocks * MACKO_TILE_ROWS || way->tokens != shape.tokens ||
+                way->split_k != shape.split_k))
         return;
     const int64_t tiles =
-        divide_up(tile_row_blocks(p->rows), shape.row_blocks * (TILE_CLUSTER_BLOCKS / shape.split_k)) *
+        divide_up(macko_tile_row_blocks(p->rows), shape.row_blocks * (MACKO_TILE_CLUSTER_BLOCKS / shape.split_k)) *
         divide_up(p->tokens, shape.tokens);
     if (!splits) {
         consider(s, shape, min_of(tiles, clusters), 0);
@@ -207,31 +213,33 @@ static void consider_shape(search *s, tile_many_shape shape, int at_once, bool s
 }
 
 /* Which slab each block begins with, so that it asks for this before it has worked out anything. */
-static void find_first_slabs(tile_schedule *schedule, tile_many_shape shape) {
-    for (int block = 0; block < schedule->clusters * TILE_CLUSTER_BLOCKS; block++) {
-        const tile_share share = tile_share_of(schedule, shape, (uint32_t)block);
+static void find_first_slabs(macko_tile_schedule *schedule, macko_tile_many_shape shape) {
+    for (int block = 0; block < schedule->clusters * MACKO_TILE_CLUSTER_BLOCKS; block++) {
+        const macko_tile_share share = macko_tile_share_of(schedule, shape, (uint32_t)block);
         int *first = &schedule->first_slabs[block];
         *first = -1;
         for (int next = 0; *first < 0 && next < share.half_slabs;) {
-            const tile_segment segment = tile_segment_at(&share, next);
-            next += tile_length(&segment);
-            if (!tile_own_count(&segment)) continue;
-            const int row_tile = tile_place_of(schedule, segment.tile).row_tile;
-            *first = tile_first_row_block(&share, row_tile) * schedule->slabs + tile_nth(&segment, 0) / 2;
+            const macko_tile_segment segment = macko_tile_segment_at(&share, next);
+            next += macko_tile_length(&segment);
+            if (!macko_tile_own_count(&segment)) continue;
+            const int row_tile = macko_tile_place_of(schedule, segment.tile).row_tile;
+            *first = macko_tile_first_row_block(&share, row_tile) * schedule->slabs + macko_tile_nth(&segment, 0) / 2;
         }
     }
 }
 
-bool macko_tile_many_plan(const tile_many_problem *problem, const tile_many_way *way, tile_many_plan *plan) {
+bool macko_tile_many_choose(const macko_tile_many_problem *problem, const macko_tile_many_way *way,
+                            macko_tile_many_plan *plan) {
     search s = {problem, way, INT64_MAX, plan};
     /* What takes long to consider comes last, and most of it is seen to be slower at once. */
     for (int splits = 0; splits < 2; splits++)
-        for (int i = 0; i < TILE_MANY_NUM_SHAPES; i++) consider_shape(&s, SHAPES[i], problem->clusters[i], splits);
+        for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
+            consider_shape(&s, SHAPES[i], problem->clusters[i], splits);
     if (s.least == INT64_MAX) return false;
-    tile_schedule *schedule = &plan->schedule;
-    schedule->by_clusters = tile_divisor_of(schedule->clusters);
-    schedule->by_half_slabs = tile_divisor_of(schedule->half_slabs);
-    schedule->by_raster = tile_divisor_of(TILE_RASTER_ROWS * (int64_t)schedule->token_tiles);
+    macko_tile_schedule *schedule = &plan->schedule;
+    schedule->by_clusters = macko_tile_divisor_of(schedule->clusters);
+    schedule->by_half_slabs = macko_tile_divisor_of(schedule->half_slabs);
+    schedule->by_raster = macko_tile_divisor_of(MACKO_TILE_RASTER_ROWS * (int64_t)schedule->token_tiles);
     find_first_slabs(schedule, plan->shape);
     return true;
 }

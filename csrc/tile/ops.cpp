@@ -23,7 +23,7 @@ namespace {
 #ifdef USE_CUDA
 // Whether tokens are multiplied from the layout, and how; else through dense rows and the library's GEMM, as a GPU
 // without wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
-bool takes_layout(const tile_matrix &m, int64_t tokens, tile_many_plan *plan) {
+bool takes_layout(const macko_tile_matrix &m, int64_t tokens, macko_tile_many_plan *plan) {
     const char *knob = getenv("MACKO_TILE_TOKENS");
     if (!m.cols || (knob && tokens > atoll(knob))) return false;
     STD_CUDA_CHECK(macko_tile_many_plan_cuda(&m, tokens, plan));
@@ -38,8 +38,8 @@ macko_dtype check_half(const char *op, const char *name, const Tensor &t) {
 }
 
 // The struct over the two tensors, once they have passed every check that needs no look at their content.
-tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
-                      int64_t widest) {
+macko_tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
+                            int64_t widest) {
     check_backend(op, "data", data);
     check_device(op, "offsets", offsets, "data", data);
     const macko_dtype dtype = check_half(op, "data", data);
@@ -48,14 +48,14 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
     check_dim(op, "offsets", offsets, 1);
     if (rows < 0 || rows > INT32_MAX) fail(op, "rows is ", rows, ", expected 0 to ", INT32_MAX);
     if (cols < 0 || cols > INT32_MAX) fail(op, "cols is ", cols, ", expected 0 to ", INT32_MAX);
-    const int64_t slabs = tile_count(rows, cols);
+    const int64_t slabs = macko_tile_count(rows, cols);
     if (offsets.numel() != slabs + 1)
         fail(op, "offsets has ", offsets.numel(), " elements, expected ", slabs + 1, " for a matrix of ", rows, " x ",
              cols);
-    if (data.numel() * 2 % TILE_UNIT || data.numel() * 2 < slabs * tile_units(0) * TILE_UNIT)
-        fail(op, "data has ", data.numel(), " elements, expected a multiple of ", TILE_UNIT / 2, ", at least ",
-             slabs * tile_units(0) * TILE_UNIT / 2);
-    const int least = slabs ? tile_units(0) : 0, most = slabs ? tile_units(TILE_MOST_ROWS) : 0;
+    if (data.numel() * 2 % MACKO_TILE_UNIT || data.numel() * 2 < slabs * macko_tile_units(0) * MACKO_TILE_UNIT)
+        fail(op, "data has ", data.numel(), " elements, expected a multiple of ", MACKO_TILE_UNIT / 2, ", at least ",
+             slabs * macko_tile_units(0) * MACKO_TILE_UNIT / 2);
+    const int least = slabs ? macko_tile_units(0) : 0, most = slabs ? macko_tile_units(MACKO_TILE_MOST_ROWS) : 0;
     if (widest < least || widest > most) fail(op, "widest is ", widest, ", expected ", least, " to ", most);
     check_contiguous(op, "data", data);
     check_contiguous(op, "offsets", offsets);
@@ -66,12 +66,12 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
             cols,
             int32_t(widest),
             dtype,
-            data.numel() * 2 / TILE_UNIT};
+            data.numel() * 2 / MACKO_TILE_UNIT};
 }
 
 // The matrix's rows from the row block of `first` on: the offsets of its slabs are those of a whole one.
-tile_matrix piece_of(tile_matrix m, int64_t first, int64_t rows) {
-    m.offsets += first / TILE_ROWS * tile_slabs(m.cols);
+macko_tile_matrix piece_of(macko_tile_matrix m, int64_t first, int64_t rows) {
+    m.offsets += first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols);
     m.rows = rows;
     m.units = 0; // its first slab is not the first of data
     return m;
@@ -95,8 +95,8 @@ Tokens tokens_of(const Tensor &x_any, int64_t cols) {
     return {x, tokens == 1 ? cols + padding : x.stride(0)};
 }
 
-void multiply(const tile_matrix &m, const Tokens &tokens, const std::optional<Tensor> &bias, const tile_many_plan &plan,
-              Tensor &y) {
+void multiply(const macko_tile_matrix &m, const Tokens &tokens, const std::optional<Tensor> &bias,
+              const macko_tile_many_plan &plan, Tensor &y) {
     const void *x = tokens.x.const_data_ptr();
     const cudaStream_t stream = current_stream(y);
     if (plan.workspace_bytes < 0) {
@@ -110,7 +110,7 @@ void multiply(const tile_matrix &m, const Tokens &tokens, const std::optional<Te
 }
 
 // What unpacks rows on the stream of data's device.
-auto unpacking(const tile_matrix &m, const Tensor &data) {
+auto unpacking(const macko_tile_matrix &m, const Tensor &data) {
     return [&m, stream = current_stream(data)](int64_t first, int64_t count, void *w) {
         STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, first, count, w, stream));
     };
@@ -127,20 +127,21 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     check_half(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
-    const int64_t rows = source.rows, slabs = tile_count(rows, cols);
+    const int64_t rows = source.rows, slabs = macko_tile_count(rows, cols);
     Tensor offsets = torch::stable::new_empty(values, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     const auto check_units = [&](int64_t units) {
         if (units > INT32_MAX)
-            fail(op, "the layout takes ", units, " units of ", TILE_UNIT, " bytes, expected at most ", INT32_MAX);
+            fail(op, "the layout takes ", units, " units of ", MACKO_TILE_UNIT, " bytes, expected at most ", INT32_MAX);
     };
-    tile_totals totals{};
+    macko_tile_totals totals{};
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(values);
     Tensor totals_tensor = torch::stable::new_zeros(values, {int64_t(sizeof totals / 8)}, ScalarType::Long);
-    auto *device_totals = static_cast<tile_totals *>(totals_tensor.mutable_data_ptr());
+    auto *device_totals = static_cast<macko_tile_totals *>(totals_tensor.mutable_data_ptr());
     // Twice through dense rows, as many as the workspace holds; where that is all of them, they stay.
-    const int64_t most = rows_of_panel(rows, cols, 2), step = most >= rows ? rows : (most + 63) / TILE_ROWS * TILE_ROWS;
+    const int64_t most = rows_of_panel(rows, cols, 2),
+                  step = most >= rows ? rows : (most + 63) / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
     Tensor dense = torch::stable::new_empty(values, {std::min(rows, step), cols});
     const auto for_pieces = [&](bool unpack, auto body) {
         for (int64_t first = 0; first < rows; first += step) {
@@ -154,17 +155,18 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     };
     for_pieces(true, [&](int64_t first, int64_t count) {
         return macko_tile_count_cuda(dense.const_data_ptr(), count, cols,
-                                     offset_data + first / TILE_ROWS * tile_slabs(cols), device_totals, stream);
+                                     offset_data + first / MACKO_TILE_ROWS * macko_tile_slabs(cols), device_totals,
+                                     stream);
     });
     STD_CUDA_CHECK(macko_tile_scan_cuda(slabs, offset_data, device_totals, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
     STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     check_units(totals.units);
-    Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
+    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
+    const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_pieces(step < rows, [&](int64_t first, int64_t count) {
-        const tile_matrix piece = piece_of(m, first, count);
+        const macko_tile_matrix piece = piece_of(m, first, count);
         return macko_tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
     });
     // A product may read the weight before the kernel before it has ended (PDL), so that must not be the one that
@@ -172,17 +174,17 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
     const auto for_blocks = [&](auto body) {
-        for_rows(tile_row_blocks(rows), cols * TILE_ROWS, [&](int64_t begin, int64_t end) {
-            std::vector<uint16_t> dense(TILE_ROWS * cols);
+        for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t begin, int64_t end) {
+            std::vector<uint16_t> dense(MACKO_TILE_ROWS * cols);
             for (int64_t block = begin; block < end; block++) {
-                const int64_t first = block * TILE_ROWS, count = std::min<int64_t>(TILE_ROWS, rows - first);
+                const int64_t first = block * MACKO_TILE_ROWS, count = std::min<int64_t>(MACKO_TILE_ROWS, rows - first);
                 macko_unpack_cpu(&source, first, first + count, dense.data());
                 body(block, count, dense.data());
             }
         });
     };
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
-        macko_tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * tile_slabs(cols));
+        macko_tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * macko_tile_slabs(cols));
     });
     offset_data[0] = 0;
     for (int64_t slab = 0; slab < slabs; slab++) {
@@ -191,17 +193,17 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         check_units(totals.units);
         offset_data[slab + 1] = int32_t(totals.units);
     }
-    Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
+    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
+    const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
-        const tile_matrix piece = piece_of(m, block * TILE_ROWS, count);
+        const macko_tile_matrix piece = piece_of(m, block * MACKO_TILE_ROWS, count);
         macko_tile_write_cpu(&piece, dense, bytes, 0, 1);
     });
     for (int64_t slab = 0; slab < slabs; slab++)
-        for (int byte = 0; byte < TILE_SPILLS_AT; byte += 4) {
+        for (int byte = 0; byte < MACKO_TILE_SPILLS_AT; byte += 4) {
             uint32_t mask;
-            std::memcpy(&mask, bytes + int64_t(offset_data[slab]) * TILE_UNIT + byte, 4);
+            std::memcpy(&mask, bytes + int64_t(offset_data[slab]) * MACKO_TILE_UNIT + byte, 4);
             totals.stored += __builtin_popcount(mask);
         }
 #endif
@@ -209,7 +211,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
 }
 
 Tensor tile_unpack(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
-    const tile_matrix m = matrix_of("tile_unpack", data, offsets, rows, cols, widest);
+    const macko_tile_matrix m = matrix_of("tile_unpack", data, offsets, rows, cols, widest);
     const DeviceOf guard(data);
     Tensor w = torch::stable::new_empty(data, {rows, cols});
 #ifdef USE_CUDA
@@ -223,7 +225,7 @@ Tensor tile_unpack(const Tensor &data, const Tensor &offsets, int64_t rows, int6
 }
 
 Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
-    const tile_matrix m = matrix_of("tile_check", data, offsets, rows, cols, widest);
+    const macko_tile_matrix m = matrix_of("tile_check", data, offsets, rows, cols, widest);
 #ifdef USE_CUDA
     // Content is looked at once, when it comes from outside, so on the CPU, where this is asked of the same op.
     (void)m;
@@ -236,7 +238,7 @@ Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64
     return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), data.device());
 #else
     Tensor found = new_fault(data);
-    *fault_in(found) = macko_tile_check_cpu(&m, data.numel() * 2 / TILE_UNIT);
+    *fault_in(found) = macko_tile_check_cpu(&m, data.numel() * 2 / MACKO_TILE_UNIT);
     return found;
 #endif
 }
@@ -244,13 +246,13 @@ Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64
 Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
                    int64_t widest, const std::optional<Tensor> &bias_any) {
     const char *op = "tile_linear";
-    const tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
+    const macko_tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
     check_tokens(op, x_any, "data", data, cols);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), rows);
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x_any);
 #ifdef USE_CUDA
-    tile_many_plan plan;
+    macko_tile_many_plan plan;
     if (!takes_layout(m, tokens, &plan)) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
 #endif
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
@@ -270,18 +272,18 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
 std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const Tensor &offsets, int64_t rows,
                                       int64_t cols, int64_t widest, const std::vector<int64_t> &part_rows) {
     const char *op = "tile_linear_parts";
-    const tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
+    const macko_tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
     check_tokens(op, x, "data", data, cols);
     check_parts(op, part_rows, rows);
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x);
-    std::vector<tile_matrix> pieces;
-    std::vector<tile_many_plan> plans(part_rows.size());
+    std::vector<macko_tile_matrix> pieces;
+    std::vector<macko_tile_many_plan> plans(part_rows.size());
     int64_t first = 0;
     for (const int64_t count : part_rows) {
         pieces.push_back(piece_of(m, first, count));
         // Parts that do not begin where a row block does go through dense rows, which can be cut anywhere.
-        if (count && (first % TILE_ROWS || !takes_layout(pieces.back(), tokens, &plans[pieces.size() - 1])))
+        if (count && (first % MACKO_TILE_ROWS || !takes_layout(pieces.back(), tokens, &plans[pieces.size() - 1])))
             return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, data));
         first += count;
     }

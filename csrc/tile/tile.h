@@ -27,10 +27,10 @@
  *   row 34        T31       T0               T7
  *
  * Order, from the matrix down:
- *   slab     TILE_SLAB_TILES tiles side by side: TILE_ROWS x TILE_SLAB_COLS elements. Row block after row block, and in it
- *            from the first column to the last. Elements outside the matrix have no values. Slab i = row_block *
- *            tile_slabs(cols) + s is data[128 * offsets[i]] up to data[128 * offsets[i + 1]].
- *   tile     TILE_ROWS x TILE_COLS elements.
+ *   slab     MACKO_TILE_SLAB_TILES tiles side by side: MACKO_TILE_ROWS x MACKO_TILE_SLAB_COLS elements. Row block
+ *            after row block, and in it from the first column to the last. Elements outside the matrix have no values.
+ *            Slab i = row_block * macko_tile_slabs(cols) + s is data[128 * offsets[i]] up to data[128 * offsets[i + 1]].
+ *   tile     MACKO_TILE_ROWS x MACKO_TILE_COLS elements.
  *   slice    16 rows of a slab or tile, one warp's: 16 slice .. 16 slice + 15. Its rows of `values` go from slice offset
  *            [slice] to the next slice's, or to the end.
  *   group    128 elements of a slice of a tile, 4 a lane. Groups 2 b and 2 b + 1 are columns 16 b .. 16 b + 15 of the tile.
@@ -54,9 +54,9 @@
 #include "../core/types.h"
 
 #ifdef __CUDACC__
-#define TILE_FN static __host__ __device__ __forceinline__
+#define MACKO_TILE_FN static __host__ __device__ __forceinline__
 #else
-#define TILE_FN static inline
+#define MACKO_TILE_FN static inline
 #endif
 
 #ifdef __cplusplus
@@ -64,103 +64,103 @@ extern "C" {
 #endif
 
 enum {
-    TILE_ROWS = 64,
-    TILE_COLS = 64,
-    TILE_SLICES = 4,
-    TILE_LANES = 32,
-    TILE_GROUPS = 8,
-    TILE_QUAD = 4,       /* elements of a lane in a group */
-    TILE_SLAB_TILES = 4, /* side by side */
-    TILE_SLAB_COLS = TILE_SLAB_TILES * TILE_COLS,
-    TILE_STREAMS = 2,                               /* of a lane: columns of values it has */
-    TILE_STREAM_BITS = 0x0f0f0f0f,                  /* of a mask: groups 0 to 3, stream 0 */
-    TILE_ROW_BYTES = TILE_LANES * TILE_STREAMS * 2, /* of values */
-    TILE_MASK_BYTES = TILE_SLICES * TILE_LANES * 4, /* of a tile */
-    TILE_UNIT = 128,                                /* bytes that offsets count */
+    MACKO_TILE_ROWS = 64,
+    MACKO_TILE_COLS = 64,
+    MACKO_TILE_SLICES = 4,
+    MACKO_TILE_LANES = 32,
+    MACKO_TILE_GROUPS = 8,
+    MACKO_TILE_QUAD = 4,       /* elements of a lane in a group */
+    MACKO_TILE_SLAB_TILES = 4, /* side by side */
+    MACKO_TILE_SLAB_COLS = MACKO_TILE_SLAB_TILES * MACKO_TILE_COLS,
+    MACKO_TILE_STREAMS = 2,                                           /* of a lane: columns of values it has */
+    MACKO_TILE_STREAM_BITS = 0x0f0f0f0f,                              /* of a mask: groups 0 to 3, stream 0 */
+    MACKO_TILE_ROW_BYTES = MACKO_TILE_LANES * MACKO_TILE_STREAMS * 2, /* of values */
+    MACKO_TILE_MASK_BYTES = MACKO_TILE_SLICES * MACKO_TILE_LANES * 4, /* of a tile */
+    MACKO_TILE_UNIT = 128,                                            /* bytes that offsets count */
     /* Bytes of a slab where its spill offsets, slice offsets and values are. */
-    TILE_SPILLS_AT = TILE_SLAB_TILES * TILE_MASK_BYTES,
-    TILE_SLICES_AT = TILE_SPILLS_AT + TILE_SLICES * TILE_LANES * TILE_STREAMS * 2,
-    TILE_VALUES_AT = TILE_SLICES_AT + TILE_UNIT,
+    MACKO_TILE_SPILLS_AT = MACKO_TILE_SLAB_TILES * MACKO_TILE_MASK_BYTES,
+    MACKO_TILE_SLICES_AT = MACKO_TILE_SPILLS_AT + MACKO_TILE_SLICES * MACKO_TILE_LANES * MACKO_TILE_STREAMS * 2,
+    MACKO_TILE_VALUES_AT = MACKO_TILE_SLICES_AT + MACKO_TILE_UNIT,
     /* After a slab in shared memory, so much is read where an element has no value: two rows, which nobody uses. */
-    TILE_OVERREAD = 2 * TILE_ROW_BYTES,
-    TILE_MOST_ROWS = TILE_SLICES * TILE_SLAB_TILES * 16, /* of values of a slab: none is zero */
+    MACKO_TILE_OVERREAD = 2 * MACKO_TILE_ROW_BYTES,
+    MACKO_TILE_MOST_ROWS = MACKO_TILE_SLICES * MACKO_TILE_SLAB_TILES * 16, /* of values of a slab: none is zero */
 };
 
-typedef struct tile_matrix {
-    const uint8_t *data;    /* [TILE_UNIT * offsets[slabs]], 16-byte aligned (fastest: 128) */
+typedef struct macko_tile_matrix {
+    const uint8_t *data;    /* [MACKO_TILE_UNIT * offsets[slabs]], 16-byte aligned (fastest: 128) */
     const int32_t *offsets; /* [slabs + 1], in units */
     int64_t rows, cols;
     int32_t widest;    /* units of the largest slab: what a kernel has to hold; 0 where there are none */
     macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
     int64_t units;     /* of data, for a kernel to guess where slabs are and prefetch them; 0: unknown */
-} tile_matrix;
+} macko_tile_matrix;
 
-TILE_FN int64_t tile_row_blocks(int64_t rows) {
-    return (rows + TILE_ROWS - 1) / TILE_ROWS;
+MACKO_TILE_FN int64_t macko_tile_row_blocks(int64_t rows) {
+    return (rows + MACKO_TILE_ROWS - 1) / MACKO_TILE_ROWS;
 }
 
 /* Of a row block. */
-TILE_FN int64_t tile_slabs(int64_t cols) {
-    return (cols + TILE_SLAB_COLS - 1) / TILE_SLAB_COLS;
+MACKO_TILE_FN int64_t macko_tile_slabs(int64_t cols) {
+    return (cols + MACKO_TILE_SLAB_COLS - 1) / MACKO_TILE_SLAB_COLS;
 }
 
 /* Slabs of a matrix. */
-TILE_FN int64_t tile_count(int64_t rows, int64_t cols) {
-    return tile_row_blocks(rows) * tile_slabs(cols);
+MACKO_TILE_FN int64_t macko_tile_count(int64_t rows, int64_t cols) {
+    return macko_tile_row_blocks(rows) * macko_tile_slabs(cols);
 }
 
 /* Units of a slab with so many rows of values. */
-TILE_FN int tile_units(int value_rows) {
-    return (TILE_VALUES_AT + value_rows * TILE_ROW_BYTES) / TILE_UNIT;
+MACKO_TILE_FN int macko_tile_units(int value_rows) {
+    return (MACKO_TILE_VALUES_AT + value_rows * MACKO_TILE_ROW_BYTES) / MACKO_TILE_UNIT;
 }
 
 /* Row of a lane's element within its slice, and its column within its tile. */
-TILE_FN int tile_row(int lane, int e) {
+MACKO_TILE_FN int macko_tile_row(int lane, int e) {
     return lane / 4 + 8 * (e / 2);
 }
-TILE_FN int tile_col(int lane, int j, int e) {
+MACKO_TILE_FN int macko_tile_col(int lane, int j, int e) {
     return 16 * (j / 2) + 8 * (j % 2) + 2 * (lane % 4) + e % 2;
 }
 
 /* What packing has to tell the host before it can allocate data. */
-typedef struct tile_totals {
+typedef struct macko_tile_totals {
     int64_t units;  /* of data; over INT32_MAX the matrix is too large */
     int64_t widest; /* units of the largest slab */
     int64_t stored; /* values */
-} tile_totals;
+} macko_tile_totals;
 
 /*
  * CPU, the reference order. Row blocks [first, last) each, so that threads can share the work.
  * count writes offsets[i + 1] = units of slab i, for its slabs; the caller adds them up (offsets[0] = 0).
  */
 void macko_tile_count_cpu(const void *w, int64_t rows, int64_t cols, int64_t first, int64_t last, int32_t *offsets);
-void macko_tile_write_cpu(const tile_matrix *m, const void *w, uint8_t *data, int64_t first, int64_t last);
+void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *data, int64_t first, int64_t last);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-void macko_tile_unpack_cpu(const tile_matrix *m, int64_t first, int64_t count, void *w);
+void macko_tile_unpack_cpu(const macko_tile_matrix *m, int64_t first, int64_t count, void *w);
 
 /* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
 enum {
-    TILE_OK = 0,
-    TILE_OFFSETS, /* offsets[entry] is not 0 at the start, or no slab's units more than the one before; found: itself */
-    TILE_WIDEST,  /* the largest slab has not m->widest units; found: how many */
-    TILE_END,     /* the last offset is not the size of data; found: the offset */
-    TILE_OUTSIDE, /* a mask has a bit outside the matrix; found: word of masks */
-    TILE_COUNT,   /* the slab has another size than its masks say; found: the rows of values that they say */
-    TILE_SLICE,   /* a slice offset is not what the masks say, or no zero follows them; found: byte of the slab */
-    TILE_SPILL,   /* a spill offset is not what the masks say; found: byte of the slab */
-    TILE_ZERO,    /* a zero is stored, or one is not +0.0 where no value is; found: byte of the slab */
+    MACKO_TILE_OK = 0,
+    MACKO_TILE_OFFSETS, /* offsets[entry] is not 0 at the start, or no slab's units after the one before; found: it */
+    MACKO_TILE_WIDEST,  /* the largest slab has not m->widest units; found: how many */
+    MACKO_TILE_END,     /* the last offset is not the size of data; found: the offset */
+    MACKO_TILE_OUTSIDE, /* a mask has a bit outside the matrix; found: word of masks */
+    MACKO_TILE_COUNT,   /* the slab has another size than its masks say; found: the rows of values that they say */
+    MACKO_TILE_SLICE,   /* a slice offset is not what the masks say, or no zero follows them; found: byte of the slab */
+    MACKO_TILE_SPILL,   /* a spill offset is not what the masks say; found: byte of the slab */
+    MACKO_TILE_ZERO,    /* a zero is stored, or one is not +0.0 where no value is; found: byte of the slab */
 };
 
 /* What packing cannot have made, first of all where reading would be unsafe. units: those of data. found without a fault:
  * the values of the matrix. */
-macko_fault macko_tile_check_cpu(const tile_matrix *m, int64_t units);
+macko_fault macko_tile_check_cpu(const macko_tile_matrix *m, int64_t units);
 
 #ifdef __CUDACC__
-#define TILE_HAVE_CUDA
+#define MACKO_TILE_CUDA
 #elif defined(USE_CUDA)
-#define TILE_HAVE_CUDA
+#define MACKO_TILE_CUDA
 #endif
-#ifdef TILE_HAVE_CUDA
+#ifdef MACKO_TILE_CUDA
 #include <cuda_runtime_api.h>
 
 /*
@@ -170,17 +170,18 @@ macko_fault macko_tile_check_cpu(const tile_matrix *m, int64_t units);
  */
 
 /* offsets[i + 1] = units of slab i of the dense w [rows, cols] (16-bit); adds to totals->stored. */
-cudaError_t macko_tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets, tile_totals *totals,
-                                  cudaStream_t stream);
+cudaError_t macko_tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets,
+                                  macko_tile_totals *totals, cudaStream_t stream);
 
 /* Adds the offsets [slabs + 1] up, and writes the other totals. */
-cudaError_t macko_tile_scan_cuda(int64_t slabs, int32_t *offsets, tile_totals *totals, cudaStream_t stream);
+cudaError_t macko_tile_scan_cuda(int64_t slabs, int32_t *offsets, macko_tile_totals *totals, cudaStream_t stream);
 
 /* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
-cudaError_t macko_tile_write_cuda(const tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
+cudaError_t macko_tile_write_cuda(const macko_tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
 
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count, void *w, cudaStream_t stream);
+cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, int64_t count, void *w,
+                                   cudaStream_t stream);
 
 /*
  * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every run. On
@@ -189,16 +190,16 @@ cudaError_t macko_tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t 
  * wants it). May start before the kernel before it in the stream is done (PDL, programmatic dependent launch): that one
  * must not write the weight.
  */
-cudaError_t macko_tile_few_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                                void *y, cudaStream_t stream);
+cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
+                                const void *bias, void *y, cudaStream_t stream);
 /*
  * The same for more tokens on sm_90, as the plan says (many_plan.h). workspace: device memory of plan->workspace_bytes,
  * with any content.
  */
-typedef struct tile_many_plan tile_many_plan;
-cudaError_t macko_tile_many_plan_cuda(const tile_matrix *m, int64_t tokens, tile_many_plan *plan);
-cudaError_t macko_tile_many_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                 const void *bias, void *y, const tile_many_plan *plan, void *workspace,
+typedef struct macko_tile_many_plan macko_tile_many_plan;
+cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
+cudaError_t macko_tile_many_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
+                                 const void *bias, void *y, const macko_tile_many_plan *plan, void *workspace,
                                  cudaStream_t stream);
 #endif
 

@@ -57,7 +57,8 @@ MACKO_TILE_WGMMA_TYPE(__nv_bfloat16, "bf16")
 // tile's tokens at b. Two together, as the warps of a warpgroup wait for each other at every wgmma.
 template <typename T, int TOKENS, int STEP>
 __device__ __forceinline__ void tile_multiply(float (&sums)[TOKENS / 2], const tile_lane &tile,
-                                              const uint32_t (&values)[2][TILE_QUAD], uint32_t (&a)[4][4], uint64_t b) {
+                                              const uint32_t (&values)[2][MACKO_TILE_QUAD], uint32_t (&a)[4][4],
+                                              uint64_t b) {
     tile.place(2 * STEP, values[0], a[STEP][0], a[STEP][1]);
     tile.place(2 * STEP + 1, values[1], a[STEP][2], a[STEP][3]);
     if (STEP % 2 == 0) return;

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     using TILE = mma_tile<TYPE, KIND, SIZE>;
     constexpr int SLICES = TILE::WARP_ROWS / 16, OCTETS = TILE::WARP_TOKENS / 8;
     constexpr bool IS_16_BIT = TYPE >= MACKO_SLIDE_F16;
-    using sum = typename sm90::accumulator<TYPE>::type;
+    using sum = slide_sum<TYPE>;
     extern __shared__ __align__(1024) uint8_t memory[];
     const uint32_t smem = shared_address(memory);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

@@ -17,8 +17,8 @@
 #include "../core/cuda.cuh"
 #include "../core/sm90.cuh"
 #include "decode.cuh"
+#include "multiply.cuh"
 #include "tile.h"
-#include "wgmma.cuh"
 
 namespace macko {
 namespace {

@@ -25,7 +25,7 @@
 #include "../core/sm90.cuh"
 #include "decode.cuh"
 #include "many_plan.h"
-#include "wgmma.cuh"
+#include "multiply.cuh"
 
 namespace macko {
 namespace {

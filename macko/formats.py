@@ -448,10 +448,10 @@ class TileWeight(PackedWeight):
     ops run on the CPU too, where a weight is better held as canonical or bitmap.
 
     Attributes:
-        data: [units * 64], float16 or bfloat16: masks and values, strip after strip.
-        offsets: [strips + 1], int32, in units of 128 bytes.
+        data: [units * 64], float16 or bfloat16: masks and values, slab after slab.
+        offsets: [slabs + 1], int32, in units of 128 bytes.
         rows, cols: shape of the dense weight.
-        widest: units of the largest strip. entries: non-zeros held.
+        widest: units of the largest slab. entries: non-zeros held.
         delta_bits: of the canonical weight that it was made from.
     """
 
@@ -460,16 +460,16 @@ class TileWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    parts_from: ClassVar[int | None] = 65  # as csrc/tile/gemm_cuda.cu; OWN_PART says where it pays
-    _at: ClassVar[str] = "strip {entry} of row block {place}"
+    parts_from: ClassVar[int | None] = 65  # as csrc/tile/many_cuda.cu; OWN_PART says where it pays
+    _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
         1: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
-        2: "widest is {of.widest}, the largest strip has {found}",
+        2: "widest is {of.widest}, the largest slab has {found}",
         3: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
         4: f"{_at}: word {{found}} of its masks has a value outside of the matrix",
         5: f"{_at} has another size than the {{found}} rows of values that its masks say",
-        6: f"{_at}, byte {{found}}: not the row where a part's values begin, or not zero behind the last part's",
-        7: f"{_at}, byte {{found}}: not the place where the second half of these values begins",
+        6: f"{_at}, byte {{found}}: not the row where a slice's values begin, or not zero after the last slice's",
+        7: f"{_at}, byte {{found}}: not the spill offset of these values",
         8: f"{_at}, byte {{found}}: a zero is stored, or what is no value is not zero",
     }
 

@@ -275,7 +275,8 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 
 Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
             int64_t delta_bits) {
-    const macko_matrix m = matrix_of("spmv", {{values, deltas, row_ptr}, {CANONICAL, row_ptr.numel() - 1, cols, delta_bits}});
+    const macko_matrix m =
+        matrix_of("spmv", {{values, deltas, row_ptr}, {CANONICAL, row_ptr.numel() - 1, cols, delta_bits}});
     check_vector("spmv", x_any, "values", values, cols);
     const DeviceOf guard(values);
     const Tensor x = as_contiguous(x_any);

@@ -89,7 +89,7 @@ def test_same_outputs_from_one_product(device: str, shape: tuple[int, ...]) -> N
         else:  # another matrix is another order of summation
             torch.testing.assert_close(merged(x), sparse(x))
     assert len(count) == 3
-    assert merge._last.eager is None  # nothing is kept alive
+    assert merged[0].q_proj._last.eager is None  # nothing is kept alive
 
 
 @pytest.mark.gpu
@@ -220,7 +220,7 @@ def test_compiled_in_one_graph(device: str) -> None:
     assert len(graphs) == 1
     targets = [str(node.target) for node in graphs[0].graph.nodes if "linear" in str(node.target)]
     assert len(targets) == 1
-    assert merge._last.traced is None
+    assert merged[0].q_proj._last.traced is None
 
 
 @pytest.mark.gpu
@@ -335,13 +335,13 @@ def test_merging_is_all_or_nothing_and_lets_the_layers_go(monkeypatch: pytest.Mo
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, seen = merge._merge, []
 
-    def failing(layers: Any) -> Any:
+    def failing(layers: Any, *others: Any) -> Any:
         gc.collect()
         seen.append(sum(ref() is not None for ref in refs))
         refs.extend(weakref.ref(layer) for layer in layers)
         if len(seen) == fails_at:
             raise RuntimeError("no memory")
-        return plain(layers)
+        return plain(layers, *others)
 
     monkeypatch.setattr(merge, "_merge", failing)
     refs: list[Any] = []

@@ -801,7 +801,7 @@ def formats_of(model: nn.Module) -> set[str]:
 def test_sparsify_for_batches() -> None:
     dense = Model().half().cuda()
     model = copy.deepcopy(dense)
-    macko.sparsify_(model, tokens="batch", progress=False)
+    macko.sparsify_(model, tokens=8, progress=False)
     assert choose(MackoWeight.from_dense(dense.up.weight.detach()), tokens=8) is TileWeight
     assert formats_of(model) == {"tile"}
     assert set(dict(model.up.named_buffers())) == {"data", "offsets"}  # and no second copy

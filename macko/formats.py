@@ -50,6 +50,9 @@ class PackedWeight:
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     #: An execution layout is made from the canonical format, held in its place, and never saved.
     is_layout: ClassVar[bool] = False
+    #: Its fields in their order, which torch.compile could not ask a dataclass for.
+    tensor_names: ClassVar[tuple[str, ...]] = ()
+    size_names: ClassVar[tuple[str, ...]] = ()
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
     #: From how many tokens on parts of a product may be tensors of their own, for a launch or more each.
@@ -79,12 +82,12 @@ class PackedWeight:
     @property
     def header(self) -> list[int]:
         """What ops are told of the weight besides its tensors: layout, rows, cols, and what the layout has besides."""
-        return [self.number, *self.sizes().values()]
+        return [self.number, *(getattr(self, name) for name in self.size_names)]
 
     @property
     def packed(self) -> ops.Packed:
         """The tensors and the header, as ops take them."""
-        return list(self.tensors().values()), self.header
+        return [getattr(self, name) for name in self.tensor_names], self.header
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
@@ -197,11 +200,11 @@ class PackedWeight:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name, in order."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return {name: getattr(self, name) for name in self.tensor_names}
 
     def sizes(self) -> dict[str, int]:
         """The int fields by name: what a checkpoint keeps besides the tensors."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return {name: getattr(self, name) for name in self.size_names}
 
     @property
     def shape(self) -> torch.Size:
@@ -828,6 +831,10 @@ def sparsest_pattern(w: Tensor) -> int:
 FORMATS: dict[str, type[PackedWeight]] = {
     kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight)
 }
+for _kind in FORMATS.values():
+    _types = {field.name: field.type for field in dataclasses.fields(_kind)}  # type: ignore[arg-type]
+    _kind.tensor_names = tuple(name for name in _types if _types[name] == "Tensor")
+    _kind.size_names = tuple(name for name in _types if _types[name] == "int")
 
 
 def format_named(name: str, *others: str) -> type[PackedWeight]:

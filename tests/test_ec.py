@@ -281,7 +281,9 @@ def test_graph_and_another_stream() -> None:
     w, x, y = integer_problem(300, 1000, 0.3, torch.float16)
     packed = ops.ec_pack(w.cuda())
     at = torch.zeros(1000, dtype=torch.float16, device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # for the packed tensors: half written they lead anywhere
+    with torch.cuda.stream(stream):
         ops.ec_spmv((*packed, 300, 1000), at)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream().synchronize()

@@ -1,4 +1,6 @@
-"""A few tokens and many, from the packed weight: sell_spmm, and the dense tiles of sell_linear and linear."""
+"""A few tokens and many, from sell's stream, and through dense rows."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -155,7 +157,7 @@ def test_dense_tiles_keep_to_the_workspace(layout: type[PackedWeight], rows: int
 def test_gradients_of_x_and_bias(tokens: int) -> None:
     w = random_weight(48, 64, 0.5, torch.float16).cuda()
     sell = SellWeight.from_dense(w)
-    for call in (sell.linear, sell.spmm):
+    for call in (sell.linear, partial(layouts.stream, sell)):
         x = tokens_of(tokens, 64, torch.float16).cuda().requires_grad_()
         bias = torch.zeros(48, dtype=torch.float16, device="cuda", requires_grad=True)
         grad = tokens_of(tokens, 48, torch.float16).cuda()

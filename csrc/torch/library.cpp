@@ -81,15 +81,7 @@ Tensor dense(const std::vector<Tensor> &packed, const Ints &header, bool check) 
 Tensor check(const std::vector<Tensor> &packed, const Ints &header) {
     const Packed p{packed, header};
     const Layout &layout = layout_of("check", p);
-    if (!layout.checked_on_cpu) return which("check", layout, layout.check)(p);
-    // Content is looked at once, when it comes from a file.
-    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    std::vector<Tensor> there;
-    for (const Tensor &t : packed) there.push_back(torch::stable::to(t, cpu));
-    using torch::stable::detail::from;
-    std::array<StableIValue, 2> stack{from(there), from(header)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::check", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), packed[0].device());
+    return which("check", layout, layout.check)(p);
 }
 
 Tensor linear(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header,
@@ -121,6 +113,17 @@ Tensor gated_linear(const Tensor &gate, const Tensor &up, const std::vector<Tens
 }
 
 } // namespace
+
+Tensor check_on_cpu(const Packed &p) {
+    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+    std::vector<Tensor> there;
+    for (const Tensor &t : p.tensors) there.push_back(torch::stable::to(t, cpu));
+    using torch::stable::detail::from;
+    std::array<StableIValue, 2> stack{from(there), from(p.header)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::check", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), p[0].device());
+}
+
 } // namespace macko
 
 // clang-format off

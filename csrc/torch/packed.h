@@ -37,7 +37,6 @@ enum LayoutId : int64_t { CANONICAL, BITMAP, SELL, TILE, EC, SLIDE, NUM_LAYOUTS 
 struct Layout {
     const char *name;
     size_t tensors, own; // how many, and how many numbers besides rows and cols
-    bool checked_on_cpu = false;
     Packed (*pack)(const Tensor &w, const Ints &options) = nullptr;
     Packed (*lay_out)(const Packed &canonical, const Ints &options) = nullptr;
     Packed (*to_canonical)(const Packed &p) = nullptr; // without a dense matrix on the way
@@ -52,6 +51,9 @@ struct Layout {
 };
 
 extern const Layout canonical_layout, bitmap_layout, sell_layout, tile_layout, ec_layout, slide_layout;
+
+// What the op `check` of the CPU finds: content is looked at once, when it comes from a file.
+Tensor check_on_cpu(const Packed &p);
 
 // rows and cols of a header, as int32 holds them.
 inline void check_sizes(const char *op, const Packed &p) {

@@ -239,7 +239,7 @@ class Build(build_ext):
             cxx, defines = shlex.split(os.environ.get("CXX", "c++")), torch_flags
             if cuda:
                 defines = [*torch_flags, "-DUSE_CUDA", f"-I{cuda_home() / 'include'}"]
-            command = [*cxx, "-std=c++17", *COMMON, *defines, *outputs]
+            command = [*cxx, "-std=c++20", *COMMON, *defines, *outputs]
             return self.step(f"{source} (for CUDA)" if cuda else source, command, seconds)
         defines = []
         if source.endswith("module.c"):
@@ -271,7 +271,9 @@ def sources(*suffixes: str) -> list[str]:
 
 
 CPU = Extension("macko._C", sources(".c", ".cpp"), py_limited_api=True)
-CUDA = Extension("macko._C_cuda", ["csrc/torch/module.c", *sources(".cpp", ".cu")], py_limited_api=True)
+# What both libraries have of C: the module, and a plan that is pure arithmetic, so that a CPU can test it.
+CUDA_SOURCES = ["csrc/torch/module.c", "csrc/tile/many_plan.c", *sources(".cpp", ".cu")]
+CUDA = Extension("macko._C_cuda", CUDA_SOURCES, py_limited_api=True)
 if sys.platform != "linux":
     raise SystemExit(f"macko builds on Linux, this is {sys.platform}.")
 if "dist_info" in sys.argv:

@@ -41,11 +41,11 @@ VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, dict[str, str], range]
     "stream_alone": (SellWeight, "spmm", {"MACKO_PDL": "0"}, range(1, 9)),
     "tiles": (SellWeight, "linear", {"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
 }
-#: tile in each way to run more than 64 tokens that csrc/tile/gemm_cuda.cu knows, where it fits (else as it chooses).
+#: tile in each way to run more than 64 tokens that csrc/tile/many_plan.h knows, where it fits (else as it chooses).
 VARIANTS |= {
-    f"tile_{size}x{cut}": (TileWeight, "linear", {"MACKO_TILE_GEMM": f"{size}x{cut}"}, range(65, 1 << 30))
+    f"tile_{size}x{split}": (TileWeight, "linear", {"MACKO_TILE_GEMM": f"{size}x{split}"}, range(65, 1 << 30))
     for size in ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
-    for cut in range(3)
+    for split in range(3)
 }
 
 

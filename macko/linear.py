@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from .choose import AUTO, Options, pack
 from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices
+from .ops import linear_of
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -102,6 +103,7 @@ class SparseLinear(nn.Linear):
     out_features: int
     _format: type[PackedWeight]
     _sizes: dict[str, int]
+    _header: list[int]  # what ops are told of the weight besides its tensors
     _options: Options | None  # choose the layout, again where the layer moves to another kind of device
 
     def __init__(
@@ -130,7 +132,7 @@ class SparseLinear(nn.Linear):
         self._buffers.clear()
         for name, tensor in packed.tensors().items():
             self.register_buffer(name, tensor)
-        self._format, self._sizes = type(packed), packed.sizes()
+        self._format, self._sizes, self._header = type(packed), packed.sizes(), packed.header
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, options: Options | None = None) -> Self:
@@ -205,8 +207,7 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
-        # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
-        return self._format(**self._buffers, **self._sizes).linear(self._cast(input), self.bias)  # type: ignore[arg-type]
+        return linear_of(self._cast(input), list(self._buffers.values()), self._header, self.bias)  # type: ignore[arg-type]
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: for many tokens on a GPU no slices."""

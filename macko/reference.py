@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .formats import SellWeight
+
 
 def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """The macko format (csrc/macko/macko.h) of w [rows, cols]. Integers all the way, so that a NaN keeps its bits."""
@@ -65,10 +67,10 @@ def linear(
     return wanted, error + (wanted.abs() + error) * kind.eps / 2
 
 
-def sell_unpack(
-    data: Tensor, bases: Tensor, blocks: Tensor, perm: Tensor, cols: int, gap_bits: int, warps: int, head: int
-) -> Tensor:
+def sell_unpack(sell: SellWeight) -> Tensor:
     """The dense [rows, cols] matrix, read as csrc/sell/sell.h says; asserts that padding is where it has to be."""
+    data, bases, blocks, perm = sell.tensors().values()
+    cols, gap_bits, warps, head = sell.cols, sell.gap_bits, sell.warps, sell.head
     slots = data.cpu().view(torch.int16).view(-1, 512 + 32 * gap_bits)
     columns = bases.cpu().view(-1, 32).long() & 0xFFFF
     lane = torch.arange(32)
@@ -126,31 +128,37 @@ def bitmap_pack(
 
 def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
     """data and offsets of the tile layout (csrc/tile/tile.h) of a dense 16-bit matrix."""
-    blocks, strips = -(-w.shape[0] // 64), -(-w.shape[1] // 256)
-    full = torch.zeros(blocks * 64, strips * 256, dtype=torch.int16)
+    blocks, slabs = -(-w.shape[0] // 64), -(-w.shape[1] // 256)
+    full = torch.zeros(blocks * 64, slabs * 256, dtype=torch.int16)
     full[: w.shape[0], : w.shape[1]] = torch.where(w == 0, 0, w).cpu().view(torch.int16)
-    # [row block, part, e / 2, lane / 4, strip, tile, h, j / 2 % 2, j % 2, lane % 4, e % 2]
-    elements = full.view(blocks, 4, 2, 8, strips, 4, 2, 2, 2, 4, 2).permute(0, 4, 1, 3, 9, 6, 5, 7, 8, 2, 10)
-    elements = elements.reshape(blocks * strips, 4, 32, 2, 4, 4, 4)  # [strip, part, lane, h, tile, j % 4, e]
+    # [row block, slice, e / 2, lane / 4, slab, tile, stream, j / 2 % 2, j % 2, lane % 4, e % 2]
+    elements = full.view(blocks, 4, 2, 8, slabs, 4, 2, 2, 2, 4, 2).permute(0, 4, 1, 3, 9, 6, 5, 7, 8, 2, 10)
+    elements = elements.reshape(blocks * slabs, 4, 32, 2, 4, 4, 4)  # [slab, slice, lane, stream, tile, j % 4, e]
     places = 8 * torch.arange(4) + torch.arange(8).view(2, 1, 4, 1)
     masks = ((elements != 0).long() << places).sum((3, 5, 6)).permute(0, 3, 1, 2)
     pieces, offsets = [torch.zeros(0, dtype=torch.int16)], [0]
-    for strip, mask in zip(elements, masks, strict=True):
-        turns, firsts = torch.zeros(4, 32, 2, dtype=torch.int16), [0] * 64
+    for slab, mask in zip(elements, masks, strict=True):
+        spills, slice_offsets = torch.zeros(4, 32, 2, dtype=torch.int16), [0] * 64
         values = torch.zeros(0, 32, 2, dtype=torch.int16)
-        for part in range(4):
+        for slice_ in range(4):
             columns = {}
-            for h in range(2):
-                first, second = ([own[own != 0] for own in strip[part, :, h, tiles]] for tiles in ([0, 1], [2, 3]))
-                shortest = sorted(range(32), key=[len(own) for own in first].__getitem__)
-                longest = sorted(range(32), key=[-len(own) for own in second].__getitem__)
+            for stream in range(2):
+                heads, tails = ([own[own != 0] for own in slab[slice_, :, stream, tiles]] for tiles in ([0, 1], [2, 3]))
+                shortest = sorted(range(32), key=[len(own) for own in heads].__getitem__)
+                longest = sorted(range(32), key=[-len(own) for own in tails].__getitem__)
                 for lane, column in zip(longest, shortest, strict=True):
-                    turns[part, lane, h] = len(first[column]) * 128 + column * 4 + h * 2
-                    columns[column, h] = torch.cat([first[column], second[lane]])
-            firsts[part] = len(values)
-            lanes = torch.nn.utils.rnn.pad_sequence([columns[lane, h] for lane in range(32) for h in range(2)])
+                    spills[slice_, lane, stream] = len(heads[column]) * 128 + column * 4 + stream * 2
+                    columns[column, stream] = torch.cat([heads[column], tails[lane]])
+            slice_offsets[slice_] = len(values)
+            lanes = torch.nn.utils.rnn.pad_sequence(
+                [columns[lane, stream] for lane in range(32) for stream in range(2)]
+            )
             values = torch.cat([values, lanes.view(-1, 32, 2)])
-        head = [mask.flatten().int().view(torch.int16), turns.flatten(), torch.tensor(firsts, dtype=torch.int16)]
+        head = [
+            mask.flatten().int().view(torch.int16),
+            spills.flatten(),
+            torch.tensor(slice_offsets, dtype=torch.int16),
+        ]
         pieces.append(torch.cat([*head, values.flatten()]))
         offsets.append(offsets[-1] + len(pieces[-1]) // 64)
     return torch.cat(pieces).view(w.dtype), torch.tensor(offsets, dtype=torch.int32)

@@ -185,41 +185,43 @@ static macko_fault try_bitmap(const input *in) {
 static macko_fault try_ec(const input *in) {
     const header *h = &in->h;
     const int64_t size = size_of(h->dtype), base_bytes = h->cols <= 65536 ? 2 : 4, tiles = h->extra;
-    const int64_t num_sets = h->bytes[6] / (int64_t)sizeof(ec_set) - 1, blocks = h->bytes[2] / base_bytes / EC_WARP;
+    const int64_t num_sets = h->bytes[6] / (int64_t)sizeof(macko_ec_set) - 1,
+                  blocks = h->bytes[2] / base_bytes / MACKO_EC_WARP;
     macko_fault fault = {-1, 0, 0, 0};
     if (h->rows < 0 || h->rows >= INT32_MAX || h->cols < 0 || h->cols >= INT32_MAX || num_sets < 0) return fault;
-    if (num_sets > EC_MAX_SETS || h->bytes[6] % (int64_t)sizeof(ec_set) || h->bytes[0] % size || h->bytes[4] % 4)
+    if (num_sets > MACKO_EC_MAX_SETS || h->bytes[6] % (int64_t)sizeof(macko_ec_set) || h->bytes[0] % size ||
+        h->bytes[4] % 4)
         return fault;
-    if (h->bytes[2] % (base_bytes * EC_WARP) || h->bytes[3] != (blocks + num_sets) * 4) return fault;
+    if (h->bytes[2] % (base_bytes * MACKO_EC_WARP) || h->bytes[3] != (blocks + num_sets) * 4) return fault;
     if (h->bytes[7] && h->bytes[7] != h->cols * base_bytes) return fault;
-    const int64_t tile_rows = ec_tile_rows(h->rows, tiles);
-    if (tiles < 0 || tile_rows > EC_MAX_TILE || (h->rows + tile_rows - 1) / tile_rows != tiles) return fault;
+    const int64_t tile_rows = macko_ec_tile_rows(h->rows, tiles);
+    if (tiles < 0 || tile_rows > MACKO_EC_MAX_TILE || (h->rows + tile_rows - 1) / tile_rows != tiles) return fault;
     if (h->bytes[5] != num_sets * (tiles + 1) * 4) return fault;
-    ec_matrix m = {in->arrays[0],
-                   in->arrays[1],
-                   in->arrays[2],
-                   (const int32_t *)in->arrays[3],
-                   (const int32_t *)in->arrays[4],
-                   (const int32_t *)in->arrays[5],
-                   (const ec_set *)in->arrays[6],
-                   h->bytes[7] ? in->arrays[7] : NULL,
-                   h->rows,
-                   h->cols,
-                   tiles,
-                   tile_rows,
-                   num_sets,
-                   blocks,
-                   h->bytes[0] / size,
-                   h->bytes[4] / 4,
-                   (macko_dtype)h->dtype};
-    fault = ec_check_cpu(&m, h->bytes[1]);
+    macko_ec_matrix m = {in->arrays[0],
+                         in->arrays[1],
+                         in->arrays[2],
+                         (const int32_t *)in->arrays[3],
+                         (const int32_t *)in->arrays[4],
+                         (const int32_t *)in->arrays[5],
+                         (const macko_ec_set *)in->arrays[6],
+                         h->bytes[7] ? in->arrays[7] : NULL,
+                         h->rows,
+                         h->cols,
+                         tiles,
+                         tile_rows,
+                         num_sets,
+                         blocks,
+                         h->bytes[0] / size,
+                         h->bytes[4] / 4,
+                         (macko_dtype)h->dtype};
+    fault = macko_ec_check_cpu(&m, h->bytes[1]);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     uint8_t *w = exactly(m.rows * m.cols * size), *x = exactly(m.cols * size), *y = exactly(m.rows * size);
     float *ordered = exactly(m.cols * 4);
     memset(x, 0x3c, (size_t)(m.cols * size));
-    ec_unpack_cpu(&m, 0, tiles, w);
-    ec_order_x_cpu(&m, x, ordered);
-    ec_spmv_cpu(&m, ordered, NULL, 0, tiles, y);
+    macko_ec_unpack_cpu(&m, 0, tiles, w);
+    macko_ec_order_x_cpu(&m, x, ordered);
+    macko_ec_spmv_cpu(&m, ordered, NULL, 0, tiles, y);
     pack_again(w, m.dtype, m.rows, m.cols);
     free(w), free(x), free(y), free(ordered);
     return fault;
@@ -229,25 +231,28 @@ static macko_fault try_tile(const input *in) {
     const header *h = &in->h;
     macko_fault fault = {-1, 0, 0, 0};
     if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
-    const int64_t strips = tile_count(h->rows, h->cols);
-    if (h->bytes[1] != (strips + 1) * 4 || h->bytes[0] % TILE_UNIT || h->bytes[0] < strips * tile_units(0) * TILE_UNIT)
+    const int64_t slabs = macko_tile_count(h->rows, h->cols);
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_TILE_UNIT ||
+        h->bytes[0] < slabs * macko_tile_units(0) * MACKO_TILE_UNIT)
         return fault;
-    if (h->extra < (strips ? tile_units(0) : 0) || h->extra > (strips ? tile_units(TILE_MOST_ROWS) : 0)) return fault;
-    const tile_matrix m = {in->arrays[0],         (const int32_t *)in->arrays[1], h->rows, h->cols, (int32_t)h->extra,
-                           (macko_dtype)h->dtype, h->bytes[0] / TILE_UNIT};
-    fault = tile_check_cpu(&m, m.units);
+    if (h->extra < (slabs ? macko_tile_units(0) : 0) || h->extra > (slabs ? macko_tile_units(MACKO_TILE_MOST_ROWS) : 0))
+        return fault;
+    const macko_tile_matrix m = {
+        in->arrays[0],         (const int32_t *)in->arrays[1], h->rows, h->cols, (int32_t)h->extra,
+        (macko_dtype)h->dtype, h->bytes[0] / MACKO_TILE_UNIT};
+    fault = macko_tile_check_cpu(&m, m.units);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     uint16_t *w = exactly(m.rows * m.cols * 2);
-    tile_unpack_cpu(&m, 0, m.rows, w);
-    int32_t *offsets = exactly((strips + 1) * 4);
+    macko_tile_unpack_cpu(&m, 0, m.rows, w);
+    int32_t *offsets = exactly((slabs + 1) * 4);
     uint8_t *data = exactly(h->bytes[0]);
-    tile_count_cpu(w, m.rows, m.cols, 0, tile_row_blocks(m.rows), offsets);
+    macko_tile_count_cpu(w, m.rows, m.cols, 0, macko_tile_row_blocks(m.rows), offsets);
     offsets[0] = 0;
-    for (int64_t strip = 0; strip < strips; strip++) offsets[strip + 1] += offsets[strip];
-    tile_matrix again = m;
+    for (int64_t slab = 0; slab < slabs; slab++) offsets[slab + 1] += offsets[slab];
+    macko_tile_matrix again = m;
     again.data = data, again.offsets = offsets;
-    must(!memcmp(offsets, m.offsets, (size_t)(strips + 1) * 4), "tile: packed anew it has other offsets");
-    tile_write_cpu(&again, w, data, 0, tile_row_blocks(m.rows));
+    must(!memcmp(offsets, m.offsets, (size_t)(slabs + 1) * 4), "tile: packed anew it has other offsets");
+    macko_tile_write_cpu(&again, w, data, 0, macko_tile_row_blocks(m.rows));
     must(!memcmp(data, m.data, (size_t)h->bytes[0]), "tile: packed anew it has other bytes");
     free(w), free(offsets), free(data);
     return fault;

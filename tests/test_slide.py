@@ -16,6 +16,7 @@ from macko import SparseLinear, choose, reference, times
 from macko.choose import Options, pack
 from macko.convert import check_shards
 from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
+from macko.ops import LAYOUTS
 from macko.tune import measure_slide
 from tests.common import HALVES, assert_same_bits, device_dtypes, devices, needs_capture
 
@@ -435,15 +436,14 @@ def test_opcheck(dtype: torch.dtype, device: str) -> None:
     packed, scale, _ = ops.slide_pack(w, 4, dtype)
     lifted, token_scale = ops.slide_quant_fused(x, 4, dtype)
     namespace = torch.ops.macko
+    slide, element = LAYOUTS.index("slide"), SLIDE_ELEMENTS.index(dtype)
+    whole = [packed, scale, packed.new_empty(0, 0, 0)], [slide, 72, 96, 4, element, 0, 0, 0]
     checks = (
-        (namespace.slide_pack, (w, 4, dtype)),
-        (namespace.slide_unpack, (packed, scale, 96, 4, dtype)),
+        (namespace.pack, (w, slide, [4, element, 0, 0])),
+        (namespace.dense, whole),
         (namespace.slide_quant_fused, (x, 4, dtype)),
         (namespace.slide_gemm, (lifted, token_scale, packed, scale, 96, 4, torch.float16, bias)),
-        (
-            namespace.slide_linear,
-            (x.clone().requires_grad_(), packed, scale, 96, 4, dtype, bias.clone().requires_grad_()),
-        ),
+        (namespace.linear, (x.clone().requires_grad_(), *whole, bias.clone().requires_grad_())),
     )
     for op, arguments in checks:
         torch.library.opcheck(op, arguments)

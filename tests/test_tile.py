@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
-from macko import ops, reference
+from macko import reference
 from macko.choose import Options, choose
 from macko.formats import MackoWeight, TileWeight
+from tests import layouts
 from tests.common import (
     HALVES,
     MASKS,
@@ -28,17 +33,17 @@ from tests.common import (
     random_weight,
 )
 
-#: One element, one row, one column, no row, no column, less and more than a tile and a strip, whole ones, cols of no 16
+#: One element, one row, one column, no row, no column, less and more than a tile and a slab, whole ones, cols of no 16
 #: bytes.
 SHAPES = (
     *((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (64, 64), (65, 130), (33, 203), (64, 256), (201, 512)),
     *((130, 320), (40, 1001)),
 )
 
-#: Values of MACKO_TILE_GEMM: rows and tokens of an output tile, blocks that share one, 0: none is cut, 1: some, 2: all,
-#: alike.
+#: Values of MACKO_TILE_GEMM: rows and tokens of a block, blocks that share an output tile (split-K), 0: no output tile
+#: is split (Stream-K), 1: some are, 2: all, evenly.
 GEMM_SIZES = ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
-GEMM_WAYS = tuple(f"{size}x{cut}" for size in GEMM_SIZES for cut in range(3))
+GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
 
 
 def chain(cols: int) -> int:
@@ -129,8 +134,8 @@ def test_zero_full_empty_rows_and_a_single_value(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
-def test_masks_that_turn_as_much_as_can_be(device: str) -> None:
-    """Values of one tile or of one lane only, first halves of some lanes and second ones of others."""
+def test_masks_that_spill_as_much_as_can_be(device: str) -> None:
+    """Values of one tile or of one lane only, heads of some lanes and tails of others."""
     row, col = torch.arange(64)[:, None], torch.arange(512)
     lane, tile, half = row % 8 * 4 + col % 8 // 2, col // 64 % 4, col % 64 // 32
     values = random_weight(64, 512, 1.0, torch.float16)
@@ -141,7 +146,7 @@ def test_masks_that_turn_as_much_as_can_be(device: str) -> None:
         (tile < 2, 32),
         ((tile < 2) == (lane % 2 == 0), 32),
         ((tile < 2) == (lane < 5), 32),
-        ((lane < 20) | (tile == 3), 64),  # twelve empty columns for twenty long second halves
+        ((lane < 20) | (tile == 3), 64),  # twelve empty columns for twenty long tails
     ):
         assert assert_packs(torch.where(kept, values, 0), device).widest == 21 + 4 * height
     with_lengths = (col // 64 * 8 + col % 8 + row) % (lane + 1) == 0  # lanes with all lengths, some of them equal
@@ -271,8 +276,8 @@ def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [way for way in GEMM_WAYS if way[-1] != "0"])
-def test_tiles_that_are_cut_anywhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are given first, whole tiles follow, sums of others come last; also half a strip, none for one of a pair."""
+def test_tiles_that_are_split_anywhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums are given first, whole tiles follow, fix-up comes last; also half a slab, none for one of a pair."""
     monkeypatch.setenv("MACKO_TILE_GEMM", way)
     random = torch.Generator("cuda").manual_seed(1)
     for rows, cols, tokens in ((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300), (4882, 270, 507)):
@@ -345,8 +350,8 @@ def test_large_shapes(rows: int, cols: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row_blocks", [1, 3, 65, 67, 131, 133, 199, 265, 400, 530])
-def test_items_whole_and_cut(row_blocks: int) -> None:
-    """Row blocks in every remainder of what the SMs can share; several rounds use the same room for sums."""
+def test_row_blocks_whole_and_split(row_blocks: int) -> None:
+    """Row blocks in every remainder of what the SMs can share; several rounds use the same memory for sums."""
     rows = row_blocks * 64 - 5
     for cols in (72, 1032):
         w, x, wanted = integer_problem(rows, cols, 0.5, torch.float16)
@@ -430,11 +435,11 @@ def test_opcheck(device: str) -> None:
     w = random_weight(70, 130, 0.5, torch.float16).to(device)
     tile = packed(w, device)
     x, bias = tokens_of(2, 3, 130).to(device), random_vector(70, dtype=torch.float16).to(device)
-    torch.library.opcheck(torch.ops.macko.tile_unpack, tile._packed)
-    torch.library.opcheck(torch.ops.macko.tile_check, tile._packed)
+    torch.library.opcheck(torch.ops.macko.dense, tile.packed)
+    torch.library.opcheck(torch.ops.macko.check, tile.packed)
     for given_x in (x, x.clone().requires_grad_()):
-        torch.library.opcheck(torch.ops.macko.tile_linear, (given_x, *tile._packed, bias))
-        torch.library.opcheck(torch.ops.macko.tile_linear, (given_x, *tile._packed))
+        torch.library.opcheck(torch.ops.macko.linear, (given_x, *tile.packed, bias))
+        torch.library.opcheck(torch.ops.macko.linear, (given_x, *tile.packed))
 
 
 @pytest.mark.gpu
@@ -473,6 +478,198 @@ def test_side_stream() -> None:
     assert_close(y, w, x)
 
 
+# The plan for many tokens, and its schedule: plain C, so of this machine.
+
+#: Walks every block of a plan as the kernel does, csrc/tile/schedule.h. 0, or the number of the rule that is broken.
+PLAN_CHECKS = r"""
+#include <stdlib.h>
+#include "many_plan.c"
+
+#define EXPECT(rule, condition) do { if (!(condition)) return rule; } while (0)
+
+static int check_block(const macko_tile_many_plan *plan, int block, uint8_t *covered, int *given, int *taken) {
+    const macko_tile_schedule *schedule = &plan->schedule;
+    const macko_tile_share share = macko_tile_share_of(schedule, plan->shape, (uint32_t)block);
+    const int half_slabs = schedule->half_slabs, tiles = schedule->row_tiles * schedule->token_tiles;
+    const int index = macko_tile_share_index(&share), multicast = MACKO_TILE_CLUSTER_BLOCKS / plan->shape.split_k;
+    int first_slab = -1;
+    for (int next = 0; next < share.half_slabs;) {
+        const macko_tile_segment s = macko_tile_segment_at(&share, next);
+        const macko_tile_place place = macko_tile_place_of(schedule, s.tile);
+        const bool first = next == 0, last = next + macko_tile_length(&s) == share.half_slabs;
+        next += macko_tile_length(&s);
+        EXPECT(1, s.tile >= 0 && s.tile < tiles && s.first >= 0 && s.first < s.end && s.end <= half_slabs);
+        EXPECT(2, s.first <= s.own && s.own <= s.own_end && s.own_end <= s.end);
+        EXPECT(11, macko_tile_own_count(&s) <= divide_up(macko_tile_length(&s), plan->shape.split_k));
+        EXPECT(3, place.row_tile < schedule->row_tiles && place.token_tile < schedule->token_tiles);
+        /* Sums are given first of all; what waits for others comes last. */
+        EXPECT(4, s.first == 0 || (first && s.tile < schedule->split));
+        EXPECT(5, s.fixes_up == (s.first == 0 && s.end < half_slabs));
+        EXPECT(6, !s.fixes_up || (last && s.tile < schedule->split));
+        if (s.first) given[index] = s.tile + 1;
+        if (s.fixes_up) {
+            const int others = macko_tile_contributors(&share, s.tile);
+            EXPECT(7, others > 0 && index + others < schedule->clusters);
+            for (int other = index + 1; other <= index + others; other++) taken[other] = s.tile + 1;
+        }
+        for (int i = 0; i < macko_tile_own_count(&s); i++) {
+            const int half = macko_tile_nth(&s, i);
+            EXPECT(8, half >= s.own && half < s.own_end);
+            /* What is no whole slab comes before those that are. */
+            const bool single = i < macko_tile_singles(&s);
+            EXPECT(9, single || (half % 2 == (i - macko_tile_singles(&s)) % 2));
+            if (first_slab < 0)
+                first_slab = macko_tile_first_row_block(&share, place.row_tile) * schedule->slabs + half / 2;
+            covered[((int64_t)s.tile * multicast + (multicast > 1 ? share.rank : 0)) * half_slabs + half]++;
+        }
+    }
+    EXPECT(10, first_slab == schedule->first_slabs[block]);
+    return 0;
+}
+
+static int check_plan(const macko_tile_many_problem *p, const macko_tile_many_plan *plan) {
+    const macko_tile_schedule *s = &plan->schedule;
+    const int tiles = s->row_tiles * s->token_tiles, multicast = MACKO_TILE_CLUSTER_BLOCKS / plan->shape.split_k;
+    const int64_t count = (int64_t)tiles * multicast * s->half_slabs;
+    int at_once = 0, given[MACKO_TILE_MOST_CLUSTERS] = {0}, taken[MACKO_TILE_MOST_CLUSTERS] = {0}, rule = 0;
+    for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
+        if (!memcmp(&SHAPES[i], &plan->shape, sizeof *SHAPES)) at_once = p->clusters[i];
+    EXPECT(20, s->clusters > 0 && s->clusters <= at_once && s->clusters <= MACKO_TILE_MOST_CLUSTERS);
+    EXPECT(21, s->row_tiles == divide_up(p->rows, multicast * plan->shape.row_blocks * MACKO_TILE_ROWS));
+    EXPECT(22, s->token_tiles == divide_up(p->tokens, plan->shape.tokens));
+    EXPECT(23, s->half_slabs == divide_up(p->cols, MACKO_TILE_HALF_SLAB_COLS));
+    const int64_t partials = (int64_t)s->clusters * 2 * plan->shape.row_blocks * macko_tile_partial_bytes(plan->shape);
+    const int64_t flags = macko_tile_many_flag_bytes(plan->shape, s->clusters);
+    EXPECT(24, plan->workspace_bytes == (s->split ? flags + partials : 0));
+    uint8_t *covered = calloc(1, (size_t)count), *placed = calloc(1, (size_t)tiles);
+    for (int block = 0; !rule && block < s->clusters * 2; block++)
+        rule = check_block(plan, block, covered, given, taken);
+    for (int64_t i = 0; !rule && i < count; i++)
+        if (covered[i] != 1) rule = 25;
+    for (int tile = 0; tile < tiles; tile++) {
+        const macko_tile_place place = macko_tile_place_of(s, tile);
+        placed[place.row_tile * s->token_tiles + place.token_tile]++;
+    }
+    for (int tile = 0; !rule && tile < tiles; tile++)
+        if (placed[tile] != 1) rule = 26;
+    /* All that is given is added up, by who has the beginning of that tile. */
+    if (!rule && memcmp(given, taken, sizeof given)) rule = 27;
+    free(covered);
+    free(placed);
+    return rule;
+}
+
+static uint64_t state;
+static int64_t below(int64_t n) { /* splitmix64 */
+    uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (int64_t)((z ^ z >> 31) % (uint64_t)n);
+}
+
+/* Plans of random problems, each also in a random way. 0, or a broken rule and its problem. */
+int check_plans(uint64_t seed, int count, macko_tile_many_problem *p, macko_tile_many_way *way) {
+    state = seed;
+    for (int i = 0; i < count; i++) {
+        const int at_once = below(4) ? 1 + (int)below(80) : 66;
+        const macko_tile_many_shape shape = SHAPES[below(MACKO_TILE_MANY_NUM_SHAPES)];
+        macko_tile_many_plan plan, again;
+        p->rows = 1 + below(64ll << below(9));
+        p->cols = 1 + below(64ll << below(8));
+        p->tokens = 65 + below(64ll << below(6));
+        for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++) p->clusters[k] = below(4) ? at_once : 0;
+        *way = (macko_tile_many_way){shape.row_blocks * MACKO_TILE_ROWS, shape.tokens, shape.split_k, (int)below(3)};
+        if (macko_tile_many_choose(p, way, &plan)) {
+            const macko_tile_schedule *s = &plan.schedule;
+            const int tiles = s->row_tiles * s->token_tiles;
+            EXPECT(30, !memcmp(&plan.shape, &shape, sizeof shape));
+            EXPECT(35, !s->split == (way->split == MACKO_TILE_SPLIT_NONE));
+            EXPECT(31, way->split != MACKO_TILE_SPLIT_EVENLY || (s->split == tiles && s->clusters % tiles == 0));
+            const int rule = check_plan(p, &plan);
+            if (rule) return rule;
+        } else { /* refused: the shape does not fit, or there is nothing to split in this way */
+            int fits = 0;
+            for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++)
+                if (!memcmp(&SHAPES[k], &shape, sizeof shape)) fits = p->clusters[k];
+            const bool no_share = p->cols <= MACKO_TILE_HALF_SLAB_COLS * (shape.split_k - 1); /* for the other block */
+            EXPECT(32, !fits || way->split != MACKO_TILE_SPLIT_NONE || no_share);
+        }
+        *way = (macko_tile_many_way){0, 0, 0, 0};
+        if (below(4)) continue; /* all ways take longest */
+        const bool found = macko_tile_many_choose(p, NULL, &plan);
+        EXPECT(33, found == macko_tile_many_choose(p, NULL, &again));
+        if (!found) continue;
+        EXPECT(34, !memcmp(&plan.schedule, &again.schedule, sizeof plan.schedule));
+        const int rule = check_plan(p, &plan);
+        if (rule) return rule;
+    }
+    return 0;
+}
+
+/* Whatever the largest slab is, what is planned fits, and what does not fit is refused for that. */
+int check_stages(int shared_bytes) {
+    for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
+        for (int widest = 21; widest <= macko_tile_units(MACKO_TILE_MOST_ROWS); widest++) {
+            const macko_tile_many_shape shape = SHAPES[i];
+            macko_tile_many_stages s;
+            const bool fits = macko_tile_many_fit_stages(shape, widest, shared_bytes, &s);
+            const int x = macko_tile_min_x_stages(shape), slabs = MACKO_TILE_MANY_MIN_SLAB_STAGES;
+            const macko_tile_many_stages least = {x, slabs, s.slab_bytes};
+            EXPECT(40, s.slab_bytes >= widest * MACKO_TILE_UNIT + MACKO_TILE_OVERREAD && s.slab_bytes % 128 == 0);
+            EXPECT(41, fits == (macko_tile_many_shared_bytes(shape, least) <= shared_bytes));
+            EXPECT(42, !fits || macko_tile_many_shared_bytes(shape, s) <= shared_bytes);
+            EXPECT(43, !fits || (s.x >= least.x && s.x <= macko_tile_max_x_stages(shape)));
+            EXPECT(44, !fits || (s.slabs >= least.slabs && s.slabs <= MACKO_TILE_MANY_MAX_SLAB_STAGES));
+        }
+    return 0;
+}
+"""
+
+
+class Problem(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "cols", "tokens")), ("clusters", ctypes.c_int * 6))
+
+
+class Way(ctypes.Structure):
+    names = ("rows", "tokens", "split_k", "split")
+    _fields_ = tuple((name, ctypes.c_int) for name in names)
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    sources = Path(__file__).parent.parent / "csrc" / "tile"
+    if not shutil.which("cc") or not sources.exists():
+        pytest.skip("needs cc and the sources")
+    target = tmp_path_factory.mktemp("plans") / "plans.so"
+    command = ["cc", "-std=c17", "-O2", "-shared", "-fPIC", "-x", "c", "-", f"-I{sources}", "-o", str(target)]
+    subprocess.run(command, input=PLAN_CHECKS, text=True, check=True)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_cover_every_half_slab_once_and_wait_for_nobody_later(plans: ctypes.CDLL, seed: int) -> None:
+    """Also in every way that is asked for, where it can be; other ways are refused."""
+    problem, way = Problem(), Way()
+    rule = plans.check_plans(ctypes.c_uint64(seed), 6000, ctypes.byref(problem), ctypes.byref(way))
+    shown = {name: getattr(problem, name) for name in ("rows", "cols", "tokens")}
+    wanted = tuple(getattr(way, name) for name in Way.names)
+    assert rule == 0, f"rule {rule}: {shown}, clusters {list(problem.clusters)}, way {wanted}"
+
+
+@pytest.mark.parametrize("kilobytes", [48, 99, 163, 227])
+def test_planned_stages_fit_shared_memory(plans: ctypes.CDLL, kilobytes: int) -> None:
+    assert plans.check_stages(kilobytes * 1024) == 0
+
+
+def test_text_of_a_way(plans: ctypes.CDLL) -> None:
+    way = Way()
+    for text in GEMM_WAYS:
+        assert plans.macko_tile_many_parse_way(text.encode(), ctypes.byref(way)) & 1
+        assert "x".join(str(getattr(way, name)) for name in Way.names) == text
+    for text in ("", "x", "128x256x1", "128x256x1x", "128x256x1x2x", "128x256x1x2 ", "auto"):
+        assert not plans.macko_tile_many_parse_way(text.encode(), ctypes.byref(way)) & 1
+
+
 # What comes from outside.
 
 
@@ -486,7 +683,7 @@ def changed(tile: TileWeight, name: str, index: int | slice, value: int) -> Tile
 def test_validate_names_what_is_wrong(device: str) -> None:
     w = random_weight(65, 300, 0.5, torch.float16, seed=3)
     w[0, :8] = 1
-    tile = packed(w, device)  # four strips: 64 x 256, 64 x 44, 1 x 256, 1 x 44
+    tile = packed(w, device)  # four slabs: 64 x 256, 64 x 44, 1 x 256, 1 x 44
     tile.validate()
     last, second = 64 * int(tile.offsets[3]), int(tile.offsets[1])
     unused = int((tile.data[1344 : 64 * second] == 0).nonzero()[-1]) + 1344
@@ -498,13 +695,13 @@ def test_validate_names_what_is_wrong(device: str) -> None:
         rf"offsets\[1\] is {second + 278}": changed(tile, "offsets", 1, second + 278),
         "widest is 277": dataclasses.replace(tile, widest=277),
         "offsets ends with": dataclasses.replace(tile, data=torch.cat([tile.data, tile.data[:64] * 0])),
-        "strip 3 of row block 1: word 0 of its masks has a value outside": changed(tile, "data", last + 1, 1),
-        "strip 3 of row block 1: word 128 of its masks has a value outside": changed(tile, "data", last + 256, 1),
-        "strip 0 of row block 0 has another size than the 0 rows": changed(tile, "data", slice(0, 1024), 0),
-        "strip 0 of row block 0, byte 2562: not the row": changed(tile, "data", 1281, 7),
-        "strip 0 of row block 0, byte 2686: not the row": changed(tile, "data", 1343, 1),
-        "strip 3 of row block 1, byte 2052: not the place": changed(tile, "data", last + 1026, 3),
-        "strip 0 of row block 0, byte 2688: a zero is stored": changed(tile, "data", 1344, -(2**15)),
+        "slab 3 of row block 1: word 0 of its masks has a value outside": changed(tile, "data", last + 1, 1),
+        "slab 3 of row block 1: word 128 of its masks has a value outside": changed(tile, "data", last + 256, 1),
+        "slab 0 of row block 0 has another size than the 0 rows": changed(tile, "data", slice(0, 1024), 0),
+        "slab 0 of row block 0, byte 2562: not the row": changed(tile, "data", 1281, 7),
+        "slab 0 of row block 0, byte 2686: not the row": changed(tile, "data", 1343, 1),
+        "slab 3 of row block 1, byte 2052: not the spill offset": changed(tile, "data", last + 1026, 3),
+        "slab 0 of row block 0, byte 2688: a zero is stored": changed(tile, "data", 1344, -(2**15)),
         rf"byte {2 * unused}: .*, or what is no value is not zero": changed(tile, "data", unused, -(2**15)),
         "entries is 7": dataclasses.replace(tile, entries=7),
         "offsets has 5 elements, expected 7": dataclasses.replace(tile, cols=600),
@@ -529,7 +726,7 @@ def test_any_other_byte_is_found(index: int, value: int) -> None:
     other = changed(WEIGHT, "data", index, value)
     before, after = (int(tile.data.view(torch.int16)[index]) for tile in (WEIGHT, other))
     place = index - 64 * int(WEIGHT.offsets[WEIGHT.offsets * 64 <= index][-1])
-    if int(ops.tile_check(other._packed)[0]) == 0:
+    if int(torch.ops.macko.check(*other.packed)[0]) == 0:
         again = packed(other.to_dense(), "cpu")
         assert_same_bits(again.data, other.data)
         assert_same_bits(again.offsets, other.offsets)
@@ -550,7 +747,7 @@ def test_bytes_of_any_kind_are_checked(offsets: list[int], seed: int, fill: floa
     data = torch.randint(-(2**15), 2**15, (64 * max(int(ends[-1]), 4 * 21),), generator=random, dtype=torch.int16)
     data *= torch.rand(data.shape, generator=random) < fill
     tile = TileWeight(data.view(torch.float16), ends, 65, 300, max(21, *offsets), 0)
-    assert int(ops.tile_check(tile._packed)[0])
+    assert int(torch.ops.macko.check(*tile.packed)[0])
 
 
 @pytest.mark.parametrize("device", devices())
@@ -569,11 +766,11 @@ def test_errors_name_the_argument(device: str) -> None:
     with pytest.raises(RuntimeError, match="data begins 2 bytes past a multiple of 16"):
         dataclasses.replace(tile, data=shifted).linear(x)
     with pytest.raises(RuntimeError, match="delta_bits is 3"):
-        ops.tile_pack(*MackoWeight.from_dense(x).tensors().values(), 50, 3)
+        layouts.tile_pack(*MackoWeight.from_dense(x).tensors().values(), 50, 3)
     canonical = MackoWeight.from_dense(x)
     deltas = canonical.deltas.clone()
     deltas[:] = 255
-    with pytest.raises(RuntimeError, match="macko::tile_pack: deltas put entry"):
+    with pytest.raises(RuntimeError, match="macko::lay_out: deltas put entry"):
         TileWeight.from_macko(dataclasses.replace(canonical, deltas=deltas))
 
 

@@ -1,6 +1,4 @@
 // EC-CSR's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
-#include "ops.h"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -8,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "../torch/packed.h"
 #include "../torch/tensors.h"
 #include "ec.h"
 #ifndef USE_CUDA
@@ -63,9 +62,10 @@ int64_t num_tiles(int64_t rows, int64_t tile_rows) {
 }
 
 // The struct over the tensors, once they have passed every check that needs no look at their content.
-ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices,
-                    const Tensor &block_indptr, const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets,
-                    const Tensor &col_order, int64_t rows, int64_t cols) {
+macko_ec_matrix matrix_of(const char *op, const Packed &p) {
+    const Tensor &block_values = p[0], &delta_indices = p[1], &base_indices = p[2], &block_indptr = p[3],
+                 &row_indices = p[4], &tile_ptr = p[5], &sets = p[6], &col_order = p[7];
+    const int64_t rows = p.rows(), cols = p.cols();
     check_backend(op, "block_values", block_values);
     const macko_dtype dtype = check_value_dtype(op, "block_values", block_values);
     if (rows < 0 || rows >= INT32_LIMIT || cols < 0 || cols >= INT32_LIMIT)
@@ -93,17 +93,19 @@ ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &de
         if (array.t.numel()) check_aligned(op, array.name, array.t, 16);
 #endif
     }
-    const int64_t num_sets = tile_ptr.size(0), tiles = tile_ptr.size(1) - 1, blocks = base_indices.numel() / EC_WARP;
-    if (sets.size(0) != num_sets + 1 || sets.size(1) != int64_t(sizeof(ec_set) / 8) || num_sets > EC_MAX_SETS)
-        fail(op, "sets has shape ", shape_name(sets), ", expected [", num_sets + 1, ", ", sizeof(ec_set) / 8,
-             "] and at most ", EC_MAX_SETS, " sets");
-    if (base_indices.numel() % EC_WARP || block_indptr.numel() != blocks + num_sets)
+    const int64_t num_sets = tile_ptr.size(0), tiles = tile_ptr.size(1) - 1,
+                  blocks = base_indices.numel() / MACKO_EC_WARP;
+    if (sets.size(0) != num_sets + 1 || sets.size(1) != int64_t(sizeof(macko_ec_set) / 8) ||
+        num_sets > MACKO_EC_MAX_SETS)
+        fail(op, "sets has shape ", shape_name(sets), ", expected [", num_sets + 1, ", ", sizeof(macko_ec_set) / 8,
+             "] and at most ", MACKO_EC_MAX_SETS, " sets");
+    if (base_indices.numel() % MACKO_EC_WARP || block_indptr.numel() != blocks + num_sets)
         fail(op, "block_indptr has ", block_indptr.numel(), " elements, expected ", blocks + num_sets, " for ",
              base_indices.numel(), " base_indices in ", num_sets, " sets");
     if (col_order.numel() && col_order.numel() != cols)
         fail(op, "col_order has ", col_order.numel(), " elements, expected ", cols, " or none");
-    const int64_t tile_rows = ec_tile_rows(rows, tiles);
-    if (tiles < 0 || num_tiles(rows, tile_rows) != tiles || tile_rows > EC_MAX_TILE)
+    const int64_t tile_rows = macko_ec_tile_rows(rows, tiles);
+    if (tiles < 0 || num_tiles(rows, tile_rows) != tiles || tile_rows > MACKO_EC_MAX_TILE)
         fail(op, "tile_ptr has shape ", shape_name(tile_ptr), ", which is no cut of ", rows, " rows into tiles");
     return {block_values.numel() ? block_values.const_data_ptr() : nullptr,
             data<const uint8_t>(delta_indices),
@@ -111,7 +113,7 @@ ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &de
             data<const int32_t>(block_indptr),
             data<const int32_t>(row_indices),
             data<const int32_t>(tile_ptr),
-            data<const ec_set>(sets),
+            data<const macko_ec_set>(sets),
             data<void>(col_order),
             rows,
             cols,
@@ -127,11 +129,11 @@ ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &de
 // One packing under way: the plan and the tensors that hold its arrays.
 struct Packing {
     Tensor w;
-    ec_plan plan{};
+    macko_ec_plan plan{};
     Tensor bits, row_counts, columns_at, blocks, columns, order, num_blocks, singles, counts, col_order, scratch;
-    std::vector<int64_t> host_counts; // [EC_MAX_SETS, tiles, 2]
+    std::vector<int64_t> host_counts; // [MACKO_EC_MAX_SETS, tiles, 2]
 
-    Packing(const Tensor &w, macko_dtype dtype, const ec_options &options, int64_t tile_rows,
+    Packing(const Tensor &w, macko_dtype dtype, const macko_ec_options &options, int64_t tile_rows,
             const std::vector<int32_t> &columns_in_order)
         : w(w), bits(w), row_counts(w), columns_at(w), blocks(w), columns(w), order(w), num_blocks(w), singles(w),
           counts(w), col_order(w), scratch(w) {
@@ -144,7 +146,7 @@ struct Packing {
         plan.cols = w.size(1);
         plan.words = (plan.cols + 63) / 64;
         plan.tiles = num_tiles(plan.rows, tile_rows);
-        plan.tile_rows = ec_tile_rows(plan.rows, plan.tiles);
+        plan.tile_rows = macko_ec_tile_rows(plan.rows, plan.tiles);
         plan.options = options;
         const int64_t ordered = int64_t(columns_in_order.size());
         if (plan.cols <= 65536)
@@ -159,23 +161,23 @@ struct Packing {
         plan.row_counts = data<int32_t>(row_counts);
         num_blocks = empty({plan.tiles}, ScalarType::Int);
         plan.num_blocks = data<int32_t>(num_blocks);
-        singles = empty({3, EC_MAX_SETS, plan.tiles * plan.tile_rows}, ScalarType::Int);
+        singles = empty({3, MACKO_EC_MAX_SETS, plan.tiles * plan.tile_rows}, ScalarType::Int);
         plan.single_row = data<int32_t>(singles);
-        plan.single_width = plan.single_row + EC_MAX_SETS * plan.tiles * plan.tile_rows;
-        plan.single_skip = plan.single_width + EC_MAX_SETS * plan.tiles * plan.tile_rows;
-        counts = empty({EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
+        plan.single_width = plan.single_row + MACKO_EC_MAX_SETS * plan.tiles * plan.tile_rows;
+        plan.single_skip = plan.single_width + MACKO_EC_MAX_SETS * plan.tiles * plan.tile_rows;
+        counts = empty({MACKO_EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
         plan.counts = data<int64_t>(counts);
 #ifdef USE_CUDA
-        STD_CUDA_CHECK(ec_bits_cuda(&plan, current_stream(w)));
+        STD_CUDA_CHECK(macko_ec_bits_cuda(&plan, current_stream(w)));
 #else
-        for_tiles(plan.tiles, [&](int64_t begin, int64_t end) { ec_bits_cpu(&plan, begin, end); });
+        for_tiles(plan.tiles, [&](int64_t begin, int64_t end) { macko_ec_bits_cpu(&plan, begin, end); });
 #endif
         if (options.max_height > 1) extract();
 #ifdef USE_CUDA
-        STD_CUDA_CHECK(ec_arrange_cuda(&plan, current_stream(w)));
+        STD_CUDA_CHECK(macko_ec_arrange_cuda(&plan, current_stream(w)));
 #else
-        in_parallel("ec_pack", plan.tiles, 1,
-                    [&](int64_t begin, int64_t end) { return ec_arrange_cpu(&plan, begin, end); });
+        in_parallel("pack", plan.tiles, 1,
+                    [&](int64_t begin, int64_t end) { return macko_ec_arrange_cpu(&plan, begin, end); });
 #endif
         host_counts = to_host<int64_t>(counts);
     }
@@ -185,30 +187,32 @@ struct Packing {
         // writes at most as many columns as the one before, from the third on at most half: 1.5 a non-zero in all.
         const std::vector<int32_t> nonzeros = to_host<int32_t>(row_counts);
         std::vector<int64_t> at(plan.tiles + 1, 0);
-        for (int64_t row = 0; row < plan.rows; row++) at[row / EC_TILE + 1] += nonzeros[row];
+        for (int64_t row = 0; row < plan.rows; row++) at[row / MACKO_EC_TILE + 1] += nonzeros[row];
         for (int64_t tile = 0; tile < plan.tiles; tile++)
-            at[tile + 1] = at[tile] + (at[tile + 1] * 3 / 2 + EC_CHUNK - 1) / EC_CHUNK * EC_CHUNK;
+            at[tile + 1] = at[tile] + (at[tile + 1] * 3 / 2 + MACKO_EC_CHUNK - 1) / MACKO_EC_CHUNK * MACKO_EC_CHUNK;
         columns_at = to_device(w, at, {plan.tiles + 1}, ScalarType::Long);
         plan.columns_at = data<int64_t>(columns_at);
         columns = torch::stable::new_empty(w, {at.back()}, ScalarType::Int);
         plan.columns = data<int32_t>(columns);
-        blocks = torch::stable::new_empty(w, {at.back() / EC_CHUNK * int64_t(sizeof(ec_block))}, ScalarType::Byte);
-        plan.blocks = data<ec_block>(blocks);
-        order = torch::stable::new_empty(w, {at.back() / EC_CHUNK}, ScalarType::Int);
+        blocks = torch::stable::new_empty(w, {at.back() / MACKO_EC_CHUNK * int64_t(sizeof(macko_ec_block))},
+                                          ScalarType::Byte);
+        plan.blocks = data<macko_ec_block>(blocks);
+        order = torch::stable::new_empty(w, {at.back() / MACKO_EC_CHUNK}, ScalarType::Int);
         plan.order = data<int32_t>(order);
 #ifdef USE_CUDA
-        scratch = torch::stable::new_empty(w, {ec_extract_scratch_bytes(plan.tiles, plan.cols)}, ScalarType::Byte);
+        scratch =
+            torch::stable::new_empty(w, {macko_ec_extract_scratch_bytes(plan.tiles, plan.cols)}, ScalarType::Byte);
         plan.scratch = data<uint8_t>(scratch);
-        STD_CUDA_CHECK(ec_extract_cuda(&plan, current_stream(w)));
+        STD_CUDA_CHECK(macko_ec_extract_cuda(&plan, current_stream(w)));
 #else
-        in_parallel("ec_pack", plan.tiles, 1,
-                    [&](int64_t begin, int64_t end) { return ec_extract_cpu(&plan, begin, end); });
+        in_parallel("pack", plan.tiles, 1,
+                    [&](int64_t begin, int64_t end) { return macko_ec_extract_cpu(&plan, begin, end); });
 #endif
     }
 
     struct Layout {
         std::vector<int32_t> plan_sets; // of the sets that are not empty
-        std::vector<ec_set> sets;       // and the end
+        std::vector<macko_ec_set> sets; // and the end
         std::vector<int32_t> tile_ptr;
         std::vector<int64_t> starts; // as counts: first block, first column
         int64_t bytes = 0;           // of all eight tensors
@@ -217,9 +221,9 @@ struct Packing {
     Layout layout() const {
         Layout l;
         l.starts.assign(host_counts.size(), 0);
-        ec_set next{};
-        for (int set = 0; set < EC_MAX_SETS; set++) {
-            const bool is_slab = set >= EC_HEIGHT_SETS && plan.options.num_slabs;
+        macko_ec_set next{};
+        for (int set = 0; set < MACKO_EC_MAX_SETS; set++) {
+            const bool is_slab = set >= MACKO_EC_HEIGHT_SETS && plan.options.num_slabs;
             int64_t blocks = 0, width = 0;
             std::vector<int32_t> tile_ptr;
             for (int64_t tile = 0; tile < plan.tiles; tile++) {
@@ -233,54 +237,56 @@ struct Packing {
             tile_ptr.push_back(int32_t(blocks));
             if (!blocks) continue;
             if (width > INT32_LIMIT)
-                fail("ec_pack", "w needs ", width, " columns in one set, block_indptr is int32 and holds at most ",
+                fail("pack", "w needs ", width, " columns in one set, block_indptr is int32 and holds at most ",
                      INT32_LIMIT);
-            next.height = set < EC_HEIGHT_SETS ? EC_MAX_HEIGHT >> set : 1;
-            next.lanes = is_slab ? plan.options.lanes : EC_WARP;
-            next.vector = set == EC_HEIGHT_SETS + 1 && !is_slab ? 1 : EC_VECTOR;
-            next.delta_bits = is_slab ? plan.options.slab_bits[set - EC_HEIGHT_SETS] : plan.options.delta_bits;
+            next.height = set < MACKO_EC_HEIGHT_SETS ? MACKO_EC_MAX_HEIGHT >> set : 1;
+            next.lanes = is_slab ? plan.options.lanes : MACKO_EC_WARP;
+            next.vector = set == MACKO_EC_HEIGHT_SETS + 1 && !is_slab ? 1 : MACKO_EC_VECTOR;
+            next.delta_bits = is_slab ? plan.options.slab_bits[set - MACKO_EC_HEIGHT_SETS] : plan.options.delta_bits;
             l.sets.push_back(next);
             l.plan_sets.push_back(set);
             l.tile_ptr.insert(l.tile_ptr.end(), tile_ptr.begin(), tile_ptr.end());
             next.first_block += blocks;
-            next.first_row += blocks * (EC_WARP / next.lanes) * next.height;
+            next.first_row += blocks * (MACKO_EC_WARP / next.lanes) * next.height;
             next.first_value += width * next.height;
             next.first_delta += width * next.delta_bits / 8;
         }
         next.height = next.lanes = next.vector = next.delta_bits = 0;
         l.sets.push_back(next);
         l.bytes = next.first_value * int64_t(w.element_size()) + next.first_delta +
-                  next.first_block * (EC_WARP * (plan.cols <= 65536 ? 2 : 4) + 4) + next.first_row * 4 +
+                  next.first_block * (MACKO_EC_WARP * (plan.cols <= 65536 ? 2 : 4) + 4) + next.first_row * 4 +
                   int64_t(l.plan_sets.size()) * 4 + int64_t(l.tile_ptr.size()) * 4 +
-                  int64_t(l.sets.size() * sizeof(ec_set)) +
+                  int64_t(l.sets.size() * sizeof(macko_ec_set)) +
                   (plan.col_order ? plan.cols * (plan.cols <= 65536 ? 2 : 4) : 0);
         return l;
     }
 
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> write() {
+    // `given`: the options, as the header keeps them.
+    Packed write(const Ints &given) {
         const Layout l = layout();
-        const ec_set &end = l.sets.back();
+        const macko_ec_set &end = l.sets.back();
         const int64_t num_sets = int64_t(l.plan_sets.size());
         Tensor values = torch::stable::new_empty(w, {end.first_value});
         Tensor deltas = torch::stable::new_zeros(w, {end.first_delta}, ScalarType::Byte);
-        Tensor bases = torch::stable::new_empty(w, {end.first_block * EC_WARP},
+        Tensor bases = torch::stable::new_empty(w, {end.first_block * MACKO_EC_WARP},
                                                 plan.cols <= 65536 ? ScalarType::UInt16 : ScalarType::Int);
         Tensor indptr = torch::stable::new_empty(w, {end.first_block + num_sets}, ScalarType::Int);
         Tensor rows = torch::stable::new_empty(w, {end.first_row}, ScalarType::Int);
         const Tensor tile_ptr = to_device(w, l.tile_ptr, {num_sets, plan.tiles + 1}, ScalarType::Int);
-        const Tensor sets = to_device(w, l.sets, {num_sets + 1, int64_t(sizeof(ec_set) / 8)}, ScalarType::Long);
-        counts = to_device(w, l.starts, {EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
+        const Tensor sets = to_device(w, l.sets, {num_sets + 1, int64_t(sizeof(macko_ec_set) / 8)}, ScalarType::Long);
+        counts = to_device(w, l.starts, {MACKO_EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
         plan.counts = data<int64_t>(counts);
-        const ec_matrix m =
-            matrix_of("ec_pack", values, deltas, bases, indptr, rows, tile_ptr, sets, col_order, plan.rows, plan.cols);
+        Packed packed{{values, deltas, bases, indptr, rows, tile_ptr, sets, col_order}, {EC, plan.rows, plan.cols}};
+        packed.header.insert(packed.header.end(), given.begin(), given.end());
+        const macko_ec_matrix m = matrix_of("pack", packed);
 #ifdef USE_CUDA
         const Tensor plan_sets = to_device(w, l.plan_sets, {num_sets}, ScalarType::Int);
-        STD_CUDA_CHECK(ec_write_cuda(&plan, &m, data<int32_t>(plan_sets), current_stream(w)));
+        STD_CUDA_CHECK(macko_ec_write_cuda(&plan, &m, data<int32_t>(plan_sets), current_stream(w)));
 #else
         for_tiles(plan.tiles,
-                  [&](int64_t begin, int64_t stop) { ec_write_cpu(&plan, &m, l.plan_sets.data(), begin, stop); });
+                  [&](int64_t begin, int64_t stop) { macko_ec_write_cpu(&plan, &m, l.plan_sets.data(), begin, stop); });
 #endif
-        return {values, deltas, bases, indptr, rows, tile_ptr, sets, col_order};
+        return packed;
     }
 };
 
@@ -294,7 +300,7 @@ double bytes_a_nonzero(double p, int bits) {
 // Cuts columns, densest first, into at most max_slabs slabs of the fewest bytes, each with its best width of deltas.
 // Dynamic programming over at most 64 places to cut. A slab costs each row its bases, its row index and half a chunk.
 std::vector<int32_t> choose_slabs(const std::vector<int32_t> &counts, int64_t rows, int64_t max_slabs,
-                                  ec_options *options) {
+                                  macko_ec_options *options) {
     const int64_t cols = int64_t(counts.size());
     std::vector<int32_t> order(cols);
     std::iota(order.begin(), order.end(), 0);
@@ -320,7 +326,7 @@ std::vector<int32_t> choose_slabs(const std::vector<int32_t> &counts, int64_t ro
             for (int64_t begin = 0; begin < end; begin++)
                 for (int bits = MIN_BITS; bits <= MAX_BITS; bits++) {
                     const int lanes = options->lanes;
-                    const double overhead = rows * (lanes * EC_VECTOR / 2 * (2 + bits / 8.0) + 2 * lanes + 4);
+                    const double overhead = rows * (lanes * MACKO_EC_VECTOR / 2 * (2 + bits / 8.0) + 2 * lanes + 4);
                     const double bytes = best[s - 1][begin].bytes + prefix[end][bits] - prefix[begin][bits] + overhead;
                     if (bytes < best[s][end].bytes) best[s][end] = {bytes, begin, bits};
                 }
@@ -339,13 +345,14 @@ std::vector<int32_t> choose_slabs(const std::vector<int32_t> &counts, int64_t ro
 }
 
 // The packing of fewest bytes: the columns as they are with one width of deltas, or in slabs by density.
-Packing choose_packing(const Tensor &w, macko_dtype dtype, ec_options options, int64_t tile_rows, int64_t max_slabs) {
+Packing choose_packing(const Tensor &w, macko_dtype dtype, macko_ec_options options, int64_t tile_rows,
+                       int64_t max_slabs) {
     Tensor counts_tensor = torch::stable::new_empty(w, {w.size(1)}, ScalarType::Int);
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(ec_column_counts_cuda(w.const_data_ptr(), w.size(0), w.size(1), data<int32_t>(counts_tensor),
-                                         current_stream(w)));
+    STD_CUDA_CHECK(macko_ec_column_counts_cuda(w.const_data_ptr(), w.size(0), w.size(1), data<int32_t>(counts_tensor),
+                                               current_stream(w)));
 #else
-    ec_column_counts_cpu(w.const_data_ptr(), dtype, w.size(0), w.size(1), data<int32_t>(counts_tensor));
+    macko_ec_column_counts_cpu(w.const_data_ptr(), dtype, w.size(0), w.size(1), data<int32_t>(counts_tensor));
 #endif
     const std::vector<int32_t> counts = to_host<int32_t>(counts_tensor);
     const double nonzeros = std::accumulate(counts.begin(), counts.end(), 0.0);
@@ -371,132 +378,128 @@ Packing choose_packing(const Tensor &w, macko_dtype dtype, ec_options options, i
 }
 
 // Dense [rows, cols]; the content is trusted.
-Tensor unpack(const ec_matrix &m, const Tensor &values) {
+Tensor unpack(const macko_ec_matrix &m, const Tensor &values) {
     Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(ec_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
+    STD_CUDA_CHECK(macko_ec_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
 #else
-    for_tiles(m.tiles, [&](int64_t begin, int64_t end) { ec_unpack_cpu(&m, begin, end, w.mutable_data_ptr()); });
+    for_tiles(m.tiles, [&](int64_t begin, int64_t end) { macko_ec_unpack_cpu(&m, begin, end, w.mutable_data_ptr()); });
 #endif
     return w;
 }
 
 // y [shape] = W x + bias for one vector.
-Tensor spmv(const ec_matrix &m, const Tensor &values, const Tensor &x_any, const void *bias,
+Tensor spmv(const macko_ec_matrix &m, const Tensor &values, const Tensor &x_any, const void *bias,
             std::vector<int64_t> shape) {
     const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(values, shape);
     if (!m.rows) return y;
 #ifdef USE_CUDA
-    Tensor partials = torch::stable::new_empty(values, {ec_spmv_partials(&m)}, ScalarType::Float);
-    STD_CUDA_CHECK(ec_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), data<float>(partials),
-                                current_stream(values)));
+    Tensor partials = torch::stable::new_empty(values, {macko_ec_spmv_partials(&m)}, ScalarType::Float);
+    STD_CUDA_CHECK(macko_ec_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), data<float>(partials),
+                                      current_stream(values)));
 #else
     Tensor ordered = torch::stable::new_empty(values, {m.cols}, ScalarType::Float);
-    ec_order_x_cpu(&m, x.const_data_ptr(), data<float>(ordered));
+    macko_ec_order_x_cpu(&m, x.const_data_ptr(), data<float>(ordered));
     for_tiles(m.tiles, [&](int64_t begin, int64_t end) {
-        ec_spmv_cpu(&m, data<float>(ordered), bias, begin, end, y.mutable_data_ptr());
+        macko_ec_spmv_cpu(&m, data<float>(ordered), bias, begin, end, y.mutable_data_ptr());
     });
 #endif
     return y;
 }
 
-} // namespace
-
-#define EC_TENSORS                                                                                                     \
-    const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices, const Tensor &block_indptr,   \
-        const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets, const Tensor &col_order, int64_t rows,  \
-        int64_t cols
-#define EC_ARGUMENTS                                                                                                   \
-    block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-ec_pack(const Tensor &w_any, int64_t delta_bits, int64_t lanes, int64_t max_height, int64_t min_width,
-        int64_t max_width, int64_t tile_rows, int64_t max_slabs) {
-    check_backend("ec_pack", "w", w_any);
-    const macko_dtype dtype = check_value_dtype("ec_pack", "w", w_any);
-    check_dim("ec_pack", "w", w_any, 2);
+// options: delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs.
+Packed pack(const Tensor &w_any, const Ints &given) {
+    const int64_t delta_bits = given[0], lanes = given[1], max_height = given[2], min_width = given[3],
+                  max_width = given[4], tile_rows = given[5], max_slabs = given[6];
+    check_backend("pack", "w", w_any);
+    const macko_dtype dtype = check_value_dtype("pack", "w", w_any);
+    check_dim("pack", "w", w_any, 2);
     if (w_any.size(0) >= INT32_LIMIT || w_any.size(1) >= INT32_LIMIT)
-        fail("ec_pack", "w has shape ", shape_name(w_any), ", expected at most 2^31 - 2 rows and columns");
+        fail("pack", "w has shape ", shape_name(w_any), ", expected at most 2^31 - 2 rows and columns");
     const auto power_of_two = [](int64_t v, int64_t most) { return v >= 1 && v <= most && !(v & (v - 1)); };
-    if (!power_of_two(lanes, EC_WARP)) fail("ec_pack", "lanes is ", lanes, ", expected 1, 2, 4, 8, 16 or 32");
+    if (!power_of_two(lanes, MACKO_EC_WARP)) fail("pack", "lanes is ", lanes, ", expected 1, 2, 4, 8, 16 or 32");
     if (delta_bits && (delta_bits < 3 || delta_bits > 8))
-        fail("ec_pack", "delta_bits is ", delta_bits, ", expected 3 to 8, or 0");
-    if (!delta_bits && (lanes == EC_WARP || max_height > 1))
-        fail("ec_pack", "delta_bits is 0, which lets pack choose: expected lanes under 32 and max_height 1, got ",
-             lanes, " and ", max_height);
-    if (!power_of_two(max_height, EC_MAX_HEIGHT))
-        fail("ec_pack", "max_height is ", max_height, ", expected 1, 2, 4, 8 or 16");
-    if (min_width < EC_CHUNK || min_width % EC_CHUNK || max_width < min_width || max_width % EC_CHUNK)
-        fail("ec_pack", "min_width is ", min_width, " and max_width ", max_width, ", expected rising multiples of ",
-             EC_CHUNK);
-    if (tile_rows < EC_TILE || tile_rows > EC_MAX_TILE || tile_rows % EC_TILE ||
-        (tile_rows != EC_TILE && (max_height > 1 || lanes == EC_WARP)))
-        fail("ec_pack", "tile_rows is ", tile_rows, ", expected ", EC_TILE, ", or a multiple up to ", int(EC_MAX_TILE),
-             " where lanes < 32 and max_height is 1");
-    if (max_slabs < 1 || max_slabs > EC_MAX_SLABS)
-        fail("ec_pack", "max_slabs is ", max_slabs, ", expected 1 to ", int(EC_MAX_SLABS));
+        fail("pack", "delta_bits is ", delta_bits, ", expected 3 to 8, or 0");
+    if (!delta_bits && (lanes == MACKO_EC_WARP || max_height > 1))
+        fail("pack", "delta_bits is 0, which lets pack choose: expected lanes under 32 and max_height 1, got ", lanes,
+             " and ", max_height);
+    if (!power_of_two(max_height, MACKO_EC_MAX_HEIGHT))
+        fail("pack", "max_height is ", max_height, ", expected 1, 2, 4, 8 or 16");
+    if (min_width < MACKO_EC_CHUNK || min_width % MACKO_EC_CHUNK || max_width < min_width || max_width % MACKO_EC_CHUNK)
+        fail("pack", "min_width is ", min_width, " and max_width ", max_width, ", expected rising multiples of ",
+             MACKO_EC_CHUNK);
+    if (tile_rows < MACKO_EC_TILE || tile_rows > MACKO_EC_MAX_TILE || tile_rows % MACKO_EC_TILE ||
+        (tile_rows != MACKO_EC_TILE && (max_height > 1 || lanes == MACKO_EC_WARP)))
+        fail("pack", "tile_rows is ", tile_rows, ", expected ", MACKO_EC_TILE, ", or a multiple up to ",
+             int(MACKO_EC_MAX_TILE), " where lanes < 32 and max_height is 1");
+    if (max_slabs < 1 || max_slabs > MACKO_EC_MAX_SLABS)
+        fail("pack", "max_slabs is ", max_slabs, ", expected 1 to ", int(MACKO_EC_MAX_SLABS));
     const DeviceOf guard(w_any);
     const Tensor w = as_contiguous(w_any);
-    ec_options options{};
+    macko_ec_options options{};
     options.delta_bits = int(delta_bits);
     options.lanes = int(lanes);
     options.max_height = int(max_height);
     options.min_width = int(min_width);
-    options.max_width = int(std::min<int64_t>(max_width, INT32_LIMIT / EC_CHUNK * EC_CHUNK));
-    if (!delta_bits && w.numel()) return choose_packing(w, dtype, options, tile_rows, max_slabs).write();
-    if (lanes < EC_WARP) {
+    options.max_width = int(std::min<int64_t>(max_width, INT32_LIMIT / MACKO_EC_CHUNK * MACKO_EC_CHUNK));
+    if (!delta_bits && w.numel()) return choose_packing(w, dtype, options, tile_rows, max_slabs).write(given);
+    if (lanes < MACKO_EC_WARP) {
         options.num_slabs = 1;
         options.slab_bits[0] = delta_bits ? int(delta_bits) : 4;
         options.slab_begin[1] = w.size(1);
     }
-    return Packing(w, dtype, options, tile_rows, {}).write();
+    return Packing(w, dtype, options, tile_rows, {}).write(given);
 }
 
-Tensor ec_unpack(EC_TENSORS) {
-    const ec_matrix m = matrix_of("ec_unpack", EC_ARGUMENTS);
-    const DeviceOf guard(block_values);
-    return unpack(m, block_values);
+Tensor dense(const Packed &p, bool) {
+    const macko_ec_matrix m = matrix_of("dense", p);
+    const DeviceOf guard(p[0]);
+    return unpack(m, p[0]);
 }
 
-Tensor ec_check(EC_TENSORS) {
-    const ec_matrix m = matrix_of("ec_check", EC_ARGUMENTS);
-#ifdef USE_CUDA
-    // Content is looked at once, when it comes from a file, so on the CPU, where this is asked of the same op.
-    (void)m;
-    using torch::stable::Device, torch::headeronly::DeviceType, torch::stable::detail::from;
-    const auto cpu = [](const Tensor &t) { return from(torch::stable::to(t, Device(DeviceType::CPU))); };
-    std::array<StableIValue, 10> stack{cpu(block_values), cpu(delta_indices), cpu(base_indices), cpu(block_indptr),
-                                       cpu(row_indices),  cpu(tile_ptr),      cpu(sets),         cpu(col_order),
-                                       from(rows),        from(cols)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::ec_check", "", stack.data(), TORCH_ABI_VERSION));
-    const Tensor found = torch::stable::detail::to<Tensor>(stack[0]);
-    return torch::stable::to(found, Device(DeviceType::CUDA, block_values.get_device_index()));
-#else
-    Tensor found = new_fault(block_values);
-    const macko_fault fault = ec_check_cpu(&m, delta_indices.numel());
-    if (fault.kind == EC_NO_MEMORY) fail("ec_check", "out of memory");
+#ifndef USE_CUDA
+Tensor check(const Packed &p) {
+    const macko_ec_matrix m = matrix_of("check", p);
+    Tensor found = new_fault(p[0]);
+    const macko_fault fault = macko_ec_check_cpu(&m, p[1].numel());
+    if (fault.kind == MACKO_EC_NO_MEMORY) fail("check", "out of memory");
     *fault_in(found) = fault;
     return found;
+}
 #endif
+
+Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bias_any) {
+    const char *op = "linear";
+    const macko_ec_matrix m = matrix_of(op, p);
+    const Tensor &values = p[0];
+    check_tokens(op, x, "block_values", values, m.cols);
+    const auto bias = checked_bias(op, bias_any, "block_values", values, values.scalar_type(), m.rows);
+    const DeviceOf guard(values);
+    if (num_tokens(x) == 1) return spmv(m, values, x, data_of(bias), with_last(x, m.rows));
+    // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
+    return dense_linear(x, unpack(m, values), bias);
 }
 
-Tensor ec_spmv(EC_TENSORS, const Tensor &x) {
-    const ec_matrix m = matrix_of("ec_spmv", EC_ARGUMENTS);
+} // namespace
+
+Tensor ec_spmv(const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices,
+               const Tensor &block_indptr, const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets,
+               const Tensor &col_order, int64_t rows, int64_t cols, const Tensor &x) {
+    const macko_ec_matrix m = matrix_of(
+        "ec_spmv", {{block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order},
+                    {EC, rows, cols}});
     check_vector("ec_spmv", x, "block_values", block_values, cols);
     const DeviceOf guard(block_values);
     return spmv(m, block_values, x, nullptr, {rows});
 }
 
-Tensor ec_linear(const Tensor &x, EC_TENSORS, const std::optional<Tensor> &bias_any) {
-    const ec_matrix m = matrix_of("ec_linear", EC_ARGUMENTS);
-    check_tokens("ec_linear", x, "block_values", block_values, cols);
-    const auto bias =
-        checked_bias("ec_linear", bias_any, "block_values", block_values, block_values.scalar_type(), rows);
-    const DeviceOf guard(block_values);
-    if (num_tokens(x) == 1) return spmv(m, block_values, x, data_of(bias), with_last(x, rows));
-    // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
-    return dense_linear(x, unpack(m, block_values), bias);
-}
+#ifdef USE_CUDA
+const Layout ec_layout = {
+    .name = "ec", .tensors = 8, .own = 7, .checked_on_cpu = true, .pack = pack, .dense = dense, .linear = linear};
+#else
+const Layout ec_layout = {
+    .name = "ec", .tensors = 8, .own = 7, .pack = pack, .dense = dense, .check = check, .linear = linear};
+#endif
 
 } // namespace macko

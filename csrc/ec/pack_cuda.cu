@@ -8,7 +8,7 @@ using namespace macko;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int MAX_PAIRS = EC_TILE / 2;
+constexpr int MAX_PAIRS = MACKO_EC_TILE / 2;
 
 __global__ void count_columns(const uint16_t *w, int64_t rows, int64_t cols, int rows_a_block, int32_t *counts) {
     const int64_t col = blockIdx.x * (int64_t)THREADS + threadIdx.x, first = blockIdx.y * (int64_t)rows_a_block;
@@ -20,7 +20,7 @@ __global__ void count_columns(const uint16_t *w, int64_t rows, int64_t cols, int
 }
 
 // A thread block owns a row, a warp 64 columns of it at a time.
-__global__ void find_bits(ec_plan p) {
+__global__ void find_bits(macko_ec_plan p) {
     const int64_t row = blockIdx.x;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const uint16_t *w = (const uint16_t *)p.w + row * p.cols;
@@ -29,7 +29,7 @@ __global__ void find_bits(ec_plan p) {
         uint32_t half[2];
         for (int i = 0; i < 2; i++) {
             const int64_t col = word * 64 + i * WARP + lane;
-            half[i] = __ballot_sync(FULL_WARP, col < p.cols && w[ec_column(p.col_order, p.cols, col)] & 0x7fff);
+            half[i] = __ballot_sync(FULL_WARP, col < p.cols && w[macko_ec_column(p.col_order, p.cols, col)] & 0x7fff);
             count += __popc(half[i]);
         }
         if (lane == 0) p.bits[row * p.words + word] = half[0] | (uint64_t)half[1] << 32;
@@ -38,46 +38,47 @@ __global__ void find_bits(ec_plan p) {
 }
 
 // What extraction of a tile works on, in p.scratch.
-struct Scratch {
-    uint64_t *level_bits; // [EC_TILE, words]
-    int32_t *fits;        // [MAX_PAIRS, histogram slots]
-    ec_block *copies;     // [EC_TILE]
+struct extract_scratch {
+    uint64_t *level_bits;   // [MACKO_EC_TILE, words]
+    int32_t *fits;          // [MAX_PAIRS, histogram slots]
+    macko_ec_block *copies; // [MACKO_EC_TILE]
     __host__ __device__ static int64_t bytes(int64_t words) {
-        return EC_TILE * words * 8 + (MAX_PAIRS * ec_histogram_slots(words) * 4 + 15) / 16 * 16 +
-               EC_TILE * sizeof(ec_block);
+        return MACKO_EC_TILE * words * 8 + (MAX_PAIRS * macko_ec_histogram_slots(words) * 4 + 15) / 16 * 16 +
+               MACKO_EC_TILE * sizeof(macko_ec_block);
     }
-    __device__ Scratch(const ec_plan &p, int64_t tile) {
+    __device__ extract_scratch(const macko_ec_plan &p, int64_t tile) {
         uint8_t *at = p.scratch + tile * bytes(p.words);
         level_bits = (uint64_t *)at;
-        fits = (int32_t *)(level_bits + EC_TILE * p.words);
-        copies = (ec_block *)((uint8_t *)fits + (MAX_PAIRS * ec_histogram_slots(p.words) * 4 + 15) / 16 * 16);
+        fits = (int32_t *)(level_bits + MACKO_EC_TILE * p.words);
+        copies =
+            (macko_ec_block *)((uint8_t *)fits + (MAX_PAIRS * macko_ec_histogram_slots(p.words) * 4 + 15) / 16 * 16);
     }
 };
 
-struct Pair {
+struct row_pair {
     int a, b, width, block;
     int64_t first;
 };
 
-struct Tile {
-    Pair pairs[MAX_PAIRS];
+struct tile_matching {
+    row_pair pairs[MAX_PAIRS];
     int num_pairs, num_blocks, begin, end, next, num_members;
     int64_t num_columns, gained, nonzeros;
-    int source[EC_TILE];
-    uint8_t matched[EC_TILE], changed[EC_TILE];
-    uint32_t slab[EC_TILE][17]; // a stretch of 16 half words of every member; 17: rows start in different banks
-    uint16_t shared_columns[EC_TILE][EC_TILE];
+    int source[MACKO_EC_TILE];
+    uint8_t matched[MACKO_EC_TILE], changed[MACKO_EC_TILE];
+    uint32_t slab[MACKO_EC_TILE][17]; // a stretch of 16 half words of every member; 17: rows start in different banks
+    uint16_t shared_columns[MACKO_EC_TILE][MACKO_EC_TILE];
 };
 
 // shared_columns of all members, 16 half words at a time through shared memory; a thread counts 8 x 8 pairs.
-__device__ void count_shared(Tile &t, const uint64_t *members, int64_t words) {
-    constexpr int SIDE = 16, EACH = EC_TILE / SIDE; // threads a side, pairs a side of a thread
+__device__ void count_shared(tile_matching &t, const uint64_t *members, int64_t words) {
+    constexpr int SIDE = 16, EACH = MACKO_EC_TILE / SIDE; // threads a side, pairs a side of a thread
     const int i0 = threadIdx.x / SIDE, j0 = threadIdx.x % SIDE;
     const uint32_t *halves = (const uint32_t *)members;
     int counts[EACH][EACH] = {};
     for (int64_t first = 0; first < words * 2; first += 16) {
         __syncthreads();
-        for (int i = threadIdx.x; i < EC_TILE * 16; i += THREADS) {
+        for (int i = threadIdx.x; i < MACKO_EC_TILE * 16; i += THREADS) {
             const int member = i / 16;
             const int64_t half = first + i % 16;
             t.slab[member][i % 16] = member < t.num_members && half < words * 2 ? halves[member * words * 2 + half] : 0;
@@ -105,8 +106,8 @@ __device__ void count_shared(Tile &t, const uint64_t *members, int64_t words) {
 }
 
 // The paper's greedy matching by one warp: each member, those of most columns first, takes the free one that shares most.
-__device__ void match(Tile &t, const uint64_t *members, const ec_plan &p) {
-    __shared__ int counts[EC_TILE], sorted[EC_TILE];
+__device__ void match(tile_matching &t, const uint64_t *members, const macko_ec_plan &p) {
+    __shared__ int counts[MACKO_EC_TILE], sorted[MACKO_EC_TILE];
     const int lane = threadIdx.x % WARP;
     if (threadIdx.x < t.num_members) {
         int count = 0;
@@ -146,36 +147,37 @@ __device__ void match(Tile &t, const uint64_t *members, const ec_plan &p) {
     __syncthreads();
 }
 
-__device__ void append(Tile &t, const ec_plan &p, int64_t tile, const ec_block &a, const ec_block *b, int height,
-                       int width, int block, int64_t first, ec_walk walk, int delta_max) {
-    ec_block made = a;
+__device__ void append(tile_matching &t, const macko_ec_plan &p, int64_t tile, const macko_ec_block &a,
+                       const macko_ec_block *b, int height, int width, int block, int64_t first, macko_ec_walk walk,
+                       int delta_max) {
+    macko_ec_block made = a;
     made.height = height;
     made.width = width;
     made.first = first;
     for (int k = 0; b && k < height / 2; k++) made.rows[height / 2 + k] = b->rows[k];
-    p.blocks[p.columns_at[tile] / EC_CHUNK + block] = made;
-    ec_take(walk, delta_max, width, p.columns + p.columns_at[tile] + first);
+    p.blocks[p.columns_at[tile] / MACKO_EC_CHUNK + block] = made;
+    macko_ec_take(walk, delta_max, width, p.columns + p.columns_at[tile] + first);
 }
 
-__device__ void pair_rounds(Tile &t, const ec_plan &p, int64_t tile, const Scratch &scratch, uint64_t *members,
-                            int height) {
+__device__ void pair_rounds(tile_matching &t, const macko_ec_plan &p, int64_t tile, const extract_scratch &scratch,
+                            uint64_t *members, int height) {
     const int delta_max = (1 << p.options.delta_bits) - 1;
     for (;;) {
         count_shared(t, members, p.words);
         match(t, members, p);
         const int num_pairs = t.num_pairs;
-        Pair *pair = threadIdx.x < num_pairs ? &t.pairs[threadIdx.x] : nullptr;
-        ec_walk walk = {};
+        row_pair *pair = threadIdx.x < num_pairs ? &t.pairs[threadIdx.x] : nullptr;
+        macko_ec_walk walk = {};
         if (pair) {
-            walk = ec_walk_from(members + pair->a * p.words, members + pair->b * p.words, 0, p.words);
-            pair->width = ec_shared_width(walk, delta_max, p.options.min_width, p.options.max_width,
-                                          scratch.fits + threadIdx.x * ec_histogram_slots(p.words));
+            walk = macko_ec_walk_from(members + pair->a * p.words, members + pair->b * p.words, 0, p.words);
+            pair->width = macko_ec_shared_width(walk, delta_max, p.options.min_width, p.options.max_width,
+                                                scratch.fits + threadIdx.x * macko_ec_histogram_slots(p.words));
         }
         __syncthreads();
         if (threadIdx.x == 0) {
             t.gained = 0;
             for (int i = 0; i < num_pairs; i++) {
-                Pair &placed = t.pairs[i];
+                row_pair &placed = t.pairs[i];
                 placed.first = t.num_columns;
                 placed.block = t.num_blocks;
                 t.num_columns += placed.width;
@@ -188,8 +190,8 @@ __device__ void pair_rounds(Tile &t, const ec_plan &p, int64_t tile, const Scrat
             append(t, p, tile, scratch.copies[pair->a], &scratch.copies[pair->b], 2 * height, pair->width, pair->block,
                    pair->first, walk, delta_max);
             const int32_t *taken = p.columns + p.columns_at[tile] + pair->first;
-            ec_clear(members + pair->a * p.words, taken, pair->width);
-            ec_clear(members + pair->b * p.words, taken, pair->width);
+            macko_ec_clear(members + pair->a * p.words, taken, pair->width);
+            macko_ec_clear(members + pair->b * p.words, taken, pair->width);
             t.changed[pair->a] = t.changed[pair->b] = 1;
         }
         __syncthreads();
@@ -198,19 +200,20 @@ __device__ void pair_rounds(Tile &t, const ec_plan &p, int64_t tile, const Scrat
 }
 
 // One thread: what is left of the blocks that higher ones were cut from. Rare but in matrices of many equal rows.
-__device__ void split_rests(Tile &t, const ec_plan &p, int64_t tile, const Scratch &scratch, uint64_t *tile_bits) {
+__device__ void split_rests(tile_matching &t, const macko_ec_plan &p, int64_t tile, const extract_scratch &scratch,
+                            uint64_t *tile_bits) {
     const int delta_max = (1 << p.options.delta_bits) - 1;
-    ec_block *blocks = p.blocks + p.columns_at[tile] / EC_CHUNK;
+    macko_ec_block *blocks = p.blocks + p.columns_at[tile] / MACKO_EC_CHUNK;
     for (int i = 0; i < t.num_members; i++) {
         if (!t.changed[i]) continue;
-        const ec_block id = scratch.copies[i];
+        const macko_ec_block id = scratch.copies[i];
         uint64_t *rest = scratch.level_bits + i * p.words;
         blocks[t.source[i]].width = 0;
-        const ec_walk walk = ec_walk_from(rest, nullptr, 0, p.words);
+        const macko_ec_walk walk = macko_ec_walk_from(rest, nullptr, 0, p.words);
         while (const int width =
-                   ec_shared_width(walk, delta_max, p.options.min_width, p.options.max_width, scratch.fits)) {
+                   macko_ec_shared_width(walk, delta_max, p.options.min_width, p.options.max_width, scratch.fits)) {
             append(t, p, tile, id, nullptr, id.height, width, t.num_blocks++, t.num_columns, walk, delta_max);
-            ec_clear(rest, p.columns + p.columns_at[tile] + t.num_columns, width);
+            macko_ec_clear(rest, p.columns + p.columns_at[tile] + t.num_columns, width);
             t.num_columns += width;
         }
         for (int k = 0; k < id.height; k++)
@@ -219,21 +222,21 @@ __device__ void split_rests(Tile &t, const ec_plan &p, int64_t tile, const Scrat
 }
 
 // A thread block owns a tile through all levels.
-__global__ void __launch_bounds__(THREADS) extract(ec_plan p) {
-    __shared__ Tile t;
+__global__ void __launch_bounds__(THREADS) extract(macko_ec_plan p) {
+    __shared__ tile_matching t;
     const int64_t tile = blockIdx.x;
-    const Scratch scratch(p, tile);
-    const int num_rows = (int)min((int64_t)EC_TILE, p.rows - tile * EC_TILE);
-    uint64_t *tile_bits = p.bits + tile * EC_TILE * p.words;
-    const ec_block *blocks = p.blocks + p.columns_at[tile] / EC_CHUNK;
+    const extract_scratch scratch(p, tile);
+    const int num_rows = (int)min((int64_t)MACKO_EC_TILE, p.rows - tile * MACKO_EC_TILE);
+    uint64_t *tile_bits = p.bits + tile * MACKO_EC_TILE * p.words;
+    const macko_ec_block *blocks = p.blocks + p.columns_at[tile] / MACKO_EC_CHUNK;
     if (threadIdx.x == 0) {
         t.num_members = num_rows;
         t.num_blocks = t.begin = 0;
         t.num_columns = t.nonzeros = 0;
-        for (int i = 0; i < num_rows; i++) t.nonzeros += p.row_counts[tile * EC_TILE + i];
+        for (int i = 0; i < num_rows; i++) t.nonzeros += p.row_counts[tile * MACKO_EC_TILE + i];
     }
     if (threadIdx.x < num_rows) {
-        ec_block single = {};
+        macko_ec_block single = {};
         single.height = 1;
         single.rows[0] = (uint8_t)threadIdx.x;
         scratch.copies[threadIdx.x] = single;
@@ -251,14 +254,14 @@ __global__ void __launch_bounds__(THREADS) extract(ec_plan p) {
             __syncthreads();
             if (threadIdx.x == 0) {
                 t.num_members = 0;
-                for (; t.next < t.end && t.num_members < EC_TILE; t.next++)
+                for (; t.next < t.end && t.num_members < MACKO_EC_TILE; t.next++)
                     if (blocks[t.next].height == height) t.source[t.num_members++] = t.next;
             }
             __syncthreads();
             for (int64_t i = threadIdx.x; i < t.num_members * p.words; i += THREADS) scratch.level_bits[i] = 0;
             __syncthreads();
             if (threadIdx.x < t.num_members) {
-                const ec_block block = blocks[t.source[threadIdx.x]];
+                const macko_ec_block block = blocks[t.source[threadIdx.x]];
                 uint64_t *bits = scratch.level_bits + threadIdx.x * p.words;
                 scratch.copies[threadIdx.x] = block;
                 t.changed[threadIdx.x] = 0;
@@ -278,36 +281,36 @@ __global__ void __launch_bounds__(THREADS) extract(ec_plan p) {
     if (threadIdx.x == 0) p.num_blocks[tile] = t.num_blocks;
 }
 
-// Where the block of rank `rank` of n, by falling size, is stored: see ec_reverse.
+// Where the block of rank `rank` of n, by falling size, is stored: see macko_ec_reverse.
 __device__ int place_of(int rank, int n) {
-    const int bits = ec_log2_up(n);
-    const uint32_t v = ec_reverse(rank, bits);
+    const int bits = macko_ec_log2_up(n);
+    const uint32_t v = macko_ec_reverse(rank, bits);
     int place = 0;
-    for (uint32_t before = 0; before < v; before++) place += ec_reverse(before, bits) < (uint32_t)n;
+    for (uint32_t before = 0; before < v; before++) place += macko_ec_reverse(before, bits) < (uint32_t)n;
     return place;
 }
 
-__device__ int64_t *counts_of(const ec_plan &p, int set, int64_t tile) {
+__device__ int64_t *counts_of(const macko_ec_plan &p, int set, int64_t tile) {
     return p.counts + (set * p.tiles + tile) * 2;
 }
 
-__device__ void arrange_heights(const ec_plan &p, int64_t tile) {
-    __shared__ int num[EC_HEIGHT_SETS];
-    const int64_t at = p.columns_at[tile] / EC_CHUNK;
-    const ec_block *blocks = p.blocks + at;
-    if (threadIdx.x < EC_HEIGHT_SETS) num[threadIdx.x] = 0;
+__device__ void arrange_heights(const macko_ec_plan &p, int64_t tile) {
+    __shared__ int num[MACKO_EC_HEIGHT_SETS];
+    const int64_t at = p.columns_at[tile] / MACKO_EC_CHUNK;
+    const macko_ec_block *blocks = p.blocks + at;
+    if (threadIdx.x < MACKO_EC_HEIGHT_SETS) num[threadIdx.x] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < p.num_blocks[tile]; i += THREADS)
-        if (blocks[i].width) atomicAdd(&num[ec_height_set(blocks[i].height)], 1);
+        if (blocks[i].width) atomicAdd(&num[macko_ec_height_set(blocks[i].height)], 1);
     __syncthreads();
     for (int i = threadIdx.x; i < p.num_blocks[tile]; i += THREADS) {
-        const ec_block mine = blocks[i];
+        const macko_ec_block mine = blocks[i];
         if (!mine.width) continue;
         int rank = 0;
         for (int j = 0; j < p.num_blocks[tile]; j++)
             rank += blocks[j].height == mine.height &&
                     (blocks[j].width > mine.width || (blocks[j].width == mine.width && j < i));
-        const int set = ec_height_set(mine.height);
+        const int set = macko_ec_height_set(mine.height);
         int place = place_of(rank, num[set]);
         for (int before = 0; before < set; before++) place += num[before];
         p.order[at + place] = i;
@@ -316,24 +319,25 @@ __device__ void arrange_heights(const ec_plan &p, int64_t tile) {
     }
 }
 
-__device__ int64_t single_at(const ec_plan &p, int set, int64_t tile) {
+__device__ int64_t single_at(const macko_ec_plan &p, int set, int64_t tile) {
     return (set * p.tiles + tile) * p.tile_rows;
 }
 
-__device__ void arrange_parts(const ec_plan &p, int64_t tile, int num_rows) {
-    __shared__ ec_parts parts[EC_TILE];
+__device__ void arrange_parts(const macko_ec_plan &p, int64_t tile, int num_rows) {
+    __shared__ macko_ec_parts parts[MACKO_EC_TILE];
     __shared__ int num[2];
     const int row = threadIdx.x;
     if (threadIdx.x < 2) num[threadIdx.x] = 0;
     if (row < num_rows)
-        parts[row] = ec_split_row(ec_walk_from(p.bits + (tile * EC_TILE + row) * p.words, nullptr, 0, p.words),
-                                  (1 << p.options.delta_bits) - 1);
+        parts[row] =
+            macko_ec_split_row(macko_ec_walk_from(p.bits + (tile * MACKO_EC_TILE + row) * p.words, nullptr, 0, p.words),
+                               (1 << p.options.delta_bits) - 1);
     __syncthreads();
     for (int part = 0; part < 2; part++)
         if (row < num_rows && parts[row].width[part]) atomicAdd(&num[part], 1);
     __syncthreads();
     for (int part = 0; part < 2; part++) {
-        const int width = row < num_rows ? parts[row].width[part] : 0, set = EC_HEIGHT_SETS + part;
+        const int width = row < num_rows ? parts[row].width[part] : 0, set = MACKO_EC_HEIGHT_SETS + part;
         if (!width) continue;
         int rank = 0;
         for (int i = 0; i < num_rows; i++)
@@ -343,20 +347,20 @@ __device__ void arrange_parts(const ec_plan &p, int64_t tile, int num_rows) {
         p.single_width[at] = width;
         p.single_skip[at] = part ? parts[row].skip : 0;
         atomicAdd((unsigned long long *)counts_of(p, set, tile), 1ull);
-        atomicAdd((unsigned long long *)counts_of(p, set, tile) + 1, (unsigned long long)width * EC_WARP);
+        atomicAdd((unsigned long long *)counts_of(p, set, tile) + 1, (unsigned long long)width * MACKO_EC_WARP);
     }
 }
 
-__device__ void arrange_slab(const ec_plan &p, int slab, int64_t tile, int num_rows) {
-    __shared__ int keys[EC_MAX_TILE], sorted[EC_MAX_TILE];
-    const int set = EC_HEIGHT_SETS + slab, lanes = p.options.lanes, pieces = EC_WARP / lanes;
+__device__ void arrange_slab(const macko_ec_plan &p, int slab, int64_t tile, int num_rows) {
+    __shared__ int keys[MACKO_EC_MAX_TILE], sorted[MACKO_EC_MAX_TILE];
+    const int set = MACKO_EC_HEIGHT_SETS + slab, lanes = p.options.lanes, pieces = MACKO_EC_WARP / lanes;
     const int delta_max = (1 << p.options.slab_bits[slab]) - 1, lane = threadIdx.x % WARP;
     const int64_t word = p.options.slab_begin[slab] / 64, end = (p.options.slab_begin[slab + 1] + 63) / 64;
     const int64_t at = single_at(p, set, tile);
     const uint64_t *bits = p.bits + tile * p.tile_rows * p.words;
     __syncthreads();
     for (int row = threadIdx.x; row < num_rows; row += THREADS)
-        keys[row] = ec_entries(ec_walk_from(bits + row * p.words, nullptr, word, end), delta_max);
+        keys[row] = macko_ec_entries(macko_ec_walk_from(bits + row * p.words, nullptr, word, end), delta_max);
     __syncthreads();
     for (int row = threadIdx.x; row < num_rows; row += THREADS) {
         int rank = 0;
@@ -366,15 +370,16 @@ __device__ void arrange_slab(const ec_plan &p, int slab, int64_t tile, int num_r
     __syncthreads();
     for (int first = threadIdx.x / WARP * pieces; p.cols && first < num_rows; first += THREADS / WARP * pieces) {
         const int mine = lane < pieces && first + lane < num_rows ? sorted[first + lane] : -1;
-        int t = max(EC_VECTOR, (keys[sorted[first]] + lanes * EC_VECTOR - 1) / (lanes * EC_VECTOR) * EC_VECTOR);
-        while (t > EC_VECTOR) {
+        int t = max(MACKO_EC_VECTOR,
+                    (keys[sorted[first]] + lanes * MACKO_EC_VECTOR - 1) / (lanes * MACKO_EC_VECTOR) * MACKO_EC_VECTOR);
+        while (t > MACKO_EC_VECTOR) {
             bool fits = true;
             if (mine >= 0)
-                fits = !ec_fill(ec_walk_from(bits + mine * p.words, nullptr, word, end), 0, lanes, t - EC_VECTOR,
-                                delta_max, 0)
+                fits = !macko_ec_fill(macko_ec_walk_from(bits + mine * p.words, nullptr, word, end), 0, lanes,
+                                      t - MACKO_EC_VECTOR, delta_max, 0)
                             .more;
             if (!__all_sync(FULL_WARP, fits)) break;
-            t -= EC_VECTOR;
+            t -= MACKO_EC_VECTOR;
         }
         if (lane < pieces) {
             p.single_row[at + first + lane] = mine;
@@ -382,12 +387,12 @@ __device__ void arrange_slab(const ec_plan &p, int slab, int64_t tile, int num_r
         }
         if (lane == 0) {
             atomicAdd((unsigned long long *)counts_of(p, set, tile), 1ull);
-            atomicAdd((unsigned long long *)counts_of(p, set, tile) + 1, (unsigned long long)t * EC_WARP);
+            atomicAdd((unsigned long long *)counts_of(p, set, tile) + 1, (unsigned long long)t * MACKO_EC_WARP);
         }
     }
 }
 
-__global__ void __launch_bounds__(THREADS, 4) arrange(ec_plan p) {
+__global__ void __launch_bounds__(THREADS, 4) arrange(macko_ec_plan p) {
     const int64_t tile = blockIdx.x;
     const int num_rows = (int)min(p.tile_rows, p.rows - tile * p.tile_rows);
     if (p.options.max_height > 1) arrange_heights(p, tile);
@@ -395,12 +400,13 @@ __global__ void __launch_bounds__(THREADS, 4) arrange(ec_plan p) {
     for (int slab = 0; slab < p.options.num_slabs; slab++) arrange_slab(p, slab, tile, num_rows);
 }
 
-__device__ ec_sink sink_of(const ec_plan &p, const ec_matrix &m, const ec_set &set, int64_t block, int64_t column) {
-    ec_sink sink = {};
+__device__ macko_ec_sink sink_of(const macko_ec_plan &p, const macko_ec_matrix &m, const macko_ec_set &set,
+                                 int64_t block, int64_t column) {
+    macko_ec_sink sink = {};
     sink.col_order = p.col_order;
     sink.cols = p.cols;
     sink.values = (uint16_t *)m.block_values + set.first_value + column * set.height;
-    sink.bases = (char *)m.base_indices + (set.first_block + block) * EC_WARP * (p.cols <= 65536 ? 2 : 4);
+    sink.bases = (char *)m.base_indices + (set.first_block + block) * MACKO_EC_WARP * (p.cols <= 65536 ? 2 : 4);
     sink.deltas = (uint32_t *)(m.delta_indices + set.first_delta + column * set.delta_bits / 8);
     sink.vector = (int)set.vector;
     sink.delta_bits = (int)set.delta_bits;
@@ -410,21 +416,22 @@ __device__ ec_sink sink_of(const ec_plan &p, const ec_matrix &m, const ec_set &s
 
 // A thread block owns a tile in a set. First the blocks' columns begin; then a warp writes a shared block, a thread a
 // piece of single rows.
-__global__ void __launch_bounds__(THREADS, 3) write_blocks(ec_plan p, ec_matrix m, const int32_t *plan_sets) {
+__global__ void __launch_bounds__(THREADS, 3)
+    write_blocks(macko_ec_plan p, macko_ec_matrix m, const int32_t *plan_sets) {
     const int64_t tile = blockIdx.x;
     const int s = blockIdx.y, plan_set = plan_sets[s], lane = threadIdx.x % WARP;
-    const ec_set set = m.sets[s];
+    const macko_ec_set set = m.sets[s];
     const int32_t *tile_ptr = m.tile_ptr + s * (m.tiles + 1) + tile;
     const int first_block = tile_ptr[0], num = tile_ptr[1] - first_block;
     int32_t *indptr = (int32_t *)m.block_indptr + set.first_block + s + first_block;
-    const bool is_shared = plan_set < EC_HEIGHT_SETS;
-    const int pieces = EC_WARP / (int)set.lanes;
+    const bool is_shared = plan_set < MACKO_EC_HEIGHT_SETS;
+    const int pieces = MACKO_EC_WARP / (int)set.lanes;
     const int64_t singles = is_shared ? 0 : single_at(p, plan_set, tile);
-    const ec_block *blocks = nullptr;
+    const macko_ec_block *blocks = nullptr;
     const int32_t *order = nullptr;
     if (is_shared) {
-        blocks = p.blocks + p.columns_at[tile] / EC_CHUNK;
-        order = p.order + p.columns_at[tile] / EC_CHUNK;
+        blocks = p.blocks + p.columns_at[tile] / MACKO_EC_CHUNK;
+        order = p.order + p.columns_at[tile] / MACKO_EC_CHUNK;
         for (int before = 0; before < s; before++)
             order += m.tile_ptr[before * (m.tiles + 1) + tile + 1] - m.tile_ptr[before * (m.tiles + 1) + tile];
     }
@@ -434,7 +441,7 @@ __global__ void __launch_bounds__(THREADS, 3) write_blocks(ec_plan p, ec_matrix 
             const int i = first + lane;
             int width = i >= num    ? 0
                         : is_shared ? blocks[order[i]].width
-                                    : p.single_width[singles + (int64_t)i * pieces] * EC_WARP;
+                                    : p.single_width[singles + (int64_t)i * pieces] * MACKO_EC_WARP;
             const int sum = (int)warp_inclusive_sum((uint32_t)width);
             if (i < num) indptr[i] = column + sum - width;
             column += __shfl_sync(FULL_WARP, sum, WARP - 1);
@@ -445,73 +452,75 @@ __global__ void __launch_bounds__(THREADS, 3) write_blocks(ec_plan p, ec_matrix 
     int32_t *row_indices = (int32_t *)m.row_indices + set.first_row + first_block * pieces * set.height;
     if (is_shared) {
         for (int i = threadIdx.x / WARP; i < num; i += THREADS / WARP) {
-            const ec_block block = blocks[order[i]];
+            const macko_ec_block block = blocks[order[i]];
             const int32_t *columns = p.columns + p.columns_at[tile] + block.first;
-            const int t = block.width / EC_WARP;
-            ec_sink sink = sink_of(p, m, set, first_block + i, indptr[i]);
+            const int t = block.width / MACKO_EC_WARP;
+            macko_ec_sink sink = sink_of(p, m, set, first_block + i, indptr[i]);
             if (lane < block.height)
-                row_indices[i * block.height + lane] = (int32_t)(tile * EC_TILE + block.rows[lane]);
+                row_indices[i * block.height + lane] = (int32_t)(tile * MACKO_EC_TILE + block.rows[lane]);
             for (int c = lane; c < block.width; c += WARP) {
-                const int64_t n = ec_number(c / t, c % t, EC_VECTOR);
+                const int64_t n = macko_ec_number(c / t, c % t, MACKO_EC_VECTOR);
                 for (int k = 0; k < block.height; k++) {
-                    sink.w = (const uint16_t *)p.w + (tile * EC_TILE + block.rows[k]) * p.cols;
-                    ec_put_value(&sink, n * block.height + k, columns[c]);
+                    sink.w = (const uint16_t *)p.w + (tile * MACKO_EC_TILE + block.rows[k]) * p.cols;
+                    macko_ec_put_value(&sink, n * block.height + k, columns[c]);
                 }
                 if (c % t == 0)
-                    ec_put_base(&sink, c / t, columns[c]);
+                    macko_ec_put_base(&sink, c / t, columns[c]);
                 else
-                    ec_put_delta(sink.deltas, sink.delta_bits, n, (uint32_t)(columns[c] - columns[c - 1]));
+                    macko_ec_put_delta(sink.deltas, sink.delta_bits, n, (uint32_t)(columns[c] - columns[c - 1]));
             }
         }
         return;
     }
-    const int slab = p.options.num_slabs ? plan_set - EC_HEIGHT_SETS : -1;
+    const int slab = p.options.num_slabs ? plan_set - MACKO_EC_HEIGHT_SETS : -1;
     const int64_t word = slab < 0 ? 0 : p.options.slab_begin[slab] / 64;
     const int64_t end = slab < 0 ? p.words : (p.options.slab_begin[slab + 1] + 63) / 64;
     for (int i = threadIdx.x; i < num * pieces; i += THREADS) {
         const int64_t at = singles + i;
         const int local = p.single_row[at];
         const int64_t row = tile * p.tile_rows + local;
-        ec_sink sink = sink_of(p, m, set, first_block + i / pieces, indptr[i / pieces]);
+        macko_ec_sink sink = sink_of(p, m, set, first_block + i / pieces, indptr[i / pieces]);
         row_indices[i] = local < 0 ? -1 : (int32_t)row;
         sink.lane = i % pieces * (int)set.lanes;
         sink.w = local < 0 ? nullptr : (const uint16_t *)p.w + row * p.cols;
-        const ec_walk walk =
-            ec_walk_from(local < 0 ? nullptr : p.bits + row * p.words, nullptr, word, local < 0 ? word : end);
-        ec_fill(walk, slab < 0 ? p.single_skip[at] : 0, (int)set.lanes, p.single_width[at], (1 << set.delta_bits) - 1,
-                &sink);
+        const macko_ec_walk walk =
+            macko_ec_walk_from(local < 0 ? nullptr : p.bits + row * p.words, nullptr, word, local < 0 ? word : end);
+        macko_ec_fill(walk, slab < 0 ? p.single_skip[at] : 0, (int)set.lanes, p.single_width[at],
+                      (1 << set.delta_bits) - 1, &sink);
     }
 }
 
 // A warp owns a block, a lane its columns.
-__global__ void __launch_bounds__(THREADS) unpack_blocks(ec_matrix m, uint16_t *w) {
+__global__ void __launch_bounds__(THREADS) unpack_blocks(macko_ec_matrix m, uint16_t *w) {
     const int64_t index = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP;
     const int lane = threadIdx.x % WARP;
     if (index >= m.num_blocks) return;
     int s = 0;
     while (index >= m.sets[s + 1].first_block) s++;
-    const ec_set set = m.sets[s];
+    const macko_ec_set set = m.sets[s];
     const int64_t block = index - set.first_block;
     const int32_t *indptr = m.block_indptr + set.first_block + s + block;
-    const int vector = (int)set.vector, height = (int)set.height, t = (indptr[1] - indptr[0]) / EC_WARP;
-    const int32_t *rows = m.row_indices + set.first_row + (block * (EC_WARP / set.lanes) + lane / set.lanes) * height;
+    const int vector = (int)set.vector, height = (int)set.height, t = (indptr[1] - indptr[0]) / MACKO_EC_WARP;
+    const int32_t *rows =
+        m.row_indices + set.first_row + (block * (MACKO_EC_WARP / set.lanes) + lane / set.lanes) * height;
     const uint8_t *deltas = m.delta_indices + set.first_delta;
-    int64_t col = ec_column(m.base_indices, m.cols, index * EC_WARP + lane);
+    int64_t col = macko_ec_column(m.base_indices, m.cols, index * MACKO_EC_WARP + lane);
     for (int c = 0; c < t; c++) {
-        const int64_t n = indptr[0] + ec_number(lane, c, vector), bit = n * set.delta_bits;
+        const int64_t n = indptr[0] + macko_ec_number(lane, c, vector), bit = n * set.delta_bits;
         uint32_t word = deltas[bit >> 3];
         if ((bit & 7) + set.delta_bits > 8) word |= (uint32_t)deltas[(bit >> 3) + 1] << 8;
         col += word >> (bit & 7) & ((1u << set.delta_bits) - 1);
         for (int k = 0; k < height; k++) {
             const uint16_t value = ((const uint16_t *)m.block_values)[set.first_value + n * height + k];
-            if (value & 0x7fff && rows[k] >= 0) w[rows[k] * m.cols + ec_column(m.col_order, m.cols, col)] = value;
+            if (value & 0x7fff && rows[k] >= 0) w[rows[k] * m.cols + macko_ec_column(m.col_order, m.cols, col)] = value;
         }
     }
 }
 
 } // namespace
 
-cudaError_t ec_column_counts_cuda(const void *w, int64_t rows, int64_t cols, int32_t *counts, cudaStream_t stream) {
+cudaError_t macko_ec_column_counts_cuda(const void *w, int64_t rows, int64_t cols, int32_t *counts,
+                                        cudaStream_t stream) {
     constexpr int ROWS_A_BLOCK = 128;
     cudaMemsetAsync(counts, 0, cols * sizeof *counts, stream);
     const dim3 grid((unsigned)ceil_div(cols, THREADS), (unsigned)ceil_div(rows, ROWS_A_BLOCK));
@@ -520,34 +529,35 @@ cudaError_t ec_column_counts_cuda(const void *w, int64_t rows, int64_t cols, int
     return cudaGetLastError();
 }
 
-cudaError_t ec_bits_cuda(const ec_plan *p, cudaStream_t stream) {
+cudaError_t macko_ec_bits_cuda(const macko_ec_plan *p, cudaStream_t stream) {
     cudaMemsetAsync(p->row_counts, 0, p->rows * sizeof *p->row_counts, stream);
     if (p->rows && p->cols) find_bits<<<(unsigned)p->rows, THREADS, 0, stream>>>(*p);
     return cudaGetLastError();
 }
 
-int64_t ec_extract_scratch_bytes(int64_t tiles, int64_t cols) {
-    return tiles * Scratch::bytes((cols + 63) / 64);
+int64_t macko_ec_extract_scratch_bytes(int64_t tiles, int64_t cols) {
+    return tiles * extract_scratch::bytes((cols + 63) / 64);
 }
 
-cudaError_t ec_extract_cuda(const ec_plan *p, cudaStream_t stream) {
+cudaError_t macko_ec_extract_cuda(const macko_ec_plan *p, cudaStream_t stream) {
     if (p->tiles) extract<<<(unsigned)p->tiles, THREADS, 0, stream>>>(*p);
     return cudaGetLastError();
 }
 
-cudaError_t ec_arrange_cuda(const ec_plan *p, cudaStream_t stream) {
-    cudaMemsetAsync(p->counts, 0, EC_MAX_SETS * p->tiles * 2 * sizeof *p->counts, stream);
+cudaError_t macko_ec_arrange_cuda(const macko_ec_plan *p, cudaStream_t stream) {
+    cudaMemsetAsync(p->counts, 0, MACKO_EC_MAX_SETS * p->tiles * 2 * sizeof *p->counts, stream);
     if (p->tiles) arrange<<<(unsigned)p->tiles, THREADS, 0, stream>>>(*p);
     return cudaGetLastError();
 }
 
-cudaError_t ec_write_cuda(const ec_plan *p, const ec_matrix *m, const int32_t *plan_sets, cudaStream_t stream) {
+cudaError_t macko_ec_write_cuda(const macko_ec_plan *p, const macko_ec_matrix *m, const int32_t *plan_sets,
+                                cudaStream_t stream) {
     const dim3 grid((unsigned)p->tiles, (unsigned)m->num_sets);
     if (p->tiles && m->num_sets) write_blocks<<<grid, THREADS, 0, stream>>>(*p, *m, plan_sets);
     return cudaGetLastError();
 }
 
-cudaError_t ec_unpack_cuda(const ec_matrix *m, void *w, cudaStream_t stream) {
+cudaError_t macko_ec_unpack_cuda(const macko_ec_matrix *m, void *w, cudaStream_t stream) {
     cudaMemsetAsync(w, 0, m->rows * m->cols * 2, stream);
     const int64_t blocks = ceil_div(m->num_blocks * WARP, THREADS);
     if (blocks) unpack_blocks<<<(unsigned)blocks, THREADS, 0, stream>>>(*m, (uint16_t *)w);

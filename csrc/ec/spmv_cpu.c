@@ -4,8 +4,9 @@
 #include "../core/cpu.h"
 #include "ec.h"
 
-void ec_order_x_cpu(const ec_matrix *m, const void *x, float *ordered) {
-    for (int64_t c = 0; c < m->cols; c++) ordered[c] = macko_load(x, m->dtype, ec_column(m->col_order, m->cols, c));
+void macko_ec_order_x_cpu(const macko_ec_matrix *m, const void *x, float *ordered) {
+    for (int64_t c = 0; c < m->cols; c++)
+        ordered[c] = macko_load(x, m->dtype, macko_ec_column(m->col_order, m->cols, c));
 }
 
 /*
@@ -21,7 +22,7 @@ static void gather_scalar(const uint8_t *deltas, int delta_bits, int vector, con
                           float *gathered) {
     uint32_t word = 0;
     int bits = 0;
-    for (int lane = 0; lane < EC_WARP; lane++)
+    for (int lane = 0; lane < MACKO_EC_WARP; lane++)
         for (int j = 0; j < vector; j++) {
             if (bits < delta_bits) {
                 word |= (uint32_t)*deltas++ << bits;
@@ -64,18 +65,19 @@ MACKO_TARGET_AVX2 static void add_avx2(const void *values, macko_dtype dtype, co
  */
 MACKO_TARGET_AVX512 static void gather_avx512(const uint8_t *deltas, int delta_bits, int vector, const float *x,
                                               int32_t *col, float *gathered) {
-    if (vector != EC_VECTOR) return gather_scalar(deltas, delta_bits, vector, x, col, gathered);
+    if (vector != MACKO_EC_VECTOR) return gather_scalar(deltas, delta_bits, vector, x, col, gathered);
     /* Eight deltas are delta_bits bytes: 64 bits hold those from delta 0, or 8, on, and give two of them each. */
     const __m512i place =
         _mm512_mask_add_epi8(_mm512_set1_epi64(0x0706050403020100), 0xffffffff00000000,
                              _mm512_set1_epi64(0x0706050403020100), _mm512_set1_epi8((char)delta_bits));
     const __m512i shifts = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7),
                                               _mm512_set1_epi32(delta_bits));
-    const uint8_t *const last = deltas + (EC_CHUNK / 8) * delta_bits - 16; /* 16 bytes from here are the chunk's */
+    const uint8_t *const last =
+        deltas + (MACKO_EC_CHUNK / 8) * delta_bits - 16; /* 16 bytes from here are the chunk's */
     const __m512i mask = _mm512_set1_epi32((1 << delta_bits) - 1);
     const __m512i of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     const __m512i lasts = _mm512_setr_epi32(3, 7, 11, 15, 3, 7, 11, 15, 3, 7, 11, 15, 3, 7, 11, 15);
-    for (int lane = 0; lane < EC_WARP; lane += 4, deltas += 2 * delta_bits) {
+    for (int lane = 0; lane < MACKO_EC_WARP; lane += 4, deltas += 2 * delta_bits) {
         const uint8_t *const at = deltas < last ? deltas : last;
         const __m512i words = _mm512_permutexvar_epi8(_mm512_add_epi8(place, _mm512_set1_epi8((char)(deltas - at))),
                                                       _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at)));
@@ -85,7 +87,7 @@ MACKO_TARGET_AVX512 static void gather_avx512(const uint8_t *deltas, int delta_b
         cols = _mm512_add_epi32(
             cols, _mm512_permutexvar_epi32(of_lane, _mm512_castsi128_si512(_mm_loadu_si128((__m128i *)(col + lane)))));
         _mm_storeu_si128((__m128i *)(col + lane), _mm512_castsi512_si128(_mm512_permutexvar_epi32(lasts, cols)));
-        _mm512_storeu_ps(gathered + lane * EC_VECTOR, _mm512_i32gather_ps(cols, x, 4));
+        _mm512_storeu_ps(gathered + lane * MACKO_EC_VECTOR, _mm512_i32gather_ps(cols, x, 4));
     }
 }
 
@@ -118,26 +120,27 @@ static chunk_steps best_steps(void) {
     return (chunk_steps){gather_scalar, add_scalar};
 }
 
-void ec_spmv_cpu(const ec_matrix *m, const float *x, const void *bias, int64_t begin, int64_t end, void *y) {
+void macko_ec_spmv_cpu(const macko_ec_matrix *m, const float *x, const void *bias, int64_t begin, int64_t end,
+                       void *y) {
     const chunk_steps steps = best_steps();
-    float row_sums[EC_MAX_TILE];
+    float row_sums[MACKO_EC_MAX_TILE];
     const size_t value_bytes = m->dtype == MACKO_F32 ? 4 : 2;
     for (int64_t tile = begin; tile < end; tile++) {
         const int64_t first_row = tile * m->tile_rows;
         memset(row_sums, 0, (size_t)m->tile_rows * sizeof *row_sums);
         for (int64_t s = 0; s < m->num_sets; s++) {
-            const ec_set *set = &m->sets[s];
-            const int height = (int)set->height, vector = (int)set->vector, chunk = EC_WARP * vector;
-            const int64_t pieces = EC_WARP / set->lanes;
+            const macko_ec_set *set = &m->sets[s];
+            const int height = (int)set->height, vector = (int)set->vector, chunk = MACKO_EC_WARP * vector;
+            const int64_t pieces = MACKO_EC_WARP / set->lanes;
             const int32_t *tile_ptr = m->tile_ptr + s * (m->tiles + 1),
                           *indptr = m->block_indptr + set->first_block + s;
             for (int64_t block = tile_ptr[tile]; block < tile_ptr[tile + 1]; block++) {
-                float sums[EC_CHUNK * EC_MAX_HEIGHT], gathered[EC_CHUNK + 16];
-                int32_t col[EC_WARP];
+                float sums[MACKO_EC_CHUNK * MACKO_EC_MAX_HEIGHT], gathered[MACKO_EC_CHUNK + 16];
+                int32_t col[MACKO_EC_WARP];
                 memset(sums, 0, (size_t)(chunk * height) * sizeof *sums);
-                for (int lane = 0; lane < EC_WARP; lane++) {
-                    const int64_t at = (set->first_block + block) * EC_WARP + lane;
-                    col[lane] = (int32_t)ec_column(m->base_indices, m->cols, at);
+                for (int lane = 0; lane < MACKO_EC_WARP; lane++) {
+                    const int64_t at = (set->first_block + block) * MACKO_EC_WARP + lane;
+                    col[lane] = (int32_t)macko_ec_column(m->base_indices, m->cols, at);
                 }
                 for (int64_t n = indptr[block]; n < indptr[block + 1]; n += chunk) {
                     steps.gather(m->delta_indices + set->first_delta + n * set->delta_bits / 8, (int)set->delta_bits,

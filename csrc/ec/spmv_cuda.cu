@@ -19,7 +19,7 @@ enum x_place { X_SHARED, X_GLOBAL }; // X_GLOBAL only where x does not fit
 
 // What one warp reads of one set: blocks [block, block_end), which lie one after another in every array.
 template <typename T>
-struct Stretch {
+struct ec_stretch {
     const T *values;        // the set's
     const uint32_t *deltas; // the set's
     const void *bases;      // the set's
@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy(void *to, const void *from) {
 
 // N values in the widest loads that their size allows.
 template <typename T, int N>
-struct Values {
+struct ec_values {
     __align__(N * 2 < 16 ? N * 2 : 16) T v[N];
     __device__ __forceinline__ void load(const T *from) {
         if constexpr (N == 1)
@@ -78,26 +78,27 @@ __device__ __forceinline__ int row_of_lane(int lane) {
     return row;
 }
 
-// A warp's ring: steps of some chunks on their way, about 4 KB. Chunks of values come first in a slot, then their deltas.
-constexpr int RING_BYTES = 4608;
+// A warp's pipeline of cp.async: stages of STEP chunks, about 4 KB. A stage is | values of its chunks | their deltas |.
+constexpr int PIPELINE_BYTES = 4608;
 template <int G, int V>
-struct Ring {
+struct ec_pipeline {
     static constexpr int CHUNK = WARP * V;
     static constexpr int STEP = G == 1 ? 4 : G == 2 ? 2 : 1;
     static constexpr bool HOLDS_VALUES = G <= 8; // of 16 rows, which are rare, values are loaded where they are used
     static constexpr int VALUE_BYTES = HOLDS_VALUES ? CHUNK * G * 2 : 0; // of a chunk
-    static constexpr int SLOT_BYTES = STEP * (VALUE_BYTES + CHUNK);      // deltas have at most 8 bits
-    static constexpr int DEPTH = RING_BYTES / SLOT_BYTES < 8 ? RING_BYTES / SLOT_BYTES : 8;
+    static constexpr int STAGE_BYTES = STEP * (VALUE_BYTES + CHUNK);     // deltas have at most 8 bits
+    static constexpr int DEPTH = PIPELINE_BYTES / STAGE_BYTES < 8 ? PIPELINE_BYTES / STAGE_BYTES : 8;
 };
 
 // One warp over its stretch of one set. The chunks of all its blocks are one run in memory, so DEPTH steps are always on
 // their way, across the blocks' borders too; bases, ends and rows are fetched a block ahead. add(row, sum) is called by
-// one lane a row, in the order of the blocks.
+// one lane a row, in the order of the blocks. Its phases are lambdas and not functions of their own: all of them change
+// the same state, which has to stay in registers.
 template <typename T, x_place X, int G, int V, typename Add>
-__device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigned char *ring, int lane,
+__device__ __forceinline__ void stream(const ec_stretch<T> &s, const T *xs, unsigned char *stages, int lane,
                                        const Add &add) {
-    using R = Ring<G, V>;
-    const int chunks = (s.column_end - s.column) / R::CHUNK;
+    using P = ec_pipeline<G, V>;
+    const int chunks = (s.column_end - s.column) / P::CHUNK;
     if (chunks == 0) return;
     const int words = V * s.delta_bits, bit = lane * words; // of a chunk's deltas; of a lane's first
     const bool straddles = (bit & 31) + words > 32;
@@ -105,37 +106,37 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
     const unsigned char *values = (const unsigned char *)(s.values + (int64_t)s.column * G);
     const unsigned char *deltas = (const unsigned char *)(s.deltas + (int64_t)(s.column / 32) * s.delta_bits);
 
-    int fetched = 0;            // chunks asked for
-    unsigned char *fill = ring; // the slot of the next
-    unsigned char *const ring_end = ring + R::DEPTH * R::SLOT_BYTES;
+    int fetched = 0;              // chunks asked for
+    unsigned char *fill = stages; // the stage of the next
+    unsigned char *const stages_end = stages + P::DEPTH * P::STAGE_BYTES;
     auto fetch = [&] {
-        const int n = min(R::STEP, chunks - fetched);
+        const int n = min(P::STEP, chunks - fetched);
         if (n > 0) {
             constexpr int PIECE = V == 1 ? 4 : 16; // bytes a copy
-            constexpr int VALUE_PIECES = R::STEP * R::VALUE_BYTES / PIECE;
+            constexpr int VALUE_PIECES = P::STEP * P::VALUE_BYTES / PIECE;
 #pragma unroll
             for (int i = 0; i < VALUE_PIECES; i += WARP)
-                if ((i + lane) * PIECE < n * R::VALUE_BYTES)
+                if ((i + lane) * PIECE < n * P::VALUE_BYTES)
                     copy<PIECE>(fill + (i + lane) * PIECE, values + (i + lane) * PIECE);
-            static_assert(R::STEP * R::CHUNK <= WARP * PIECE, "a warp copies a step's deltas at once");
+            static_assert(P::STEP * P::CHUNK <= WARP * PIECE, "a warp copies a step's deltas at once");
             if (lane * PIECE < n * words * 4)
-                copy<PIECE>(fill + R::STEP * R::VALUE_BYTES + lane * PIECE, deltas + lane * PIECE);
-            values += R::STEP * R::CHUNK * G * 2;
-            deltas += R::STEP * words * 4;
-            fetched += R::STEP;
-            fill = fill + R::SLOT_BYTES == ring_end ? ring : fill + R::SLOT_BYTES;
+                copy<PIECE>(fill + P::STEP * P::VALUE_BYTES + lane * PIECE, deltas + lane * PIECE);
+            values += P::STEP * P::CHUNK * G * 2;
+            deltas += P::STEP * words * 4;
+            fetched += P::STEP;
+            fill = fill + P::STAGE_BYTES == stages_end ? stages : fill + P::STAGE_BYTES;
         }
         commit_copies();
     };
-    __syncwarp(); // the ring may still be read for the set before
+    __syncwarp(); // the stages may still be read for the set before
 #pragma unroll 1
-    for (int d = 0; d < R::DEPTH; d++) fetch();
+    for (int d = 0; d < P::DEPTH; d++) fetch();
 
     const int lanes_log2 = __ffs(s.lanes) - 1, pieces = G == 1 ? WARP >> lanes_log2 : 1;
     const bool writes = G == 1 ? (lane & (s.lanes - 1)) == 0 : lane < G;
     const int32_t *row_at =
         s.row_indices + (int64_t)s.block * pieces * G + (G == 1 ? lane >> lanes_log2 : row_of_lane<G>(lane));
-    int block = s.block, end = s.indptr[block + 1], left = (end - s.column) / R::CHUNK;
+    int block = s.block, end = s.indptr[block + 1], left = (end - s.column) / P::CHUNK;
     unsigned x_at = 2 * load_base(s.bases, s.base_bytes, (int64_t)block * WARP + lane); // bytes into x
     int row = writes ? *row_at : -1;
     int next_end = end, next_base = 0, next_row = -1;
@@ -156,22 +157,22 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
 #pragma unroll
         for (int k = 0; k < G; k++) sum[k] = 0;
         block++;
-        left = (next_end - end) / R::CHUNK;
+        left = (next_end - end) / P::CHUNK;
         end = next_end;
         x_at = 2 * next_base;
         row = next_row;
         fetch_block();
     };
-    const unsigned char *slot = ring;
-    auto add_chunk = [&](int chunk, int q) { // chunk q of the slot
-        const uint32_t *word = (const uint32_t *)(slot + R::STEP * R::VALUE_BYTES) + q * words + (bit >> 5);
+    const unsigned char *stage = stages;
+    auto add_chunk = [&](int chunk, int q) { // chunk q of the stage
+        const uint32_t *word = (const uint32_t *)(stage + P::STEP * P::VALUE_BYTES) + q * words + (bit >> 5);
         uint32_t delta = __funnelshift_r(word[0], straddles ? word[1] : 0, bit);
-        const T *value = R::HOLDS_VALUES ? (const T *)(slot + q * R::VALUE_BYTES) + lane * V * G
-                                         : s.values + ((int64_t)s.column + (int64_t)chunk * R::CHUNK + lane * V) * G;
+        const T *value = P::HOLDS_VALUES ? (const T *)(stage + q * P::VALUE_BYTES) + lane * V * G
+                                         : s.values + ((int64_t)s.column + (int64_t)chunk * P::CHUNK + lane * V) * G;
         constexpr int TOGETHER = V * G <= 16 ? V : 1; // columns whose values are loaded at once
 #pragma unroll 1
         for (int j = 0; j < V; j += TOGETHER) {
-            Values<T, TOGETHER * G> own;
+            ec_values<T, TOGETHER * G> own;
             own.load(value + j * G);
 #pragma unroll
             for (int c = 0; c < TOGETHER; c++) {
@@ -184,23 +185,23 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
             }
         }
     };
-    for (int i = 0; i < chunks; i += R::STEP) {
-        wait_copies<R::DEPTH - 1>();
+    for (int i = 0; i < chunks; i += P::STEP) {
+        wait_copies<P::DEPTH - 1>();
         __syncwarp();
-        if (R::STEP > 1 && left >= R::STEP) { // no block ends inside: loads of all its chunks at once
+        if (P::STEP > 1 && left >= P::STEP) { // no block ends inside: loads of all its chunks at once
 #pragma unroll
-            for (int q = 0; q < R::STEP; q++) add_chunk(i + q, q);
-            left -= R::STEP;
+            for (int q = 0; q < P::STEP; q++) add_chunk(i + q, q);
+            left -= P::STEP;
             if (left == 0) end_block();
         } else {
-            const int n = min(R::STEP, chunks - i);
+            const int n = min(P::STEP, chunks - i);
 #pragma unroll 1
             for (int q = 0; q < n; q++) {
                 add_chunk(i + q, q);
                 if (--left == 0) end_block();
             }
         }
-        slot = slot + R::SLOT_BYTES == ring_end ? ring : slot + R::SLOT_BYTES;
+        stage = stage + P::STAGE_BYTES == stages_end ? stages : stage + P::STAGE_BYTES;
         __syncwarp();
         fetch();
     }
@@ -209,9 +210,9 @@ __device__ __forceinline__ void stream(const Stretch<T> &s, const T *xs, unsigne
 
 // x to shared memory, in the order of the blocks' columns.
 template <typename T>
-__device__ __forceinline__ void load_x(const ec_matrix &m, const T *x, T *xs) {
+__device__ __forceinline__ void load_x(const macko_ec_matrix &m, const T *x, T *xs) {
     if (m.col_order) {
-        for (int c = threadIdx.x; c < m.cols; c += blockDim.x) xs[c] = x[ec_column(m.col_order, m.cols, c)];
+        for (int c = threadIdx.x; c < m.cols; c += blockDim.x) xs[c] = x[macko_ec_column(m.col_order, m.cols, c)];
         return;
     }
     const int wide = (uintptr_t)x % 16 ? 0 : (int)(m.cols / 8);
@@ -220,7 +221,8 @@ __device__ __forceinline__ void load_x(const ec_matrix &m, const T *x, T *xs) {
 }
 
 template <typename T>
-__device__ __forceinline__ Stretch<T> stretch_of(const ec_matrix &m, const ec_set &set, int s, int4 share) {
+__device__ __forceinline__ ec_stretch<T> stretch_of(const macko_ec_matrix &m, const macko_ec_set &set, int s,
+                                                    int4 share) {
     const int base_bytes = m.cols <= 65536 ? 2 : 4;
     return {(const T *)m.block_values + set.first_value,
             (const uint32_t *)(m.delta_indices + set.first_delta),
@@ -238,18 +240,18 @@ __device__ __forceinline__ Stretch<T> stretch_of(const ec_matrix &m, const ec_se
 
 // One set of single rows in which every row is once: a warp owns an equal stretch of all blocks and writes its rows.
 template <typename T, x_place X>
-__global__ void __launch_bounds__(ROW_WARPS *WARP, 1) spmv_rows(ec_matrix m, const T *x, const T *bias, T *y) {
+__global__ void __launch_bounds__(ROW_WARPS *WARP, 1) spmv_rows(macko_ec_matrix m, const T *x, const T *bias, T *y) {
     extern __shared__ __align__(16) unsigned char shared[];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    T *xs = (T *)(shared + warps * RING_BYTES);
-    const ec_set set = m.sets[0];
+    T *xs = (T *)(shared + warps * PIPELINE_BYTES);
+    const macko_ec_set set = m.sets[0];
     const int64_t workers = (int64_t)gridDim.x * warps, worker = (int64_t)blockIdx.x * warps + warp;
     const int block = (int)(m.num_blocks * worker / workers), block_end = (int)(m.num_blocks * (worker + 1) / workers);
     const int4 share = {block, block_end, m.block_indptr[block], m.block_indptr[block_end]};
     if (X == X_SHARED) load_x(m, x, xs);
     __syncthreads();
-    stream<T, X, 1, EC_VECTOR>(
-        stretch_of<T>(m, set, 0, share), X == X_SHARED ? xs : x, shared + warp * RING_BYTES, lane,
+    stream<T, X, 1, MACKO_EC_VECTOR>(
+        stretch_of<T>(m, set, 0, share), X == X_SHARED ? xs : x, shared + warp * PIPELINE_BYTES, lane,
         [&](int row, float sum) { y[row] = from_float<T>(bias ? sum + to_float(bias[row]) : sum); });
 }
 
@@ -258,16 +260,17 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP, 1) spmv_rows(ec_matrix m, con
 // are added in their order, so a result depends on the launch shape alone.
 template <typename T, x_place X>
 __global__ void __launch_bounds__(MAX_WARPS *WARP, 2)
-    spmv(ec_matrix m, int parts, const T *x, const T *bias, T *y, float *partials) {
+    spmv(macko_ec_matrix m, int parts, const T *x, const T *bias, T *y, float *partials) {
     extern __shared__ __align__(16) unsigned char shared[];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int tile = blockIdx.x / parts, part = blockIdx.x % parts;
     const int tile_rows = (int)m.tile_rows, first_row = tile * tile_rows;
-    float *sums = (float *)shared;                                      // [warps, tile_rows]
-    unsigned char *rings = (unsigned char *)(sums + warps * tile_rows); // [warps, RING_BYTES]
-    T *xs = (T *)(rings + warps * RING_BYTES);
-    __shared__ ec_set sets[EC_MAX_SETS];
-    __shared__ int4 shares[MAX_WARPS][EC_MAX_SETS]; // of each warp in each set: first and last block, their columns
+    float *sums = (float *)shared;                                           // [warps, tile_rows]
+    unsigned char *all_stages = (unsigned char *)(sums + warps * tile_rows); // [warps, PIPELINE_BYTES]
+    T *xs = (T *)(all_stages + warps * PIPELINE_BYTES);
+    __shared__ macko_ec_set sets[MACKO_EC_MAX_SETS];
+    __shared__ int4
+        shares[MAX_WARPS][MACKO_EC_MAX_SETS]; // of each warp in each set: first and last block, their columns
 
     // Lane s finds out what this warp has to do in set s. Stretches start elsewhere in each set, so that sets of fewer
     // blocks than warps do not burden the same warps.
@@ -288,18 +291,18 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP, 2)
 
     const T *source = X == X_SHARED ? xs : x;
     for (int s = 0; s < m.num_sets; s++) {
-        const ec_set set = sets[s];
-        const Stretch<T> todo = stretch_of<T>(m, set, s, shares[warp][s]);
+        const macko_ec_set set = sets[s];
+        const ec_stretch<T> todo = stretch_of<T>(m, set, s, shares[warp][s]);
         float *own = sums + warp * tile_rows;
-        unsigned char *ring = rings + warp * RING_BYTES;
+        unsigned char *stages = all_stages + warp * PIPELINE_BYTES;
         const auto add = [=](int row, float sum) { own[row - first_row] += sum; };
         switch (set.vector == 1 ? 0 : set.height) {
-        case 0: stream<T, X, 1, 1>(todo, source, ring, lane, add); break;
-        case 1: stream<T, X, 1, EC_VECTOR>(todo, source, ring, lane, add); break;
-        case 2: stream<T, X, 2, EC_VECTOR>(todo, source, ring, lane, add); break;
-        case 4: stream<T, X, 4, EC_VECTOR>(todo, source, ring, lane, add); break;
-        case 8: stream<T, X, 8, EC_VECTOR>(todo, source, ring, lane, add); break;
-        case 16: stream<T, X, 16, EC_VECTOR>(todo, source, ring, lane, add); break;
+        case 0: stream<T, X, 1, 1>(todo, source, stages, lane, add); break;
+        case 1: stream<T, X, 1, MACKO_EC_VECTOR>(todo, source, stages, lane, add); break;
+        case 2: stream<T, X, 2, MACKO_EC_VECTOR>(todo, source, stages, lane, add); break;
+        case 4: stream<T, X, 4, MACKO_EC_VECTOR>(todo, source, stages, lane, add); break;
+        case 8: stream<T, X, 8, MACKO_EC_VECTOR>(todo, source, stages, lane, add); break;
+        case 16: stream<T, X, 16, MACKO_EC_VECTOR>(todo, source, stages, lane, add); break;
         }
     }
 
@@ -341,22 +344,22 @@ __global__ void finish(int64_t rows, int parts, const float *partials, const T *
     y[row] = from_float<T>(bias ? total + to_float(bias[row]) : total);
 }
 
-struct Shape {
+struct ec_shape {
     int parts; // of a tile; 0: spmv_rows
     int blocks, warps, shared_bytes;
     bool clusters;
     x_place place;
 };
 
-Shape shape_of(const ec_matrix &m, const Device &device) {
+ec_shape shape_of(const macko_ec_matrix &m, const device_info &device) {
     const int sms = device.num_sms, most_shared = device.shared_bytes;
-    Shape shape = {};
+    ec_shape shape = {};
     if (m.num_sets == 1 && m.num_rows >= m.rows && m.num_rows > m.num_blocks) {
         // One thread block a multiprocessor, so that x is copied once. As many warps as get equal numbers of blocks.
         const int64_t blocks = ceil_div(m.num_blocks, sms);
         shape.warps = (int)ceil_div(blocks, ceil_div(blocks, ROW_WARPS));
         shape.blocks = (int)std::min(ceil_div(m.num_blocks, shape.warps), (int64_t)sms);
-        shape.shared_bytes = shape.warps * RING_BYTES;
+        shape.shared_bytes = shape.warps * PIPELINE_BYTES;
     } else {
         // The most warps that are on the GPU all at once; 24 a multiprocessor have registers. Clusters of more than two
         // do not fill it to the last place: a tenth stays free. Too many tiles for that: small blocks, in several waves.
@@ -368,7 +371,7 @@ Shape shape_of(const ec_matrix &m, const Device &device) {
         int64_t most = 0;
         for (int parts = 1; parts <= MAX_PARTS && m.tiles <= 2 * sms; parts *= 2)
             for (int warps = 8; warps <= MAX_WARPS; warps += 4) {
-                const int64_t bytes = warps * (m.tile_rows * 4 + RING_BYTES) + m.cols * 2 + 4096;
+                const int64_t bytes = warps * (m.tile_rows * 4 + PIPELINE_BYTES) + m.cols * 2 + 4096;
                 const int64_t fit = std::max<int64_t>(1, std::min<int64_t>(24 / warps, most_shared / bytes)) * sms;
                 const int64_t blocks = m.tiles * parts;
                 if (blocks <= (parts > 2 ? fit * 9 / 10 : fit) && blocks * warps > most) {
@@ -377,7 +380,7 @@ Shape shape_of(const ec_matrix &m, const Device &device) {
                     shape.warps = warps;
                 }
             }
-        shape.shared_bytes = shape.warps * ((int)m.tile_rows * 4 + RING_BYTES);
+        shape.shared_bytes = shape.warps * ((int)m.tile_rows * 4 + PIPELINE_BYTES);
     }
     shape.place = shape.shared_bytes + (m.cols + 8) * 2 <= most_shared - 4096 ? X_SHARED : X_GLOBAL;
     if (shape.place == X_SHARED) shape.shared_bytes += (int)(m.cols + 8) * 2;
@@ -385,8 +388,8 @@ Shape shape_of(const ec_matrix &m, const Device &device) {
 }
 
 template <typename T, x_place X>
-cudaError_t launch_tiles(const ec_matrix &m, const Device &device, const Shape &shape, const T *x, const T *bias, T *y,
-                         float *partials, cudaStream_t stream) {
+cudaError_t launch_tiles(const macko_ec_matrix &m, const device_info &device, const ec_shape &shape, const T *x,
+                         const T *bias, T *y, float *partials, cudaStream_t stream) {
     cudaError_t error = allow_all_shared_memory<spmv<T, X>>(device);
     if (error) return error;
     cudaLaunchAttribute cluster;
@@ -408,8 +411,8 @@ cudaError_t launch_tiles(const ec_matrix &m, const Device &device, const Shape &
 }
 
 template <typename T, x_place X>
-cudaError_t launch_rows(const ec_matrix &m, const Device &device, const Shape &shape, const T *x, const T *bias, T *y,
-                        cudaStream_t stream) {
+cudaError_t launch_rows(const macko_ec_matrix &m, const device_info &device, const ec_shape &shape, const T *x,
+                        const T *bias, T *y, cudaStream_t stream) {
     const cudaError_t error = allow_all_shared_memory<spmv_rows<T, X>>(device);
     if (error) return error;
     spmv_rows<T, X><<<shape.blocks, shape.warps * WARP, shape.shared_bytes, stream>>>(m, x, bias, y);
@@ -417,11 +420,11 @@ cudaError_t launch_rows(const ec_matrix &m, const Device &device, const Shape &s
 }
 
 template <typename T>
-cudaError_t launch(const ec_matrix &m, const void *x_any, const void *bias_any, void *y_any, float *partials,
+cudaError_t launch(const macko_ec_matrix &m, const void *x_any, const void *bias_any, void *y_any, float *partials,
                    cudaStream_t stream) {
-    Device device;
+    device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const Shape shape = shape_of(m, device);
+    const ec_shape shape = shape_of(m, device);
     const T *x = (const T *)x_any, *bias = (const T *)bias_any;
     T *y = (T *)y_any;
     if (shape.parts == 0) {
@@ -434,15 +437,15 @@ cudaError_t launch(const ec_matrix &m, const void *x_any, const void *bias_any, 
 
 } // namespace
 
-int64_t ec_spmv_partials(const ec_matrix *m) {
-    Device device;
+int64_t macko_ec_spmv_partials(const macko_ec_matrix *m) {
+    device_info device;
     if (current_device(&device)) return 0; // the launch says so
-    const Shape shape = shape_of(*m, device);
+    const ec_shape shape = shape_of(*m, device);
     return shape.clusters || shape.parts <= 1 ? 0 : shape.parts * m->rows;
 }
 
-cudaError_t ec_spmv_cuda(const ec_matrix *m, const void *x, const void *bias, void *y, float *partials,
-                         cudaStream_t stream) {
+cudaError_t macko_ec_spmv_cuda(const macko_ec_matrix *m, const void *x, const void *bias, void *y, float *partials,
+                               cudaStream_t stream) {
     if (!m->rows) return cudaSuccess;
     return (m->dtype == MACKO_F16 ? launch<__half> : launch<__nv_bfloat16>)(*m, x, bias, y, partials, stream);
 }

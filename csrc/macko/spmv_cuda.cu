@@ -193,8 +193,8 @@ __global__ void __launch_bounds__(THREADS, 1) spmv(macko_matrix m, const T *x, c
 }
 
 template <typename T, int BITS, x_memory X_MEMORY>
-cudaError_t launch(const macko_matrix &m, const Device &device, size_t shared_bytes, const void *x, const void *bias,
-                   void *y, cudaStream_t stream) {
+cudaError_t launch(const macko_matrix &m, const device_info &device, size_t shared_bytes, const void *x,
+                   const void *bias, void *y, cudaStream_t stream) {
     if (const cudaError_t error = allow_all_shared_memory<spmv<T, BITS, X_MEMORY>>(device)) return error;
     const unsigned blocks = unsigned(std::min<int64_t>(device.num_sms, m.rows));
     spmv<T, BITS, X_MEMORY><<<blocks, THREADS, shared_bytes, stream>>>(m, (const T *)x, (const T *)bias, (T *)y);
@@ -203,7 +203,7 @@ cudaError_t launch(const macko_matrix &m, const Device &device, size_t shared_by
 
 template <typename T, int BITS>
 cudaError_t place_x(const macko_matrix &m, const void *x, const void *bias, void *y, cudaStream_t stream) {
-    Device device;
+    device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     const int64_t shared_bytes = (m.cols + MARGIN + reach(BITS)) * int64_t(sizeof(T));
     constexpr int64_t STATIC_BYTES = 64;

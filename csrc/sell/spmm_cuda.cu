@@ -268,7 +268,7 @@ sell_launch shape_of(const macko_sell_matrix &m, int n, const macko_sell_device 
 template <typename T, int GAP_BITS, int N>
 cudaError_t launch_spmm(const macko_sell_matrix &m, sell_launch launch, int shared_bytes, const T *x, const T *bias,
                         T *y, cudaStream_t stream) {
-    Device device;
+    device_info device;
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<spmm<T, GAP_BITS, N>>(device);
     if (error) return error;
@@ -316,7 +316,7 @@ cudaError_t macko_sell_spmm_cuda(const macko_sell_matrix *s, int64_t tokens, con
                                  cudaStream_t stream) {
     if (!s->rows) return cudaSuccess;
     macko_sell_device device;
-    Device facts;
+    device_info facts;
     cudaError_t error = macko_sell_device_cuda(&device);
     if (!error) error = current_device(&facts);
     if (error) return error;

@@ -361,8 +361,8 @@ __global__ void __launch_bounds__(GATE_THREADS) gate_x(const T *gate, const T *u
 }
 
 template <typename T, int GAP_BITS, sell_copy COPY, sell_input INPUT>
-cudaError_t launch_spmv(const macko_sell_matrix &m, const macko_sell_shape &shape, const Device &device, const T *x,
-                        const sell_norm<T> &norm, const T *bias, T *y, bool pdl, cudaStream_t stream) {
+cudaError_t launch_spmv(const macko_sell_matrix &m, const macko_sell_shape &shape, const device_info &device,
+                        const T *x, const sell_norm<T> &norm, const T *bias, T *y, bool pdl, cudaStream_t stream) {
     constexpr auto KERNEL = spmv<T, GAP_BITS, COPY, INPUT>;
     const cudaError_t error = allow_all_shared_memory<KERNEL>(device, cudaSharedmemCarveoutMaxShared);
     if (error) return error;
@@ -391,7 +391,7 @@ cudaError_t launch_spmv(const macko_sell_matrix &m, const macko_sell_shape &shap
 template <typename T, int GAP_BITS>
 cudaError_t launch_copy(const macko_sell_matrix &m, const macko_sell_shape &shape, const void *x,
                         const macko_sell_norm *norm, const void *bias, void *y, cudaStream_t stream) {
-    Device device;
+    device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     const bool bulk = device.major >= 9 && !env_is("MACKO_COPY", "cp_async");
     const auto launch = bulk
@@ -436,7 +436,7 @@ cudaError_t macko_sell_spmv_cuda(const macko_sell_matrix *s, const void *x, cons
 cudaError_t macko_sell_gate_cuda(const macko_sell_matrix *s, const void *gate, const void *up, void *x,
                                  cudaStream_t stream) {
     if (!s->cols) return cudaSuccess;
-    Device device;
+    device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     cudaLaunchAttribute attribute = pdl_attribute();
     const int vectors = (int)(s->cols / 8);

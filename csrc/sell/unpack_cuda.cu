@@ -306,8 +306,8 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
 }
 
 template <int GAP_BITS, int STEPS>
-cudaError_t launch(const Device &device, const macko_sell_matrix *s, int64_t first, int64_t count, void *w, int splits,
-                   int stages, cudaStream_t stream) {
+cudaError_t launch(const device_info &device, const macko_sell_matrix *s, int64_t first, int64_t count, void *w,
+                   int splits, int stages, cudaStream_t stream) {
     if (const cudaError_t error = allow_all_shared_memory<unpack_rows<GAP_BITS, STEPS>>(device)) return error;
     unpack_rows<GAP_BITS, STEPS>
         <<<dim3((unsigned)ceil_div(count, ROWS), splits), THREADS<STEPS>, shared_bytes<STEPS>(GAP_BITS, stages),
@@ -324,7 +324,7 @@ cudaError_t launch(const Device &device, const macko_sell_matrix *s, int64_t fir
  */
 template <int GAP_BITS>
 cudaError_t launch(const macko_sell_matrix *s, int64_t first, int64_t count, void *w, cudaStream_t stream) {
-    Device device;
+    device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     const int64_t blocks = ceil_div(count, ROWS);
     constexpr int RESERVED = 1024;                                        // by CUDA, of each block

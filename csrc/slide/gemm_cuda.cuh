@@ -15,10 +15,22 @@
 // So a sparse step of 64 x 256 takes 144 clocks instead of 128, and a stage 625 of 512 (H200, 2026-11-21).
 #pragma once
 
+#include <type_traits>
+
 #include "../core/cuda.cuh"
-#include "wgmma.cuh"
+#include "../core/wgmma.cuh"
+#include "slide.h"
 
 namespace macko {
+
+// The C++ type of the numbers, and of their sums.
+template <macko_slide_type TYPE>
+using slide_element =
+    std::conditional_t<TYPE == MACKO_SLIDE_S8, int8_t,
+                       std::conditional_t<TYPE == MACKO_SLIDE_E4M3, __nv_fp8_e4m3,
+                                          std::conditional_t<TYPE == MACKO_SLIDE_F16, __half, __nv_bfloat16>>>;
+template <macko_slide_type TYPE>
+using slide_sum = std::conditional_t<TYPE == MACKO_SLIDE_S8, int32_t, float>;
 
 enum slide_kind { SLIDE_DENSE = 0, SLIDE_SPARSE = 1 };
 
@@ -199,7 +211,7 @@ template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, int split, int warpgroup) {
     using TILE = slide_tile<TYPE, KIND, SIZE>;
     constexpr int TOKENS = TILE::TOKENS;
-    using MMA = sm90::wgmma<TYPE, TOKENS>;
+    using MMA = sm90::wgmma<slide_element<TYPE>, TOKENS>;
     constexpr int STORES = TOKENS / TILE::STORE_TOKENS;
     const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8, sums_here = empty + TILE::STAGES * 8;
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
@@ -263,7 +275,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
                     ? task.token_scale[min(first_token + store * TILE::STORE_TOKENS + lane, task.tokens - 1)]
                     : 1;
 
-        typename MMA::acc sums[TOKENS / 2]; // overwritten, not added to, by the first product
+        slide_sum<TYPE> sums[TOKENS / 2]; // overwritten, not added to, by the first product
         int previous = -1;
         // wgmma reads its metadata registers while it runs, when those of the next stage are loaded already: two sets, in turn.
         const auto multiply = [&](int k_tile, uint32_t (&meta)[2]) {
@@ -320,7 +332,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             for (int other = 0; other < task.splits - 1; other++) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; i++) {
-                    typename MMA::acc theirs;
+                    slide_sum<TYPE> theirs;
                     sm90::load_shared(theirs,
                                       smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
                     sums[i] += theirs;

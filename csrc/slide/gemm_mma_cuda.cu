@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     using TILE = mma_tile<TYPE, KIND, SIZE>;
     constexpr int SLICES = TILE::WARP_ROWS / 16, OCTETS = TILE::WARP_TOKENS / 8;
     constexpr bool IS_16_BIT = TYPE >= MACKO_SLIDE_F16;
-    using sum = typename sm90::accumulator<TYPE>::type;
+    using sum = slide_sum<TYPE>;
     extern __shared__ __align__(1024) uint8_t memory[];
     const uint32_t smem = shared_address(memory);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
 }
 
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
-cudaError_t mma_launch(const macko_slide_gemm_args &args, const Device &device, cudaStream_t stream) {
+cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &device, cudaStream_t stream) {
     using TILE = mma_tile<TYPE, KIND, SIZE>;
     const macko_slide_shape &shape = args.weight.shape;
     mma_task task{};
@@ -262,7 +262,7 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const Device &device, 
 }
 
 template <macko_slide_type TYPE, slide_kind KIND>
-cudaError_t mma_run_kind(slide_size size, const macko_slide_gemm_args &args, const Device &device,
+cudaError_t mma_run_kind(slide_size size, const macko_slide_gemm_args &args, const device_info &device,
                          cudaStream_t stream) {
     switch (size) {
     case SLIDE_64x16: return mma_launch<TYPE, KIND, SLIDE_64x16>(args, device, stream);
@@ -273,7 +273,7 @@ cudaError_t mma_run_kind(slide_size size, const macko_slide_gemm_args &args, con
 }
 
 template <macko_slide_type TYPE>
-cudaError_t mma_run(slide_kind kind, slide_size size, const macko_slide_gemm_args &args, const Device &device,
+cudaError_t mma_run(slide_kind kind, slide_size size, const macko_slide_gemm_args &args, const device_info &device,
                     cudaStream_t stream) {
     return kind == SLIDE_SPARSE ? mma_run_kind<TYPE, SLIDE_SPARSE>(size, args, device, stream)
                                 : mma_run_kind<TYPE, SLIDE_DENSE>(size, args, device, stream);
@@ -282,7 +282,7 @@ cudaError_t mma_run(slide_kind kind, slide_size size, const macko_slide_gemm_arg
 } // namespace
 
 cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cudaStream_t stream) {
-    Device device;
+    device_info device;
     if (const cudaError_t status = current_device(&device)) return status;
     // Not measured on a GPU that needs this: large tiles where they give work to at least half of the SMs.
     const int64_t large = ceil_div(args.weight.shape.rows, 128) * ceil_div(args.tokens, 128);

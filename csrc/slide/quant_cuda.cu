@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
 }
 
 template <typename T, macko_slide_type TYPE, int HELD>
-cudaError_t run(const quant_task &task, const Device &device, cudaStream_t stream) {
+cudaError_t run(const quant_task &task, const device_info &device, cudaStream_t stream) {
     if (const cudaError_t status = allow_all_shared_memory<quantise<T, TYPE, HELD>>(device)) return status;
     const int wanted = (int)ceil_div(task.cols, HELD * VECTOR * WARP) * WARP;
     const int threads = std::min(std::max(wanted, WARP), MAX_THREADS);
@@ -185,7 +185,7 @@ cudaError_t run(const quant_task &task, const Device &device, cudaStream_t strea
 
 template <typename T, macko_slide_type TYPE>
 cudaError_t launch(const void *x, int64_t tokens, int cols, int n, void *lifted, float *scale, cudaStream_t stream) {
-    Device device;
+    device_info device;
     if (const cudaError_t status = current_device(&device)) return status;
     quant_task task{};
     task.x = (const uint16_t *)x;

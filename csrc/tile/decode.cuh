@@ -1,4 +1,11 @@
-// How a warp reads its part of a tile: from the mask and the values in shared memory to the registers of operand A.
+// How a warp decodes its slice of a tile: from the mask and the values in shared memory to the registers of operand A.
+//
+//     tile_streams::begin      where a lane's two streams are: heads at its own columns, and after `spill` the tails
+//     tile_lane::read          the mask, 32 elements: group j is bits j, 8 + j, 16 + j, 24 + j
+//     tile_lane::count         how many values each group has
+//     tile_lane::find          so where each group's values begin; the streams go on after this tile
+//     tile_lane::load          four values of a group, right ones and neighbours
+//     tile_lane::place         the right ones, and zeros, into two registers of operand A
 #pragma once
 
 #include "../core/cuda.cuh"
@@ -6,10 +13,7 @@
 
 namespace macko {
 
-// Behind a strip in shared memory, so much is read where a group has no value: two rows, which no element takes.
-constexpr int TILE_BEHIND = 2 * TILE_ROW_BYTES;
-
-// With an offset of the load's own.
+// OFFSET is part of the instruction.
 template <int OFFSET = 0>
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     uint32_t value;
@@ -17,7 +21,7 @@ __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     return value;
 }
 
-// Words of a strip, in the order of the program.
+// Words of a slab. Volatile: the compiler keeps them in the order of the program.
 __device__ __forceinline__ void read_16(uint32_t &to, uint32_t from) {
     asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }" : "=r"(to) : "r"(from) : "memory");
 }
@@ -32,51 +36,53 @@ __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_
     return bytes;
 }
 
-// Weights of dp4a, a byte each. They come with the launch, as dp4a takes them from there itself: immediates go through
-// uniform registers, an instruction each time.
+// Weights of dp4a, a byte each. They are kernel arguments, because dp4a takes an operand from there itself: immediates
+// go through uniform registers, an instruction each time.
 struct tile_weights {
     uint32_t one = 0x01010101, one_up = 0x80808080;                    // 1, and 1 << 7
-    uint32_t below[4] = {0, 0x80, 0x8080, 0x808080}, all = 0x80808080; // 128 for all bytes in front of one; for all
-    uint32_t back[2] = {0x8080, 0xc0c0};                               // -128, or -64, for the first two
+    uint32_t below[4] = {0, 0x80, 0x8080, 0x808080}, all = 0x80808080; // 128 for all bytes before byte i; for all bytes
+    uint32_t back[2] = {0x8080, 0xc0c0}; // -128 (j even) or -64 (j odd) for the first two bytes
 };
 
-// Where a lane's two streams go on, at the beginning of a tile. A warp that takes tile after tile begins with a strip's
-// first one; `find` of each tile takes the streams behind it, and before the third they `turn`.
+// Where a lane's two streams go on at the beginning of a tile. A warp that takes tile after tile begins with a slab's
+// first one; `find` moves the streams to the end of each tile, and before the third tile they go on at their spill
+// offsets.
 struct tile_streams {
-    uint32_t values, turns; // of the part
-    uint32_t at[TILE_HALVES];
+    uint32_t values, spills; // where the slice's values begin; the lane's two spill offsets, 16 bits each
+    uint32_t at[MACKO_TILE_STREAMS];
 
-    __device__ __forceinline__ void begin(uint32_t strip, int part, int lane) {
+    __device__ __forceinline__ void begin(uint32_t slab, int slice, int lane) {
         uint32_t first;
-        read_16(first, strip + TILE_FIRSTS + part * 2);
-        read_32(turns, strip + TILE_TURNS + (part * TILE_LANES + lane) * 4);
-        values = strip + TILE_VALUES + first * TILE_ROW_BYTES;
+        read_16(first, slab + MACKO_TILE_SLICES_AT + slice * 2);
+        read_32(spills, slab + MACKO_TILE_SPILLS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
+        values = slab + MACKO_TILE_VALUES_AT + first * MACKO_TILE_ROW_BYTES;
         at[0] = values + lane * 4;
         at[1] = at[0] + 2;
     }
-    __device__ __forceinline__ void turn() {
-        at[0] = values + (turns & 0xffff);
-        at[1] = values + (turns >> 16);
+    __device__ __forceinline__ void spill() {
+        at[0] = values + (spills & 0xffff);
+        at[1] = values + (spills >> 16);
     }
-    // Behind a tile with this mask.
+    // To the end of a tile with this mask.
     __device__ __forceinline__ void skip(uint32_t mask) {
-        at[0] += __popc(mask & TILE_HALF_BITS) * TILE_ROW_BYTES;
-        at[1] += __popc(mask & ~TILE_HALF_BITS) * TILE_ROW_BYTES;
+        at[0] += __popc(mask & MACKO_TILE_STREAM_BITS) * MACKO_TILE_ROW_BYTES;
+        at[1] += __popc(mask & ~MACKO_TILE_STREAM_BITS) * MACKO_TILE_ROW_BYTES;
     }
 };
 
-// A lane's part of a tile: its mask and where its values of each group begin.
+// What a lane has of a tile: its mask, and where its values of each group begin.
 struct tile_lane {
-    uint32_t mask, at[TILE_GROUPS];
-    uint32_t own[TILE_HALVES]; // how many each group has, a byte each
+    uint32_t mask, at[MACKO_TILE_GROUPS];
+    uint32_t own[MACKO_TILE_STREAMS]; // how many each group has, a byte each
 
-    __device__ __forceinline__ static uint32_t mask_at(uint32_t strip, int tile, int part, int lane) {
-        return strip + tile * TILE_MASK_BYTES + (part * TILE_LANES + lane) * 4;
+    __device__ __forceinline__ static uint32_t mask_at(uint32_t slab, int tile, int slice, int lane) {
+        return slab + tile * MACKO_TILE_MASK_BYTES + (slice * MACKO_TILE_LANES + lane) * 4;
     }
     __device__ __forceinline__ void read(uint32_t mask_at) {
         read_32(mask, mask_at);
     }
-    // Groups j and j + 4 of the four bytes at once, in the low four bits and above them. No bit is moved: each counts 1 << j.
+    // Byte j of `both` has the counts of groups j and j + 4, four bits each. dp4a adds up the bits of four elements
+    // where they stand, at bit j of each byte; weight 128 lifts those of odd groups by seven bits, into the next byte.
     __device__ __forceinline__ void count(const tile_weights &weights) {
         const uint32_t low = __dp4a(mask & 0x22222222u, weights.one_up, __dp4a(mask & 0x11111111u, weights.one, 0u));
         const uint32_t high = __dp4a(mask & 0x88888888u, weights.one_up, __dp4a(mask & 0x44444444u, weights.one, 0u));
@@ -84,14 +90,14 @@ struct tile_lane {
         own[0] = both & 0x0f0f0f0fu;
         own[1] = both >> 4 & 0x0f0f0f0fu;
     }
-    // Takes the streams behind this tile.
+    // Moves the streams to the end of this tile.
     __device__ __forceinline__ void find(const tile_weights &weights, tile_streams &streams) {
 #pragma unroll
-        for (int half = 0; half < TILE_HALVES; half++) {
-            uint32_t &from = streams.at[half];
+        for (int stream = 0; stream < MACKO_TILE_STREAMS; stream++) {
+            uint32_t &from = streams.at[stream];
 #pragma unroll
-            for (int j = 0; j < 4; j++) at[half * 4 + j] = j ? __dp4a(own[half], weights.below[j], from) : from;
-            from = __dp4a(own[half], weights.all, from);
+            for (int j = 0; j < 4; j++) at[stream * 4 + j] = j ? __dp4a(own[stream], weights.below[j], from) : from;
+            from = __dp4a(own[stream], weights.all, from);
         }
     }
 
@@ -100,20 +106,22 @@ struct tile_lane {
         return ~(mask >> (j & ~1)) & 0x01010101u << j % 2;
     }
 
-    // Two values from the lane's place of group j on, and two from that of its third element: whether they belong to these
-    // elements or to others, the mask says. As if each element had a value, and back by those that are missing: what is
-    // added for each is free.
-    __device__ __forceinline__ void load(int j, uint32_t (&values)[TILE_QUAD], const tile_weights &weights) const {
+    // Elements 0 and 1 of group j find their values in the two rows from the group's begin on, elements 2 and 3 in the
+    // two rows from the third element's begin on. `place` picks by the mask. That begin is two rows further, less one
+    // for each of the first two elements that is missing: +2 rows is part of the load, and dp4a subtracts.
+    __device__ __forceinline__ void load(int j, uint32_t (&values)[MACKO_TILE_QUAD],
+                                         const tile_weights &weights) const {
         const uint32_t third = __dp4a((int)missing(j), (int)weights.back[j % 2], (int)at[j]);
         values[0] = load_value<0>(at[j]);
-        values[1] = load_value<TILE_ROW_BYTES>(at[j]);
-        values[2] = load_value<2 * TILE_ROW_BYTES>(third);
-        values[3] = load_value<3 * TILE_ROW_BYTES>(third);
+        values[1] = load_value<MACKO_TILE_ROW_BYTES>(at[j]);
+        values[2] = load_value<2 * MACKO_TILE_ROW_BYTES>(third);
+        values[3] = load_value<3 * MACKO_TILE_ROW_BYTES>(third);
     }
 
-    // Two registers of the operand. The first element of each has the first value, the second one the second value or,
-    // where the first is missing, the first; elements without a value take the zeros above the 16 bits of one.
-    __device__ __forceinline__ void place(int j, const uint32_t (&values)[TILE_QUAD], uint32_t &low,
+    // Two registers of the operand, two elements each. The first element takes the first value; the second one the
+    // second value, or the first where the first element has none. Elements without a value take the zeros above a
+    // value's 16 bits.
+    __device__ __forceinline__ void place(int j, const uint32_t (&values)[MACKO_TILE_QUAD], uint32_t &low,
                                           uint32_t &high) const {
         const uint32_t m = missing(j), step = 0x4422u >> j % 2;
         low = byte_permute(values[1], values[0], 0x1054u + step * m);

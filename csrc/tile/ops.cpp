@@ -1,6 +1,4 @@
 // The tile layout's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
-#include "ops.h"
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -8,10 +6,10 @@
 #include "../macko/ops.h"
 #include "tile.h"
 #ifdef USE_CUDA
-#include <array>
 #include <cstdlib>
 
 #include "../torch/dense_rows.h"
+#include "many_plan.h"
 #else
 #include "../torch/rows.h"
 #endif
@@ -20,13 +18,13 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-// Whether tokens are multiplied from the tiles, and how; else through dense rows and the library's GEMM, as a GPU without
-// wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
-bool takes_tiles(const tile_matrix &m, int64_t tokens, tile_gemm_plan *plan) {
+// Whether tokens are multiplied from the layout, and how; else through dense rows and the library's GEMM, as a GPU
+// without wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
+bool takes_layout(const macko_tile_matrix &m, int64_t tokens, macko_tile_many_plan *plan) {
     const char *knob = getenv("MACKO_TILE_TOKENS");
     if (!m.cols || (knob && tokens > atoll(knob))) return false;
-    STD_CUDA_CHECK(tile_gemm_plan_cuda(&m, tokens, plan));
-    return knob || tokens <= 512 || plan->room_bytes >= 0;
+    STD_CUDA_CHECK(macko_tile_many_plan_cuda(&m, tokens, plan));
+    return knob || tokens <= 512 || plan->workspace_bytes >= 0;
 }
 #endif
 
@@ -37,24 +35,24 @@ macko_dtype check_half(const char *op, const char *name, const Tensor &t) {
 }
 
 // The struct over the two tensors, once they have passed every check that needs no look at their content.
-tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
-                      int64_t widest) {
+macko_tile_matrix matrix_of(const char *op, const Packed &p) {
+    const Tensor &data = p[0], &offsets = p[1];
+    const int64_t rows = p.rows(), cols = p.cols(), widest = p.own(0);
     check_backend(op, "data", data);
     check_device(op, "offsets", offsets, "data", data);
     const macko_dtype dtype = check_half(op, "data", data);
     check_dtype(op, "offsets", offsets, ScalarType::Int);
     check_dim(op, "data", data, 1);
     check_dim(op, "offsets", offsets, 1);
-    if (rows < 0 || rows > INT32_MAX) fail(op, "rows is ", rows, ", expected 0 to ", INT32_MAX);
-    if (cols < 0 || cols > INT32_MAX) fail(op, "cols is ", cols, ", expected 0 to ", INT32_MAX);
-    const int64_t strips = tile_count(rows, cols);
-    if (offsets.numel() != strips + 1)
-        fail(op, "offsets has ", offsets.numel(), " elements, expected ", strips + 1, " for a matrix of ", rows, " x ",
+    check_sizes(op, p);
+    const int64_t slabs = macko_tile_count(rows, cols);
+    if (offsets.numel() != slabs + 1)
+        fail(op, "offsets has ", offsets.numel(), " elements, expected ", slabs + 1, " for a matrix of ", rows, " x ",
              cols);
-    if (data.numel() * 2 % TILE_UNIT || data.numel() * 2 < strips * tile_units(0) * TILE_UNIT)
-        fail(op, "data has ", data.numel(), " elements, expected a multiple of ", TILE_UNIT / 2, ", at least ",
-             strips * tile_units(0) * TILE_UNIT / 2);
-    const int least = strips ? tile_units(0) : 0, most = strips ? tile_units(TILE_MOST_ROWS) : 0;
+    if (data.numel() * 2 % MACKO_TILE_UNIT || data.numel() * 2 < slabs * macko_tile_units(0) * MACKO_TILE_UNIT)
+        fail(op, "data has ", data.numel(), " elements, expected a multiple of ", MACKO_TILE_UNIT / 2, ", at least ",
+             slabs * macko_tile_units(0) * MACKO_TILE_UNIT / 2);
+    const int least = slabs ? macko_tile_units(0) : 0, most = slabs ? macko_tile_units(MACKO_TILE_MOST_ROWS) : 0;
     if (widest < least || widest > most) fail(op, "widest is ", widest, ", expected ", least, " to ", most);
     check_contiguous(op, "data", data);
     check_contiguous(op, "offsets", offsets);
@@ -65,19 +63,19 @@ tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets,
             cols,
             int32_t(widest),
             dtype,
-            data.numel() * 2 / TILE_UNIT};
+            data.numel() * 2 / MACKO_TILE_UNIT};
 }
 
-// The matrix's rows from the row block of `first` on: the offsets of its strips are those of a whole one.
-tile_matrix piece_of(tile_matrix m, int64_t first, int64_t rows) {
-    m.offsets += first / TILE_ROWS * tile_strips(m.cols);
+// The matrix's rows from the row block of `first` on: the offsets of its slabs are those of a whole one.
+macko_tile_matrix piece_of(macko_tile_matrix m, int64_t first, int64_t rows) {
+    m.offsets += first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols);
     m.rows = rows;
-    m.units = 0; // its first strip is not the first of data
+    m.units = 0; // its first slab is not the first of data
     return m;
 }
 
 #ifdef USE_CUDA
-// x as a tensor copy takes it: rows of 16-byte chunks, stride elements apart.
+// x as TMA takes it: rows of 16-byte chunks, stride elements apart.
 struct Tokens {
     Tensor x;
     int64_t stride;
@@ -90,56 +88,54 @@ Tokens tokens_of(const Tensor &x_any, int64_t cols) {
     };
     Tensor x = x_any;
     if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
-    if (!padding && !fits(x))
-        x = torch::stable::clone(x); // contiguous as it came, but not where a tensor copy wants it
+    if (!padding && !fits(x)) x = torch::stable::clone(x); // contiguous as it came, but not aligned as TMA wants it
     return {x, tokens == 1 ? cols + padding : x.stride(0)};
 }
 
-void multiply(const tile_matrix &m, const Tokens &tokens, const std::optional<Tensor> &bias, const tile_gemm_plan &plan,
-              Tensor &y) {
+void multiply(const macko_tile_matrix &m, const Tokens &tokens, const std::optional<Tensor> &bias,
+              const macko_tile_many_plan &plan, Tensor &y) {
     const void *x = tokens.x.const_data_ptr();
     const cudaStream_t stream = current_stream(y);
-    if (plan.room_bytes < 0) {
-        STD_CUDA_CHECK(tile_mm_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), stream));
+    if (plan.workspace_bytes < 0) {
+        STD_CUDA_CHECK(
+            macko_tile_few_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), stream));
     } else {
-        Tensor room = torch::stable::new_empty(y, {plan.room_bytes / 2});
-        STD_CUDA_CHECK(tile_gemm_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), &plan,
-                                      room.mutable_data_ptr(), stream));
+        Tensor workspace = torch::stable::new_empty(y, {plan.workspace_bytes / 2});
+        STD_CUDA_CHECK(macko_tile_many_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), &plan,
+                                            workspace.mutable_data_ptr(), stream));
     }
 }
 
 // What unpacks rows on the stream of data's device.
-auto unpacking(const tile_matrix &m, const Tensor &data) {
+auto unpacking(const macko_tile_matrix &m, const Tensor &data) {
     return [&m, stream = current_stream(data)](int64_t first, int64_t count, void *w) {
-        STD_CUDA_CHECK(tile_unpack_cuda(&m, first, count, w, stream));
+        STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, first, count, w, stream));
     };
 }
 #endif
 
-} // namespace
-
-std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, const Tensor &deltas,
-                                                       const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
-    const char *op = "tile_pack";
-    check_backend(op, "values", values);
-    const macko_matrix source = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
+Packed lay_out(const Packed &canonical, const Ints &) {
+    const char *op = "lay_out";
+    const macko_matrix source = checked_matrix(op, canonical);
+    const Tensor &values = canonical[0];
     check_half(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
-    const int64_t rows = source.rows, strips = tile_count(rows, cols);
-    Tensor offsets = torch::stable::new_empty(values, {strips + 1}, ScalarType::Int);
+    const int64_t rows = source.rows, cols = source.cols, slabs = macko_tile_count(rows, cols);
+    Tensor offsets = torch::stable::new_empty(values, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     const auto check_units = [&](int64_t units) {
         if (units > INT32_MAX)
-            fail(op, "the layout takes ", units, " units of ", TILE_UNIT, " bytes, expected at most ", INT32_MAX);
+            fail(op, "the layout takes ", units, " units of ", MACKO_TILE_UNIT, " bytes, expected at most ", INT32_MAX);
     };
-    tile_totals totals{};
+    macko_tile_totals totals{};
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(values);
     Tensor totals_tensor = torch::stable::new_zeros(values, {int64_t(sizeof totals / 8)}, ScalarType::Long);
-    auto *device_totals = static_cast<tile_totals *>(totals_tensor.mutable_data_ptr());
+    auto *device_totals = static_cast<macko_tile_totals *>(totals_tensor.mutable_data_ptr());
     // Twice through dense rows, as many as the workspace holds; where that is all of them, they stay.
-    const int64_t most = rows_of_panel(rows, cols, 2), step = most >= rows ? rows : (most + 63) / TILE_ROWS * TILE_ROWS;
+    const int64_t most = rows_of_panel(rows, cols, 2),
+                  step = most >= rows ? rows : (most + 63) / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
     Tensor dense = torch::stable::new_empty(values, {std::min(rows, step), cols});
     const auto for_pieces = [&](bool unpack, auto body) {
         for (int64_t first = 0; first < rows; first += step) {
@@ -152,104 +148,98 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
         }
     };
     for_pieces(true, [&](int64_t first, int64_t count) {
-        return tile_count_cuda(dense.const_data_ptr(), count, cols, offset_data + first / TILE_ROWS * tile_strips(cols),
-                               device_totals, stream);
+        return macko_tile_count_cuda(dense.const_data_ptr(), count, cols,
+                                     offset_data + first / MACKO_TILE_ROWS * macko_tile_slabs(cols), device_totals,
+                                     stream);
     });
-    STD_CUDA_CHECK(tile_scan_cuda(strips, offset_data, device_totals, stream));
+    STD_CUDA_CHECK(macko_tile_scan_cuda(slabs, offset_data, device_totals, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
     STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     check_units(totals.units);
-    Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
+    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
+    const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_pieces(step < rows, [&](int64_t first, int64_t count) {
-        const tile_matrix piece = piece_of(m, first, count);
-        return tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
+        const macko_tile_matrix piece = piece_of(m, first, count);
+        return macko_tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
     });
-    // A product may read the weight before the kernel in front of it has ended, so that must not be the one that writes it.
+    // A product may read the weight before the kernel before it has ended (PDL), so that must not be the one that
+    // writes it.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
     const auto for_blocks = [&](auto body) {
-        for_rows(tile_row_blocks(rows), cols * TILE_ROWS, [&](int64_t begin, int64_t end) {
-            std::vector<uint16_t> dense(TILE_ROWS * cols);
+        for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t begin, int64_t end) {
+            std::vector<uint16_t> dense(MACKO_TILE_ROWS * cols);
             for (int64_t block = begin; block < end; block++) {
-                const int64_t first = block * TILE_ROWS, count = std::min<int64_t>(TILE_ROWS, rows - first);
+                const int64_t first = block * MACKO_TILE_ROWS, count = std::min<int64_t>(MACKO_TILE_ROWS, rows - first);
                 macko_unpack_cpu(&source, first, first + count, dense.data());
                 body(block, count, dense.data());
             }
         });
     };
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
-        tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * tile_strips(cols));
+        macko_tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * macko_tile_slabs(cols));
     });
     offset_data[0] = 0;
-    for (int64_t strip = 0; strip < strips; strip++) {
-        totals.widest = std::max<int64_t>(totals.widest, offset_data[strip + 1]);
-        totals.units += offset_data[strip + 1];
+    for (int64_t slab = 0; slab < slabs; slab++) {
+        totals.widest = std::max<int64_t>(totals.widest, offset_data[slab + 1]);
+        totals.units += offset_data[slab + 1];
         check_units(totals.units);
-        offset_data[strip + 1] = int32_t(totals.units);
+        offset_data[slab + 1] = int32_t(totals.units);
     }
-    Tensor data = torch::stable::new_empty(values, {totals.units * TILE_UNIT / 2});
+    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
+    const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
-        const tile_matrix piece = piece_of(m, block * TILE_ROWS, count);
-        tile_write_cpu(&piece, dense, bytes, 0, 1);
+        const macko_tile_matrix piece = piece_of(m, block * MACKO_TILE_ROWS, count);
+        macko_tile_write_cpu(&piece, dense, bytes, 0, 1);
     });
-    for (int64_t strip = 0; strip < strips; strip++)
-        for (int byte = 0; byte < TILE_TURNS; byte += 4) {
+    for (int64_t slab = 0; slab < slabs; slab++)
+        for (int byte = 0; byte < MACKO_TILE_SPILLS_AT; byte += 4) {
             uint32_t mask;
-            std::memcpy(&mask, bytes + int64_t(offset_data[strip]) * TILE_UNIT + byte, 4);
+            std::memcpy(&mask, bytes + int64_t(offset_data[slab]) * MACKO_TILE_UNIT + byte, 4);
             totals.stored += __builtin_popcount(mask);
         }
 #endif
-    return {data, offsets, totals.widest, totals.stored};
+    return {{data, offsets}, {TILE, rows, cols, totals.widest, totals.stored, canonical.own(0)}};
 }
 
-Tensor tile_unpack(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
-    const tile_matrix m = matrix_of("tile_unpack", data, offsets, rows, cols, widest);
+Tensor dense(const Packed &p, bool) {
+    const macko_tile_matrix m = matrix_of("dense", p);
+    const Tensor &data = p[0];
     const DeviceOf guard(data);
-    Tensor w = torch::stable::new_empty(data, {rows, cols});
+    Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(tile_unpack_cuda(&m, 0, rows, w.mutable_data_ptr(), current_stream(data)));
+    STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
 #else
-    for_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        tile_unpack_cpu(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * cols);
+    for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
+        macko_tile_unpack_cpu(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * m.cols);
     });
 #endif
     return w;
 }
 
-Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
-    const tile_matrix m = matrix_of("tile_check", data, offsets, rows, cols, widest);
-#ifdef USE_CUDA
-    // Content is looked at once, when it comes from outside, so on the CPU, where this is asked of the same op.
-    (void)m;
-    const DeviceOf guard(data);
-    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    using torch::stable::detail::from;
-    std::array<StableIValue, 5> stack{from(torch::stable::to(data, cpu)), from(torch::stable::to(offsets, cpu)),
-                                      from(rows), from(cols), from(widest)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::tile_check", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), data.device());
-#else
-    Tensor found = new_fault(data);
-    *fault_in(found) = tile_check_cpu(&m, data.numel() * 2 / TILE_UNIT);
+#ifndef USE_CUDA
+Tensor check(const Packed &p) {
+    const macko_tile_matrix m = matrix_of("check", p);
+    Tensor found = new_fault(p[0]);
+    *fault_in(found) = macko_tile_check_cpu(&m, p[0].numel() * 2 / MACKO_TILE_UNIT);
     return found;
-#endif
 }
+#endif
 
-Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
-                   int64_t widest, const std::optional<Tensor> &bias_any) {
-    const char *op = "tile_linear";
-    const tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
+Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
+    const char *op = "linear";
+    const macko_tile_matrix m = matrix_of(op, p);
+    const Tensor &data = p[0];
+    const int64_t rows = m.rows, cols = m.cols;
     check_tokens(op, x_any, "data", data, cols);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), rows);
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x_any);
 #ifdef USE_CUDA
-    tile_gemm_plan plan;
-    if (!takes_tiles(m, tokens, &plan)) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
+    macko_tile_many_plan plan;
+    if (!takes_layout(m, tokens, &plan)) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
 #endif
     const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
@@ -257,7 +247,7 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
     multiply(m, tokens_of(x, cols), bias, plan, y);
 #else
     linear_by_blocks(x, rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
-        tile_unpack_cpu(&m, begin, end - begin, w);
+        macko_tile_unpack_cpu(&m, begin, end - begin, w);
         return macko_fault{};
     });
 #endif
@@ -265,21 +255,22 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
 }
 
 #ifdef USE_CUDA
-std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const Tensor &offsets, int64_t rows,
-                                      int64_t cols, int64_t widest, const std::vector<int64_t> &part_rows) {
-    const char *op = "tile_linear_parts";
-    const tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
+std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &part_rows) {
+    const char *op = "linear_parts";
+    const macko_tile_matrix m = matrix_of(op, p);
+    const Tensor &data = p[0];
+    const int64_t rows = m.rows, cols = m.cols;
     check_tokens(op, x, "data", data, cols);
     check_parts(op, part_rows, rows);
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x);
-    std::vector<tile_matrix> pieces;
-    std::vector<tile_gemm_plan> plans(part_rows.size());
+    std::vector<macko_tile_matrix> pieces;
+    std::vector<macko_tile_many_plan> plans(part_rows.size());
     int64_t first = 0;
     for (const int64_t count : part_rows) {
         pieces.push_back(piece_of(m, first, count));
         // Parts that do not begin where a row block does go through dense rows, which can be cut anywhere.
-        if (count && (first % TILE_ROWS || !takes_tiles(pieces.back(), tokens, &plans[pieces.size() - 1])))
+        if (count && (first % MACKO_TILE_ROWS || !takes_layout(pieces.back(), tokens, &plans[pieces.size() - 1])))
             return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, data));
         first += count;
     }
@@ -292,6 +283,22 @@ std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const
     }
     return parts;
 }
+#endif
+
+} // namespace
+
+#ifdef USE_CUDA
+const Layout tile_layout = {.name = "tile",
+                            .tensors = 2,
+                            .own = 3,
+                            .checked_on_cpu = true,
+                            .lay_out = lay_out,
+                            .dense = dense,
+                            .linear = linear,
+                            .linear_parts = linear_parts};
+#else
+const Layout tile_layout = {
+    .name = "tile", .tensors = 2, .own = 3, .lay_out = lay_out, .dense = dense, .check = check, .linear = linear};
 #endif
 
 } // namespace macko

@@ -2,36 +2,51 @@
  * The tile layout: a sparse matrix as the tensor cores take it, for any number of tokens. This header is its only
  * specification.
  *
- * A bit for every column says whether a value stands there. The values of each lane of a warp lie in that lane's own bank
- * of shared memory, so that 32 lanes load 32 values at a time, whichever place each is at, and no lane has to know how many
- * the others have. It depends on no device, may be held instead of the canonical tensors and converts back bit for bit.
- * Zeros of either sign are dropped, NaN and Inf are values. Some 1.24 bytes a weight at density 0.5, 0.85 at 0.3.
+ * A mask has a bit for every element. The values of each lane of a warp lie in that lane's own bank of shared memory,
+ * so 32 lanes load 32 values at a time, wherever each of them is, and none has to know how many values the others have.
+ * The layout depends on no device, may be held instead of the canonical tensors and converts back bit for bit. Zeros of
+ * either sign are dropped, NaN and Inf are values. Some 1.24 bytes a weight at density 0.5, 0.85 at 0.3.
+ *
+ *   slab           columns 0..63   64..127   128..191   192..255
+ *   rows  0..15       tile 0        tile 1     tile 2     tile 3      slice 0: warp 0 of a warpgroup
+ *   rows 16..31                                                       slice 1: warp 1
+ *   rows 32..47                                                       slice 2: warp 2
+ *   rows 48..63                                                       slice 3: warp 3
+ *
+ *   bytes of a slab
+ *   0                      2048                     2560                2688
+ *   | masks                | spill offsets          | slice offsets     | values
+ *   | u32 [tile][slice]    | u16 [slice][lane]      | u16 [slice], then | rows of 128 bytes, slice after slice:
+ *   |     [lane]           |     [stream]           | zeros             | u16 [row][lane][stream]
+ *
+ *   values of a slice: a 32-bit word of a row is a lane's, so is a bank; two streams, 0 and 1, share the word
+ *                 lane 0    lane 1     ...   lane 31
+ *   row  0        H0        H1               H31         H: head of a lane's stream, tiles 0 and 1, from the top down
+ *   row 12        H0        H1               T7          T: tail of some lane's stream, tiles 2 and 3, after a head:
+ *   row 20        T31       H1               T7             its spill offset [slice][lane][stream] says where
+ *   row 34        T31       T0               T7
  *
  * Order, from the matrix down:
- *   strip    TILE_STRIP tiles side by side: TILE_ROWS x TILE_STRIP_COLS elements. Row block after row block, and in it from
- *            the first column to the last. Rows and columns behind the matrix have no values. Strip i = row_block *
- *            tile_strips(cols) + s is data[128 * offsets[i]] up to data[128 * offsets[i + 1]]:
- *                masks    uint32 [TILE_STRIP][TILE_PARTS][TILE_LANES]
- *                turns    uint16 [TILE_PARTS][TILE_LANES][2], where each stream's second half begins: see below
- *                firsts   uint16 [TILE_PARTS], the row of `values` where each part begins; and zeros up to 128 bytes
- *                values   uint16 [rows][TILE_LANES][2]: rows of 128 bytes, a 32-bit word for each lane
- *   tile     TILE_ROWS x TILE_COLS elements.
- *   part     16 rows of a tile, one warp's: rows 16 part .. 16 part + 15. Its rows of `values` are those from firsts[part]
- *            up to the next part's, or to the end.
- *   group    128 elements of a part of a tile, 4 a lane. Groups 2 b and 2 b + 1 are columns 16 b .. 16 b + 15 of the tile.
- *   element  of lane l = 4 g + t (g < 8, t < 4) in group j: element e is row g + 8 (e / 2) of the part and column
+ *   slab     MACKO_TILE_SLAB_TILES tiles side by side: MACKO_TILE_ROWS x MACKO_TILE_SLAB_COLS elements. Row block
+ *            after row block, and in it from the first column to the last. Elements outside the matrix have no values.
+ *            Slab i = row_block * macko_tile_slabs(cols) + s is data[128 * offsets[i]] up to data[128 * offsets[i + 1]].
+ *   tile     MACKO_TILE_ROWS x MACKO_TILE_COLS elements.
+ *   slice    16 rows of a slab or tile, one warp's: 16 slice .. 16 slice + 15. Its rows of `values` go from slice offset
+ *            [slice] to the next slice's, or to the end.
+ *   group    128 elements of a slice of a tile, 4 a lane. Groups 2 b and 2 b + 1 are columns 16 b .. 16 b + 15 of the tile.
+ *   element  of lane l = 4 g + t (g < 8, t < 4) in group j: element e is row g + 8 (e / 2) of the slice and column
  *            16 (j / 2) + 8 (j % 2) + 2 t + e % 2 of the tile. So the elements of groups 2 b and 2 b + 1 are the lane's
- *            registers a0 a1 and a2 a3 of operand A of mma.m16n8k16, and of wgmma, whose four warps have the four parts.
+ *            registers a0 a1 and a2 a3 of operand A of mma.m16n8k16, and of wgmma, whose four warps have the four slices.
  *   mask     bit 8 e + j of the lane's word: element e of group j has a value. (mask >> j) & 0x01010101 has an element
- *            in each byte: dp4a with weights 128, 0x8080 and 0x808080 makes the places of the values behind the first.
- *   stream   of a lane and half h (0 or 1), in a part of a strip: its values of groups 4 h .. 4 h + 3, by tile, in it by
- *            group, in it by element. Its column of `values` is its lane's half of a word, [.][lane][h]. The first half,
- *            tiles 0 and 1, stands from the top of this column down. The second half, tiles 2 and 3, stands in some column
- *            of the same h, behind the first half that is there: from byte turns[part][lane][h] of the part's values on.
- *   turns    Long second halves go where first halves are short, so that columns end alike. For each part and h: lanes by
- *            the length of their second half, the longest first, are given the columns by the length of their first half,
- *            the shortest first; of equal ones that of the lower lane first. A part has as many rows as its longest column.
- *            What no value takes is +0.0.
+ *            in each byte: dp4a with weights 128, 0x8080 and 0x808080 adds up how far the values lie from the first one.
+ *   stream   of a lane, 0 or 1, in a slice of a slab: its values of groups 4 stream .. 4 stream + 3, by tile, in it by
+ *            group, in it by element. Its column of `values` is [.][lane][stream]. The head (tiles 0 and 1) begins at the
+ *            top of this column. The tail (tiles 2 and 3) begins after the head in a column of the same stream, this
+ *            lane's or another's: at byte spill_offsets[slice][lane][stream] of the slice's values.
+ *   spill    Long tails go where heads are short, so that columns end alike. For each slice and stream: lanes by the
+ *            length of their tail, the longest first, are given the columns by the length of their head, the shortest
+ *            first; of equal ones that of the lower lane first. A slice has as many rows as its longest column. What no
+ *            value takes is +0.0.
  */
 #ifndef MACKO_TILE_H
 #define MACKO_TILE_H
@@ -39,9 +54,9 @@
 #include "../core/types.h"
 
 #ifdef __CUDACC__
-#define TILE_FN static __host__ __device__ inline
+#define MACKO_TILE_FN static __host__ __device__ __forceinline__
 #else
-#define TILE_FN static inline
+#define MACKO_TILE_FN static inline
 #endif
 
 #ifdef __cplusplus
@@ -49,146 +64,143 @@ extern "C" {
 #endif
 
 enum {
-    TILE_ROWS = 64,
-    TILE_COLS = 64,
-    TILE_PARTS = 4,
-    TILE_LANES = 32,
-    TILE_GROUPS = 8,
-    TILE_QUAD = 4,  /* elements of a lane in a group */
-    TILE_STRIP = 4, /* tiles */
-    TILE_STRIP_COLS = TILE_STRIP * TILE_COLS,
-    TILE_HALVES = 2,                               /* columns of values a lane has, and halves of a stream */
-    TILE_HALF_BITS = 0x0f0f0f0f,                   /* of a mask: groups 0 to 3, the column of half 0 */
-    TILE_ROW_BYTES = TILE_LANES * TILE_HALVES * 2, /* of values */
-    TILE_MASK_BYTES = TILE_PARTS * TILE_LANES * 4, /* of a tile */
-    TILE_UNIT = 128,                               /* bytes that offsets count */
-    TILE_TURNS = TILE_STRIP * TILE_MASK_BYTES,     /* byte of a strip where its turns are, */
-    TILE_FIRSTS = TILE_TURNS + TILE_PARTS * TILE_LANES * TILE_HALVES * 2, /* its firsts, */
-    TILE_VALUES = TILE_FIRSTS + TILE_UNIT,                                /* and its values */
-    TILE_MOST_CLUSTERS = 72,                       /* that share output tiles: of two blocks, each with an SM */
-    TILE_MOST_ROWS = TILE_PARTS * TILE_STRIP * 16, /* of values of a strip: none is zero */
+    MACKO_TILE_ROWS = 64,
+    MACKO_TILE_COLS = 64,
+    MACKO_TILE_SLICES = 4,
+    MACKO_TILE_LANES = 32,
+    MACKO_TILE_GROUPS = 8,
+    MACKO_TILE_QUAD = 4,       /* elements of a lane in a group */
+    MACKO_TILE_SLAB_TILES = 4, /* side by side */
+    MACKO_TILE_SLAB_COLS = MACKO_TILE_SLAB_TILES * MACKO_TILE_COLS,
+    MACKO_TILE_STREAMS = 2,                                           /* of a lane: columns of values it has */
+    MACKO_TILE_STREAM_BITS = 0x0f0f0f0f,                              /* of a mask: groups 0 to 3, stream 0 */
+    MACKO_TILE_ROW_BYTES = MACKO_TILE_LANES * MACKO_TILE_STREAMS * 2, /* of values */
+    MACKO_TILE_MASK_BYTES = MACKO_TILE_SLICES * MACKO_TILE_LANES * 4, /* of a tile */
+    MACKO_TILE_UNIT = 128,                                            /* bytes that offsets count */
+    /* Bytes of a slab where its spill offsets, slice offsets and values are. */
+    MACKO_TILE_SPILLS_AT = MACKO_TILE_SLAB_TILES * MACKO_TILE_MASK_BYTES,
+    MACKO_TILE_SLICES_AT = MACKO_TILE_SPILLS_AT + MACKO_TILE_SLICES * MACKO_TILE_LANES * MACKO_TILE_STREAMS * 2,
+    MACKO_TILE_VALUES_AT = MACKO_TILE_SLICES_AT + MACKO_TILE_UNIT,
+    /* After a slab in shared memory, so much is read where an element has no value: two rows, which nobody uses. */
+    MACKO_TILE_OVERREAD = 2 * MACKO_TILE_ROW_BYTES,
+    MACKO_TILE_MOST_ROWS = MACKO_TILE_SLICES * MACKO_TILE_SLAB_TILES * 16, /* of values of a slab: none is zero */
 };
 
-typedef struct tile_matrix {
-    const uint8_t *data;    /* [TILE_UNIT * offsets[strips]], 16-byte aligned (fastest: 128) */
-    const int32_t *offsets; /* [strips + 1], in units */
+typedef struct macko_tile_matrix {
+    const uint8_t *data;    /* [MACKO_TILE_UNIT * offsets[slabs]], 16-byte aligned (fastest: 128) */
+    const int32_t *offsets; /* [slabs + 1], in units */
     int64_t rows, cols;
-    int32_t widest;    /* units of the largest strip: what a kernel has to make room for; 0 where there are none */
+    int32_t widest;    /* units of the largest slab: what a kernel has to hold; 0 where there are none */
     macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
-    int64_t units;     /* of data, for a kernel to guess where strips are; may be 0 */
-} tile_matrix;
+    int64_t units;     /* of data, for a kernel to guess where slabs are and prefetch them; 0: unknown */
+} macko_tile_matrix;
 
-TILE_FN int64_t tile_row_blocks(int64_t rows) {
-    return (rows + TILE_ROWS - 1) / TILE_ROWS;
+MACKO_TILE_FN int64_t macko_tile_row_blocks(int64_t rows) {
+    return (rows + MACKO_TILE_ROWS - 1) / MACKO_TILE_ROWS;
 }
 
 /* Of a row block. */
-TILE_FN int64_t tile_strips(int64_t cols) {
-    return (cols + TILE_STRIP_COLS - 1) / TILE_STRIP_COLS;
+MACKO_TILE_FN int64_t macko_tile_slabs(int64_t cols) {
+    return (cols + MACKO_TILE_SLAB_COLS - 1) / MACKO_TILE_SLAB_COLS;
 }
 
-/* Strips of a matrix. */
-TILE_FN int64_t tile_count(int64_t rows, int64_t cols) {
-    return tile_row_blocks(rows) * tile_strips(cols);
+/* Slabs of a matrix. */
+MACKO_TILE_FN int64_t macko_tile_count(int64_t rows, int64_t cols) {
+    return macko_tile_row_blocks(rows) * macko_tile_slabs(cols);
 }
 
-/* Units of a strip with so many rows of values. */
-TILE_FN int tile_units(int value_rows) {
-    return (TILE_VALUES + value_rows * TILE_ROW_BYTES) / TILE_UNIT;
+/* Units of a slab with so many rows of values. */
+MACKO_TILE_FN int macko_tile_units(int value_rows) {
+    return (MACKO_TILE_VALUES_AT + value_rows * MACKO_TILE_ROW_BYTES) / MACKO_TILE_UNIT;
 }
 
-/* Row of a lane's element within its part, and its column within its tile. */
-TILE_FN int tile_row(int lane, int e) {
+/* Row of a lane's element within its slice, and its column within its tile. */
+MACKO_TILE_FN int macko_tile_row(int lane, int e) {
     return lane / 4 + 8 * (e / 2);
 }
-TILE_FN int tile_col(int lane, int j, int e) {
+MACKO_TILE_FN int macko_tile_col(int lane, int j, int e) {
     return 16 * (j / 2) + 8 * (j % 2) + 2 * (lane % 4) + e % 2;
 }
 
 /* What packing has to tell the host before it can allocate data. */
-typedef struct tile_totals {
+typedef struct macko_tile_totals {
     int64_t units;  /* of data; over INT32_MAX the matrix is too large */
-    int64_t widest; /* units of the largest strip */
+    int64_t widest; /* units of the largest slab */
     int64_t stored; /* values */
-} tile_totals;
+} macko_tile_totals;
 
 /*
  * CPU, the reference order. Row blocks [first, last) each, so that threads can share the work.
- * count writes offsets[i + 1] = units of strip i, for its strips; the caller adds them up (offsets[0] = 0).
+ * count writes offsets[i + 1] = units of slab i, for its slabs; the caller adds them up (offsets[0] = 0).
  */
-void tile_count_cpu(const void *w, int64_t rows, int64_t cols, int64_t first, int64_t last, int32_t *offsets);
-void tile_write_cpu(const tile_matrix *m, const void *w, uint8_t *data, int64_t first, int64_t last);
+void macko_tile_count_cpu(const void *w, int64_t rows, int64_t cols, int64_t first, int64_t last, int32_t *offsets);
+void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *data, int64_t first, int64_t last);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-void tile_unpack_cpu(const tile_matrix *m, int64_t first, int64_t count, void *w);
+void macko_tile_unpack_cpu(const macko_tile_matrix *m, int64_t first, int64_t count, void *w);
 
-/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the strip. */
+/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
 enum {
-    TILE_OK = 0,
-    TILE_OFFSETS, /* offsets[entry] is not 0 at the start, or no strip's units more than the one before; found: itself */
-    TILE_WIDEST,  /* the largest strip has not m->widest units; found: how many */
-    TILE_END,     /* the last offset is not the size of data; found: the offset */
-    TILE_OUTSIDE, /* a mask has a bit behind the last row or column; found: word of masks */
-    TILE_COUNT,   /* the strip has another size than its masks say; found: the rows of values that they say */
-    TILE_FIRST,   /* firsts are not those that the masks say, or zeros behind them; found: byte of the strip */
-    TILE_TURN,    /* turns are not those that the masks say; found: byte of the strip */
-    TILE_ZERO,    /* a zero is stored, or one is not +0.0 where no value is; found: byte of the strip */
+    MACKO_TILE_OK = 0,
+    MACKO_TILE_OFFSETS, /* offsets[entry] is not 0 at the start, or no slab's units after the one before; found: it */
+    MACKO_TILE_WIDEST,  /* the largest slab has not m->widest units; found: how many */
+    MACKO_TILE_END,     /* the last offset is not the size of data; found: the offset */
+    MACKO_TILE_OUTSIDE, /* a mask has a bit outside the matrix; found: word of masks */
+    MACKO_TILE_COUNT,   /* the slab has another size than its masks say; found: the rows of values that they say */
+    MACKO_TILE_SLICE,   /* a slice offset is not what the masks say, or no zero follows them; found: byte of the slab */
+    MACKO_TILE_SPILL,   /* a spill offset is not what the masks say; found: byte of the slab */
+    MACKO_TILE_ZERO,    /* a zero is stored, or one is not +0.0 where no value is; found: byte of the slab */
 };
 
 /* What packing cannot have made, first of all where reading would be unsafe. units: those of data. found without a fault:
  * the values of the matrix. */
-macko_fault tile_check_cpu(const tile_matrix *m, int64_t units);
+macko_fault macko_tile_check_cpu(const macko_tile_matrix *m, int64_t units);
 
 #ifdef __CUDACC__
-#define TILE_HAVE_CUDA
+#define MACKO_TILE_CUDA
 #elif defined(USE_CUDA)
-#define TILE_HAVE_CUDA
+#define MACKO_TILE_CUDA
 #endif
-#ifdef TILE_HAVE_CUDA
+#ifdef MACKO_TILE_CUDA
 #include <cuda_runtime_api.h>
 
 /*
  * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
- * pointers but for the structs. Packing: count for all rows, piece by piece; scan; the host reads *totals (device memory)
- * and allocates; write for all rows. A piece begins at a row block; its m has the offsets of its first strip on.
+ * pointers but for the structs. Packing: count for all rows, piece by piece; scan; the host reads *totals (device
+ * memory) and allocates; write for all rows. A piece begins at a row block; its m has the offsets of its first slab on.
  */
 
-/* offsets[i + 1] = units of strip i of the dense w [rows, cols] (16-bit); adds to totals->stored. */
-cudaError_t tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets, tile_totals *totals,
-                            cudaStream_t stream);
+/* offsets[i + 1] = units of slab i of the dense w [rows, cols] (16-bit); adds to totals->stored. */
+cudaError_t macko_tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets,
+                                  macko_tile_totals *totals, cudaStream_t stream);
 
-/* Adds the offsets [strips + 1] up, and writes the other totals. */
-cudaError_t tile_scan_cuda(int64_t strips, int32_t *offsets, tile_totals *totals, cudaStream_t stream);
+/* Adds the offsets [slabs + 1] up, and writes the other totals. */
+cudaError_t macko_tile_scan_cuda(int64_t slabs, int32_t *offsets, macko_tile_totals *totals, cudaStream_t stream);
 
-/* The strips of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
-cudaError_t tile_write_cuda(const tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
+/* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
+cudaError_t macko_tile_write_cuda(const macko_tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
 
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t tile_unpack_cuda(const tile_matrix *m, int64_t first, int64_t count, void *w, cudaStream_t stream);
+cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, int64_t count, void *w,
+                                   cudaStream_t stream);
 
 /*
  * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every run. On
- * sm_90 (but with MACKO_COPY=cp_async) at most 64 tokens, else cudaErrorInvalidValue: ask tile_gemm_plan_cuda first.
- * cols > 0. Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (tensor copies
- * want it).
- * May start before the kernel in front of it in the stream is done (programmatic dependent launch): that one must not
- * write the weight.
+ * sm_90 (but with MACKO_COPY=cp_async) at most 64 tokens, else cudaErrorInvalidValue: ask macko_tile_many_plan_cuda
+ * first. cols > 0. Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA
+ * wants it). May start before the kernel before it in the stream is done (PDL, programmatic dependent launch): that one
+ * must not write the weight.
  */
-cudaError_t tile_mm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                         void *y, cudaStream_t stream);
+cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
+                                const void *bias, void *y, cudaStream_t stream);
 /*
- * The same for more tokens on sm_90, in the way that the plan says. room: device memory of plan->room_bytes, with any
- * content, for the sums of output tiles that blocks share.
+ * The same for more tokens on sm_90, as the plan says (many_plan.h). workspace: device memory of plan->workspace_bytes,
+ * with any content.
  */
-typedef struct tile_gemm_plan {
-    int64_t room_bytes;                       /* -1 where it is tile_mm_cuda that multiplies */
-    int row_blocks, tokens, pair;             /* of an output tile; blocks that share it */
-    int clusters, cut;                        /* of two blocks; output tiles that all of them share */
-    int begins[TILE_MOST_CLUSTERS + 1];       /* of what each has of those, in halves of strips */
-    int first_strips[TILE_MOST_CLUSTERS * 2]; /* that each block works on; -1: none */
-} tile_gemm_plan;
-cudaError_t tile_gemm_plan_cuda(const tile_matrix *m, int64_t tokens, tile_gemm_plan *plan);
-cudaError_t tile_gemm_cuda(const tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                           void *y, const tile_gemm_plan *plan, void *room, cudaStream_t stream);
+typedef struct macko_tile_many_plan macko_tile_many_plan;
+cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
+cudaError_t macko_tile_many_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
+                                 const void *bias, void *y, const macko_tile_many_plan *plan, void *workspace,
+                                 cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

@@ -585,17 +585,23 @@ class EcWeight(PackedWeight):
     max_slabs: int = 1
 
     @classmethod
-    def from_dense(cls, w: Tensor, **options: int) -> Self:
+    def from_dense(
+        cls,
+        w: Tensor,
+        delta_bits: int = 0,
+        lanes: int = 8,
+        max_height: int = 1,
+        min_width: int = 128,
+        max_width: int = 8192,
+        tile_rows: int = 128,
+        max_slabs: int = 1,
+    ) -> Self:
         """Packs w [rows, cols]. The options are those of ops.ec_pack; by default what was fastest on an H200.
 
         That is 8 lanes a row, no shared blocks, and the width of deltas of fewest bytes.
         """
-        known = {field.name: field.default for field in dataclasses.fields(cls) if field.type == "int"}
-        known = {name: default for name, default in known.items() if name not in ("rows", "cols")}
-        if other := sorted(set(options) - set(known)):
-            raise TypeError(f"from_dense() got {', '.join(other)}, expected {', '.join(known)}")
-        given = [options.get(name, default) for name, default in known.items()]
-        tensors, header = torch.ops.macko.pack(w, cls.number, given)
+        options = [delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs]
+        tensors, header = torch.ops.macko.pack(w, cls.number, options)
         return cls(*tensors, *header.tolist()[1:])
 
     @classmethod

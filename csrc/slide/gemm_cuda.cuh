@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "../core/cuda.cuh"
+#include "../core/pipeline.cuh"
 #include "../core/wgmma.cuh"
 #include "slide.h"
 
@@ -129,19 +130,6 @@ __device__ __forceinline__ slide_work slide_work_of(const slide_task &task, int 
     return {(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS, TILE::WARPGROUPS, token_tile};
 }
 
-// Position in the pipeline of stages: the phase flips at each round.
-template <int STAGES>
-struct slide_pipeline {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 // The first k tile of one of the blocks that share a tile (split-K): they get whole pairs.
 template <class TILE>
 __device__ __forceinline__ int slide_first_k_tile(const slide_task &task, int split) {
@@ -178,7 +166,7 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
                                    min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
     }
     sm90::pdl_wait();
-    slide_pipeline<TILE::STAGES> pipeline;
+    sm90::pipeline_state pipeline;
     for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
         const slide_work work = slide_work_of<TILE>(task, tile, rank);
         const bool is_last = work.token_tile == task.token_tiles - 1;
@@ -188,9 +176,9 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
         const uint8_t *weights[TILE::WARPGROUPS];
 #pragma unroll
         for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(work.row_block + i);
-        for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, pipeline.next()) {
+        for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, pipeline.advance(TILE::STAGES)) {
             const uint32_t barrier = full + pipeline.stage * 8;
-            sm90::barrier_wait(empty + pipeline.stage * 8, pipeline.phase ^ 1);
+            sm90::producer_acquire(empty, pipeline);
             sm90::barrier_arrive_expect_tx(barrier, share * TILE::CLUSTER * 128 + work.warpgroups * TILE::TILE_BYTES);
             const uint32_t tokens = smem + pipeline.stage * TILE::TOKEN_BYTES + rank * share * 128;
             if (TILE::CLUSTER == 1)
@@ -256,7 +244,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         }
     };
 
-    slide_pipeline<TILE::STAGES> pipeline;
+    sm90::pipeline_state pipeline;
     for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
         work = slide_work_of<TILE>(task, tile, rank);
         if (warpgroup >= work.warpgroups) break; // halves come last
@@ -280,7 +268,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         // wgmma reads its metadata registers while it runs, when those of the next stage are loaded already: two sets, in turn.
         const auto multiply = [&](int k_tile, uint32_t (&meta)[2]) {
             const int stage = pipeline.stage;
-            sm90::barrier_wait(full + stage * 8, pipeline.phase);
+            sm90::consumer_wait(full, pipeline);
             const uint64_t tokens = first_tokens + stage * (TILE::TOKEN_BYTES >> 4);
             const uint64_t weights = first_weights + stage * (TILE::WEIGHT_BYTES >> 4);
             if constexpr (KIND == SLIDE_DENSE) {
@@ -304,7 +292,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
             sm90::warpgroup_wait<1>();
             if (previous >= 0) release(previous);
             previous = stage;
-            pipeline.next();
+            pipeline.advance(TILE::STAGES);
         };
         uint32_t even_meta[2], odd_meta[2];
 #pragma unroll 1

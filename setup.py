@@ -239,7 +239,7 @@ class Build(build_ext):
             cxx, defines = shlex.split(os.environ.get("CXX", "c++")), torch_flags
             if cuda:
                 defines = [*torch_flags, "-DUSE_CUDA", f"-I{cuda_home() / 'include'}"]
-            command = [*cxx, "-std=c++17", *COMMON, *defines, *outputs]
+            command = [*cxx, "-std=c++20", *COMMON, *defines, *outputs]
             return self.step(f"{source} (for CUDA)" if cuda else source, command, seconds)
         defines = []
         if source.endswith("module.c"):

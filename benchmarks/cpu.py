@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.timing import append_jsonl, commit, copies
 from macko import EcWeight, SparseLinear, ops
+from tests import layouts
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
 Calls = dict[str, Callable[[int], object]]
@@ -130,8 +131,8 @@ def bench(
     rows, cols = w.shape
     shared = {"rows": rows, "cols": cols, "dtype": str(w.dtype).removeprefix("torch."), "density": density}
     packed = ops.pack(w, bits)
-    bitmap = ops.bitmap_pack(*packed, cols, bits)
-    assert_same_bits(ops.bitmap_unpack(*bitmap, cols), w)
+    bitmap = layouts.bitmap_pack(*packed, cols, bits)
+    assert_same_bits(layouts.bitmap_unpack(*bitmap, cols), w)
     dense, macko, maps = copies([w]), copies(packed), copies(bitmap)
     ecs = {"ec": EcWeight.from_dense(w), "ec_paper": EcWeight.paper(w, bits)} if bits in (4, 8) else {}
     size = {"macko": sum(t.nbytes for t in packed), "bitmap": sum(t.nbytes for t in bitmap)}
@@ -141,7 +142,7 @@ def bench(
         x = random_vector(*([tokens] if tokens > 1 else []), cols, dtype=w.dtype)
         formats: Calls = {
             "macko": lambda i, x=x: ops.linear(x, *macko[i % len(macko)], cols, None, bits),  # type: ignore[misc]
-            "bitmap": lambda i, x=x: ops.bitmap_linear(x, *maps[i % len(maps)], cols),  # type: ignore[misc]
+            "bitmap": lambda i, x=x: layouts.bitmap_linear(x, *maps[i % len(maps)], cols),  # type: ignore[misc]
         }
         for name, all in held.items():
             formats[name] = lambda i, x=x, all=all: all[i % len(all)].linear(x)  # type: ignore[misc]
@@ -177,8 +178,8 @@ def bench(
         "pack": lambda i: ops.pack(dense[i % len(dense)][0], bits),
         "unpack": lambda i: ops.unpack(*macko[i % len(macko)], cols, bits),
         "check": lambda i: ops.check(*macko[i % len(macko)], cols, bits),
-        "bitmap_pack": lambda i: ops.bitmap_pack(*macko[i % len(macko)], cols, bits),
-        "bitmap_unpack": lambda i: ops.bitmap_unpack(*maps[i % len(maps)], cols),
+        "bitmap_pack": lambda i: layouts.bitmap_pack(*macko[i % len(macko)], cols, bits),
+        "bitmap_unpack": lambda i: layouts.bitmap_unpack(*maps[i % len(maps)], cols),
     }
     calls = {f"{op} {path}": partial(on_path, path, c) for op, c in conversions.items() for path in args.paths}
     for name, best in seconds(calls, 3, clock).items():

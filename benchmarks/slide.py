@@ -2,8 +2,8 @@
 
     python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
     python -m benchmarks.slide results.jsonl --tokens=    the quantiser alone
-    python -m benchmarks.slide results.jsonl --table      writes macko/slide_times.json, which macko.slide_choice reads
-    python -m benchmarks.slide results.jsonl --judge      what macko.slide_choice loses at tokens that nobody measured
+    python -m benchmarks.slide results.jsonl --table      writes the part "slide" of macko/times/<gpu>.json
+    python -m benchmarks.slide results.jsonl --judge      what is lost by that table at tokens that nobody measured
     python -m benchmarks.slide results.jsonl --twin       the dense GEMM alone, where CUTLASS's was measured (TWIN)
 
 Ours: `slide_linear` (quantise, lift, GEMM with scales and bias) on a dense weight and on the patterns 2:4, 4:6, 6:8.
@@ -34,9 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import macko.ops as ops
+import macko.times as tables
 from benchmarks.floor import floor
 from benchmarks.timing import append_jsonl, copies, provenance, time_graph
-from macko.slide_choice import slide_gain, slide_table
 
 #: Linears of Qwen2.5-7B (q, k and v as one, gate and up as one) and of Llama-2-7B.
 SHAPES = {
@@ -272,19 +272,21 @@ def read(results: str) -> dict[tuple[str, str, str, int], dict[str, float]]:
 
 
 def write_table(results: str) -> None:
-    """Puts dense / pattern, for each shape and number of tokens, into the package's table."""
-    path = Path(__file__).parent.parent / "macko/slide_times.json"
-    table = json.loads(path.read_text()) if path.exists() else {}
-    fresh: set[tuple[str, ...]] = set()
+    """Puts dense / pattern, for each shape and number of tokens, into the package's tables, for what they had of it."""
+    fresh: dict[str, dict[tuple[str, str, int, int], tables.Line]] = defaultdict(dict)
     for (gpu, name, shape, tokens), sides in sorted(read(results).items()):
         rows, cols = SHAPES[shape]
         for pattern in list(PATTERNS)[1:]:
-            column = table.setdefault(gpu, {}).setdefault(name, {}).setdefault(pattern, {})
-            if (gpu, name, pattern) not in fresh:
-                fresh.add((gpu, name, pattern))
-                column.clear()
-            column.setdefault(f"{rows} x {cols}", {})[str(tokens)] = round(sides["dense"] / sides[pattern], 3)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+            line = {"rows": rows, "cols": cols, "dtype": name, "pattern": pattern, "gain": {}}
+            gain = fresh[gpu].setdefault((name, pattern, rows, cols), line)["gain"]
+            gain[str(tokens)] = round(sides["dense"] / sides[pattern], 3)
+    for gpu, lines in fresh.items():
+        path = tables.SHIPPED / tables.file_name(gpu)
+        head = {"version": tables.VERSION, "gpu": gpu, "bandwidth_gbps": 0, "slide": [], "linear": []}
+        table = tables.read(path) if path.exists() else head
+        kinds = set(map(tables.slide_kind, lines.values()))
+        kept = [line for line in table["slide"] if tables.slide_kind(line) not in kinds]
+        tables.save(path, {**table, "slide": sorted([*kept, *lines.values()], key=tables.slide_kind)})
 
 
 def judge(results: str) -> None:
@@ -295,9 +297,12 @@ def judge(results: str) -> None:
     losses: dict[tuple[str, str], list[tuple[float, str, int]]] = defaultdict(list)
     for (gpu, name, shape, tokens), sides in read(results).items():
         for pattern, n in list(PATTERNS.items())[1:]:
-            of_shape = slide_table(gpu)[name][pattern]["{} x {}".format(*SHAPES[shape])]
+            known = tables.times(gpu)
+            of_shape = next(
+                line["gain"] for line in known.slide[name, pattern] if (line["rows"], line["cols"]) == SHAPES[shape]
+            )
             left_out = of_shape.pop(str(tokens))
-            gain = slide_gain(gpu, TYPES[name], n, SHAPES[shape], tokens)
+            gain = known.slide_gain(TYPES[name], n, SHAPES[shape], tokens)
             of_shape[str(tokens)] = left_out
             took = sides[pattern] if gain is None or gain >= 1 else sides["dense"]
             losses[name, pattern].append((min(sides[pattern], sides["dense"]) / took, shape, tokens))

@@ -51,10 +51,6 @@ def _explain(name: str, device: str, reason: str) -> None:
 op_names: tuple[str, ...] = tuple(
     sorted(name.removeprefix("macko::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("macko::"))
 )
-for _name in op_names:
-    if _name.startswith("bitmap_"):
-        _explain(_name, "CUDA", "the bitmap layout is for the CPU, on a GPU use the format macko or sell")
-    elif cuda_missing is not None:
+if cuda_missing is not None:
+    for _name in op_names:
         _explain(_name, "CUDA", cuda_missing)
-    if _name.startswith("sell_"):
-        _explain(_name, "CPU", "the sell layout is for a GPU, on the CPU use the format macko or bitmap")

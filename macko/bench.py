@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .choose import format_class
+from .choose import Options
 from .convert import sparsify_
 from .fuse import Fuse
 from .layers import format_bytes
@@ -52,7 +52,7 @@ class Side:
 
     model: str  #: "dense" or "sparse"
     sparsity: float  #: share of zeros in its layers
-    tokens: str  #: what sparsify_ was told: "batch", or empty
+    tokens: int | None  #: what sparsify_ was told
 
     def __str__(self) -> str:
         if self.model == "dense":
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, source: str) -> None:
     Raises:
         ValueError: an option is of no use, before anything is timed; or no layer is sparse enough.
     """
-    format_class(options.format)
+    Options(options.format)
     for sparsity in options.sparsity or ():
         asked_for(sparsity, "magnitude", None)
     if options.json:
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace, source: str) -> None:
             prune_(model, sparsity)
         dense_logits, dense_bits = _logits(model, prompts[:1]), _bits(model)
         if index == 0:
-            measure(Side("dense", 0.0, ""), options.batch, [])
+            measure(Side("dense", 0.0, None), options.batch, [])
         for tokens, batches in _ways(options, device):
             _make_dense(model)
             report = sparsify_(model, format=options.format, merge=options.merge, tokens=tokens)
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace, source: str) -> None:
                 )
             density = sum((layer.density or 0) * _count(layer.shape) for layer in report.changed)
             share = round(1 - density / sum(_count(layer.shape) for layer in report.changed), 3)
-            side = Side("sparse", share, tokens or "")
+            side = Side("sparse", share, tokens)
             logits = _logits(model, prompts[:1])
             error, largest = (logits - dense_logits).abs().max().item(), dense_logits.abs().max().item()
             print(str(report).splitlines()[-1])
@@ -146,12 +146,12 @@ def run(options: argparse.Namespace, source: str) -> None:
         print(_table(results))
 
 
-def _ways(options: argparse.Namespace, device: torch.device) -> list[tuple[str | None, list[int]]]:
+def _ways(options: argparse.Namespace, device: torch.device) -> list[tuple[int | None, list[int]]]:
     """What sparsify_ is told, and the batch sizes for it: on a GPU as a user would who knows how many there will be."""
     if device.type != "cuda" or options.format != "auto":
         return [(None, options.batch)]
     several = [batch for batch in options.batch if batch > 1]
-    ways = [(None, [batch for batch in options.batch if batch == 1]), ("batch", several)]
+    ways = [(None, [batch for batch in options.batch if batch == 1]), (8, several)]
     return [(tokens, batches) for tokens, batches in ways if batches]
 
 
@@ -438,7 +438,7 @@ def _table(results: list[Result]) -> str:
     for title in ("what", "batch", "prompt", "model", "ms", "tokens/s", "over dense", "peak GPU memory"):
         table.add_column(title, justify="left" if title in ("what", "model") else "right", no_wrap=True)
     dense = {(r.what, r.batch, r.prompt_tokens): r for r in results if r.model == "dense"}
-    for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity, r.tokens)):
+    for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity, r.tokens or 0)):
         speed, base = result.tokens_per_s, dense[result.what, result.batch, result.prompt_tokens].tokens_per_s
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
         ratio = f"{speed / base:.2f}x" if speed and base else "-"

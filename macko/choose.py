@@ -1,9 +1,9 @@
-"""format="auto", "mixed" and "smallest": which format a weight is held in, by time or by bytes."""
+"""How a weight is packed: Options say it, pack() does it, and chooses the layout where they leave that open."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,22 +11,28 @@ from torch import Tensor
 from . import _library
 from .formats import (
     FORMATS,
+    SLIDE_ELEMENTS,
+    SLIDE_PATTERNS,
     BitmapWeight,
     EcWeight,
     MackoWeight,
     PackedWeight,
     SellWeight,
+    SlideWeight,
     TileWeight,
     format_named,
     sparsest_pattern,
 )
-from .slide_choice import SlidePacking, slide_layout
-from .times import times_of
+from .times import SLIDE_DTYPES, times, times_of
 
+#: Formats that leave the layout of each weight to be chosen.
+CHOICES = ("auto", "smallest", "mixed")
+#: Tokens that slide's kernels are chosen for where nobody says how many there will be: a prompt's.
+SLIDE_TOKENS = 2048
+#: The range of all numbers of tokens.
+EVERYWHERE = (0, 2**31 - 1)
 #: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
-#: What tokens="batch" is taken for.
-BATCH = 8
 #: Shared memory that the sell kernel wants besides x, in bytes: its stages, partial sums, zeros after x.
 SELL_SHARED_BYTES = 64 * 1024
 #: A weight is taken to be pruned to a pattern if it has this share of the non-zeros that the pattern allows.
@@ -39,6 +45,114 @@ WORTH_SAYING = 0.95
 #: A layout is taken up to so many times the canonical bytes, or of the dense ones: it fills up matrices of few rows or
 #: columns to whole blocks. (On an H200 sell holds 2048 x 2048 at density 0.5 in more than 1.05 times, and is worth it.)
 LAYOUT_BYTES, LAYOUT_SHARE = 1.05, 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How weights are packed: the arguments of sparsify_ of these names.
+
+    Attributes:
+        format: a name in FORMATS or CHOICES.
+        tokens: given to a layer at a time, as far as the caller knows.
+        pattern: of formats "slide" and "mixed", as dtype and keep_dense: "2:4" to "14:16", or "auto" for the sparsest
+            that a weight fits.
+        dtype: "int8", "fp8", or None for the weight's.
+        keep_dense: whether to hold the dense weight too where the pattern's kernel is the faster one for some numbers
+            of tokens only.
+
+    Raises:
+        ValueError: there is no such format, pattern or dtype, tokens is no number from 1, or the format has no pattern.
+    """
+
+    format: str = "auto"
+    tokens: int | None = None
+    pattern: str = "auto"
+    dtype: str | None = None
+    keep_dense: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in CHOICES:
+            format_named(self.format, *CHOICES)
+        if not self.may_slide and (self.pattern, self.dtype, self.keep_dense) != ("auto", None, False):
+            only = 'pattern, dtype and keep_dense are of formats "slide" and "mixed"'
+            raise ValueError(f"{only}, the format is {self.format!r}")
+        if self.pattern != "auto" and self.pattern not in SLIDE_PATTERNS:
+            raise ValueError(f"pattern is {self.pattern!r}, expected one of auto, {', '.join(SLIDE_PATTERNS)}")
+        if self.dtype is not None and self.dtype not in SLIDE_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
+            raise ValueError(f"tokens is {self.tokens!r}, expected a number from 1")
+
+    @property
+    def may_slide(self) -> bool:
+        """Whether weights of a pattern are packed for its kernel, which is chosen for `slide_tokens`."""
+        return self.format in (SlideWeight.format, "mixed")
+
+    @property
+    def slide_tokens(self) -> int:
+        return self.tokens or SLIDE_TOKENS
+
+    @property
+    def layout_tokens(self) -> int:
+        """Tokens that layouts of any mask are chosen and timed for; one where `tokens` is said of slide's kernels."""
+        return 1 if self.may_slide else self.tokens or 1
+
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """Types of device that run the format, or one that is chosen."""
+        return FORMATS[self.format].device_types if self.format in FORMATS else PackedWeight.device_types
+
+    @property
+    def again(self) -> Options | None:
+        """What chooses again where a weight that was packed so moves to another kind of device, if anything."""
+        return Options(tokens=self.layout_tokens) if self.format in ("auto", "mixed") else None
+
+
+#: What is chosen by where nobody says anything: one token at a time, as when a model generates a single text.
+AUTO = Options(tokens=1)
+
+
+def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
+    """The weight, dense [rows, cols] or canonical, in the format of the options or the one chosen by them, where it is.
+
+    A canonical weight that is laid out anew keeps its width of deltas; a dense one gets the width that makes its file
+    smallest, but in a format by name.
+
+    Raises:
+        ValueError: the format does not hold every weight, and not this one.
+    """
+    kind = FORMATS.get(options.format)
+    if kind is not None and kind is not SlideWeight:
+        return kind.from_macko(w) if isinstance(w, MackoWeight) else kind.from_dense(w)
+    if options.format == "auto":
+        return _fastest(w if isinstance(w, MackoWeight) else MackoWeight.smallest(w), options.layout_tokens)
+    dense = w.to_dense() if isinstance(w, MackoWeight) else w
+    if options.format == "smallest":
+        return _smallest(dense)
+    if kind is SlideWeight:
+        return _slide(dense, options)
+    if _slides(dense, options) and (packed := _slide(dense, options)).nbytes < dense.nbytes:
+        return packed  # else its tiles fill up a small weight
+    return pack(w, AUTO)
+
+
+def _fastest(weight: MackoWeight, tokens: int) -> PackedWeight:
+    """The weight in the format chosen for it; itself where that one would be mostly padding."""
+    packed = choose(weight, tokens).from_macko(weight)
+    dense = weight.rows * weight.cols * weight.dtype.itemsize
+    # Several tokens are worth tile's masks at any density.
+    most = dense if tokens > 1 else max(LAYOUT_BYTES * weight.nbytes, LAYOUT_SHARE * dense)
+    return packed if packed.nbytes <= most else weight
+
+
+def _smallest(w: Tensor) -> PackedWeight:
+    """w in the format of fewest bytes, at whatever speed. Where they tie, the canonical one.
+
+    A layout's file is that of its canonical weight.
+    """
+    macko = MackoWeight.smallest(w)
+    others = [kind.from_macko(macko) for kind in layouts(macko)]
+    return min((macko, *others, EcWeight.smallest(w)), key=lambda packed: packed.nbytes)
 
 
 def expected_us(
@@ -107,48 +221,7 @@ def _sell_runs(cols: int, device: torch.device) -> bool:
     return cols < 2**16 and 2 * cols + SELL_SHARED_BYTES <= shared
 
 
-@dataclasses.dataclass(frozen=True)
-class Auto:
-    """Stands where a format's class would: what it makes is of the format chosen for the weight that it is given."""
-
-    tokens: int = 1  #: that a layer is given at a time, as far as the caller knows
-
-    format: ClassVar[str] = "auto"
-    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-
-    def from_dense(self, w: Tensor) -> PackedWeight:
-        """Packs w [rows, cols] on its device, with the width of deltas that makes its file smallest."""
-        return self.from_macko(MackoWeight.smallest(w))
-
-    def from_macko(self, weight: MackoWeight) -> PackedWeight:
-        """The canonical weight in the format chosen for it; itself where that one would be mostly padding."""
-        kind = choose(weight, self.tokens)
-        if kind is MackoWeight:
-            return weight
-        packed = kind.from_macko(weight)
-        dense = weight.rows * weight.cols * weight.dtype.itemsize
-        # Several tokens are worth tile's masks at any density.
-        most = dense if self.tokens > 1 else max(LAYOUT_BYTES * weight.nbytes, LAYOUT_SHARE * dense)
-        return packed if packed.nbytes <= most else weight
-
-
-class Smallest(Auto):
-    """The same for format="smallest": whatever takes the fewest bytes where the weight is, at whatever speed."""
-
-    format: ClassVar[str] = "smallest"
-
-    def from_dense(self, w: Tensor) -> PackedWeight:
-        """Packs w [rows, cols] on its device in every format that keeps any mask, and takes the one of fewest bytes.
-
-        Where they tie, the canonical format. A layout's file is that of its canonical weight.
-        """
-        macko = MackoWeight.smallest(w)
-        others = [kind.from_macko(macko) for kind in layouts(macko)]
-        return min((macko, *others, EcWeight.smallest(w)), key=lambda packed: packed.nbytes)
-
-    def from_macko(self, weight: MackoWeight) -> PackedWeight:
-        """The canonical weight in the format of fewest bytes."""
-        return self.from_dense(weight.to_dense())
+# slide: the pattern's kernel, or the dense one on the same weight, by measured times.
 
 
 def meant_pattern(w: Tensor) -> int:
@@ -160,35 +233,78 @@ def meant_pattern(w: Tensor) -> int:
     return n if n and int(w.count_nonzero()) >= PATTERN_FILLED * w.numel() * (2 * n - 2) / (2 * n) else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixed:
-    """As Auto, but a weight of an n:m pattern whose slide kernel is the faster one is packed as slide."""
-
-    slide: SlidePacking
-
-    format: ClassVar[str] = "mixed"
-    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-
-    def from_dense(self, w: Tensor) -> PackedWeight:
-        """Packs w [rows, cols] on its device."""
-        element = self.slide.element(w)
-        n = 0 if element is None else meant_pattern(w)
-        if n and element is not None and slide_layout(w, n, element, self.slide.tokens) == n:
-            packed = self.slide.from_dense(w)
-            if packed.nbytes < w.nbytes:  # its tiles fill up small weights
-                return packed
-        return Auto().from_dense(w)
+def slide_gain(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> float | None:
+    """Dense time over that of pattern n for w's shape on its GPU; None where nobody measured."""
+    return times(torch.cuda.get_device_name(w.device)).slide_gain(dtype, n, w.shape, tokens)
 
 
-def chooser(packed_as: object) -> Auto | None:
-    """What chooses again when a weight that was packed as this moves, if anything."""
-    if isinstance(packed_as, Mixed):
-        return Auto()
-    return packed_as if type(packed_as) is Auto else None
+def slide_layout(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> int:
+    """n where the pattern's kernel is the faster one for these tokens, or should be; 0, dense, elsewhere.
+
+    Where nobody measured, a GPU of compute capability 9.0 takes the pattern. Any other has the kernel that is not tuned
+    (docs/slide.md): there 2:4 is taken, which reads the fewest bytes, and of wider patterns the dense weight.
+    """
+    if not n or w.device.type != "cuda":
+        return n
+    gain = slide_gain(w, n, dtype, tokens)
+    if gain is None:
+        return n if n == 2 or torch.cuda.get_device_capability(w.device) == (9, 0) else 0
+    return n if gain >= 1 else 0
 
 
-def format_class(name: str) -> type[PackedWeight] | Auto | Mixed:
-    """The dataclass of a format, or what chooses one. ValueError where there is no such format."""
-    choices: dict[str, Auto | Mixed] = {choice.format: choice for choice in (Auto(), Smallest())}
-    choices[Mixed.format] = Mixed(SlidePacking("auto", None, 2048))
-    return choices[name] if isinstance(name, str) and name in choices else format_named(name, *choices)
+def slide_note(w: Tensor, packed: PackedWeight, options: Options) -> str:
+    """Why slide holds w as dense; empty where it does not."""
+    if not isinstance(packed, SlideWeight) or packed.n:
+        return ""
+    n = _pattern_of(w, options)
+    if not n:
+        return "it fits no pattern"
+    pattern, dtype = f"{2 * n - 2}:{2 * n}", SLIDE_ELEMENTS[packed.element]
+    gain = slide_gain(w, n, dtype, options.slide_tokens)
+    if gain is None:
+        advice = "; `macko tune` measures it" if dtype in SLIDE_DTYPES.values() else ""
+        gpu, name = torch.cuda.get_device_name(w.device), str(dtype).removeprefix("torch.")
+        return f"nobody measured {pattern} {name} on {gpu}, whose kernel is not tuned{advice}"
+    return f"{pattern} would take {1 / gain:.2f} of dense's time at {options.slide_tokens} tokens"
+
+
+def sparse_range(gain: Callable[[int], float | None], tokens: int) -> tuple[int, int]:
+    """The range of tokens around `tokens` in which the gain is at least 1, or the one nearest to it; (1, 0): none."""
+    tried = sorted({round(2 ** (i / 4)) for i in range(4 * 15)} | {max(1, tokens)})
+    pays = [gains is None or gains >= 1 for gains in map(gain, tried)]
+    runs = []
+    for i, good in enumerate(pays):
+        if good and (i == 0 or not pays[i - 1]):
+            runs.append([i, i])
+        elif good:
+            runs[-1][1] = i
+    if not runs:
+        return 1, 0
+    here = tried.index(max(1, tokens))
+    first, last = min(runs, key=lambda run: max(run[0] - here, here - run[1], 0))
+    return (0 if first == 0 else tried[first], EVERYWHERE[1] if last == len(tried) - 1 else tried[last])
+
+
+def _pattern_of(w: Tensor, options: Options) -> int:
+    return sparsest_pattern(w) if options.pattern == "auto" else SLIDE_PATTERNS[options.pattern]
+
+
+def _slides(w: Tensor, options: Options) -> bool:
+    """Whether "mixed" packs w for the kernel of a pattern: w was pruned to it, and the kernel is there and faster."""
+    element = SLIDE_DTYPES[options.dtype] if options.dtype else w.dtype
+    n = meant_pattern(w) if SlideWeight.runs(w.device, element) else 0
+    return n > 0 and slide_layout(w, n, element, options.slide_tokens) == n
+
+
+def _slide(w: Tensor, options: Options) -> SlideWeight:
+    """w packed for slide's kernels; ValueError where it does not fit the pattern, whichever of them is the faster."""
+    element = SLIDE_ELEMENTS.index(SLIDE_DTYPES[options.dtype]) if options.dtype else -1
+    n = _pattern_of(w, options)
+    packed = SlideWeight.from_dense(w, n, element)
+    dtype = SLIDE_ELEMENTS[packed.element]
+    if options.keep_dense and n and w.device.type == "cuda":
+        first, last = sparse_range(lambda tokens: slide_gain(w, n, dtype, tokens), options.slide_tokens)
+        if last and (first, last) != EVERYWHERE:
+            return SlideWeight.from_dense(w, n, element, sparse_from=first, sparse_to=last)
+    layout = slide_layout(w, n, dtype, options.slide_tokens)
+    return packed if layout == n else SlideWeight.from_dense(w, layout, element)

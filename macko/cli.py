@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from . import __version__
-from .choose import format_class
+from .choose import Options
 from .convert import MIN_SPARSITY
 from .files import Checkpoint
 from .formats import FORMATS
@@ -245,8 +245,8 @@ def convert(options: argparse.Namespace) -> None:
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
     _check_dense(source)
-    kind = format_class(options.format)
-    if elsewhere := torch.device(device).type not in kind.device_types:
+    device_types = Options(options.format).device_types
+    if elsewhere := torch.device(device).type not in device_types:
         config.format = "macko"  # which is what the file of a layout holds
     with _unfinished(options, source) as work:
         model = load_packed(source, config, **({"device_map": device} if device != "cpu" else {}))
@@ -260,7 +260,7 @@ def convert(options: argparse.Namespace) -> None:
         before, after = (sum(f.stat().st_size for f in _weight_files(folder)) for folder in (source, work / "result"))
     print(f"{options.target}: {format_bytes(after)}, {after / max(1, before):.3f} of {format_bytes(before)}")
     if elsewhere:
-        print(f"It is to be loaded on {' or '.join(kind.device_types)}, where {options.format} runs")
+        print(f"It is to be loaded on {' or '.join(device_types)}, where {options.format} runs")
 
 
 def inspect(options: argparse.Namespace) -> None:

@@ -15,12 +15,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import BATCH, Auto, Mixed, chooser, expected_us, format_class, worst_of
-from .formats import PackedWeight, SlideWeight
+from .choose import Options, expected_us, pack, slide_note, worst_of
+from .formats import SLIDE_PATTERNS
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
 from .merge import merge_
-from .slide_choice import SlidePacking, refused_shards
 
 #: Layers under this sparsity stay dense: with 2-bit gaps three quarters of the values take 0.84 of the dense bytes. One
 #: token costs at least the reading of these bytes, so less than that is soon lost to a kernel's fixed costs.
@@ -28,9 +27,6 @@ MIN_SPARSITY = 0.25
 
 #: By library, what is called with each model that sparsify_ has converted: macko.integrations put theirs here.
 CONVERTED: dict[str, Callable[[nn.Module], None]] = {}
-
-#: What makes a packed weight of a dense one.
-Packing = type[PackedWeight] | Auto | Mixed | SlidePacking
 
 # Modules that hand a child's weight to a fused kernel in place of calling the child: it would be unpacked at each step.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -72,9 +68,9 @@ def sparsify_(
         pattern, dtype: of formats "slide" and "mixed" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
             layer fits; "int8", "fp8", or None to keep the layer's dtype. With "slide" a layer that does not fit stays
             dense.
-        tokens: how many tokens a layer is given at a time, if you know. For format "auto" the default is 1, as when a
-            model generates a single text; a GPU has another layout for more, and "batch" stands for several. For
-            "slide" and "mixed" macko.slide_choice picks the pattern's kernel or the dense one by it; default: 2048.
+        tokens: how many tokens a layer is given at a time, if you know. Format "auto" chooses by it, and the report's
+            times are of so many; default: 1, as when a model generates a single text. A GPU has another layout for
+            more. By it "slide" and "mixed" take a pattern's kernel or the dense one; default: 2048.
         keep_dense: of those formats too. One weight a layer is held, for the kernel that was picked; with this the
             dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
@@ -83,10 +79,13 @@ def sparsify_(
         A Report: every nn.Linear, with its density, bytes, expected gain on this GPU, and why it was skipped.
 
     Raises:
-        ValueError: no such format; min_sparsity outside 0 to 1; tokens or pattern that the format does not take; the
-            model is itself an nn.Linear.
+        ValueError: no such format; min_sparsity outside 0 to 1; tokens is no number from 1; a pattern that the format
+            does not take; the model is itself an nn.Linear.
     """
-    packed_as = _packing(format, pattern, dtype, tokens, keep_dense)
+    if tokens == "batch" and format == "auto":
+        warnings.warn('tokens="batch" is tokens=8, and goes with the next version', DeprecationWarning, stacklevel=2)
+        tokens = 8
+    options = Options(format, tokens, pattern, dtype, keep_dense)  # type: ignore[arg-type]  # another str is refused
     if min_sparsity is None:
         min_sparsity = 0.0 if format == "slide" else MIN_SPARSITY
     if not 0 <= min_sparsity <= 1:
@@ -104,7 +103,7 @@ def sparsify_(
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:
                 bar.set_description(layer.name, refresh=False)
-                row, sparse = convert_layer(layer, packed_as, min_sparsity, target, tied)
+                row, sparse = convert_layer(layer, options, min_sparsity, target, tied)
                 rows.append(row)
                 rows += [
                     LayerReport(n, row.shape, row.density, row.format, 0, 0, f"is {row.name}") for n in layer.aliases
@@ -144,28 +143,9 @@ def warn_if_unchanged(report: Report, what: str) -> None:
     warnings.warn(f"{what} changed none of {len(report)} layers, {others} because: {reason}", stacklevel=3)
 
 
-def _packing(format: str, pattern: str, dtype: str | None, tokens: int | str | None, keep_dense: bool) -> Packing:
-    """What packs the weights, for the arguments of sparsify_ of these names."""
-    if format in ("slide", "mixed"):
-        if isinstance(tokens, str):
-            raise ValueError(f"tokens is {tokens!r}, expected a number for format {format!r}")
-        slide = SlidePacking(pattern, dtype, 2048 if tokens is None else tokens, keep_dense)
-        return slide if format == "slide" else Mixed(slide)
-    packed_as = format_class(format)
-    if (pattern, dtype, keep_dense) != ("auto", None, False):
-        raise ValueError(f'pattern, dtype and keep_dense are of formats "slide" and "mixed", the format is {format!r}')
-    if tokens is None:
-        return packed_as
-    if type(packed_as) is not Auto:
-        raise ValueError(f'tokens is {tokens!r}, which is for formats "auto", "slide" and "mixed", not {format!r}')
-    if tokens != "batch" and (type(tokens) is not int or tokens < 1):
-        raise ValueError(f'tokens is {tokens!r}, expected a number from 1, or "batch"')
-    return Auto(BATCH if isinstance(tokens, str) else tokens)
-
-
 def convert_layer(
     layer: FoundLinear,
-    packed_as: Packing,
+    options: Options,
     min_sparsity: float,
     device: torch.device | None,
     tied: dict[int, list[str]],
@@ -181,8 +161,8 @@ def convert_layer(
     if reason := _weight_out_of_reach(layer):
         shape = (module.out_features, module.in_features)
         size = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
-        if isinstance(packed_as, SlidePacking):
-            reason = refused_shards(module.weight, packed_as.pattern) or reason
+        if options.format == "slide":
+            reason = _refused_shards(module.weight, options.pattern) or reason
         return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason), None
     dense = module.weight.detach()
     size = dense.numel() * dense.element_size()
@@ -196,13 +176,13 @@ def convert_layer(
         row.reason = f"its weight is shared with {', '.join(others)}"
     else:
         row.reason = unsupported(dense.dtype, target) or ""
-        if target.type not in packed_as.device_types:
-            row.reason = row.reason or f"{packed_as.format} runs on {' and '.join(packed_as.device_types)} only"
+        if target.type not in options.device_types:
+            row.reason = row.reason or f"{options.format} runs on {' and '.join(options.device_types)} only"
     row.reason = layer.left_out or row.reason
     if not row.reason:
         dense = dense.to(target)
     row.density = density_of(dense)
-    tokens = packed_as.tokens if isinstance(packed_as, Auto) else 1
+    tokens = options.layout_tokens
     if row.density is not None:
         us = expected_us(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, tokens)
     row.us_before = row.us_after = us.get("dense")
@@ -212,31 +192,29 @@ def convert_layer(
         row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
         return row, None
     sparse_us = {name: time for name, time in us.items() if name != "dense"}
-    if type(packed_as) is Auto and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
+    if options.format == "auto" and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
         best = min(sparse_us, key=sparse_us.__getitem__)
         many = f"{tokens} tokens" if tokens > 1 else "a token"
         row.reason = f"dense is as fast here: {us['dense']:.1f} us {many}, as {best} {sparse_us[best]:.1f} us"
         return row, None
     try:
-        packed = packed_as.from_dense(dense)
+        packed = pack(dense, options)
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return row, None
-    auto = None if isinstance(packed, SlideWeight) else chooser(packed_as)
-    if packed.nbytes >= size and auto:
+    if packed.nbytes >= size and options.again:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
-    if isinstance(packed_as, SlidePacking) and isinstance(packed, SlideWeight):
-        row.note = packed_as.note(dense, packed)
+    row.note = slide_note(dense, packed, options)
     if packed.nbytes >= size:
         row.reason = row.note or f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
         return row, None
     bias = module.bias
     if bias is not None and bias.device != target:
         bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
-    sparse = SparseLinear.from_packed(packed, bias, auto=auto).train(module.training)
+    sparse = SparseLinear.from_packed(packed, bias, options=options).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
-    if type(packed_as) is Auto:
+    if options.format == "auto":
         row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)
     return row, sparse
 
@@ -258,6 +236,38 @@ def _weight_out_of_reach(layer: FoundLinear) -> str | None:
         if isinstance(parent, _READ_THEIR_CHILDREN):
             return f"{type(parent).__name__} reads its weight itself"
     return None
+
+
+def check_shards(cols: int, shards: int, pattern: str) -> None:
+    """Whether a weight's columns can be cut into equal shards (as torch.chunk does) without cutting a group.
+
+    A pattern is kept by a shard where its groups are those of the whole weight: slide after sharding.
+
+    Raises:
+        ValueError: a group straddles two shards: names them.
+    """
+    width, size = -(-cols // max(1, shards)), 2 * SLIDE_PATTERNS[pattern]
+    for shard in range(1, shards):
+        if (start := shard * width) < cols and start % size:
+            group = start // size
+            raise ValueError(
+                f"group {group} of {pattern} (columns {group * size} to {group * size + size - 1}) straddles shards "
+                f"{shard - 1} and {shard} of {shards}, which meet at column {start}"
+            )
+
+
+def _refused_shards(weight: Tensor, pattern: str) -> str | None:
+    """Why a DTensor is no weight to pack, or None for any other tensor."""
+    placements, mesh = getattr(weight, "placements", None), getattr(weight, "device_mesh", None)
+    if placements is None or mesh is None:
+        return None
+    for dim, placement in enumerate(placements):
+        if placement.is_shard(1) and pattern != "auto":
+            try:
+                check_shards(weight.shape[1], mesh.size(dim), pattern)
+            except ValueError as error:
+                return str(error)
+    return "its weight is a DTensor: pack the shard, to_local(), in a layer of its own"
 
 
 def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto, format_class
+from .choose import AUTO, Options
 from .formats import MackoWeight, PackedWeight, saved_as
 from .layers import tied_parameters
 from .linear import SparseLinear
@@ -82,7 +82,7 @@ def load_model(
             format; names the layer. The model is then to be thrown away.
     """
     if format is not None:
-        format_class(format)
+        Options(format)
     with Checkpoint(path) as file:
         for name in file.layers:
             model = _make_sparse(model, name)
@@ -293,7 +293,7 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
     blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = SparseLinear.from_packed(blank, layer.bias, auto=Auto()).train(layer.training)
+    sparse = SparseLinear.from_packed(blank, layer.bias, options=AUTO).train(layer.training)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

@@ -44,28 +44,76 @@ class PackedWeight:
     """What every format's dataclass has and, behind `shape`, shares."""
 
     format: ClassVar[str]
+    #: Its number in headers, as csrc/torch/packed.h has it.
+    number: ClassVar[int]
     #: Types of device that run it.
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     #: An execution layout is made from the canonical format, held in its place, and never saved.
     is_layout: ClassVar[bool] = False
+    #: Its fields in their order, which torch.compile could not ask a dataclass for.
+    tensor_names: ClassVar[tuple[str, ...]] = ()
+    size_names: ClassVar[tuple[str, ...]] = ()
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
     #: From how many tokens on parts of a product may be tensors of their own, for a launch or more each.
     parts_from: ClassVar[int | None] = None
+    #: What is wrong with a weight, by the kind of fault that the op `check` gives (the format's header has them).
+    faults: ClassVar[Mapping[int, str]] = {}
     #: What an int field may be, where that is less than SIZES.
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"delta_bits": (2, 4, 8)}
     rows: int
     cols: int
 
     @classmethod
-    def from_dense(cls, w: Tensor) -> Self:
-        raise NotImplementedError
+    def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
+        """Packs w [rows, cols], which is on a device that runs the format."""
+        return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """A canonical weight in this format. On a GPU tile goes by dense rows of at most 64 MB at a time."""
+        return cls._laid_out(weight)
+
+    @classmethod
+    def _laid_out(cls, weight: PackedWeight, *options: int) -> Self:
+        tensors, header = torch.ops.macko.lay_out(*weight.packed, cls.number, options)
+        return cls(*tensors, *header.tolist()[1:])
+
+    @property
+    def header(self) -> list[int]:
+        """What ops are told of the weight besides its tensors: layout, rows, cols, and what the layout has besides."""
+        return [self.number, *(getattr(self, name) for name in self.size_names)]
+
+    @property
+    def packed(self) -> ops.Packed:
+        """The tensors and the header, as ops take them."""
+        return [getattr(self, name) for name in self.tensor_names], self.header
 
     def to_dense(self) -> Tensor:
-        raise NotImplementedError
+        """The dense [rows, cols] weight."""
+        return torch.ops.macko.dense(*self.packed)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
+        """x W^T + bias for x [..., cols]."""
+        return ops.linear_of(x, *self.packed, bias)
+
+    def norm_linear(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+        """linear(x / sqrt(mean(x^2) + eps) * weight, bias) for one token, in one launch; sell's, without gradients.
+
+        Args:
+            x: [..., cols] of one token, of the values' dtype and device; cols a multiple of 8.
+            weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
+        """
+        return ops._call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
+
+    def gated_linear(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
+        """linear(silu(gate) * up, bias) for one token, two launches that overlap; sell's, without gradients.
+
+        Args:
+            gate, up: [..., cols] of one token, of the values' dtype and device; cols a multiple of 8. Both the silu and
+                the product are rounded, as modules do it.
+        """
+        return ops._call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""
@@ -76,10 +124,22 @@ class PackedWeight:
         return slices(self.linear(x), part_rows)
 
     def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        raise NotImplementedError
+        return torch.ops.macko.linear_parts(x, *self.packed, part_rows)
 
     def validate(self) -> None:
-        raise NotImplementedError
+        """Checks every rule of the format, once: a layout of a GPU on the CPU, what runs on both where it is.
+
+        Raises:
+            ValueError: a rule is broken; names the place and what is wrong with it.
+        """
+        kind, place, entry, found = self._guarded(lambda: torch.ops.macko.check(*self.packed).tolist())
+        if kind:
+            text = self.faults.get(kind, "at {place}, entry {entry}: fault {kind}, found {found}")
+            self._refuse(text.format(kind=kind, place=place, entry=entry, found=found, of=self))
+        self._check_sizes(found)
+
+    def _check_sizes(self, found: int) -> None:
+        """ValueError where a size is not what the content says; found: what the check counted."""
 
     @property
     def stored(self) -> int:
@@ -101,10 +161,6 @@ class PackedWeight:
     def _values(self) -> Tensor:
         """The values, with nothing among them that is not zero in the dense weight."""
         return getattr(self, self.values_name)
-
-    def _fault(self, check: Callable[..., Tensor], *packed: Any) -> list[int]:
-        """What a format's check finds: kind (0: none), place, entry, found. ValueError where it cannot even look."""
-        return self._guarded(lambda: check(*packed).tolist())
 
     def _guarded(self, look: Callable[[], _Result]) -> _Result:
         """look(), once each field is what it can be in the format. ValueError where one is not, or an op refuses it."""
@@ -144,11 +200,11 @@ class PackedWeight:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name, in order."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return {name: getattr(self, name) for name in self.tensor_names}
 
     def sizes(self) -> dict[str, int]:
         """The int fields by name: what a checkpoint keeps besides the tensors."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return {name: getattr(self, name) for name in self.size_names}
 
     @property
     def shape(self) -> torch.Size:
@@ -185,14 +241,12 @@ class PackedWeight:
         """The sizes that from_dense takes."""
         return {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
 
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """A canonical weight in this format."""
-        return cls.from_dense(weight.to_dense())
-
     def to_macko(self) -> MackoWeight:
-        """The same weight in the canonical format, which is what files hold."""
-        return MackoWeight.from_dense(self.to_dense())
+        """The same weight in the canonical format, which is what files hold. Needs room for one dense copy meanwhile.
+
+        Bit for bit that which a layout was made from.
+        """
+        return MackoWeight.from_dense(self.to_dense(), **({"delta_bits": self.delta_bits} if self.is_layout else {}))  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,6 +262,16 @@ class MackoWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "macko"
+    number: ClassVar[int] = 0
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "row_ptr[0] is {found}, expected 0",
+        2: "row_ptr falls to {found} at index {place}",
+        3: "row_ptr[{place}] is {found}, values has {of.values.shape[0]} entries",
+        4: "row {place}, entry {entry}: the deltas put it at column {found}, the matrix has {of.cols} columns",
+        5: "row {place}, entry {entry}: a zero that is not +0.0 in the middle of its row behind the largest delta of "
+        "{of.delta_bits} bits, its delta is {found}",
+        6: "entry {entry}, behind the last one of the last row, is not zero",
+    }
 
     values: Tensor
     deltas: Tensor
@@ -219,14 +283,13 @@ class MackoWeight(PackedWeight):
     @classmethod
     def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
         """Packs w [rows, cols]."""
-        return cls(*ops.pack(w, delta_bits), rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
+        tensors, header = torch.ops.macko.pack(w, cls.number, [delta_bits])
+        return cls(*tensors, *header.tolist()[1:])
 
     @classmethod
     def smallest(cls, w: Tensor) -> Self:
         """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
-        values, deltas, row_ptr = ops.pack(w, delta_bits=0)
-        delta_bits = 8 * deltas.numel() // values.numel() if values.numel() else cls.delta_bits
-        return cls(values, deltas, row_ptr, rows=w.shape[0], cols=w.shape[1], delta_bits=delta_bits)
+        return cls.from_dense(w, delta_bits=0)
 
     @classmethod
     def zeros(cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str | None = None) -> Self:
@@ -239,44 +302,12 @@ class MackoWeight(PackedWeight):
             cols=cols,
         )
 
-    def to_dense(self) -> Tensor:
-        """The dense [rows, cols] weight."""
-        return ops.unpack(self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [..., cols]."""
-        return ops.linear(x, self.values, self.deltas, self.row_ptr, self.cols, bias, self.delta_bits)
-
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> Self:
         return cls(weight.values, weight.deltas, weight.row_ptr, weight.rows, weight.cols, weight.delta_bits)
 
     def to_macko(self) -> MackoWeight:
         return self
-
-    def validate(self) -> None:
-        """Checks every rule of the format, once, on the device.
-
-        Raises:
-            ValueError: a rule is broken; names the row, the entry and what is wrong with it.
-        """
-        kind, row, entry, found = self._fault(
-            ops.check, self.values, self.deltas, self.row_ptr, self.cols, self.delta_bits
-        )
-        if (entries := self.row_ptr.shape[0]) != self.rows + 1:
-            self._refuse(f"row_ptr has {entries} entries, expected {self.rows + 1} for {self.rows} rows")
-        wrong = {
-            0: "",
-            1: f"row_ptr[0] is {found}, expected 0",
-            2: f"row_ptr falls to {found} at index {row}",
-            3: f"row_ptr[{row}] is {found}, values has {self.values.shape[0]} entries",
-            4: f"row {row}, entry {entry}: the deltas put it at column {found}, the matrix has {self.cols} columns",
-            5: f"row {row}, entry {entry}: a zero that is not +0.0 in the middle of its row behind a delta of "
-            f"{2**self.delta_bits - 1}, its delta is {found}",
-            6: f"entry {entry}, behind the last one of the last row, is not zero",
-        }.get(kind, f"row {row}, entry {entry}: fault {kind}, found {found}")
-        if wrong:
-            self._refuse(wrong)
 
     @property
     def stored(self) -> int:
@@ -300,6 +331,7 @@ class SellWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "sell"
+    number: ClassVar[int] = 2
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
@@ -322,45 +354,22 @@ class SellWeight(PackedWeight):
 
     @classmethod
     def from_macko(cls, weight: MackoWeight, gap_bits: int = 0, warps: int = 0, blocks: int = 0) -> Self:
-        """Lays out a macko weight that is on a GPU. gap_bits 2 to 6, or 0 for the smallest; warps and blocks: see
-        ops.sell_pack."""
-        data, bases, row_blocks, perm, gap_bits, warps, head, entries = ops.sell_pack(
-            weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits, gap_bits, warps, blocks
-        )
-        sizes = weight.rows, weight.cols, gap_bits, warps, head, entries, weight.delta_bits
-        return cls(data, bases, row_blocks, perm, *sizes)
+        """Lays out a macko weight that is on a GPU.
 
-    def to_macko(self) -> MackoWeight:
-        """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""
-        return MackoWeight.from_dense(self.to_dense(), self.delta_bits)
+        Args:
+            gap_bits: 2 to 6, the width of a gap; 0 takes the smallest layout.
+            warps, blocks: that decode in a block, and blocks; 0 takes what suits this GPU.
+
+        Raises:
+            RuntimeError: wrong device or dtype, content that points outside the matrix, or a vector of `cols` elements
+                does not fit this GPU's shared memory.
+        """
+        return cls._laid_out(weight, gap_bits, warps, blocks)
 
     @classmethod
     def from_dense(cls, w: Tensor, delta_bits: int = 4, gap_bits: int = 0) -> Self:
         """Packs w [rows, cols], which is on a GPU."""
         return cls.from_macko(MackoWeight.from_dense(w, delta_bits), gap_bits)
-
-    def to_dense(self) -> Tensor:
-        """The dense [rows, cols] weight."""
-        return ops.sell_unpack(self._packed)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [..., cols]."""
-        return ops.sell_linear(x, self._packed, bias)
-
-    def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        return ops.sell_linear_parts(x, self._packed, part_rows)
-
-    def spmv(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """W x + bias for x [cols]."""
-        return ops.sell_spmv(self._packed, x, bias)
-
-    def spmm(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [tokens, cols], whatever their number, from the packed stream."""
-        return ops.sell_spmm(self._packed, x, bias)
-
-    @property
-    def _packed(self) -> ops.SellMatrix:
-        return self.data, self.bases, self.blocks, self.perm, self.cols, self.gap_bits, self.warps, self.head
 
     def validate(self) -> None:
         """Checks that this is what packing its own matrix gives, for as many blocks and warps as it has.
@@ -450,10 +459,22 @@ class TileWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "tile"
+    number: ClassVar[int] = 3
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
     parts_from: ClassVar[int | None] = 65  # as csrc/tile/many_cuda.cu; OWN_PART says where it pays
+    _at: ClassVar[str] = "slab {entry} of row block {place}"
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
+        2: "widest is {of.widest}, the largest slab has {found}",
+        3: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
+        4: f"{_at}: word {{found}} of its masks has a value outside of the matrix",
+        5: f"{_at} has another size than the {{found}} rows of values that its masks say",
+        6: f"{_at}, byte {{found}}: not the row where a slice's values begin, or not zero after the last slice's",
+        7: f"{_at}, byte {{found}}: not the spill offset of these values",
+        8: f"{_at}, byte {{found}}: a zero is stored, or what is no value is not zero",
+    }
 
     data: Tensor
     offsets: Tensor
@@ -463,61 +484,9 @@ class TileWeight(PackedWeight):
     entries: int
     delta_bits: int = 4
 
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """Lays out a macko weight, by dense rows of at most 64 MB at a time on a GPU."""
-        data, offsets, widest, entries = ops.tile_pack(
-            weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits
-        )
-        return cls(data, offsets, weight.rows, weight.cols, widest, entries, weight.delta_bits)
-
-    def to_macko(self) -> MackoWeight:
-        """The canonical weight that this one was made from, bit for bit. Needs room for one dense copy meanwhile."""
-        return MackoWeight.from_dense(self.to_dense(), self.delta_bits)
-
-    @classmethod
-    def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
-        """Packs w [rows, cols]."""
-        return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
-
-    def to_dense(self) -> Tensor:
-        """The dense [rows, cols] weight."""
-        return ops.tile_unpack(self._packed)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [..., cols]."""
-        return ops.tile_linear(x, self._packed, bias)
-
-    def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        return ops.tile_linear_parts(x, self._packed, part_rows)
-
-    @property
-    def _packed(self) -> ops.TileMatrix:
-        return self.data, self.offsets, self.rows, self.cols, self.widest
-
-    def validate(self) -> None:
-        """Checks every rule of the layout, once, on the CPU.
-
-        Raises:
-            ValueError: a rule is broken; names the slab and what is wrong with it.
-        """
-        kind, block, slab, found = self._fault(ops.tile_check, self._packed)
-        place = f"slab {slab} of row block {block}"
-        wrong = {
-            0: "",
-            1: f"offsets[{slab}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
-            2: f"widest is {self.widest}, the largest slab has {found}",
-            3: f"offsets ends with {found}, data has {self.data.shape[0] // 64} units",
-            4: f"{place}: word {found} of its masks has a value outside of the matrix",
-            5: f"{place} has another size than the {found} rows of values that its masks say",
-            6: f"{place}, byte {found}: not the row where a slice's values begin, or not zero after the last slice's",
-            7: f"{place}, byte {found}: not the spill offset of these values",
-            8: f"{place}, byte {found}: a zero is stored, or what is no value is not zero",
-        }.get(kind, f"{place}: fault {kind}, found {found}")
-        if not wrong and found != self.entries:
-            wrong = f"entries is {self.entries}, it has {found} values"
-        if wrong:
-            self._refuse(wrong)
+    def _check_sizes(self, found: int) -> None:
+        if found != self.entries:
+            self._refuse(f"entries is {self.entries}, it has {found} values")
 
     @property
     def stored(self) -> int:
@@ -545,8 +514,17 @@ class BitmapWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "bitmap"
+    number: ClassVar[int] = 1
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     is_layout: ClassVar[bool] = True
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "row_ptr[{place}] is {found}: it starts at 0 and never falls; values has {of.values.shape[0]} elements",
+        2: "row {place} has {found} bits set, row_ptr has another number of values",
+        3: "row {place} has a bit set at column {found}, the matrix has {of.cols} columns",
+        4: "row {place}, entry {entry}: a zero is stored",
+        5: "row_ptr[{place}] is {found}, values has {of.values.shape[0]} elements, expected 32 more",
+        6: "entry {entry}, behind the last one of the last row, is not zero",
+    }
 
     values: Tensor
     bits: Tensor
@@ -555,50 +533,9 @@ class BitmapWeight(PackedWeight):
     cols: int
     delta_bits: int = 4
 
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """Lays out a macko weight that is on the CPU."""
-        tensors = ops.bitmap_pack(weight.values, weight.deltas, weight.row_ptr, weight.cols, weight.delta_bits)
-        return cls(*tensors, rows=weight.rows, cols=weight.cols, delta_bits=weight.delta_bits)
-
     def to_macko(self) -> MackoWeight:
-        """The canonical weight that this one was made from, bit for bit."""
-        tensors = ops.bitmap_to_macko(self.values, self.bits, self.row_ptr, self.cols, self.delta_bits)
-        return MackoWeight(*tensors, rows=self.rows, cols=self.cols, delta_bits=self.delta_bits)
-
-    @classmethod
-    def from_dense(cls, w: Tensor, delta_bits: int = 4) -> Self:
-        """Packs w [rows, cols], which is on the CPU."""
-        return cls.from_macko(MackoWeight.from_dense(w, delta_bits))
-
-    def to_dense(self) -> Tensor:
-        """The dense [rows, cols] weight."""
-        return ops.bitmap_unpack(self.values, self.bits, self.row_ptr, self.cols)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [..., cols]."""
-        return ops.bitmap_linear(x, self.values, self.bits, self.row_ptr, self.cols, bias)
-
-    def validate(self) -> None:
-        """Checks every rule of the layout, once.
-
-        Raises:
-            ValueError: a rule is broken; names the row, the entry and what is wrong with it.
-        """
-        kind, row, entry, found = self._fault(ops.bitmap_check, self.values, self.bits, self.row_ptr, self.cols)
-        if (entries := self.row_ptr.shape[0]) != self.rows + 1:
-            self._refuse(f"row_ptr has {entries} entries, expected {self.rows + 1} for {self.rows} rows")
-        wrong = {
-            0: "",
-            1: f"row_ptr[{row}] is {found}: it starts at 0 and never falls; values has {self.values.shape[0]} elements",
-            2: f"row {row} has {found} bits set, row_ptr has another number of values",
-            3: f"row {row} has a bit set at column {found}, the matrix has {self.cols} columns",
-            4: f"row {row}, entry {entry}: a zero is stored",
-            5: f"row_ptr[{row}] is {found}, values has {self.values.shape[0]} elements, expected 32 more",
-            6: f"entry {entry}, behind the last one of the last row, is not zero",
-        }.get(kind, f"row {row}, entry {entry}: fault {kind}, found {found}")
-        if wrong:
-            self._refuse(wrong)
+        """The canonical weight that this one was made from, bit for bit, without a dense one on the way."""
+        return MackoWeight._laid_out(self)
 
     @property
     def stored(self) -> int:
@@ -614,7 +551,19 @@ class EcWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "ec"
+    number: ClassVar[int] = 4
     values_name: ClassVar[str] = "block_values"
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "sets[{place}] is no possible set, or not as long as its arrays",
+        2: "tile_ptr[{place}, {entry}] is {found}",
+        3: "block_indptr of set {place} is {found} at block {entry}",
+        4: "row_indices[{entry}] is {found}: outside its tile, twice in its block, or none for a value",
+        5: "value {entry} of set {place} is at column {found}, the matrix has {of.cols} columns",
+        6: "column {entry} of set {place} begins a lane, and its delta is not 0",
+        7: "value {entry} of set {place} is -0.0",
+        8: "value {entry} of set {place}, at column {found}, is there twice",
+        9: "col_order[{entry}] is {found}, which is no column or there twice",
+    }
     limits: ClassVar[Mapping[str, Sequence[int]]] = {}  # ops.ec_pack knows them
 
     block_values: Tensor
@@ -641,10 +590,18 @@ class EcWeight(PackedWeight):
 
         That is 8 lanes a row, no shared blocks, and the width of deltas of fewest bytes.
         """
-        options = {"delta_bits": cls.delta_bits, "lanes": cls.lanes, "max_height": cls.max_height, **options}
-        names = [field.name for field in dataclasses.fields(cls)]
-        fields: dict[str, Any] = {**dict(zip(names, ops.ec_pack(w, **options), strict=False)), **options}
-        return cls(rows=w.shape[0], cols=w.shape[1], **fields)
+        known = {field.name: field.default for field in dataclasses.fields(cls) if field.type == "int"}
+        known = {name: default for name, default in known.items() if name not in ("rows", "cols")}
+        if other := sorted(set(options) - set(known)):
+            raise TypeError(f"from_dense() got {', '.join(other)}, expected {', '.join(known)}")
+        given = [options.get(name, default) for name, default in known.items()]
+        tensors, header = torch.ops.macko.pack(w, cls.number, given)
+        return cls(*tensors, *header.tolist()[1:])
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """A canonical weight in this format, by way of a dense one."""
+        return cls.from_dense(weight.to_dense())
 
     @classmethod
     def paper(cls, w: Tensor, delta_bits: int = 4) -> Self:
@@ -666,51 +623,14 @@ class EcWeight(PackedWeight):
         options += [{"lanes": 32, "delta_bits": bits, "max_height": 16} for bits in (4, 8)]
         return min((cls.from_dense(w, **tried) for tried in options), key=lambda packed: packed.nbytes)
 
-    @property
-    def _packed(self) -> ops.EcMatrix:
-        return (
-            self.block_values,
-            self.delta_indices,
-            self.base_indices,
-            self.block_indptr,
-            self.row_indices,
-            self.tile_ptr,
-            self.sets,
-            self.col_order,
-            self.rows,
-            self.cols,
-        )
-
-    def to_dense(self) -> Tensor:
-        """The dense [rows, cols] weight."""
-        return ops.ec_unpack(self._packed)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [..., cols]."""
-        return ops.ec_linear(x, self._packed, bias)
-
-    def validate(self) -> None:
-        """Checks every rule of the format, once, on the CPU.
-
-        Raises:
-            ValueError: a rule is broken; names the set, the entry and what is wrong with it.
-        """
-        self._guarded(lambda: ops.ec_pack(torch.empty(0, 0), **self._options()))
-        kind, set_index, entry, found = self._fault(ops.ec_check, self._packed)
-        wrong = {
-            0: "",
-            1: f"sets[{set_index}] is no possible set, or not as long as its arrays",
-            2: f"tile_ptr[{set_index}, {entry}] is {found}",
-            3: f"block_indptr of set {set_index} is {found} at block {entry}",
-            4: f"row_indices[{entry}] is {found}: outside its tile, twice in its block, or none for a value",
-            5: f"value {entry} of set {set_index} is at column {found}, the matrix has {self.cols} columns",
-            6: f"column {entry} of set {set_index} begins a lane, and its delta is not 0",
-            7: f"value {entry} of set {set_index} is -0.0",
-            8: f"value {entry} of set {set_index}, at column {found}, is there twice",
-            9: f"col_order[{entry}] is {found}, which is no column or there twice",
-        }.get(kind, f"set {set_index}, entry {entry}: fault {kind}, found {found}")
-        if wrong:
-            self._refuse(wrong)
+    def _bad_field(self) -> str:
+        if reason := super()._bad_field():
+            return reason
+        try:  # options that pack refuses
+            self.from_dense(torch.empty(0, 0), **self._options())
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     @property
     def stored(self) -> int:
@@ -719,7 +639,7 @@ class EcWeight(PackedWeight):
 
 
 #: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
-SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16)
+SLIDE_ELEMENTS = ops.SLIDE_ELEMENTS
 SLIDE_SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 #: Patterns (2n-2):2n by n.
 SLIDE_PATTERNS = {f"{2 * n - 2}:{2 * n}": n for n in range(2, 9)}
@@ -742,6 +662,7 @@ class SlideWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "slide"
+    number: ClassVar[int] = 5
     values_name: ClassVar[str] = "tiles"
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"n": (0, *range(2, 9)), "element": range(4), "source": range(3)}
 
@@ -799,7 +720,7 @@ class SlideWeight(PackedWeight):
         except RuntimeError as error:
             if "does not fit the pattern" not in str(error):
                 raise
-            raise ValueError(str(error).removeprefix("macko::slide_pack: ")) from None
+            raise ValueError(str(error).removeprefix("macko::pack: ")) from None
         source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
         dtype = SLIDE_ELEMENTS[element]
         if sparse_to and n:
@@ -811,14 +732,13 @@ class SlideWeight(PackedWeight):
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
-        codes = ops.slide_unpack(*self._packed)
+        codes = super().to_dense()
         return codes if self.element >= 2 else (codes.float() * self.scale[:, None]).to(self.dtype)
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [..., cols]."""
-        if not self.sparse_to:
-            return ops.slide_linear(x, *self._packed, bias)
-        return ops.slide_linear(x, *self._packed, bias, self.dense_tiles, self.sparse_from, self.sparse_to)
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """A canonical weight in this format, by way of a dense one."""
+        return cls.from_dense(weight.to_dense())
 
     @property
     def label(self) -> str:
@@ -830,10 +750,6 @@ class SlideWeight(PackedWeight):
         ends = [f"under {self.sparse_from}"] if self.sparse_from > 1 else []
         ends += [f"over {self.sparse_to}"] if self.sparse_to < 2**31 - 1 else []
         return f"{text}, dense {' and '.join(ends)} tokens"
-
-    @property
-    def _packed(self) -> tuple[Tensor, Tensor, int, int, torch.dtype]:
-        return self.tiles, self.scale, self.cols, self.n, SLIDE_ELEMENTS[self.element]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same weight elsewhere. Of an 8-bit one dtype changes the activations only."""
@@ -859,7 +775,7 @@ class SlideWeight(PackedWeight):
 
     def _other(self) -> str:
         """What is not as packing its own values gives it, or nothing."""
-        codes = ops.slide_unpack(*self._packed)  # refuses tensors of another dtype or shape
+        codes = super().to_dense()  # refuses tensors of another dtype or shape
         kind = codes.dtype
         if self.element >= 2 and kind != self.dtype:
             return f"its values are {kind}, its activations {self.dtype}"
@@ -898,7 +814,7 @@ class SlideWeight(PackedWeight):
     @property
     def density(self) -> float:
         """Non-zeros over all; waits for the device."""
-        codes = ops.slide_unpack(*self._packed)
+        codes = super().to_dense()
         return int((codes.float() != 0).sum()) / max(1, self.rows * self.cols)
 
 
@@ -915,6 +831,10 @@ def sparsest_pattern(w: Tensor) -> int:
 FORMATS: dict[str, type[PackedWeight]] = {
     kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight)
 }
+for _kind in FORMATS.values():
+    _types = {field.name: field.type for field in dataclasses.fields(_kind)}  # type: ignore[arg-type]
+    _kind.tensor_names = tuple(name for name in _types if _types[name] == "Tensor")
+    _kind.size_names = tuple(name for name in _types if _types[name] == "int")
 
 
 def format_named(name: str, *others: str) -> type[PackedWeight]:

@@ -17,7 +17,12 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match
 
+from .ops import LAYOUTS
+
 aten, prims = torch.ops.aten, torch.ops.prims
+
+#: The layout whose kernel makes its input itself.
+_SELL = LAYOUTS.index("sell")
 
 _x = CallFunction(prims.convert_element_type.default, KeywordArg("x"), torch.float32, _users=MULTIPLE)
 _mean = CallFunction(aten.mean.dim, CallFunction(aten.pow.Tensor_Scalar, _x, 2), [-1], True)
@@ -37,22 +42,22 @@ def _product(a: Any, b: Any) -> tuple[CallFunction, CallFunction]:
 #: What a sparse layer's input is made by, and the op that makes it itself.
 _INPUTS = (
     # weight * (x.float() / sqrt(mean(x^2) + eps)).to(dtype), as LlamaRMSNorm and its many copies have it
-    (_product(KeywordArg("weight"), _scaled), torch.ops.macko.sell_norm_linear.default),
+    (_product(KeywordArg("weight"), _scaled), torch.ops.macko.norm_linear.default),
     # silu(x) * other, as a decoder's MLP has it
-    (_product(_silu, KeywordArg("other")), torch.ops.macko.sell_gated_linear.default),
+    (_product(_silu, KeywordArg("other")), torch.ops.macko.gated_linear.default),
 )
 
 
 class Fuse(CustomGraphPass):
-    """For Inductor's option `post_grad_custom_pre_pass`: macko::sell_linear of one token takes its neighbours in.
+    """For Inductor's option `post_grad_custom_pre_pass`: macko::linear of one token takes its neighbours in.
 
-    Results are rounded to the dtype where modules round them, but for sums, once; in float32 between, the norm's sum
-    has another order, and silu a faster exp. Graphs of more tokens at once, or of a number that is not known when they
-    are compiled, of other formats and without sparse layers stay as they are.
+    Sums by every layout, norms and gates by sell. Results are rounded to the dtype where modules round them, but for
+    sums, once; in float32 between, the norm's sum has another order, and silu a faster exp. Graphs of more tokens at
+    once, or of a number that is not known when they are compiled, and without sparse layers stay as they are.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=torch.ops.macko.sell_linear.default):
+        for node in graph.find_nodes(op="call_function", target=torch.ops.macko.linear.default):
             y = _value(node)
             if y is not None and y.shape[:-1].numel() == 1:  # one token
                 _take_input(_take_sum(node))
@@ -74,7 +79,7 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _take_sum(linear: fx.Node) -> fx.Node:
     """linear(x) + other -> linear(x, bias=other)."""
-    x_and_packed, bias = linear.args[:9], linear.args[9:]
+    x_and_packed, bias = linear.args[:3], linear.args[3:]
     add = next(iter(linear.users), linear)
     if any(bias) or linear.kwargs or len(linear.users) > 1 or add.target is not aten.add.Tensor or add.kwargs:
         return linear
@@ -90,15 +95,15 @@ def _take_sum(linear: fx.Node) -> fx.Node:
 
 def _take_input(linear: fx.Node) -> fx.Node:
     """linear(norm(x, weight)) -> norm_linear(x, weight, eps), linear(silu(gate) * up) -> gated_linear(gate, up)."""
-    source, *packed = linear.args
-    if not isinstance(source, fx.Node) or linear.kwargs:
+    source, tensors, header, *bias = linear.args
+    if not isinstance(source, fx.Node) or linear.kwargs or header[0] != _SELL:  # type: ignore[index]
         return linear
     for patterns, op in _INPUTS:
         for pattern in patterns:
             match = pattern.match(source)
             if isinstance(match, Match) and (args := _arguments(match.kwargs)):
                 with linear.graph.inserting_before(linear):
-                    return _replace(linear, op, (*args, *packed))
+                    return _replace(linear, op, (*args, tensors, header, *bias))
     return linear
 
 

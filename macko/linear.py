@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .choose import Auto, chooser, format_class
+from .choose import AUTO, Options, pack
 from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices
+from .ops import linear_of
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -101,7 +102,8 @@ class SparseLinear(nn.Linear):
     out_features: int
     _format: type[PackedWeight]
     _sizes: dict[str, int]
-    _auto: Auto | None  # chooses the format, again where the layer moves to another kind of device
+    _header: list[int]  # what ops are told of the weight besides its tensors
+    _options: Options | None  # choose the layout, again where the layer moves to another kind of device
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class SparseLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         packed = MackoWeight.zeros(out_features, in_features, dtype or torch.get_default_dtype(), device)
-        self._auto = Auto()
+        self._options = AUTO
         self._setup(packed, torch.zeros(out_features, dtype=packed.dtype, device=packed.device) if bias else None)
 
     def _setup(self, packed: PackedWeight, bias: Tensor | None) -> None:
@@ -129,17 +131,19 @@ class SparseLinear(nn.Linear):
         self._buffers.clear()
         for name, tensor in packed.tensors().items():
             self.register_buffer(name, tensor)
-        self._format, self._sizes = type(packed), packed.sizes()
+        self._format, self._sizes, self._header = type(packed), packed.sizes(), packed.header
 
     @classmethod
-    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, auto: Auto | None = None) -> SparseLinear:
+    def from_packed(
+        cls, packed: PackedWeight, bias: Tensor | None = None, *, options: Options | None = None
+    ) -> SparseLinear:
         """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is.
 
-        `auto` chooses the format anew when the layer moves to another kind of device.
+        Where `options` chose its layout they choose anew when the layer moves to another kind of device.
         """
         layer = cls.__new__(cls)
         layer._setup(packed, bias)
-        layer._auto = auto
+        layer._options = None if options is None or isinstance(packed, SlideWeight) else options.again
         return layer
 
     @classmethod
@@ -153,10 +157,8 @@ class SparseLinear(nn.Linear):
         weight = linear.weight.detach()
         if reason := unsupported(weight.dtype, weight.device):
             raise TypeError(f"SparseLinear: the weight cannot be packed: {reason}")
-        packed_as = format_class(format)
-        packed = packed_as.from_dense(weight)
-        auto = None if isinstance(packed, SlideWeight) else chooser(packed_as)
-        layer = cls.from_packed(packed, linear.bias, auto=auto)
+        options = Options(format)
+        layer = cls.from_packed(pack(weight, options), linear.bias, options=options)
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -171,16 +173,11 @@ class SparseLinear(nn.Linear):
 
         "auto" chooses for as many tokens as sparsify_ was told.
         """
-        wanted, packed = format_class(format), self.packed
-        if (auto := chooser(wanted)) is not None:
-            self._auto = self._auto or auto
-            if packed.is_layout or isinstance(packed, MackoWeight):  # ec and slide are a user's own choice
-                self._hold(self._auto.from_macko(packed.to_macko()))
-            return self
-        self._auto = None
-        assert isinstance(wanted, (type, Auto))
-        if not (isinstance(wanted, type) and isinstance(packed, wanted)):
-            self._hold(wanted.from_macko(packed.to_macko()))
+        wanted, packed = Options(format), self.packed
+        self._options = wanted.again and (self._options or wanted.again)
+        own_choice = not packed.is_layout and not isinstance(packed, MackoWeight)  # ec and slide
+        if not own_choice if wanted.again else packed.format != format:
+            self._hold(pack(packed.to_macko(), self._options or wanted))
         return self
 
     @property
@@ -211,8 +208,7 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
-        # No property: torch.compile would look at this layer's 30 guards at every call, and not at one for the module.
-        return self._format(**self._buffers, **self._sizes).linear(self._cast(input), self.bias)  # type: ignore[arg-type]
+        return linear_of(self._cast(input), list(self._buffers.values()), self._header, self.bias)  # type: ignore[arg-type]
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: for many tokens on a GPU no slices."""
@@ -271,7 +267,7 @@ class SparseLinear(nn.Linear):
             if reason := unsupported(target.dtype, target.device):
                 raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
             elsewhere = target.dtype != packed.dtype or target.device.type not in packed.device_types
-            rechosen = self._auto and target.device.type != packed.device.type
+            rechosen = self._options and target.device.type != packed.device.type
             if (elsewhere or rechosen) and "meta" not in (target.device.type, packed.device.type):
                 moved = packed.to_macko() if rechosen else packed
                 self._hold(moved.to(target.device, target.dtype))
@@ -347,7 +343,7 @@ class SparseLinear(nn.Linear):
             known = {f"{prefix}weight", *own}
             unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
         if isinstance(self.packed, MackoWeight) and self.device.type != "meta":
-            if self._auto is not None:
+            if self._options is not None:
                 self.reformat_()
             elif held.is_layout and self.device.type in held.device_types:
                 self._hold(held.from_macko(self.packed))

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .formats import MackoWeight, PackedWeight
+from .choose import Options, pack
+from .formats import MackoWeight
 from .linear import HOOKS, SparseLinear
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
@@ -22,34 +23,19 @@ _CROSS = ("cross", "encoder_attn")
 
 
 class _Last:
-    """The last product of siblings, while one of them may still ask for it: (layer, input, key, parts, taken by)."""
+    """The last product of siblings, while one of them may still ask for it: (whole, input, key, parts, taken by).
+
+    One for all that a call of merge_ has merged: what an exception between siblings, or one that is given another
+    input, may leave goes before there is more. Copies of a layer begin without.
+    """
 
     def __init__(self) -> None:
         #: One for eager calls; one within a traced graph, None at its beginning and end, so that a guard on it holds.
         self.eager: tuple[Any, ...] | None = None
         self.traced: tuple[Any, ...] | None = None
 
-
-_last = _Last()
-
-
-def _part(whole: SparseLinear, x: Tensor, index: int, part_rows: tuple[int, ...]) -> Tensor:
-    """A sibling's part of x W^T, computed for all of them for the first one that asks with this x."""
-    tracing = torch.compiler.is_compiling()
-    version = None if tracing or x.is_inference() else x._version
-    key = (version, torch.is_grad_enabled())
-    held = _last.traced if tracing else _last.eager
-    if held is None or held[0] is not whole or held[1] is not x or held[2] != key or index in held[4]:
-        if not tracing:
-            _last.eager = held = None  # what an exception between siblings may have left goes before there is more
-        held = (whole, x, key, whole._parts(x, part_rows), ())
-    taken = (*held[4], index)
-    kept = (*held[:4], taken) if len(taken) < len(part_rows) else None
-    if tracing:
-        _last.traced = kept
-    else:
-        _last.eager = kept
-    return held[3][index]
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
 
 class MergedLinear(SparseLinear):
@@ -60,20 +46,36 @@ class MergedLinear(SparseLinear):
     """
 
     _whole: SparseLinear
+    _last: _Last
 
-    def __init__(self, whole: SparseLinear, index: int, part_rows: tuple[int, ...]) -> None:
+    def __init__(self, whole: SparseLinear, index: int, part_rows: tuple[int, ...], last: _Last) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = whole.in_features, part_rows[index]
         self.register_parameter("bias", None)
-        self._index, self._part_rows, self._auto = index, part_rows, whole._auto
+        self._index, self._part_rows, self._options, self._last = index, part_rows, whole._options, last
         self._format, self._sizes = MackoWeight, {}
         vars(self)["_whole"] = whole  # the matrix of all siblings; no submodule
 
     def forward(self, input: Tensor) -> Tensor:
-        return _part(self._whole, input, self._index, self._part_rows)
+        """This layer's part of the product, computed for all siblings for the first that asks with this input."""
+        whole, last, index, tracing = self._whole, self._last, self._index, torch.compiler.is_compiling()
+        version = None if tracing or input.is_inference() else input._version
+        key = (version, torch.is_grad_enabled())
+        held = last.traced if tracing else last.eager
+        if held is None or held[0] is not whole or held[1] is not input or held[2] != key or index in held[4]:
+            if not tracing:
+                last.eager = held = None  # before there is more
+            held = (whole, input, key, whole._parts(input, self._part_rows), ())
+        taken = (*held[4], index)
+        kept = (*held[:4], taken) if len(taken) < len(self._part_rows) else None
+        if tracing:
+            last.traced = kept
+        else:
+            last.eager = kept
+        return held[3][index]
 
     @property
-    def packed(self) -> PackedWeight:
+    def packed(self) -> MackoWeight:
         """This layer's rows, packed anew in the canonical format."""
         if self.device.type == "meta":
             return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
@@ -93,9 +95,8 @@ class MergedLinear(SparseLinear):
 
     def split(self) -> SparseLinear:
         """The layer by itself, in the format of the whole or one chosen anew, with this layer's hooks."""
-        packed_as = self._whole._auto or type(self._whole.packed)
-        packed = packed_as.from_macko(self.packed)  # type: ignore[arg-type]
-        layer = SparseLinear.from_packed(packed, auto=self._whole._auto).train(self.training)
+        options = self._whole._options or Options(self.format)
+        layer = SparseLinear.from_packed(pack(self.packed, options), options=options).train(self.training)
         vars(layer).update({name: vars(self)[name] for name in HOOKS})
         return layer
 
@@ -152,6 +153,7 @@ def _merge_all(
     model: nn.Module, siblings: Sequence[Sequence[str]], merged: list[list[str]], done: list[tuple[nn.Module, str]]
 ) -> None:
     """Notes what was merged, and before it is put there where."""
+    last = _Last()
     for path, parent in model.named_modules():
         if any(word in path.rpartition(".")[2].lower() for word in _CROSS):
             continue
@@ -160,10 +162,10 @@ def _merge_all(
             layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
             if len({id(layer) for layer in layers}) < len(names):
                 continue
-            kinds = {(layer.format, layer.dtype, layer.device, layer.in_features, layer._auto) for layer in layers}
+            kinds = {(layer.format, layer.dtype, layer.device, layer.in_features, layer._options) for layer in layers}
             if len(kinds) > 1:
                 continue
-            for name, layer in zip(names, _merge(layers), strict=True):
+            for name, layer in zip(names, _merge(layers, last), strict=True):
                 done.append((parent, name))
                 setattr(parent, name, layer)
             merged.append([f"{path}.{name}".removeprefix(".") for name in names])
@@ -177,14 +179,14 @@ def _can_merge(layer: object) -> bool:
     return "forward" not in vars(layer) and not any(vars(layer)[name] for name in HOOKS)
 
 
-def _merge(layers: list[SparseLinear]) -> list[MergedLinear]:
+def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
     dense = torch.cat([layer.packed.to_dense() for layer in layers])
     first = layers[0]
-    packed = MackoWeight.smallest(dense)
-    held = first._auto.from_macko(packed) if first._auto else type(first.packed).from_macko(packed)
-    whole = SparseLinear.from_packed(held, auto=first._auto).train(first.training)
+    options = first._options or Options(first.format)
+    packed = pack(MackoWeight.smallest(dense), options)
+    whole = SparseLinear.from_packed(packed, options=options).train(first.training)
     part_rows = tuple(layer.out_features for layer in layers)
-    return [MergedLinear(whole, index, part_rows).train(layer.training) for index, layer in enumerate(layers)]
+    return [MergedLinear(whole, index, part_rows, last).train(layer.training) for index, layer in enumerate(layers)]
 
 
 def split_(model: nn.Module) -> None:

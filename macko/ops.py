@@ -1,6 +1,8 @@
 """Typed functions over the ops `torch.ops.macko.*`, with their shape functions and gradients.
 
-A packed matrix is three tensors, `values, deltas, row_ptr`; csrc/macko/macko.h says what they hold.
+The ops take a packed weight of any layout as two lists: its tensors, and a header of whole numbers, [layout, rows,
+cols, ...], which csrc/torch/packed.h describes; `PackedWeight` (macko.formats) has both. The functions of this module
+that are named after a paper's format take what the paper's reader would expect.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library  # noqa: F401  registers the ops
+
+#: The layouts in the order of their numbers (csrc/torch/packed.h).
+LAYOUTS = ("macko", "bitmap", "sell", "tile", "ec", "slide")
+#: Types of a slide weight's values by their number in a header.
+SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16)
+
+#: Tensors and header of a packed weight.
+Packed = tuple[Sequence[Tensor], Sequence[int]]
 
 
 def _call(product: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -20,6 +30,18 @@ def _call(product: Callable[..., Tensor], *args: Any) -> Tensor:
         return product(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return product(*args)
+
+
+def linear_of(x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias for x [..., cols], as torch.nn.functional.linear with a W of any layout; differentiable in x, bias.
+
+    Returns:
+        [..., rows] of x's dtype, summed in float32; the same bits at every run.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix.
+    """
+    return _call(torch.ops.macko.linear, x, tensors, header, bias)
 
 
 def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +57,12 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         RuntimeError: wrong device, dtype or shape, or more than 2^31 - 1 stored entries.
     """
-    return torch.ops.macko.pack(w, delta_bits)
+    values, deltas, row_ptr = torch.ops.macko.pack(w, 0, [delta_bits])[0]
+    return values, deltas, row_ptr
+
+
+def _canonical(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int) -> Packed:
+    return [values, deltas, row_ptr], [0, max(0, row_ptr.shape[0] - 1), cols, delta_bits]
 
 
 def unpack(
@@ -50,12 +77,12 @@ def unpack(
     Raises:
         RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
     """
-    return torch.ops.macko.unpack(values, deltas, row_ptr, cols, delta_bits, check)
+    return torch.ops.macko.dense(*_canonical(values, deltas, row_ptr, cols, delta_bits), check)
 
 
 def check(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
     """The first place where the packed data breaks the format: int64 [4] of kind (0: none), row, entry, found."""
-    return torch.ops.macko.check(values, deltas, row_ptr, cols, delta_bits)
+    return torch.ops.macko.check(*_canonical(values, deltas, row_ptr, cols, delta_bits))
 
 
 def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
@@ -95,222 +122,7 @@ def linear(
     Returns:
         [..., rows] of the same dtype.
     """
-    return _call(torch.ops.macko.linear, x, values, deltas, row_ptr, cols, bias, delta_bits)
-
-
-#: data, bases, blocks, perm, cols, gap_bits, warps, head of a matrix in the sell layout.
-SellMatrix = tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]
-
-
-def sell_pack(
-    values: Tensor,
-    deltas: Tensor,
-    row_ptr: Tensor,
-    cols: int,
-    delta_bits: int = 4,
-    gap_bits: int = 0,
-    warps: int = 0,
-    blocks: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, int]:
-    """The layout in which this GPU runs a macko matrix; csrc/sell/sell.h says what the tensors hold. CUDA only.
-
-    Args:
-        values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols], at most 65535 columns.
-        gap_bits: 2 to 6, the width of a gap; 0 takes the smallest layout.
-        warps, blocks: that decode in a block, and blocks; 0 takes what suits this GPU.
-
-    Returns:
-        data of values' dtype, bases int16, blocks [blocks, 8] int32, perm [2, rows] int32; gap_bits, warps, head, and
-        the number of entries, explicit zeros among them.
-
-    Raises:
-        RuntimeError: wrong device, dtype or shape, content that points outside the matrix, or a vector of `cols`
-            elements does not fit this GPU's shared memory.
-    """
-    return torch.ops.macko.sell_pack(values, deltas, row_ptr, cols, delta_bits, gap_bits, warps, blocks)
-
-
-def sell_unpack(packed: SellMatrix) -> Tensor:
-    """The dense [rows, cols] matrix, bit for bit what was packed. Does not wait for the device."""
-    return torch.ops.macko.sell_unpack(*packed)
-
-
-def sell_spmv(packed: SellMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = W x + bias for one vector, in one launch; differentiable in x and bias.
-
-    Args:
-        packed: what sell_pack gave; trusted.
-        x: [cols], of data's dtype and device.
-        bias: [rows] or None.
-
-    Returns:
-        y [rows] of the same dtype, summed in float32; the same bits at every run.
-    """
-    return _call(torch.ops.macko.sell_spmv, *packed, x, bias)
-
-
-def sell_spmm(packed: SellMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for x [tokens, cols], up to 8 tokens a launch; differentiable in x and bias.
-
-    Returns:
-        [tokens, rows], each token with the guarantees of sell_spmv; of the same number of tokens its bits do not depend
-        on the others.
-    """
-    return _call(torch.ops.macko.sell_spmm, *packed, x, bias)
-
-
-def sell_linear(x: Tensor, packed: SellMatrix, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for x [..., cols], as `linear`.
-
-    One token runs as sell_spmv, a few as sell_spmm, more through dense rows in a workspace of at most 64 MB.
-    """
-    return _call(torch.ops.macko.sell_linear, x, *packed, bias)
-
-
-def sell_linear_parts(x: Tensor, packed: SellMatrix, part_rows: Sequence[int]) -> list[Tensor]:
-    """x W^T for x [..., cols], cut into tensors of its own memory for so many rows each: what siblings are given.
-
-    As `sell_linear(x, packed).split(part_rows, -1)`, but always through dense rows, and each part is contiguous, which
-    torch's elementwise kernels like better than a slice. Without gradients.
-
-    Raises:
-        RuntimeError: part_rows do not add up to the rows of W; or as sell_linear.
-    """
-    return torch.ops.macko.sell_linear_parts(x, *packed, part_rows)
-
-
-def sell_norm_linear(x: Tensor, weight: Tensor, eps: float, packed: SellMatrix, bias: Tensor | None = None) -> Tensor:
-    """sell_linear(x / sqrt(mean(x^2) + eps) * weight, packed, bias) for one token, in one launch; without gradients.
-
-    Args:
-        x: [..., cols] of one token, of data's dtype and device; cols a multiple of 8.
-        weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
-    """
-    return _call(torch.ops.macko.sell_norm_linear, x, weight, eps, *packed, bias)
-
-
-def sell_gated_linear(gate: Tensor, up: Tensor, packed: SellMatrix, bias: Tensor | None = None) -> Tensor:
-    """sell_linear(silu(gate) * up, packed, bias) for one token, two launches that overlap; without gradients.
-
-    Args:
-        gate, up: [..., cols] of one token, of data's dtype and device; cols a multiple of 8. Both the silu and the
-            product are rounded, as modules do it.
-    """
-    return _call(torch.ops.macko.sell_gated_linear, gate, up, *packed, bias)
-
-
-#: data, offsets, rows, cols, widest of a matrix in the tile layout.
-TileMatrix = tuple[Tensor, Tensor, int, int, int]
-
-
-def tile_pack(
-    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
-) -> tuple[Tensor, Tensor, int, int]:
-    """The layout in which a GPU multiplies a macko matrix by many tokens; csrc/tile/tile.h says what the tensors hold.
-
-    Args:
-        values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols], float16 or bfloat16.
-
-    Returns:
-        data of values' dtype, offsets [slabs + 1] int32, the size of the largest slab, the number of non-zeros. The
-        CPU's and CUDA's are the same bytes.
-
-    Raises:
-        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
-    """
-    return torch.ops.macko.tile_pack(values, deltas, row_ptr, cols, delta_bits)
-
-
-def tile_unpack(packed: TileMatrix) -> Tensor:
-    """The dense [rows, cols] matrix, bit for bit what was packed. Trusts the content, does not wait for the device."""
-    return torch.ops.macko.tile_unpack(*packed)
-
-
-def tile_check(packed: TileMatrix) -> Tensor:
-    """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row block, slab, found.
-
-    What comes from outside is checked once; the other ops trust the content. Runs on the CPU. Where there is none,
-    found is the number of values.
-    """
-    return torch.ops.macko.tile_check(*packed)
-
-
-def tile_linear(x: Tensor, packed: TileMatrix, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for x [..., cols], as `linear`; differentiable in x and bias.
-
-    On a GPU one launch, the same bits at every run; above 512 tokens that takes sm_90, other GPUs go through dense rows
-    in a workspace of at most 64 MB. On the CPU always through dense rows.
-    """
-    return _call(torch.ops.macko.tile_linear, x, *packed, bias)
-
-
-def tile_linear_parts(x: Tensor, packed: TileMatrix, part_rows: Sequence[int]) -> list[Tensor]:
-    """As sell_linear_parts. CUDA only."""
-    return torch.ops.macko.tile_linear_parts(x, *packed, part_rows)
-
-
-def bitmap_pack(
-    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The layout in which a CPU runs a macko matrix; csrc/bitmap/bitmap.h says what the tensors hold. CPU only.
-
-    Args:
-        values, deltas, row_ptr, cols, delta_bits: the packed matrix [rows, cols].
-
-    Returns:
-        values of the same dtype, non-zeros only; bits [rows, ceil(cols / 64) * 8] uint8; row_ptr [rows + 1] int32.
-
-    Raises:
-        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
-    """
-    return torch.ops.macko.bitmap_pack(values, deltas, row_ptr, cols, delta_bits)
-
-
-def bitmap_to_macko(
-    values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The values, deltas and row_ptr of the macko format, bit for bit those that bitmap_pack was given.
-
-    Without a dense matrix on the way: so a model is saved in the memory that it has.
-
-    Raises:
-        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
-    """
-    return torch.ops.macko.bitmap_to_macko(values, bits, row_ptr, cols, delta_bits)
-
-
-def bitmap_unpack(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
-    """The dense [rows, cols] matrix, bit for bit but for the sign of zeros.
-
-    Raises:
-        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
-    """
-    return torch.ops.macko.bitmap_unpack(values, bits, row_ptr, cols)
-
-
-def bitmap_check(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Tensor:
-    """The first place where the packed data breaks the layout: int64 [4] of kind (0: none), row, entry, found."""
-    return torch.ops.macko.bitmap_check(values, bits, row_ptr, cols)
-
-
-def bitmap_spmv(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
-    """y = W x for one vector x [cols], as `spmv`; differentiable in x.
-
-    Raises:
-        RuntimeError: wrong device, dtype or shape, or content that points outside the matrix.
-    """
-    return _call(torch.ops.macko.bitmap_spmv, values, bits, row_ptr, cols, x)
-
-
-def bitmap_linear(
-    x: Tensor, values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None
-) -> Tensor:
-    """x W^T + bias for x [..., cols], as `linear`; differentiable in x and bias.
-
-    Few tokens are multiplied from the packed weight, four at a time; many by torch's dense product, from blocks of rows
-    that are written densely for its time.
-    """
-    return _call(torch.ops.macko.bitmap_linear, x, values, bits, row_ptr, cols, bias)
+    return linear_of(x, *_canonical(values, deltas, row_ptr, cols, delta_bits), bias)
 
 
 #: block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order of an EC-CSR matrix.
@@ -347,12 +159,17 @@ def ec_pack(
     Raises:
         RuntimeError: wrong device, dtype, shape or option, or more than 2^31 - 1 columns stored in one set.
     """
-    return torch.ops.macko.ec_pack(w, delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs)
+    options = [delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs]
+    return tuple(torch.ops.macko.pack(w, LAYOUTS.index("ec"), options)[0])
+
+
+def _ec(packed: EcMatrix) -> Packed:
+    return packed[:8], [LAYOUTS.index("ec"), *packed[8:], 0, 8, 1, 128, 8192, 128, 1]  # options say nothing of content
 
 
 def ec_unpack(packed: EcMatrix) -> Tensor:
     """The dense [rows, cols] matrix, bit for bit but for the sign of zeros. The content is trusted: see ec_check."""
-    return torch.ops.macko.ec_unpack(*packed)
+    return torch.ops.macko.dense(*_ec(packed))
 
 
 def ec_check(packed: EcMatrix) -> Tensor:
@@ -360,7 +177,7 @@ def ec_check(packed: EcMatrix) -> Tensor:
 
     A matrix that comes from outside is checked once; the other ops trust its content. Runs on the CPU.
     """
-    return torch.ops.macko.ec_check(*packed)
+    return torch.ops.macko.check(*_ec(packed))
 
 
 def ec_spmv(packed: EcMatrix, x: Tensor) -> Tensor:
@@ -374,7 +191,7 @@ def ec_spmv(packed: EcMatrix, x: Tensor) -> Tensor:
 
 def ec_linear(x: Tensor, packed: EcMatrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [..., cols]; differentiable in x and bias. More than one token: by a temporary dense copy."""
-    return _call(torch.ops.macko.ec_linear, x, *packed, bias)
+    return linear_of(x, *_ec(packed), bias)
 
 
 def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -388,17 +205,27 @@ def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tu
 
     Returns:
         packed uint8 [row_blocks, k_tiles, tile_bytes] (csrc/slide/slide.h), scale float32 [rows] (1 where nothing was
-        quantised), and how many non-zeros pruning dropped, int64 [1].
+        quantised), and how many non-zeros pruning dropped, int64 [1] on the CPU.
 
     Raises:
         RuntimeError: wrong device, dtype or shape, or a group that does not fit: named by row, group and count.
     """
-    return torch.ops.macko.slide_pack(w, n, dtype, prune)
+    if dtype not in SLIDE_ELEMENTS:
+        name = str(dtype).removeprefix("torch.")
+        raise RuntimeError(f"macko::pack: dtype is {name}, expected int8, float8_e4m3fn, float16 or bfloat16")
+    options = [n, SLIDE_ELEMENTS.index(dtype), 0, int(prune)]
+    (tiles, scale, _), header = torch.ops.macko.pack(w, LAYOUTS.index("slide"), options)
+    return tiles, scale, header[-1:]
+
+
+def _slide(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Packed:
+    element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
+    return [packed, scale, packed], [LAYOUTS.index("slide"), scale.shape[0], cols, n, element, 0, 0, 0]
 
 
 def slide_unpack(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Tensor:
     """The codes [rows, cols] of dtype: the weight itself for 16-bit types, weight / scale rounded for 8-bit ones."""
-    return torch.ops.macko.slide_unpack(packed, scale, cols, n, dtype)
+    return torch.ops.macko.dense(*_slide(packed, scale, cols, n, dtype))
 
 
 def slide_quant_fused(x: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -462,85 +289,29 @@ def slide_linear(
     Returns:
         [..., rows] of x's dtype. The gradient in x is that of the dequantised weight.
     """
-    return _call(torch.ops.macko.slide_linear, x, packed, scale, cols, n, dtype, bias, dense, sparse_from, sparse_to)
+    (tiles, scale, held), header = _slide(packed, scale, cols, n, dtype)
+    return linear_of(x, [tiles, scale, held if dense is None else dense], [*header[:-2], sparse_from, sparse_to], bias)
 
 
-@torch.library.register_fake("macko::pack")
-def _(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    context = torch.library.get_ctx()
-    chunks = context.new_dynamic_size()
-    return (
-        w.new_empty(chunks * 8),
-        w.new_empty(chunks * delta_bits if delta_bits else context.new_dynamic_size(), dtype=torch.uint8),
-        w.new_empty(w.shape[0] + 1, dtype=torch.int32),
-    )
+def _new_size() -> Any:
+    """A size that depends on the content."""
+    return torch.library.get_ctx().new_dynamic_size()
 
 
-@torch.library.register_fake("macko::sell_pack")
-def _(
-    values: Tensor,
-    deltas: Tensor,
-    row_ptr: Tensor,
-    cols: int,
-    delta_bits: int = 4,
-    gap_bits: int = 0,
-    warps: int = 0,
-    blocks: int = 0,
-) -> tuple[Any, ...]:
-    slots, groups, num_blocks, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(7))
-    return (
-        values.new_empty(slots * 32),
-        values.new_empty(groups * 32, dtype=torch.int16),
-        values.new_empty(num_blocks, 8, dtype=torch.int32),
-        values.new_empty(2, row_ptr.shape[0] - 1, dtype=torch.int32),
-        *sizes,
-    )
-
-
-@torch.library.register_fake("macko::tile_pack")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Any, ...]:
-    units, *sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
-    slabs = (row_ptr.shape[0] + 62) // 64 * ((cols + 255) // 256)
-    return values.new_empty(units * 64), values.new_empty(slabs + 1, dtype=torch.int32), *sizes
-
-
-@torch.library.register_fake("macko::bitmap_pack")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        values.new_empty(torch.library.get_ctx().new_dynamic_size()),
-        values.new_empty(row_ptr.shape[0] - 1, (cols + 63) // 64 * 8, dtype=torch.uint8),
-        torch.empty_like(row_ptr),
-    )
-
-
-@torch.library.register_fake("macko::bitmap_to_macko")
-def _(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    chunks = torch.library.get_ctx().new_dynamic_size()
-    return (
+def _canonical_shapes(values: Tensor, rows: Any, delta_bits: int) -> list[Tensor]:
+    chunks = _new_size()
+    return [
         values.new_empty(chunks * 8),
-        values.new_empty(chunks * delta_bits, dtype=torch.uint8),
-        torch.empty_like(row_ptr),
-    )
+        values.new_empty(chunks * delta_bits if delta_bits else _new_size(), dtype=torch.uint8),
+        values.new_empty(rows + 1, dtype=torch.int32),
+    ]
 
 
-@torch.library.register_fake("macko::ec_pack")
-def _(
-    w: Tensor,
-    delta_bits: int = 4,
-    lanes: int = 32,
-    max_height: int = 16,
-    min_width: int = 128,
-    max_width: int = 8192,
-    tile_rows: int = 128,
-    max_slabs: int = 1,
-) -> EcTensors:
-    torch._check(w.dim() == 2, lambda: f"macko::ec_pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    context = torch.library.get_ctx()
-    values, deltas, bases, indptr, rows, sets, order = (context.new_dynamic_size() for _ in range(7))
+def _ec_shapes(w: Tensor, tile_rows: int) -> list[Tensor]:
+    values, deltas, bases, indptr, rows, sets, order = (_new_size() for _ in range(7))
     index = torch.uint16 if w.shape[1] <= 65536 else torch.int32
     tiles = (w.shape[0] + tile_rows - 1) // tile_rows
-    return (
+    return [
         w.new_empty(values),
         w.new_empty(deltas, dtype=torch.uint8),
         w.new_empty(bases, dtype=index),
@@ -549,7 +320,7 @@ def _(
         w.new_empty(sets, tiles + 1, dtype=torch.int32),
         w.new_empty(sets + 1, 8, dtype=torch.int64),
         w.new_empty(order, dtype=index),
-    )
+    ]
 
 
 def _slide_depth(cols: Any, n: int) -> Any:
@@ -557,16 +328,56 @@ def _slide_depth(cols: Any, n: int) -> Any:
     return max(expanded + 127, 128) // 128 * 128
 
 
-@torch.library.register_fake("macko::slide_pack")
-def _(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    torch._check(w.dim() == 2, lambda: f"macko::slide_pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    k_tiles = (_slide_depth(w.shape[1], n) * dtype.itemsize + 255) // 256 * 2
-    tile_bytes = (4096 + 1024 // dtype.itemsize) if n else 8192
-    return (
-        w.new_empty((w.shape[0] + 63) // 64, k_tiles, tile_bytes, dtype=torch.uint8),
+def _slide_shapes(w: Tensor, n: int, element: int) -> list[Tensor]:
+    size = SLIDE_ELEMENTS[element].itemsize
+    k_tiles = (_slide_depth(w.shape[1], n) * size + 255) // 256 * 2
+    return [
+        w.new_empty((w.shape[0] + 63) // 64, k_tiles, (4096 + 1024 // size) if n else 8192, dtype=torch.uint8),
         w.new_empty(w.shape[0], dtype=torch.float32),
-        w.new_empty(1, dtype=torch.int64),
-    )
+        w.new_empty(0, 0, 0, dtype=torch.uint8),
+    ]
+
+
+@torch.library.register_fake("macko::pack")
+def _(w: Tensor, layout: int, options: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
+    tensors, numbers = {
+        "macko": lambda: (_canonical_shapes(w, w.shape[0], options[0]), 4),
+        "ec": lambda: (_ec_shapes(w, options[5]), 10),
+        "slide": lambda: (_slide_shapes(w, *options[:2]), 9),
+    }[LAYOUTS[layout]]()
+    return tensors, torch.empty(numbers, dtype=torch.int64)
+
+
+@torch.library.register_fake("macko::lay_out")
+def _(packed: Sequence[Tensor], header: Sequence[int], layout: int, options: Any) -> tuple[list[Tensor], Tensor]:
+    values, (_, rows, cols, delta_bits) = packed[0], header
+
+    def int32(*shape: Any) -> Tensor:
+        return values.new_empty(shape, dtype=torch.int32)
+
+    tensors, numbers = {
+        "macko": lambda: (_canonical_shapes(values, rows, delta_bits), 4),
+        "bitmap": lambda: (
+            [
+                values.new_empty(_new_size()),
+                values.new_empty(rows, (cols + 63) // 64 * 8, dtype=torch.uint8),
+                int32(rows + 1),
+            ],
+            4,
+        ),
+        "sell": lambda: (
+            [
+                values.new_empty(_new_size() * 32),
+                values.new_empty(_new_size() * 32, dtype=torch.int16),
+                int32(_new_size(), 8),
+                int32(2, rows),
+            ],
+            8,
+        ),
+        "tile": lambda: ([values.new_empty(_new_size() * 64), int32((rows + 63) // 64 * ((cols + 255) // 256) + 1)], 6),
+    }[LAYOUTS[layout]]()
+    return tensors, torch.empty(numbers, dtype=torch.int64)
 
 
 @torch.library.register_fake("macko::slide_quant_fused")
@@ -591,125 +402,118 @@ def _(
     return lifted.new_empty(*lifted.shape[:-1], scale.shape[0], dtype=out_dtype)
 
 
-# The other ops have a packed matrix, x and a bias under these names in their schemas: shape functions and gradients of
-# all formats are made from those.
-
-#: Shape of x by the last word of an op's name.
-_SHAPES = {"spmv": "[cols]", "spmm": "[tokens, cols]", "linear": "[..., cols]"}
-
-
-def _binder(name: str) -> Callable[..., dict[str, Any]]:
-    """What gives a call's arguments by name, with those that torch leaves out: trailing ones that have the default."""
-    arguments = getattr(torch.ops.macko, name).default._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in arguments}
-
-    def bind(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-
-    return bind
-
-
-def _rows(given: dict[str, Any]) -> Any:
-    """Rows of the packed matrix among an op's arguments."""
-    if "row_ptr" in given:
-        return given["row_ptr"].shape[0] - 1
-    return given["rows"] if "rows" in given else given["perm" if "perm" in given else "scale"].shape[-1]
-
-
-def _unpack_of(format: str) -> Any:
-    return getattr(torch.ops.macko, f"{format}_unpack" if format else "unpack").default
-
-
-def _times(grad: Tensor, format: str, packed: dict[str, Any]) -> Tensor:
-    """grad W for grad [..., rows] and what unpack takes of the packed W."""
-    w = _unpack_of(format)(**packed) if format else torch.ops.macko.unpack(**packed, check=False)
-    if format == "slide":
-        grad, w = (grad * packed["scale"]).to(grad.dtype), w.to(grad.dtype)
-    return grad @ w
-
-
-def _check_x(name: str, kind: str, x: Tensor, cols: Any) -> None:
+def _check_x(name: str, x: Tensor, cols: Any) -> None:
     torch._check(
-        x.dim() >= 1 and x.dim() == {"spmv": 1, "spmm": 2}.get(kind, x.dim()) and x.shape[-1] == cols,
-        lambda: f"macko::{name}: x has shape {list(x.shape)}, expected {_SHAPES[kind].replace('cols', str(cols))}",
+        x.dim() >= 1 and x.shape[-1] == cols,
+        lambda: f"macko::{name}: x has shape {list(x.shape)}, expected [..., {cols}]",
     )
 
 
-def _register_product(name: str) -> None:
-    """The shape function of y = x W^T + bias and its gradients in x and bias."""
-    format, _, kind = name.rpartition("_")
-    format, _, fused = format.partition("_")  # "norm" or "gated": what is done to x before
-    bind = _binder(name)
-    names = list(bind((), {}))
-    packed_names = [argument.name for argument in _unpack_of(format)._schema.arguments if argument.name in names]
-
-    def fake(*args: Any, **kwargs: Any) -> Tensor:
-        given = bind(args, kwargs)
-        x = given["gate" if fused == "gated" else "x"]
-        _check_x(name, kind, x, given["cols"])
-        return x.new_empty(*x.shape[:-1], _rows(given))
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        given = bind(inputs, {})
-        tensors = {name: given[name] for name in packed_names if isinstance(given[name], Tensor)}
-        ctx.save_for_backward(*tensors.values())
-        ctx.tensor_names, ctx.sizes = list(tensors), {name: given[name] for name in packed_names if name not in tensors}
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if fused:
-            raise NotImplementedError(f"macko::{name} has no gradients: make its input before {format}_linear")
-        wanted = dict(zip(names, ctx.needs_input_grad, strict=False))
-        gradients: dict[str, Tensor | None] = dict.fromkeys(names)
-        if wanted["x"]:
-            packed = {**dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True)), **ctx.sizes}
-            gradients["x"] = _times(grad, format, packed)
-        if wanted.get("bias"):
-            gradients["bias"] = grad.sum_to_size(grad.shape[-1])
-        return tuple(gradients.values())
-
-    torch.library.register_fake(f"macko::{name}", fake)
-    torch.library.register_autograd(f"macko::{name}", backward, setup_context=save)
+@torch.library.register_fake("macko::dense")
+def _(packed: Sequence[Tensor], header: Sequence[int], check: bool = True) -> Tensor:
+    is_slide = header[0] == LAYOUTS.index("slide")
+    return packed[0].new_empty(header[1:3], dtype=SLIDE_ELEMENTS[header[4]] if is_slide else packed[0].dtype)
 
 
-def _register_parts(name: str) -> None:
-    """The shape function of x W^T in parts; its gradient is an error, as its users take the whole product for that."""
-    bind = _binder(name)
+@torch.library.register_fake("macko::check")
+def _(packed: Sequence[Tensor], header: Sequence[int]) -> Tensor:
+    return packed[0].new_empty(4, dtype=torch.int64)
 
-    def fake(*args: Any, **kwargs: Any) -> list[Tensor]:
-        given = bind(args, kwargs)
-        x = given["x"]
-        _check_x(name, "linear", x, given["cols"])
-        return [x.new_empty(*x.shape[:-1], rows) for rows in given["part_rows"]]
 
+@torch.library.register_fake("macko::linear")
+def _(x: Tensor, packed: Sequence[Tensor], header: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    _check_x("linear", x, header[2])
+    return x.new_empty(*x.shape[:-1], header[1])
+
+
+@torch.library.register_fake("macko::linear_parts")
+def _(x: Tensor, packed: Sequence[Tensor], header: Sequence[int], part_rows: Sequence[int]) -> list[Tensor]:
+    _check_x("linear_parts", x, header[2])
+    return [x.new_empty(*x.shape[:-1], rows) for rows in part_rows]
+
+
+@torch.library.register_fake("macko::norm_linear")
+def _(x: Tensor, weight: Tensor, eps: float, packed: Any, header: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    _check_x("norm_linear", x, header[2])
+    return x.new_empty(*x.shape[:-1], header[1])
+
+
+@torch.library.register_fake("macko::gated_linear")
+def _(gate: Tensor, up: Tensor, packed: Any, header: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    _check_x("gated_linear", gate, header[2])
+    return gate.new_empty(*gate.shape[:-1], header[1])
+
+
+@torch.library.register_fake("macko::spmv")
+def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
+    _check_x("spmv", x, cols)
+    return x.new_empty(row_ptr.shape[0] - 1)
+
+
+@torch.library.register_fake("macko::ec_spmv")
+def _(*args: Any) -> Tensor:
+    *_, rows, cols, x = args
+    _check_x("ec_spmv", x, cols)
+    return x.new_empty(rows)
+
+
+def _times(grad: Tensor, tensors: Sequence[Tensor], header: Sequence[int]) -> Tensor:
+    """grad W for grad [..., rows]."""
+    w = torch.ops.macko.dense(tensors, header, False)
+    if header[0] == LAYOUTS.index("slide"):
+        grad, w = (grad * tensors[1]).to(grad.dtype), w.to(grad.dtype)
+    return grad @ w
+
+
+# Of trailing arguments that have their default torch asks no gradient.
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, ctx.header, *_ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    wants_x, *_, wants_bias = ctx.needs_input_grad
+    in_x = _times(grad, ctx.saved_tensors, ctx.header) if wants_x else None
+    in_bias = grad.sum_to_size(grad.shape[-1]) if wants_bias is True else None
+    return (in_x, [None] * len(ctx.saved_tensors), None, in_bias)[: len(ctx.needs_input_grad)]
+
+
+def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    values, deltas, row_ptr, cols, _, delta_bits = inputs
+    ctx.sizes = cols, delta_bits
+    ctx.save_for_backward(values, deltas, row_ptr)
+
+
+def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    in_x = _times(grad, *_canonical(*ctx.saved_tensors, *ctx.sizes)) if ctx.needs_input_grad[4] else None
+    return (None, None, None, None, in_x, None)[: len(ctx.needs_input_grad)]
+
+
+def _save_ec_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.rows, ctx.cols, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _ec_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    wanted = ctx.needs_input_grad[10]
+    return (*[None] * 10, _times(grad, *_ec((*ctx.saved_tensors, ctx.rows, ctx.cols))) if wanted else None)
+
+
+def _without_gradients(name: str, instead: str) -> Callable[..., NoReturn]:
     def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise NotImplementedError(f"macko::{name} has no gradients: split what {name.removesuffix('_parts')} gives")
+        raise NotImplementedError(f"macko::{name} has no gradients: {instead}")
 
-    torch.library.register_fake(f"macko::{name}", fake)
-    torch.library.register_autograd(f"macko::{name}", backward)
-
-
-def _register_unpack(name: str) -> None:
-    """The shape function of the dense [rows, cols] matrix, of the first tensor's dtype or the one asked for."""
-    bind = _binder(name)
-
-    def fake(*args: Any, **kwargs: Any) -> Tensor:
-        given = bind(args, kwargs)
-        first = next(iter(given.values()))
-        return first.new_empty(_rows(given), given["cols"], dtype=given.get("dtype", first.dtype))
-
-    torch.library.register_fake(f"macko::{name}", fake)
+    return backward
 
 
-def _fault(*args: Any, **kwargs: Any) -> Tensor:
-    return args[0].new_empty(4, dtype=torch.int64)
-
-
-for _name in _library.op_names:
-    if _name.rpartition("_")[2] in _SHAPES:
-        _register_product(_name)
-    elif _name.endswith("_parts"):
-        _register_parts(_name)
-    elif _name.endswith("unpack"):
-        _register_unpack(_name)
-    elif _name.endswith("check"):
-        torch.library.register_fake(f"macko::{_name}", _fault)
+torch.library.register_autograd("macko::linear", _linear_backward, setup_context=_save_linear)
+torch.library.register_autograd("macko::spmv", _spmv_backward, setup_context=_save_spmv)
+torch.library.register_autograd("macko::ec_spmv", _ec_spmv_backward, setup_context=_save_ec_spmv)
+for _name, _instead in (
+    ("linear_parts", "split what linear gives"),
+    ("norm_linear", "make its input before linear"),
+    ("gated_linear", "make its input before linear"),
+):
+    torch.library.register_autograd(f"macko::{_name}", _without_gradients(_name, _instead))

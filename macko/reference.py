@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .formats import SellWeight
+
 
 def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """The macko format (csrc/macko/macko.h) of w [rows, cols]. Integers all the way, so that a NaN keeps its bits."""
@@ -65,10 +67,10 @@ def linear(
     return wanted, error + (wanted.abs() + error) * kind.eps / 2
 
 
-def sell_unpack(
-    data: Tensor, bases: Tensor, blocks: Tensor, perm: Tensor, cols: int, gap_bits: int, warps: int, head: int
-) -> Tensor:
+def sell_unpack(sell: SellWeight) -> Tensor:
     """The dense [rows, cols] matrix, read as csrc/sell/sell.h says; asserts that padding is where it has to be."""
+    data, bases, blocks, perm = sell.tensors().values()
+    cols, gap_bits, warps, head = sell.cols, sell.gap_bits, sell.warps, sell.head
     slots = data.cpu().view(torch.int16).view(-1, 512 + 32 * gap_bits)
     columns = bases.cpu().view(-1, 32).long() & 0xFFFF
     lane = torch.arange(32)

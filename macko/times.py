@@ -3,11 +3,13 @@
 A table is a JSON file. `macko/times/<gpu>.json` are shipped; `$XDG_CACHE_HOME/macko/<gpu>.json` is the user's own, made
 by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vector path, "cpu avx512" or "cpu avx2":
 
-    {"version": 1, "gpu": "NVIDIA H200", "bandwidth_gbps": 4917, "slide": {}, "linear": [
+    {"version": 2, "gpu": "NVIDIA H200", "bandwidth_gbps": 4917, "slide": [
+        {"rows": 3584, "cols": 18944, "dtype": "int8", "pattern": "2:4", "gain": {"1": 1.37, "2048": 1.46}}
+    ], "linear": [
         {"rows": 4096, "cols": 4096, "density": 0.5, "dtype": "float16", "tokens": 1, "us": {"dense": 12.6, "sell": 8}}
     ]}
 
-"slide" holds gains of slide's kernels, which macko.slide_choice reads. The model of a format is a + b * bytes, fitted
+"slide" is of slide's kernels: dense time over the pattern's, by tokens. The model of a format is a + b * bytes, fitted
 to the lines of the GPU; for a GPU without lines to those of the first table that is shipped, by the bandwidths' ratio.
 """
 
@@ -18,8 +20,10 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ import torch
 from . import _library
 from .layers import packed_share
 
-VERSION = 1
+VERSION = 2
 SHIPPED = Path(__file__).parent / "times"
 #: A measured line stands for densities this far from its own.
 NEAR = 0.05
@@ -36,6 +40,9 @@ NEAR = 0.05
 CPU = "cpu "
 #: Widths of gaps that a format chooses from; others are taken to be as small as sell.
 GAP_BITS = {"macko": (2, 4, 8), "ec": (2, 4, 8)}
+
+#: What slide's lines call the types that values may be quantised to; 16 bits are "bf16".
+SLIDE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 Line = dict[str, Any]
 
@@ -49,12 +56,14 @@ class Times:
         scale: of its bytes' time over that of the GPU that was measured; 1 where it is the same one.
         lines: as in the file; of lines with the same problem the last one counts.
         measured: whether the lines are of this GPU.
+        slide: lines of slide's kernels on this GPU by dtype and pattern.
     """
 
     gpu: str
     scale: float
     lines: tuple[Line, ...]
     measured: bool
+    slide: Mapping[tuple[str, str], Sequence[Line]] = dataclasses.field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:
@@ -89,6 +98,26 @@ class Times:
                 there = held_bytes(format, rows, cols, line["density"], size)
                 modelled[format] = us * held_bytes(format, rows, cols, density, size) / max(1, there)
         return modelled
+
+    def slide_gain(self, dtype: torch.dtype, n: int, shape: Sequence[int], tokens: int) -> float | None:
+        """Dense time over that of (2n-2):2n: at the shape [rows, cols] measured that is nearest, between the tokens.
+
+        None where nobody measured.
+        """
+        name = next((name for name, known in SLIDE_DTYPES.items() if known == dtype), "bf16")
+        if not (lines := self.slide.get((name, f"{2 * n - 2}:{2 * n}"))):
+            return None
+
+        def distance(line: Line) -> float:
+            return sum(abs(math.log(line[of] / max(1, size))) for of, size in zip(("rows", "cols"), shape, strict=True))
+
+        points = sorted((math.log(int(m)), gain) for m, gain in min(lines, key=distance)["gain"].items())
+        at = math.log(max(1, tokens))
+        place = bisect([x for x, _ in points], at)
+        if place in (0, len(points)):
+            return points[min(place, len(points) - 1)][1]
+        (x0, gain0), (x1, gain1) = points[place - 1 : place + 1]
+        return gain0 + (gain1 - gain0) * (at - x0) / (x1 - x0)
 
 
 def held_bytes(format: str, rows: int, cols: int, density: float, size: int) -> float:
@@ -152,22 +181,40 @@ def cache_file(gpu: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A table's content; ValueError where it is none."""
+    """A table's content; ValueError where it is none. What version 1 had under "slide" becomes lines."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        if table["version"] != VERSION:
+        if table["version"] not in (1, VERSION):
             raise ValueError(f"version is {table['version']!r}, expected {VERSION}")
+        if table["version"] == 1:
+            table["slide"] = _lines_of_version_1(table.get("slide", {}))
         for line in table["linear"]:
-            sizes = [line[key] for key in ("rows", "cols", "tokens")]
-            good = all(type(size) is int and size > 0 for size in sizes) and 0 <= line["density"] <= 1
-            good = good and isinstance(getattr(torch, line["dtype"], None), torch.dtype)
-            if not good or not line["us"] or not all(us > 0 for us in line["us"].values()):
-                raise ValueError(f"not a measurement: {line}")
-        if not all(isinstance(patterns, dict) for patterns in table.get("slide", {}).values()):
-            raise ValueError('"slide" is no table')
-        return {"slide": {}, "bandwidth_gbps": 0, **table}
+            good = isinstance(getattr(torch, line["dtype"], None), torch.dtype) and 0 <= line["density"] <= 1
+            _check(line, ("rows", "cols", "tokens"), good, line["us"])
+        for line in table["slide"]:
+            good = isinstance(line["dtype"], str) and isinstance(line["pattern"], str)
+            _check(line, ("rows", "cols"), good and all(int(tokens) > 0 for tokens in line["gain"]), line["gain"])
+        return {**table, "version": VERSION, "bandwidth_gbps": table.get("bandwidth_gbps", 0)}
     except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a table of macko tune: {error}") from None
+
+
+def _check(line: Line, sizes: Iterable[str], good: bool, measured: dict[str, float]) -> None:
+    """ValueError where a line is no measurement: whole numbers from 1 for its sizes, and more than 0 for each time."""
+    good = good and all(type(line[size]) is int and line[size] > 0 for size in sizes)
+    if not good or not measured or not all(value > 0 for value in measured.values()):
+        raise ValueError(f"not a measurement: {line}")
+
+
+def _lines_of_version_1(slide: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list[Line]:
+    """Of {"int8": {"2:4": {"3584 x 18944": {"1": 1.37}}}}."""
+    found = []
+    for dtype, patterns in slide.items():
+        for pattern, shapes in patterns.items():
+            for shape, gain in shapes.items():
+                rows, cols = map(int, shape.split(" x "))
+                found.append({"rows": rows, "cols": cols, "dtype": dtype, "pattern": pattern, "gain": gain})
+    return found
 
 
 def own_table(gpu: str) -> dict[str, Any] | None:
@@ -188,15 +235,22 @@ def times(gpu: str, bandwidth: float = 0) -> Times:
         tables.append(read(shipped))
     if own := own_table(gpu):
         tables.append(own)
-    if tables:
-        lines = tuple(_latest(line for table in tables for line in table["linear"]))
-        return Times(gpu, 1.0, lines, True)
+    slide: dict[tuple[str, str], list[Line]] = {}
+    for table in tables:  # of a pattern that the user has timed only his lines count
+        slide |= {kind: list(lines) for kind, lines in groupby(sorted(table["slide"], key=slide_kind), slide_kind)}
+    if lines := _latest(line for table in tables for line in table["linear"]):
+        return Times(gpu, 1.0, tuple(lines), True, slide)
     for path in () if is_cpu(gpu) else sorted(SHIPPED.glob("*.json")):
-        if is_cpu((table := read(path))["gpu"]):
-            continue
-        scale = table["bandwidth_gbps"] / bandwidth if bandwidth and table["bandwidth_gbps"] else 1.0
-        return Times(gpu, scale, tuple(table["linear"]), False)
-    return Times(gpu, 1.0, (), False)
+        table = read(path)
+        if table["linear"] and not is_cpu(table["gpu"]):
+            scale = table["bandwidth_gbps"] / bandwidth if bandwidth and table["bandwidth_gbps"] else 1.0
+            return Times(gpu, scale, tuple(table["linear"]), False, slide)
+    return Times(gpu, 1.0, (), False, slide)
+
+
+def slide_kind(line: Line) -> tuple[str, str]:
+    """What slide's lines are grouped by."""
+    return line["dtype"], line["pattern"]
 
 
 def times_of(device: torch.device | int | None = None) -> Times:
@@ -213,36 +267,34 @@ def _latest(lines: Iterable[Line]) -> list[Line]:
     return list(found.values())
 
 
-def _with_slide(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Slide's tables (type, pattern, shape, tokens) with the shapes of `new` in place of what was there."""
-    table = {name: dict(patterns) for name, patterns in before.items()}
-    for name, patterns in new.items():
-        for pattern, shapes in patterns.items():
-            of_type = table.setdefault(name, {})
-            of_type[pattern] = {**of_type.get(pattern, {}), **shapes}
-    return table
-
-
-def write(path: Path, gpu: str, lines: Iterable[Line], slide: dict[str, Any], bandwidth: float) -> None:
+def write(path: Path, gpu: str, lines: Iterable[Line], slide: Iterable[Line], bandwidth: float) -> None:
     """Writes a table, what was in the file before under what is new. A broken one of the user's own is replaced.
 
     Raises:
         ValueError: another file of this name is no table.
     """
     held = own_table(gpu) if path == cache_file(gpu) else read(path) if path.exists() else None
-    before = held or {"linear": [], "slide": {}}
+    before = held or {"linear": [], "slide": []}
+    by_shape = {(*slide_kind(line), line["rows"], line["cols"]): line for line in (*before["slide"], *slide)}
     table: dict[str, Any] = {
         "version": VERSION,
         "gpu": gpu,
         "bandwidth_gbps": bandwidth,
         "torch": torch.__version__,
+        "slide": list(by_shape.values()),
         "linear": _latest([*before["linear"], *lines]),
-        "slide": _with_slide(before["slide"], slide),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = json.dumps({name: value for name, value in table.items() if name != "linear"})
-    text = f'{head[:-1]}, "linear": [\n' + ",\n".join(map(json.dumps, table["linear"])) + "\n]}\n"
+    save(path, table)
+
+
+def save(path: Path, table: Mapping[str, Any]) -> None:
+    """Writes a table to its file, a line for each measurement, whole or not at all."""
+    parts = [json.dumps({name: value for name, value in table.items() if name not in ("slide", "linear")})[1:-1]]
+    for name in ("slide", "linear"):
+        lines = ",\n".join(map(json.dumps, table[name]))
+        parts.append(f'"{name}": [\n{lines}\n]' if lines else f'"{name}": []')
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
+    unfinished.write_text("{" + ", ".join(parts) + "}\n", encoding="utf-8")
     unfinished.replace(path)
     times.cache_clear()

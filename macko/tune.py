@@ -7,24 +7,29 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from . import slide_choice
+from . import ops
 from .choose import meant_pattern
-from .formats import FORMATS, BitmapWeight, MackoWeight, PackedWeight, SlideWeight
+from .formats import FORMATS, SLIDE_PATTERNS, BitmapWeight, MackoWeight, PackedWeight, SlideWeight
 from .layers import find_linears
 from .linear import SparseLinear
-from .times import Line, bandwidth_gbps, cache_file, gpu_name, read, write
+from .times import SLIDE_DTYPES, Line, bandwidth_gbps, cache_file, gpu_name, read, write
 from .timing import copies, read_gbps, time_calls, time_graph
 
 #: Densities are rounded to this before they are compared.
 BUCKET = 0.05
 #: Layers with fewer weights take no time that counts.
 SMALLEST = 1 << 16
+#: What is measured of slide by default: rows and columns of linears of 7B models, and numbers of tokens.
+SLIDE_SHAPES = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (12288, 4096), (22016, 4096), (4096, 11008))
+SLIDE_TOKENS = (
+    *(1, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768),
+    *(1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384),
+)
 
 
 def autotune(
@@ -98,13 +103,11 @@ def tune(
                 patterns.setdefault(f"{2 * n - 2}:{2 * n}", set()).add((w.shape[0], w.shape[1]))
     if not done:
         raise ValueError("there is no layer with zeros to time: prune the model first (macko prune)")
-    slide: dict[str, dict[str, Any]] = {}
+    slide: list[Line] = []
     for name, shapes in patterns.items():
-        for dtype, gains in slide_choice.measure(patterns=(name,), shapes=sorted(shapes)).items():
-            slide.setdefault(dtype, {}).update(gains)
+        slide += measure_slide(patterns=(name,), shapes=sorted(shapes))
     bandwidth = bandwidth_gbps(where) if where.type == "cuda" else round(read_gbps(), 1)
     write(target, gpu, (line for lines in done.values() for line in lines), slide, bandwidth)
-    slide_choice.slide_table.cache_clear()
     return target
 
 
@@ -149,3 +152,43 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
 
 def _with(packed: PackedWeight, tensors: Sequence[Tensor]) -> PackedWeight:
     return type(packed)(**dict(zip(packed.tensors(), tensors, strict=True)), **packed.sizes())
+
+
+def measure_slide(
+    device: torch.device | str = "cuda",
+    dtypes: Iterable[str] = tuple(SLIDE_DTYPES),
+    patterns: Iterable[str] = ("2:4", "4:6", "6:8"),
+    shapes: Iterable[tuple[int, int]] = SLIDE_SHAPES,
+    tokens: Iterable[int] = SLIDE_TOKENS,
+    cold_bytes: int = 100_000_000,
+) -> list[Line]:
+    """Times slide's dense and pattern kernels on a GPU, in turn, and returns a table's lines of them.
+
+    Weights rotate over copies of `cold_bytes` together, so that they come from memory as in a model. About two minutes.
+    Types that the GPU has no kernel for are left out.
+    """
+    lines: list[Line] = []
+    with torch.cuda.device(device):
+        there = [name for name in dtypes if SlideWeight.runs(torch.device("cuda"), SLIDE_DTYPES[name])]
+        for (rows, cols), name in ((shape, name) for shape in shapes for name in there):
+            dtype = SLIDE_DTYPES[name]
+            w = torch.randn(rows, cols, device="cuda").bfloat16()
+            copies = max(2, cold_bytes // (rows * cols) + 1)
+            held: dict[int, list[tuple[Tensor, Tensor]]] = {}
+            for n in (0, *(SLIDE_PATTERNS[pattern] for pattern in patterns)):
+                packed, scale, _ = ops.slide_pack(w, n, dtype, prune=True)
+                held[n] = [(packed.clone(), scale) for _ in range(copies)]
+            gains: dict[int, dict[str, float]] = {n: {} for n in held if n}
+            for m in tokens:
+                x = torch.randn(m, cols, device="cuda").bfloat16()
+                us = dict.fromkeys(held, math.inf)
+                for n in (*held, *reversed(held)):
+                    calls = [partial(ops.slide_linear, x, p, s, cols, n, dtype) for p, s in held[n]]
+                    launches = 32 if m <= 512 else 4
+                    timing = time_graph(calls[:launches], replays=5, warmup=1, min_launches=launches, rest=False)
+                    us[n] = min(us[n], timing.min_us)
+                for n in gains:
+                    gains[n][str(m)] = round(us[0] / us[n], 3)
+            about = {"rows": rows, "cols": cols, "dtype": name}
+            lines += [{**about, "pattern": f"{2 * n - 2}:{2 * n}", "gain": gain} for n, gain in gains.items()]
+    return lines

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from macko import ops, reference
 from macko.formats import BitmapWeight, MackoWeight
+from macko.ops import LAYOUTS
 from tests.common import (
     CPU_DTYPES,
     MASKS,
@@ -24,6 +25,7 @@ from tests.common import (
     random_weight,
     torch_threads,
 )
+from tests.layouts import bitmap_check, bitmap_linear, bitmap_pack, bitmap_spmv, bitmap_to_macko, bitmap_unpack
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -34,13 +36,13 @@ COLS = (1, 7, 8, 15, 16, 31, 32, 33, 63, 64, 65, 100, 127, 128, 200, 1003)
 def laid_out(w: Tensor, bits: int = 4) -> Packed:
     """The layout of w, which is the reference's and goes back to the same bytes of the macko format."""
     packed = ops.pack(w, bits)
-    layout = ops.bitmap_pack(*packed, w.shape[1], bits)
+    layout = bitmap_pack(*packed, w.shape[1], bits)
     for got, wanted in zip(layout, reference.bitmap_pack(*packed, w.shape[1], bits), strict=True):
         assert_same_bits(got, wanted)
-    for got, wanted in zip(ops.bitmap_to_macko(*layout, w.shape[1], bits), packed, strict=True):
+    for got, wanted in zip(bitmap_to_macko(*layout, w.shape[1], bits), packed, strict=True):
         assert_same_bits(got, wanted)
-    assert_same_bits(ops.bitmap_unpack(*layout, w.shape[1]), torch.where(w == 0, torch.zeros_like(w), w))
-    assert ops.bitmap_check(*layout, w.shape[1]).tolist() == [0, 0, -1, 0]
+    assert_same_bits(bitmap_unpack(*layout, w.shape[1]), torch.where(w == 0, torch.zeros_like(w), w))
+    assert bitmap_check(*layout, w.shape[1]).tolist() == [0, 0, -1, 0]
     return layout
 
 
@@ -66,7 +68,7 @@ def assert_in_bound(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None, path: 
 def test_bytes_by_hand() -> None:
     w = torch.zeros(3, 70, dtype=torch.bfloat16)
     w[0, 0], w[0, 9], w[2, 69] = 1, -2, 3
-    values, bits, row_ptr = ops.bitmap_pack(*ops.pack(w), 70)
+    values, bits, row_ptr = bitmap_pack(*ops.pack(w), 70)
     assert values.tolist() == [1, -2, 3] + [0] * 32
     assert bits.tolist() == [[1, 2] + [0] * 14, [0] * 16, [0] * 8 + [1 << 5] + [0] * 7]
     assert row_ptr.tolist() == [0, 2, 2, 3]
@@ -89,10 +91,10 @@ def test_empty_rows_and_matrices(cpu_path: str, dtype: torch.dtype) -> None:
     cases = [w, *(torch.zeros(shape, dtype=dtype) for shape in ((0, 5), (5, 0), (0, 0), (3, 100)))]
     for w in cases:
         layout, x = laid_out(w), random_vector(w.shape[1], dtype=dtype)
-        assert_in_bound(ops.bitmap_spmv(*layout, w.shape[1], x), w, x, None, cpu_path)
+        assert_in_bound(bitmap_spmv(*layout, w.shape[1], x), w, x, None, cpu_path)
         for tokens in (0, 3, 7, 12, 40):
             x = random_vector(tokens, w.shape[1], dtype=dtype)
-            assert_in_bound(ops.bitmap_linear(x, *layout, w.shape[1]), w, x, None, cpu_path)
+            assert_in_bound(bitmap_linear(x, *layout, w.shape[1]), w, x, None, cpu_path)
 
 
 @given(
@@ -122,14 +124,14 @@ def test_any_bits_survive(
 def test_few_and_many_tokens_within_the_bound(cpu_path: str, dtype: torch.dtype, density: float) -> None:
     for cols in COLS:
         w, bias = random_weight(11, cols, density, dtype), random_vector(11, dtype=dtype, seed=5)
-        layout = ops.bitmap_pack(*ops.pack(w), cols)
+        layout = bitmap_pack(*ops.pack(w), cols)
         for tokens in (1, 2, 3, 4, 5, 9, 17, 33):
             x = random_vector(tokens, cols, dtype=dtype)
-            assert_in_bound(ops.bitmap_linear(x, *layout, cols, bias), w, x, bias, cpu_path)
-            y = ops.bitmap_linear(x, *layout, cols)
+            assert_in_bound(bitmap_linear(x, *layout, cols, bias), w, x, bias, cpu_path)
+            y = bitmap_linear(x, *layout, cols)
             assert_in_bound(y, w, x, None, cpu_path)
             if tokens <= 2:
-                assert_same_bits(y[0], ops.bitmap_spmv(*layout, cols, x[0]))
+                assert_same_bits(y[0], bitmap_spmv(*layout, cols, x[0]))
 
 
 @all_dtypes
@@ -141,7 +143,7 @@ def test_every_number_of_tokens_up_to_70(cpu_path: str, dtype: torch.dtype) -> N
     factors = torch.tensor([1, -1, 0, 2, -2], dtype=dtype)
     for tokens in (*range(1, 71), 96, 129, 200, 512, 513, 560):
         factor = factors[torch.arange(tokens) % 5, None]
-        assert_same_bits(ops.bitmap_linear(x * factor, *layout, cols) + 0, y * factor + 0)
+        assert_same_bits(bitmap_linear(x * factor, *layout, cols) + 0, y * factor + 0)
 
 
 @all_dtypes
@@ -150,11 +152,11 @@ def test_integers_are_exact(cpu_path: str, dtype: torch.dtype) -> None:
     for rows, cols, density in ((65, 1003, 0.4), (33, 4096, 0.1), (130, 130, 1.0), (7, 9000, 0.5), (70, 1601, 0.9)):
         w, x, y = integer_problem(rows, cols, density, dtype)
         layout = laid_out(w)
-        assert_same_bits(ops.bitmap_spmv(*layout, cols, x) + 0, y)
+        assert_same_bits(bitmap_spmv(*layout, cols, x) + 0, y)
         for tokens in (3, 6, 70):
             many = x.expand(tokens, cols) * torch.tensor([1, -1, 0])[torch.arange(tokens) % 3, None]
             wanted = y.expand(tokens, rows) * torch.tensor([1, -1, 0])[torch.arange(tokens) % 3, None]
-            assert_same_bits(ops.bitmap_linear(many.to(dtype), *layout, cols) + 0, wanted.to(dtype) + 0)
+            assert_same_bits(bitmap_linear(many.to(dtype), *layout, cols) + 0, wanted.to(dtype) + 0)
 
 
 @all_dtypes
@@ -166,13 +168,13 @@ def test_linear_of_any_leading_shape(dtype: torch.dtype, leading: tuple[int, ...
         random_vector(30, dtype=dtype),
     )
     layout = laid_out(w)
-    y = ops.bitmap_linear(x, *layout, 70)
+    y = bitmap_linear(x, *layout, 70)
     assert y.shape == (*leading, 30)
     assert_close_spmv(y, w, x)
-    assert ops.bitmap_linear(x.double().to(dtype).expand(*leading, 70), *layout, 70, bias).shape == (*leading, 30)
+    assert bitmap_linear(x.double().to(dtype).expand(*leading, 70), *layout, 70, bias).shape == (*leading, 30)
     if leading:
         turned = x.transpose(0, -2).contiguous().transpose(0, -2)
-        assert_same_bits(ops.bitmap_linear(turned, *layout, 70), y)
+        assert_same_bits(bitmap_linear(turned, *layout, 70), y)
 
 
 @all_dtypes
@@ -180,8 +182,8 @@ def test_many_rows_of_many_tokens(dtype: torch.dtype) -> None:
     """More rows than one block of the dense product has."""
     rows, cols = 1500, 3000
     w, x, y = integer_problem(rows, cols, 0.3, dtype)
-    layout = ops.bitmap_pack(*ops.pack(w), cols)
-    assert_same_bits(ops.bitmap_linear(x.expand(65, cols), *layout, cols) + 0, y.expand(65, rows) + 0)
+    layout = bitmap_pack(*ops.pack(w), cols)
+    assert_same_bits(bitmap_linear(x.expand(65, cols), *layout, cols) + 0, y.expand(65, rows) + 0)
     assert_same_bits(ops.linear(x.expand(65, cols), *ops.pack(w), cols) + 0, y.expand(65, rows) + 0)
 
 
@@ -193,7 +195,7 @@ def test_subnormal_numbers_count(cpu_path: str, dtype: torch.dtype) -> None:
     x = torch.full((130,), 64.0, dtype=dtype)
     wanted = (w.double() @ x.double()).to(dtype)
     assert (wanted > 0).all()
-    assert_same_bits(ops.bitmap_spmv(*laid_out(w), 130, x), wanted)
+    assert_same_bits(bitmap_spmv(*laid_out(w), 130, x), wanted)
     assert_same_bits(ops.spmv(*ops.pack(w), 130, x), wanted)
 
 
@@ -204,11 +206,11 @@ def test_nan_and_inf_reach_only_their_row(cpu_path: str, dtype: torch.dtype) -> 
     x = random_vector(333, dtype=dtype)
     x[[0, 332]] = 1
     layout = laid_out(w)
-    y = ops.bitmap_spmv(*layout, 333, x)
+    y = bitmap_spmv(*layout, 333, x)
     assert_close_spmv(y, w, x)
     assert y.isfinite().sum() == 37
     for tokens in (4, 6, 12, 33):
-        many = ops.bitmap_linear(x.expand(tokens, 333).contiguous(), *layout, 333)
+        many = bitmap_linear(x.expand(tokens, 333).contiguous(), *layout, 333)
         assert many.isfinite().sum() == 37 * tokens
         assert_same_bits(many.isnan(), y.isnan().expand_as(many))
         assert_same_bits(many[:, [20, 39]], y[[20, 39]].expand(tokens, 2))
@@ -222,7 +224,7 @@ def test_same_bits_for_any_number_of_threads(cpu_path: str, dtype: torch.dtype) 
         found = []
         for threads in (1, 2, 3):
             with torch_threads(threads):
-                found.append(ops.bitmap_linear(x[:tokens], *layout, 1000))
+                found.append(bitmap_linear(x[:tokens], *layout, 1000))
         assert_same_bits(found[0], found[1])
         assert_same_bits(found[0], found[2])
 
@@ -256,16 +258,16 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
     with torch_threads(threads):
         for tensor, index, value, message in cases:
             broken = corrupt((values, bits, row_ptr), tensor, index, value)
-            for name, call in (
-                ("spmv", partial(ops.bitmap_spmv, *broken, cols, x)),
-                ("linear", partial(ops.bitmap_linear, x, *broken, cols)),
-                ("linear", partial(ops.bitmap_linear, x.expand(6, cols), *broken, cols)),
-                ("linear", partial(ops.bitmap_linear, x.expand(12, cols), *broken, cols)),
-                ("linear", partial(ops.bitmap_linear, x.expand(100, cols), *broken, cols)),
-                ("unpack", partial(ops.bitmap_unpack, *broken, cols)),
-                ("to_macko", partial(ops.bitmap_to_macko, *broken, cols)),
+            for call in (
+                partial(bitmap_spmv, *broken, cols, x),
+                partial(bitmap_linear, x, *broken, cols),
+                partial(bitmap_linear, x.expand(6, cols), *broken, cols),
+                partial(bitmap_linear, x.expand(12, cols), *broken, cols),
+                partial(bitmap_linear, x.expand(100, cols), *broken, cols),
+                partial(bitmap_unpack, *broken, cols),
+                partial(bitmap_to_macko, *broken, cols),
             ):
-                with pytest.raises(RuntimeError, match=f"macko::bitmap_{name}: ({message})"):
+                with pytest.raises(RuntimeError, match=f"macko::(linear|dense|lay_out): ({message})"):
                     call()
             with pytest.raises(ValueError, match="not a bitmap weight: "):
                 BitmapWeight(*broken, rows=rows, cols=cols).validate()  # type: ignore[misc]
@@ -275,10 +277,10 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
         moved[77, 0] ^= int(moved[77, 0]) & -int(moved[77, 0])
         if moved[77, 0] != bits[77, 0]:
             with pytest.raises(RuntimeError, match="bits has one at column 511 of row 77, the matrix has 500 columns"):
-                ops.bitmap_spmv(values, moved, row_ptr, cols, x)
+                bitmap_spmv(values, moved, row_ptr, cols, x)
     packed = ops.pack(torch.ones(4, 64, dtype=torch.float16))
-    with pytest.raises(RuntimeError, match="macko::bitmap_pack: deltas put entry"):
-        ops.bitmap_pack(packed[0], packed[1] | 1, packed[2], 64)
+    with pytest.raises(RuntimeError, match="macko::lay_out: deltas put entry"):
+        bitmap_pack(packed[0], packed[1] | 1, packed[2], 64)
 
 
 def test_validate_finds_what_does_not_stop_the_reading() -> None:
@@ -303,20 +305,34 @@ def test_wrong_arguments_are_named() -> None:
     values, bits, row_ptr = laid_out(random_weight(16, 40, 0.5, torch.float16))
     x = torch.ones(40, dtype=torch.float16)
     for message, call in (
-        ("values has dtype float64", lambda: ops.bitmap_spmv(values.double(), bits, row_ptr, 40, x)),
-        ("values has 31 elements, expected at least 32", lambda: ops.bitmap_spmv(values[:31], bits, row_ptr, 40, x)),
-        ("bits has dtype int8, expected uint8", lambda: ops.bitmap_spmv(values, bits.view(torch.int8), row_ptr, 40, x)),
-        (r"bits has shape \[15, 8\], expected \[16, 8\]", lambda: ops.bitmap_spmv(values, bits[1:], row_ptr, 40, x)),
-        (r"bits has shape \[16, 8\], expected \[16, 16\]", lambda: ops.bitmap_unpack(values, bits, row_ptr, 65)),
-        ("row_ptr has dtype int64, expected int32", lambda: ops.bitmap_spmv(values, bits, row_ptr.long(), 40, x)),
-        ("row_ptr is empty", lambda: ops.bitmap_unpack(values, bits, row_ptr[:0], 40)),
-        ("delta_bits is 3", lambda: ops.bitmap_to_macko(values, bits, row_ptr, 40, 3)),
-        ("cols is -1", lambda: ops.bitmap_unpack(values, bits, row_ptr, -1)),
-        ("x has 39 elements, the matrix has 40 columns", lambda: ops.bitmap_spmv(values, bits, row_ptr, 40, x[1:])),
-        ("x has dtype bfloat16, expected float16", lambda: ops.bitmap_spmv(values, bits, row_ptr, 40, x.bfloat16())),
-        (r"x has shape \[39\], expected \[..., 40\]", lambda: ops.bitmap_linear(x[1:], values, bits, row_ptr, 40)),
-        ("bias has 40 elements, the matrix has 16 rows", lambda: ops.bitmap_linear(x, values, bits, row_ptr, 40, x)),
-        ("bits is None", lambda: ops.bitmap_spmv(values, None, row_ptr, 40, x)),  # type: ignore[arg-type]
+        ("values has dtype float64", lambda: bitmap_spmv(values.double(), bits, row_ptr, 40, x)),
+        (
+            "values has 31 elements, expected at least 32",
+            lambda: bitmap_spmv(values[:31], bits, row_ptr, 40, x),
+        ),
+        (
+            "bits has dtype int8, expected uint8",
+            lambda: bitmap_spmv(values, bits.view(torch.int8), row_ptr, 40, x),
+        ),
+        (
+            r"bits has shape \[15, 8\], expected \[16, 8\]",
+            lambda: bitmap_spmv(values, bits[1:], row_ptr, 40, x),
+        ),
+        (r"bits has shape \[16, 8\], expected \[16, 16\]", lambda: bitmap_unpack(values, bits, row_ptr, 65)),
+        ("row_ptr has dtype int64, expected int32", lambda: bitmap_spmv(values, bits, row_ptr.long(), 40, x)),
+        ("row_ptr is empty", lambda: bitmap_unpack(values, bits, row_ptr[:0], 40)),
+        ("delta_bits is 3", lambda: bitmap_to_macko(values, bits, row_ptr, 40, 3)),
+        ("cols is -1", lambda: bitmap_unpack(values, bits, row_ptr, -1)),
+        (r"x has shape \[39\], expected \[..., 40\]", lambda: bitmap_spmv(values, bits, row_ptr, 40, x[1:])),
+        (
+            "x has dtype bfloat16, expected float16",
+            lambda: bitmap_spmv(values, bits, row_ptr, 40, x.bfloat16()),
+        ),
+        (r"x has shape \[39\], expected \[..., 40\]", lambda: bitmap_linear(x[1:], values, bits, row_ptr, 40)),
+        (
+            "bias has 40 elements, the matrix has 16 rows",
+            lambda: bitmap_linear(x, values, bits, row_ptr, 40, x),
+        ),
     ):
         with pytest.raises(RuntimeError, match=message):
             call()
@@ -325,26 +341,28 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.gpu
 def test_on_cuda_it_says_that_it_is_for_the_cpu() -> None:
     values, bits, row_ptr = (t.cuda() for t in laid_out(random_weight(16, 40, 0.5, torch.float16)))
-    with pytest.raises(RuntimeError, match=r"bitmap_spmv .*the bitmap layout is for the CPU"):
-        ops.bitmap_spmv(values, bits, row_ptr, 40, torch.ones(40, dtype=torch.float16, device="cuda"))
+    with pytest.raises(RuntimeError, match="macko::linear: the bitmap layout is for the CPU"):
+        bitmap_spmv(values, bits, row_ptr, 40, torch.ones(40, dtype=torch.float16, device="cuda"))
 
 
 @pytest.mark.slow
 @all_dtypes
 def test_opcheck(dtype: torch.dtype) -> None:
     packed = ops.pack(random_weight(12, 40, 0.4, dtype))
-    layout = ops.bitmap_pack(*packed, 40)
+    layout = bitmap_pack(*packed, 40)
     x, bias = random_vector(40, dtype=dtype), random_vector(12, dtype=dtype)
     macko = torch.ops.macko
-    torch.library.opcheck(macko.bitmap_pack, (*packed, 40))
-    torch.library.opcheck(macko.bitmap_unpack, (*layout, 40))
-    torch.library.opcheck(macko.bitmap_to_macko, (*layout, 40))
-    torch.library.opcheck(macko.bitmap_check, (*layout, 40))
+    bitmap = LAYOUTS.index("bitmap")
+    whole = list(layout), [bitmap, 12, 40, 4]
+    torch.library.opcheck(macko.lay_out, (list(packed), [0, 12, 40, 4], bitmap, []))
+    torch.library.opcheck(macko.lay_out, (*whole, 0, []))
+    torch.library.opcheck(macko.dense, whole)
+    torch.library.opcheck(macko.check, whole)
     for grad in (False, True):
         x_ = x.clone().requires_grad_(grad)
-        torch.library.opcheck(macko.bitmap_spmv, (*layout, 40, x_))
-        torch.library.opcheck(macko.bitmap_linear, (x_, *layout, 40, bias.clone().requires_grad_(grad)))
-        torch.library.opcheck(macko.bitmap_linear, (x_.expand(3, 40), *layout, 40, None))
+        torch.library.opcheck(macko.linear, (x_, *whole))
+        torch.library.opcheck(macko.linear, (x_, *whole, bias.clone().requires_grad_(grad)))
+        torch.library.opcheck(macko.linear, (x_.expand(3, 40), *whole, None))
 
 
 def test_gradients_are_those_of_the_dense_layer() -> None:
@@ -353,12 +371,12 @@ def test_gradients_are_those_of_the_dense_layer() -> None:
     for leading in ((), (5,), (2, 30)):
         x, bias = random_vector(*leading, 40, dtype=w.dtype).requires_grad_(), torch.zeros(24).requires_grad_()
         grad = random_vector(*leading, 24, dtype=w.dtype, seed=2)
-        found = torch.autograd.grad(ops.bitmap_linear(x, *layout, 40, bias), (x, bias), grad)
+        found = torch.autograd.grad(bitmap_linear(x, *layout, 40, bias), (x, bias), grad)
         assert_close_spmv(found[0], w.t(), grad)
         columns = grad.reshape(-1, 24).t()
         assert_close_spmv(found[1], columns, torch.ones(columns.shape[1]))
     x = random_vector(40, dtype=w.dtype).requires_grad_()
-    (found_x,) = torch.autograd.grad(ops.bitmap_spmv(*layout, 40, x), x, grad[0, 0])
+    (found_x,) = torch.autograd.grad(bitmap_spmv(*layout, 40, x), x, grad[0, 0])
     assert_close_spmv(found_x, w.t(), grad[0, 0])
 
 
@@ -368,11 +386,11 @@ def test_compiles_whole_with_dynamic_shapes() -> None:
 
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def layer(x: Tensor) -> Tensor:
-        return ops.bitmap_linear(x, *layout, 40) * 2
+        return bitmap_linear(x, *layout, 40) * 2
 
     for leading in ((), (1,), (3,), (2, 3), (40, 6)):
         x = random_vector(*leading, 40, dtype=torch.float16)
-        assert_same_bits(layer(x), ops.bitmap_linear(x, *layout, 40) * 2)
+        assert_same_bits(layer(x), bitmap_linear(x, *layout, 40) * 2)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -89,7 +89,7 @@ def test_cuda_op_without_the_cuda_library_says_what_to_do() -> None:
     # A CPU torch has no CUDA tensors: the call enters the dispatcher where they would.
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with pytest.raises(RuntimeError, match=r"macko::pack got CUDA tensors, and there is no kernel .*install") as error:
-        torch.ops.macko.pack.default.redispatch(cuda, torch.zeros(2, 2, device="meta"), 4)
+        torch.ops.macko.pack.default.redispatch(cuda, torch.zeros(2, 2, device="meta"), 0, [4])
     assert _library.cuda_missing in str(error.value)
 
 

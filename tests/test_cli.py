@@ -590,9 +590,9 @@ def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama)
 def test_bench_holds_a_model_on_a_gpu_as_its_batch_asks_for() -> None:
     options = argparse.Namespace(format="auto", batch=[1, 8, 32])
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert bench._ways(options, gpu) == [(None, [1]), ("batch", [8, 32])]
+    assert bench._ways(options, gpu) == [(None, [1]), (8, [8, 32])]
     assert bench._ways(options, cpu) == [(None, [1, 8, 32])]
-    assert bench._ways(argparse.Namespace(format="auto", batch=[8]), gpu) == [("batch", [8])]
+    assert bench._ways(argparse.Namespace(format="auto", batch=[8]), gpu) == [(8, [8])]
     assert bench._ways(argparse.Namespace(format="sell", batch=[1, 8]), gpu) == [(None, [1, 8])]
 
 

@@ -247,7 +247,7 @@ def test_corrupted_content(corruption: tuple, delta_bits: int) -> None:
             assert_same_bits(dense[row] + 0, wanted + 0)  # the product knows no -0.0
             assert_close_spmv(y[row : row + 1], wanted[None], x)
     if kind in (1, 2, 3, 4):
-        with pytest.raises(RuntimeError, match="macko::unpack: "):
+        with pytest.raises(RuntimeError, match="macko::dense: "):
             ops.unpack(*on_gpu, cols, delta_bits)
     # The device is none the worse for it.
     assert_close_spmv(ops.spmv(*cuda_pack(w, delta_bits), cols, x.cuda(), delta_bits), w, x)

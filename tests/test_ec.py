@@ -15,6 +15,7 @@ from torch import Tensor
 import macko.ops as ops
 from benchmarks.formats import BAR_DENSITIES, BARS, PACKED
 from macko import EcWeight
+from macko.ops import LAYOUTS
 from tests.common import (
     CPU_DTYPES,
     HALVES,
@@ -280,7 +281,9 @@ def test_graph_and_another_stream() -> None:
     w, x, y = integer_problem(300, 1000, 0.3, torch.float16)
     packed = ops.ec_pack(w.cuda())
     at = torch.zeros(1000, dtype=torch.float16, device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # for the packed tensors: half written they lead anywhere
+    with torch.cuda.stream(stream):
         ops.ec_spmv((*packed, 300, 1000), at)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.current_stream().synchronize()
@@ -307,15 +310,17 @@ def test_opcheck(device: str) -> None:
     dtype = torch.float32 if device == "cpu" else torch.float16
     w = random_weight(40, 300, 0.3, dtype).to(device)
     packed = [*ops.ec_pack(w), 40, 300]
+    options = [4, 32, 16, 128, 8192, 128, 1]
+    whole = packed[:8], [LAYOUTS.index("ec"), 40, 300, *options]
     x = torch.randn(300, dtype=dtype, device=device, requires_grad=True)
     bias = torch.randn(40, dtype=dtype, device=device, requires_grad=True)
     for op, arguments in (
-        ("ec_pack", (w,)),
-        ("ec_unpack", packed),
-        ("ec_check", packed),
+        ("pack", (w, LAYOUTS.index("ec"), options)),
+        ("dense", whole),
+        ("check", whole),
         ("ec_spmv", (*packed, x)),
-        ("ec_linear", (x, *packed, bias)),
-        ("ec_linear", (torch.randn(3, 300, dtype=dtype, device=device, requires_grad=True), *packed)),
+        ("linear", (x, *whole, bias)),
+        ("linear", (torch.randn(3, 300, dtype=dtype, device=device, requires_grad=True), *whole)),
     ):
         torch.library.opcheck(getattr(torch.ops.macko, op).default, tuple(arguments))
 
@@ -423,7 +428,7 @@ def test_validate_is_not_led_by_the_shape_that_is_claimed() -> None:
     with pytest.raises(ValueError, match="tile_ptr has shape"):
         dataclasses.replace(empty, tile_ptr=torch.zeros(0, 9, dtype=torch.int32)).validate()
     with pytest.raises(RuntimeError, match="macko::ec_spmv: tile_ptr has shape"):
-        ops.ec_spmv((*packed._packed[:8], 0, 70_000), torch.zeros(70_000).half())
+        ops.ec_spmv((*packed.tensors().values(), 0, 70_000), torch.zeros(70_000).half())
 
 
 @pytest.mark.parametrize("cols", [600, 70_000])
@@ -458,7 +463,7 @@ except RuntimeError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("macko::ec_pack: out of memory")
+    assert done.stdout.startswith("macko::pack: out of memory")
 
 
 @pytest.mark.parametrize(
@@ -477,7 +482,7 @@ except RuntimeError as error:
     ],
 )
 def test_pack_names_a_bad_option(options: dict[str, int], message: str) -> None:
-    with pytest.raises(RuntimeError, match=f"macko::ec_pack: .*{message}"):
+    with pytest.raises(RuntimeError, match=f"macko::pack: .*{message}"):
         ops.ec_pack(torch.ones(4, 4), **options)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from macko import FORMATS, MackoWeight, SparseLinear
-from macko.choose import Auto
+from macko.choose import Options, pack
 from macko.files import Checkpoint, as_extra_state
 from macko.formats import BitmapWeight, PackedWeight
 from tests.common import assert_same_bits, devices, integer_problem, random_weight
@@ -262,13 +262,13 @@ def test_an_extra_state_that_is_one_large_number() -> None:
 # Few rows or columns: a layout fills them up to whole blocks.
 
 
-@pytest.mark.parametrize("auto", [Auto(), Auto(tokens=8)])
-def test_auto_takes_no_layout_that_is_mostly_padding(auto: Auto) -> None:
+@pytest.mark.parametrize("tokens", [None, 8])
+def test_auto_takes_no_layout_that_is_mostly_padding(tokens: int | None) -> None:
     for rows, cols in ((400, 8), (3, 3)):
         linear = nn.Linear(cols, rows, dtype=torch.float16)
         canonical = MackoWeight.smallest(linear.weight.detach())
         assert BitmapWeight.from_macko(canonical).nbytes > 1.05 * canonical.nbytes
-        assert auto.from_macko(canonical).format == "macko"
+        assert pack(canonical, Options(tokens=tokens)).format == "macko"
         assert SparseLinear.from_linear(linear).format == "macko"
     canonical = MackoWeight.smallest(random_weight(400, 512, 0.6, torch.float16))
-    assert auto.from_macko(canonical).format == "bitmap"
+    assert pack(canonical, Options(tokens=tokens)).format == "bitmap"

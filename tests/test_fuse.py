@@ -14,9 +14,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 import macko
-from macko import ops
 from macko.formats import SellWeight
 from macko.fuse import Fuse
+from macko.ops import LAYOUTS
 from tests.common import (
     HALVES,
     assert_same_bits,
@@ -59,20 +59,19 @@ class Norm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def norm_linear(x: Tensor, weight: Tensor, eps: float, w: Tensor, *others: Any) -> Tensor:
+def norm_linear(x: Tensor, weight: Tensor, eps: float, packed: list[Tensor], *others: Any) -> Tensor:
     norm = Norm(len(weight), weight.dtype, eps)
     norm.weight.data = weight
-    return linear(norm(x), w, *others)
+    return linear(norm(x), packed, *others)
 
 
-def gated_linear(gate: Tensor, up: Tensor, w: Tensor, *others: Any) -> Tensor:
-    return linear(nn.functional.silu(gate) * up, w, *others)
+def gated_linear(gate: Tensor, up: Tensor, packed: list[Tensor], *others: Any) -> Tensor:
+    return linear(nn.functional.silu(gate) * up, packed, *others)
 
 
-def linear(x: Tensor, w: Tensor, *others: Any) -> Tensor:
-    """With a dense weight in the place of the packed one, whose rows are those of perm."""
-    bias = others[7] if len(others) > 7 else None
-    return nn.functional.linear(x, w, bias)
+def linear(x: Tensor, packed: list[Tensor], header: list[int], bias: Tensor | None = None) -> Tensor:
+    """With a dense weight in the place of the packed one."""
+    return nn.functional.linear(x, packed[0], bias)
 
 
 @pytest.fixture
@@ -80,15 +79,14 @@ def on_the_cpu() -> Iterator[None]:
     """Ops of sell for CPU tensors, as the functions above."""
     with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one already, which says why there is none
-        library.impl("sell_linear", linear, "CPU", allow_override=True)
-        library.impl("sell_norm_linear", norm_linear, "CPU", allow_override=True)
-        library.impl("sell_gated_linear", gated_linear, "CPU", allow_override=True)
+        library.impl("linear", linear, "CPU", allow_override=True)
+        library.impl("norm_linear", norm_linear, "CPU", allow_override=True)
+        library.impl("gated_linear", gated_linear, "CPU", allow_override=True)
         yield
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    perm = torch.zeros(2, w.shape[0], dtype=torch.int32)
-    return torch.ops.macko.sell_linear(x, w, perm, perm, perm, w.shape[1], 3, 8, 4, bias)
+    return torch.ops.macko.linear(x, [w] * 4, [LAYOUTS.index("sell"), *w.shape, 3, 8, 4, 0, 4], bias)
 
 
 def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
@@ -120,7 +118,7 @@ def test_a_block_of_one_token(dtype: torch.dtype) -> None:
 
     x = random_vector(1, 1, 64, dtype=dtype)
     y, names = compiled(block, x)
-    assert names == ["sell_norm_linear"] * 3
+    assert names == ["norm_linear"] * 3
     h = x.double() + first(x).double() @ weights[0].double().T
     h = h.to(dtype)
     wanted = h.double() + second(h).double() @ (weights[1] + weights[2].double()).T
@@ -141,7 +139,7 @@ def test_as_an_option_of_torch_compile() -> None:
     with torch.no_grad():
         options: dict[str, Any] = {"post_grad_custom_pre_pass": (watched := Watched()), "fx_graph_cache": False}
         y = torch.compile(block, fullgraph=True, options=options)(x)
-    assert watched.seen == ["sell_norm_linear"]
+    assert watched.seen == ["norm_linear"]
     assert_near(y, block(x).double(), torch.bfloat16)
     assert Fuse().uuid() == Fuse().uuid()
 
@@ -163,18 +161,18 @@ def test_what_stays() -> None:
         return names
 
     two = random_vector(2, 64, dtype=torch.float16)
-    assert kept(lambda x: product(norm(x), w), two) == ["add", "sell_linear"]
-    assert kept(lambda x, y: product(x, w, y[0]) + y, x, y) == ["sell_linear", "add"]
-    assert kept(lambda x: product(x, w) + 1, x) == ["sell_linear", "add"]
-    assert kept(lambda x, y: product(x, w) + y, x, torch.ones(3, 40).half()) == ["sell_linear", "add"]
-    assert kept(lambda x, y: product(x, w) + y, x, y.float()) == ["sell_linear", "add"]
-    assert kept(lambda x, y: torch.add(product(x, w), y, alpha=2), x, y) == ["sell_linear", "add"]
-    assert kept(lambda x, y: (lambda z: (z + y) * z)(product(x, w)), x, y) == ["sell_linear", "add"]
-    assert kept(lambda x: (lambda z: z + z)(product(x, square)), x) == ["sell_linear", "add"]
-    assert kept(lambda x: product(norm.weight * x, w), x) == ["sell_linear"]
-    assert kept(lambda x: product(norm(x) * 1.5, w), x) == ["add", "sell_linear"]
+    assert kept(lambda x: product(norm(x), w), two) == ["add", "linear"]
+    assert kept(lambda x, y: product(x, w, y[0]) + y, x, y) == ["linear", "add"]
+    assert kept(lambda x: product(x, w) + 1, x) == ["linear", "add"]
+    assert kept(lambda x, y: product(x, w) + y, x, torch.ones(3, 40).half()) == ["linear", "add"]
+    assert kept(lambda x, y: product(x, w) + y, x, y.float()) == ["linear", "add"]
+    assert kept(lambda x, y: torch.add(product(x, w), y, alpha=2), x, y) == ["linear", "add"]
+    assert kept(lambda x, y: (lambda z: (z + y) * z)(product(x, w)), x, y) == ["linear", "add"]
+    assert kept(lambda x: (lambda z: z + z)(product(x, square)), x) == ["linear", "add"]
+    assert kept(lambda x: product(norm.weight * x, w), x) == ["linear"]
+    assert kept(lambda x: product(norm(x) * 1.5, w), x) == ["add", "linear"]
     narrow, of_60 = random_weight(8, 60, 0.5, torch.float16), Norm(60, torch.float16)
-    assert kept(lambda x: product(of_60(x), narrow), x[:, :60].contiguous()) == ["add", "sell_linear"]
+    assert kept(lambda x: product(of_60(x), narrow), x[:, :60].contiguous()) == ["add", "linear"]
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -190,7 +188,7 @@ def test_sizes_that_depend_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def some_residual(x: Tensor, mask: Tensor) -> Tensor:
         return product(x, w) + others[mask.nonzero().squeeze(1)]
 
-    for model, tokens, wanted in ((some_tokens, x, ["sell_linear"]), (some_residual, one, ["sell_linear", "add"])):
+    for model, tokens, wanted in ((some_tokens, x, ["linear"]), (some_residual, one, ["linear", "add"])):
         y, names = compiled(model, tokens, mask)
         assert names == wanted
         assert_same_bits(y, model(tokens, mask))
@@ -212,7 +210,7 @@ def test_a_gate_of_one_product() -> None:
 
     for model, wanted in ((mlp, mlp(x)), (swapped, swapped(x))):
         y, names = compiled(model, x)
-        assert names == ["sell_linear", "sell_gated_linear"]
+        assert names == ["linear", "gated_linear"]
         assert_near(y, wanted.double(), torch.float16)
     for other in (
         lambda x: product(torch.sigmoid(x) * x, both),
@@ -221,7 +219,7 @@ def test_a_gate_of_one_product() -> None:
         lambda x: product(silu(x), both),
     ):
         y, names = compiled(other, x)
-        assert names[-1] == "sell_linear"
+        assert names[-1] == "linear"
         assert_near(y, other(x).double(), torch.float16)
 
 
@@ -235,7 +233,7 @@ def test_either_order_and_a_norm_that_others_need() -> None:
         return product(normed, w) + normed[:, :40]
 
     y, names = compiled(shared, x)
-    assert names == ["add", "sell_norm_linear"]
+    assert names == ["add", "norm_linear"]
     assert_near(y, norm(x).double() @ w.double().T + norm(x)[:, :40].double(), torch.float16)
 
     def swapped(x: Tensor) -> Tensor:
@@ -243,7 +241,7 @@ def test_either_order_and_a_norm_that_others_need() -> None:
         return product((wide * torch.rsqrt(wide.square().mean(-1, True) + EPS)).half() * norm.weight, w)
 
     y, names = compiled(swapped, x)
-    assert names == ["sell_norm_linear"]
+    assert names == ["norm_linear"]
     assert_same_bits(y, swapped(x))
 
 
@@ -267,7 +265,7 @@ def test_norm_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyPa
         w, bias = random_weight(200, cols, 0.5, dtype), random_vector(200, dtype=dtype, seed=3)
         x, weight = 3 * random_vector(1, 1, cols, dtype=dtype), 1 + random_vector(cols, dtype=dtype, seed=4) / 2
         sell = SellWeight.from_dense(w.cuda())
-        y = twice(ops.sell_norm_linear, x.cuda(), weight.cuda(), EPS, sell._packed, bias.cuda())
+        y = twice(sell.norm_linear, x.cuda(), weight.cuda(), EPS, bias.cuda())
         assert_close_norm_linear(y[0, 0], w, x[0, 0], weight, bias)
 
 
@@ -303,41 +301,41 @@ def test_norm_linear_exact(dtype: torch.dtype) -> None:
         wanted = (w.double() @ (weight * sign).double()).to(dtype)
         sell = SellWeight.from_dense(w.cuda())
         for size in (1, 0.25, 16):
-            got = ops.sell_norm_linear((sign * size).cuda(), weight.cuda(), 0.0, sell._packed)
+            got = sell.norm_linear((sign * size).cuda(), weight.cuda(), 0.0)
             assert_same_bits(got + 0, wanted + 0)
 
 
 @pytest.mark.gpu
 def test_norm_linear_of_zeros_nan_and_views() -> None:
     w, weight = random_weight(64, 256, 0.5, torch.float16), torch.ones(256).half()
-    packed = SellWeight.from_dense(w.cuda())._packed
+    packed = SellWeight.from_dense(w.cuda())
     x = random_vector(256, dtype=torch.float16)
-    y = ops.sell_norm_linear(x.cuda(), weight.cuda(), EPS, packed)
+    y = packed.norm_linear(x.cuda(), weight.cuda(), EPS)
     shifted = torch.cat([torch.zeros(3).half(), x]).cuda()[3:]  # begins 6 bytes past a multiple of 16
-    assert_same_bits(ops.sell_norm_linear(shifted, weight.cuda(), EPS, packed), y)
-    assert_same_bits(ops.sell_norm_linear(x.cuda().repeat_interleave(2)[::2], weight.cuda(), EPS, packed), y)
-    assert not ops.sell_norm_linear(torch.zeros(256).half().cuda(), weight.cuda(), EPS, packed).any()
+    assert_same_bits(packed.norm_linear(shifted, weight.cuda(), EPS), y)
+    assert_same_bits(packed.norm_linear(x.cuda().repeat_interleave(2)[::2], weight.cuda(), EPS), y)
+    assert not packed.norm_linear(torch.zeros(256).half().cuda(), weight.cuda(), EPS).any()
     x[7] = float("nan")
-    assert ops.sell_norm_linear(x.cuda(), weight.cuda(), EPS, packed).isnan().all()
+    assert packed.norm_linear(x.cuda(), weight.cuda(), EPS).isnan().all()
 
 
 @pytest.mark.gpu
 def test_norm_linear_errors_opcheck_and_graph() -> None:
     w = random_weight(64, 256, 0.5, torch.float16)
-    packed, weight = SellWeight.from_dense(w.cuda())._packed, torch.ones(256, device="cuda").half()
+    packed, weight = SellWeight.from_dense(w.cuda()), torch.ones(256, device="cuda").half()
     x = random_vector(1, 256, dtype=torch.float16).cuda()
-    torch.library.opcheck(torch.ops.macko.sell_norm_linear, (x, weight, EPS, *packed))
+    torch.library.opcheck(torch.ops.macko.norm_linear, (x, weight, EPS, *packed.packed))
     with pytest.raises(RuntimeError, match=r"x has shape \[2, 256\], expected one token"):
-        ops.sell_norm_linear(x.expand(2, 256), weight, EPS, packed)
+        packed.norm_linear(x.expand(2, 256), weight, EPS)
     with pytest.raises(RuntimeError, match="weight has 255 elements, the matrix has 256 columns"):
-        ops.sell_norm_linear(x, weight[:255], EPS, packed)
+        packed.norm_linear(x, weight[:255], EPS)
     with pytest.raises(RuntimeError, match="weight has dtype float32, expected float16"):
-        ops.sell_norm_linear(x, weight.float(), EPS, packed)
-    narrow = SellWeight.from_dense(w[:, :255].contiguous().cuda())._packed
+        packed.norm_linear(x, weight.float(), EPS)
+    narrow = SellWeight.from_dense(w[:, :255].contiguous().cuda())
     with pytest.raises(RuntimeError, match="cols is 255, expected a multiple of 8"):
-        ops.sell_norm_linear(x[:, :255], weight[:255], EPS, narrow)
+        narrow.norm_linear(x[:, :255], weight[:255], EPS)
     with pytest.raises(NotImplementedError, match="no gradients"):
-        ops.sell_norm_linear(x.clone().requires_grad_(), weight, EPS, packed).sum().backward()
+        packed.norm_linear(x.clone().requires_grad_(), weight, EPS).sum().backward()
 
 
 @pytest.mark.gpu
@@ -350,8 +348,8 @@ def test_gated_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyP
         w, bias = random_weight(200, cols, 0.5, dtype), random_vector(200, dtype=dtype, seed=3)
         gate, up = 4 * random_vector(1, cols, dtype=dtype, seed=4), random_vector(1, cols, dtype=dtype, seed=5)
         gate[0, 0], gate[0, 1] = -60000 if dtype == torch.float16 else -1e30, 500
-        packed = SellWeight.from_dense(w.cuda())._packed
-        y = twice(ops.sell_gated_linear, gate.cuda(), up.cuda(), packed, bias.cuda())
+        packed = SellWeight.from_dense(w.cuda())
+        y = twice(packed.gated_linear, gate.cuda(), up.cuda(), bias.cuda())
         exact = nn.functional.silu(gate[0].double()) * up[0].double()
         kind = torch.finfo(dtype)
         # Two roundings to dtype; and of the silu, which is x / (1 + e^-x) in float32, those of e^-x, whose exponent is
@@ -364,18 +362,18 @@ def test_gated_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 def test_gated_linear_errors_and_opcheck() -> None:
     w, gate = random_weight(64, 256, 0.5, torch.float16), random_vector(1, 256, dtype=torch.float16).cuda()
-    packed = SellWeight.from_dense(w.cuda())._packed
-    torch.library.opcheck(torch.ops.macko.sell_gated_linear, (gate, gate, *packed))
+    packed = SellWeight.from_dense(w.cuda())
+    torch.library.opcheck(torch.ops.macko.gated_linear, (gate, gate, *packed.packed))
     with pytest.raises(RuntimeError, match=r"up has shape \[2, 256\], expected one token"):
-        ops.sell_gated_linear(gate, gate.expand(2, 256), packed)
+        packed.gated_linear(gate, gate.expand(2, 256))
     with pytest.raises(RuntimeError, match=r"gate has shape \[1, 255\], expected \[\.\.\., 256\]"):
-        ops.sell_gated_linear(gate[:, :255], gate, packed)
+        packed.gated_linear(gate[:, :255], gate)
     with pytest.raises(RuntimeError, match="up is on cpu, data is on cuda:0"):
-        ops.sell_gated_linear(gate, gate.cpu(), packed)
+        packed.gated_linear(gate, gate.cpu())
     with pytest.raises(NotImplementedError, match="no gradients"):
-        ops.sell_gated_linear(gate.clone().requires_grad_(), gate, packed).sum().backward()
+        packed.gated_linear(gate.clone().requires_grad_(), gate).sum().backward()
     shifted = torch.cat([gate[0, :3], gate[0]])[3:]
-    assert_same_bits(ops.sell_gated_linear(shifted, gate[0], packed), ops.sell_gated_linear(gate[0], gate[0], packed))
+    assert_same_bits(packed.gated_linear(shifted, gate[0]), packed.gated_linear(gate[0], gate[0]))
 
 
 @pytest.mark.gpu
@@ -383,13 +381,13 @@ def test_gated_linear_errors_and_opcheck() -> None:
 def test_a_chain_many_times() -> None:
     """Launches that begin early read what the one before has written, and only then."""
     w = [random_weight(2048, 2048, 0.5, torch.float16, seed=i).cuda() / 32 for i in range(8)]
-    layers = [SellWeight.from_dense(one)._packed for one in w]
+    layers = [SellWeight.from_dense(one) for one in w]
     weight, x = torch.ones(2048, device="cuda").half(), random_vector(1, 2048, dtype=torch.float16).cuda()
 
     def chain(x: Tensor) -> Tensor:
         for packed in layers:
-            y = ops.sell_norm_linear(x, weight, EPS, packed, x.view(-1))
-            x = ops.sell_gated_linear(y, weight[None], packed, x.view(-1))
+            y = packed.norm_linear(x, weight, EPS, x.view(-1))
+            x = packed.gated_linear(y, weight[None], x.view(-1))
         return x
 
     wanted = chain(x)
@@ -429,8 +427,8 @@ def test_generate_compiled() -> None:
     compiled = CompileConfig(mode=None, options={**options, "fx_graph_cache": False})  # type: ignore[arg-type]
     found = model.generate(prompt, cache_implementation="static", compile_config=compiled, **more)
     assert torch.equal(found, eager)
-    layer = ["sell_norm_linear", "sell_linear", "sell_norm_linear", "sell_gated_linear"]
-    assert [name for name in watched.seen if name.startswith("sell")] == layer * 2
+    layer = ["norm_linear", "linear", "norm_linear", "gated_linear"]
+    assert [name for name in watched.seen if name.endswith("linear")] == layer * 2
 
 
 @needs_transformers

@@ -45,7 +45,7 @@ def sparse_layer(*args: Any, **kwargs: Any) -> SparseLinear:
 def assert_same_layer(got: nn.Module, wanted: SparseLinear) -> None:
     """The same canonical bytes; the same format too, but where the layer may choose its own."""
     assert isinstance(got, SparseLinear)
-    assert got._auto or got.format == wanted.format
+    assert got._options or got.format == wanted.format
     held, expected = got.packed.to_macko(), wanted.packed.to_macko()
     assert held.sizes() == expected.sizes()
     for name, tensor in expected.tensors().items():

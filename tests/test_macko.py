@@ -361,7 +361,7 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
                 broken = corrupt(part, index, value, packed)
                 with pytest.raises(RuntimeError, match="macko::spmv: " + message):
                     ops.spmv(*broken, cols, x, bits)
-                with pytest.raises(RuntimeError, match="macko::unpack: " + message):
+                with pytest.raises(RuntimeError, match="macko::dense: " + message):
                     ops.unpack(*broken, cols, bits)
                 with pytest.raises(RuntimeError, match="macko::linear: " + message):
                     ops.linear(x, *broken, cols, None, bits)
@@ -486,17 +486,18 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
     x = random_vector(40, dtype=dtype).to(device)
     bias = random_vector(12, dtype=dtype).to(device)
     macko = torch.ops.macko
-    torch.library.opcheck(macko.pack, (w, 0))
+    torch.library.opcheck(macko.pack, (w, 0, [0]))
     for bits in BITS:
         packed = ops.pack(w, bits)
-        torch.library.opcheck(macko.pack, (w, bits))
-        torch.library.opcheck(macko.unpack, (*packed, 40, bits))
-        torch.library.opcheck(macko.check, (*packed, 40, bits))
+        whole = list(packed), [0, 12, 40, bits]
+        torch.library.opcheck(macko.pack, (w, 0, [bits]))
+        torch.library.opcheck(macko.dense, whole)
+        torch.library.opcheck(macko.check, whole)
         for grad in (False, True):
             x_ = x.clone().requires_grad_(grad)
             torch.library.opcheck(macko.spmv, (*packed, 40, x_, bits))
-            torch.library.opcheck(macko.linear, (x_, *packed, 40, bias.clone().requires_grad_(grad), bits))
-            torch.library.opcheck(macko.linear, (x_.expand(3, 40), *packed, 40, None, bits))
+            torch.library.opcheck(macko.linear, (x_, *whole, bias.clone().requires_grad_(grad)))
+            torch.library.opcheck(macko.linear, (x_.expand(3, 40), *whole, None))
 
 
 @on_devices

@@ -89,7 +89,7 @@ def test_same_outputs_from_one_product(device: str, shape: tuple[int, ...]) -> N
         else:  # another matrix is another order of summation
             torch.testing.assert_close(merged(x), sparse(x))
     assert len(count) == 3
-    assert merge._last.eager is None  # nothing is kept alive
+    assert merged[0].q_proj._last.eager is None  # nothing is kept alive
 
 
 @pytest.mark.gpu
@@ -124,22 +124,22 @@ def test_many_tokens_are_tensors_of_their_own(format: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("weight", [SellWeight, TileWeight])
 def test_the_op_of_parts(weight: type[SellWeight] | type[TileWeight]) -> None:
     packed = weight.from_dense(random_weight(96, 64, 0.5, torch.float16).cuda())
-    op = getattr(torch.ops.macko, f"{weight.format}_linear_parts")
+    op = torch.ops.macko.linear_parts
     x = torch.randn(3, 64, device="cuda", dtype=torch.float16)
     for rows in ([32, 0, 64], [64, 0, 32]):
-        torch.library.opcheck(op, (x, *packed._packed, rows))
-        torch.testing.assert_close(torch.cat(op(x, *packed._packed, rows), -1), packed.linear(x))
+        torch.library.opcheck(op, (x, *packed.packed, rows))
+        torch.testing.assert_close(torch.cat(op(x, *packed.packed, rows), -1), packed.linear(x))
     for part_rows, words in {
         (32, 32): "part_rows are 64 in all, the matrix has 96 rows",
         (32, 65): "part_rows has 65 behind 32 rows, the matrix has 96",
         (-1, 97): "part_rows has -1 behind 0 rows",
     }.items():
         with pytest.raises(RuntimeError, match=words):
-            op(x, *packed._packed, part_rows)
+            op(x, *packed.packed, part_rows)
     with pytest.raises(RuntimeError, match="x has shape"):
-        op(x[:, 1:], *packed._packed, [96])
+        op(x[:, 1:], *packed.packed, [96])
     with pytest.raises(NotImplementedError, match="has no gradients"):
-        op(x.requires_grad_(), *packed._packed, [96])[0].sum().backward()
+        op(x.requires_grad_(), *packed.packed, [96])[0].sum().backward()
 
 
 def test_any_order_and_repeated_calls() -> None:
@@ -220,7 +220,7 @@ def test_compiled_in_one_graph(device: str) -> None:
     assert len(graphs) == 1
     targets = [str(node.target) for node in graphs[0].graph.nodes if "linear" in str(node.target)]
     assert len(targets) == 1
-    assert merge._last.traced is None
+    assert merged[0].q_proj._last.traced is None
 
 
 @pytest.mark.gpu
@@ -335,13 +335,13 @@ def test_merging_is_all_or_nothing_and_lets_the_layers_go(monkeypatch: pytest.Mo
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, seen = merge._merge, []
 
-    def failing(layers: Any) -> Any:
+    def failing(layers: Any, *others: Any) -> Any:
         gc.collect()
         seen.append(sum(ref() is not None for ref in refs))
         refs.extend(weakref.ref(layer) for layer in layers)
         if len(seen) == fails_at:
             raise RuntimeError("no memory")
-        return plain(layers)
+        return plain(layers, *others)
 
     monkeypatch.setattr(merge, "_merge", failing)
     refs: list[Any] = []

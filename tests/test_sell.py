@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import macko.ops as ops
 from macko import reference
 from macko.formats import MackoWeight, SellWeight
+from macko.ops import LAYOUTS
+from tests import layouts
 from tests.common import (
     HALVES,
     MASKS,
@@ -50,7 +52,7 @@ def assert_packs(w: torch.Tensor, gap_bits: int = 0, delta_bits: int = 4) -> Sel
     for name, tensor in canonical.tensors().items():
         assert_same_bits(getattr(back, name), tensor)
     if w.numel() < 50_000:
-        assert_same_bits(reference.sell_unpack(*sell._packed), wanted)
+        assert_same_bits(reference.sell_unpack(sell), wanted)
     return sell
 
 
@@ -139,10 +141,10 @@ def test_spmv_of_every_shape_and_gap(dtype: torch.dtype, path: dict[str, str], m
         exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
         for gap_bits in GAPS:
             sell = packed(w, gap_bits)
-            y = sell.spmv(x.cuda(), bias.cuda())
+            y = sell.linear(x.cuda(), bias.cuda())
             assert_close_spmv(y, w, x, bias)
-            assert_same_bits(sell.spmv(x.cuda(), bias.cuda()), y)
-            assert_same_bits(packed(exact_w, gap_bits).spmv(exact_x.cuda()) + 0, exact_y + 0)
+            assert_same_bits(sell.linear(x.cuda(), bias.cuda()), y)
+            assert_same_bits(packed(exact_w, gap_bits).linear(exact_x.cuda()) + 0, exact_y + 0)
 
 
 @pytest.mark.gpu
@@ -158,7 +160,7 @@ def test_spmv_of_large_shapes(
         monkeypatch.setenv(name, value)
     w, x = random_weight(rows, cols, density, torch.float16), random_vector(cols, dtype=torch.float16)
     sell = assert_packs(w)
-    assert_close_spmv(sell.spmv(x.cuda()), w, x)
+    assert_close_spmv(sell.linear(x.cuda()), w, x)
 
 
 @pytest.mark.gpu
@@ -167,7 +169,7 @@ def test_a_row_50_times_as_long_as_the_mean() -> None:
     w[1234] = random_weight(1, 4096, 1.0, torch.float16)
     w[2000:] = 0
     sell, x = assert_packs(w), random_vector(4096, dtype=torch.float16)
-    assert_close_spmv(sell.spmv(x.cuda()), w, x)
+    assert_close_spmv(sell.linear(x.cuda()), w, x)
     uniform = packed(random_weight(3000, 4096, sell.stored / w.numel(), torch.float16), sell.gap_bits)
     # Padding of the short rows: at most their own bytes again.
     assert sell.nbytes < 2 * uniform.nbytes
@@ -178,11 +180,11 @@ def test_all_zero_and_empty_rows() -> None:
     bias = random_vector(300, dtype=torch.float16).cuda()
     zero = packed(torch.zeros(300, 200, dtype=torch.float16))
     assert zero.stored == 0
-    assert_same_bits(zero.spmv(random_vector(200, dtype=torch.float16).cuda(), bias), bias)
+    assert_same_bits(zero.linear(random_vector(200, dtype=torch.float16).cuda(), bias), bias)
     w = random_weight(300, 200, 0.5, torch.float16)
     w[:7], w[100:200], w[290:] = 0, 0, 0
     x = random_vector(200, dtype=torch.float16)
-    assert_close_spmv(assert_packs(w).spmv(x.cuda()), w, x)
+    assert_close_spmv(assert_packs(w).linear(x.cuda()), w, x)
 
 
 @pytest.mark.gpu
@@ -193,7 +195,7 @@ def test_padding_never_reads_an_x() -> None:
     w[::2, 300:] = 0
     x = torch.ones(600, dtype=torch.float16)
     x[0] = float("inf")
-    assert packed(w).spmv(x.cuda()).isposinf().all()
+    assert packed(w).linear(x.cuda()).isposinf().all()
 
 
 @pytest.mark.gpu
@@ -201,13 +203,13 @@ def test_x_and_bias_of_any_stride_and_alignment() -> None:
     w = random_weight(130, 512, 0.5, torch.float16)
     sell, long = packed(w), random_vector(2 * 512 + 1, dtype=torch.float16)
     for x in (long[1:513], long[: 2 * 512 : 2]):
-        assert_close_spmv(sell.spmv(x.cuda()[:]), w, x)
+        assert_close_spmv(sell.linear(x.cuda()[:]), w, x)
         on_gpu = long.cuda()
         same = on_gpu[1:513] if x.stride(0) == 1 else on_gpu[: 2 * 512 : 2]
-        assert_close_spmv(sell.spmv(same), w, x)
+        assert_close_spmv(sell.linear(same), w, x)
     bias = random_vector(260, dtype=torch.float16)
     x = long[:512]
-    assert_close_spmv(sell.spmv(x.cuda(), bias.cuda()[::2]), w, x, bias[::2])
+    assert_close_spmv(sell.linear(x.cuda(), bias.cuda()[::2]), w, x, bias[::2])
 
 
 @pytest.mark.gpu
@@ -251,8 +253,8 @@ def test_opcheck_compile_and_graph_of_32_layers() -> None:
     layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(32)]
     bias = random_vector(512, dtype=torch.float16).cuda()
     x = random_vector(512, dtype=torch.float16).cuda()
-    torch.library.opcheck(torch.ops.macko.sell_spmv, (*layers[0]._packed, x, bias))
-    torch.library.opcheck(torch.ops.macko.sell_linear, (x[None], *layers[0]._packed, bias))
+    torch.library.opcheck(torch.ops.macko.linear, (x, *layers[0].packed, bias))
+    torch.library.opcheck(torch.ops.macko.linear, (x[None], *layers[0].packed, bias))
     assert_graph_of_layers(layers, x, bias, bare=32)
     compiled = torch.compile(lambda x: layers[0].linear(x, bias), fullgraph=True)
     for tokens in ((1,), (4,), (2, 3)):
@@ -299,7 +301,7 @@ def test_x_of_the_product_before_is_never_read(
         wanted = (xs.double() @ w.double().T).half()
         for gap_bits in (2, 3, 6):
             sell = packed(w, gap_bits)
-            assert torch.equal(torch.stack([sell.spmv(x) for x in xs] * 2), torch.cat([wanted, wanted]))
+            assert torch.equal(torch.stack([sell.linear(x) for x in xs] * 2), torch.cat([wanted, wanted]))
 
 
 @pytest.mark.gpu
@@ -307,7 +309,7 @@ def test_side_stream() -> None:
     w, x = random_weight(256, 1024, 0.5, torch.float16), random_vector(1024, dtype=torch.float16)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        y = packed(w).spmv(x.cuda())
+        y = packed(w).linear(x.cuda())
     stream.synchronize()
     assert_close_spmv(y, w, x)
 
@@ -342,37 +344,40 @@ def test_layouts_made_for_another_gpu(warps: int, blocks: int) -> None:
     sell = SellWeight.from_macko(MackoWeight.from_dense(w.cuda()), 3, warps, blocks)
     assert (sell.warps, sell.blocks.shape[0]) == (warps, blocks)
     sell.validate()
-    assert_same_bits(reference.sell_unpack(*sell._packed), torch.where(w == 0, 0, w))
-    assert_close_spmv(sell.spmv(x.cuda()), w, x)
-    assert_close_spmv(sell.spmm(x.cuda()[None]), w, x[None])
+    assert_same_bits(
+        reference.sell_unpack(sell),
+        torch.where(w == 0, 0, w),
+    )
+    assert_close_spmv(sell.linear(x.cuda()), w, x)
+    assert_close_spmv(layouts.stream(sell, x.cuda()[None]), w, x[None])
 
 
 @pytest.mark.gpu
 def test_errors_name_the_argument() -> None:
     sell = packed(random_weight(30, 50, 0.5, torch.float16))
     x = random_vector(50, dtype=torch.float16).cuda()
-    with pytest.raises(RuntimeError, match="x has 49 elements, the matrix has 50 columns"):
-        ops.sell_spmv(sell._packed, x[:49])
+    with pytest.raises(RuntimeError, match=r"x has shape \[49\], expected \[\.\.\., 50\]"):
+        sell.linear(x[:49])
     with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
-        ops.sell_spmv(sell._packed, x.bfloat16())
+        sell.linear(x.bfloat16())
     with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        ops.sell_spmv(sell._packed, x, x[:29])
+        sell.linear(x, x[:29])
     with pytest.raises(RuntimeError, match="gap_bits is 7"):
-        ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 7)
+        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 7)
     with pytest.raises(RuntimeError, match="warps is 7, expected an even number up to 12"):
-        ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 7)
+        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 7)
     with pytest.raises(RuntimeError, match="blocks is -1"):
-        ops.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 8, -1)
+        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 8, -1)
     with pytest.raises(RuntimeError, match="cols is 65536, expected at most 65535"):
         packed(torch.zeros(2, 65536, dtype=torch.float16))
 
 
 def test_cpu_tensors_are_refused_with_the_reason() -> None:
     weight = MackoWeight.from_dense(torch.ones(2, 2).half())
-    with pytest.raises(RuntimeError, match=r"sell_pack got CPU tensors, .* the sell layout is for a GPU"):
+    with pytest.raises(RuntimeError, match="the sell layout is for a GPU, on the CPU use"):
         SellWeight.from_macko(weight)
-    with pytest.raises(RuntimeError, match=r"sell_linear got CPU tensors, .* the sell layout is for a GPU"):
-        torch.ops.macko.sell_linear(torch.ones(2).half(), *[torch.zeros(0)] * 4, 2, 4, 8, 0)
+    with pytest.raises(RuntimeError, match="the sell layout is for a GPU, on the CPU use"):
+        torch.ops.macko.linear(torch.ones(2).half(), [torch.zeros(0)] * 4, [LAYOUTS.index("sell"), 2, 2, 4, 8, 0, 0, 4])
 
 
 #: The functions of sell.h as symbols: it is plain C, so that its arithmetic is tested without a GPU.

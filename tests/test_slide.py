@@ -12,8 +12,12 @@ from torch import Tensor
 
 import macko
 import macko.ops as ops
-from macko import SparseLinear, reference, slide_choice, times
+from macko import SparseLinear, choose, reference, times
+from macko.choose import Options, pack
+from macko.convert import check_shards
 from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
+from macko.ops import LAYOUTS
+from macko.tune import measure_slide
 from tests.common import HALVES, assert_same_bits, device_dtypes, devices, needs_capture
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -432,15 +436,14 @@ def test_opcheck(dtype: torch.dtype, device: str) -> None:
     packed, scale, _ = ops.slide_pack(w, 4, dtype)
     lifted, token_scale = ops.slide_quant_fused(x, 4, dtype)
     namespace = torch.ops.macko
+    slide, element = LAYOUTS.index("slide"), SLIDE_ELEMENTS.index(dtype)
+    whole = [packed, scale, packed.new_empty(0, 0, 0)], [slide, 72, 96, 4, element, 0, 0, 0]
     checks = (
-        (namespace.slide_pack, (w, 4, dtype)),
-        (namespace.slide_unpack, (packed, scale, 96, 4, dtype)),
+        (namespace.pack, (w, slide, [4, element, 0, 0])),
+        (namespace.dense, whole),
         (namespace.slide_quant_fused, (x, 4, dtype)),
         (namespace.slide_gemm, (lifted, token_scale, packed, scale, 96, 4, torch.float16, bias)),
-        (
-            namespace.slide_linear,
-            (x.clone().requires_grad_(), packed, scale, 96, 4, dtype, bias.clone().requires_grad_()),
-        ),
+        (namespace.linear, (x.clone().requires_grad_(), *whole, bias.clone().requires_grad_())),
     )
     for op, arguments in checks:
         torch.library.opcheck(op, arguments)
@@ -547,25 +550,35 @@ def test_sparsify_with_a_pattern() -> None:
         macko.sparsify_(model, pattern="6:8")
 
 
+def gains(rows: int, cols: int, gain: dict[str, float], pattern: str = "6:8") -> times.Line:
+    return {"rows": rows, "cols": cols, "dtype": "int8", "pattern": pattern, "gain": gain}
+
+
+def known(monkeypatch: pytest.MonkeyPatch, *lines: times.Line) -> None:
+    """These lines of 6:8 are all that is known of the GPU "GPU"."""
+    tables = {"GPU": times.Times("GPU", 1.0, (), True, {("int8", "6:8"): lines})}
+    for module in (choose, times):
+        monkeypatch.setattr(module, "times", lambda gpu: tables.get(gpu, times.Times(gpu, 1.0, (), False)))
+
+
 def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"100 x 100": {"16": 1.1, "4096": 0.9}, "9000 x 100": {"1": 1.5}}
-    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
+    known(monkeypatch, gains(100, 100, {"16": 1.1, "4096": 0.9}), gains(9000, 100, {"1": 1.5}))
     small = (90, 120)
-    assert slide_choice.slide_gain("GPU", INT8, 4, small, 1) == 1.1
-    assert slide_choice.slide_gain("GPU", INT8, 4, small, 9000) == 0.9
-    assert slide_choice.slide_gain("GPU", INT8, 4, small, 256) == pytest.approx(1.0)
-    assert slide_choice.slide_gain("GPU", INT8, 4, (5000, 120), 9000) == 1.5
-    assert slide_choice.slide_gain("GPU", INT8, 3, small, 1) is None
-    assert slide_choice.slide_gain("other", INT8, 4, small, 1) is None
+    assert times.times("GPU").slide_gain(INT8, 4, small, 1) == 1.1
+    assert times.times("GPU").slide_gain(INT8, 4, small, 9000) == 0.9
+    assert times.times("GPU").slide_gain(INT8, 4, small, 256) == pytest.approx(1.0)
+    assert times.times("GPU").slide_gain(INT8, 4, (5000, 120), 9000) == 1.5
+    assert times.times("GPU").slide_gain(INT8, 3, small, 1) is None
+    assert times.times("other").slide_gain(INT8, 4, small, 1) is None
 
 
 def test_range_of_tokens_where_the_pattern_pays() -> None:
     everywhere = (0, 2**31 - 1)
-    assert slide_choice.sparse_range(lambda m: 1.0, 2048) == everywhere
-    assert slide_choice.sparse_range(lambda m: 0.9, 2048) == (1, 0)
-    assert slide_choice.sparse_range(lambda m: 1.1 if m <= 64 else 0.9, 2048) == (0, 64)
-    assert slide_choice.sparse_range(lambda m: 1.1 if m >= 512 else 0.9, 1) == (512, everywhere[1])
-    assert slide_choice.sparse_range(lambda m: 1.1 if m <= 4 or 64 <= m <= 512 else 0.9, 100) == (64, 512)
+    assert choose.sparse_range(lambda m: 1.0, 2048) == everywhere
+    assert choose.sparse_range(lambda m: 0.9, 2048) == (1, 0)
+    assert choose.sparse_range(lambda m: 1.1 if m <= 64 else 0.9, 2048) == (0, 64)
+    assert choose.sparse_range(lambda m: 1.1 if m >= 512 else 0.9, 1) == (512, everywhere[1])
+    assert choose.sparse_range(lambda m: 1.1 if m <= 4 or 64 <= m <= 512 else 0.9, 100) == (64, 512)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -595,8 +608,7 @@ def test_sparse_and_dense_side_by_side(element: int, device: str) -> None:
 
 def test_both_weights_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    times = {"128 x 256": {"16": 1.1, "4096": 0.9}}
-    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: {"int8": {"6:8": times}} if gpu == "GPU" else {})
+    known(monkeypatch, gains(128, 256, {"16": 1.1, "4096": 0.9}))
     w = weight(128, 256, 4, torch.float16)
     on_gpu = FakeDevice(w)
     for tokens, keep_dense, label in (
@@ -604,8 +616,7 @@ def test_both_weights_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, False, "slide 6:8 int8"),
         (4096, True, "slide 6:8 int8, dense over 256 tokens"),
     ):
-        packed = slide_choice.SlidePacking("6:8", "int8", tokens, keep_dense).from_dense(on_gpu)
-        assert packed.label == label
+        assert pack(on_gpu, Options("slide", tokens, "6:8", "int8", keep_dense)).label == label
 
 
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0), (12, 0)])
@@ -614,12 +625,12 @@ def test_nobody_measured_this_gpu(capability: tuple[int, int], monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    slide_choice.slide_table.cache_clear()
+    times.times.cache_clear()
 
     def packed_as(n: int, pattern: str, keep_dense: bool = False) -> tuple[str, str]:
-        packing, w = slide_choice.SlidePacking(pattern, "int8", 2048, keep_dense), weight(128, 480, n, torch.float16)
-        packed = packing.from_dense(FakeDevice(w))
-        return packed.label, packing.note(FakeDevice(w), packed)
+        options, w = Options("slide", 2048, pattern, "int8", keep_dense), weight(128, 480, n, torch.float16)
+        packed = pack(FakeDevice(w), options)
+        return packed.label, choose.slide_note(FakeDevice(w), packed, options)
 
     for keep_dense in (False, True):
         assert packed_as(2, "2:4", keep_dense) == packed_as(2, "auto", keep_dense) == ("slide 2:4 int8", "")
@@ -632,16 +643,16 @@ def test_nobody_measured_this_gpu(capability: tuple[int, int], monkeypatch: pyte
                     assert label == "slide dense int8"
                     where = f"nobody measured {pattern} int8 on Some GPU, whose kernel is not tuned"
                     assert note == f"{where}; `macko tune` measures it"
-    own = {"int8": {"6:8": {"128 x 480": {"1": 1.2}}, "2:4": {"128 x 480": {"1": 0.8}}}}
+    own = [gains(128, 480, {"1": 1.2}), gains(128, 480, {"1": 0.8}, "2:4")]
     times.write(times.cache_file("Some GPU"), "Some GPU", [], own, 0)
-    slide_choice.slide_table.cache_clear()
+    times.times.cache_clear()
     assert packed_as(4, "6:8") == ("slide 6:8 int8", "")
     assert packed_as(2, "2:4") == ("slide dense int8", "2:4 would take 1.25 of dense's time at 2048 tokens")
-    slide_choice.slide_table.cache_clear()
+    times.times.cache_clear()
 
 
 def test_report_says_why_a_pattern_is_held_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slide_choice, "slide_layout", lambda w, n, dtype, tokens: 0)
+    monkeypatch.setattr(choose, "slide_layout", lambda w, n, dtype, tokens: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     for dtype, advice in (("int8", "; `macko tune` measures it"), (None, "")):
         model = torch.nn.Sequential(torch.nn.Linear(256, 192, bias=False)).half()
@@ -669,10 +680,10 @@ class FakeDevice(Tensor):
 
 
 def test_groups_that_straddle_shards_are_named() -> None:
-    slide_choice.check_shards(4096, 2, "6:8")
-    slide_choice.check_shards(11008, 8, "2:4")
+    check_shards(4096, 2, "6:8")
+    check_shards(11008, 8, "2:4")
     with pytest.raises(ValueError, match=r"group 917 of 4:6 \(columns 5502 to 5507\) straddles shards 0 and 1 of 2"):
-        slide_choice.check_shards(11008, 2, "4:6")
+        check_shards(11008, 2, "4:6")
 
 
 def test_sharded_weight_is_left_dense_by_name() -> None:
@@ -700,17 +711,21 @@ def test_own_table_counts_before_the_shipped_one(tmp_path: Path, monkeypatch: py
     assert own == tmp_path / "macko" / "NVIDIA_H200.json"
     own.parent.mkdir()
     own.write_text('{"version": 1, "linear": [], "slide": {"int8": {"2:4": {"64 x 64": {"1": 0.5}}}}}')
-    slide_choice.slide_table.cache_clear()
-    assert slide_choice.slide_gain("NVIDIA H200", INT8, 2, (64, 64), 1) == 0.5
-    assert slide_choice.slide_gain("NVIDIA H200", FP8, 2, (64, 64), 1) != 0.5
-    slide_choice.slide_table.cache_clear()
+    times.times.cache_clear()
+    assert times.times("NVIDIA H200").slide_gain(INT8, 2, (64, 64), 1) == 0.5
+    assert times.times("NVIDIA H200").slide_gain(FP8, 2, (64, 64), 1) != 0.5
+    times.times.cache_clear()
 
 
 @pytest.mark.gpu
 @needs_capture
-def test_measured_table_is_what_the_choice_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = slide_choice.measure(dtypes=["int8"], patterns=["2:4"], shapes=[(256, 512)], tokens=[1, 64])
-    monkeypatch.setattr(slide_choice, "slide_table", lambda gpu: table)
-    gain = slide_choice.slide_gain(torch.cuda.get_device_name(), INT8, 2, (256, 512), 64)
+def test_measured_table_is_what_the_choice_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpu = torch.cuda.get_device_name()
+    (line,) = measure_slide(dtypes=["int8"], patterns=["2:4"], shapes=[(256, 512)], tokens=[1, 64])
+    times.write(times.cache_file(gpu), gpu, [], [line], 0)
+    gain = times.times(gpu).slide_gain(INT8, 2, (256, 512), 64)
+    times.times.cache_clear()
+    assert gain == line["gain"]["64"]
     assert gain is not None
     assert 0.2 < gain < 5

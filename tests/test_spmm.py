@@ -1,9 +1,12 @@
-"""A few tokens and many, from the packed weight: sell_spmm, and the dense tiles of sell_linear and linear."""
+"""A few tokens and many, from sell's stream, and through dense rows."""
+
+from functools import partial
 
 import pytest
 import torch
 
 from macko.formats import MackoWeight, PackedWeight, SellWeight
+from tests import layouts
 from tests.common import (
     HALVES,
     MASKS,
@@ -38,13 +41,13 @@ def test_every_number_of_tokens_up_to_70(rows: int, cols: int, dtype: torch.dtyp
     exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
     scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(14)[:, None]
     sell, exact = packed(w), packed(exact_w)
-    many = sell.spmm(x.cuda(), bias.cuda())
+    many = layouts.stream(sell, x.cuda(), bias.cuda())
     assert_close_spmv(many, w, x, bias)
     for count in range(1, 71):
-        assert_close_spmv(sell.spmm(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
+        assert_close_spmv(layouts.stream(sell, x[:count].cuda(), bias.cuda()), w, x[:count], bias)
         assert_close_library(sell.linear(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
         scaled, wanted = (exact_x * scale[:count]).to(dtype), (exact_y * scale[:count]).to(dtype)
-        for y in (exact.spmm(scaled.cuda()), exact.linear(scaled.cuda())):
+        for y in (layouts.stream(exact, scaled.cuda()), exact.linear(scaled.cuda())):
             assert_same_bits(y + 0, wanted + 0)
 
 
@@ -56,9 +59,9 @@ def test_every_shape_and_gap(dtype: torch.dtype) -> None:
         for gap_bits in (2, 3, 4, 5, 6):
             sell = packed(w, gap_bits)
             for count in (0, 2, 3, 4, 6, 9):
-                y = sell.spmm(x[:count].cuda(), bias.cuda())
+                y = layouts.stream(sell, x[:count].cuda(), bias.cuda())
                 assert_close_spmv(y, w, x[:count], bias)
-                assert_same_bits(sell.spmm(x[:count].cuda(), bias.cuda()), y)
+                assert_same_bits(layouts.stream(sell, x[:count].cuda(), bias.cuda()), y)
 
 
 @pytest.mark.gpu
@@ -66,7 +69,7 @@ def test_every_shape_and_gap(dtype: torch.dtype) -> None:
 def test_uneven_masks(kind: str) -> None:
     for density in (0.03, 0.3, 0.7):
         w, x = random_weight(900, 1500, density, torch.float16, kind=kind), tokens_of(8, 1500, torch.float16)
-        assert_close_spmv(packed(w).spmm(x.cuda()), w, x)
+        assert_close_spmv(layouts.stream(packed(w), x.cuda()), w, x)
 
 
 @pytest.mark.gpu
@@ -75,7 +78,7 @@ def test_x_that_fits_shared_memory_for_fewer_tokens_only(rows: int, cols: int) -
     w, x = random_weight(rows, cols, 0.5, torch.float16), tokens_of(8, cols, torch.float16)
     sell = packed(w)
     for count in (2, 4, 8):
-        assert_close_spmv(sell.spmm(x[:count].cuda()), w, x[:count])
+        assert_close_spmv(layouts.stream(sell, x[:count].cuda()), w, x[:count])
 
 
 @pytest.mark.gpu
@@ -85,16 +88,16 @@ def test_every_path(knobs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     w, x = random_weight(700, 1024, 0.5, torch.float16), tokens_of(7, 1024, torch.float16)
     bias = random_vector(700, dtype=torch.float16)
-    assert_close_spmv(packed(w).spmm(x.cuda(), bias.cuda()), w, x, bias)
+    assert_close_spmv(layouts.stream(packed(w), x.cuda(), bias.cuda()), w, x, bias)
 
 
 @pytest.mark.gpu
 def test_a_token_does_not_depend_on_the_others() -> None:
     sell, x = packed(random_weight(300, 700, 0.5, torch.float16)), tokens_of(8, 700, torch.float16).cuda()
-    alone = sell.spmm(x)
+    alone = layouts.stream(sell, x)
     x[3], x[5, 17] = float("nan"), float("inf")
     kept = [0, 1, 2, 4, 6, 7]
-    assert_same_bits(sell.spmm(x)[kept], alone[kept])
+    assert_same_bits(layouts.stream(sell, x)[kept], alone[kept])
 
 
 @pytest.mark.gpu
@@ -104,7 +107,7 @@ def test_padding_never_reads_an_x() -> None:
     w[::2, 300:] = 0
     x = torch.ones(4, 600, dtype=torch.float16)
     x[:, 0] = float("inf")
-    assert packed(w).spmm(x.cuda()).isposinf().all()
+    assert layouts.stream(packed(w), x.cuda()).isposinf().all()
 
 
 @pytest.mark.gpu
@@ -113,7 +116,7 @@ def test_x_of_any_stride_and_alignment() -> None:
     sell, long = packed(w), tokens_of(5, 2 * 512 + 2, torch.float16).cuda()
     flat = long.reshape(-1)
     for x in (flat[1 : 1 + 4 * 512].view(4, 512), long[:, :512], long[:, 1:1025:2], long[:4, :512].t().t()):
-        assert_close_spmv(sell.spmm(x), w, x)
+        assert_close_spmv(layouts.stream(sell, x), w, x)
         assert_close_spmv(sell.linear(x[None]), w, x[None])
 
 
@@ -154,7 +157,7 @@ def test_dense_tiles_keep_to_the_workspace(layout: type[PackedWeight], rows: int
 def test_gradients_of_x_and_bias(tokens: int) -> None:
     w = random_weight(48, 64, 0.5, torch.float16).cuda()
     sell = SellWeight.from_dense(w)
-    for call in (sell.linear, sell.spmm):
+    for call in (sell.linear, partial(layouts.stream, sell)):
         x = tokens_of(tokens, 64, torch.float16).cuda().requires_grad_()
         bias = torch.zeros(48, dtype=torch.float16, device="cuda", requires_grad=True)
         grad = tokens_of(tokens, 48, torch.float16).cuda()
@@ -169,8 +172,7 @@ def test_gradients_of_x_and_bias(tokens: int) -> None:
 def test_opcheck_and_graph_of_layers(tokens: int) -> None:
     layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(8)]
     x, bias = tokens_of(tokens, 512, torch.float16).cuda(), random_vector(512, dtype=torch.float16).cuda()
-    torch.library.opcheck(torch.ops.macko.sell_spmm, (*layers[0]._packed, x, bias))
-    torch.library.opcheck(torch.ops.macko.sell_linear, (x, *layers[0]._packed, bias))
+    torch.library.opcheck(torch.ops.macko.linear, (x, *layers[0].packed, bias))
     assert_graph_of_layers(layers, x, bias, bare=3)
 
 
@@ -197,7 +199,7 @@ def test_side_stream() -> None:
     w, x = random_weight(256, 1024, 0.5, torch.float16), tokens_of(4, 1024, torch.float16)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        y = packed(w).spmm(x.cuda())
+        y = layouts.stream(packed(w), x.cuda())
     stream.synchronize()
     assert_close_spmv(y, w, x)
 
@@ -206,11 +208,9 @@ def test_side_stream() -> None:
 def test_errors_name_the_argument() -> None:
     sell = packed(random_weight(30, 50, 0.5, torch.float16))
     x = tokens_of(3, 50, torch.float16).cuda()
-    with pytest.raises(RuntimeError, match=r"x has shape \[3, 49\], expected \[tokens, 50\]"):
-        sell.spmm(x[:, :49])
-    with pytest.raises(RuntimeError, match=r"x has shape \[50\], expected 2 dimension"):
-        sell.spmm(x[0])
+    with pytest.raises(RuntimeError, match=r"x has shape \[3, 49\], expected \[\.\.\., 50\]"):
+        layouts.stream(sell, x[:, :49])
     with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
-        sell.spmm(x.bfloat16())
+        layouts.stream(sell, x.bfloat16())
     with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        sell.spmm(x, random_vector(29, dtype=torch.float16).cuda())
+        layouts.stream(sell, x, random_vector(29, dtype=torch.float16).cuda())

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
-from macko import ops, reference
+from macko import reference
 from macko.choose import choose
 from macko.formats import MackoWeight, TileWeight
+from tests import layouts
 from tests.common import (
     HALVES,
     MASKS,
@@ -434,11 +435,11 @@ def test_opcheck(device: str) -> None:
     w = random_weight(70, 130, 0.5, torch.float16).to(device)
     tile = packed(w, device)
     x, bias = tokens_of(2, 3, 130).to(device), random_vector(70, dtype=torch.float16).to(device)
-    torch.library.opcheck(torch.ops.macko.tile_unpack, tile._packed)
-    torch.library.opcheck(torch.ops.macko.tile_check, tile._packed)
+    torch.library.opcheck(torch.ops.macko.dense, tile.packed)
+    torch.library.opcheck(torch.ops.macko.check, tile.packed)
     for given_x in (x, x.clone().requires_grad_()):
-        torch.library.opcheck(torch.ops.macko.tile_linear, (given_x, *tile._packed, bias))
-        torch.library.opcheck(torch.ops.macko.tile_linear, (given_x, *tile._packed))
+        torch.library.opcheck(torch.ops.macko.linear, (given_x, *tile.packed, bias))
+        torch.library.opcheck(torch.ops.macko.linear, (given_x, *tile.packed))
 
 
 @pytest.mark.gpu
@@ -725,7 +726,7 @@ def test_any_other_byte_is_found(index: int, value: int) -> None:
     other = changed(WEIGHT, "data", index, value)
     before, after = (int(tile.data.view(torch.int16)[index]) for tile in (WEIGHT, other))
     place = index - 64 * int(WEIGHT.offsets[WEIGHT.offsets * 64 <= index][-1])
-    if int(ops.tile_check(other._packed)[0]) == 0:
+    if int(torch.ops.macko.check(*other.packed)[0]) == 0:
         again = packed(other.to_dense(), "cpu")
         assert_same_bits(again.data, other.data)
         assert_same_bits(again.offsets, other.offsets)
@@ -746,7 +747,7 @@ def test_bytes_of_any_kind_are_checked(offsets: list[int], seed: int, fill: floa
     data = torch.randint(-(2**15), 2**15, (64 * max(int(ends[-1]), 4 * 21),), generator=random, dtype=torch.int16)
     data *= torch.rand(data.shape, generator=random) < fill
     tile = TileWeight(data.view(torch.float16), ends, 65, 300, max(21, *offsets), 0)
-    assert int(ops.tile_check(tile._packed)[0])
+    assert int(torch.ops.macko.check(*tile.packed)[0])
 
 
 @pytest.mark.parametrize("device", devices())
@@ -765,11 +766,11 @@ def test_errors_name_the_argument(device: str) -> None:
     with pytest.raises(RuntimeError, match="data begins 2 bytes past a multiple of 16"):
         dataclasses.replace(tile, data=shifted).linear(x)
     with pytest.raises(RuntimeError, match="delta_bits is 3"):
-        ops.tile_pack(*MackoWeight.from_dense(x).tensors().values(), 50, 3)
+        layouts.tile_pack(*MackoWeight.from_dense(x).tensors().values(), 50, 3)
     canonical = MackoWeight.from_dense(x)
     deltas = canonical.deltas.clone()
     deltas[:] = 255
-    with pytest.raises(RuntimeError, match="macko::tile_pack: deltas put entry"):
+    with pytest.raises(RuntimeError, match="macko::lay_out: deltas put entry"):
         TileWeight.from_macko(dataclasses.replace(canonical, deltas=deltas))
 
 
@@ -800,7 +801,7 @@ def formats_of(model: nn.Module) -> set[str]:
 def test_sparsify_for_batches() -> None:
     dense = Model().half().cuda()
     model = copy.deepcopy(dense)
-    macko.sparsify_(model, tokens="batch", progress=False)
+    macko.sparsify_(model, tokens=8, progress=False)
     assert choose(MackoWeight.from_dense(dense.up.weight.detach()), tokens=8) is TileWeight
     assert formats_of(model) == {"tile"}
     assert set(dict(model.up.named_buffers())) == {"data", "offsets"}  # and no second copy

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import macko
-from macko import choose, convert, slide_choice, times
+from macko import choose, convert, times
 from macko.cli import main
-from macko.formats import FORMATS
+from macko.formats import FORMATS, SLIDE_PATTERNS
 from tests.common import needs_capture, random_weight, torch_threads
 
 GPU = "Imaginary 9000"
@@ -26,8 +26,16 @@ def line(rows: int, cols: int, density: float, **us: float) -> dict[str, Any]:
     return {"rows": rows, "cols": cols, "density": density, "dtype": "float16", "tokens": 1, "us": us}
 
 
+def gain(size: int, pattern: str, at_1: float) -> dict[str, Any]:
+    return {"rows": size, "cols": size, "dtype": "int8", "pattern": pattern, "gain": {"1": at_1}}
+
+
 def table(*lines: dict[str, Any], bandwidth: float = 1000) -> str:
     return json.dumps({"version": 1, "gpu": GPU, "bandwidth_gbps": bandwidth, "linear": lines, "slide": {}})
+
+
+def slide_table(*lines: dict[str, Any]) -> str:
+    return json.dumps({"version": 2, "gpu": GPU, "linear": [], "slide": lines})
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +45,10 @@ def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setattr(times, "SHIPPED", tmp_path / "shipped")
     for folder in (tmp_path / "cache" / "macko", tmp_path / "shipped"):
         folder.mkdir(parents=True)
-    for cached in (times.times, slide_choice.slide_table):
-        cached.cache_clear()
+    times.times.cache_clear()
     with torch_threads(1):
         yield tmp_path
-    for cached in (times.times, slide_choice.slide_table):
-        cached.cache_clear()
+    times.times.cache_clear()
 
 
 def test_what_was_measured_counts(own_tables: Path) -> None:
@@ -83,8 +89,8 @@ def test_another_gpu_is_judged_by_its_bandwidth(own_tables: Path) -> None:
 def test_own_lines_come_before_shipped_ones(own_tables: Path) -> None:
     shipped = table(line(512, 512, 0.5, dense=10, sell=4, ec=5), line(1024, 512, 0.5, dense=15, sell=6))
     (own_tables / "shipped" / times.file_name(GPU)).write_text(shipped)
-    times.write(times.cache_file(GPU), GPU, [line(512, 512, 0.5, dense=9, sell=5)], {}, 1000)
-    times.write(times.cache_file(GPU), GPU, [line(640, 512, 0.5, dense=9, sell=5)], {}, 1000)
+    times.write(times.cache_file(GPU), GPU, [line(512, 512, 0.5, dense=9, sell=5)], [], 1000)
+    times.write(times.cache_file(GPU), GPU, [line(640, 512, 0.5, dense=9, sell=5)], [], 1000)
     known = times.times(GPU)
     assert known.us(512, 512, 0.5, HALF) == {"dense": 9, "sell": 5, "ec": 5}
     assert known.us(640, 512, 0.5, HALF)["sell"] == 5
@@ -93,15 +99,41 @@ def test_own_lines_come_before_shipped_ones(own_tables: Path) -> None:
 
 def test_slide_keeps_the_shapes_of_before(own_tables: Path) -> None:
     path, some = times.cache_file(GPU), [line(512, 512, 0.5, dense=9, sell=5)]
-    times.write(path, GPU, some, {"int8": {"2:4": {"8 x 8": {"1": 1.5}, "9 x 9": {"1": 1.0}}}}, 1000)
-    times.write(path, GPU, some, {"int8": {"2:4": {"8 x 8": {"1": 2.0}}, "6:8": {"8 x 8": {"1": 1.1}}}}, 1000)
-    found = times.read(path)["slide"]["int8"]
-    assert found == {"2:4": {"8 x 8": {"1": 2.0}, "9 x 9": {"1": 1.0}}, "6:8": {"8 x 8": {"1": 1.1}}}
-    assert slide_choice.slide_gain(GPU, torch.int8, 2, (9, 9), 1) == 1.0
+    times.write(path, GPU, some, [gain(8, "2:4", 1.5), gain(9, "2:4", 1.0)], 1000)
+    times.write(path, GPU, some, [gain(8, "2:4", 2.0), gain(8, "6:8", 1.1)], 1000)
+    assert times.read(path)["slide"] == [gain(8, "2:4", 2.0), gain(9, "2:4", 1.0), gain(8, "6:8", 1.1)]
+    assert times.times(GPU).slide_gain(torch.int8, 2, (9, 9), 1) == 1.0
+
+
+def test_a_table_of_version_1_is_read_and_written_on(own_tables: Path) -> None:
+    slide = {"int8": {"2:4": {"8 x 8": {"1": 1.5}, "9 x 9": {"1": 1.0}}, "6:8": {"8 x 8": {"1": 1.1}}}}
+    first = line(512, 512, 0.5, dense=10, sell=4)
+    path = times.cache_file(GPU)
+    path.write_text(json.dumps({"version": 1, "gpu": GPU, "bandwidth_gbps": 9, "linear": [first], "slide": slide}))
+    assert times.times(GPU).us(512, 512, 0.5, HALF) == {"dense": 10, "sell": 4}
+    assert times.times(GPU).slide_gain(torch.int8, 2, (9, 9), 1) == 1.0
+    times.write(path, GPU, [], [gain(9, "2:4", 0.5)], 9)
+    assert json.loads(path.read_text())["version"] == 2
+    assert times.read(path)["slide"] == [gain(8, "2:4", 1.5), gain(9, "2:4", 0.5), gain(8, "6:8", 1.1)]
+    assert times.read(path)["linear"] == [first]
+
+
+def test_gains_alone_do_not_stand_for_times(own_tables: Path) -> None:
+    """A GPU whose table has lines of slide only is judged by another one's, as without a table."""
+    first = [line(rows, 4096, 0.5, dense=3 + rows / 100, sell=1 + rows / 200) for rows in (512, 4096)]
+    (own_tables / "shipped" / times.file_name("Known")).write_text(table(*first))
+    times.write(times.cache_file(GPU), GPU, [], [gain(8, "2:4", 1.5)], 1000)
+    known = times.times(GPU, 1000)
+    assert not known.measured
+    assert known.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 5.12)
+    assert known.slide_gain(torch.int8, 2, (8, 8), 1) == 1.5
 
 
 @pytest.mark.parametrize("text", ["", "{}", table(line(0, 5, 0.5, dense=1)), table().replace("1,", "7,", 1),
-                                  table(line(8, 8, 0.5, dense=-1)), table().replace("[]", "[[]]")])  # fmt: skip
+                                  table(line(8, 8, 0.5, dense=-1)), table().replace("[]", "[[]]"),
+                                  slide_table(gain(8, "2:4", -1)), slide_table(gain(0, "2:4", 1)),
+                                  slide_table({**gain(8, "2:4", 1), "gain": {"few": 1}}),
+                                  table().replace('"slide": {}', '"slide": {"int8": 3}')])  # fmt: skip
 def test_a_damaged_table_is_left_out_by_name(own_tables: Path, text: str) -> None:
     times.cache_file(GPU).write_text(text)
     with pytest.warns(UserWarning, match=r"Imaginary_9000\.json is not a table of macko tune"):
@@ -114,6 +146,9 @@ def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
         content = times.read(path)
         assert path.name == times.file_name(content["gpu"])
         assert {name for entry in content["linear"] for name in entry["us"]} <= {"dense", *FORMATS}
+        assert {entry["pattern"] for entry in content["slide"]} <= {*SLIDE_PATTERNS}
+        assert {entry["dtype"] for entry in content["slide"]} <= {"bf16", *times.SLIDE_DTYPES}
+        assert json.loads(path.read_text())["version"] == times.VERSION
 
 
 def model(rows: int = 512, cols: int = 256) -> nn.Module:
@@ -143,7 +178,7 @@ CPU = torch.device("cpu")
 def cpu_table(path: Path, dtype: str = "float16", **by_tokens: dict[str, float]) -> None:
     """The user's table of this CPU's path: us of 512x512 at density 0.5, as t1={"dense": 5.0, ...}."""
     lines = [{**line(512, 512, 0.5, **us), "tokens": int(t[1:]), "dtype": dtype} for t, us in by_tokens.items()]
-    times.write(path, times.gpu_name(CPU), lines, {}, 0)
+    times.write(path, times.gpu_name(CPU), lines, [], 0)
 
 
 def test_of_small_layers_and_unknown_paths_nothing_is_expected_on_a_cpu() -> None:
@@ -247,7 +282,7 @@ def test_the_fastest_format_is_taken(own_tables: Path) -> None:
     name = torch.cuda.get_device_name()
     for best in ("macko", "sell", "ec"):
         us = {"dense": 9.0, "macko": 5.0, "sell": 5.0, "ec": 5.0, best: 2.0}
-        times.write(times.cache_file(name), name, [line(2048, 2048, 0.5, **us)], {}, 1000)
+        times.write(times.cache_file(name), name, [line(2048, 2048, 0.5, **us)], [], 1000)
         sparse = model(2048, 2048).cuda()
         report = macko.sparsify_(sparse)
         assert (report.layers[0].format, report.gain) == (best, pytest.approx(4.5, rel=0.1))
@@ -257,13 +292,13 @@ def test_a_broken_table_of_the_user_is_replaced_and_another_file_is_not(tmp_path
     for path in (times.cache_file("Some GPU"), tmp_path / "notes.txt"):
         path.parent.mkdir(exist_ok=True)
         path.write_text("no table")
-    slide_choice.slide_table.cache_clear()
+    times.times.cache_clear()
     with pytest.warns(UserWarning, match="is left out"):
-        assert slide_choice.slide_table("Some GPU") == {}
+        assert times.times("Some GPU").slide == {}
     with pytest.warns(UserWarning, match="is left out"):
-        times.write(times.cache_file("Some GPU"), "Some GPU", [], {}, 0)
+        times.write(times.cache_file("Some GPU"), "Some GPU", [], [], 0)
     assert times.read(times.cache_file("Some GPU"))["linear"] == []
     with pytest.raises(ValueError, match="not a table"):
-        times.write(tmp_path / "notes.txt", "Some GPU", [], {}, 0)
+        times.write(tmp_path / "notes.txt", "Some GPU", [], [], 0)
     assert (tmp_path / "notes.txt").read_text() == "no table"
-    slide_choice.slide_table.cache_clear()
+    times.times.cache_clear()

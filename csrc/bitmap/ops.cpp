@@ -1,7 +1,8 @@
-// The bitmap layout's ops: check, allocate, call. For the CPU alone, so the CUDA library has nothing of this file.
-#ifndef USE_CUDA
-#include "ops.h"
-
+// The bitmap layout's ops: check, allocate, call. For the CPU alone, so the CUDA library has hardly anything of this file.
+#ifdef USE_CUDA
+#include "../torch/packed.h"
+const macko::Layout macko::bitmap_layout = {.name = "bitmap", .tensors = 3, .own = 1};
+#else
 #include <algorithm>
 #include <vector>
 
@@ -31,7 +32,8 @@ int64_t mean_row(const macko_bitmap &m) {
 }
 
 // The struct over the three tensors, once they have passed every check that needs no look at their content.
-macko_bitmap matrix_of(const char *op, const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols) {
+macko_bitmap matrix_of(const char *op, const Packed &p) {
+    const Tensor &values = p[0], &bits = p[1], &row_ptr = p[2];
     check_backend(op, "values", values);
     check_device(op, "bits", bits, "values", values);
     check_device(op, "row_ptr", row_ptr, "values", values);
@@ -43,9 +45,9 @@ macko_bitmap matrix_of(const char *op, const Tensor &values, const Tensor &bits,
     check_dim(op, "row_ptr", row_ptr, 1);
     if (values.numel() < MACKO_BITMAP_PAD)
         fail(op, "values has ", values.numel(), " elements, expected at least ", int(MACKO_BITMAP_PAD));
-    if (row_ptr.numel() < 1) fail(op, "row_ptr is empty, expected rows + 1 entries");
-    if (cols < 0 || cols > INT32_LIMIT) fail(op, "cols is ", cols, ", expected 0 to ", INT32_LIMIT);
-    const int64_t rows = row_ptr.numel() - 1, row_bytes = macko_bitmap_words(cols) * 8;
+    check_sizes(op, p);
+    const int64_t rows = p.rows(), cols = p.cols(), row_bytes = macko_bitmap_words(cols) * 8;
+    check_row_ptr(op, row_ptr, rows);
     if (bits.size(0) != rows || bits.size(1) != row_bytes)
         fail(op, "bits has shape ", shape_name(bits), ", expected [", rows, ", ", row_bytes, "]");
     check_contiguous(op, "values", values);
@@ -100,74 +102,75 @@ void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t to
     }
 }
 
-} // namespace
-
-std::tuple<Tensor, Tensor, Tensor> bitmap_pack(const Tensor &values_in, const Tensor &deltas, const Tensor &row_ptr_in,
-                                               int64_t cols, int64_t delta_bits) {
-    check_backend("bitmap_pack", "values", values_in);
-    const macko_matrix m = checked_matrix("bitmap_pack", values_in, deltas, row_ptr_in, cols, delta_bits);
-    check_content("bitmap_pack", m, values_in);
+Packed lay_out(const Packed &canonical, const Ints &) {
+    const char *op = "lay_out";
+    const macko_matrix m = checked_matrix(op, canonical);
+    const Tensor &values_in = canonical[0];
+    check_content(op, m, values_in);
     const int64_t entries_per_row = m.rows ? m.capacity / m.rows : 0;
     std::vector<int64_t> counts(m.rows);
     for_rows(m.rows, entries_per_row,
              [&](int64_t begin, int64_t end) { macko_bitmap_count_cpu(&m, begin, end, counts.data()); });
     Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
     auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
-    const int64_t stored = sum_counts("bitmap_pack", counts, MAX_STORED, pointers);
+    const int64_t stored = sum_counts(op, counts, MAX_STORED, pointers);
     Tensor values = torch::stable::new_empty(values_in, {stored + MACKO_BITMAP_PAD});
     clear_from(values, stored);
-    Tensor bits = torch::stable::new_zeros(values_in, {m.rows, macko_bitmap_words(cols) * 8}, ScalarType::Byte);
+    Tensor bits = torch::stable::new_zeros(values_in, {m.rows, macko_bitmap_words(m.cols) * 8}, ScalarType::Byte);
     for_rows(m.rows, entries_per_row, [&](int64_t begin, int64_t end) {
         macko_bitmap_pack_cpu(&m, begin, end, pointers, values.mutable_data_ptr(),
                               static_cast<uint8_t *>(bits.mutable_data_ptr()));
     });
-    return {values, bits, row_ptr};
+    return {{values, bits, row_ptr}, {BITMAP, m.rows, m.cols, canonical.own(0)}};
 }
 
-std::tuple<Tensor, Tensor, Tensor> bitmap_to_macko(const Tensor &values_in, const Tensor &bits,
-                                                   const Tensor &row_ptr_in, int64_t cols, int64_t delta_bits) {
+Packed to_canonical(const Packed &p) {
+    const char *op = "lay_out";
+    const Tensor &values_in = p[0];
+    const int64_t delta_bits = p.own(0);
     if (delta_bits != 2 && delta_bits != 4 && delta_bits != 8)
-        fail("bitmap_to_macko", "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
-    const macko_bitmap m = matrix_of("bitmap_to_macko", values_in, bits, row_ptr_in, cols);
+        fail(op, "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
+    const macko_bitmap m = matrix_of(op, p);
     const int64_t size = values_in.element_size();
     std::vector<int64_t> counts(m.rows);
-    const macko_fault fault = first_fault(m.rows, macko_bitmap_words(cols), [&](int64_t begin, int64_t end) {
+    const macko_fault fault = first_fault(m.rows, macko_bitmap_words(m.cols), [&](int64_t begin, int64_t end) {
         return macko_bitmap_entries_cpu(&m, int(delta_bits), begin, end, counts.data());
     });
-    if (fault.kind) fail_for("bitmap_to_macko", fault, m);
+    if (fault.kind) fail_for(op, fault, m);
     Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
     auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
-    const int64_t stored = sum_counts("bitmap_to_macko", counts, MAX_STORED, pointers);
+    const int64_t stored = sum_counts(op, counts, MAX_STORED, pointers);
     const int64_t capacity = (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
     Tensor values = torch::stable::new_empty(values_in, {capacity});
     clear_from(values, stored);
     Tensor deltas = torch::stable::new_zeros(values_in, {capacity * delta_bits / 8}, ScalarType::Byte);
     // Row by row from one that is dense and in the cache.
-    for_rows(m.rows, cols, [&](int64_t begin, int64_t end) {
-        std::vector<char> dense(cols * size);
+    for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
+        std::vector<char> dense(m.cols * size);
         for (int64_t row = begin; row < end; row++) {
             macko_bitmap_expand_cpu(&m, row, row + 1, dense.data());
-            macko_pack_write_cpu(dense.data(), m.dtype, int(delta_bits), cols, 0, 1, pointers + row,
+            macko_pack_write_cpu(dense.data(), m.dtype, int(delta_bits), m.cols, 0, 1, pointers + row,
                                  values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
         }
     });
-    return {values, deltas, row_ptr};
+    return {{values, deltas, row_ptr}, {CANONICAL, m.rows, m.cols, delta_bits}};
 }
 
-Tensor bitmap_unpack(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols) {
-    const macko_bitmap m = matrix_of("bitmap_unpack", values, bits, row_ptr, cols);
+Tensor dense(const Packed &p, bool) { // nobody waits for a look at the content here
+    const macko_bitmap m = matrix_of("dense", p);
+    const Tensor &values = p[0];
     Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
     auto *const data = static_cast<char *>(w.mutable_data_ptr());
     const macko_fault fault = first_fault(m.rows, m.cols, [&](int64_t begin, int64_t end) {
         return macko_bitmap_expand_cpu(&m, begin, end, data + begin * m.cols * values.element_size());
     });
-    if (fault.kind) fail_for("bitmap_unpack", fault, m);
+    if (fault.kind) fail_for("dense", fault, m);
     return w;
 }
 
-Tensor bitmap_check(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols) {
-    const macko_bitmap m = matrix_of("bitmap_check", values, bits, row_ptr, cols);
-    Tensor found = new_fault(values);
+Tensor check(const Packed &p) {
+    const macko_bitmap m = matrix_of("check", p);
+    Tensor found = new_fault(p[0]);
     macko_fault *fault = fault_in(found);
     *fault = first_fault(m.rows, mean_row(m),
                          [&](int64_t begin, int64_t end) { return macko_bitmap_check_cpu(&m, begin, end); });
@@ -175,26 +178,29 @@ Tensor bitmap_check(const Tensor &values, const Tensor &bits, const Tensor &row_
     return found;
 }
 
-Tensor bitmap_spmv(const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols, const Tensor &x_any) {
-    const macko_bitmap m = matrix_of("bitmap_spmv", values, bits, row_ptr, cols);
-    check_vector("bitmap_spmv", x_any, "values", values, cols);
-    const Tensor x = as_contiguous(x_any);
-    Tensor y = torch::stable::new_empty(values, {m.rows});
-    multiply("bitmap_spmv", m, x, 1, std::nullopt, y);
-    return y;
-}
-
-Tensor bitmap_linear(const Tensor &x_any, const Tensor &values, const Tensor &bits, const Tensor &row_ptr, int64_t cols,
-                     const std::optional<Tensor> &bias_any) {
-    const macko_bitmap m = matrix_of("bitmap_linear", values, bits, row_ptr, cols);
-    check_tokens("bitmap_linear", x_any, "values", values, cols);
-    const auto bias = checked_bias("bitmap_linear", bias_any, "values", values, values.scalar_type(), m.rows);
+Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
+    const char *op = "linear";
+    const macko_bitmap m = matrix_of(op, p);
+    const Tensor &values = p[0];
+    check_tokens(op, x_any, "values", values, m.cols);
+    const auto bias = checked_bias(op, bias_any, "values", values, values.scalar_type(), m.rows);
     const int64_t tokens = num_tokens(x_any);
     Tensor y = torch::stable::new_empty(values, with_last(x_any, m.rows));
     const Tensor x = as_contiguous(x_any);
-    multiply("bitmap_linear", m, x, tokens, bias, y);
+    multiply(op, m, x, tokens, bias, y);
     return y;
 }
+
+} // namespace
+
+const Layout bitmap_layout = {.name = "bitmap",
+                              .tensors = 3,
+                              .own = 1,
+                              .lay_out = lay_out,
+                              .to_canonical = to_canonical,
+                              .dense = dense,
+                              .check = check,
+                              .linear = linear};
 
 } // namespace macko
 #endif

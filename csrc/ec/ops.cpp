@@ -1,6 +1,4 @@
 // EC-CSR's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
-#include "ops.h"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -8,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "../torch/packed.h"
 #include "../torch/tensors.h"
 #include "ec.h"
 #ifndef USE_CUDA
@@ -63,10 +62,10 @@ int64_t num_tiles(int64_t rows, int64_t tile_rows) {
 }
 
 // The struct over the tensors, once they have passed every check that needs no look at their content.
-macko_ec_matrix matrix_of(const char *op, const Tensor &block_values, const Tensor &delta_indices,
-                          const Tensor &base_indices, const Tensor &block_indptr, const Tensor &row_indices,
-                          const Tensor &tile_ptr, const Tensor &sets, const Tensor &col_order, int64_t rows,
-                          int64_t cols) {
+macko_ec_matrix matrix_of(const char *op, const Packed &p) {
+    const Tensor &block_values = p[0], &delta_indices = p[1], &base_indices = p[2], &block_indptr = p[3],
+                 &row_indices = p[4], &tile_ptr = p[5], &sets = p[6], &col_order = p[7];
+    const int64_t rows = p.rows(), cols = p.cols();
     check_backend(op, "block_values", block_values);
     const macko_dtype dtype = check_value_dtype(op, "block_values", block_values);
     if (rows < 0 || rows >= INT32_LIMIT || cols < 0 || cols >= INT32_LIMIT)
@@ -177,7 +176,7 @@ struct Packing {
 #ifdef USE_CUDA
         STD_CUDA_CHECK(macko_ec_arrange_cuda(&plan, current_stream(w)));
 #else
-        in_parallel("ec_pack", plan.tiles, 1,
+        in_parallel("pack", plan.tiles, 1,
                     [&](int64_t begin, int64_t end) { return macko_ec_arrange_cpu(&plan, begin, end); });
 #endif
         host_counts = to_host<int64_t>(counts);
@@ -206,7 +205,7 @@ struct Packing {
         plan.scratch = data<uint8_t>(scratch);
         STD_CUDA_CHECK(macko_ec_extract_cuda(&plan, current_stream(w)));
 #else
-        in_parallel("ec_pack", plan.tiles, 1,
+        in_parallel("pack", plan.tiles, 1,
                     [&](int64_t begin, int64_t end) { return macko_ec_extract_cpu(&plan, begin, end); });
 #endif
     }
@@ -238,7 +237,7 @@ struct Packing {
             tile_ptr.push_back(int32_t(blocks));
             if (!blocks) continue;
             if (width > INT32_LIMIT)
-                fail("ec_pack", "w needs ", width, " columns in one set, block_indptr is int32 and holds at most ",
+                fail("pack", "w needs ", width, " columns in one set, block_indptr is int32 and holds at most ",
                      INT32_LIMIT);
             next.height = set < MACKO_EC_HEIGHT_SETS ? MACKO_EC_MAX_HEIGHT >> set : 1;
             next.lanes = is_slab ? plan.options.lanes : MACKO_EC_WARP;
@@ -262,7 +261,8 @@ struct Packing {
         return l;
     }
 
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> write() {
+    // `given`: the options, as the header keeps them.
+    Packed write(const Ints &given) {
         const Layout l = layout();
         const macko_ec_set &end = l.sets.back();
         const int64_t num_sets = int64_t(l.plan_sets.size());
@@ -276,8 +276,9 @@ struct Packing {
         const Tensor sets = to_device(w, l.sets, {num_sets + 1, int64_t(sizeof(macko_ec_set) / 8)}, ScalarType::Long);
         counts = to_device(w, l.starts, {MACKO_EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
         plan.counts = data<int64_t>(counts);
-        const macko_ec_matrix m =
-            matrix_of("ec_pack", values, deltas, bases, indptr, rows, tile_ptr, sets, col_order, plan.rows, plan.cols);
+        Packed packed{{values, deltas, bases, indptr, rows, tile_ptr, sets, col_order}, {EC, plan.rows, plan.cols}};
+        packed.header.insert(packed.header.end(), given.begin(), given.end());
+        const macko_ec_matrix m = matrix_of("pack", packed);
 #ifdef USE_CUDA
         const Tensor plan_sets = to_device(w, l.plan_sets, {num_sets}, ScalarType::Int);
         STD_CUDA_CHECK(macko_ec_write_cuda(&plan, &m, data<int32_t>(plan_sets), current_stream(w)));
@@ -285,7 +286,7 @@ struct Packing {
         for_tiles(plan.tiles,
                   [&](int64_t begin, int64_t stop) { macko_ec_write_cpu(&plan, &m, l.plan_sets.data(), begin, stop); });
 #endif
-        return {values, deltas, bases, indptr, rows, tile_ptr, sets, col_order};
+        return packed;
     }
 };
 
@@ -407,41 +408,33 @@ Tensor spmv(const macko_ec_matrix &m, const Tensor &values, const Tensor &x_any,
     return y;
 }
 
-} // namespace
-
-#define EC_TENSORS                                                                                                     \
-    const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices, const Tensor &block_indptr,   \
-        const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets, const Tensor &col_order, int64_t rows,  \
-        int64_t cols
-#define EC_ARGUMENTS                                                                                                   \
-    block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order, rows, cols
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-ec_pack(const Tensor &w_any, int64_t delta_bits, int64_t lanes, int64_t max_height, int64_t min_width,
-        int64_t max_width, int64_t tile_rows, int64_t max_slabs) {
-    check_backend("ec_pack", "w", w_any);
-    const macko_dtype dtype = check_value_dtype("ec_pack", "w", w_any);
-    check_dim("ec_pack", "w", w_any, 2);
+// options: delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs.
+Packed pack(const Tensor &w_any, const Ints &given) {
+    const int64_t delta_bits = given[0], lanes = given[1], max_height = given[2], min_width = given[3],
+                  max_width = given[4], tile_rows = given[5], max_slabs = given[6];
+    check_backend("pack", "w", w_any);
+    const macko_dtype dtype = check_value_dtype("pack", "w", w_any);
+    check_dim("pack", "w", w_any, 2);
     if (w_any.size(0) >= INT32_LIMIT || w_any.size(1) >= INT32_LIMIT)
-        fail("ec_pack", "w has shape ", shape_name(w_any), ", expected at most 2^31 - 2 rows and columns");
+        fail("pack", "w has shape ", shape_name(w_any), ", expected at most 2^31 - 2 rows and columns");
     const auto power_of_two = [](int64_t v, int64_t most) { return v >= 1 && v <= most && !(v & (v - 1)); };
-    if (!power_of_two(lanes, MACKO_EC_WARP)) fail("ec_pack", "lanes is ", lanes, ", expected 1, 2, 4, 8, 16 or 32");
+    if (!power_of_two(lanes, MACKO_EC_WARP)) fail("pack", "lanes is ", lanes, ", expected 1, 2, 4, 8, 16 or 32");
     if (delta_bits && (delta_bits < 3 || delta_bits > 8))
-        fail("ec_pack", "delta_bits is ", delta_bits, ", expected 3 to 8, or 0");
+        fail("pack", "delta_bits is ", delta_bits, ", expected 3 to 8, or 0");
     if (!delta_bits && (lanes == MACKO_EC_WARP || max_height > 1))
-        fail("ec_pack", "delta_bits is 0, which lets pack choose: expected lanes under 32 and max_height 1, got ",
-             lanes, " and ", max_height);
+        fail("pack", "delta_bits is 0, which lets pack choose: expected lanes under 32 and max_height 1, got ", lanes,
+             " and ", max_height);
     if (!power_of_two(max_height, MACKO_EC_MAX_HEIGHT))
-        fail("ec_pack", "max_height is ", max_height, ", expected 1, 2, 4, 8 or 16");
+        fail("pack", "max_height is ", max_height, ", expected 1, 2, 4, 8 or 16");
     if (min_width < MACKO_EC_CHUNK || min_width % MACKO_EC_CHUNK || max_width < min_width || max_width % MACKO_EC_CHUNK)
-        fail("ec_pack", "min_width is ", min_width, " and max_width ", max_width, ", expected rising multiples of ",
+        fail("pack", "min_width is ", min_width, " and max_width ", max_width, ", expected rising multiples of ",
              MACKO_EC_CHUNK);
     if (tile_rows < MACKO_EC_TILE || tile_rows > MACKO_EC_MAX_TILE || tile_rows % MACKO_EC_TILE ||
         (tile_rows != MACKO_EC_TILE && (max_height > 1 || lanes == MACKO_EC_WARP)))
-        fail("ec_pack", "tile_rows is ", tile_rows, ", expected ", MACKO_EC_TILE, ", or a multiple up to ",
+        fail("pack", "tile_rows is ", tile_rows, ", expected ", MACKO_EC_TILE, ", or a multiple up to ",
              int(MACKO_EC_MAX_TILE), " where lanes < 32 and max_height is 1");
     if (max_slabs < 1 || max_slabs > MACKO_EC_MAX_SLABS)
-        fail("ec_pack", "max_slabs is ", max_slabs, ", expected 1 to ", int(MACKO_EC_MAX_SLABS));
+        fail("pack", "max_slabs is ", max_slabs, ", expected 1 to ", int(MACKO_EC_MAX_SLABS));
     const DeviceOf guard(w_any);
     const Tensor w = as_contiguous(w_any);
     macko_ec_options options{};
@@ -450,59 +443,61 @@ ec_pack(const Tensor &w_any, int64_t delta_bits, int64_t lanes, int64_t max_heig
     options.max_height = int(max_height);
     options.min_width = int(min_width);
     options.max_width = int(std::min<int64_t>(max_width, INT32_LIMIT / MACKO_EC_CHUNK * MACKO_EC_CHUNK));
-    if (!delta_bits && w.numel()) return choose_packing(w, dtype, options, tile_rows, max_slabs).write();
+    if (!delta_bits && w.numel()) return choose_packing(w, dtype, options, tile_rows, max_slabs).write(given);
     if (lanes < MACKO_EC_WARP) {
         options.num_slabs = 1;
         options.slab_bits[0] = delta_bits ? int(delta_bits) : 4;
         options.slab_begin[1] = w.size(1);
     }
-    return Packing(w, dtype, options, tile_rows, {}).write();
+    return Packing(w, dtype, options, tile_rows, {}).write(given);
 }
 
-Tensor ec_unpack(EC_TENSORS) {
-    const macko_ec_matrix m = matrix_of("ec_unpack", EC_ARGUMENTS);
-    const DeviceOf guard(block_values);
-    return unpack(m, block_values);
+Tensor dense(const Packed &p, bool) {
+    const macko_ec_matrix m = matrix_of("dense", p);
+    const DeviceOf guard(p[0]);
+    return unpack(m, p[0]);
 }
 
-Tensor ec_check(EC_TENSORS) {
-    const macko_ec_matrix m = matrix_of("ec_check", EC_ARGUMENTS);
+Tensor check(const Packed &p) {
+    const macko_ec_matrix m = matrix_of("check", p);
 #ifdef USE_CUDA
-    // Content is looked at once, when it comes from a file, so on the CPU, where this is asked of the same op.
     (void)m;
-    using torch::stable::Device, torch::headeronly::DeviceType, torch::stable::detail::from;
-    const auto cpu = [](const Tensor &t) { return from(torch::stable::to(t, Device(DeviceType::CPU))); };
-    std::array<StableIValue, 10> stack{cpu(block_values), cpu(delta_indices), cpu(base_indices), cpu(block_indptr),
-                                       cpu(row_indices),  cpu(tile_ptr),      cpu(sets),         cpu(col_order),
-                                       from(rows),        from(cols)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::ec_check", "", stack.data(), TORCH_ABI_VERSION));
-    const Tensor found = torch::stable::detail::to<Tensor>(stack[0]);
-    return torch::stable::to(found, Device(DeviceType::CUDA, block_values.get_device_index()));
+    return check_on_cpu(p);
 #else
-    Tensor found = new_fault(block_values);
-    const macko_fault fault = macko_ec_check_cpu(&m, delta_indices.numel());
-    if (fault.kind == MACKO_EC_NO_MEMORY) fail("ec_check", "out of memory");
+    Tensor found = new_fault(p[0]);
+    const macko_fault fault = macko_ec_check_cpu(&m, p[1].numel());
+    if (fault.kind == MACKO_EC_NO_MEMORY) fail("check", "out of memory");
     *fault_in(found) = fault;
     return found;
 #endif
 }
 
-Tensor ec_spmv(EC_TENSORS, const Tensor &x) {
-    const macko_ec_matrix m = matrix_of("ec_spmv", EC_ARGUMENTS);
+Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bias_any) {
+    const char *op = "linear";
+    const macko_ec_matrix m = matrix_of(op, p);
+    const Tensor &values = p[0];
+    check_tokens(op, x, "block_values", values, m.cols);
+    const auto bias = checked_bias(op, bias_any, "block_values", values, values.scalar_type(), m.rows);
+    const DeviceOf guard(values);
+    if (num_tokens(x) == 1) return spmv(m, values, x, data_of(bias), with_last(x, m.rows));
+    // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
+    return dense_linear(x, unpack(m, values), bias);
+}
+
+} // namespace
+
+Tensor ec_spmv(const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices,
+               const Tensor &block_indptr, const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets,
+               const Tensor &col_order, int64_t rows, int64_t cols, const Tensor &x) {
+    const macko_ec_matrix m = matrix_of(
+        "ec_spmv", {{block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order},
+                    {EC, rows, cols}});
     check_vector("ec_spmv", x, "block_values", block_values, cols);
     const DeviceOf guard(block_values);
     return spmv(m, block_values, x, nullptr, {rows});
 }
 
-Tensor ec_linear(const Tensor &x, EC_TENSORS, const std::optional<Tensor> &bias_any) {
-    const macko_ec_matrix m = matrix_of("ec_linear", EC_ARGUMENTS);
-    check_tokens("ec_linear", x, "block_values", block_values, cols);
-    const auto bias =
-        checked_bias("ec_linear", bias_any, "block_values", block_values, block_values.scalar_type(), rows);
-    const DeviceOf guard(block_values);
-    if (num_tokens(x) == 1) return spmv(m, block_values, x, data_of(bias), with_last(x, rows));
-    // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
-    return dense_linear(x, unpack(m, block_values), bias);
-}
+const Layout ec_layout = {
+    .name = "ec", .tensors = 8, .own = 7, .pack = pack, .dense = dense, .check = check, .linear = linear};
 
 } // namespace macko

@@ -42,8 +42,9 @@ void check_delta_bits(const char *op, int64_t delta_bits) {
 }
 
 // The struct over the three tensors, once they have passed every check that needs no look at their content.
-macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols,
-                       int64_t delta_bits) {
+macko_matrix matrix_of(const char *op, const Packed &p) {
+    const Tensor &values = p[0], &deltas = p[1], &row_ptr = p[2];
+    const int64_t cols = p.cols(), delta_bits = p.own(0);
     check_delta_bits(op, delta_bits);
     check_backend(op, "values", values);
     check_device(op, "deltas", deltas, "values", values);
@@ -59,8 +60,8 @@ macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &delta
     if (deltas.numel() * 8 != capacity * delta_bits)
         fail(op, "deltas has ", deltas.numel(), " bytes, expected ", capacity * delta_bits / 8, " for ", capacity,
              " values");
-    if (row_ptr.numel() < 1) fail(op, "row_ptr is empty, expected rows + 1 entries");
-    if (cols < 0 || cols > INT32_LIMIT) fail(op, "cols is ", cols, ", expected 0 to ", INT32_LIMIT);
+    check_sizes(op, p);
+    check_row_ptr(op, row_ptr, p.rows());
     check_contiguous(op, "values", values);
     check_contiguous(op, "deltas", deltas);
     check_contiguous(op, "row_ptr", row_ptr);
@@ -71,7 +72,7 @@ macko_matrix matrix_of(const char *op, const Tensor &values, const Tensor &delta
     return {values.const_data_ptr(),
             static_cast<const uint8_t *>(deltas.const_data_ptr()),
             static_cast<const int32_t *>(row_ptr.const_data_ptr()),
-            row_ptr.numel() - 1,
+            p.rows(),
             cols,
             capacity,
             dtype,
@@ -136,9 +137,8 @@ double single_tokens(const macko_matrix &m) {
 }
 #endif
 
-} // namespace
-
-std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits) {
+Packed pack(const Tensor &w_any, const Ints &options) {
+    const int64_t delta_bits = options[0]; // 0: the width of fewest bytes
     if (delta_bits) check_delta_bits("pack", delta_bits);
     check_backend("pack", "w", w_any);
     const macko_dtype dtype = check_value_dtype("pack", "w", w_any);
@@ -192,15 +192,16 @@ std::tuple<Tensor, Tensor, Tensor> pack(const Tensor &w_any, int64_t delta_bits)
                              values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
     });
 #endif
-    return {values, deltas, row_ptr};
+    return {{values, deltas, row_ptr}, {CANONICAL, rows, cols, widths[best]}};
 }
 
-Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
-              bool check) {
-    const macko_matrix m = matrix_of("unpack", values, deltas, row_ptr, cols, delta_bits);
+Tensor dense(const Packed &p, bool check) {
+    const char *op = "dense";
+    const macko_matrix m = matrix_of(op, p);
+    const Tensor &values = p[0];
     const DeviceOf guard(values);
 #ifdef USE_CUDA
-    if (check) check_bounds("unpack", m, values); // else faults become NaN
+    if (check) check_bounds(op, m, values); // else faults become NaN
     Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
     STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
 #else
@@ -210,18 +211,18 @@ Tensor unpack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
     const macko_fault fault = first_fault(m.rows, m.cols, [&](int64_t begin, int64_t end) {
         return macko_unpack_cpu(&m, begin, end, data + begin * m.cols * values.element_size());
     });
-    if (fault.kind) fail_for("unpack", fault, m);
+    if (fault.kind) fail_for(op, fault, m);
 #endif
     return w;
 }
 
-Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
-    const macko_matrix m = matrix_of("check", values, deltas, row_ptr, cols, delta_bits);
-    const DeviceOf guard(values);
-    Tensor found = new_fault(values);
+Tensor check(const Packed &p) {
+    const macko_matrix m = matrix_of("check", p);
+    const DeviceOf guard(p[0]);
+    Tensor found = new_fault(p[0]);
     macko_fault *fault = fault_in(found);
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(macko_check_cuda(&m, 0, fault, current_stream(values)));
+    STD_CUDA_CHECK(macko_check_cuda(&m, 0, fault, current_stream(p[0])));
 #else
     *fault = first_fault_of(m, [&](int64_t begin, int64_t end) { return macko_check_cpu(&m, begin, end); });
     if (!fault->kind) *fault = macko_check_cpu(&m, m.rows, m.rows);
@@ -229,21 +230,10 @@ Tensor check(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, 
     return found;
 }
 
-Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
-            int64_t delta_bits) {
-    const macko_matrix m = matrix_of("spmv", values, deltas, row_ptr, cols, delta_bits);
-    check_vector("spmv", x_any, "values", values, cols);
-    const DeviceOf guard(values);
-    const Tensor x = as_contiguous(x_any);
-    Tensor y = torch::stable::new_empty(values, {m.rows});
-    spmv_into("spmv", m, x, nullptr, y);
-    return y;
-}
-
-Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols,
-              const std::optional<Tensor> &bias_any, int64_t delta_bits) {
-    const macko_matrix m = matrix_of("linear", values, deltas, row_ptr, cols, delta_bits);
-    check_tokens("linear", x_any, "values", values, cols);
+Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
+    const macko_matrix m = matrix_of("linear", p);
+    const Tensor &values = p[0];
+    check_tokens("linear", x_any, "values", values, m.cols);
     const auto bias = checked_bias("linear", bias_any, "values", values, values.scalar_type(), m.rows);
     const DeviceOf guard(values);
     const int64_t tokens = num_tokens(x_any);
@@ -281,13 +271,29 @@ Tensor linear(const Tensor &x_any, const Tensor &values, const Tensor &deltas, c
 #endif
 }
 
-macko_matrix checked_matrix(const char *op, const Tensor &values, const Tensor &deltas, const Tensor &row_ptr,
-                            int64_t cols, int64_t delta_bits) {
-    return matrix_of(op, values, deltas, row_ptr, cols, delta_bits);
+} // namespace
+
+Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
+            int64_t delta_bits) {
+    const macko_matrix m =
+        matrix_of("spmv", {{values, deltas, row_ptr}, {CANONICAL, row_ptr.numel() - 1, cols, delta_bits}});
+    check_vector("spmv", x_any, "values", values, cols);
+    const DeviceOf guard(values);
+    const Tensor x = as_contiguous(x_any);
+    Tensor y = torch::stable::new_empty(values, {m.rows});
+    spmv_into("spmv", m, x, nullptr, y);
+    return y;
+}
+
+macko_matrix checked_matrix(const char *op, const Packed &p) {
+    return matrix_of(op, p);
 }
 
 void check_content(const char *op, const macko_matrix &m, const Tensor &values) {
     check_bounds(op, m, values);
 }
+
+const Layout canonical_layout = {
+    .name = "macko", .tensors = 3, .own = 1, .pack = pack, .dense = dense, .check = check, .linear = linear};
 
 } // namespace macko

@@ -1,7 +1,6 @@
-// The sell layout's ops: check, allocate, guard the device, call. For CUDA alone, so the CPU library has nothing of it.
+// The sell layout's ops: check, allocate, guard the device, call. For CUDA alone, so the CPU library has hardly anything of it.
+#include "../torch/packed.h"
 #ifdef USE_CUDA
-#include "ops.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <vector>
@@ -17,8 +16,9 @@ constexpr int BLOCK_FIELDS = sizeof(macko_sell_block) / sizeof(int32_t);
 static_assert(BLOCK_FIELDS == 8, "blocks is an int32 tensor [num_blocks, 8]");
 
 // The struct over the four tensors, once they have passed every check that needs no look at their content.
-macko_sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &bases, const Tensor &blocks,
-                            const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head) {
+macko_sell_matrix matrix_of(const char *op, const Packed &p) {
+    const Tensor &data = p[0], &bases = p[1], &blocks = p[2], &perm = p[3];
+    const int64_t cols = p.cols(), gap_bits = p.own(0), warps = p.own(1), head = p.own(2);
     check_backend(op, "data", data);
     check_device(op, "bases", bases, "data", data);
     check_device(op, "blocks", blocks, "data", data);
@@ -38,7 +38,9 @@ macko_sell_matrix matrix_of(const char *op, const Tensor &data, const Tensor &ba
         fail(op, "cols is ", cols, ", expected 0 to ", int(MACKO_SELL_MAX_COLS));
     check_dim(op, "blocks", blocks, 2);
     check_dim(op, "perm", perm, 2);
-    if (perm.size(0) != 2) fail(op, "perm has shape ", shape_name(perm), ", expected [2, rows]");
+    check_sizes(op, p);
+    if (perm.size(0) != 2 || perm.size(1) != p.rows())
+        fail(op, "perm has shape ", shape_name(perm), ", expected [2, ", p.rows(), "]");
     if (blocks.size(1) != BLOCK_FIELDS)
         fail(op, "blocks has shape ", shape_name(blocks), ", expected [blocks, ", BLOCK_FIELDS, "]");
     if (blocks.size(0) < 1 || blocks.size(0) > INT32_LIMIT)
@@ -104,13 +106,13 @@ Tensor unpack_matrix(const macko_sell_matrix &m, const Tensor &data) {
     return w;
 }
 
-} // namespace
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t, int64_t>
-sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, int64_t delta_bits,
-          int64_t gap_bits, int64_t warps, int64_t num_blocks) {
-    const char *op = "sell_pack";
-    const macko_matrix m = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
+// options: gap_bits, warps, blocks; 0 for what suits the matrix, or this GPU.
+Packed lay_out(const Packed &canonical, const Ints &options) {
+    const char *op = "lay_out";
+    const macko_matrix m = checked_matrix(op, canonical);
+    const Tensor &values = canonical[0];
+    const int64_t cols = m.cols, warps = options[1], num_blocks = options[2];
+    int64_t gap_bits = options[0];
     if (gap_bits && (gap_bits < MACKO_SELL_MIN_GAP_BITS || gap_bits > MACKO_SELL_MAX_GAP_BITS))
         fail(op, "gap_bits is ", gap_bits, ", expected ", int(MACKO_SELL_MIN_GAP_BITS), " to ",
              int(MACKO_SELL_MAX_GAP_BITS), ", or 0 to choose the smallest");
@@ -189,53 +191,30 @@ sell_pack(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int
     Tensor bases = torch::stable::new_empty(values, {totals.groups * MACKO_SELL_LANES}, ScalarType::Short);
     Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
     auto *scratch_data = static_cast<uint16_t *>(scratch.mutable_data_ptr());
-    const macko_sell_matrix s = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, shape.warps, totals.head);
+    const Packed packed{{data, bases, blocks, perm},
+                        {SELL, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
+    const macko_sell_matrix s = matrix_of(op, packed);
     STD_CUDA_CHECK(macko_sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
                                          static_cast<uint8_t *>(data.mutable_data_ptr()),
                                          static_cast<uint16_t *>(bases.mutable_data_ptr()), stream));
     // A kernel launched with PDL reads weights before the launch before it has ended: that must not be the one that writes
     // them, hence this launch between the two.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
-    return {data, bases, blocks, perm, gap_bits, shape.warps, totals.head, stored};
+    return packed;
 }
 
-Tensor sell_unpack(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
-                   int64_t gap_bits, int64_t warps, int64_t head) {
-    const macko_sell_matrix m = matrix_of("sell_unpack", data, bases, blocks, perm, cols, gap_bits, warps, head);
-    const DeviceOf guard(data);
-    return unpack_matrix(m, data);
+Tensor dense(const Packed &p, bool) {
+    const macko_sell_matrix m = matrix_of("dense", p);
+    const DeviceOf guard(p[0]);
+    return unpack_matrix(m, p[0]);
 }
 
-Tensor sell_spmv(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
-                 int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x_any,
-                 const std::optional<Tensor> &bias_any) {
-    const char *op = "sell_spmv";
-    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
-    check_vector(op, x_any, "data", data, cols);
-    const DeviceOf guard(data);
-    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
-    return multiply(m, 1, x_any, bias, {m.rows});
-}
-
-Tensor sell_spmm(const Tensor &data, const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols,
-                 int64_t gap_bits, int64_t warps, int64_t head, const Tensor &x_any,
-                 const std::optional<Tensor> &bias_any) {
-    const char *op = "sell_spmm";
-    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
-    check_device(op, "x", x_any, "data", data);
-    check_dtype(op, "x", x_any, data.scalar_type());
-    check_dim(op, "x", x_any, 2);
-    if (x_any.size(1) != cols) fail(op, "x has shape ", shape_name(x_any), ", expected [tokens, ", cols, "]");
-    const DeviceOf guard(data);
-    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
-    return multiply(m, x_any.size(0), x_any, bias, {x_any.size(0), m.rows});
-}
-
-Tensor sell_norm_linear(const Tensor &x_any, const Tensor &weight_any, double eps, const Tensor &data,
-                        const Tensor &bases, const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits,
-                        int64_t warps, int64_t head, const std::optional<Tensor> &bias_any) {
-    const char *op = "sell_norm_linear";
-    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+Tensor norm_linear(const Packed &p, const Tensor &x_any, const Tensor &weight_any, double eps,
+                   const std::optional<Tensor> &bias_any) {
+    const char *op = "norm_linear";
+    const macko_sell_matrix m = matrix_of(op, p);
+    const Tensor &data = p[0];
+    const int64_t cols = m.cols;
     check_token(op, "x", x_any, data, cols);
     check_vector(op, weight_any, "data", data, cols, "weight");
     const DeviceOf guard(data);
@@ -245,11 +224,12 @@ Tensor sell_norm_linear(const Tensor &x_any, const Tensor &weight_any, double ep
     return multiply(m, 1, as_aligned(x_any), bias, with_last(x_any, m.rows), &norm);
 }
 
-Tensor sell_gated_linear(const Tensor &gate_any, const Tensor &up_any, const Tensor &data, const Tensor &bases,
-                         const Tensor &blocks, const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps,
-                         int64_t head, const std::optional<Tensor> &bias_any) {
-    const char *op = "sell_gated_linear";
-    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
+Tensor gated_linear(const Packed &p, const Tensor &gate_any, const Tensor &up_any,
+                    const std::optional<Tensor> &bias_any) {
+    const char *op = "gated_linear";
+    const macko_sell_matrix m = matrix_of(op, p);
+    const Tensor &data = p[0];
+    const int64_t cols = m.cols;
     check_token(op, "gate", gate_any, data, cols);
     check_token(op, "up", up_any, data, cols);
     const DeviceOf guard(data);
@@ -264,12 +244,11 @@ Tensor sell_gated_linear(const Tensor &gate_any, const Tensor &up_any, const Ten
     return y;
 }
 
-Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases, const Tensor &blocks,
-                   const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head,
-                   const std::optional<Tensor> &bias_any) {
-    const char *op = "sell_linear";
-    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
-    check_tokens(op, x_any, "data", data, cols);
+Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
+    const char *op = "linear";
+    const macko_sell_matrix m = matrix_of(op, p);
+    const Tensor &data = p[0];
+    check_tokens(op, x_any, "data", data, m.cols);
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const int64_t tokens = num_tokens(x_any);
@@ -279,16 +258,29 @@ Tensor sell_linear(const Tensor &x_any, const Tensor &data, const Tensor &bases,
     return linear_by_dense_rows(x_any, {m.rows}, bias, unpacking(m, x_any))[0];
 }
 
-std::vector<Tensor> sell_linear_parts(const Tensor &x, const Tensor &data, const Tensor &bases, const Tensor &blocks,
-                                      const Tensor &perm, int64_t cols, int64_t gap_bits, int64_t warps, int64_t head,
-                                      const std::vector<int64_t> &part_rows) {
-    const char *op = "sell_linear_parts";
-    const macko_sell_matrix m = matrix_of(op, data, bases, blocks, perm, cols, gap_bits, warps, head);
-    check_tokens(op, x, "data", data, cols);
+std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &part_rows) {
+    const char *op = "linear_parts";
+    const macko_sell_matrix m = matrix_of(op, p);
+    const Tensor &data = p[0];
+    check_tokens(op, x, "data", data, m.cols);
     check_parts(op, part_rows, m.rows);
     const DeviceOf guard(data);
     return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, x));
 }
 
+} // namespace
+
+const Layout sell_layout = {.name = "sell",
+                            .tensors = 4,
+                            .own = 5,
+                            .lay_out = lay_out,
+                            .dense = dense,
+                            .linear = linear,
+                            .linear_parts = linear_parts,
+                            .norm_linear = norm_linear,
+                            .gated_linear = gated_linear};
+
 } // namespace macko
+#else
+const macko::Layout macko::sell_layout = {.name = "sell", .tensors = 4, .own = 5};
 #endif

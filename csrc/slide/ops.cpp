@@ -1,10 +1,9 @@
 // The slide format's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
-#include "ops.h"
-
 #include <algorithm>
 #include <mutex>
 #include <vector>
 
+#include "../torch/packed.h"
 #include "../torch/tensors.h"
 #include "slide.h"
 #ifndef USE_CUDA
@@ -32,6 +31,14 @@ macko_slide_type type_of(const char *op, ScalarType dtype) {
     case ScalarType::BFloat16: return MACKO_SLIDE_BF16;
     default: fail(op, "dtype is ", dtype_name(dtype), ", expected int8, float8_e4m3fn, float16 or bfloat16");
     }
+}
+
+// The type of packed values by its number in a header, which is that of macko_slide_type.
+ScalarType element_of(const char *op, int64_t element) {
+    constexpr ScalarType ELEMENTS[] = {ScalarType::Char, ScalarType::Float8_e4m3fn, ScalarType::Half,
+                                       ScalarType::BFloat16};
+    if (element < 0 || element > 3) fail(op, "element is ", element, ", expected 0 to 3");
+    return ELEMENTS[element];
 }
 
 macko_dtype out_type_of(const char *op, ScalarType dtype) {
@@ -143,10 +150,12 @@ macko_slide_source source_of(const char *op, const Tensor &w, ScalarType dtype) 
     return source;
 }
 
-} // namespace
-
-std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, ScalarType dtype, bool prune) {
-    const char *op = "slide_pack";
+// options: n, element, source, prune. The header has one number more, of the values that pruning dropped.
+Packed pack(const Tensor &w_any, const Ints &options) {
+    const char *op = "pack";
+    const int64_t n = options[0], source_dtype = options[2];
+    const ScalarType dtype = element_of(op, options[1]);
+    const bool prune = options[3];
     check_n(op, n);
     const macko_slide_type type = type_of(op, dtype);
     check_backend(op, "w", w_any);
@@ -163,23 +172,24 @@ std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, Sc
         {macko_slide_row_blocks(rows), macko_slide_k_tiles(cols, int(n), type), macko_slide_tile_bytes(int(n), type)},
         ScalarType::Byte);
     Tensor scale = torch::stable::new_empty(w, {rows}, ScalarType::Float);
-    Tensor dropped = torch::stable::new_zeros(w, {2}, ScalarType::Long);
+    int64_t dropped = 0;
     auto *bytes = static_cast<uint8_t *>(packed.mutable_data_ptr());
     auto *scales = static_cast<float *>(scale.mutable_data_ptr());
-    auto *counted = static_cast<int64_t *>(dropped.mutable_data_ptr());
     macko_slide_found first{-1, -1, 0, 0};
 #ifdef USE_CUDA
     int64_t found[2];
+    Tensor counts = torch::stable::new_zeros(w, {2}, ScalarType::Long);
+    auto *counted = static_cast<int64_t *>(counts.mutable_data_ptr());
     STD_CUDA_CHECK(
         macko_slide_pack_cuda(&shape, w.const_data_ptr(), source, prune, bytes, scales, counted, current_stream(w)));
     STD_CUDA_CHECK(cudaMemcpyAsync(found, counted, sizeof found, cudaMemcpyDeviceToHost, current_stream(w)));
     STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(w))); // whether w fits its pattern decides the outcome
     const int64_t groups = n ? macko_slide_groups(cols, int(n)) : 0;
     const int64_t key = INT64_MAX - found[1];
+    dropped = found[0];
     if (found[1]) first = {(key >> 8) / groups, (key >> 8) % groups, key & 255, found[0]};
 #else
     std::mutex mutex;
-    int64_t total = 0;
     in_parallel(op, macko_slide_row_blocks(rows), 1, [&](int64_t begin, int64_t end) {
         macko_slide_found found;
         const int64_t last = std::min(rows, end * MACKO_SLIDE_BLOCK_ROWS);
@@ -187,34 +197,77 @@ std::tuple<Tensor, Tensor, Tensor> slide_pack(const Tensor &w_any, int64_t n, Sc
                                  scales, &found))
             return -1;
         const std::lock_guard<std::mutex> lock(mutex);
-        total += found.dropped;
+        dropped += found.dropped;
         if (found.row >= 0 && (first.row < 0 || found.row < first.row)) first = found;
         return 0;
     });
-    counted[0] = total;
 #endif
     if (first.row >= 0 && !prune)
         fail(op, "w does not fit the pattern ", pattern_name(n), ": row ", first.row, ", group ", first.group,
              " (columns ", first.group * 2 * n, " to ", first.group * 2 * n + 2 * n - 1, ") has ", first.count,
              " non-zeros, expected at most ", 2 * n - 2);
-    return {packed, scale, torch::stable::narrow(dropped, 0, 0, 1)};
+    return {{packed, scale, torch::stable::new_empty(packed, {0, 0, 0})},
+            {SLIDE, rows, cols, n, options[1], source_dtype, 0, 0, dropped}};
 }
 
-Tensor slide_unpack(const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n, ScalarType dtype) {
-    const macko_slide_weight weight = weight_of("slide_unpack", packed, scale, cols, n, dtype);
+// The codes: the weight itself for 16-bit types, the weight over scale for 8-bit ones.
+Tensor dense(const Packed &p, bool) {
+    const char *op = "dense";
+    const Tensor &packed = p[0], &scale = p[1];
+    const int64_t cols = p.cols();
+    const ScalarType dtype = element_of(op, p.own(1));
+    const macko_slide_weight weight = weight_of(op, packed, scale, cols, p.own(0), dtype);
     const int64_t rows = weight.shape.rows;
     const DeviceOf guard(packed);
     Tensor codes = torch::stable::new_empty(packed, {rows, cols}, dtype);
 #ifdef USE_CUDA
     STD_CUDA_CHECK(macko_slide_unpack_cuda(&weight, codes.mutable_data_ptr(), current_stream(packed)));
 #else
-    in_parallel("slide_unpack", rows, (1 << 15) / std::max<int64_t>(1, cols), [&](int64_t begin, int64_t end) {
+    in_parallel(op, rows, (1 << 15) / std::max<int64_t>(1, cols), [&](int64_t begin, int64_t end) {
         macko_slide_unpack_cpu(&weight, begin, end, codes.mutable_data_ptr());
         return 0;
     });
 #endif
     return codes;
 }
+
+Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
+    const Tensor &packed = p[0], &scale = p[1], &dense = p[2];
+    const char *op = "linear";
+    const int64_t cols = p.cols(), n_packed = p.own(0), sparse_from = p.own(3), sparse_to = p.own(4);
+    const ScalarType dtype = element_of(op, p.own(1));
+    const int64_t tokens = num_tokens(x_any);
+    // One op for both weights, so that a compiled graph for any number of tokens has no branch.
+    const bool takes_dense = sparse_to && (tokens < sparse_from || tokens > sparse_to);
+    const int64_t n = takes_dense ? 0 : n_packed;
+    check_device(op, "dense_tiles", dense, "tiles", packed);
+    const macko_slide_weight weight = takes_dense ? weight_of(op, dense, scale, cols, n, dtype, "dense_tiles")
+                                                  : weight_of(op, packed, scale, cols, n, dtype);
+    check_device(op, "x", x_any, "tiles", packed);
+    const macko_dtype from = check_value_dtype(op, "x", x_any);
+    if (!is_8_bit(weight.shape.type)) check_dtype(op, "x", x_any, dtype);
+    check_last(op, "x", x_any, cols);
+    if (tokens > INT32_LIMIT) fail(op, "x has ", tokens, " tokens, expected less than 2^31");
+    const auto bias = checked_bias(op, bias_any, "tiles", packed, x_any.scalar_type(), weight.shape.rows);
+    const DeviceOf guard(packed);
+    const Tensor x = as_contiguous(x_any);
+    macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, data_of(bias), nullptr, tokens, from, cols, 0, 0};
+    // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
+    const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
+                       (cols == macko_slide_depth(cols, int(n)) || (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&
+                       reinterpret_cast<uintptr_t>(args.lifted) % 16 == 0;
+    std::optional<std::tuple<Tensor, Tensor>> lifted;
+    if (!as_is) {
+        lifted = quantise(op, x, from, n, dtype);
+        args.lifted = std::get<0>(*lifted).const_data_ptr();
+        args.token_scale = static_cast<const float *>(std::get<1>(*lifted).const_data_ptr());
+        args.lifted_cols = macko_slide_depth(cols, int(n));
+        args.follows_quantiser = tokens > 0;
+    }
+    return multiply(op, args, x, x.scalar_type());
+}
+
+} // namespace
 
 std::tuple<Tensor, Tensor> slide_quant_fused(const Tensor &x_any, int64_t n, ScalarType dtype) {
     const char *op = "slide_quant_fused";
@@ -252,39 +305,6 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
                     lifted, out_dtype);
 }
 
-Tensor slide_linear(const Tensor &x_any, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n_packed,
-                    ScalarType dtype, const std::optional<Tensor> &bias_any, const std::optional<Tensor> &dense,
-                    int64_t sparse_from, int64_t sparse_to) {
-    const char *op = "slide_linear";
-    const int64_t tokens = num_tokens(x_any);
-    // One op for both weights, so that a compiled graph for any number of tokens has no branch.
-    const bool takes_dense = dense && (tokens < sparse_from || tokens > sparse_to);
-    const int64_t n = takes_dense ? 0 : n_packed;
-    if (dense) check_device(op, "dense", *dense, "packed", packed);
-    const macko_slide_weight weight = takes_dense ? weight_of(op, *dense, scale, cols, n, dtype, "dense")
-                                                  : weight_of(op, packed, scale, cols, n, dtype);
-    check_device(op, "x", x_any, "packed", packed);
-    const macko_dtype from = check_value_dtype(op, "x", x_any);
-    if (!is_8_bit(weight.shape.type)) check_dtype(op, "x", x_any, dtype);
-    check_last(op, "x", x_any, cols);
-    if (tokens > INT32_LIMIT) fail(op, "x has ", tokens, " tokens, expected less than 2^31");
-    const auto bias = checked_bias(op, bias_any, "packed", packed, x_any.scalar_type(), weight.shape.rows);
-    const DeviceOf guard(packed);
-    const Tensor x = as_contiguous(x_any);
-    macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, data_of(bias), nullptr, tokens, from, cols, 0, 0};
-    // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
-    const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
-                       (cols == macko_slide_depth(cols, int(n)) || (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&
-                       reinterpret_cast<uintptr_t>(args.lifted) % 16 == 0;
-    std::optional<std::tuple<Tensor, Tensor>> lifted;
-    if (!as_is) {
-        lifted = quantise(op, x, from, n, dtype);
-        args.lifted = std::get<0>(*lifted).const_data_ptr();
-        args.token_scale = static_cast<const float *>(std::get<1>(*lifted).const_data_ptr());
-        args.lifted_cols = macko_slide_depth(cols, int(n));
-        args.follows_quantiser = tokens > 0;
-    }
-    return multiply(op, args, x, x.scalar_type());
-}
+const Layout slide_layout = {.name = "slide", .tensors = 3, .own = 5, .pack = pack, .dense = dense, .linear = linear};
 
 } // namespace macko

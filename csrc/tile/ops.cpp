@@ -1,6 +1,4 @@
 // The tile layout's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
-#include "ops.h"
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -8,7 +6,6 @@
 #include "../macko/ops.h"
 #include "tile.h"
 #ifdef USE_CUDA
-#include <array>
 #include <cstdlib>
 
 #include "../torch/dense_rows.h"
@@ -38,16 +35,16 @@ macko_dtype check_half(const char *op, const char *name, const Tensor &t) {
 }
 
 // The struct over the two tensors, once they have passed every check that needs no look at their content.
-macko_tile_matrix matrix_of(const char *op, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
-                            int64_t widest) {
+macko_tile_matrix matrix_of(const char *op, const Packed &p) {
+    const Tensor &data = p[0], &offsets = p[1];
+    const int64_t rows = p.rows(), cols = p.cols(), widest = p.own(0);
     check_backend(op, "data", data);
     check_device(op, "offsets", offsets, "data", data);
     const macko_dtype dtype = check_half(op, "data", data);
     check_dtype(op, "offsets", offsets, ScalarType::Int);
     check_dim(op, "data", data, 1);
     check_dim(op, "offsets", offsets, 1);
-    if (rows < 0 || rows > INT32_MAX) fail(op, "rows is ", rows, ", expected 0 to ", INT32_MAX);
-    if (cols < 0 || cols > INT32_MAX) fail(op, "cols is ", cols, ", expected 0 to ", INT32_MAX);
+    check_sizes(op, p);
     const int64_t slabs = macko_tile_count(rows, cols);
     if (offsets.numel() != slabs + 1)
         fail(op, "offsets has ", offsets.numel(), " elements, expected ", slabs + 1, " for a matrix of ", rows, " x ",
@@ -117,17 +114,14 @@ auto unpacking(const macko_tile_matrix &m, const Tensor &data) {
 }
 #endif
 
-} // namespace
-
-std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, const Tensor &deltas,
-                                                       const Tensor &row_ptr, int64_t cols, int64_t delta_bits) {
-    const char *op = "tile_pack";
-    check_backend(op, "values", values);
-    const macko_matrix source = checked_matrix(op, values, deltas, row_ptr, cols, delta_bits);
+Packed lay_out(const Packed &canonical, const Ints &) {
+    const char *op = "lay_out";
+    const macko_matrix source = checked_matrix(op, canonical);
+    const Tensor &values = canonical[0];
     check_half(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
-    const int64_t rows = source.rows, slabs = macko_tile_count(rows, cols);
+    const int64_t rows = source.rows, cols = source.cols, slabs = macko_tile_count(rows, cols);
     Tensor offsets = torch::stable::new_empty(values, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     const auto check_units = [&](int64_t units) {
@@ -207,46 +201,41 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> tile_pack(const Tensor &values, con
             totals.stored += __builtin_popcount(mask);
         }
 #endif
-    return {data, offsets, totals.widest, totals.stored};
+    return {{data, offsets}, {TILE, rows, cols, totals.widest, totals.stored, canonical.own(0)}};
 }
 
-Tensor tile_unpack(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
-    const macko_tile_matrix m = matrix_of("tile_unpack", data, offsets, rows, cols, widest);
+Tensor dense(const Packed &p, bool) {
+    const macko_tile_matrix m = matrix_of("dense", p);
+    const Tensor &data = p[0];
     const DeviceOf guard(data);
-    Tensor w = torch::stable::new_empty(data, {rows, cols});
+    Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, 0, rows, w.mutable_data_ptr(), current_stream(data)));
+    STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
 #else
-    for_rows(rows, cols, [&](int64_t begin, int64_t end) {
-        macko_tile_unpack_cpu(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * cols);
+    for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
+        macko_tile_unpack_cpu(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * m.cols);
     });
 #endif
     return w;
 }
 
-Tensor tile_check(const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols, int64_t widest) {
-    const macko_tile_matrix m = matrix_of("tile_check", data, offsets, rows, cols, widest);
+Tensor check(const Packed &p) {
+    const macko_tile_matrix m = matrix_of("check", p);
 #ifdef USE_CUDA
-    // Content is looked at once, when it comes from outside, so on the CPU, where this is asked of the same op.
     (void)m;
-    const DeviceOf guard(data);
-    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    using torch::stable::detail::from;
-    std::array<StableIValue, 5> stack{from(torch::stable::to(data, cpu)), from(torch::stable::to(offsets, cpu)),
-                                      from(rows), from(cols), from(widest)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::tile_check", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), data.device());
+    return check_on_cpu(p);
 #else
-    Tensor found = new_fault(data);
-    *fault_in(found) = macko_tile_check_cpu(&m, data.numel() * 2 / MACKO_TILE_UNIT);
+    Tensor found = new_fault(p[0]);
+    *fault_in(found) = macko_tile_check_cpu(&m, p[0].numel() * 2 / MACKO_TILE_UNIT);
     return found;
 #endif
 }
 
-Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offsets, int64_t rows, int64_t cols,
-                   int64_t widest, const std::optional<Tensor> &bias_any) {
-    const char *op = "tile_linear";
-    const macko_tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
+Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
+    const char *op = "linear";
+    const macko_tile_matrix m = matrix_of(op, p);
+    const Tensor &data = p[0];
+    const int64_t rows = m.rows, cols = m.cols;
     check_tokens(op, x_any, "data", data, cols);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), rows);
     const DeviceOf guard(data);
@@ -269,10 +258,11 @@ Tensor tile_linear(const Tensor &x_any, const Tensor &data, const Tensor &offset
 }
 
 #ifdef USE_CUDA
-std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const Tensor &offsets, int64_t rows,
-                                      int64_t cols, int64_t widest, const std::vector<int64_t> &part_rows) {
-    const char *op = "tile_linear_parts";
-    const macko_tile_matrix m = matrix_of(op, data, offsets, rows, cols, widest);
+std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &part_rows) {
+    const char *op = "linear_parts";
+    const macko_tile_matrix m = matrix_of(op, p);
+    const Tensor &data = p[0];
+    const int64_t rows = m.rows, cols = m.cols;
     check_tokens(op, x, "data", data, cols);
     check_parts(op, part_rows, rows);
     const DeviceOf guard(data);
@@ -297,5 +287,19 @@ std::vector<Tensor> tile_linear_parts(const Tensor &x, const Tensor &data, const
     return parts;
 }
 #endif
+
+} // namespace
+
+const Layout tile_layout = {.name = "tile",
+                            .tensors = 2,
+                            .own = 3,
+                            .lay_out = lay_out,
+                            .dense = dense,
+                            .check = check,
+                            .linear = linear,
+#ifdef USE_CUDA
+                            .linear_parts = linear_parts
+#endif
+};
 
 } // namespace macko

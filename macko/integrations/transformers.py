@@ -15,7 +15,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..choose import format_class
+from ..choose import Options
 from ..convert import CONVERTED, MIN_SPARSITY, convert_layer, warn_if_unchanged
 from ..files import VERSION, Checkpoint, check_about, join, open_tensors
 from ..formats import saved_as
@@ -47,7 +47,7 @@ class MackoConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method = "macko"  # type: ignore[assignment]
         check_about({"version": version, "layers": layers}, "quantization_config")
-        format_class(format)
+        Options(format)
         if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
             raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
         several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
@@ -213,7 +213,7 @@ class MackoHfQuantizer(HfQuantizer):
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
         layer.module.bias = None  # type: ignore[assignment]
         config = self.quantization_config
-        row, sparse = convert_layer(layer, format_class(config.format), config.min_sparsity, None, {})
+        row, sparse = convert_layer(layer, Options(config.format), config.min_sparsity, None, {})
         self.report.layers.append(row)
         layer.module.bias = bias
         if sparse is None:
@@ -250,9 +250,9 @@ class MackoHfQuantizer(HfQuantizer):
     def _format_on(self, device: torch.device) -> str:
         """The format that the config asks for, or "auto", with a warning, where that does not run on the device."""
         format = self.quantization_config.format
-        if device.type in (*format_class(format).device_types, "meta"):
+        if device.type in (*(types := Options(format).device_types), "meta"):
             return format
-        runs = " and ".join(format_class(format).device_types)
+        runs = " and ".join(types)
         warnings.warn(f'format="{format}" runs on {runs} only, the model is on {device}: held as "auto"', stacklevel=2)
         return "auto"
 

@@ -1,0 +1,81 @@
+// A packed weight as the ops get it, and what each layout does with one: a row of the table in library.cpp.
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "check.h"
+
+namespace macko {
+
+using Ints = std::vector<int64_t>;
+
+// Tensors in the order of the layout's own header file. header: layout, rows, cols, then what the layout has besides.
+struct Packed {
+    std::vector<Tensor> tensors;
+    Ints header;
+
+    const Tensor &operator[](size_t i) const {
+        return tensors[i];
+    }
+    int64_t rows() const {
+        return header[1];
+    }
+    int64_t cols() const {
+        return header[2];
+    }
+    int64_t own(size_t i) const {
+        return header[3 + i];
+    }
+};
+
+// The numbers that stand first in a header, and in Python's macko.formats: they are in files of nobody.
+enum LayoutId : int64_t { CANONICAL, BITMAP, SELL, TILE, EC, SLIDE, NUM_LAYOUTS };
+
+// What is null, a layout does not do on this device.
+struct Layout {
+    const char *name;
+    size_t tensors, own; // how many, and how many numbers besides rows and cols
+    Packed (*pack)(const Tensor &w, const Ints &options) = nullptr;
+    Packed (*lay_out)(const Packed &canonical, const Ints &options) = nullptr;
+    Packed (*to_canonical)(const Packed &p) = nullptr; // without a dense matrix on the way
+    Tensor (*dense)(const Packed &p, bool check) = nullptr;
+    Tensor (*check)(const Packed &p) = nullptr;
+    Tensor (*linear)(const Packed &p, const Tensor &x, const std::optional<Tensor> &bias) = nullptr;
+    std::vector<Tensor> (*linear_parts)(const Packed &p, const Tensor &x, const Ints &part_rows) = nullptr;
+    Tensor (*norm_linear)(const Packed &p, const Tensor &x, const Tensor &weight, double eps,
+                          const std::optional<Tensor> &bias) = nullptr;
+    Tensor (*gated_linear)(const Packed &p, const Tensor &gate, const Tensor &up,
+                           const std::optional<Tensor> &bias) = nullptr;
+};
+
+extern const Layout canonical_layout, bitmap_layout, sell_layout, tile_layout, ec_layout, slide_layout;
+
+// What the op `check` of the CPU finds: content is looked at once, when it comes from a file.
+Tensor check_on_cpu(const Packed &p);
+
+// rows and cols of a header, as int32 holds them.
+inline void check_sizes(const char *op, const Packed &p) {
+    if (p.rows() < 0 || p.rows() > INT32_LIMIT) fail(op, "rows is ", p.rows(), ", expected 0 to ", INT32_LIMIT);
+    if (p.cols() < 0 || p.cols() > INT32_LIMIT) fail(op, "cols is ", p.cols(), ", expected 0 to ", INT32_LIMIT);
+}
+
+// row_ptr of so many rows.
+inline void check_row_ptr(const char *op, const Tensor &row_ptr, int64_t rows) {
+    if (row_ptr.numel() < 1) fail(op, "row_ptr is empty, expected rows + 1 entries");
+    if (row_ptr.numel() != rows + 1)
+        fail(op, "row_ptr has ", row_ptr.numel(), " entries, expected ", rows + 1, " for ", rows, " rows");
+}
+
+// The papers' own ops, as library.cpp registers them.
+Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x,
+            int64_t delta_bits);
+Tensor ec_spmv(const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices,
+               const Tensor &block_indptr, const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets,
+               const Tensor &col_order, int64_t rows, int64_t cols, const Tensor &x);
+std::tuple<Tensor, Tensor> slide_quant_fused(const Tensor &x, int64_t n, ScalarType dtype);
+Tensor slide_gemm(const Tensor &lifted, const Tensor &token_scale, const Tensor &packed, const Tensor &scale,
+                  int64_t cols, int64_t n, ScalarType out_dtype, const std::optional<Tensor> &bias);
+
+} // namespace macko

@@ -283,7 +283,7 @@ def write_table(results: str) -> None:
     for gpu, lines in fresh.items():
         path = tables.SHIPPED / tables.file_name(gpu)
         head = {"version": tables.VERSION, "gpu": gpu, "bandwidth_gbps": 0, "slide": [], "linear": []}
-        table = tables.read(path) if path.exists() else head
+        table: dict[str, Any] = tables.read(path) if path.exists() else head
         kinds = set(map(tables.slide_kind, lines.values()))
         kept = [line for line in table["slide"] if tables.slide_kind(line) not in kinds]
         tables.save(path, {**table, "slide": sorted([*kept, *lines.values()], key=tables.slide_kind)})

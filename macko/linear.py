@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from .choose import AUTO, Options, pack
 from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices
@@ -134,9 +135,7 @@ class SparseLinear(nn.Linear):
         self._format, self._sizes, self._header = type(packed), packed.sizes(), packed.header
 
     @classmethod
-    def from_packed(
-        cls, packed: PackedWeight, bias: Tensor | None = None, *, options: Options | None = None
-    ) -> SparseLinear:
+    def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, options: Options | None = None) -> Self:
         """A layer around a packed weight (not copied) and a bias [rows]; a Parameter is kept as it is.
 
         Where `options` chose its layout they choose anew when the layer moves to another kind of device.

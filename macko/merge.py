@@ -38,34 +38,22 @@ class _Last:
         return type(self), ()
 
 
-class MergedLinear(SparseLinear):
-    """One of several layers of one input, whose weights are packed as one matrix; see merge_.
+class _Whole(SparseLinear):
+    """The matrix of siblings; no submodule of the model."""
 
-    For callers it is the SparseLinear that it was. Its own packed weight is made at every look. What holds the matrix
-    is no submodule: `state_dict` has the tensors of each layer by itself, as if they were not merged.
-    """
-
-    _whole: SparseLinear
+    _part_rows: tuple[int, ...]
     _last: _Last
 
-    def __init__(self, whole: SparseLinear, index: int, part_rows: tuple[int, ...], last: _Last) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = whole.in_features, part_rows[index]
-        self.register_parameter("bias", None)
-        self._index, self._part_rows, self._options, self._last = index, part_rows, whole._options, last
-        self._format, self._sizes = MackoWeight, {}
-        vars(self)["_whole"] = whole  # the matrix of all siblings; no submodule
-
-    def forward(self, input: Tensor) -> Tensor:
-        """This layer's part of the product, computed for all siblings for the first that asks with this input."""
-        whole, last, index, tracing = self._whole, self._last, self._index, torch.compiler.is_compiling()
-        version = None if tracing or input.is_inference() else input._version
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """A sibling's part of x W^T, computed for all of them for the first one that asks with this x."""
+        last, tracing = self._last, torch.compiler.is_compiling()
+        version = None if tracing or x.is_inference() else x._version
         key = (version, torch.is_grad_enabled())
         held = last.traced if tracing else last.eager
-        if held is None or held[0] is not whole or held[1] is not input or held[2] != key or index in held[4]:
+        if held is None or held[0] is not self or held[1] is not x or held[2] != key or index in held[4]:
             if not tracing:
                 last.eager = held = None  # before there is more
-            held = (whole, input, key, whole._parts(input, self._part_rows), ())
+            held = (self, x, key, self._parts(x, self._part_rows), ())
         taken = (*held[4], index)
         kept = (*held[:4], taken) if len(taken) < len(self._part_rows) else None
         if tracing:
@@ -74,12 +62,33 @@ class MergedLinear(SparseLinear):
             last.eager = kept
         return held[3][index]
 
+
+class MergedLinear(SparseLinear):
+    """One of several layers of one input, whose weights are packed as one matrix; see merge_.
+
+    For callers it is the SparseLinear that it was. Its own packed weight is made at every look. What holds the matrix
+    is no submodule: `state_dict` has the tensors of each layer by itself, as if they were not merged.
+    """
+
+    _whole: _Whole
+
+    def __init__(self, whole: _Whole, index: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = whole.in_features, whole._part_rows[index]
+        self.register_parameter("bias", None)
+        self._index, self._options = index, whole._options
+        self._format, self._sizes = MackoWeight, {}
+        vars(self)["_whole"] = whole  # no submodule
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._whole.part(input, self._index)
+
     @property
     def packed(self) -> MackoWeight:
         """This layer's rows, packed anew in the canonical format."""
         if self.device.type == "meta":
             return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
-        return MackoWeight.smallest(self._whole.packed.to_dense().split(self._part_rows)[self._index])  # type: ignore[no-untyped-call]
+        return MackoWeight.smallest(self._whole.packed.to_dense().split(self._whole._part_rows)[self._index])  # type: ignore[no-untyped-call]
 
     @property
     def format(self) -> str:
@@ -184,9 +193,9 @@ def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
     first = layers[0]
     options = first._options or Options(first.format)
     packed = pack(MackoWeight.smallest(dense), options)
-    whole = SparseLinear.from_packed(packed, options=options).train(first.training)
-    part_rows = tuple(layer.out_features for layer in layers)
-    return [MergedLinear(whole, index, part_rows, last).train(layer.training) for index, layer in enumerate(layers)]
+    whole = _Whole.from_packed(packed, options=options).train(first.training)
+    whole._part_rows, whole._last = tuple(layer.out_features for layer in layers), last
+    return [MergedLinear(whole, index).train(layer.training) for index, layer in enumerate(layers)]
 
 
 def split_(model: nn.Module) -> None:

@@ -236,7 +236,7 @@ def times(gpu: str, bandwidth: float = 0) -> Times:
     if own := own_table(gpu):
         tables.append(own)
     slide: dict[tuple[str, str], list[Line]] = {}
-    for table in tables:  # of a pattern that the user has timed only his lines count
+    for table in tables:  # of a pattern that the user has timed, only the user's lines count
         slide |= {kind: list(lines) for kind, lines in groupby(sorted(table["slide"], key=slide_kind), slide_kind)}
     if lines := _latest(line for table in tables for line in table["linear"]):
         return Times(gpu, 1.0, tuple(lines), True, slide)

@@ -173,11 +173,11 @@ def measure_slide(
         for (rows, cols), name in ((shape, name) for shape in shapes for name in there):
             dtype = SLIDE_DTYPES[name]
             w = torch.randn(rows, cols, device="cuda").bfloat16()
-            copies = max(2, cold_bytes // (rows * cols) + 1)
+            num_copies = max(2, cold_bytes // (rows * cols) + 1)
             held: dict[int, list[tuple[Tensor, Tensor]]] = {}
             for n in (0, *(SLIDE_PATTERNS[pattern] for pattern in patterns)):
                 packed, scale, _ = ops.slide_pack(w, n, dtype, prune=True)
-                held[n] = [(packed.clone(), scale) for _ in range(copies)]
+                held[n] = [(packed.clone(), scale) for _ in range(num_copies)]
             gains: dict[int, dict[str, float]] = {n: {} for n in held if n}
             for m in tokens:
                 x = torch.randn(m, cols, device="cuda").bfloat16()

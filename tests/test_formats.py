@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from macko import FORMATS, MackoWeight, SparseLinear
-from macko.choose import Options, pack
+from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
 from macko.formats import BitmapWeight, PackedWeight
 from tests.common import assert_same_bits, devices, integer_problem, random_weight
@@ -260,6 +260,16 @@ def test_an_extra_state_that_is_one_large_number() -> None:
 
 
 # Few rows or columns: a layout fills them up to whole blocks.
+
+
+@pytest.mark.parametrize("format", [*CHOICES, *(name for name, kind in FORMATS.items() if "cpu" in kind.device_types)])
+def test_a_dense_and_a_canonical_weight_are_packed_alike(format: str) -> None:
+    for w in (random_weight(96, 130, 0.4, torch.float16), random_weight(96, 130, 1.0, torch.float16)):
+        w[:, ::4], w[:, 1::4] = 0, 0  # of 2:4, and with half of its non-zeros
+        packed, again = (pack(source, Options(format)) for source in (w, MackoWeight.from_dense(w)))
+        assert packed.label == again.label
+        for held in (packed, again):
+            assert_same_bits(held.to_dense(), w)
 
 
 @pytest.mark.parametrize("tokens", [None, 8])

@@ -89,7 +89,7 @@ def test_same_outputs_from_one_product(device: str, shape: tuple[int, ...]) -> N
         else:  # another matrix is another order of summation
             torch.testing.assert_close(merged(x), sparse(x))
     assert len(count) == 3
-    assert merged[0].q_proj._last.eager is None  # nothing is kept alive
+    assert merged[0].q_proj._whole._last.eager is None  # nothing is kept alive
 
 
 @pytest.mark.gpu
@@ -161,6 +161,42 @@ def test_a_sibling_called_twice_gives_two_tensors() -> None:
     assert_same_bits(merged[0].k_proj(x), sparse[0].k_proj(x))
 
 
+def test_models_do_not_take_each_others_products() -> None:
+    first, second = models()[1], models()[1]
+    count = products(first)
+    x = vector(2, 64)
+    first[0].q_proj(x)
+    second(x)
+    first[0].k_proj(x)
+    first[0].v_proj(x)
+    assert len(count) == 1
+
+
+def test_what_an_exception_left_goes_with_the_next_product_or_the_model() -> None:
+    model: Any = nn.Sequential(Attention(), Attention())
+    macko.sparsify_(model, merge=True)
+    inputs = [vector(2, 64), vector(2, 64, seed=1)]
+    left = [weakref.ref(x) for x in inputs]
+    model[0].q_proj(inputs[0])
+    model[1].q_proj(inputs[1])
+    inputs.clear()
+    assert [x() is None for x in left] == [True, False]  # at most one a model
+    whole = weakref.ref(model[1].q_proj._whole)
+    del model
+    gc.collect()
+    assert left[1]() is whole() is None
+
+
+def test_a_copy_between_siblings_begins_without_a_product() -> None:
+    sparse, merged = models()
+    x = vector(2, 64).requires_grad_()
+    merged[0].q_proj(x)  # with a graph, of which no copy can be made
+    for other in (copy.deepcopy(merged), pickle.loads(pickle.dumps(merged))):
+        assert other[0].q_proj._whole._last.eager is None
+        assert other[0].q_proj._whole._last is other[0].k_proj._whole._last
+        assert_same_bits(other[0].k_proj(x).detach(), sparse[0].k_proj(x).detach())
+
+
 def test_an_input_changed_in_place_between_siblings() -> None:
     sparse, merged = models()
     x = vector(2, 64)
@@ -220,7 +256,7 @@ def test_compiled_in_one_graph(device: str) -> None:
     assert len(graphs) == 1
     targets = [str(node.target) for node in graphs[0].graph.nodes if "linear" in str(node.target)]
     assert len(targets) == 1
-    assert merged[0].q_proj._last.traced is None
+    assert merged[0].q_proj._whole._last.traced is None
 
 
 @pytest.mark.gpu

@@ -211,6 +211,15 @@ def test_a_cpu_packs_what_gains_for_the_tokens_that_are_said() -> None:
     assert report.layers[0].reason == "dense is as fast here: 40.0 us 48 tokens, as macko 44.0 us"
 
 
+def test_tokens_of_a_format_by_name_are_those_of_the_reports_times() -> None:
+    cpu_table(
+        times.cache_file(times.gpu_name(CPU)), t1={"dense": 9.0, "bitmap": 3.0}, t64={"dense": 40.0, "bitmap": 50.0}
+    )
+    for tokens, before, after in ((None, 9, 3), (1, 9, 3), (64, 40, 50)):
+        (row,) = macko.sparsify_(model(512, 512), format="bitmap", tokens=tokens)
+        assert (row.us_before, row.us_after) == (pytest.approx(before), pytest.approx(after, rel=0.05))
+
+
 def test_nothing_is_said_of_many_tokens_where_nothing_is_lost() -> None:
     cpu_table(
         times.cache_file(times.gpu_name(CPU)), t1={"dense": 9.0, "bitmap": 3.0}, t64={"dense": 9.0, "bitmap": 9.1}

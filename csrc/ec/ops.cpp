@@ -497,7 +497,13 @@ Tensor ec_spmv(const Tensor &block_values, const Tensor &delta_indices, const Te
     return spmv(m, block_values, x, nullptr, {rows});
 }
 
-const Layout ec_layout = {
-    .name = "ec", .tensors = 8, .own = 7, .pack = pack, .dense = dense, .check = check, .linear = linear};
+const Layout ec_layout = {.name = "ec",
+                          .tensors = 8,
+                          .own = 7,
+                          .pack_options = 7,
+                          .pack = pack,
+                          .dense = dense,
+                          .check = check,
+                          .linear = linear};
 
 } // namespace macko

@@ -293,7 +293,13 @@ void check_content(const char *op, const macko_matrix &m, const Tensor &values) 
     check_bounds(op, m, values);
 }
 
-const Layout canonical_layout = {
-    .name = "macko", .tensors = 3, .own = 1, .pack = pack, .dense = dense, .check = check, .linear = linear};
+const Layout canonical_layout = {.name = "macko",
+                                 .tensors = 3,
+                                 .own = 1,
+                                 .pack_options = 1,
+                                 .pack = pack,
+                                 .dense = dense,
+                                 .check = check,
+                                 .linear = linear};
 
 } // namespace macko

@@ -273,6 +273,7 @@ std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &p
 const Layout sell_layout = {.name = "sell",
                             .tensors = 4,
                             .own = 5,
+                            .lay_out_options = 3,
                             .lay_out = lay_out,
                             .dense = dense,
                             .linear = linear,

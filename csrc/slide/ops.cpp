@@ -305,6 +305,7 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
                     lifted, out_dtype);
 }
 
-const Layout slide_layout = {.name = "slide", .tensors = 3, .own = 5, .pack = pack, .dense = dense, .linear = linear};
+const Layout slide_layout = {
+    .name = "slide", .tensors = 3, .own = 5, .pack_options = 4, .pack = pack, .dense = dense, .linear = linear};
 
 } // namespace macko

@@ -80,28 +80,30 @@ struct Tokens {
     Tensor x;
     int64_t stride;
 };
-Tokens tokens_of(const Tensor &x_any, int64_t cols) {
-    const int64_t tokens = x_any.size(0), padding = (8 - cols % 8) % 8;
+Tokens tokens_of(const Tensor &x_any, int64_t tokens, int64_t cols) {
+    const int64_t padding = (8 - cols % 8) % 8;
+    const auto is_aligned = [](const Tensor &t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; };
+    if (!padding && x_any.is_contiguous() && is_aligned(x_any))
+        return {x_any, cols}; // each reshape is 1 us of the host
     const auto fits = [&](const Tensor &t) {
-        return t.stride(1) == 1 && (tokens == 1 || t.stride(0) % 8 == 0) &&
-               reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (tokens > 1 || !padding);
+        return t.stride(1) == 1 && (tokens == 1 || t.stride(0) % 8 == 0) && is_aligned(t) && (tokens > 1 || !padding);
     };
-    Tensor x = x_any;
+    Tensor x = torch::stable::reshape(x_any, {tokens, cols});
     if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
     if (!padding && !fits(x)) x = torch::stable::clone(x); // contiguous as it came, but not aligned as TMA wants it
     return {x, tokens == 1 ? cols + padding : x.stride(0)};
 }
 
-void multiply(const macko_tile_matrix &m, const Tokens &tokens, const std::optional<Tensor> &bias,
+// y, of tokens * m.rows elements, = x W^T + bias.
+void multiply(const macko_tile_matrix &m, int64_t tokens, const Tokens &given, const std::optional<Tensor> &bias,
               const macko_tile_many_plan &plan, Tensor &y) {
-    const void *x = tokens.x.const_data_ptr();
+    const void *x = given.x.const_data_ptr();
     const cudaStream_t stream = current_stream(y);
     if (plan.workspace_bytes < 0) {
-        STD_CUDA_CHECK(
-            macko_tile_few_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), stream));
+        STD_CUDA_CHECK(macko_tile_few_cuda(&m, tokens, x, given.stride, data_of(bias), y.mutable_data_ptr(), stream));
     } else {
         Tensor workspace = torch::stable::new_empty(y, {plan.workspace_bytes / 2});
-        STD_CUDA_CHECK(macko_tile_many_cuda(&m, y.size(0), x, tokens.stride, data_of(bias), y.mutable_data_ptr(), &plan,
+        STD_CUDA_CHECK(macko_tile_many_cuda(&m, tokens, x, given.stride, data_of(bias), y.mutable_data_ptr(), &plan,
                                             workspace.mutable_data_ptr(), stream));
     }
 }
@@ -243,18 +245,18 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 #ifdef USE_CUDA
     macko_tile_many_plan plan;
     if (!takes_layout(m, tokens, &plan)) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
-#endif
-    const Tensor x = torch::stable::reshape(x_any, {tokens, cols});
-    Tensor y = torch::stable::new_empty(data, {tokens, rows});
-#ifdef USE_CUDA
-    multiply(m, tokens_of(x, cols), bias, plan, y);
+    Tensor y = torch::stable::new_empty(data, with_last(x_any, rows));
+    multiply(m, tokens, tokens_of(x_any, tokens, cols), bias, plan, y);
+    return y;
 #else
-    linear_by_blocks(x, rows, bias, y, [&](int64_t begin, int64_t end, void *w) {
-        macko_tile_unpack_cpu(&m, begin, end - begin, w);
-        return macko_fault{};
-    });
-#endif
+    Tensor y = torch::stable::new_empty(data, {tokens, rows});
+    linear_by_blocks(torch::stable::reshape(x_any, {tokens, cols}), rows, bias, y,
+                     [&](int64_t begin, int64_t end, void *w) {
+                         macko_tile_unpack_cpu(&m, begin, end - begin, w);
+                         return macko_fault{};
+                     });
     return torch::stable::reshape(y, with_last(x_any, rows));
+#endif
 }
 
 #ifdef USE_CUDA
@@ -277,12 +279,11 @@ std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &p
             return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, data));
         first += count;
     }
-    const Tokens prepared = tokens_of(torch::stable::reshape(x, {tokens, cols}), cols);
+    const Tokens prepared = tokens_of(x, tokens, cols);
     std::vector<Tensor> parts;
     for (size_t i = 0; i < pieces.size(); i++) {
-        Tensor y = torch::stable::new_empty(data, {tokens, part_rows[i]});
-        if (part_rows[i]) multiply(pieces[i], prepared, std::nullopt, plans[i], y);
-        parts.push_back(torch::stable::reshape(y, with_last(x, part_rows[i])));
+        parts.push_back(torch::stable::new_empty(data, with_last(x, part_rows[i])));
+        if (part_rows[i]) multiply(pieces[i], tokens, prepared, std::nullopt, plans[i], parts.back());
     }
     return parts;
 }

@@ -10,8 +10,9 @@
 namespace macko {
 namespace {
 
-constexpr std::array<const Layout *, NUM_LAYOUTS> LAYOUTS = {&canonical_layout, &bitmap_layout, &sell_layout,
-                                                             &tile_layout,      &ec_layout,     &slide_layout};
+#define ADDRESS(id, layout) &layout,
+constexpr std::array<const Layout *, NUM_LAYOUTS> LAYOUTS = {MACKO_LAYOUTS(ADDRESS)};
+#undef ADDRESS
 
 const Layout &layout_numbered(const char *op, int64_t id) {
     if (id < 0 || id >= NUM_LAYOUTS) fail(op, "layout is ", id, ", expected 0 to ", NUM_LAYOUTS - 1);
@@ -58,7 +59,7 @@ Made made_of(const Packed &p) {
 Made pack(const Tensor &w, int64_t layout_id, const Ints &options) {
     const Layout &layout = layout_numbered("pack", layout_id);
     const auto pack = which("pack", layout, layout.pack);
-    check_options("pack", options, &layout == &canonical_layout ? 1 : &layout == &ec_layout ? layout.own : 4);
+    check_options("pack", options, layout.pack_options);
     return made_of(pack(w, options));
 }
 
@@ -68,7 +69,7 @@ Made lay_out(const std::vector<Tensor> &packed, const Ints &header, int64_t layo
     if (&to == &canonical_layout) return made_of(which("lay_out", from, from.to_canonical)(p));
     if (&from != &canonical_layout) fail("lay_out", "packed is of the layout ", from.name, ", expected the canonical");
     const auto lay_out = which("lay_out", to, to.lay_out);
-    check_options("lay_out", options, &to == &sell_layout ? 3 : 0);
+    check_options("lay_out", options, to.lay_out_options);
     return made_of(lay_out(p, options));
 }
 

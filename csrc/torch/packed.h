@@ -30,13 +30,24 @@ struct Packed {
     }
 };
 
-// The numbers that stand first in a header, and in Python's macko.formats: they are in files of nobody.
-enum LayoutId : int64_t { CANONICAL, BITMAP, SELL, TILE, EC, SLIDE, NUM_LAYOUTS };
+// Every layout. Its number here stands first in a header, and is `number` of its class in macko/formats.py; no file has it.
+#define MACKO_LAYOUTS(LAYOUT)                                                                                          \
+    LAYOUT(CANONICAL, canonical_layout)                                                                                \
+    LAYOUT(BITMAP, bitmap_layout)                                                                                      \
+    LAYOUT(SELL, sell_layout)                                                                                          \
+    LAYOUT(TILE, tile_layout)                                                                                          \
+    LAYOUT(EC, ec_layout)                                                                                              \
+    LAYOUT(SLIDE, slide_layout)
+
+#define NUMBER(id, layout) id,
+enum LayoutId : int64_t { MACKO_LAYOUTS(NUMBER) NUM_LAYOUTS };
+#undef NUMBER
 
 // What is null, a layout does not do on this device.
 struct Layout {
     const char *name;
-    size_t tensors, own; // how many, and how many numbers besides rows and cols
+    size_t tensors, own;                          // how many, and how many numbers besides rows and cols
+    size_t pack_options = 0, lay_out_options = 0; // how many
     Packed (*pack)(const Tensor &w, const Ints &options) = nullptr;
     Packed (*lay_out)(const Packed &canonical, const Ints &options) = nullptr;
     Packed (*to_canonical)(const Packed &p) = nullptr; // without a dense matrix on the way
@@ -50,7 +61,9 @@ struct Layout {
                            const std::optional<Tensor> &bias) = nullptr;
 };
 
-extern const Layout canonical_layout, bitmap_layout, sell_layout, tile_layout, ec_layout, slide_layout;
+#define DECLARE(id, layout) extern const Layout layout;
+MACKO_LAYOUTS(DECLARE)
+#undef DECLARE
 
 // What the op `check` of the CPU finds: content is looked at once, when it comes from a file.
 Tensor check_on_cpu(const Packed &p);

@@ -162,6 +162,8 @@ __device__ __forceinline__ void multiply_step(const sell_step &step, uint32_t &a
  *
  * The stages lie first, so that the first fetch does not wait for the parameter cols. Padding (value 0, gap 0) points at the
  * zeros after x.
+ *
+ * One function: its phases share most of its registers, which functions of their own would take as a dozen arguments.
  */
 template <typename T, int GAP_BITS, sell_copy COPY, sell_input INPUT>
 __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)

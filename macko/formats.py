@@ -98,20 +98,22 @@ class PackedWeight:
         return ops.linear_of(x, *self.packed, bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
-        """linear(x / sqrt(mean(x^2) + eps) * weight, bias) for one token, in one launch; sell's, without gradients.
+        """linear(x / sqrt(mean(x^2) + eps) * weight, bias), without gradients; on a GPU.
+
+        In one launch where the layout is sell and x one token; else in two that overlap.
 
         Args:
-            x: [..., cols] of one token, of the values' dtype and device; cols a multiple of 8.
+            x: [..., cols], of the values' dtype and device; cols a multiple of 8.
             weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
         """
         return ops._call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-        """linear(silu(gate) * up, bias) for one token, two launches that overlap; sell's, without gradients.
+        """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
 
         Args:
-            gate, up: [..., cols] of one token, of the values' dtype and device; cols a multiple of 8. Both the silu and
-                the product are rounded, as modules do it.
+            gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. Both the silu and the product
+                are rounded, as modules do it.
         """
         return ops._call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 

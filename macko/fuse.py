@@ -21,7 +21,7 @@ from .ops import LAYOUTS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-#: Up to how many tokens at once norms and gates are taken in: those that are decoded, where launches are what is waited for.
+#: Up to how many tokens at once norms and gates are taken in: those of decoding, where launches are what is waited for.
 MOST_TOKENS = 64
 #: The layout whose kernel makes its input itself.
 _SELL = LAYOUTS.index("sell")
@@ -54,8 +54,8 @@ class Fuse(CustomGraphPass):
     """For Inductor's option `post_grad_custom_pre_pass`: macko::linear takes its neighbours in.
 
     Norms and gates for up to 64 tokens, sums for one. Results are rounded to the dtype where modules round them, but
-    for sums, once; in float32 between, the norm's sum has another order, and silu a faster exp. Graphs of more tokens at
-    once, or of a number that is not known when they are compiled, and without sparse layers stay as they are.
+    for sums, once; in float32 between, the norm's sum has another order, and silu a faster exp. Graphs of more tokens,
+    or of a number that is not known when they are compiled, and without sparse layers stay as they are.
     """
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -208,11 +208,8 @@ def choose(weight: MackoWeight, tokens: int = 1) -> type[PackedWeight]:
 
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     """The execution layouts that hold this weight on its device."""
-    if weight.device.type == "cpu":
-        return [BitmapWeight]
-    if weight.device.type == "cuda":
-        return [SellWeight, TileWeight] if _sell_runs(weight.cols, weight.device) else [TileWeight]
-    return []
+    kinds = [kind for kind in FORMATS.values() if kind.is_layout and weight.device.type in kind.device_types]
+    return [kind for kind in kinds if kind is not SellWeight or _sell_runs(weight.cols, weight.device)]
 
 
 def _sell_runs(cols: int, device: torch.device) -> bool:

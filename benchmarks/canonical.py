@@ -82,7 +82,7 @@ def packing(rows: int, cols: int, density: float, delta_bits: int = 4) -> dict:
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         gbps[f"{name}_gbps"] = w.nbytes / sorted(times)[5] / 1e9
-    unpack = time_graph([partial(torch.ops.macko.unpack, *p, cols, delta_bits) for p in copies(packed)])
+    unpack = time_graph([partial(ops.unpack, v, d, r, cols, delta_bits) for v, d, r in copies(packed)])
     gbps["unpack_gbps"] = w.nbytes / unpack.median_us / 1e3
     return {"what": "pack", "rows": rows, "cols": cols, "density": density, "delta_bits": delta_bits, **gbps}
 

@@ -164,7 +164,7 @@ def sides_of(name: str, weights: dict[str, Any], x: Tensor, bias: Tensor, ours: 
     sides: dict[str, Calls] = {}
     for pattern, n in PATTERNS.items():
         held = weights[pattern] if cold else weights[pattern][:1]
-        sides[pattern] = [partial(torch.ops.macko.slide_linear, x, p, s, cols, n, dtype, bias) for p, s in held]
+        sides[pattern] = [partial(ops.slide_linear, x, p, s, cols, n, dtype, bias) for p, s in held]
     if ours:
         return sides
     held = weights["torch"] if cold else weights["torch"][:1]

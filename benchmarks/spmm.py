@@ -6,9 +6,9 @@
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
 pruned one, whose zeros take less power; sell and tile, what a layer of that format does; parts of what sell may
-choose: stream (sell_spmm), tiles (dense rows in a workspace, then the library's product); and ways to run tile with
-more than 64 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such layers, but for those
-that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64.
+choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the library's product); and ways to run
+tile with more than 64 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such layers, but for
+those that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64.
 Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to benchmarks/results/<gpu>/spmm.jsonl.
 """
 
@@ -31,19 +31,19 @@ from macko.formats import MackoWeight, PackedWeight, SellWeight, TileWeight
 from .spmv import DTYPES, EIGHT, environment, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
 
-#: Kernel: format (None: dense), method, knobs, the numbers of tokens.
-VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, dict[str, str], range]] = {
-    "zeros": (None, "", {}, range(1, 1 << 30)),
-    "sell": (SellWeight, "linear", {}, range(1, 1 << 30)),
-    "tile": (TileWeight, "linear", {}, range(1, 1 << 30)),
-    "tile_alone": (TileWeight, "linear", {"MACKO_PDL": "0"}, range(1, 1 << 30)),
-    "stream": (SellWeight, "spmm", {}, range(1, 17)),
-    "stream_alone": (SellWeight, "spmm", {"MACKO_PDL": "0"}, range(1, 9)),
-    "tiles": (SellWeight, "linear", {"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
+#: Kernel: format (None: dense), knobs, the numbers of tokens.
+VARIANTS: dict[str, tuple[type[PackedWeight] | None, dict[str, str], range]] = {
+    "zeros": (None, {}, range(1, 1 << 30)),
+    "sell": (SellWeight, {}, range(1, 1 << 30)),
+    "tile": (TileWeight, {}, range(1, 1 << 30)),
+    "tile_alone": (TileWeight, {"MACKO_PDL": "0"}, range(1, 1 << 30)),
+    "stream": (SellWeight, {"MACKO_STREAM_TOKENS": "16"}, range(1, 17)),
+    "stream_alone": (SellWeight, {"MACKO_STREAM_TOKENS": "16", "MACKO_PDL": "0"}, range(1, 9)),
+    "tiles": (SellWeight, {"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
 }
 #: tile in each way to run more than 64 tokens that csrc/tile/many_plan.h knows, where it fits (else as it chooses).
 VARIANTS |= {
-    f"tile_{size}x{split}": (TileWeight, "linear", {"MACKO_TILE_GEMM": f"{size}x{split}"}, range(65, 1 << 30))
+    f"tile_{size}x{split}": (TileWeight, {"MACKO_TILE_GEMM": f"{size}x{split}"}, range(65, 1 << 30))
     for size in ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
     for split in range(3)
 }
@@ -124,10 +124,10 @@ def main() -> None:
             w = torch.where(make_mask("uniform", dense, density, generator), dense, torch.zeros_like(dense))
             canonical = MackoWeight.from_dense(w)
             for kernel in args.kernels.split(","):
-                kind, method, knobs, sizes = VARIANTS[kernel]
+                kind, knobs, sizes = VARIANTS[kernel]
                 packed = kind.from_macko(canonical) if kind else None
                 rotated = packed_copies(packed) if packed else []
-                products: list[Callable[[Tensor], Tensor]] = [getattr(c, method) for c in rotated]
+                products: list[Callable[[Tensor], Tensor]] = [c.linear for c in rotated]
                 if not packed:
                     products = [partial(F.linear, weight=c) for (c,) in copies([w])]
                 exact = kernel not in ("tiles", "zeros")

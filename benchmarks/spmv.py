@@ -204,7 +204,7 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
             "pack_us": statistics.median(pack_us[1:]),
             "floor_us": round(floor(nbytes).median_us, 3),
         }
-        calls = [partial(c.spmv, x) for c in rotated_sell]
+        calls = [partial(c.linear, x) for c in rotated_sell]
         variants: dict[str, dict[str, str]] = {name: {"MACKO_PDL": "0"}, f"{name}_chain": {}}
         if gap_bits == 0 and "sell_cp_async" in kernels:
             variants["sell_cp_async"] = {"MACKO_COPY": "cp_async"}
@@ -241,7 +241,7 @@ def measure_variants(problem: Problem, record: Callable[..., None]) -> None:
         with environment(**knobs):
             sell = SellWeight.from_macko(canonical, **cut)
             rotated = packed_copies(sell)
-            calls = [partial(c.spmv, x) for c in rotated]
+            calls = [partial(c.linear, x) for c in rotated]
             nbytes = sell.nbytes + vectors
             if nbytes not in floors:
                 floors[nbytes] = round(floor(nbytes).median_us, 3)

@@ -1,4 +1,6 @@
-"""`python -m macko`: what is installed, and a self-test of every op on every device. Exit code 0 or 1."""
+"""`python -m macko`: what is installed, and a self-test of every op on every device. Exit code 0 or 1.
+
+With arguments it is the command `macko`."""
 
 from __future__ import annotations
 
@@ -117,4 +119,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        from .cli import main
     sys.exit(main())

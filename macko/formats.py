@@ -98,20 +98,22 @@ class PackedWeight:
         return ops.linear_of(x, *self.packed, bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
-        """linear(x / sqrt(mean(x^2) + eps) * weight, bias) for one token, in one launch; sell's, without gradients.
+        """linear(x / sqrt(mean(x^2) + eps) * weight, bias), without gradients; on a GPU.
+
+        In one launch where the layout is sell and x one token; else in two that overlap.
 
         Args:
-            x: [..., cols] of one token, of the values' dtype and device; cols a multiple of 8.
+            x: [..., cols], of the values' dtype and device; cols a multiple of 8.
             weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
         """
         return ops._call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-        """linear(silu(gate) * up, bias) for one token, two launches that overlap; sell's, without gradients.
+        """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
 
         Args:
-            gate, up: [..., cols] of one token, of the values' dtype and device; cols a multiple of 8. Both the silu and
-                the product are rounded, as modules do it.
+            gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. Both the silu and the product
+                are rounded, as modules do it.
         """
         return ops._call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 
@@ -585,17 +587,23 @@ class EcWeight(PackedWeight):
     max_slabs: int = 1
 
     @classmethod
-    def from_dense(cls, w: Tensor, **options: int) -> Self:
+    def from_dense(
+        cls,
+        w: Tensor,
+        delta_bits: int = 0,
+        lanes: int = 8,
+        max_height: int = 1,
+        min_width: int = 128,
+        max_width: int = 8192,
+        tile_rows: int = 128,
+        max_slabs: int = 1,
+    ) -> Self:
         """Packs w [rows, cols]. The options are those of ops.ec_pack; by default what was fastest on an H200.
 
         That is 8 lanes a row, no shared blocks, and the width of deltas of fewest bytes.
         """
-        known = {field.name: field.default for field in dataclasses.fields(cls) if field.type == "int"}
-        known = {name: default for name, default in known.items() if name not in ("rows", "cols")}
-        if other := sorted(set(options) - set(known)):
-            raise TypeError(f"from_dense() got {', '.join(other)}, expected {', '.join(known)}")
-        given = [options.get(name, default) for name, default in known.items()]
-        tensors, header = torch.ops.macko.pack(w, cls.number, given)
+        options = [delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs]
+        tensors, header = torch.ops.macko.pack(w, cls.number, options)
         return cls(*tensors, *header.tolist()[1:])
 
     @classmethod

@@ -21,6 +21,8 @@ from .ops import LAYOUTS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+#: Up to how many tokens at once norms and gates are taken in: those of decoding, where launches are what is waited for.
+MOST_TOKENS = 64
 #: The layout whose kernel makes its input itself.
 _SELL = LAYOUTS.index("sell")
 
@@ -49,17 +51,17 @@ _INPUTS = (
 
 
 class Fuse(CustomGraphPass):
-    """For Inductor's option `post_grad_custom_pre_pass`: macko::linear of one token takes its neighbours in.
+    """For Inductor's option `post_grad_custom_pre_pass`: macko::linear takes its neighbours in.
 
-    Sums by every layout, norms and gates by sell. Results are rounded to the dtype where modules round them, but for
-    sums, once; in float32 between, the norm's sum has another order, and silu a faster exp. Graphs of more tokens at
-    once, or of a number that is not known when they are compiled, and without sparse layers stay as they are.
+    Norms and gates for up to 64 tokens, sums for one. Results are rounded to the dtype where modules round them, but
+    for sums, once; in float32 between, the norm's sum has another order, and silu a faster exp. Graphs of more tokens,
+    or of a number that is not known when they are compiled, and without sparse layers stay as they are.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=torch.ops.macko.linear.default):
             y = _value(node)
-            if y is not None and y.shape[:-1].numel() == 1:  # one token
+            if y is not None and 1 <= y.shape[:-1].numel() <= MOST_TOKENS:
                 _take_input(_take_sum(node))
         graph.eliminate_dead_code()
 
@@ -81,6 +83,9 @@ def _take_sum(linear: fx.Node) -> fx.Node:
     """linear(x) + other -> linear(x, bias=other)."""
     x_and_packed, bias = linear.args[:3], linear.args[3:]
     add = next(iter(linear.users), linear)
+    y = _value(linear)
+    if y is None or y.shape[:-1].numel() > 1:  # a bias is one token's
+        return linear
     if any(bias) or linear.kwargs or len(linear.users) > 1 or add.target is not aten.add.Tensor or add.kwargs:
         return linear
     other = add.args[1] if add.args[0] is linear else add.args[0]
@@ -96,7 +101,12 @@ def _take_sum(linear: fx.Node) -> fx.Node:
 def _take_input(linear: fx.Node) -> fx.Node:
     """linear(norm(x, weight)) -> norm_linear(x, weight, eps), linear(silu(gate) * up) -> gated_linear(gate, up)."""
     source, tensors, header, *bias = linear.args
-    if not isinstance(source, fx.Node) or linear.kwargs or header[0] != _SELL:  # type: ignore[index]
+    if not isinstance(source, fx.Node) or linear.kwargs:
+        return linear
+    y = _value(linear)
+    # Sell's product makes one token's norm itself; before others a kernel does, once for all that the norm goes to.
+    own = header[0] == _SELL and y is not None and y.shape[:-1].numel() == 1  # type: ignore[index]
+    if not own and (len(source.users) > 1 or y is None or y.device.type != "cuda"):
         return linear
     for patterns, op in _INPUTS:
         for pattern in patterns:
@@ -114,7 +124,7 @@ def _arguments(found: dict[str, Any]) -> tuple[Any, ...]:
         return ()
     if "weight" in found:
         args = (found["x"], found["weight"], found["eps"])
-        return args if _alike(_value(args[1]), x.reshape(-1)) and isinstance(args[2], float) else ()
+        return args if _alike(_value(args[1]), x.reshape(-1, x.shape[-1])[0]) and isinstance(args[2], float) else ()
     return (found["x"], found["other"]) if _alike(_value(found["other"]), x) else ()
 
 

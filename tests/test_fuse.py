@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 import macko
-from macko.formats import SellWeight
+from macko.formats import EcWeight, MackoWeight, PackedWeight, SellWeight, TileWeight
 from macko.fuse import Fuse
 from macko.ops import LAYOUTS
 from tests.common import (
@@ -306,6 +306,23 @@ def test_norm_linear_exact(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("weight", [MackoWeight, SellWeight, TileWeight, EcWeight])
+def test_norm_and_gate_before_every_layout(weight: type[PackedWeight], tokens: int) -> None:
+    """Exact: the root mean square of signs is 1, and silu(64) is 64."""
+    for cols in (64, 1000, 20000):
+        w, _, _ = integer_problem(70, cols, 0.4, torch.float16)
+        signs = torch.where(torch.rand(2, tokens, cols) < 0.5, -1.0, 1.0)
+        factor = torch.arange(cols) % 3.0
+        packed = weight.from_dense(w.cuda())
+        normed = packed.norm_linear(4 * signs[:1].half().cuda(), factor.half().cuda(), 0.0)
+        assert_same_bits(normed + 0, ((signs[:1] * factor).double() @ w.double().T).half() + 0)
+        gate, up = torch.full((2, tokens, cols), 64.0), signs / 64
+        gated = packed.gated_linear(gate.half().cuda(), up.half().cuda(), torch.ones(70).half().cuda())
+        assert_same_bits(gated + 0, (signs.double() @ w.double().T + 1).half() + 0)
+
+
+@pytest.mark.gpu
 def test_norm_linear_of_zeros_nan_and_views() -> None:
     w, weight = random_weight(64, 256, 0.5, torch.float16), torch.ones(256).half()
     packed = SellWeight.from_dense(w.cuda())
@@ -404,8 +421,9 @@ def test_a_chain_many_times() -> None:
 @pytest.mark.gpu
 @needs_capture
 @needs_transformers
-def test_generate_compiled() -> None:
-    """A Llama whose step of one token is compiled with the pass: with its kernels, and the tokens of eager mode."""
+@pytest.mark.parametrize(("format", "batch"), [("sell", 1), ("tile", 1), ("tile", 3)])
+def test_generate_compiled(format: str, batch: int) -> None:
+    """A Llama whose step of a token is compiled with the pass: with its kernels, and the tokens of eager mode."""
     from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
     from macko.bench import COMPILED, FOR_SPARSE
@@ -417,8 +435,8 @@ def test_generate_compiled() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).half().cuda().eval()
     macko.prune_(model, 0.5)
-    assert len(macko.sparsify_(model, format="sell", merge=True).changed) == 14
-    prompt = torch.arange(8, device="cuda")[None]
+    assert len(macko.sparsify_(model, format=format, merge=True).changed) == 14
+    prompt = torch.arange(8, device="cuda").expand(batch, 8)
     more = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     eager = model.generate(prompt, **more)
     torch._dynamo.reset()

@@ -224,26 +224,6 @@ Tensor norm_linear(const Packed &p, const Tensor &x_any, const Tensor &weight_an
     return multiply(m, 1, as_aligned(x_any), bias, with_last(x_any, m.rows), &norm);
 }
 
-Tensor gated_linear(const Packed &p, const Tensor &gate_any, const Tensor &up_any,
-                    const std::optional<Tensor> &bias_any) {
-    const char *op = "gated_linear";
-    const macko_sell_matrix m = matrix_of(op, p);
-    const Tensor &data = p[0];
-    const int64_t cols = m.cols;
-    check_token(op, "gate", gate_any, data, cols);
-    check_token(op, "up", up_any, data, cols);
-    const DeviceOf guard(data);
-    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
-    const Tensor gate = as_aligned(gate_any), up = as_aligned(up_any);
-    // Both allocated before the first launch, after which only the second may come: torch may launch a fill of new memory.
-    Tensor x = torch::stable::new_empty(gate, {cols}), y = torch::stable::new_empty(gate, with_last(gate, m.rows));
-    if (!m.rows) return y;
-    const cudaStream_t stream = current_stream(gate);
-    STD_CUDA_CHECK(macko_sell_gate_cuda(&m, gate.const_data_ptr(), up.const_data_ptr(), x.mutable_data_ptr(), stream));
-    STD_CUDA_CHECK(macko_sell_spmv_cuda(&m, x.const_data_ptr(), nullptr, data_of(bias), y.mutable_data_ptr(), stream));
-    return y;
-}
-
 Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
     const char *op = "linear";
     const macko_sell_matrix m = matrix_of(op, p);
@@ -278,8 +258,7 @@ const Layout sell_layout = {.name = "sell",
                             .dense = dense,
                             .linear = linear,
                             .linear_parts = linear_parts,
-                            .norm_linear = norm_linear,
-                            .gated_linear = gated_linear};
+                            .norm_linear = norm_linear};
 
 } // namespace macko
 #else

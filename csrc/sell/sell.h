@@ -306,12 +306,6 @@ typedef struct macko_sell_norm {
 cudaError_t macko_sell_spmv_cuda(const macko_sell_matrix *s, const void *x, const macko_sell_norm *norm,
                                  const void *bias, void *y, cudaStream_t stream);
 
-/* x = silu(gate) * up of s->cols elements, a multiple of 8; all begin at a multiple of 16 bytes. The next launch on the
- * stream has to be macko_sell_spmv_cuda of s, of at least a row: it may start, and fetch weights, before the launch that came
- * before this one has ended, so that one must not write them. */
-cudaError_t macko_sell_gate_cuda(const macko_sell_matrix *s, const void *gate, const void *up, void *x,
-                                 cudaStream_t stream);
-
 /* y [tokens, rows] = x [tokens, cols] W^T + bias, up to 8 tokens a launch, as many as fit shared memory. Same bits every
  * run, and of the same number of tokens whatever the others are. */
 cudaError_t macko_sell_spmm_cuda(const macko_sell_matrix *s, int64_t tokens, const void *x, const void *bias, void *y,

@@ -125,6 +125,8 @@ struct sell_launch {
  *     shared memory   | stages of group 0 | stages of group 1 | x [column][N], zeros | sums of group 0 | sums of group 1 |
  *     a lane's task   N sums a chunk of a row  ->  sums [chunk][rows | 1][N]
  *     a result        row r, token n: 2^log_lanes lanes add up sums [..][r][n] in a fixed order
+ *
+ * One function, as spmv is.
  */
 template <typename T, int GAP_BITS, int N>
 __global__ void __launch_bounds__(MAX_THREADS, 1)

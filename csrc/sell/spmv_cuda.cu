@@ -1,4 +1,5 @@
 // y = W x + bias on CUDA, from the sell layout, in one launch, which may normalise x before.
+#include "../input/rows.cuh"
 #include "stream.cuh"
 
 using namespace macko;
@@ -14,8 +15,6 @@ enum sell_copy {
     CP_ASYNC, // sm_80 and up: each consumer warp fetches its own slots, 16 bytes a lane
 };
 
-constexpr int GATE_THREADS = 128;
-
 // What a block multiplies.
 enum sell_input {
     AS_IT_IS,
@@ -27,32 +26,6 @@ struct sell_norm {
     const T *weight; // [cols]
     float eps;
 };
-
-// Of x, once pdl_wait has passed: from L2, where the previous kernel wrote it.
-__device__ __forceinline__ uint4 load_vector(const uint4 *from) {
-    return __ldcg(from);
-}
-
-template <typename T>
-__device__ __forceinline__ float sum_of_squares(uint4 vector, float sum) {
-    for (const uint32_t word : {vector.x, vector.y, vector.z, vector.w}) {
-        const float2 x = to_float2<T>(word);
-        sum = fmaf(x.y, x.y, fmaf(x.x, x.x, sum));
-    }
-    return sum;
-}
-
-// Rounded twice, as modules do it: x scaled, and its product with the weight.
-template <typename T>
-__device__ __forceinline__ uint4 normalised(uint4 vector, uint4 weight, float scale) {
-    const auto two = [scale](uint32_t x, uint32_t w) {
-        const float2 v = to_float2<T>(x), factor = to_float2<T>(w);
-        const float2 scaled = to_float2<T>(from_float2<T>(v.x * scale, v.y * scale));
-        return from_float2<T>(scaled.x * factor.x, scaled.y * factor.y);
-    };
-    return make_uint4(two(vector.x, weight.x), two(vector.y, weight.y), two(vector.z, weight.z),
-                      two(vector.w, weight.w));
-}
 
 /*
  * x / sqrt(mean(x^2) + eps) * weight into x_shared, by `threads` threads and every block for itself: a kernel before this one
@@ -162,6 +135,8 @@ __device__ __forceinline__ void multiply_step(const sell_step &step, uint32_t &a
  *
  * The stages lie first, so that the first fetch does not wait for the parameter cols. Padding (value 0, gap 0) points at the
  * zeros after x.
+ *
+ * One function: its phases share most of its registers, which functions of their own would take as a dozen arguments.
  */
 template <typename T, int GAP_BITS, sell_copy COPY, sell_input INPUT>
 __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
@@ -340,26 +315,6 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
     }
 }
 
-// x = silu(gate) * up, eight columns a thread, rounded twice as modules do it. It launches its dependents before its own
-// pdl_wait: the next kernel has to be spmv, which reads nothing but weights before its pdl_wait. Not fused into spmv where that
-// puts x into shared memory: each of two blocks an SM would compute all of it, which by count takes as long.
-template <typename T>
-__global__ void __launch_bounds__(GATE_THREADS) gate_x(const T *gate, const T *up, T *x, int vectors) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    sm90::pdl_wait();
-#endif
-    const int i = blockIdx.x * GATE_THREADS + threadIdx.x;
-    if (i >= vectors) return;
-    const uint4 g = load_vector((const uint4 *)gate + i), u = load_vector((const uint4 *)up + i);
-    const auto two = [](uint32_t gates, uint32_t ups) {
-        const float2 a = to_float2<T>(gates), b = to_float2<T>(ups);
-        const float2 silu = to_float2<T>(from_float2<T>(a.x / (1 + __expf(-a.x)), a.y / (1 + __expf(-a.y))));
-        return from_float2<T>(silu.x * b.x, silu.y * b.y);
-    };
-    ((uint4 *)x)[i] = make_uint4(two(g.x, u.x), two(g.y, u.y), two(g.z, u.z), two(g.w, u.w));
-}
-
 template <typename T, int GAP_BITS, sell_copy COPY, sell_input INPUT>
 cudaError_t launch_spmv(const macko_sell_matrix &m, const macko_sell_shape &shape, const device_info &device,
                         const T *x, const sell_norm<T> &norm, const T *bias, T *y, bool pdl, cudaStream_t stream) {
@@ -431,24 +386,4 @@ cudaError_t macko_sell_spmv_cuda(const macko_sell_matrix *s, const void *x, cons
     shape.shared_bytes = std::max(shape.shared_bytes, macko_sell_fixed_bytes(s->cols) + pipeline_bytes);
     return s->dtype == MACKO_F16 ? launch_width<__half>(*s, shape, x, norm, bias, y, stream)
                                  : launch_width<__nv_bfloat16>(*s, shape, x, norm, bias, y, stream);
-}
-
-cudaError_t macko_sell_gate_cuda(const macko_sell_matrix *s, const void *gate, const void *up, void *x,
-                                 cudaStream_t stream) {
-    if (!s->cols) return cudaSuccess;
-    device_info device;
-    if (const cudaError_t error = current_device(&device)) return error;
-    cudaLaunchAttribute attribute = pdl_attribute();
-    const int vectors = (int)(s->cols / 8);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((vectors + GATE_THREADS - 1) / GATE_THREADS);
-    config.blockDim = dim3(GATE_THREADS);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device.major >= 9 && may_use_pdl(stream, (s->warps + 1) * WARP);
-    const auto launch = [&](auto kernel, auto *out) {
-        return cudaLaunchKernelEx(&config, kernel, (decltype(out))gate, (decltype(out))up, out, vectors);
-    };
-    return s->dtype == MACKO_F16 ? launch(gate_x<__half>, (__half *)x)
-                                 : launch(gate_x<__nv_bfloat16>, (__nv_bfloat16 *)x);
 }

@@ -121,6 +121,8 @@ __device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from
  *     decode    STEPS lanes own a row, a step each; it begins at `start`, the sum of all gaps of the steps before it
  *     scatter   16 values a lane, into the ring buffer of the row's columns, which holds zeros elsewhere
  *     write     16 bytes a lane, once no later step can reach them: a segment of the row; zeros take its place
+ *
+ * One function: its phases share most of its registers, which functions of their own would take as a dozen arguments.
  */
 template <int GAP_BITS, int STEPS>
 __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)

@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "../core/cuda.cuh"
+#include "../core/pipeline.cuh"
 #include "../core/wgmma.cuh"
 #include "slide.h"
 
@@ -129,19 +130,6 @@ __device__ __forceinline__ slide_work slide_work_of(const slide_task &task, int 
     return {(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS, TILE::WARPGROUPS, token_tile};
 }
 
-// Position in the pipeline of stages: the phase flips at each round.
-template <int STAGES>
-struct slide_pipeline {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 // The first k tile of one of the blocks that share a tile (split-K): they get whole pairs.
 template <class TILE>
 __device__ __forceinline__ int slide_first_k_tile(const slide_task &task, int split) {
@@ -178,7 +166,7 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
                                    min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
     }
     sm90::pdl_wait();
-    slide_pipeline<TILE::STAGES> pipeline;
+    sm90::pipeline_state pipeline;
     for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
         const slide_work work = slide_work_of<TILE>(task, tile, rank);
         const bool is_last = work.token_tile == task.token_tiles - 1;
@@ -188,9 +176,9 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
         const uint8_t *weights[TILE::WARPGROUPS];
 #pragma unroll
         for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(work.row_block + i);
-        for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, pipeline.next()) {
+        for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, pipeline.advance(TILE::STAGES)) {
             const uint32_t barrier = full + pipeline.stage * 8;
-            sm90::barrier_wait(empty + pipeline.stage * 8, pipeline.phase ^ 1);
+            sm90::producer_acquire(empty, pipeline);
             sm90::barrier_arrive_expect_tx(barrier, share * TILE::CLUSTER * 128 + work.warpgroups * TILE::TILE_BYTES);
             const uint32_t tokens = smem + pipeline.stage * TILE::TOKEN_BYTES + rank * share * 128;
             if (TILE::CLUSTER == 1)
@@ -206,13 +194,82 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
     }
 }
 
+// The products of a stage. meta: the registers for its metadata, which lie at meta_at.
+template <macko_slide_type TYPE, slide_kind KIND, int TOKENS>
+__device__ __forceinline__ void slide_multiply(slide_sum<TYPE> (&sums)[TOKENS / 2], uint64_t weights, uint64_t tokens,
+                                               uint32_t meta_at, uint32_t (&meta)[2], int add) {
+    using MMA = sm90::wgmma<slide_element<TYPE>, TOKENS>;
+    if constexpr (KIND == SLIDE_DENSE) {
+        sm90::warpgroup_arrive();
+#pragma unroll
+        for (int step = 0; step < 4; step++) MMA::dense(sums, weights + 2 * step, tokens + 2 * step, step ? 1 : add);
+    } else if constexpr (TYPE <= MACKO_SLIDE_E4M3) {
+        sm90::load_shared(meta[0], meta_at);
+        sm90::load_shared(meta[1], meta_at + 512);
+        sm90::warpgroup_arrive();
+        MMA::template sparse<0>(sums, weights, tokens, meta[0], add);
+        MMA::template sparse<0>(sums, weights + 2, tokens + 4, meta[1], 1);
+    } else {
+        sm90::load_shared(meta[0], meta_at);
+        sm90::warpgroup_arrive();
+        MMA::template sparse<0>(sums, weights, tokens, meta[0], add);
+        MMA::template sparse<1>(sums, weights + 2, tokens + 4, meta[0], 1);
+    }
+    sm90::warpgroup_commit_batch();
+}
+
+// Split-K: the first block adds the others' sums, in order. A cluster has one tile then. False: another block has it now.
+template <class TILE, typename SUM>
+__device__ __forceinline__ bool slide_add_partials(const slide_task &task, uint32_t smem, uint32_t sums_here, int split,
+                                                   int thread, SUM (&sums)[TILE::TOKENS / 2]) {
+    if (split > 0) {
+#pragma unroll
+        for (int i = 0; i < TILE::TOKENS / 2; i++)
+            sm90::dsmem_store(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4, 0,
+                              sums[i]);
+        sm90::barrier_arrive_release(sums_here, 0);
+        return false;
+    }
+    if (task.splits > 1) sm90::barrier_wait_acquire(sums_here, 0);
+    for (int other = 0; other < task.splits - 1; other++) {
+#pragma unroll
+        for (int i = 0; i < TILE::TOKENS / 2; i++) {
+            SUM theirs;
+            sm90::load_shared(theirs, smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
+            sums[i] += theirs;
+        }
+    }
+    return true;
+}
+
+// A finished tile as it will be stored: slices of 16 tokens, an stmatrix each. Two rows a thread, row and row + 8.
+template <class TILE, typename SUM, int SLICES, int STORES>
+__device__ __forceinline__ void slide_round(const slide_task &task, const SUM (&sums)[SLICES * 8],
+                                            const float (&scale)[2], const float (&bias)[2],
+                                            const float (&token_scale)[STORES], uint32_t (&rounded)[SLICES][4]) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int slice = 0; slice < SLICES; slice++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int token = slice * 16 + half * 8, in_store = token % TILE::STORE_TOKENS + lane % 4 * 2;
+            const float by[2] = {__shfl_sync(FULL_WARP, token_scale[token / TILE::STORE_TOKENS], in_store),
+                                 __shfl_sync(FULL_WARP, token_scale[token / TILE::STORE_TOKENS], in_store + 1)};
+            const auto *sum = sums + token / 2;
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                rounded[slice][2 * half + i] =
+                    slide_pack2(fmaf(scale[i], by[0] * (float)sum[2 * i], bias[i]),
+                                fmaf(scale[i], by[1] * (float)sum[2 * i + 1], bias[i]), task.is_bf16);
+        }
+    }
+}
+
 // A consumer warpgroup: 64 rows. Thread (warp, lane) holds rows 16 warp + lane / 4 (+ 8), tokens 8 j + 2 (lane % 4) (+ 1).
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, int split, int warpgroup) {
     using TILE = slide_tile<TYPE, KIND, SIZE>;
-    constexpr int TOKENS = TILE::TOKENS;
-    using MMA = sm90::wgmma<slide_element<TYPE>, TOKENS>;
-    constexpr int STORES = TOKENS / TILE::STORE_TOKENS;
+    constexpr int TOKENS = TILE::TOKENS, STORES = TOKENS / TILE::STORE_TOKENS;
     const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8, sums_here = empty + TILE::STAGES * 8;
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
     const int blocks = TILE::MAX_SPLITS > 1 ? task.splits : TILE::CLUSTER;
@@ -256,7 +313,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         }
     };
 
-    slide_pipeline<TILE::STAGES> pipeline;
+    sm90::pipeline_state pipeline;
     for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
         work = slide_work_of<TILE>(task, tile, rank);
         if (warpgroup >= work.warpgroups) break; // halves come last
@@ -264,9 +321,8 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         const int first_token = work.token_tile * TOKENS;
         // Loaded now, used after the products: their latency is hidden. Each warp holds the scales of all tokens.
         const int64_t row = first_row + warp * 16 + lane / 4;
-        const float scale_low = row < task.rows ? task.scale[row] : 0;
-        const float scale_high = row + 8 < task.rows ? task.scale[row + 8] : 0;
-        const float bias_low = slide_bias(task, row), bias_high = slide_bias(task, row + 8);
+        const float scale[2] = {row < task.rows ? task.scale[row] : 0, row + 8 < task.rows ? task.scale[row + 8] : 0};
+        const float bias[2] = {slide_bias(task, row), slide_bias(task, row + 8)};
         float token_scale[STORES];
 #pragma unroll
         for (int store = 0; store < STORES; store++)
@@ -280,31 +336,15 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         // wgmma reads its metadata registers while it runs, when those of the next stage are loaded already: two sets, in turn.
         const auto multiply = [&](int k_tile, uint32_t (&meta)[2]) {
             const int stage = pipeline.stage;
-            sm90::barrier_wait(full + stage * 8, pipeline.phase);
+            sm90::consumer_wait(full, pipeline);
             const uint64_t tokens = first_tokens + stage * (TILE::TOKEN_BYTES >> 4);
             const uint64_t weights = first_weights + stage * (TILE::WEIGHT_BYTES >> 4);
-            if constexpr (KIND == SLIDE_DENSE) {
-                sm90::warpgroup_arrive();
-#pragma unroll
-                for (int step = 0; step < 4; step++)
-                    MMA::dense(sums, weights + 2 * step, tokens + 2 * step, step ? 1 : k_tile);
-            } else if constexpr (TYPE <= MACKO_SLIDE_E4M3) {
-                sm90::load_shared(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
-                sm90::load_shared(meta[1], first_meta + stage * TILE::WEIGHT_BYTES + 512);
-                sm90::warpgroup_arrive();
-                MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
-                MMA::template sparse<0>(sums, weights + 2, tokens + 4, meta[1], 1);
-            } else {
-                sm90::load_shared(meta[0], first_meta + stage * TILE::WEIGHT_BYTES);
-                sm90::warpgroup_arrive();
-                MMA::template sparse<0>(sums, weights, tokens, meta[0], k_tile);
-                MMA::template sparse<1>(sums, weights + 2, tokens + 4, meta[0], 1);
-            }
-            sm90::warpgroup_commit_batch();
+            slide_multiply<TYPE, KIND, TOKENS>(sums, weights, tokens, first_meta + stage * TILE::WEIGHT_BYTES, meta,
+                                               k_tile);
             sm90::warpgroup_wait<1>();
             if (previous >= 0) release(previous);
             previous = stage;
-            pipeline.next();
+            pipeline.advance(TILE::STAGES);
         };
         uint32_t even_meta[2], odd_meta[2];
 #pragma unroll 1
@@ -318,43 +358,9 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         sm90::warpgroup_fence_operand(sums);
         release(previous);
 
-        if constexpr (TILE::MAX_SPLITS > 1) {
-            // Split-K: the first block adds the others' sums, in order. A cluster has one tile then.
-            if (split > 0) {
-#pragma unroll
-                for (int i = 0; i < TOKENS / 2; i++)
-                    sm90::dsmem_store(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4,
-                                      0, sums[i]);
-                sm90::barrier_arrive_release(sums_here, 0);
-                return;
-            }
-            if (task.splits > 1) sm90::barrier_wait_acquire(sums_here, 0);
-            for (int other = 0; other < task.splits - 1; other++) {
-#pragma unroll
-                for (int i = 0; i < TOKENS / 2; i++) {
-                    slide_sum<TYPE> theirs;
-                    sm90::load_shared(theirs,
-                                      smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
-                    sums[i] += theirs;
-                }
-            }
-        }
+        if (TILE::MAX_SPLITS > 1 && !slide_add_partials<TILE>(task, smem, sums_here, split, thread, sums)) return;
 
-#pragma unroll
-        for (int slice = 0; slice < SLICES; slice++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int token = slice * 16 + half * 8, in_store = token % TILE::STORE_TOKENS + lane % 4 * 2;
-                const float by[2] = {__shfl_sync(0xffffffffu, token_scale[token / TILE::STORE_TOKENS], in_store),
-                                     __shfl_sync(0xffffffffu, token_scale[token / TILE::STORE_TOKENS], in_store + 1)};
-                const auto *sum = sums + token / 2;
-                rounded[slice][2 * half] = slide_pack2(fmaf(scale_low, by[0] * (float)sum[0], bias_low),
-                                                       fmaf(scale_low, by[1] * (float)sum[1], bias_low), task.is_bf16);
-                rounded[slice][2 * half + 1] =
-                    slide_pack2(fmaf(scale_high, by[0] * (float)sum[2], bias_high),
-                                fmaf(scale_high, by[1] * (float)sum[3], bias_high), task.is_bf16);
-            }
-        }
+        slide_round<TILE>(task, sums, scale, bias, token_scale, rounded);
         stored = 0, stored_row = (int)first_row, stored_token = first_token;
     }
     while (stored < STORES) store_next();

@@ -86,6 +86,8 @@ MACKO_MMA_8(MACKO_SLIDE_E4M3, float, "f32.e4m3.e4m3.f32", "f")
 //     stage    | tokens, TOKENS x 128 bytes, 128-byte swizzle | weights, BLOCKS tiles as packed |    cp.async by all threads
 //     loop     wait for stage k | __syncthreads | fetch stage k + STAGES - 1 into the one just read | ldmatrix, mma of stage k
 //     end      scale, round, through shared memory, 16 bytes a thread to out
+//
+// One function: with the products or the end as functions of their own ptxas makes other code than what was measured.
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     slide_mma_kernel(const __grid_constant__ mma_task task) {

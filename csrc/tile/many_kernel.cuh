@@ -22,7 +22,7 @@
 #include <type_traits>
 
 #include "../core/cuda.cuh"
-#include "../core/sm90.cuh"
+#include "../core/pipeline.cuh"
 #include "decode.cuh"
 #include "many_plan.h"
 #include "multiply.cuh"
@@ -133,26 +133,6 @@ __device__ __forceinline__ int first_token(const macko_tile_share &share, int to
     return token_tile * SHAPE::TOKENS + (SHAPE::SPLIT_K > 1 ? share.rank * SHAPE::OUT_TOKENS : 0);
 }
 
-// A stage at most a round further than there are.
-__device__ __forceinline__ int wrapped(int stage, int stages) {
-    return stage < stages ? stage : stage - stages;
-}
-
-// Where a warp is in a pipeline. phase: parity of the round.
-struct pipeline_state {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ pipeline_state ahead(int by, int stages) const {
-        return {wrapped(stage + by, stages), phase ^ (stage + by >= stages)};
-    }
-    __device__ __forceinline__ void advance(int stages) {
-        if (++stage == stages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 // How often a consumer warpgroup releases a stage: racecheck wants it of every thread (sm90::WARP_ARRIVALS).
 constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? MACKO_TILE_WARPGROUP : 1;
 
@@ -207,8 +187,8 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
 
 // Gives a consumer warpgroup the next stage as scratch memory, for sums or output: full without a copy.
 template <class SHAPE>
-__device__ __forceinline__ void lend_stage(const many_task &task, uint32_t smem, pipeline_state &x) {
-    sm90::barrier_wait(smem + SHAPE::X_EMPTY + x.stage * 8, x.phase ^ 1);
+__device__ __forceinline__ void lend_stage(const many_task &task, uint32_t smem, sm90::pipeline_state &x) {
+    sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
     if (threadIdx.x % WARP == 0) sm90::barrier_arrive(smem + SHAPE::X_FULL + x.stage * 8);
     __syncwarp();
     x.advance(task.stages.x);
@@ -218,9 +198,9 @@ __device__ __forceinline__ void lend_stage(const many_task &task, uint32_t smem,
 // been released. (A barrier of the cluster would have to order what all threads have written, in the whole GPU.) With
 // split-K blocks fetch for themselves, and what each sends the other is waited for at every exchange.
 template <class SHAPE>
-__device__ __forceinline__ void producer_tail(const many_task &task, uint32_t smem, pipeline_state x) {
+__device__ __forceinline__ void producer_tail(const many_task &task, uint32_t smem, sm90::pipeline_state x) {
     for (int i = 0; SHAPE::MULTICAST > 1 && i < task.stages.x; i++) {
-        sm90::barrier_wait(smem + SHAPE::X_EMPTY + x.stage * 8, x.phase ^ 1);
+        sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
         x.advance(task.stages.x);
     }
 }
@@ -241,7 +221,7 @@ __device__ __forceinline__ void fetch_partials(const many_task &task, uint32_t s
     if (!segment.fixes_up) return;
     sm90::pdl_wait();
     const int lane = threadIdx.x % WARP, others = macko_tile_contributors(&share, segment.tile);
-    pipeline_state x = {before % task.stages.x, (uint32_t)(before / task.stages.x % 2)};
+    sm90::pipeline_state x = {before % task.stages.x, (uint32_t)(before / task.stages.x % 2)};
     bool tokens_fetched = false;
     for (int other = macko_tile_share_index(&share) + 1; other <= macko_tile_share_index(&share) + others; other++) {
         if (lane < SHAPE::ROW_BLOCKS) { // a lane for each warpgroup's
@@ -257,7 +237,7 @@ __device__ __forceinline__ void fetch_partials(const many_task &task, uint32_t s
         tokens_fetched = true;
         for (int i = 0; i < SHAPE::FIX_UP_STAGES; i++) {
             const uint32_t full = smem + SHAPE::X_FULL + x.stage * 8;
-            sm90::barrier_wait(smem + SHAPE::X_EMPTY + x.stage * 8, x.phase ^ 1);
+            sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
             if (lane == 0) sm90::barrier_arrive_expect_tx(full, SHAPE::ROW_BLOCKS * SHAPE::FIX_UP_BYTES);
             __syncwarp();
             if (lane < SHAPE::ROW_BLOCKS)
@@ -277,7 +257,7 @@ template <class SHAPE>
 __device__ __forceinline__ void fetch_tokens(const many_task &task, uint32_t smem) {
     const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
     const int lane = threadIdx.x % WARP;
-    pipeline_state x;
+    sm90::pipeline_state x;
     // Before the first tokens are asked for, once all else is known: waits for all barriers of both blocks and for the
     // launch before (PDL). Then the next launch may begin. Its blocks come once all of this one have begun, each where
     // one has ended, as each takes an SM.
@@ -304,7 +284,7 @@ __device__ __forceinline__ void fetch_tokens(const many_task &task, uint32_t sme
             const int k_tile = macko_tile_nth(&segment, i / MACKO_TILE_HALF_SLAB_TILES) * MACKO_TILE_HALF_SLAB_TILES +
                                i % MACKO_TILE_HALF_SLAB_TILES;
             begin();
-            sm90::barrier_wait(smem + SHAPE::X_EMPTY + x.stage * 8, x.phase ^ 1);
+            sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
             // All blocks' first stages come before anybody's third: else they come with the last ones.
             if (first_segment && i == 2) sm90::barrier_wait(smem + SHAPE::X_FULL, 0);
             if (lane == 0) {
@@ -370,7 +350,7 @@ __device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem
     start_arrive();
     const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
     const uint64_t policy = evict_first();
-    pipeline_state slabs;
+    sm90::pipeline_state slabs;
     const auto fetch = [&] {
         if (lane < SHAPE::ROW_BLOCKS) {
             const int place = slabs.stage * SHAPE::ROW_BLOCKS + lane, bytes = (to - from) * MACKO_TILE_UNIT;
@@ -458,14 +438,14 @@ __device__ __forceinline__ void add_sums(float *sums, uint32_t from) {
 // Fix-up: adds what the other shares have of the tile, in their order.
 template <class SHAPE, class RELEASE>
 __device__ __forceinline__ void fix_up(const many_task &task, uint32_t smem, int others, int warpgroup,
-                                       pipeline_state &x, float (&sums)[SHAPE::SUMS], const RELEASE &release) {
+                                       sm90::pipeline_state &x, float (&sums)[SHAPE::SUMS], const RELEASE &release) {
     constexpr int FIX_UP_BYTES = SHAPE::FIX_UP_BYTES;
 #pragma unroll 1
     for (int other = 0; other < others; other++)
 #pragma unroll
         for (int i = 0; i < SHAPE::FIX_UP_STAGES; i++) {
             const uint32_t from = smem + SHAPE::X + x.stage * SHAPE::STAGE_BYTES + warpgroup * FIX_UP_BYTES;
-            sm90::barrier_wait(smem + SHAPE::X_FULL + x.stage * 8, x.phase);
+            sm90::consumer_wait(smem + SHAPE::X_FULL, x);
 #pragma unroll
             for (int j = 0; j < FIX_UP_BYTES / 2048; j++)
                 add_sums(sums + i * (FIX_UP_BYTES / 512) + j * 4,
@@ -482,11 +462,12 @@ __device__ __forceinline__ void fix_up(const many_task &task, uint32_t smem, int
 // `ahead` of this one.
 template <class SHAPE, class RELEASE>
 __device__ __forceinline__ void exchange_partials(const many_task &task, uint32_t smem, int rank, int warpgroup,
-                                                  uint32_t segments, pipeline_state &x, int ahead,
+                                                  uint32_t segments, sm90::pipeline_state &x, int ahead,
                                                   float (&sums)[SHAPE::SUMS], const RELEASE &release) {
     constexpr int OUT_SUMS = SHAPE::OUT_SUMS;
     const int thread = threadIdx.x % MACKO_TILE_WARPGROUP, other = rank ^ 1, stages = task.stages.x;
-    const int own_stage = wrapped(x.stage + warpgroup, stages), other_stage = wrapped(own_stage + ahead, stages);
+    const int own_stage = sm90::wrapped(x.stage + warpgroup, stages),
+              other_stage = sm90::wrapped(own_stage + ahead, stages);
     const auto place = [&](int stage) { return smem + SHAPE::X + stage * SHAPE::STAGE_BYTES + thread * 16; };
     const uint32_t barriers = smem + (segments % 2 * SHAPE::ROW_BLOCKS + warpgroup) * 8, phase = segments / 2 % 2;
     const uint32_t exchanged = barriers + SHAPE::EXCHANGED;
@@ -519,7 +500,7 @@ __device__ __forceinline__ void exchange_partials(const many_task &task, uint32_
 // at once.
 template <typename T, class SHAPE>
 __device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, const macko_tile_share &share, int tile,
-                                         int warpgroup, int thread, pipeline_state &x,
+                                         int warpgroup, int thread, sm90::pipeline_state &x,
                                          const float (&sums)[SHAPE::SUMS]) {
     // Asked for anew: there are no registers to keep them in while products run.
     const int lane = held(threadIdx.x) % WARP,
@@ -530,8 +511,8 @@ __device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, c
     float bias[2] = {0, 0};
     if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
     if (task.bias && row + 8 < task.rows) bias[1] = to_float(((const T *)task.bias)[row + 8]);
-    const pipeline_state lent = x.ahead(warpgroup, task.stages.x);
-    sm90::barrier_wait(smem + SHAPE::X_FULL + lent.stage * 8, lent.phase);
+    const sm90::pipeline_state lent = x.ahead(warpgroup, task.stages.x);
+    sm90::consumer_wait(smem + SHAPE::X_FULL, lent);
     x = x.ahead(SHAPE::ROW_BLOCKS, task.stages.x);
     const uint32_t output = smem + SHAPE::X + lent.stage * SHAPE::STAGE_BYTES;
     const uint32_t to = output + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
@@ -567,7 +548,7 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
     const int thread = threadIdx.x % MACKO_TILE_WARPGROUP, slice = macko_tile_uniform(thread / WARP);
     const uint64_t tokens = sm90::smem_descriptor<128>(smem + SHAPE::X);
     const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
-    pipeline_state x, slabs;
+    sm90::pipeline_state x, slabs;
     uint32_t segments = 0;
     int ahead = 0;       // so many stages the other block's x pipeline is ahead of this one's
     int last_stage = -1; // read by the last products, not released; -1: none
@@ -584,7 +565,7 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
                   singles = macko_tile_uniform(macko_tile_singles(&segment));
         if (SHAPE::SPLIT_K > 1) {
             ahead += (macko_tile_length(&segment) - 2 * half_slabs) * MACKO_TILE_HALF_SLAB_TILES;
-            ahead = ahead < 0 ? ahead + task.stages.x : wrapped(ahead, task.stages.x);
+            ahead = ahead < 0 ? ahead + task.stages.x : sm90::wrapped(ahead, task.stages.x);
         }
         float sums[SUMS];
         uint32_t a[4][4];
@@ -632,7 +613,7 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
                 if (STEP < 3) load(here, 2 * STEP + 2, (STEP + 1) % 2);
                 if (STEP == 0) {
                     next.read(mask_at);
-                    sm90::barrier_wait(smem + SHAPE::X_FULL + x.stage * 8, x.phase);
+                    sm90::consumer_wait(smem + SHAPE::X_FULL, x);
                 }
                 if (STEP == 1 && in_slab == MACKO_TILE_SLAB_TILES - 2 &&
                     more) { // after the last slab it is opened again

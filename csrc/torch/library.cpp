@@ -5,6 +5,9 @@
 
 #include "packed.h"
 #include "tensors.h"
+#ifdef USE_CUDA
+#include "../input/input.h"
+#endif
 
 namespace macko {
 namespace {
@@ -98,18 +101,60 @@ std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &pac
     return which("linear_parts", layout, layout.linear_parts)(p, x, part_rows);
 }
 
-Tensor norm_linear(const Tensor &x, const Tensor &weight, double eps, const std::vector<Tensor> &packed,
+#ifdef USE_CUDA
+// x [..., cols], which can be read 16 bytes at a time.
+Tensor input_of(const char *op, const char *name, const Tensor &x, const Packed &p) {
+    check_device(op, name, x, "packed", p[0]);
+    check_value_dtype(op, name, x);
+    check_last(op, name, x, p.cols());
+    if (p.cols() % 8) fail(op, "cols is ", p.cols(), ", expected a multiple of 8");
+    return as_aligned(x);
+}
+#endif
+
+// A layout whose product makes its own input does that for one token; else a kernel before the product does.
+Tensor norm_linear(const Tensor &x_any, const Tensor &weight_any, double eps, const std::vector<Tensor> &packed,
                    const Ints &header, const std::optional<Tensor> &bias) {
+    const char *op = "norm_linear";
     const Packed p{packed, header};
-    const Layout &layout = layout_of("norm_linear", p);
-    return which("norm_linear", layout, layout.norm_linear)(p, x, weight, eps, bias);
+    const Layout &layout = layout_of(op, p);
+    if (layout.norm_linear && num_tokens(x_any) == 1) return layout.norm_linear(p, x_any, weight_any, eps, bias);
+#ifdef USE_CUDA
+    const auto linear = which(op, layout, layout.linear);
+    const Tensor x = input_of(op, "x", x_any, p);
+    check_vector(op, weight_any, "x", x, p.cols(), "weight");
+    const DeviceOf guard(x);
+    const Tensor weight = as_aligned(weight_any);
+    Tensor normed = torch::stable::new_empty(x, with_last(x, p.cols()));
+    STD_CUDA_CHECK(macko_rms_norm_cuda(check_value_dtype(op, "x", x), num_tokens(x), p.cols(), x.const_data_ptr(),
+                                       weight.const_data_ptr(), float(eps), normed.mutable_data_ptr(),
+                                       current_stream(x)));
+    return linear(p, normed, bias);
+#else
+    return which(op, layout, layout.norm_linear)(p, x_any, weight_any, eps, bias);
+#endif
 }
 
-Tensor gated_linear(const Tensor &gate, const Tensor &up, const std::vector<Tensor> &packed, const Ints &header,
+Tensor gated_linear(const Tensor &gate_any, const Tensor &up_any, const std::vector<Tensor> &packed, const Ints &header,
                     const std::optional<Tensor> &bias) {
+    const char *op = "gated_linear";
     const Packed p{packed, header};
-    const Layout &layout = layout_of("gated_linear", p);
-    return which("gated_linear", layout, layout.gated_linear)(p, gate, up, bias);
+    const Layout &layout = layout_of(op, p);
+#ifdef USE_CUDA
+    const auto linear = which(op, layout, layout.linear);
+    const Tensor gate = input_of(op, "gate", gate_any, p), up = input_of(op, "up", up_any, p);
+    check_dtype(op, "up", up, gate.scalar_type());
+    if (up.numel() != gate.numel() || up.dim() != gate.dim())
+        fail(op, "up has shape ", shape_name(up), ", gate has ", shape_name(gate));
+    const DeviceOf guard(gate);
+    Tensor x = torch::stable::new_empty(gate, with_last(gate, p.cols()));
+    STD_CUDA_CHECK(macko_gate_cuda(check_value_dtype(op, "gate", gate), gate.numel(), gate.const_data_ptr(),
+                                   up.const_data_ptr(), x.mutable_data_ptr(), current_stream(gate)));
+    return linear(p, x, bias);
+#else
+    (void)gate_any, (void)up_any, (void)bias;
+    fail(op, "the ", layout.name, " layout has no such kernel here");
+#endif
 }
 
 } // namespace

@@ -56,10 +56,9 @@ struct Layout {
     Tensor (*check)(const Packed &p) = nullptr;
     Tensor (*linear)(const Packed &p, const Tensor &x, const std::optional<Tensor> &bias) = nullptr;
     std::vector<Tensor> (*linear_parts)(const Packed &p, const Tensor &x, const Ints &part_rows) = nullptr;
+    // Of one token, where the product's kernel makes its own input.
     Tensor (*norm_linear)(const Packed &p, const Tensor &x, const Tensor &weight, double eps,
                           const std::optional<Tensor> &bias) = nullptr;
-    Tensor (*gated_linear)(const Packed &p, const Tensor &gate, const Tensor &up,
-                           const std::optional<Tensor> &bias) = nullptr;
 };
 
 #define DECLARE(id, layout) extern const Layout layout;

@@ -1,0 +1,113 @@
+// Kernels of what stands before a product: input.h says what they give.
+#include "input.h"
+
+#include "../core/sm90.cuh"
+#include "rows.cuh"
+
+using namespace macko;
+
+namespace {
+
+constexpr int GATE_THREADS = 128;
+constexpr int NORM_THREADS = 512; // of a token: 4096 columns in one pass
+constexpr int HELD = 4;           // vectors of 8 columns that a thread holds from one pass to the next: 16384 columns
+
+// The next kernel may start, and then this one waits for the one before: input.h says why that is right.
+__device__ __forceinline__ void start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    sm90::pdl_wait();
+#endif
+}
+
+// y = silu(gate) * up, eight columns a thread. Not fused into a product: each of its blocks would compute all of it, which by
+// count takes as long.
+template <typename T>
+__global__ void __launch_bounds__(GATE_THREADS) gate(const T *gate, const T *up, T *y, int64_t vectors) {
+    start();
+    const int64_t i = int64_t(blockIdx.x) * GATE_THREADS + threadIdx.x;
+    if (i >= vectors) return;
+    const uint4 g = load_vector((const uint4 *)gate + i), u = load_vector((const uint4 *)up + i);
+    const auto two = [](uint32_t gates, uint32_t ups) {
+        const float2 a = to_float2<T>(gates), b = to_float2<T>(ups);
+        const float2 silu = to_float2<T>(from_float2<T>(a.x / (1 + __expf(-a.x)), a.y / (1 + __expf(-a.y))));
+        return from_float2<T>(silu.x * b.x, silu.y * b.y);
+    };
+    ((uint4 *)y)[i] = make_uint4(two(g.x, u.x), two(g.y, u.y), two(g.z, u.z), two(g.w, u.w));
+}
+
+// A block a token.
+template <typename T>
+__global__ void __launch_bounds__(NORM_THREADS) rms_norm(const T *x, const T *weight, float eps, T *y, int cols) {
+    __shared__ float partial[NORM_THREADS / WARP];
+    const int vectors = cols / 8;
+    const auto *from = (const uint4 *)x + int64_t(blockIdx.x) * vectors;
+    auto *to = (uint4 *)y + int64_t(blockIdx.x) * vectors;
+    uint4 held_x[HELD] = {}, held_weight[HELD];
+#pragma unroll
+    for (int k = 0; k < HELD; k++) // not what the previous kernel wrote
+        if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors)
+            held_weight[k] = __ldg((const uint4 *)weight + i);
+    start();
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < HELD; k++)
+        if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors) held_x[k] = load_vector(from + i);
+#pragma unroll
+    for (int k = 0; k < HELD; k++) sum = sum_of_squares<T>(held_x[k], sum);
+#pragma unroll 1
+    for (int i = threadIdx.x + HELD * NORM_THREADS; i < vectors; i += NORM_THREADS)
+        sum = sum_of_squares<T>(load_vector(from + i), sum);
+    for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = sum;
+    __syncthreads();
+    float total = 0;
+    for (const float part : partial) total += part;
+    const float scale = rsqrtf(total / cols + eps);
+#pragma unroll
+    for (int k = 0; k < HELD; k++)
+        if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors)
+            to[i] = normalised<T>(held_x[k], held_weight[k], scale);
+#pragma unroll 1
+    for (int i = threadIdx.x + HELD * NORM_THREADS; i < vectors; i += NORM_THREADS)
+        to[i] = normalised<T>(load_vector(from + i), __ldg((const uint4 *)weight + i), scale);
+}
+
+// With PDL from sm_90 on.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+                   const Arguments &...arguments) {
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    cudaLaunchAttribute attribute = pdl_attribute();
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.major >= 9 && may_use_pdl(stream, 0);
+    return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+} // namespace
+
+cudaError_t macko_gate_cuda(macko_dtype dtype, int64_t count, const void *gates, const void *up, void *y,
+                            cudaStream_t stream) {
+    if (!count) return cudaSuccess;
+    const int64_t vectors = count / 8, blocks = ceil_div(vectors, GATE_THREADS);
+    const auto run = [&](auto *out) {
+        using T = std::remove_pointer_t<decltype(out)>;
+        return launch(gate<T>, blocks, GATE_THREADS, stream, (const T *)gates, (const T *)up, out, vectors);
+    };
+    return dtype == MACKO_F16 ? run((__half *)y) : run((__nv_bfloat16 *)y);
+}
+
+cudaError_t macko_rms_norm_cuda(macko_dtype dtype, int64_t tokens, int64_t cols, const void *x, const void *weight,
+                                float eps, void *y, cudaStream_t stream) {
+    if (!tokens || !cols) return cudaSuccess;
+    const auto run = [&](auto *out) {
+        using T = std::remove_pointer_t<decltype(out)>;
+        return launch(rms_norm<T>, tokens, NORM_THREADS, stream, (const T *)x, (const T *)weight, eps, out, (int)cols);
+    };
+    return dtype == MACKO_F16 ? run((__half *)y) : run((__nv_bfloat16 *)y);
+}

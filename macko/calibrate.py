@@ -1,4 +1,9 @@
-"""Calibration: what goes into each linear layer, block after block, for the pruning methods that look at data."""
+"""Calibration: what goes into each linear layer, block after block, for the pruning methods that look at data.
+
+Where the model has one list of blocks (as transformers do), each is fed by the pruned blocks before it: only one block
+and the activations of all batches have to be on the device. Layers elsewhere, or in a model that has no such list, are
+seen in a pass of the whole model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Calibration: what goes into each linear layer, block after block, for the pruning methods that look at data."""
+"""Calibration: what goes into each linear layer, block after block, for the pruning methods that look at data.
+
+Where the model has one list of blocks (as transformers do), each is fed by the pruned blocks before it: only one block
+and the activations of all batches have to be on the device. Layers elsewhere, or in a model that has no such list, are
+seen in a pass of the whole model.
+"""
 
 from __future__ import annotations
 
@@ -119,6 +124,19 @@ class _LastBlock(Exception):
     """Ends a pass at the last block: what follows is of no interest."""
 
 
+@contextmanager
+def _own_forwards(blocks: list[nn.Module]) -> Iterator[None]:
+    """Behind it each block has the forward that it came with."""
+    own = [vars(block).get("forward") for block in blocks]
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward  # type: ignore[method-assign]
+
+
 def _record(
     model: nn.Module,
     blocks: list[nn.Module],
@@ -133,7 +151,6 @@ def _record(
     chain: each called once, in order, with the output of the one before it.
     """
     calls: list[list[Call]] = [[] for _ in blocks]
-    own = [vars(block).get("forward") for block in blocks]
     first: Any = blocks[0].forward
     output: Any = None
     plain = True
@@ -158,27 +175,21 @@ def _record(
 
         return forward
 
-    try:
-        with _at(blocks[0], device):
-            for i, block in enumerate(blocks):
-                block.forward = stand_in(i)  # type: ignore[method-assign]
-            for batch in batches:
-                moved.clear()
-                args, kwargs = _as_call(model, batch)
-                try:
-                    model(*args, **kwargs)
-                except _LastBlock:
-                    pass
-                else:
-                    plain = False
-                if not plain:
-                    return None
-                bar.update(_weights(blocks[0]))
-    finally:
-        for block, forward in zip(blocks, own, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward  # type: ignore[method-assign]
+    with _own_forwards(blocks), _at(blocks[0], device):
+        for i, block in enumerate(blocks):
+            block.forward = stand_in(i)  # type: ignore[method-assign]
+        for batch in batches:
+            moved.clear()
+            args, kwargs = _as_call(model, batch)
+            try:
+                model(*args, **kwargs)
+            except _LastBlock:
+                pass
+            else:
+                plain = False
+            if not plain:
+                return None
+            bar.update(_weights(blocks[0]))
     return calls
 
 

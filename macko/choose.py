@@ -53,12 +53,14 @@ class Options:
 
     Attributes:
         format: a name in FORMATS or CHOICES.
-        tokens: given to a layer at a time, as far as the caller knows.
+        tokens: given to a layer at a time, as far as the caller knows. "auto" chooses by it, and a report's times are
+            of so many; default: 1, as when a model generates a single text. A GPU has another layout for more. By it
+            "slide" and "mixed" take a pattern's kernel or the dense one; default: 2048.
         pattern: of formats "slide" and "mixed", as dtype and keep_dense: "2:4" to "14:16", or "auto" for the sparsest
-            that a weight fits.
+            that a weight fits. With "slide" a layer that does not fit stays dense.
         dtype: "int8", "fp8", or None for the weight's.
-        keep_dense: whether to hold the dense weight too where the pattern's kernel is the faster one for some numbers
-            of tokens only.
+        keep_dense: a layer holds one weight, for the kernel that was picked; with this the dense one too where the
+            pattern's kernel is faster for a range of tokens only: the report says which range.
 
     Raises:
         ValueError: there is no such format, pattern or dtype, tokens is no number from 1, or the format has no pattern.
@@ -208,11 +210,8 @@ def choose(weight: MackoWeight, tokens: int = 1) -> type[PackedWeight]:
 
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     """The execution layouts that hold this weight on its device."""
-    if weight.device.type == "cpu":
-        return [BitmapWeight]
-    if weight.device.type == "cuda":
-        return [SellWeight, TileWeight] if _sell_runs(weight.cols, weight.device) else [TileWeight]
-    return []
+    kinds = [kind for kind in FORMATS.values() if kind.is_layout and weight.device.type in kind.device_types]
+    return [kind for kind in kinds if kind is not SellWeight or _sell_runs(weight.cols, weight.device)]
 
 
 def _sell_runs(cols: int, device: torch.device) -> bool:

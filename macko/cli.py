@@ -46,11 +46,37 @@ NOT_FETCHED = [*(f"*{ending}" for ending in WEIGHTS[1:]), "*/*"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    options.hint = ""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "ignore has")  # a layer that was to be left would be pruned
+        warnings.filterwarnings("ignore", "prune_ stopped")  # nobody keeps that model
+        warnings.filterwarnings("ignore", ".* changed no")  # told as the command's error
+        try:
+            return options.run(options) or 0
+        except KeyboardInterrupt:
+            text, code = "interrupted", 130
+        except EXPECTED as error:
+            text, code = " ".join(str(error).split()) or type(error).__name__, 1
+    print(f"macko {options.command}: {text}{options.hint}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Of every command and its arguments; `run` is the command's function."""
     parser = argparse.ArgumentParser(prog="macko", description="Pruned neural networks, smaller and faster.")
     parser.add_argument("--version", action="version", version=f"macko {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    _prune_arguments(_command(commands, prune, "set weights of a checkpoint to zero"))
+    _convert_arguments(_command(commands, convert, "pack a pruned checkpoint"))
+    _inspect_arguments(_command(commands, inspect, "density, patterns and bytes of every matrix of a checkpoint"))
+    _tune_arguments(_command(commands, tune, "time the formats on this GPU or CPU, for format=auto to choose by"))
+    _bench_arguments(_command(commands, bench, "time a model dense against sparse"))
+    _command(commands, doctor, "what is installed, and a self-test (python -m macko)")
+    return parser
 
-    command = _command(commands, prune, "set weights of a checkpoint to zero")
+
+def _prune_arguments(command: argparse.ArgumentParser) -> None:
     _in_and_out(command, "folder of a dense checkpoint, or its name on the Hub (organisation/model)")
     command.add_argument("--sparsity", type=float, help="share of zeros (default 0.5, or what the pattern says)")
     command.add_argument("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
@@ -65,22 +91,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="go on where a run with the same options was stopped (wanda, sparsegpt: OUT.unfinished keeps its layers)",
     )  # fmt: skip
 
-    command = _command(commands, convert, "pack a pruned checkpoint")
+
+def _convert_arguments(command: argparse.ArgumentParser) -> None:
     _in_and_out(command, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
+    own_files = " and ".join(name for name, kind in FORMATS.items() if name != "macko" and not kind.is_layout)
     command.add_argument(
         "--format", default="auto",
-        help="what the weights are held in where the model is loaded (the files are the same but for ec and slide): "
+        help=f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
         "auto, smallest, mixed, or one of " + ", ".join(FORMATS),
     )  # fmt: skip
     _ignore(command)
     command.add_argument("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
     command.add_argument("--device", help="where to pack (default: a GPU if there is one)")
 
-    command = _command(commands, inspect, "density, patterns and bytes of every matrix of a checkpoint")
+
+def _inspect_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="FOLDER", help="folder or .safetensors file")
     command.add_argument("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
 
-    command = _command(commands, tune, "time the formats on this GPU or CPU, for format=auto to choose by")
+
+def _tune_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="FOLDER", nargs="?", help="a pruned checkpoint, whose shapes and densities")
     command.add_argument("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
     command.add_argument("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
@@ -89,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--tokens", nargs="+", type=_count, default=[1], help="at once (default 1)")
     command.add_argument("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
 
-    command = _command(commands, bench, "time a model dense against sparse")
+
+def _bench_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
     command.add_argument(
         "--sparsity", type=float, nargs="+", help="prune by magnitude first, to each of these (default 0.5 for random:)"
@@ -117,23 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the kernels of one token and no times: a profiler slows down each launch behind it",
     )  # fmt: skip
     command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
-
-    _command(commands, doctor, "what is installed, and a self-test (python -m macko)")
-
-    options = parser.parse_args(arguments)
-    options.hint = ""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "ignore has")  # a layer that was to be left would be pruned
-        warnings.filterwarnings("ignore", "prune_ stopped")  # nobody keeps that model
-        warnings.filterwarnings("ignore", ".* changed no")  # told as the command's error
-        try:
-            return options.run(options) or 0
-        except KeyboardInterrupt:
-            text, code = "interrupted", 130
-        except EXPECTED as error:
-            text, code = " ".join(str(error).split()) or type(error).__name__, 1
-    print(f"macko {options.command}: {text}{options.hint}", file=sys.stderr)
-    return code
 
 
 def _count(text: str) -> int:
@@ -267,9 +281,6 @@ def inspect(options: argparse.Namespace) -> None:
     """A table of the matrices of a checkpoint."""
     from rich.console import Console
     from rich.table import Table
-    from tqdm.auto import tqdm
-
-    from .integrations.compressed_tensors import lazy_state, sparsity_format
 
     known = times(options.gpu) if options.gpu else times_of() if torch.cuda.is_available() else None
     here = f"on {known.gpu}" if known else "on a GPU"
@@ -278,40 +289,15 @@ def inspect(options: argparse.Namespace) -> None:
     for title in ("matrix", "shape", "density (sparse)", "n:m", "format", "bytes", "as macko", "decode, at best", here):
         table.add_column(title, justify="left" if title in ("matrix", "n:m", "format") else "right", no_wrap=True)
     total = [0, 0]
-    form: str | None
     with Checkpoint(_folder(options.source, or_file=True)) as file:
-        masked = sparsity_format(file.config)
-        names: dict[str, Any] = dict.fromkeys(file.layers)
-        if masked:
-            names |= {n.removesuffix(".weight"): t for n, t in lazy_state(file).items() if f"{n[:-7]}.bitmask" in file}
-        matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
-        for name in tqdm([*names, *matrices], delay=1, leave=False):
-            if name in file.layers:
-                packed = file.packed(name)
-                if packed.rows * packed.cols > 2**27 and packed.density < 2**-10:  # a shape takes no bytes in a file
-                    raise ValueError(
-                        f"{name} holds next to nothing and claims to be {list(packed.shape)}: not unpacked"
-                    )
-                dense, form, size = packed.to_dense(), packed.format, packed.nbytes
-            elif name in names:
-                dense, form = names[name][...], masked
-                size = sum(file[k].nbytes for k in (f"{name}.bitmask", f"{name}.compressed"))
-            else:
-                dense, form = file[name], "dense"
-                size = dense.nbytes
+        for name, dense, form, size in _matrices(file):
             density = density_of(dense) or 0.0
             share = min(1.0, packed_share(density, 8 * dense.element_size())) if dense.dtype in DTYPES else 1.0
             after = size if name in file.layers else round(dense.nbytes * share)
             total = [total[0] + size, total[1] + after]
             gain = f"{dense.nbytes / after:.2f}x" if after < dense.nbytes else "-"
             shape = "x".join(map(str, dense.shape))
-            row = (
-                shape,
-                f"{density:.3f} ({1 - density:5.1%})",
-                " ".join(patterns(dense)),
-                str(form),
-                format_bytes(size),
-            )
+            row = (shape, f"{density:.3f} ({1 - density:5.1%})", " ".join(patterns(dense)), form, format_bytes(size))
             expected = ""
             if known and "embed" not in name and dense.dtype.itemsize == 2:
                 found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
@@ -330,6 +316,31 @@ def inspect(options: argparse.Namespace) -> None:
         how = "measured times where there are some, else a model fitted to those"
         how = how if known.measured else "a model fitted to another GPU's times; macko tune measures"
         print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
+
+
+def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
+    """Of every matrix its name, itself as dense, and in what format and how many bytes the checkpoint has it."""
+    from tqdm.auto import tqdm
+
+    from .integrations.compressed_tensors import lazy_state, sparsity_format
+
+    masked = sparsity_format(file.config) or ""
+    names: dict[str, Any] = dict.fromkeys(file.layers)
+    if masked:
+        names |= {n.removesuffix(".weight"): t for n, t in lazy_state(file).items() if f"{n[:-7]}.bitmask" in file}
+    matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
+    for name in tqdm([*names, *matrices], delay=1, leave=False):
+        if name in file.layers:
+            packed = file.packed(name)
+            if packed.rows * packed.cols > 2**27 and packed.density < 2**-10:  # a shape takes no bytes in a file
+                raise ValueError(f"{name} holds next to nothing and claims to be {list(packed.shape)}: not unpacked")
+            yield name, packed.to_dense(), packed.format, packed.nbytes
+        elif name in names:
+            size = sum(file[k].nbytes for k in (f"{name}.bitmask", f"{name}.compressed"))
+            yield name, names[name][...], masked, size
+        else:
+            dense = file[name]
+            yield name, dense, "dense", dense.nbytes
 
 
 def tune(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from .choose import Options, expected_us, pack, slide_note, worst_of
-from .formats import SLIDE_PATTERNS
+from .formats import SLIDE_PATTERNS, PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
 from .merge import merge_
@@ -55,24 +55,16 @@ def sparsify_(
 
     Args:
         model: any module that holds nn.Linear.
-        format: a name in macko.FORMATS; "auto" for what should take the least time for one token where the layer is,
-            dense too, chosen again when it moves; "smallest" for the fewest bytes of memory where it is, found by
-            packing it in every format; or "mixed", which packs layers of an n:m pattern as slide where that is faster,
-            else as "auto".
+        format: a name in macko.FORMATS; "auto": what should take the least time where the layer is, dense too, chosen
+            again when it moves; "smallest": the fewest bytes in memory, found by packing in every format; or "mixed":
+            slide for layers of an n:m pattern where that is faster, else as "auto".
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
             default: 0 for format "slide", else 0.25.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
-        pattern, dtype: of formats "slide" and "mixed" only. Pattern "2:4" to "14:16", or "auto" for the sparsest that a
-            layer fits; "int8", "fp8", or None to keep the layer's dtype. With "slide" a layer that does not fit stays
-            dense.
-        tokens: how many tokens a layer is given at a time, if you know. Format "auto" chooses by it, and the report's
-            times are of so many; default: 1, as when a model generates a single text. A GPU has another layout for
-            more. By it "slide" and "mixed" take a pattern's kernel or the dense one; default: 2048.
-        keep_dense: of those formats too. One weight a layer is held, for the kernel that was picked; with this the
-            dense one too where the pattern's kernel is faster for a range of tokens only: the report says which range.
+        pattern, dtype, tokens, keep_dense: what formats that choose go by, and slide: see macko.choose.Options.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
 
     Returns:
@@ -86,32 +78,53 @@ def sparsify_(
         warnings.warn('tokens="batch" is tokens=8, and goes with the next version', DeprecationWarning, stacklevel=2)
         tokens = 8
     options = Options(format, tokens, pattern, dtype, keep_dense)  # type: ignore[arg-type]  # another str is refused
-    if min_sparsity is None:
-        min_sparsity = 0.0 if format == "slide" else MIN_SPARSITY
-    if not 0 <= min_sparsity <= 1:
-        raise ValueError(f"min_sparsity is {min_sparsity}, expected 0 to 1")
+    least = _least_sparsity(min_sparsity, format)
     if isinstance(model, nn.Linear):
         raise ValueError(
-            "sparsify_ replaces layers inside a model, and this model is one layer: use SparseLinear.from_linear(model)"
+            "sparsify_ replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
         )
-    target = None if device is None else torch.device(device)
-    tied = tied_parameters(model)
     found = find_linears(model, ignore, filter_fn)
+    rows = _convert_all(model, found, options, least, None if device is None else torch.device(device), merge, progress)
+    for converted in CONVERTED.values():
+        converted(model)
+    report = Report(rows + unpackable(model))
+    warn_if_unchanged(report, "sparsify_")
+    return report
+
+
+def _least_sparsity(asked: float | None, format: str) -> float:
+    least = (0.0 if format == "slide" else MIN_SPARSITY) if asked is None else asked
+    if not 0 <= least <= 1:
+        raise ValueError(f"min_sparsity is {least}, expected 0 to 1")
+    return least
+
+
+def _convert_all(
+    model: nn.Module,
+    found: list[FoundLinear],
+    options: Options,
+    min_sparsity: float,
+    device: torch.device | None,
+    merge: bool,
+    progress: bool,
+) -> list[LayerReport]:
+    """The rows of all layers, converted in place; whatever stops it leaves the model as it was."""
+    tied = tied_parameters(model)
     rows: list[LayerReport] = []
     undo: list[Callable[[], None]] = []
     try:
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:
                 bar.set_description(layer.name, refresh=False)
-                row, sparse = convert_layer(layer, options, min_sparsity, target, tied)
+                row, sparse = convert_layer(layer, options, min_sparsity, device, tied)
                 rows.append(row)
                 rows += [
                     LayerReport(n, row.shape, row.density, row.format, 0, 0, f"is {row.name}") for n in layer.aliases
                 ]
                 if sparse is not None:
                     undo.append(_replace(layer, sparse))
-        if target is not None:
-            _move(model, target, undo)
+        if device is not None:
+            _move(model, device, undo)
         if merge:
             found.clear()  # so that each layer's memory is free once it is part of a merged one
             layer = sparse = None  # type: ignore[assignment]
@@ -122,11 +135,7 @@ def sparsify_(
         for step in reversed(undo):
             step()
         raise
-    for converted in CONVERTED.values():
-        converted(model)
-    report = Report(rows + unpackable(model))
-    warn_if_unchanged(report, "sparsify_")
-    return report
+    return rows
 
 
 def warn_if_unchanged(report: Report, what: str) -> None:
@@ -152,61 +161,22 @@ def convert_layer(
 ) -> tuple[LayerReport, SparseLinear | None]:
     """The layer's row, and its replacement where there is one."""
     module = layer.module
-    if isinstance(module, SparseLinear):
-        size = module.packed.nbytes
-        density = None if module.device.type == "meta" else module.packed.density
-        return LayerReport(
-            layer.name, tuple(module.packed.shape), density, module.format, size, size, "is sparse already"
-        ), None
-    if reason := _weight_out_of_reach(layer):
-        shape = (module.out_features, module.in_features)
-        size = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
-        if options.format == "slide":
-            reason = _refused_shards(module.weight, options.pattern) or reason
-        return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason), None
+    if row := _row_without_weight(layer, options):
+        return row, None
     dense = module.weight.detach()
-    size = dense.numel() * dense.element_size()
+    size, target = dense.numel() * dense.element_size(), device or dense.device
     row = LayerReport(layer.name, tuple(dense.shape), None, "dense", size, size)
-    target = device or dense.device
-    us: dict[str, float] = {}
-    if dense.device.type == "meta":
-        row.reason = "its weight is on the meta device"
-    elif id(module.weight) in tied:
-        others = [name for name in tied[id(module.weight)] if name != f"{layer.name}.weight"]
-        row.reason = f"its weight is shared with {', '.join(others)}"
-    else:
-        row.reason = unsupported(dense.dtype, target) or ""
-        if target.type not in options.device_types:
-            row.reason = row.reason or f"{options.format} runs on {' and '.join(options.device_types)} only"
-    row.reason = layer.left_out or row.reason
+    row.reason = layer.left_out or _why_not(module.weight, layer.name, options, target, tied)
     if not row.reason:
         dense = dense.to(target)
     row.density = density_of(dense)
-    tokens = options.layout_tokens
-    if row.density is not None:
-        us = expected_us(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, tokens)
+    if row.density is None:
+        return row, None
+    us = expected_us(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, options.layout_tokens)
     row.us_before = row.us_after = us.get("dense")
-    if row.reason or row.density is None:
-        return row, None
-    if 1 - row.density < min_sparsity:
-        row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
-        return row, None
-    sparse_us = {name: time for name, time in us.items() if name != "dense"}
-    if options.format == "auto" and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
-        best = min(sparse_us, key=sparse_us.__getitem__)
-        many = f"{tokens} tokens" if tokens > 1 else "a token"
-        row.reason = f"dense is as fast here: {us['dense']:.1f} us {many}, as {best} {sparse_us[best]:.1f} us"
-        return row, None
-    try:
-        packed = pack(dense, options)
-    except ValueError as error:  # the format does not hold every weight
-        row.reason = str(error)
-        return row, None
-    if packed.nbytes >= size and options.again:
-        packed = packed.to_macko()  # a layout fills up small weights to whole blocks
-    row.note = slide_note(dense, packed, options)
-    if packed.nbytes >= size:
-        row.reason = row.note or f"as {packed.format} it would take {packed.nbytes} bytes, dense {size}"
+    row.reason = row.reason or _why_not_worth(row.density, us, options, min_sparsity)
+    packed = None if row.reason else _packed(dense, row, options)
+    if packed is None:
         return row, None
     bias = module.bias
     if bias is not None and bias.device != target:
@@ -217,6 +187,62 @@ def convert_layer(
     if options.format == "auto":
         row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)
     return row, sparse
+
+
+def _row_without_weight(layer: FoundLinear, options: Options) -> LayerReport | None:
+    """The row of a layer that has no dense weight to look at; None for any other."""
+    module = layer.module
+    if isinstance(module, SparseLinear):
+        size, shape = module.packed.nbytes, tuple(module.packed.shape)
+        density = None if module.device.type == "meta" else module.packed.density
+        return LayerReport(layer.name, shape, density, module.format, size, size, "is sparse already")
+    if reason := _weight_out_of_reach(layer):
+        shape = (module.out_features, module.in_features)
+        size = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
+        if options.format == "slide":
+            reason = _refused_shards(module.weight, options.pattern) or reason
+        return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason)
+    return None
+
+
+def _why_not(weight: Tensor, layer: str, options: Options, target: torch.device, tied: dict[int, list[str]]) -> str:
+    """Why a weight is not looked at, or nothing."""
+    if weight.device.type == "meta":
+        return "its weight is on the meta device"
+    if id(weight) in tied:
+        return f"its weight is shared with {', '.join(name for name in tied[id(weight)] if name != f'{layer}.weight')}"
+    if reason := unsupported(weight.dtype, target):
+        return reason
+    types = options.device_types
+    return "" if target.type in types else f"{options.format} runs on {' and '.join(types)} only"
+
+
+def _why_not_worth(density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:
+    """Why a weight is not packed, or nothing: of what is known before it is."""
+    if 1 - density < min_sparsity:
+        return f"under {min_sparsity:.0%} sparse it would not pay"
+    sparse_us = {name: time for name, time in us.items() if name != "dense"}
+    if options.format == "auto" and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
+        best = min(sparse_us, key=sparse_us.__getitem__)
+        many = f"{options.layout_tokens} tokens" if options.layout_tokens > 1 else "a token"
+        return f"dense is as fast here: {us['dense']:.1f} us {many}, as {best} {sparse_us[best]:.1f} us"
+    return ""
+
+
+def _packed(dense: Tensor, row: LayerReport, options: Options) -> PackedWeight | None:
+    """The packed weight, if it is smaller; else None, and the row says why."""
+    try:
+        packed = pack(dense, options)
+    except ValueError as error:  # the format does not hold every weight
+        row.reason = str(error)
+        return None
+    if packed.nbytes >= row.bytes_before and options.again:
+        packed = packed.to_macko()  # a layout fills up small weights to whole blocks
+    row.note = slide_note(dense, packed, options)
+    if packed.nbytes < row.bytes_before:
+        return packed
+    row.reason = row.note or f"as {packed.format} it would take {packed.nbytes} bytes, dense {row.bytes_before}"
+    return None
 
 
 def _weight_out_of_reach(layer: FoundLinear) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _library  # noqa: F401  registers the ops
 
-#: The layouts in the order of their numbers (csrc/torch/packed.h).
+#: The layouts that this module knows by name, in the order of their numbers (csrc/torch/packed.h). The ops take any.
 LAYOUTS = ("macko", "bitmap", "sell", "tile", "ec", "slide")
 #: Types of a slide weight's values by their number in a header.
 SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16)
@@ -338,15 +338,31 @@ def _slide_shapes(w: Tensor, n: int, element: int) -> list[Tensor]:
     ]
 
 
+#: By layout: what makes the empty tensors of a packed weight, and how many numbers its header has.
+Shapes = dict[str, Callable[[], tuple[list[Tensor], int]]]
+
+
+def _made(op: str, layout: int, shapes: Shapes) -> tuple[list[Tensor], Tensor]:
+    """What op gives of this layout, without content."""
+    name = LAYOUTS[layout] if layout < len(LAYOUTS) else f"of number {layout}"
+    if name not in shapes:
+        raise NotImplementedError(
+            f"macko::{op}: nobody wrote down the shapes of the layout {name}, which torch.compile asks for: "
+            "pack outside of the compiled function"
+        )
+    tensors, numbers = shapes[name]()
+    return tensors, torch.empty(numbers, dtype=torch.int64)
+
+
 @torch.library.register_fake("macko::pack")
 def _(w: Tensor, layout: int, options: Sequence[int]) -> tuple[list[Tensor], Tensor]:
     torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    tensors, numbers = {
+    shapes: Shapes = {
         "macko": lambda: (_canonical_shapes(w, w.shape[0], options[0]), 4),
         "ec": lambda: (_ec_shapes(w, options[5]), 10),
         "slide": lambda: (_slide_shapes(w, *options[:2]), 9),
-    }[LAYOUTS[layout]]()
-    return tensors, torch.empty(numbers, dtype=torch.int64)
+    }
+    return _made("pack", layout, shapes)
 
 
 @torch.library.register_fake("macko::lay_out")
@@ -356,7 +372,7 @@ def _(packed: Sequence[Tensor], header: Sequence[int], layout: int, options: Any
     def int32(*shape: Any) -> Tensor:
         return values.new_empty(shape, dtype=torch.int32)
 
-    tensors, numbers = {
+    shapes: Shapes = {
         "macko": lambda: (_canonical_shapes(values, rows, delta_bits), 4),
         "bitmap": lambda: (
             [
@@ -376,8 +392,8 @@ def _(packed: Sequence[Tensor], header: Sequence[int], layout: int, options: Any
             8,
         ),
         "tile": lambda: ([values.new_empty(_new_size() * 64), int32((rows + 63) // 64 * ((cols + 255) // 256) + 1)], 6),
-    }[LAYOUTS[layout]]()
-    return tensors, torch.empty(numbers, dtype=torch.int64)
+    }
+    return _made("lay_out", layout, shapes)
 
 
 @torch.library.register_fake("macko::slide_quant_fused")

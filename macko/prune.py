@@ -7,6 +7,7 @@ gathered of the layer's inputs.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -150,10 +151,8 @@ def prune_(
 ) -> Report:
     """Sets a share of every linear layer's weight to zero, in place.
 
-    "wanda" and "sparsegpt" look at what goes into each layer. Where the model has one list of blocks (as transformers
-    do), they work block after block, each fed by the pruned blocks before it: only one block and the activations of all
-    batches have to be on the device. Layers elsewhere, or in a model that has no such list, are seen in a pass of the
-    whole model. The same batches give the same result.
+    "wanda" and "sparsegpt" look at what goes into each layer, block after block (macko.calibrate). The same batches
+    give the same result.
 
     Args:
         model: any module; a single nn.Linear too.
@@ -162,18 +161,17 @@ def prune_(
             "sparsegpt": what changes the layer's output least, and the other weights are corrected for it.
         pattern: "n:m", at most n non-zeros in every m columns that follow each other ("2:4", "6:8"); says the sparsity.
         calibration: batches for model(batch), model(*batch) or model(**batch) by their type: a few dozen real texts.
-        ignore: layers to leave: full names, last components of names, or globs over full names. One that matches no
-            layer is named in a warning.
+        ignore: layers to leave: full names, last components, or globs over full names; a warning names what has none.
         filter_fn: filter_fn(module, full name) says whether to prune a layer that ignore does not match.
         device: where to calibrate and prune, block by block; default: where the model is.
         progress: show a bar when it takes more than a second.
-        done: pruned weights [rows, cols] by the layer's name, a dict or something that writes to disk. Each layer's is
-            put in as soon as it is pruned. What is in it already is taken from there: a call that was interrupted goes
-            on, with the model as it was before, the same arguments and the same `done`, to the same bits in the end.
+        done: pruned weights [rows, cols] by the layer's name, a dict or something that writes to disk. Each is put in
+            as soon as it is pruned, and those that are in it are taken from there: so a call that was interrupted goes
+            on, of the model as it was before, the same arguments and the same `done`, to the same bits in the end.
 
     Returns:
-        A Report of every nn.Linear with the density it has now, and why it was left; what looks like a linear layer and
-        is none (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is pruned once.
+        A Report of every nn.Linear with the density it has now, and why it was left; what looks like one and is none
+        (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is pruned once.
 
     Raises:
         ValueError: sparsity is not in [0, 1) or is not the pattern's, there is no such method, the pattern is not n:m,
@@ -187,62 +185,88 @@ def prune_(
     batches = [] if calibration is None else _batches(calibration)
     if method in STATISTICS and not batches:
         raise ValueError(f"method {method!r} needs calibration=: batches of inputs for the model")
-
     found = find_linears(model, ignore, filter_fn)
-    reasons = {layer.name: layer.left_out or _why_not(layer.module, groups) for layer in found}
+    reasons = _reasons(found, groups)
+    todo = [layer for layer in found if not reasons[layer.name]]
+    with torch.no_grad():
+        _Pruning(method, sparsity, groups, device, done).run(model, todo, batches, progress)
+    return Report([_row(layer, reasons[layer.name]) for layer in found] + unpackable(model))
+
+
+@dataclasses.dataclass
+class _Pruning:
+    """What a call of prune_ was asked for, and how far it has come."""
+
+    method: str
+    share: float
+    pattern: Pattern | None
+    device: torch.device | str | None
+    done: MutableMapping[str, Tensor] | None
+    pruned: list[str] = dataclasses.field(default_factory=list)
+
+    def run(self, model: nn.Module, todo: list[FoundLinear], batches: list[Any], progress: bool) -> None:
+        """All layers; how far it came is noted on whatever stops it."""
+        with tqdm(
+            total=sum(layer.module.weight.numel() for layer in todo), disable=not progress, delay=1, leave=False,
+            smoothing=0, miniters=1, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
+        ) as bar:  # fmt: skip
+
+            def prune(layer: FoundLinear, seen: Tensor | None = None) -> None:
+                bar.set_description(layer.name, refresh=False)
+                self.layer(layer, seen)
+                bar.update(layer.module.weight.numel())
+
+            try:
+                if self.method in STATISTICS:
+                    with evaluating(model):
+                        statistic, done = STATISTICS[self.method], self.done or {}
+                        calibrate(model, todo, batches, statistic, prune, self.device, done, bar)
+                else:
+                    for layer in todo:
+                        prune(layer)
+            except BaseException as error:
+                state = f"up to {self.pruned[-1]} they are pruned, the others" if self.pruned else "all"
+                text = f"prune_ stopped behind {len(self.pruned)} of {len(todo)} layers: {state} are as they were"
+                _note(error, text)
+                raise
+
+    def layer(self, layer: FoundLinear, seen: Tensor | None) -> None:
+        """One layer, of which STATISTICS gathered `seen`."""
+        weight = layer.module.weight
+        kept = self.done is not None and layer.name in self.done
+        new = self._kept(layer) if kept else self._new(layer, seen)
+        self.pruned.append(layer.name)  # a KeyboardInterrupt comes behind copy_, not within it
+        weight.copy_(new)
+        if self.done is not None and not kept:
+            self.done[layer.name] = weight.detach().to("cpu", copy=True)
+
+    def _kept(self, layer: FoundLinear) -> Tensor:
+        assert self.done is not None
+        new, weight = self.done[layer.name], layer.module.weight
+        if (new.shape, new.dtype) != (weight.shape, weight.dtype):
+            came, wanted = (f"{list(w.shape)} of {w.dtype}" for w in (new, weight))
+            raise ValueError(f"done[{layer.name!r}] is {came}, the layer's weight {wanted}")
+        return new
+
+    def _new(self, layer: FoundLinear, seen: Tensor | None) -> Tensor:
+        weight, use = layer.module.weight, METHODS[self.method]
+        if self.method in STATISTICS and (seen is None or not seen.any()):
+            warnings.warn(f"{layer.name}: no input reached it in calibration; pruned by magnitude", stacklevel=3)
+            use = magnitude
+        try:
+            return use(weight if self.device is None else weight.to(self.device), self.share, self.pattern, seen)
+        except ValueError as error:
+            raise ValueError(f"{layer.name}: {error}") from None
+
+
+def _reasons(found: list[FoundLinear], pattern: Pattern | None) -> dict[str, str]:
+    """Why each layer is left, by its name; nothing where it is to be pruned."""
+    reasons = {layer.name: layer.left_out or _why_not(layer.module, pattern) for layer in found}
     first: dict[int, str] = {}
     for layer in found:
         if not reasons[layer.name] and (same := first.setdefault(id(layer.module.weight), layer.name)) != layer.name:
             reasons[layer.name] = f"shares the weight of {same}"
-    todo = [layer for layer in found if not reasons[layer.name]]
-
-    pruned: list[str] = []
-    with (
-        tqdm(
-            total=sum(layer.module.weight.numel() for layer in todo), disable=not progress, delay=1, leave=False,
-            smoothing=0, miniters=1, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
-        ) as bar,
-        torch.no_grad(),
-    ):  # fmt: skip
-
-        def prune(layer: FoundLinear, seen: Tensor | None = None) -> None:
-            bar.set_description(layer.name, refresh=False)
-            weight = layer.module.weight
-            if done is not None and layer.name in done:
-                new = done[layer.name]
-                if (new.shape, new.dtype) != (weight.shape, weight.dtype):
-                    came, wanted = (f"{list(w.shape)} of {w.dtype}" for w in (new, weight))
-                    raise ValueError(f"done[{layer.name!r}] is {came}, the layer's weight {wanted}")
-            else:
-                use = METHODS[method]
-                if method in STATISTICS and (seen is None or not seen.any()):
-                    warnings.warn(
-                        f"{layer.name}: no input reached it in calibration; pruned by magnitude", stacklevel=3
-                    )
-                    use = magnitude
-                try:
-                    new = use(weight if device is None else weight.to(device), sparsity, groups, seen)
-                except ValueError as error:
-                    raise ValueError(f"{layer.name}: {error}") from None
-            pruned.append(layer.name)  # a KeyboardInterrupt comes behind copy_, not within it
-            weight.copy_(new)
-            if done is not None and layer.name not in done:
-                done[layer.name] = weight.detach().to("cpu", copy=True)
-            bar.update(weight.numel())
-
-        try:
-            if method in STATISTICS:
-                with evaluating(model):
-                    calibrate(model, todo, batches, STATISTICS[method], prune, device, done or {}, bar)
-            else:
-                for layer in todo:
-                    prune(layer)
-        except BaseException as error:
-            state = f"up to {pruned[-1]} they are pruned, the others" if pruned else "all"
-            _note(error, f"prune_ stopped behind {len(pruned)} of {len(todo)} layers: {state} are as they were")
-            raise
-
-    return Report([_row(layer, reasons[layer.name]) for layer in found] + unpackable(model))
+    return reasons
 
 
 def asked_for(sparsity: float | None, method: str, pattern: str | None) -> tuple[float, Pattern | None]:
@@ -282,7 +306,7 @@ def _note(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=4)  # at the caller of prune_
 
 
 def _parse(pattern: str | None) -> Pattern | None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from . import ops
-from .choose import meant_pattern
-from .formats import FORMATS, SLIDE_PATTERNS, BitmapWeight, MackoWeight, PackedWeight, SlideWeight
+from .choose import layouts, meant_pattern
+from .formats import FORMATS, SLIDE_PATTERNS, MackoWeight, PackedWeight, SlideWeight
 from .layers import find_linears
 from .linear import SparseLinear
 from .times import SLIDE_DTYPES, Line, bandwidth_gbps, cache_file, gpu_name, read, write
@@ -120,8 +120,8 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
     x = torch.randn(tokens, w.shape[1], device=w.device).to(w.dtype)
     if w.device.type == "cpu":
         calls = {"dense": [partial(nn.functional.linear, x, held) for (held,) in copies([w])]}
-        kinds: tuple[type[PackedWeight], ...] = (MackoWeight, BitmapWeight)
-        for packed in (kind.from_dense(w) for kind in kinds):
+        macko = MackoWeight.from_dense(w)
+        for packed in (macko, *(kind.from_macko(macko) for kind in layouts(macko))):
             many = [_with(packed, tensors) for tensors in copies(list(packed.tensors().values()))]
             calls[packed.format] = [partial(weight.linear, x) for weight in many]
         if tokens == 1:

@@ -1,6 +1,5 @@
 // The map: every op with its schema, and every layout. Compiled once for the CPU and once for CUDA (USE_CUDA). What an op
-// does with a layout (checks, memory, which kernel) is in the ops.cpp of the layout's folder: csrc/macko (the canonical
-// format), bitmap, sell, tile, ec, slide.
+// does with a layout (checks, memory, which kernel) is in the ops.cpp of the layout's folder, csrc/macko for the canonical.
 #include <algorithm>
 #include <array>
 

@@ -1,4 +1,4 @@
-// A packed weight as the ops get it, and what each layout does with one: a row of the table in library.cpp.
+// A packed weight as the ops get it, and what each layout does with one: a row of MACKO_LAYOUTS.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,8 @@ namespace macko {
 
 using Ints = std::vector<int64_t>;
 
-// Tensors in the order of the layout's own header file. header: layout, rows, cols, then what the layout has besides.
+// Tensors in the order of the layout's own header file; the first has the dense matrix's dtype, but for slide's. header:
+// layout, rows, cols, then what the layout has besides.
 struct Packed {
     std::vector<Tensor> tensors;
     Ints header;

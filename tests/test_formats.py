@@ -282,3 +282,31 @@ def test_auto_takes_no_layout_that_is_mostly_padding(tokens: int | None) -> None
         assert SparseLinear.from_linear(linear).format == "macko"
     canonical = MackoWeight.smallest(random_weight(400, 512, 0.6, torch.float16))
     assert pack(canonical, Options(tokens=tokens)).format == "bitmap"
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "cpu" in FORMATS[name].device_types or name == "tile"])
+def test_a_wrong_header_is_an_error(name: str) -> None:
+    """What stood in the schemas of ops once: no number and no list of tensors reaches a kernel that does not fit."""
+    w = torch.where(torch.rand(72, 130) < 0.5, torch.randn(72, 130), 0.0).half()
+    tensors, header = FORMATS[name].from_dense(w).packed
+    x, macko = torch.randn(3, 130).half(), torch.ops.macko
+    calls = [lambda t, h: macko.check(t, h)] if name != "slide" else []
+    if name not in ("tile", "ec"):  # those trust the content once it is checked
+        calls += [lambda t, h: macko.dense(t, h), lambda t, h: macko.linear(x, t, h, None)]
+    numbers = [-(2**63), -1, 0, 1, 2, 3, 7, 71, 73, 129, 131, 2**31 - 1, 2**31, 2**63 - 1]
+    wrong = [(tensors, [*header[:i], n, *header[i + 1 :]]) for i in range(len(header)) for n in numbers]
+    wrong += [(tensors, header[:i]) for i in range(len(header))] + [(tensors, [*header, 0])]
+    wrong += [(tensors[:i], header) for i in range(len(tensors))] + [([*tensors, tensors[0]], header)]
+    wrong += [([*tensors[:i], t, *tensors[i + 1 :]], header) for i in range(len(tensors)) for t in tensors]
+    wrong += [([*tensors[:i], tensors[i][1:], *tensors[i + 1 :]], header) for i in range(len(tensors))]
+    refused = 0
+    for given, numbers_ in wrong:
+        for call in calls:
+            try:
+                found = call(given, numbers_)
+            except RuntimeError as error:
+                assert "macko::" in str(error)  # noqa: PT017
+                refused += 1
+            else:
+                assert found.shape in ((4,), (numbers_[1], numbers_[2]), (3, numbers_[1]))
+    assert refused >= (len(header) + len(tensors) + 2) * len(calls)  # too few or too many of them, at least

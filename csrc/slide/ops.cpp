@@ -88,6 +88,10 @@ macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor 
             static_cast<const float *>(scale.const_data_ptr())};
 }
 
+void check_rows(const char *op, const Packed &p) {
+    if (p[1].numel() != p.rows()) fail(op, "scale has shape ", shape_name(p[1]), ", expected [", p.rows(), "]");
+}
+
 // Into new tensors lifted [..., depth] and scale [...]. x is contiguous and checked.
 std::tuple<Tensor, Tensor> quantise(const char *op, const Tensor &x, macko_dtype dtype, int64_t n, ScalarType to) {
     const macko_slide_type type = type_of(op, to);
@@ -217,6 +221,7 @@ Tensor dense(const Packed &p, bool) {
     const int64_t cols = p.cols();
     const ScalarType dtype = element_of(op, p.own(1));
     const macko_slide_weight weight = weight_of(op, packed, scale, cols, p.own(0), dtype);
+    check_rows(op, p);
     const int64_t rows = weight.shape.rows;
     const DeviceOf guard(packed);
     Tensor codes = torch::stable::new_empty(packed, {rows, cols}, dtype);
@@ -243,6 +248,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     check_device(op, "dense_tiles", dense, "tiles", packed);
     const macko_slide_weight weight = takes_dense ? weight_of(op, dense, scale, cols, n, dtype, "dense_tiles")
                                                   : weight_of(op, packed, scale, cols, n, dtype);
+    check_rows(op, p);
     check_device(op, "x", x_any, "tiles", packed);
     const macko_dtype from = check_value_dtype(op, "x", x_any);
     if (!is_8_bit(weight.shape.type)) check_dtype(op, "x", x_any, dtype);

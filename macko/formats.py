@@ -55,6 +55,8 @@ class PackedWeight:
     size_names: ClassVar[tuple[str, ...]] = ()
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
+    #: Whether its product of one token makes a norm, or waits for a gate, itself: what macko.fuse asks.
+    makes_input: ClassVar[bool] = False
     #: From how many tokens on parts of a product may be tensors of their own, for a launch or more each.
     parts_from: ClassVar[int | None] = None
     #: What is wrong with a weight, by the kind of fault that the op `check` gives (the format's header has them).
@@ -337,6 +339,7 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
+    makes_input: ClassVar[bool] = True
     parts_from: ClassVar[int | None] = 65  # more than macko_sell_stream_tokens (csrc/sell/sell.h) can say
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **PackedWeight.limits, "cols": range(2**16), "gap_bits": range(2, 7), "warps": range(2, 13, 2), "head": range(5)

@@ -17,14 +17,13 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match
 
-from .ops import LAYOUTS
+from .formats import FORMATS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-#: Up to how many tokens at once norms and gates are taken in: those of decoding, where launches are what is waited for.
-MOST_TOKENS = 64
-#: The layout whose kernel makes its input itself.
-_SELL = LAYOUTS.index("sell")
+#: Numbers of the layouts whose product makes its input itself. In front of others a norm or gate of macko's gained
+#: nothing over Inductor's, in a Llama of 7B sizes held as tile, for 1 and 8 tokens at once (H200).
+_MAKE_INPUT = {kind.number for kind in FORMATS.values() if kind.makes_input}
 
 _x = CallFunction(prims.convert_element_type.default, KeywordArg("x"), torch.float32, _users=MULTIPLE)
 _mean = CallFunction(aten.mean.dim, CallFunction(aten.pow.Tensor_Scalar, _x, 2), [-1], True)
@@ -53,15 +52,16 @@ _INPUTS = (
 class Fuse(CustomGraphPass):
     """For Inductor's option `post_grad_custom_pre_pass`: macko::linear takes its neighbours in.
 
-    Norms and gates for up to 64 tokens, sums for one. Results are rounded to the dtype where modules round them, but
-    for sums, once; in float32 between, the norm's sum has another order, and silu a faster exp. Graphs of more tokens,
-    or of a number that is not known when they are compiled, and without sparse layers stay as they are.
+    Sums by every layout, norms and gates where the layout's product makes them. Results are rounded to the dtype where
+    modules round them, but for sums, once; in float32 between, the norm's sum has another order, and silu a faster exp.
+    Graphs of more tokens at once, or of a number that is not known when they are compiled, and without sparse layers
+    stay as they are.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=torch.ops.macko.linear.default):
             y = _value(node)
-            if y is not None and 1 <= y.shape[:-1].numel() <= MOST_TOKENS:
+            if y is not None and y.shape[:-1].numel() == 1:  # one token
                 _take_input(_take_sum(node))
         graph.eliminate_dead_code()
 
@@ -83,9 +83,6 @@ def _take_sum(linear: fx.Node) -> fx.Node:
     """linear(x) + other -> linear(x, bias=other)."""
     x_and_packed, bias = linear.args[:3], linear.args[3:]
     add = next(iter(linear.users), linear)
-    y = _value(linear)
-    if y is None or y.shape[:-1].numel() > 1:  # a bias is one token's
-        return linear
     if any(bias) or linear.kwargs or len(linear.users) > 1 or add.target is not aten.add.Tensor or add.kwargs:
         return linear
     other = add.args[1] if add.args[0] is linear else add.args[0]
@@ -95,18 +92,16 @@ def _take_sum(linear: fx.Node) -> fx.Node:
     with linear.graph.inserting_before(add):
         flat = linear.graph.call_function(aten.reshape.default, (other, [value.numel()]))
         flat.meta["val"] = value.reshape(-1)
-        return _replace(add, linear.target, (*x_and_packed, flat))
+        whole = _replace(add, linear.target, (*x_and_packed, flat))
+    linear.graph.erase_node(add)
+    linear.graph.erase_node(linear)
+    return whole
 
 
 def _take_input(linear: fx.Node) -> fx.Node:
     """linear(norm(x, weight)) -> norm_linear(x, weight, eps), linear(silu(gate) * up) -> gated_linear(gate, up)."""
     source, tensors, header, *bias = linear.args
-    if not isinstance(source, fx.Node) or linear.kwargs:
-        return linear
-    y = _value(linear)
-    # Sell's product makes one token's norm itself; before others a kernel does, once for all that the norm goes to.
-    own = header[0] == _SELL and y is not None and y.shape[:-1].numel() == 1  # type: ignore[index]
-    if not own and (len(source.users) > 1 or y is None or y.device.type != "cuda"):
+    if not isinstance(source, fx.Node) or linear.kwargs or header[0] not in _MAKE_INPUT:  # type: ignore[index]
         return linear
     for patterns, op in _INPUTS:
         for pattern in patterns:
@@ -124,7 +119,7 @@ def _arguments(found: dict[str, Any]) -> tuple[Any, ...]:
         return ()
     if "weight" in found:
         args = (found["x"], found["weight"], found["eps"])
-        return args if _alike(_value(args[1]), x.reshape(-1, x.shape[-1])[0]) and isinstance(args[2], float) else ()
+        return args if _alike(_value(args[1]), x.reshape(-1)) and isinstance(args[2], float) else ()
     return (found["x"], found["other"]) if _alike(_value(found["other"]), x) else ()
 
 

@@ -53,12 +53,14 @@ Tensors = dict[str, Any]
 def honest() -> list[PackedWeight]:
     """Weights of every format and option that a CPU can make; sell's is empty, as only a GPU packs it."""
     made: list[PackedWeight] = []
+    others = [k for k in FORMATS.values() if "cpu" in k.device_types and k not in (MackoWeight, SlideWeight)]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         shapes = ((72, 40, 0.4), (3, 700, 0.05), (1, 1, 1.0), (0, 5, 0.0), (5, 0, 0.0))
         for rows, cols, density in shapes if dtype == torch.float16 else shapes[:2]:
             w = random_weight(rows, cols, density, dtype)
             made += [MackoWeight.from_dense(w, bits) for bits in (2, 4, 8)]
-            made += [FORMATS["bitmap"].from_dense(w), EcWeight.from_dense(w), EcWeight.paper(w)]
+            made += [kind.from_dense(w) for kind in others]
+            made.append(EcWeight.paper(w))
             if dtype != torch.float32:
                 made.append(FORMATS["tile"].from_dense(w))
     w = random_weight(300, 520, 0.1, torch.float16)

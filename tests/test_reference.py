@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -60,7 +62,7 @@ FAULTS = {without_columns: 15 / 16, zeros: 0.99, swapped_rows: 0.99, swapped_tok
 
 @pytest.mark.parametrize(("device", "dtype"), device_dtypes())
 @pytest.mark.parametrize("fault", FAULTS)
-def test_refuses(fault, device: str, dtype: torch.dtype) -> None:
+def test_refuses(fault: Callable[..., Tensor], device: str, dtype: torch.dtype) -> None:
     """What is wrong by nothing but the fault, rounded once."""
     w, x, bias = problem(dtype)
     y = fault(w, x, bias).to(dtype)

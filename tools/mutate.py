@@ -153,7 +153,8 @@ def caught_by(fault: Fault, copy: Path) -> str:
         raise PlanError(f"{fault.tests}: no such tests:\n{output[-2000:]}")
     if status is None:
         return f"over {TIMEOUT_S} s"
-    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    found = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.partition(" - ")[0] for line in found]
     return "" if status == 0 else failed[0] if failed else f"exit status {status}"
 
 
@@ -171,7 +172,7 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", help="append a line of JSON, once all have run")
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if args.only in f"{fault.what} {fault.file}"]
-    survived = 0
+    survivors: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copy_source(copy)
@@ -183,21 +184,21 @@ def main() -> int:
                     raise PlanError(f"{tests} fails without a fault:\n{output[-2000:]}")
             for number, fault in enumerate(faults, 1):
                 start = time.monotonic()
-                test_name = caught_by(fault, copy)
-                survived += not test_name
-                verdict = test_name or "SURVIVES"
-                print(
-                    f"{number:2} {time.monotonic() - start:4.0f} s  {fault.file}: {fault.what}: {verdict}", flush=True
-                )
+                catcher = caught_by(fault, copy)
+                if not catcher:
+                    survivors.append(fault.what)
+                took = f"{time.monotonic() - start:4.0f} s"
+                print(f"{number:2} {took}  {fault.file}: {fault.what}: {catcher or 'SURVIVES'}", flush=True)
         except PlanError as error:
-            print(f"tools.mutate: {error}", file=sys.stderr)
+            print(f"tools/mutate.py: {error}", file=sys.stderr)
             return 2
-    print(f"{len(faults) - survived} of {len(faults)} caught")
+    print(f"{len(faults) - len(survivors)} of {len(faults)} caught")
     if args.out and len(faults) == len(FAULTS):
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        line = {"commit": commit.stdout.strip(), "what": "mutants", "faults": len(faults), "survivors": survivors}
         with open(args.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"commit": commit, "faults": len(faults), "caught": len(faults) - survived}) + "\n")
-    return 1 if survived else 0
+            file.write(json.dumps(line) + "\n")
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":

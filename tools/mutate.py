@@ -172,6 +172,8 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", help="append a line of JSON, once all have run")
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if args.only in f"{fault.what} {fault.file}"]
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     survivors: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -194,8 +196,7 @@ def main() -> int:
             return 2
     print(f"{len(faults) - len(survivors)} of {len(faults)} caught")
     if args.out and len(faults) == len(FAULTS):
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        line = {"commit": commit.stdout.strip(), "what": "mutants", "faults": len(faults), "survivors": survivors}
+        line = {"commit": commit, "what": "mutants", "faults": len(faults), "survivors": survivors}
         with open(args.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     return 1 if survivors else 0

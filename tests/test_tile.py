@@ -668,6 +668,16 @@ def changed(tile: TileWeight, name: str, index: int | slice, value: int) -> Tile
     return dataclasses.replace(tile, **{name: tensor})
 
 
+@pytest.mark.parametrize("size", [{"rows": 40}, {"cols": 69}])
+@pytest.mark.parametrize("device", devices())
+def test_a_value_just_outside_is_refused(device: str, size: dict[str, int]) -> None:
+    """In the row behind the last one, or the column; the slabs are the same."""
+    tile = packed(torch.ones(41, 70, dtype=torch.float16), device)
+    tile.validate()
+    with pytest.raises(ValueError, match="of its masks has a value outside of the matrix"):
+        dataclasses.replace(tile, **size).validate()
+
+
 @pytest.mark.parametrize("device", devices())
 def test_validate_names_what_is_wrong(device: str) -> None:
     w = random_weight(65, 300, 0.5, torch.float16, seed=3)

@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: help demo check test build bench report sanitize fuzz docs lint wheel clean
+.PHONY: help demo check test build bench report sanitize fuzz mutants docs lint wheel clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -63,6 +63,9 @@ fuzz: build ## files that lie: a minute of the C core under sanitizers, then of 
 	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc -name '*.c' ! -path '*/torch/*' ! -path '*/slide/*') -lm
 	build/fuzz_core build/corpus 60
 	$(PY) -m tests.fuzz --cases 20000 --out ""
+
+mutants: build ## thirty faults planted one by one: which tests notice? Ten minutes
+	$(PY) tools/mutate.py
 
 lint: $(ENV) ## ruff, mypy and clang-format
 	$(PY) -m ruff check .

@@ -5,6 +5,7 @@ Tests and documents refer to this file; of the package only `macko bench` calls 
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -51,20 +52,85 @@ def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, 
 
 
 def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype, by_torch: bool = True
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    by_torch: bool = True,
+    *,
+    chain: int | None = None,
+    flush: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """x W^T + bias in float64 on x's device, and how far from it a result of `dtype` may be for its roundings.
 
-    Sums are in float32, in any order: cols + 2 roundings of 2^-24 of |x| |W|^T + |bias| (Higham, Accuracy and
-    Stability, lemma 3.1). Where torch's product may have done them, it may round two partial sums to `dtype` on the
-    way: eps / 2 of that each. Then the result is rounded to `dtype`.
+    A sum of the terms t_j (products, exact in float32 for 16-bit types, and the bias) in float32, u = 2^-24, is off by
+    the sum of what its n = cols + 2 roundings are off, each by u of the partial sum it rounds. In any order that is at
+    most m, the larger of the sum of the positive and of the negative terms. So, but for a factor 1 + n u:
+
+    - n u m, whatever the values are (Higham, Accuracy and Stability of Numerical Algorithms, 4.2);
+    - lambda sqrt(n) u m for roundings that are zero on average, given those before them, by Azuma's inequality (Higham
+      and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019; for partial sums
+      Hallman and Ipsen, Precision-aware deterministic and probabilistic error bounds for floating point summation,
+      2023). lambda is such that any of the outputs exceeds it with a probability of 1e-12. Roundings of equal terms
+      are alike; so n u |sum| comes on top, which is the first bound again where all terms have one sign. What can be
+      right and outside is thousands of equal terms that equal ones of the other sign cancel, added one by one.
+
+    The smaller one counts: for random signs the second from some 150 columns on, at 4096 a fifth of the first. With
+    `chain` neither does: a product goes through that many roundings then, which is chain u of sum |t_j| for all.
+
+    By torch's product, in addition: with a bias the product may be rounded to `dtype` before it is added, eps / 2 of
+    it; values below bfloat16's normal range may be taken as zero, as VDPBF16PS does. Assumed are torch's defaults, with
+    which nothing else on a CPU is in 16 bits. On CUDA
+
+    - tensor cores align 16 products and the sum before them to the largest and cut them off at 2 u of it: 17 errors a
+      step that are u on average, toward zero. Those of products cancel as their signs do; that of the sum may not. Some
+      64 partial sums are added at the end;
+    - partial sums p_i over columns (split-K) may be rounded to 16 bits, which
+      torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction allows: eps / 2 of sum |p_i|, at most of
+      sum |t_j|; for random signs, lambda sqrt(sum t_j^2) by Hoeffding's inequality, for one sign |sum|, counted both.
+
+    Then the result is rounded to `dtype`.
+
+    Args:
+        x: [..., cols]; w: dense [rows, cols]; bias: [rows] or None.
+        by_torch: torch's product may have done the sums, else a kernel of macko's, with one rounding to `dtype`.
+        chain: additions behind a product plus one for the product; default: any order of summation.
+        flush: values below it may be taken as zero (an instruction that knows no subnormals).
+
+    Returns:
+        Both float64 [..., rows].
     """
     wide_x, wide_w = x.double(), w.to(x.device).double()
-    wide_bias = torch.zeros((), device=x.device) if bias is None else bias.to(x.device).double()
-    wanted, size = wide_x @ wide_w.t() + wide_bias, wide_x.abs() @ wide_w.abs().t() + wide_bias.abs()
-    kind, roundings = torch.finfo(dtype), (w.shape[1] + 2) * 2.0**-24
-    error = size * (roundings / (1 - roundings) + by_torch * kind.eps) + kind.smallest_normal * kind.eps
-    return wanted, error + (wanted.abs() + error) * kind.eps / 2
+    product, size = wide_x @ wide_w.t(), wide_x.abs() @ wide_w.abs().t()
+    wanted = product
+    if bias is not None:
+        wide_bias = bias.to(x.device).double()
+        wanted, size = product + wide_bias, size + wide_bias.abs()
+
+    cols, unit, deviations = w.shape[1], 2.0**-24, math.sqrt(2 * math.log(4 * max(1, wanted.numel()) / 1e-12))
+    if x.is_cuda:
+        steps = -(-cols // 16)
+        always, random = 2 * 17 * steps + 64, deviations * math.sqrt(17 * steps + 64) + steps
+    else:
+        always, random = cols + 2, deviations * math.sqrt(cols + 2)
+    largest_sum = (size + wanted.abs()) / 2
+    error = torch.minimum(always * largest_sum, random * largest_sum + always * wanted.abs())
+    if chain is not None:
+        always, error = chain, chain * size
+    # A product or sum below float32's normal range is off by half its smallest number, 2^-149, at most.
+    error = error * unit / (1 - always * unit) + cols * 2.0**-149
+
+    kind = torch.finfo(dtype)
+    half, smallest = kind.eps / 2, kind.smallest_normal * kind.eps / 2  # of a rounding to dtype
+    if by_torch:
+        flush = torch.finfo(torch.bfloat16).smallest_normal
+        if x.is_cuda and dtype.itemsize == 2:
+            random_signs = deviations * (wide_x.square() @ wide_w.square().t()).sqrt()
+            error += torch.minimum(size, product.abs() + random_signs) * half
+        if bias is not None:
+            error += (product.abs() + error) * half + smallest
+    error += flush * (wide_x.abs().sum(-1, keepdim=True) + wide_w.abs().sum(-1) + cols)
+    return wanted, error + (wanted.abs() + error) * half + smallest
 
 
 def sell_unpack(sell: SellWeight) -> Tensor:

@@ -157,39 +157,23 @@ def assert_graph_of_layers(layers: list, x: Tensor, bias: Tensor, bare: int) -> 
 def assert_close_spmv(
     y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None, *, chain: int | None = None, flush: float = 0.0
 ) -> None:
-    """y [..., rows] against x W^T + bias in float64, within the bound that follows from the way it is computed.
-
-    Sums are kept in float32, unit u = 2^-24, and rounded once to y's dtype. A product that goes through `chain`
-    roundings is off by at most chain u / (1 - chain u) of itself (Higham, Accuracy and Stability, lemma 3.1).
-
-    Args:
-        w: dense [rows, cols]; x: [..., cols]; bias: [rows] or None.
-        chain: additions behind a product plus one for the product; default: for any order of summation, cols + 2.
-        flush: values below it may be taken as zero (an instruction that knows no subnormals).
-    """
-    wide_w, wide_x = w.cpu().double(), x.cpu().double()
-    wanted, size = wide_x @ wide_w.t(), wide_x.abs() @ wide_w.abs().t()
-    if bias is not None:
-        wanted, size = wanted + bias.cpu().double(), size + bias.cpu().double().abs()
-    assert y.shape == wanted.shape
-    roundings = (w.shape[1] + 2 if chain is None else chain) * 2.0**-24
-    # A product or sum below float32's normal range is off by half its smallest number, 2^-149, at most.
-    error = size * roundings / (1 - roundings) + w.shape[1] * 2.0**-149
-    error += flush * (wide_x.abs().sum(-1, keepdim=True) + wide_w.abs().sum(-1) + 1)
-    kind = torch.finfo(y.dtype)
-    error += (wanted.abs() + error) * (kind.eps / 2) + kind.smallest_normal * kind.eps / 2
-    off = (y.cpu().double() - wanted).abs()
-    bad = ~(off <= error) & (wanted.abs() < kind.max)
-    assert not bad.any(), f"{bad.sum()} of {bad.numel()} off, the worst by {(off / error)[bad].max():.3g} of the bound"
-    same = (wanted.isnan() & y.cpu().isnan()) | (y.cpu().double() == wanted) | ~(wanted.isnan() | wanted.isinf())
-    assert same.all(), "NaN or Inf are in other places than in float64"
+    """y [..., rows] against x W^T + bias in float64, within the bound of sums in float32: see reference.linear."""
+    _assert_within(y, *reference.linear(x.cpu(), w.cpu(), bias, y.dtype, by_torch=False, chain=chain, flush=flush))
 
 
 def assert_close_library(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """y against x W^T + bias in float64 where torch's product may have done the sum: see reference.linear."""
-    wanted, error = reference.linear(x.to(y.device), w, bias, y.dtype)
+    """The same where torch's product, on the device of y, may have done the sums."""
+    _assert_within(y, *reference.linear(x.to(y.device), w, bias, y.dtype))
+
+
+def _assert_within(y: Tensor, wanted: Tensor, error: Tensor) -> None:
     assert y.shape == wanted.shape
-    assert ((y.double() - wanted).abs() <= error).all()
+    largest, y, wanted, error = torch.finfo(y.dtype).max, y.cpu().double(), wanted.cpu(), error.cpu()
+    off = (y - wanted).abs()
+    bad = ~(off <= error) & (wanted.abs() < largest)
+    assert not bad.any(), f"{bad.sum()} of {bad.numel()} off, the worst by {(off / error)[bad].max():.3g} of the bound"
+    same = (wanted.isnan() & y.isnan()) | (y == wanted) | ~(wanted.isnan() | wanted.isinf())
+    assert same.all(), "NaN or Inf are in other places than in float64"
 
 
 def cuda_chain(row_ptr: Tensor) -> int:

@@ -378,6 +378,7 @@ def changed(tensor: Tensor, index: Any, value: Any) -> Tensor:
         ("base_indices", 31, 600, "is at column 600, the matrix has 600 columns"),
         ("base_indices", 1, 0, "is there twice"),
         ("delta_indices", 0, 1, "begins a lane, and its delta is not 0"),
+        ("delta_indices", 0, 8, "begins a lane, and its delta is not 0"),
         ("block_values", 0, -0.0, "value 0 of set 0 is -0.0"),
     ],
 )

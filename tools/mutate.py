@@ -1,0 +1,206 @@
+"""Do the tests notice? Plants one fault at a time into a copy of the source and runs the quick tests of its subject.
+
+    python tools/mutate.py [--only TEXT] [--out FILE]
+
+A fault is in CPU code or Python; where it is in C the CPU library is built again. Caught: a test fails, crashes, or
+runs for over two minutes. Prints a table; the exit code is 1 where a fault survives, and 2 where the tests fail without
+one, or a fault's text is not there just once or does not compile. `make mutants` runs all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = Path("macko/_C.abi3.so")
+TIMEOUT_S = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """`old`, which is in `file` once, becomes `new`; `tests` are files, or names within them."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = (
+    Fault("scalar product reads one column too far", "csrc/macko/spmv_cpu.c", "if (next > c->m->cols) return -1;",
+          "if (next > c->m->cols + 1) return -1;", "tests/test_macko.py"),
+    Fault("AVX2 product reads one column too far", "csrc/macko/spmv_cpu.c",
+          "if (next > m->cols) return 0;\n/* Place", "if (next > m->cols + 1) return 0;\n/* Place",
+          "tests/test_macko.py"),
+    Fault("AVX-512 product reads one column too far", "csrc/macko/spmv_cpu.c", "if (behind > m->cols) return -1;",
+          "if (behind > m->cols + 1) return -1;", "tests/test_macko.py"),
+    Fault("the longest run has an explicit zero", "csrc/macko/pack_cpu.c", "for (; at - r->next > delta_max;",
+          "for (; at - r->next >= delta_max;", "tests/test_macko.py"),
+    Fault("unpacking forgets the zeros behind the last group", "csrc/macko/pack_cpu.c",
+          "memset(w + at.next * size, 0, (size_t)((m->cols - at.next) * size));",
+          "memset(w + at.next * size, 0, (size_t)((m->cols - at.next) * size) / 2);", "tests/test_macko.py"),
+    Fault("ec's product loses the bias", "csrc/ec/spmv_cpu.c", "bias ? sum + macko_load(bias, m->dtype, row) : sum",
+          "sum", "tests/test_ec.py"),
+    Fault("ec: the last piece of a row replaces the others", "csrc/ec/spmv_cpu.c",
+          "row_sums[row - first_row] += sum;", "row_sums[row - first_row] = sum;", "tests/test_ec.py"),
+    Fault("ec's check takes a row of another tile", "csrc/ec/pack_cpu.c",
+          "row >= num_rows || seen[row]", "row > num_rows || seen[row]", "tests/test_ec.py"),
+    Fault("ec's check takes a first delta that is not zero", "csrc/ec/pack_cpu.c",
+          "i < bit + set->delta_bits; i++", "i < bit + set->delta_bits - 1; i++", "tests/test_ec.py"),
+    Fault("bitmap's check takes rows into the padding", "csrc/bitmap/pack_cpu.c",
+          "if (stop < start || stop > m->capacity - MACKO_BITMAP_PAD)", "if (stop < start || stop > m->capacity)",
+          "tests/test_bitmap.py"),
+    Fault("bitmap's check takes too few bits", "csrc/bitmap/pack_cpu.c", "if (count != stop - start)",
+          "if (count > stop - start)", "tests/test_bitmap.py"),
+    Fault("bitmap's check leaves out the last value of the padding", "csrc/bitmap/pack_cpu.c",
+          "byte < m->capacity * size", "byte < (m->capacity - 1) * size", "tests/test_bitmap.py"),
+    Fault("tile's check takes a stored zero", "csrc/tile/pack_cpu.c", "filled ? !(value & (SIGN - 1)) : value",
+          "!filled && value", "tests/test_tile.py"),
+    Fault("tile's check takes a row behind the last one", "csrc/tile/pack_cpu.c",
+          "if (row + macko_tile_row(lane, bit / 8) < m->rows", "if (row + macko_tile_row(lane, bit / 8) <= m->rows",
+          "tests/test_tile.py"),
+    Fault("slide's bias is taken off", "csrc/slide/gemm_cpu.c", "scaled, bias_at(args, row + r)",
+          "scaled, -bias_at(args, row + r)", "tests/test_slide.py"),
+    Fault("slide's tokens have the scale of the first", "csrc/slide/gemm_cpu.c", "args->token_scale[token]",
+          "args->token_scale[0]", "tests/test_slide.py"),
+    Fault("a sibling called twice gets the same tensor", "macko/merge.py", " or index in held[4]:", ":",
+          "tests/test_merge.py"),
+    Fault("siblings share a product of another input", "macko/merge.py", " or held[1] is not x", "",
+          "tests/test_merge.py"),
+    Fault("layers with a bias are merged, and lose it", "macko/merge.py",
+          "type(layer) is not SparseLinear or layer.bias is not None", "type(layer) is not SparseLinear",
+          "tests/test_merge.py"),
+    Fault("sparsegpt corrects with the wrong sign", "macko/prune.py", "w[:, stop:] -= errors",
+          "w[:, stop:] += errors", "tests/test_prune.py"),
+    Fault("of equal scores one too few is pruned", "macko/prune.py", "dtype=torch.int32) <= left",
+          "dtype=torch.int32) < left", "tests/test_prune.py"),
+    Fault("n:m keeps m - n", "macko/prune.py", "order[:, : m - n]", "order[:, :n]", "tests/test_prune.py"),
+    Fault("wanda without the root", "macko/prune.py", "seen.sqrt()", "seen", "tests/test_prune.py"),
+    Fault("a layer's bias is lost", "macko/linear.py", "self._header, self.bias)", "self._header, None)",
+          "tests/test_linear.py"),
+    Fault("load_state_dict does not validate", "macko/linear.py", "            packed.validate()\n",
+          "            pass\n", "tests/test_linear.py"),
+    Fault("no cast under autocast", "macko/linear.py", "return input.to(self.dtype)", "return input",
+          "tests/test_linear.py"),
+    Fault("a file of the next version is read", "macko/files.py", "if version > VERSION:",
+          "if version > VERSION + 1:", "tests/test_files.py"),
+    Fault("a packed layer of a file is not validated", "macko/files.py", "            weight.validate()\n", "",
+          "tests/test_files.py"),
+    Fault("ignore= takes full names only", "macko/layers.py", 'p in (n, n.rpartition(".")[2])', "p == n",
+          "tests/test_convert.py tests/test_prune.py"),
+    Fault("the yardstick grows with the columns", "macko/reference.py",
+          "always, random = cols + 2, deviations * math.sqrt(cols + 2)", "always = random = cols + 2",
+          "tests/test_reference.py"),
+)  # fmt: skip
+
+
+class PlanError(Exception):
+    """The faults or the tests are not what this file says."""
+
+
+def run(command: list[str], copy: Path, timeout_s: int = TIMEOUT_S) -> tuple[int | None, str]:
+    """Exit status, None where it ran too long, and the output."""
+    env = {**os.environ, "MACKO_CUDA": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=copy, env=env, capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout + done.stderr
+
+
+def build(copy: Path) -> None:
+    status, output = run(["setup.py", "--quiet", "build_ext", "--inplace"], copy, 5 * TIMEOUT_S)
+    if status != 0:
+        raise PlanError(f"it does not compile:\n{output[-2000:]}")
+
+
+def test(tests: str, copy: Path) -> tuple[int | None, str]:
+    options = ["-x", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    return run(["-m", "pytest", *tests.split(), *options], copy)
+
+
+def caught_by(fault: Fault, copy: Path) -> str:
+    """The test that fails with it, or nothing. The copy is clean again behind it."""
+    path = copy / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise PlanError(f"{fault.file} has {fault.old!r} {text.count(fault.old)} times, expected once")
+    native = fault.file.startswith("csrc/")
+    clean = (copy / LIBRARY).read_bytes() if native else b""
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        if native:
+            build(copy)
+        status, output = test(fault.tests, copy)
+    finally:
+        path.write_text(text)
+        if native:
+            (copy / LIBRARY).unlink(missing_ok=True)  # a new file: the old one may be mapped
+            (copy / LIBRARY).write_bytes(clean)
+    if status in (4, 5):
+        raise PlanError(f"{fault.tests}: no such tests:\n{output[-2000:]}")
+    if status is None:
+        return f"over {TIMEOUT_S} s"
+    found = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.partition(" - ")[0] for line in found]
+    return "" if status == 0 else failed[0] if failed else f"exit status {status}"
+
+
+def copy_source(copy: Path) -> None:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in names.splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", default="", help="faults that have it in what they are, or where")
+    parser.add_argument("--out", metavar="FILE", help="append a line of JSON, once all have run")
+    args = parser.parse_args()
+    faults = [fault for fault in FAULTS if args.only in f"{fault.what} {fault.file}"]
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    survivors: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        copy_source(copy)
+        try:
+            build(copy)
+            for tests in dict.fromkeys(name for fault in faults for name in fault.tests.split()):
+                status, output = test(tests, copy)
+                if status != 0:
+                    raise PlanError(f"{tests} fails without a fault:\n{output[-2000:]}")
+            for number, fault in enumerate(faults, 1):
+                start = time.monotonic()
+                catcher = caught_by(fault, copy)
+                if not catcher:
+                    survivors.append(fault.what)
+                took = f"{time.monotonic() - start:4.0f} s"
+                print(f"{number:2} {took}  {fault.file}: {fault.what}: {catcher or 'SURVIVES'}", flush=True)
+        except PlanError as error:
+            print(f"tools/mutate.py: {error}", file=sys.stderr)
+            return 2
+    print(f"{len(faults) - len(survivors)} of {len(faults)} caught")
+    if args.out and len(faults) == len(FAULTS):
+        line = {"commit": commit, "what": "mutants", "faults": len(faults), "survivors": survivors}
+        with open(args.out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -101,7 +101,7 @@ def _take_sum(linear: fx.Node) -> fx.Node:
 def _take_input(linear: fx.Node) -> fx.Node:
     """linear(norm(x, weight)) -> norm_linear(x, weight, eps), linear(silu(gate) * up) -> gated_linear(gate, up)."""
     source, tensors, header, *bias = linear.args
-    if not isinstance(source, fx.Node) or linear.kwargs or header[0] not in _MAKE_INPUT:  # type: ignore[index]
+    if not isinstance(source, fx.Node) or linear.kwargs or int(header[0]) not in _MAKE_INPUT:  # type: ignore
         return linear
     for patterns, op in _INPUTS:
         for pattern in patterns:

@@ -413,6 +413,7 @@ def test_validate_wants_a_permutation_of_the_columns() -> None:
         dataclasses.replace(packed, col_order=twice).validate()
 
 
+@pytest.mark.slow
 def test_validate_is_not_led_by_the_shape_that_is_claimed() -> None:
     """No division by a tile of no rows; no bit for each place of a matrix that is mostly claimed."""
     packed = EcWeight.from_dense(random_weight(1000, 70_000, 0.001, torch.float16))
@@ -449,6 +450,7 @@ def test_validate_finds_a_value_twice_in_dense_and_in_nearly_empty_tiles(cols: i
         dataclasses.replace(packed, base_indices=again).validate()
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_an_error() -> None:
     """67 MB for the shared columns of a tile of 4 million columns, in a process that has 40."""
     code = """

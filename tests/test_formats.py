@@ -294,7 +294,9 @@ def test_a_wrong_header_is_an_error(name: str) -> None:
     if name not in ("tile", "ec"):  # those trust the content once it is checked
         calls += [lambda t, h: macko.dense(t, h), lambda t, h: macko.linear(x, t, h, None)]
     numbers = [-(2**63), -1, 0, 1, 2, 3, 7, 71, 73, 129, 131, 2**31 - 1, 2**31, 2**63 - 1]
-    wrong = [(tensors, [*header[:i], n, *header[i + 1 :]]) for i in range(len(header)) for n in numbers]
+    wrong: list[tuple[Any, Any]] = [
+        (tensors, [*header[:i], n, *header[i + 1 :]]) for i in range(len(header)) for n in numbers
+    ]
     wrong += [(tensors, header[:i]) for i in range(len(header))] + [(tensors, [*header, 0])]
     wrong += [(tensors[:i], header) for i in range(len(tensors))] + [([*tensors, tensors[0]], header)]
     wrong += [([*tensors[:i], t, *tensors[i + 1 :]], header) for i in range(len(tensors)) for t in tensors]

@@ -635,7 +635,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_plans_cover_every_half_slab_once_and_wait_for_nobody_later(plans: ctypes.CDLL, seed: int) -> None:
     """Also in every way that is asked for, where it can be; other ways are refused."""
     problem, way = Problem(), Way()

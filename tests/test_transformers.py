@@ -466,6 +466,7 @@ def test_whoever_made_it_sparse_it_is_saved_packed(tmp_path: Path, flow: str, sh
     assert_same_model(macko.load_model(part(copy.deepcopy(dense)), tmp_path), loaded)
 
 
+@pytest.mark.slow
 def test_a_sentence_transformer_comes_back(tmp_path: Path) -> None:
     package = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     from sentence_transformers.models import Pooling, Transformer

@@ -92,21 +92,9 @@ def run(options: argparse.Namespace, source: str) -> None:
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" else "bfloat16"))
     model = _load(source, device, dtype)
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if options.source[:7] == "random:" else []))
-    longest = max(options.prompt_tokens[0] + options.new_tokens, *options.prompt_tokens)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions and longest > positions:
-        raise ValueError(f"--prompt-tokens and --new-tokens are {longest}, {source} has {positions} positions")
-    prompts = torch.arange(max(options.batch) * max(options.prompt_tokens)).view(max(options.batch), -1)
-    prompts = (prompts * 7919 % model.config.vocab_size).to(device)
+    prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []
-    chosen = {name: vars(options)[name] for name in ("source", "format", "merge", "compile", "new_tokens")}
-    about = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "commit": os.environ.get("MACKO_COMMIT", "unknown"),
-        "dtype": str(dtype).removeprefix("torch."),
-        **chosen,
-    }
+    about = _about(options, device, dtype)
 
     def measure(side: Side, batches: list[int], lines: list[Line]) -> None:
         """Also writes the lines at once: what comes behind may fail."""
@@ -144,6 +132,28 @@ def run(options: argparse.Namespace, source: str) -> None:
             measure(side, batches, [line])
     if results:
         print(_table(results))
+
+
+def _prompts(options: argparse.Namespace, source: str, model: Any) -> Tensor:
+    """As many tokens as the longest run needs, [batch, prompt]; ValueError where the model has no place for them."""
+    longest = max(options.prompt_tokens[0] + options.new_tokens, *options.prompt_tokens)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and longest > positions:
+        raise ValueError(f"--prompt-tokens and --new-tokens are {longest}, {source} has {positions} positions")
+    prompts = torch.arange(max(options.batch) * max(options.prompt_tokens)).view(max(options.batch), -1)
+    return prompts * 7919 % model.config.vocab_size
+
+
+def _about(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What each line says of the run."""
+    chosen = {name: vars(options)[name] for name in ("source", "format", "merge", "compile", "new_tokens")}
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "commit": os.environ.get("MACKO_COMMIT", "unknown"),
+        "dtype": str(dtype).removeprefix("torch."),
+        **chosen,
+    }
 
 
 def _ways(options: argparse.Namespace, device: torch.device) -> list[tuple[int | None, list[int]]]:

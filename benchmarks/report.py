@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
@@ -82,9 +83,10 @@ def where(lines: Iterable[Line]) -> str:
     """What the lines were measured on, and with which commits."""
     *_, line = lines = list(lines)
     commits = " and ".join(dict.fromkeys(each["commit"] for each in lines))
-    return (
+    return textwrap.fill(
         f"{line['gpu']}, driver {line['driver']}, torch {line['torch']}, commit {commits}, "
-        f"memory clock {line.get('memory_mhz', '?')} MHz, SM clock up to {line.get('max_sm_mhz', '?')} MHz."
+        f"memory clock {line.get('memory_mhz', '?')} MHz, SM clock up to {line.get('max_sm_mhz', '?')} MHz.",
+        110,
     )
 
 

@@ -193,9 +193,10 @@ class Report:
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
         if slower := [(layer.worst[1], layer.worst[0]) for layer in self.layers if layer.worst]:
             least, tokens = min(slower)
+            many = f"{len(slower)} layers are" if len(slower) > 1 else "1 layer is"
             lines.insert(
                 -1,
-                f"With more tokens at once (prompts, encoders) {len(slower)} layers are slower than dense ones: "
+                f"With more tokens at once (prompts, encoders) {many} slower than dense: "
                 f"{least:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it.",
             )
         return "\n".join(lines)

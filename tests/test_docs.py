@@ -80,7 +80,7 @@ def test_snippets_run(
 
 def command_lines() -> list[str]:
     """Lines `    macko ...`, and cells of tables that begin with `macko ...`."""
-    text = "\n".join(page.read_text() for page in PAGES)
+    text = re.sub(r" \\\n +", " ", "\n".join(page.read_text() for page in PAGES))  # lines that go on
     return sorted(
         {*re.findall(r"^ {4}(macko .+)$", text, re.MULTILINE), *re.findall(r"^\| `(macko [^`]+)`", text, re.M)}
     )

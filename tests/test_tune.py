@@ -204,7 +204,7 @@ def test_a_cpu_packs_what_gains_for_the_tokens_that_are_said() -> None:
     report = macko.sparsify_(model(512, 512))
     assert report.layers[0].format == "bitmap"
     assert report.gain == pytest.approx(3.0, rel=0.05)
-    assert "1 layers are slower than dense ones: 0.80x at 64 tokens" in str(report)
+    assert "1 layer is slower than dense: 0.80x at 64 tokens" in str(report)
     assert macko.sparsify_(model(512, 512), tokens=4).changed  # 1 is nearer than 64
     report = macko.sparsify_(model(512, 512), tokens=48)
     assert not report.changed

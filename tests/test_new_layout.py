@@ -33,7 +33,7 @@ const Tensor &matrix_of(const char *op, const Packed &p) {
     check_contiguous(op, "reversed", p[0]);
     return p[0];
 }
-Packed lay_out(const Packed &p, const Ints &) {
+Made lay_out(const Packed &p, const Ints &) {
     return {{flipped(canonical_layout.dense(p, true), 0)}, {TOY, p.rows(), p.cols(), p.own(0)}};
 }
 Tensor dense(const Packed &p, bool) { return flipped(matrix_of("dense", p), 0); }

@@ -102,7 +102,7 @@ void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t to
     }
 }
 
-Packed lay_out(const Packed &canonical, const Ints &) {
+Made lay_out(const Packed &canonical, const Ints &) {
     const char *op = "lay_out";
     const macko_matrix m = checked_matrix(op, canonical);
     const Tensor &values_in = canonical[0];
@@ -124,12 +124,11 @@ Packed lay_out(const Packed &canonical, const Ints &) {
     return {{values, bits, row_ptr}, {BITMAP, m.rows, m.cols, canonical.own(0)}};
 }
 
-Packed to_canonical(const Packed &p) {
+Made to_canonical(const Packed &p) {
     const char *op = "lay_out";
     const Tensor &values_in = p[0];
     const int64_t delta_bits = p.own(0);
-    if (delta_bits != 2 && delta_bits != 4 && delta_bits != 8)
-        fail(op, "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
+    check_delta_bits(op, delta_bits);
     const macko_bitmap m = matrix_of(op, p);
     const int64_t size = values_in.element_size();
     std::vector<int64_t> counts(m.rows);

@@ -262,7 +262,7 @@ struct Packing {
     }
 
     // `given`: the options, as the header keeps them.
-    Packed write(const Ints &given) {
+    Made write(const Ints &given) {
         const Layout l = layout();
         const macko_ec_set &end = l.sets.back();
         const int64_t num_sets = int64_t(l.plan_sets.size());
@@ -276,7 +276,7 @@ struct Packing {
         const Tensor sets = to_device(w, l.sets, {num_sets + 1, int64_t(sizeof(macko_ec_set) / 8)}, ScalarType::Long);
         counts = to_device(w, l.starts, {MACKO_EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
         plan.counts = data<int64_t>(counts);
-        Packed packed{{values, deltas, bases, indptr, rows, tile_ptr, sets, col_order}, {EC, plan.rows, plan.cols}};
+        Made packed{{values, deltas, bases, indptr, rows, tile_ptr, sets, col_order}, {EC, plan.rows, plan.cols}};
         packed.header.insert(packed.header.end(), given.begin(), given.end());
         const macko_ec_matrix m = matrix_of("pack", packed);
 #ifdef USE_CUDA
@@ -409,7 +409,7 @@ Tensor spmv(const macko_ec_matrix &m, const Tensor &values, const Tensor &x_any,
 }
 
 // options: delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs.
-Packed pack(const Tensor &w_any, const Ints &given) {
+Made pack(const Tensor &w_any, const Ints &given) {
     const int64_t delta_bits = given[0], lanes = given[1], max_height = given[2], min_width = given[3],
                   max_width = given[4], tile_rows = given[5], max_slabs = given[6];
     check_backend("pack", "w", w_any);
@@ -489,9 +489,10 @@ Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bia
 Tensor ec_spmv(const Tensor &block_values, const Tensor &delta_indices, const Tensor &base_indices,
                const Tensor &block_indptr, const Tensor &row_indices, const Tensor &tile_ptr, const Tensor &sets,
                const Tensor &col_order, int64_t rows, int64_t cols, const Tensor &x) {
-    const macko_ec_matrix m = matrix_of(
-        "ec_spmv", {{block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order},
-                    {EC, rows, cols}});
+    const Tensor tensors[] = {block_values, delta_indices, base_indices, block_indptr,
+                              row_indices,  tile_ptr,      sets,         col_order};
+    const int64_t header[] = {EC, rows, cols};
+    const macko_ec_matrix m = matrix_of("ec_spmv", {tensors, header});
     check_vector("ec_spmv", x, "block_values", block_values, cols);
     const DeviceOf guard(block_values);
     return spmv(m, block_values, x, nullptr, {rows});

@@ -36,49 +36,6 @@ macko_fault first_fault_of(const macko_matrix &m, const Body &body) {
     }
 }
 
-void check_delta_bits(const char *op, int64_t delta_bits) {
-    if (delta_bits != 2 && delta_bits != 4 && delta_bits != 8)
-        fail(op, "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
-}
-
-// The struct over the three tensors, once they have passed every check that needs no look at their content.
-macko_matrix matrix_of(const char *op, const Packed &p) {
-    const Tensor &values = p[0], &deltas = p[1], &row_ptr = p[2];
-    const int64_t cols = p.cols(), delta_bits = p.own(0);
-    check_delta_bits(op, delta_bits);
-    check_backend(op, "values", values);
-    check_device(op, "deltas", deltas, "values", values);
-    check_device(op, "row_ptr", row_ptr, "values", values);
-    const macko_dtype dtype = check_value_dtype(op, "values", values);
-    check_dtype(op, "deltas", deltas, ScalarType::Byte);
-    check_dtype(op, "row_ptr", row_ptr, ScalarType::Int);
-    check_dim(op, "values", values, 1);
-    check_dim(op, "deltas", deltas, 1);
-    check_dim(op, "row_ptr", row_ptr, 1);
-    const int64_t capacity = values.numel();
-    if (capacity % MACKO_CHUNK) fail(op, "values has ", capacity, " entries, expected a multiple of ", MACKO_CHUNK);
-    if (deltas.numel() * 8 != capacity * delta_bits)
-        fail(op, "deltas has ", deltas.numel(), " bytes, expected ", capacity * delta_bits / 8, " for ", capacity,
-             " values");
-    check_sizes(op, p);
-    check_row_ptr(op, row_ptr, p.rows());
-    check_contiguous(op, "values", values);
-    check_contiguous(op, "deltas", deltas);
-    check_contiguous(op, "row_ptr", row_ptr);
-#ifdef USE_CUDA
-    check_aligned(op, "values", values, 16); // what a thread loads at once: a chunk's values, and its deltas
-    check_aligned(op, "deltas", deltas, delta_bits);
-#endif
-    return {values.const_data_ptr(),
-            static_cast<const uint8_t *>(deltas.const_data_ptr()),
-            static_cast<const int32_t *>(row_ptr.const_data_ptr()),
-            p.rows(),
-            cols,
-            capacity,
-            dtype,
-            int(delta_bits)};
-}
-
 int64_t round_up_to_chunk(int64_t stored) {
     return (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
 }
@@ -107,26 +64,6 @@ void spmv_into(const char *op, const macko_matrix &m, const Tensor &x, const voi
 #endif
 }
 
-void check_bounds(const char *op, const macko_matrix &m, const Tensor &values) {
-#ifdef USE_CUDA
-    // A captured stream may not be waited for: there a corrupted row becomes NaN, as in spmv.
-    cudaStreamCaptureStatus capturing;
-    STD_CUDA_CHECK(cudaStreamIsCapturing(current_stream(values), &capturing));
-    if (capturing != cudaStreamCaptureStatusNone) return;
-    Tensor found = new_fault(values);
-    macko_fault fault;
-    STD_CUDA_CHECK(macko_check_cuda(&m, 1, fault_in(found), current_stream(values)));
-    STD_CUDA_CHECK(
-        cudaMemcpyAsync(&fault, fault_in(found), sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
-    STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(values)));
-#else
-    (void)values;
-    const macko_fault fault =
-        first_fault_of(m, [&](int64_t begin, int64_t end) { return macko_check_bounds_cpu(&m, begin, end); });
-#endif
-    if (fault.kind) fail_for(op, fault, m);
-}
-
 #ifndef USE_CUDA
 // Up to how many tokens linear does each by itself; above, blocks of dense rows are faster. One core of a Zen 5, 4096x4096,
 // density 0.5 (0.1), ms: bf16 1.3 (0.63) a token, by blocks 3.3 (3.0); fp32 2.5 (0.67), by blocks 10 (6.5). fp16 1.4, by
@@ -137,7 +74,7 @@ double single_tokens(const macko_matrix &m) {
 }
 #endif
 
-Packed pack(const Tensor &w_any, const Ints &options) {
+Made pack(const Tensor &w_any, const Ints &options) {
     const int64_t delta_bits = options[0]; // 0: the width of fewest bytes
     if (delta_bits) check_delta_bits("pack", delta_bits);
     check_backend("pack", "w", w_any);
@@ -197,11 +134,11 @@ Packed pack(const Tensor &w_any, const Ints &options) {
 
 Tensor dense(const Packed &p, bool check) {
     const char *op = "dense";
-    const macko_matrix m = matrix_of(op, p);
+    const macko_matrix m = checked_matrix(op, p);
     const Tensor &values = p[0];
     const DeviceOf guard(values);
 #ifdef USE_CUDA
-    if (check) check_bounds(op, m, values); // else faults become NaN
+    if (check) check_content(op, m, values); // else faults become NaN
     Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
     STD_CUDA_CHECK(macko_unpack_cuda(&m, w.mutable_data_ptr(), current_stream(values)));
 #else
@@ -217,7 +154,7 @@ Tensor dense(const Packed &p, bool check) {
 }
 
 Tensor check(const Packed &p) {
-    const macko_matrix m = matrix_of("check", p);
+    const macko_matrix m = checked_matrix("check", p);
     const DeviceOf guard(p[0]);
     Tensor found = new_fault(p[0]);
     macko_fault *fault = fault_in(found);
@@ -231,7 +168,7 @@ Tensor check(const Packed &p) {
 }
 
 Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
-    const macko_matrix m = matrix_of("linear", p);
+    const macko_matrix m = checked_matrix("linear", p);
     const Tensor &values = p[0];
     check_tokens("linear", x_any, "values", values, m.cols);
     const auto bias = checked_bias("linear", bias_any, "values", values, values.scalar_type(), m.rows);
@@ -275,8 +212,9 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 
 Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
             int64_t delta_bits) {
-    const macko_matrix m =
-        matrix_of("spmv", {{values, deltas, row_ptr}, {CANONICAL, row_ptr.numel() - 1, cols, delta_bits}});
+    const Tensor tensors[] = {values, deltas, row_ptr};
+    const int64_t header[] = {CANONICAL, row_ptr.numel() - 1, cols, delta_bits};
+    const macko_matrix m = checked_matrix("spmv", {tensors, header});
     check_vector("spmv", x_any, "values", values, cols);
     const DeviceOf guard(values);
     const Tensor x = as_contiguous(x_any);
@@ -285,12 +223,66 @@ Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, i
     return y;
 }
 
+void check_delta_bits(const char *op, int64_t delta_bits) {
+    if (delta_bits != 2 && delta_bits != 4 && delta_bits != 8)
+        fail(op, "delta_bits is ", delta_bits, ", expected 2, 4 or 8");
+}
+
 macko_matrix checked_matrix(const char *op, const Packed &p) {
-    return matrix_of(op, p);
+    const Tensor &values = p[0], &deltas = p[1], &row_ptr = p[2];
+    const int64_t cols = p.cols(), delta_bits = p.own(0);
+    check_delta_bits(op, delta_bits);
+    check_backend(op, "values", values);
+    check_device(op, "deltas", deltas, "values", values);
+    check_device(op, "row_ptr", row_ptr, "values", values);
+    const macko_dtype dtype = check_value_dtype(op, "values", values);
+    check_dtype(op, "deltas", deltas, ScalarType::Byte);
+    check_dtype(op, "row_ptr", row_ptr, ScalarType::Int);
+    check_dim(op, "values", values, 1);
+    check_dim(op, "deltas", deltas, 1);
+    check_dim(op, "row_ptr", row_ptr, 1);
+    const int64_t capacity = values.numel();
+    if (capacity % MACKO_CHUNK) fail(op, "values has ", capacity, " entries, expected a multiple of ", MACKO_CHUNK);
+    if (deltas.numel() * 8 != capacity * delta_bits)
+        fail(op, "deltas has ", deltas.numel(), " bytes, expected ", capacity * delta_bits / 8, " for ", capacity,
+             " values");
+    check_sizes(op, p);
+    check_row_ptr(op, row_ptr, p.rows());
+    check_contiguous(op, "values", values);
+    check_contiguous(op, "deltas", deltas);
+    check_contiguous(op, "row_ptr", row_ptr);
+#ifdef USE_CUDA
+    check_aligned(op, "values", values, 16); // what a thread loads at once: a chunk's values, and its deltas
+    check_aligned(op, "deltas", deltas, delta_bits);
+#endif
+    return {values.const_data_ptr(),
+            static_cast<const uint8_t *>(deltas.const_data_ptr()),
+            static_cast<const int32_t *>(row_ptr.const_data_ptr()),
+            p.rows(),
+            cols,
+            capacity,
+            dtype,
+            int(delta_bits)};
 }
 
 void check_content(const char *op, const macko_matrix &m, const Tensor &values) {
-    check_bounds(op, m, values);
+#ifdef USE_CUDA
+    // A captured stream may not be waited for: there a corrupted row becomes NaN, as in spmv.
+    cudaStreamCaptureStatus capturing;
+    STD_CUDA_CHECK(cudaStreamIsCapturing(current_stream(values), &capturing));
+    if (capturing != cudaStreamCaptureStatusNone) return;
+    Tensor found = new_fault(values);
+    macko_fault fault;
+    STD_CUDA_CHECK(macko_check_cuda(&m, 1, fault_in(found), current_stream(values)));
+    STD_CUDA_CHECK(
+        cudaMemcpyAsync(&fault, fault_in(found), sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
+    STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(values)));
+#else
+    (void)values;
+    const macko_fault fault =
+        first_fault_of(m, [&](int64_t begin, int64_t end) { return macko_check_bounds_cpu(&m, begin, end); });
+#endif
+    if (fault.kind) fail_for(op, fault, m);
 }
 
 const Layout canonical_layout = {.name = "macko",

@@ -6,6 +6,9 @@
 
 namespace macko {
 
+// The widths that deltas can have, or an error.
+void check_delta_bits(const char *op, int64_t delta_bits);
+
 // The struct over the three tensors, once they have passed every check that needs no look at their content.
 macko_matrix checked_matrix(const char *op, const Packed &p);
 

@@ -107,7 +107,7 @@ Tensor unpack_matrix(const macko_sell_matrix &m, const Tensor &data) {
 }
 
 // options: gap_bits, warps, blocks; 0 for what suits the matrix, or this GPU.
-Packed lay_out(const Packed &canonical, const Ints &options) {
+Made lay_out(const Packed &canonical, const Ints &options) {
     const char *op = "lay_out";
     const macko_matrix m = checked_matrix(op, canonical);
     const Tensor &values = canonical[0];
@@ -191,8 +191,8 @@ Packed lay_out(const Packed &canonical, const Ints &options) {
     Tensor bases = torch::stable::new_empty(values, {totals.groups * MACKO_SELL_LANES}, ScalarType::Short);
     Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
     auto *scratch_data = static_cast<uint16_t *>(scratch.mutable_data_ptr());
-    const Packed packed{{data, bases, blocks, perm},
-                        {SELL, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
+    Made packed{{data, bases, blocks, perm},
+                {SELL, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
     const macko_sell_matrix s = matrix_of(op, packed);
     STD_CUDA_CHECK(macko_sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
                                          static_cast<uint8_t *>(data.mutable_data_ptr()),

@@ -155,7 +155,7 @@ macko_slide_source source_of(const char *op, const Tensor &w, ScalarType dtype) 
 }
 
 // options: n, element, source, prune. The header has one number more, of the values that pruning dropped.
-Packed pack(const Tensor &w_any, const Ints &options) {
+Made pack(const Tensor &w_any, const Ints &options) {
     const char *op = "pack";
     const int64_t n = options[0], source_dtype = options[2];
     const ScalarType dtype = element_of(op, options[1]);

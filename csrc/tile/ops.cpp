@@ -116,7 +116,7 @@ auto unpacking(const macko_tile_matrix &m, const Tensor &data) {
 }
 #endif
 
-Packed lay_out(const Packed &canonical, const Ints &) {
+Made lay_out(const Packed &canonical, const Ints &) {
     const char *op = "lay_out";
     const macko_matrix source = checked_matrix(op, canonical);
     const Tensor &values = canonical[0];

@@ -48,31 +48,31 @@ void check_options(const char *op, const Ints &options, size_t wanted) {
     if (options.size() != wanted) fail(op, "options has ", options.size(), " numbers, expected ", wanted);
 }
 
-using Made = std::tuple<std::vector<Tensor>, Tensor>;
+using Returned = std::tuple<std::vector<Tensor>, Tensor>;
 
 // A header as a tensor: what an op gives has to be one, for torch.compile.
-Made made_of(const Packed &p) {
+Returned returned(Made &&made) {
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    Tensor header = torch::stable::empty({int64_t(p.header.size())}, ScalarType::Long, std::nullopt, cpu);
-    std::copy(p.header.begin(), p.header.end(), static_cast<int64_t *>(header.mutable_data_ptr()));
-    return {p.tensors, header};
+    Tensor header = torch::stable::empty({int64_t(made.header.size())}, ScalarType::Long, std::nullopt, cpu);
+    std::copy(made.header.begin(), made.header.end(), static_cast<int64_t *>(header.mutable_data_ptr()));
+    return {std::move(made.tensors), header};
 }
 
-Made pack(const Tensor &w, int64_t layout_id, const Ints &options) {
+Returned pack(const Tensor &w, int64_t layout_id, const Ints &options) {
     const Layout &layout = layout_numbered("pack", layout_id);
     const auto pack = which("pack", layout, layout.pack);
     check_options("pack", options, layout.pack_options);
-    return made_of(pack(w, options));
+    return returned(pack(w, options));
 }
 
-Made lay_out(const std::vector<Tensor> &packed, const Ints &header, int64_t layout_id, const Ints &options) {
+Returned lay_out(const std::vector<Tensor> &packed, const Ints &header, int64_t layout_id, const Ints &options) {
     const Packed p{packed, header};
     const Layout &from = layout_of("lay_out", p), &to = layout_numbered("lay_out", layout_id);
-    if (&to == &canonical_layout) return made_of(which("lay_out", from, from.to_canonical)(p));
+    if (&to == &canonical_layout) return returned(which("lay_out", from, from.to_canonical)(p));
     if (&from != &canonical_layout) fail("lay_out", "packed is of the layout ", from.name, ", expected the canonical");
     const auto lay_out = which("lay_out", to, to.lay_out);
     check_options("lay_out", options, to.lay_out_options);
-    return made_of(lay_out(p, options));
+    return returned(lay_out(p, options));
 }
 
 Tensor dense(const std::vector<Tensor> &packed, const Ints &header, bool check) {
@@ -164,7 +164,7 @@ Tensor check_on_cpu(const Packed &p) {
     std::vector<Tensor> there;
     for (const Tensor &t : p.tensors) there.push_back(torch::stable::to(t, cpu));
     using torch::stable::detail::from;
-    std::array<StableIValue, 2> stack{from(there), from(p.header)};
+    std::array<StableIValue, 2> stack{from(there), from(Ints(p.header.begin(), p.header.end()))};
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::check", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), p[0].device());
 }

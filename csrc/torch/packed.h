@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -12,10 +13,10 @@ namespace macko {
 using Ints = std::vector<int64_t>;
 
 // Tensors in the order of the layout's own header file; the first has the dense matrix's dtype, but for slide's. header:
-// layout, rows, cols, then what the layout has besides.
+// layout, rows, cols, then what the layout has besides. A view: an op's own arguments are behind it.
 struct Packed {
-    std::vector<Tensor> tensors;
-    Ints header;
+    std::span<const Tensor> tensors;
+    std::span<const int64_t> header;
 
     const Tensor &operator[](size_t i) const {
         return tensors[i];
@@ -28,6 +29,16 @@ struct Packed {
     }
     int64_t own(size_t i) const {
         return header[3 + i];
+    }
+};
+
+// What packing gives, where it lives.
+struct Made {
+    std::vector<Tensor> tensors;
+    Ints header;
+
+    operator Packed() const & {
+        return {tensors, header};
     }
 };
 
@@ -49,9 +60,9 @@ struct Layout {
     const char *name;
     size_t tensors, own;                          // how many, and how many numbers besides rows and cols
     size_t pack_options = 0, lay_out_options = 0; // how many
-    Packed (*pack)(const Tensor &w, const Ints &options) = nullptr;
-    Packed (*lay_out)(const Packed &canonical, const Ints &options) = nullptr;
-    Packed (*to_canonical)(const Packed &p) = nullptr; // without a dense matrix on the way
+    Made (*pack)(const Tensor &w, const Ints &options) = nullptr;
+    Made (*lay_out)(const Packed &canonical, const Ints &options) = nullptr;
+    Made (*to_canonical)(const Packed &p) = nullptr; // without a dense matrix on the way
     Tensor (*dense)(const Packed &p, bool check) = nullptr;
     Tensor (*check)(const Packed &p) = nullptr;
     Tensor (*linear)(const Packed &p, const Tensor &x, const std::optional<Tensor> &bias) = nullptr;

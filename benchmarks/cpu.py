@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import append_jsonl, commit, copies
-from macko import EcWeight, SparseLinear, ops
+from macko import EcWeight, SparseLinear, _library, ops
 from tests import layouts
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
 
@@ -46,8 +46,8 @@ def seconds(calls: Calls, rounds: int, clock: Callable[[], float]) -> dict[str, 
 
 
 def on_path(path: str, call: Callable[[int], object], i: int) -> object:
-    os.environ["MACKO_CPU"] = path
-    return call(i)
+    with _library.plan(f"cpu={path}"):
+        return call(i)
 
 
 def machine(clock: str) -> dict[str, object]:
@@ -185,7 +185,6 @@ def bench(
     for name, best in seconds(calls, 3, clock).items():
         op, _, path = name.partition(" ")
         report(op=op, path=path, delta_bits=bits, **shared, ms=best * 1e3, dense_gbps=w.nbytes / best / 1e9)
-    os.environ.pop("MACKO_CPU", None)
 
 
 if __name__ == "__main__":

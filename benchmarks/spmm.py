@@ -26,24 +26,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from macko import _library
 from macko.formats import MackoWeight, PackedWeight, SellWeight, TileWeight
 
-from .spmv import DTYPES, EIGHT, environment, make_mask, packed_copies
+from .spmv import DTYPES, EIGHT, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
 
 #: Kernel: format (None: dense), knobs, the numbers of tokens.
-VARIANTS: dict[str, tuple[type[PackedWeight] | None, dict[str, str], range]] = {
-    "zeros": (None, {}, range(1, 1 << 30)),
-    "sell": (SellWeight, {}, range(1, 1 << 30)),
-    "tile": (TileWeight, {}, range(1, 1 << 30)),
-    "tile_alone": (TileWeight, {"MACKO_PDL": "0"}, range(1, 1 << 30)),
-    "stream": (SellWeight, {"MACKO_STREAM_TOKENS": "16"}, range(1, 17)),
-    "stream_alone": (SellWeight, {"MACKO_STREAM_TOKENS": "16", "MACKO_PDL": "0"}, range(1, 9)),
-    "tiles": (SellWeight, {"MACKO_STREAM_TOKENS": "1"}, range(2, 1 << 30)),
+VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, range]] = {
+    "zeros": (None, "", range(1, 1 << 30)),
+    "sell": (SellWeight, "", range(1, 1 << 30)),
+    "tile": (TileWeight, "", range(1, 1 << 30)),
+    "tile_alone": (TileWeight, "pdl=0", range(1, 1 << 30)),
+    "stream": (SellWeight, "stream_tokens=16", range(1, 17)),
+    "stream_alone": (SellWeight, "stream_tokens=16,pdl=0", range(1, 9)),
+    "tiles": (SellWeight, "stream_tokens=1", range(2, 1 << 30)),
 }
 #: tile in each way to run more than 64 tokens that csrc/tile/many_plan.h knows, where it fits (else as it chooses).
 VARIANTS |= {
-    f"tile_{size}x{split}": (TileWeight, {"MACKO_TILE_GEMM": f"{size}x{split}"}, range(65, 1 << 30))
+    f"tile_{size}x{split}": (TileWeight, f"tile_gemm={size}x{split}", range(65, 1 << 30))
     for size in ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
     for split in range(3)
 }
@@ -143,7 +144,7 @@ def main() -> None:
                     if n not in sizes:
                         continue
                     calls = [partial(product, x) for product in products]
-                    with environment(**knobs):
+                    with _library.plan(knobs):
                         check(kernel, calls[0], w, x, exact and (kernel != "sell" or n == 1))
                         timing = time_calls(calls, n)
                     speedup = dense_us[n] / timing.median_us

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from macko import ops
+from macko import _library, ops
 from macko.formats import MackoWeight, PackedWeight, SellWeight
 
 from . import EIGHT as SHAPES
@@ -50,26 +48,26 @@ KERNELS = ("dense", "sell", "sell_gap4", "sell_cp_async", "sell_behind", "macko"
 VARIANT_SHAPES = "4096x4096,4096x11008,8192x8192,28672x8192"
 #: What the chosen layout and launch could be instead: options of packing (blocks in units of SMs), knobs.
 #: A ring is that of a chain; other launches have a stage less, but not less than four.
-VARIANTS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
-    "as chosen": ({}, {}),
-    "2-bit gaps": ({"gap_bits": 2}, {}),
-    "4-bit gaps": ({"gap_bits": 4}, {}),
-    "4 warps a block": ({"warps": 4}, {}),
-    "12 warps, one block an SM": ({"warps": 12, "blocks": 1}, {}),
-    "one block an SM": ({"blocks": 1}, {}),
-    "two waves of blocks": ({"blocks": 4}, {}),
-    "no stage at a fixed place": ({}, {"MACKO_HEAD": "0"}),
-    "two stages at a fixed place": ({}, {"MACKO_HEAD": "2"}),
-    "ring of 3 stages": ({}, {"MACKO_STAGES": "3"}),
-    "ring of 4": ({}, {"MACKO_STAGES": "4"}),
-    "ring of 5": ({}, {"MACKO_STAGES": "5"}),
-    "ring of 6": ({}, {"MACKO_STAGES": "6"}),
-    "1 stage before x": ({}, {"MACKO_FIRST": "1"}),
-    "2 stages before x": ({}, {"MACKO_FIRST": "2"}),
-    "4 stages before x": ({}, {"MACKO_FIRST": "4"}),
-    "chained: 2 stages early": ({}, {"MACKO_EARLY": "2"}),
-    "chained: the whole ring early": ({}, {"MACKO_EARLY": "8"}),
-    "no bulk copies": ({}, {"MACKO_COPY": "cp_async"}),
+VARIANTS: dict[str, tuple[dict[str, int], str]] = {
+    "as chosen": ({}, ""),
+    "2-bit gaps": ({"gap_bits": 2}, ""),
+    "4-bit gaps": ({"gap_bits": 4}, ""),
+    "4 warps a block": ({"warps": 4}, ""),
+    "12 warps, one block an SM": ({"warps": 12, "blocks": 1}, ""),
+    "one block an SM": ({"blocks": 1}, ""),
+    "two waves of blocks": ({"blocks": 4}, ""),
+    "no stage at a fixed place": ({}, "head=0"),
+    "two stages at a fixed place": ({}, "head=2"),
+    "ring of 3 stages": ({}, "stages=3"),
+    "ring of 4": ({}, "stages=4"),
+    "ring of 5": ({}, "stages=5"),
+    "ring of 6": ({}, "stages=6"),
+    "1 stage before x": ({}, "first=1"),
+    "2 stages before x": ({}, "first=2"),
+    "4 stages before x": ({}, "first=4"),
+    "chained: 2 stages early": ({}, "early=2"),
+    "chained: the whole ring early": ({}, "early=8"),
+    "no bulk copies": ({}, "copy=cp_async"),
 }
 
 
@@ -94,18 +92,6 @@ def make_mask(kind: str, w: Tensor, density: float, generator: torch.Generator) 
 def _cut(score: Tensor, density: float) -> Tensor:
     sample = score.flatten()[:: max(1, score.numel() // 4_000_000)]
     return sample.kthvalue(max(1, int((1 - density) * sample.numel()))).values
-
-
-@contextmanager
-def environment(**knobs: str) -> Iterator[None]:
-    """Sets MACKO_* knobs for a while."""
-    before = {name: os.environ.get(name) for name in knobs}
-    os.environ.update(knobs)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class Problem:
@@ -205,11 +191,11 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
             "floor_us": round(floor(nbytes).median_us, 3),
         }
         calls = [partial(c.linear, x) for c in rotated_sell]
-        variants: dict[str, dict[str, str]] = {name: {"MACKO_PDL": "0"}, f"{name}_chain": {}}
+        variants = {name: "pdl=0", f"{name}_chain": ""}
         if gap_bits == 0 and "sell_cp_async" in kernels:
-            variants["sell_cp_async"] = {"MACKO_COPY": "cp_async"}
+            variants["sell_cp_async"] = "copy=cp_async"
         for variant, knobs in variants.items():
-            with environment(**knobs):
+            with _library.plan(knobs):
                 problem.check(variant, calls[0])
                 record(variant, time_graph(calls), nbytes, **facts)
         if gap_bits == 0 and "sell_behind" in kernels:
@@ -217,8 +203,8 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
             def behind(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
                 return lambda: (x.mul_(1), call())[1]
 
-            for variant, knobs in (("sell_behind_plain", {"MACKO_PDL": "0"}), ("sell_behind_pdl", {})):
-                with environment(**knobs):
+            for variant, knobs in (("sell_behind_plain", "pdl=0"), ("sell_behind_pdl", "")):
+                with _library.plan(knobs):
                     record(variant, time_graph([behind(call) for call in calls]), nbytes)
         del rotated_sell, calls
 
@@ -238,7 +224,7 @@ def measure_variants(problem: Problem, record: Callable[..., None]) -> None:
 
     for name, (options, knobs) in VARIANTS.items():
         cut = {key: value * num_sms if key == "blocks" else value for key, value in options.items()}
-        with environment(**knobs):
+        with _library.plan(knobs):
             sell = SellWeight.from_macko(canonical, **cut)
             rotated = packed_copies(sell)
             calls = [partial(c.linear, x) for c in rotated]
@@ -247,7 +233,7 @@ def measure_variants(problem: Problem, record: Callable[..., None]) -> None:
                 floors[nbytes] = round(floor(nbytes).median_us, 3)
             facts = {"held_bytes": sell.nbytes, "stored": sell.stored, "floor_us": floors[nbytes]}
             for way in ("plain", "chained"):
-                with environment(**({"MACKO_PDL": "0"} if way == "plain" else {})):
+                with _library.plan("pdl=0" if way == "plain" else ""):
                     problem.check(name, calls[0])
                     timing = time_graph(calls)
                     record(f"sell_{way}", timing, nbytes, variant=name, **facts)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,8 +25,8 @@ except ImportError as error:
 #: Architectures that the CUDA library was compiled for; empty where macko was built without it.
 cuda_arches: tuple[str, ...] = tuple(_C.cuda_arches.split())
 
-#: Vector path of the CPU kernels: scalar, avx2 or avx512. MACKO_CPU lowers it.
-cpu_path: str = _C.cpu_path
+#: The libraries that are loaded.
+_libraries: list[Any] = [_C]
 
 #: Why the CUDA library is not loaded, or None when it is.
 cuda_missing: str | None = None
@@ -35,9 +38,53 @@ elif not cuda_arches:
     cuda_missing = "macko was built without its CUDA library: put nvcc on PATH and install it again"
 else:
     try:
-        from . import _C_cuda  # noqa: F401
+        from . import _C_cuda
+
+        _libraries.append(_C_cuda)
     except ImportError as error:
         cuda_missing = f"macko's CUDA library does not load under torch {torch.__version__}: {error}"
+
+
+def _said(text: str) -> str:
+    """Has every library take a plan; the vector path of the CPU kernels that it leads to."""
+    path = ""
+    for library in _libraries:
+        path = library.plan(text)
+    return path
+
+
+# The environment is read once, here.
+_plan = ",".join(
+    start + value
+    for name, start in (("MACKO_CPU", "cpu="), ("MACKO_COPY", "copy="), ("MACKO_PLAN", ""))
+    if (value := os.environ.get(name))
+)
+try:
+    #: Vector path of the CPU kernels: scalar, avx2 or avx512. MACKO_CPU lowers it.
+    cpu_path: str = _said(_plan)
+except ValueError as error:
+    raise ValueError(f"MACKO_CPU, MACKO_COPY and MACKO_PLAN say '{_plan}': {error}") from None
+
+
+@contextlib.contextmanager
+def plan(keys: str) -> Iterator[None]:
+    """For tests and measurements: within, the kernels also follow these keys of MACKO_PLAN, as `tile_tokens=0,pdl=1`.
+
+    docs/build.md has the keys; MACKO_CPU and MACKO_COPY are the keys cpu and copy. It holds for the whole process, and
+    no other thread may run kernels when it begins or ends.
+
+    Raises:
+        ValueError: a key or a value that there is not.
+    """
+    global _plan
+    before = _plan
+    _said(f"{before},{keys}")
+    _plan = f"{before},{keys}"
+    try:
+        yield
+    finally:
+        _plan = before
+        _said(before)
 
 
 def _explain(name: str, device: str, reason: str) -> None:

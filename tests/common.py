@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,6 +27,10 @@ def device_dtypes() -> list:
     """Values for `@pytest.mark.parametrize("device, dtype", device_dtypes())`."""
     gpu = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in HALVES]
     return [("cpu", dtype) for dtype in CPU_DTYPES] + gpu
+
+
+#: The fixture `plan`, which says keys of MACKO_PLAN until the end of a test.
+Plan = Callable[[str], None]
 
 
 def cpu_paths() -> list[str]:

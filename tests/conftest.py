@@ -1,13 +1,15 @@
 """Tests skip, with the reason, where there is no GPU, no CUDA library, or a package is missing."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 
 from macko import _library
-from tests.common import cpu_paths
+from tests.common import Plan, cpu_paths
 from tests.tiny_llama import TinyLlama, train
 
 try:
@@ -30,10 +32,17 @@ else:
 torch.set_num_threads(1)
 
 
+@pytest.fixture
+def plan() -> Iterator[Plan]:
+    """Says keys of MACKO_PLAN until the end of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda keys: stack.enter_context(_library.plan(keys))
+
+
 @pytest.fixture(params=cpu_paths())
-def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def cpu_path(request: pytest.FixtureRequest, plan: Plan) -> str:
     """Runs a test once on each vector path of the CPU."""
-    monkeypatch.setenv("MACKO_CPU", request.param)
+    plan(f"cpu={request.param}")
     return request.param
 
 

@@ -273,14 +273,14 @@ static input *load(const char *path) {
 
 static void run(const input *from, int changes) {
     static macko_fault (*const tries[KINDS])(const input *) = {try_macko, try_bitmap, try_ec, try_tile};
-    static const char *const paths[] = {"scalar", "avx2", "avx512"};
+    static const char *const paths[] = {"cpu=scalar", "cpu=avx2", "cpu=avx512"};
     input in = {.h = from->h};
     for (int64_t i = 0; i < in.h.num_arrays; i++) {
         in.arrays[i] = exactly(in.h.bytes[i]);
         memcpy(in.arrays[i], from->arrays[i], (size_t)in.h.bytes[i]);
     }
     for (; changes; changes--) change(&in);
-    setenv("MACKO_CPU", paths[below(3)], 1);
+    macko_knobs_set(paths[below(3)]);
     const macko_fault fault = tries[in.h.kind](&in);
     (fault.kind ? refused : accepted)[in.h.kind]++;
     for (int64_t i = 0; i < in.h.num_arrays; i++) free(in.arrays[i]);

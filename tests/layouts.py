@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from macko import _library
 from macko.formats import SellWeight
 from macko.ops import LAYOUTS, linear_of
 
@@ -57,7 +56,7 @@ def sell_pack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_
 
 def stream(sell: SellWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias from the packed stream, whatever the number of tokens."""
-    with mock.patch.dict(os.environ, MACKO_STREAM_TOKENS="1000000"):
+    with _library.plan("stream_tokens=1000000"):
         return sell.linear(x, bias)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from macko import ops, reference
+from macko import _library, ops, reference
 from macko.formats import BitmapWeight, MackoWeight
 from macko.ops import LAYOUTS
 from tests.common import (
@@ -110,8 +110,7 @@ def test_any_bits_survive(
     rows: int, cols: int, density: float, dtype: torch.dtype, bits: int, seed: int, path: str
 ) -> None:
     """NaN, Inf and subnormal numbers among them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MACKO_CPU", path)
+    with _library.plan(f"cpu={path}"):
         generator = torch.Generator().manual_seed(seed)
         integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
         limit = torch.iinfo(integer)

@@ -19,7 +19,10 @@ from macko import _library
 PACKAGE = Path(macko.__file__).parent
 LIBRARIES = sorted(PACKAGE.glob("_C*.so"))
 #: Of CPython's limited API of 3.10, what csrc/torch/module.c uses. Look up in its documentation what you add.
-PYTHON_SYMBOLS = {"PyModule_Create2", "PyModule_AddStringConstant"}
+PYTHON_SYMBOLS = {
+    *("PyModule_Create2", "PyModule_AddStringConstant", "PyUnicode_AsUTF8AndSize", "PyUnicode_FromString"),
+    *("PyErr_SetString", "PyExc_ValueError"),
+}
 
 
 def each_library() -> pytest.MarkDecorator:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import macko.ops as ops
 from benchmarks.formats import BAR_DENSITIES, BARS, PACKED
-from macko import EcWeight
+from macko import EcWeight, _library
 from macko.ops import LAYOUTS
 from tests.common import (
     CPU_DTYPES,
@@ -267,13 +267,12 @@ def test_same_bits_at_every_run() -> None:
 
 
 @pytest.mark.gpu
-def test_without_thread_block_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_thread_block_clusters() -> None:
     for name in ("paper4", "paper8", "slabs"):
         w, x, y = integer_problem(700, 3000, 0.4, torch.float16)
         packed = ops.ec_pack(w.cuda(), **OPTIONS[name])
-        monkeypatch.setenv("MACKO_EC_CLUSTER", "0")
-        assert_same_bits(ops.ec_spmv((*packed, 700, 3000), x.cuda()).cpu() + 0, y + 0)
-        monkeypatch.delenv("MACKO_EC_CLUSTER")
+        with _library.plan("ec_cluster=0"):
+            assert_same_bits(ops.ec_spmv((*packed, 700, 3000), x.cuda()).cpu() + 0, y + 0)
 
 
 @pytest.mark.gpu

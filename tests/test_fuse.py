@@ -19,6 +19,7 @@ from macko.fuse import Fuse
 from macko.ops import LAYOUTS
 from tests.common import (
     HALVES,
+    Plan,
     assert_same_bits,
     integer_problem,
     needs_capture,
@@ -259,8 +260,8 @@ COLS = (8, 64, 2048, 4104, 8192, 11008, 24576)
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy", ["bulk", "cp_async"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_norm_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MACKO_COPY", copy)
+def test_norm_linear(dtype: torch.dtype, copy: str, plan: Plan) -> None:
+    plan(f"copy={copy}")
     for cols in COLS:
         w, bias = random_weight(200, cols, 0.5, dtype), random_vector(200, dtype=dtype, seed=3)
         x, weight = 3 * random_vector(1, 1, cols, dtype=dtype), 1 + random_vector(cols, dtype=dtype, seed=4) / 2
@@ -358,9 +359,9 @@ def test_norm_linear_errors_opcheck_and_graph() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy", ["bulk", "cp_async"])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gated_linear(dtype: torch.dtype, copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_linear(dtype: torch.dtype, copy: str, plan: Plan) -> None:
     """The input is torch's, to a rounding of each of its two steps."""
-    monkeypatch.setenv("MACKO_COPY", copy)
+    plan(f"copy={copy}")
     for cols in COLS:
         w, bias = random_weight(200, cols, 0.5, dtype), random_vector(200, dtype=dtype, seed=3)
         gate, up = 4 * random_vector(1, cols, dtype=dtype, seed=4), random_vector(1, cols, dtype=dtype, seed=5)

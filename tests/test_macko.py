@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from macko import MackoWeight, ops, reference
+from macko import MackoWeight, _library, ops, reference
 from tests.common import (
     CPU_DTYPES,
     HALVES,
@@ -203,8 +203,7 @@ def test_input_that_is_not_contiguous(device: str, dtype: torch.dtype) -> None:
 def test_any_matrix_packs_to_the_references_bytes(
     rows: int, cols: int, density: float, dtype: torch.dtype, bits: int, seed: int, path: str
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MACKO_CPU", path)
+    with _library.plan(f"cpu={path}"):
         generator = torch.Generator().manual_seed(seed)
         integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
         limit = torch.iinfo(integer)

@@ -19,6 +19,7 @@ from tests import layouts
 from tests.common import (
     HALVES,
     MASKS,
+    Plan,
     assert_close_spmv,
     assert_graph_of_layers,
     assert_same_bits,
@@ -29,13 +30,8 @@ from tests.common import (
 )
 
 GAPS = (2, 3, 4, 5, 6)
-#: How a block fetches, and whether launches may overlap: MACKO_COPY, MACKO_PDL; few stages before x is there.
-PATHS: tuple[dict[str, str], ...] = (
-    {},
-    {"MACKO_PDL": "0"},
-    {"MACKO_COPY": "cp_async"},
-    {"MACKO_PDL": "0", "MACKO_FIRST": "1"},
-)
+#: How a block fetches, and whether launches may overlap: keys of MACKO_PLAN; few stages before x is there.
+PATHS = ("", "pdl=0", "copy=cp_async", "pdl=0,first=1")
 #: Lane groups that are not full, one row, one column, no row, cols that no bulk copy can end at, more blocks than rows.
 SHAPES = ((64, 256), (33, 203), (1, 1), (1, 4096), (500, 1), (7, 30), (600, 64), (0, 16), (5, 0), (40, 1001))
 
@@ -130,11 +126,10 @@ def test_nan_and_inf_keep_their_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_spmv_of_every_shape_and_gap(dtype: torch.dtype, path: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in path.items():
-        monkeypatch.setenv(name, value)
+def test_spmv_of_every_shape_and_gap(dtype: torch.dtype, path: str, plan: Plan) -> None:
+    plan(path)
     for rows, cols in SHAPES:
         w, x = random_weight(rows, cols, 0.4, dtype), random_vector(cols, dtype=dtype)
         bias = random_vector(rows, dtype=dtype, seed=2)
@@ -148,16 +143,13 @@ def test_spmv_of_every_shape_and_gap(dtype: torch.dtype, path: dict[str, str], m
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("rows", "cols", "density"),
     [(4096, 4096, 0.5), (1024, 4096, 0.1), (100, 65535, 0.3), (300, 49152, 0.5), (70_000, 64, 0.3), (2048, 11008, 0.7)],
 )
-def test_spmv_of_large_shapes(
-    rows: int, cols: int, density: float, path: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in path.items():
-        monkeypatch.setenv(name, value)
+def test_spmv_of_large_shapes(rows: int, cols: int, density: float, path: str, plan: Plan) -> None:
+    plan(path)
     w, x = random_weight(rows, cols, density, torch.float16), random_vector(cols, dtype=torch.float16)
     sell = assert_packs(w)
     assert_close_spmv(sell.linear(x.cuda()), w, x)
@@ -284,14 +276,11 @@ def test_products_many_times(rows: int, cols: int, tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("cols", [8201, 11008, 20480, 40000])
-def test_x_of_the_product_before_is_never_read(
-    cols: int, path: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_x_of_the_product_before_is_never_read(cols: int, path: str, plan: Plan) -> None:
     """Shared memory still holds it where the second half of a long x has not arrived; lanes begin anywhere in x."""
-    for name, value in path.items():
-        monkeypatch.setenv(name, value)
+    plan(path)
     random = torch.Generator("cuda").manual_seed(cols)
     xs = torch.randint(-1, 2, (8, cols), device="cuda", generator=random).half()
     for left, right in ((0.5, 0.5), (0.02, 0.9), (0.9, 0.02), (0.004, 0.004)):

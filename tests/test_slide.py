@@ -18,7 +18,7 @@ from macko.convert import check_shards
 from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
 from macko.ops import LAYOUTS
 from macko.tune import measure_slide
-from tests.common import HALVES, assert_same_bits, device_dtypes, devices, needs_capture
+from tests.common import HALVES, Plan, assert_same_bits, device_dtypes, devices, needs_capture
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 TYPES = (INT8, FP8, torch.float16, torch.bfloat16)
@@ -245,8 +245,8 @@ def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> 
 @pytest.mark.parametrize("tile", ["64x16", "64x32", "64x64", "128x128", "128x192", "128x256"])
 @pytest.mark.parametrize("n", [0, 4])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_every_tile(dtype: torch.dtype, n: int, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MACKO_SLIDE_TILE", tile)
+def test_every_tile(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
+    plan(f"slide_tile={tile}")
     of_tile = int(tile.split("x")[1])
     # Small tiles: long enough for two and four blocks to share one, and short. Large: several tiles of a block, too.
     for tokens, rows, cols in ((of_tile - 3, 72, 4400 // dtype.itemsize), (of_tile + 5, 136, 200)):
@@ -262,9 +262,9 @@ def test_every_tile(dtype: torch.dtype, n: int, tile: str, monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [0, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_kernel_of_other_gpus(dtype: torch.dtype, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_of_other_gpus(dtype: torch.dtype, n: int, plan: Plan) -> None:
     """mma.sync in place of wgmma: exact in integers, at every size of tile; int8 gives the same bits."""
-    monkeypatch.setenv("MACKO_COPY", "cp_async")
+    plan("copy=cp_async")
     test_integer_products_are_exact(dtype, n, "cuda")
     codes = integers(1800, 333, most=3, seed=5) * random_mask(1800, 333, n)
     q = integers(2100, 333, most=3, seed=6) * (torch.rand(333, generator=torch.Generator().manual_seed(1)) < 0.5)
@@ -277,7 +277,7 @@ def test_kernel_of_other_gpus(dtype: torch.dtype, n: int, monkeypatch: pytest.Mo
     x, bias = torch.randn(70, 1203).to(source), torch.randn(200).to(source)
     y = ops.slide_linear(x.cuda(), *packed, 1203, n, dtype, bias.cuda())
     assert_close_slide(y, x, w, (*packed, dtype), n, bias)
-    monkeypatch.delenv("MACKO_COPY")
+    plan("copy=bulk")
     if dtype == INT8:
         assert_same_bits(y, ops.slide_linear(x.cuda(), *packed, 1203, n, dtype, bias.cuda()))
 
@@ -294,16 +294,14 @@ def test_gpus_without_float8_products_are_named(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("tile", ["", "128x128", "128x192", "128x256"])
 @pytest.mark.parametrize("tokens", [1700, 2100])
 @pytest.mark.parametrize("n", [0, 4])
-def test_blocks_go_on_to_other_tiles_and_halves(
-    n: int, tokens: int, tile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_go_on_to_other_tiles_and_halves(n: int, tokens: int, tile: str, plan: Plan) -> None:
     # On 132 SMs, 66 clusters: 280 to 340 tiles of 128 tokens, 180 and 220 of 192, 140 and 180 of 256. Some of the last
     # rounds have less than half of the clusters at work, and take halves of tiles.
     packed, scale, _ = ops.slide_pack(weight(5000, 256, 4, torch.bfloat16).cuda(), n, INT8)
     x = torch.randn(tokens, 256, device="cuda").bfloat16()
     parts = [ops.slide_linear(part, packed, scale, 256, n, INT8) for part in x.split(50)]
     if tile:
-        monkeypatch.setenv("MACKO_SLIDE_TILE", tile)
+        plan(f"slide_tile={tile}")
     assert_same_bits(ops.slide_linear(x, packed, scale, 256, n, INT8), torch.cat(parts))
 
 

@@ -10,6 +10,7 @@ from tests import layouts
 from tests.common import (
     HALVES,
     MASKS,
+    Plan,
     assert_close_library,
     assert_close_spmv,
     assert_graph_of_layers,
@@ -82,10 +83,9 @@ def test_x_that_fits_shared_memory_for_fewer_tokens_only(rows: int, cols: int) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("knobs", [{"MACKO_PDL": "0"}, {"MACKO_COPY": "cp_async"}], ids=str)
-def test_every_path(knobs: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in knobs.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("keys", ["pdl=0", "copy=cp_async"])
+def test_every_path(keys: str, plan: Plan) -> None:
+    plan(keys)
     w, x = random_weight(700, 1024, 0.5, torch.float16), tokens_of(7, 1024, torch.float16)
     bias = random_vector(700, dtype=torch.float16)
     assert_close_spmv(layouts.stream(packed(w), x.cuda(), bias.cuda()), w, x, bias)

@@ -23,6 +23,7 @@ from tests import layouts
 from tests.common import (
     HALVES,
     MASKS,
+    Plan,
     assert_close_library,
     assert_close_spmv,
     assert_graph_of_layers,
@@ -41,8 +42,8 @@ SHAPES = (
     *((130, 320), (40, 1001)),
 )
 
-#: Values of MACKO_TILE_GEMM: rows and tokens of a block, blocks that share an output tile (split-K), 0: no output tile
-#: is split (Stream-K), 1: some are, 2: all, evenly.
+#: Values of the knob tile_gemm: rows and tokens of a block, blocks that share an output tile (split-K), 0: no output
+#: tile is split (Stream-K), 1: some are, 2: all, evenly.
 GEMM_SIZES = ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
 GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
 
@@ -179,9 +180,9 @@ def test_every_shape(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_dense_rows_keep_to_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_rows_keep_to_the_workspace(plan: Plan) -> None:
     """Whatever the choice by tokens is, both ways are there."""
-    monkeypatch.setenv("MACKO_TILE_TOKENS", "0")
+    plan("tile_tokens=0")
     w, x, bias = (
         random_weight(8448, 4096, 0.3, torch.float16),
         tokens_of(80, 4096),
@@ -202,10 +203,8 @@ def test_dense_rows_keep_to_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("copy", ["bulk", "cp_async"])
 @pytest.mark.parametrize(("rows", "cols"), [(130, 500), (301, 203)])
-def test_every_number_of_tokens_up_to_300(
-    rows: int, cols: int, copy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MACKO_COPY", copy)
+def test_every_number_of_tokens_up_to_300(rows: int, cols: int, copy: str, dtype: torch.dtype, plan: Plan) -> None:
+    plan(f"copy={copy}")
     w, x, bias = (
         random_weight(rows, cols, 0.5, dtype),
         tokens_of(300, cols, dtype=dtype),
@@ -224,10 +223,10 @@ def test_every_number_of_tokens_up_to_300(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("way", GEMM_WAYS)
-def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, plan: Plan) -> None:
     """Rows and tokens that fill no tile, odd and small numbers of k tiles, tiles without zeros."""
-    monkeypatch.setenv("MACKO_TILE_GEMM", way)
-    monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
+    plan(f"tile_gemm={way}")
+    plan("tile_tokens=1000000")
     for rows, cols, density in (
         (130, 500, 0.5),
         (301, 203, 1.0),
@@ -253,10 +252,10 @@ def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", GEMM_WAYS)
-def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tiles_of_the_output_than_blocks(way: str, plan: Plan) -> None:
     """Blocks take several one after the other."""
-    monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
-    monkeypatch.setenv("MACKO_TILE_GEMM", way)
+    plan("tile_tokens=1000000")
+    plan(f"tile_gemm={way}")
     w, x, y = integer_problem(22_000, 450, 0.5, torch.float16)
     signs = torch.tensor([1.0, -1.0, 0.0]).repeat(200)[:, None]
     got = packed(w).linear((x * signs).to(w.dtype).cuda())
@@ -265,9 +264,9 @@ def test_more_tiles_of_the_output_than_blocks(way: str, monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [way for way in GEMM_WAYS if way[-1] != "0"])
-def test_tiles_that_are_split_anywhere(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_are_split_anywhere(way: str, plan: Plan) -> None:
     """Partial sums are given first, whole tiles follow, fix-up comes last; also half a slab, none for one of a pair."""
-    monkeypatch.setenv("MACKO_TILE_GEMM", way)
+    plan(f"tile_gemm={way}")
     random = torch.Generator("cuda").manual_seed(1)
     for rows, cols, tokens in ((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300), (4882, 270, 507)):
         w = torch.randint(-2, 3, (rows, cols), device="cuda", generator=random).half()
@@ -278,10 +277,10 @@ def test_tiles_that_are_split_anywhere(way: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["128x256x1x1", "128x256x2x2"])
-def test_products_that_wait_for_other_blocks_on_two_streams(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_wait_for_other_blocks_on_two_streams(way: str, plan: Plan) -> None:
     """Neither has all SMs, so blocks wait for sums of blocks that have begun before them only."""
-    monkeypatch.setenv("MACKO_TILE_GEMM", way)
-    monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
+    plan(f"tile_gemm={way}")
+    plan("tile_tokens=1000000")
     w, x, y = integer_problem(5504, 4096, 0.5, torch.float16)
     signs = torch.tensor([1.0, -1.0, 0.0]).repeat(86)[:256, None]
     tile, tokens, wanted = packed(w), (x * signs).to(w.dtype).cuda(), ((y * signs).to(w.dtype) + 0).cuda()
@@ -300,10 +299,10 @@ def test_products_that_wait_for_other_blocks_on_two_streams(way: str, monkeypatc
 @pytest.mark.gpu
 @needs_capture
 @pytest.mark.parametrize("way", [way for way in GEMM_WAYS if way[-1] != "1"] + ["128x256x1x1", "192x128x2x1"])
-def test_a_large_product_many_times(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_product_many_times(way: str, plan: Plan) -> None:
     """All SMs busy for long: a place that is filled anew while it is read gives a wrong product in some hundred."""
-    monkeypatch.setenv("MACKO_TILE_GEMM", way)
-    monkeypatch.setenv("MACKO_TILE_TOKENS", "1000000")
+    plan(f"tile_gemm={way}")
+    plan("tile_tokens=1000000")
     random = torch.Generator("cuda").manual_seed(1)
     w = torch.randint(-2, 3, (8192, 8192), device="cuda", generator=random).half()
     x = torch.randint(-1, 2, (1536, 8192), device="cuda", generator=random).half()
@@ -648,15 +647,6 @@ def test_plans_cover_every_half_slab_once_and_wait_for_nobody_later(plans: ctype
 @pytest.mark.parametrize("kilobytes", [48, 99, 163, 227])
 def test_planned_stages_fit_shared_memory(plans: ctypes.CDLL, kilobytes: int) -> None:
     assert plans.check_stages(kilobytes * 1024) == 0
-
-
-def test_text_of_a_way(plans: ctypes.CDLL) -> None:
-    way = Way()
-    for text in GEMM_WAYS:
-        assert plans.macko_tile_many_parse_way(text.encode(), ctypes.byref(way)) & 1
-        assert "x".join(str(getattr(way, name)) for name in Way.names) == text
-    for text in ("", "x", "128x256x1", "128x256x1x", "128x256x1x2x", "128x256x1x2 ", "auto"):
-        assert not plans.macko_tile_many_parse_way(text.encode(), ctypes.byref(way)) & 1
 
 
 # What comes from outside.

@@ -3,9 +3,9 @@
 #define MACKO_CORE_CPU_H
 
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "knobs.h"
 #include "types.h"
 
 typedef enum macko_cpu_path { MACKO_SCALAR = 0, MACKO_AVX2 = 1, MACKO_AVX512 = 2 } macko_cpu_path;
@@ -24,7 +24,7 @@ typedef enum macko_cpu_path { MACKO_SCALAR = 0, MACKO_AVX2 = 1, MACKO_AVX512 = 2
 #define MACKO_X86 0
 #endif
 
-/* The best path of this machine. MACKO_CPU=scalar|avx2|avx512 lowers it; read at each call so that a test can set it. */
+/* The best path of this machine; MACKO_CPU lowers it. */
 static inline macko_cpu_path macko_best_cpu_path(void) {
     macko_cpu_path best = MACKO_SCALAR;
 #if MACKO_X86
@@ -35,10 +35,8 @@ static inline macko_cpu_path macko_best_cpu_path(void) {
         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("gfni"))
         best = MACKO_AVX512;
 #endif
-    const char *forced = getenv("MACKO_CPU");
-    if (forced && !strcmp(forced, "scalar")) best = MACKO_SCALAR;
-    if (forced && !strcmp(forced, "avx2") && best > MACKO_AVX2) best = MACKO_AVX2;
-    return best;
+    const int most = macko_knob_number(MACKO_KNOB_CPU, best);
+    return most < (int)best ? (macko_cpu_path)most : best;
 }
 
 static inline float macko_f32_from_bits(uint32_t bits) {

@@ -364,8 +364,7 @@ ec_shape shape_of(const macko_ec_matrix &m, const device_info &device) {
         // The most warps that are on the GPU all at once; 24 a multiprocessor have registers. Clusters of more than two
         // do not fill it to the last place: a tenth stays free. Too many tiles for that: small blocks, in several waves.
         // Against every choice of 1 to 8 parts and 4, 8, 12 warps on eight shapes (H200, 2026-11): within 9 % of the best.
-        const char *forced = getenv("MACKO_EC_CLUSTER");
-        shape.clusters = device.major >= 9 && !(forced && forced[0] == '0');
+        shape.clusters = device.major >= 9 && macko_knob_number(MACKO_KNOB_EC_CLUSTER, 1);
         shape.parts = 2;
         shape.warps = 8;
         int64_t most = 0;

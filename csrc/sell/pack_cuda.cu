@@ -526,7 +526,7 @@ cudaError_t macko_sell_plan_cuda(const int32_t *counts, int64_t rows, int64_t ra
     order_rows<<<num_blocks, WARPS * WARP, 0, stream>>>(blocks, perm, line);
     place_rows<<<1, SCAN_THREADS, 0, stream>>>(counts, line, rows, perm, starts);
     if (rows) order_panels<<<ceil_div(rows, WARPS), WARPS * WARP, 0, stream>>>(perm, (int)rows, (int)panel_rows, order);
-    const int most_head = env_number("MACKO_HEAD", MACKO_SELL_MAX_HEAD);
+    const int most_head = macko_knob_number(MACKO_KNOB_HEAD, MACKO_SELL_MAX_HEAD);
     place_blocks<<<1, SCAN_THREADS, 0, stream>>>(warps, num_blocks, most_head, blocks, totals);
     return cudaGetLastError();
 }

@@ -327,10 +327,10 @@ cudaError_t launch_spmv(const macko_sell_matrix &m, const macko_sell_shape &shap
     const int stages = all ? shape.stages : std::max(shape.stages - 1, std::min(shape.stages, +MACKO_SELL_MIN_STAGES));
     // Without PDL three stages a block are enough to keep memory busy until x has arrived, and the fewer there are, the sooner
     // the first one is complete (docs/notes/2026-11.md has the times of 1, 2 and 4).
-    sell_pipeline pipeline = pipeline_of(m, stages, pdl ? stages : env_number("MACKO_FIRST", 3));
+    sell_pipeline pipeline = pipeline_of(m, stages, pdl ? stages : macko_knob_number(MACKO_KNOB_FIRST, 3));
     // The second half of a long x is fetched after the first stages (without PDL: after one), so that half of the warps begin
     // earlier.
-    if (!pdl) pipeline.before_pdl_wait = macko_sell_min(env_number("MACKO_EARLY", 1), stages);
+    if (!pdl) pipeline.before_pdl_wait = macko_sell_min(macko_knob_number(MACKO_KNOB_EARLY, 1), stages);
     if (COPY == BULK && INPUT == AS_IT_IS && m.cols > LONG_X) pipeline.x_split = (int)ceil_div(m.cols, 128) * 8;
     cudaLaunchAttribute attribute = pdl_attribute();
     cudaLaunchConfig_t config = {};
@@ -348,7 +348,7 @@ cudaError_t launch_copy(const macko_sell_matrix &m, const macko_sell_shape &shap
                         const macko_sell_norm *norm, const void *bias, void *y, cudaStream_t stream) {
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const bool bulk = device.major >= 9 && !env_is("MACKO_COPY", "cp_async");
+    const bool bulk = device.major >= 9 && !without_bulk_copies();
     const auto launch = bulk
                             ? norm ? launch_spmv<T, GAP_BITS, BULK, RMS_NORM> : launch_spmv<T, GAP_BITS, BULK, AS_IT_IS>
                         : norm ? launch_spmv<T, GAP_BITS, CP_ASYNC, RMS_NORM>
@@ -381,7 +381,7 @@ cudaError_t macko_sell_spmv_cuda(const macko_sell_matrix *s, const void *x, cons
     if (error) return error;
     macko_sell_shape shape = macko_sell_launch_shape(s->cols, s->gap_bits, s->warps, device);
     if (!shape.stages) return cudaErrorInvalidConfiguration;
-    shape.stages = std::clamp(env_number("MACKO_STAGES", shape.stages), 1, int(MACKO_SELL_MAX_STAGES));
+    shape.stages = std::clamp(macko_knob_number(MACKO_KNOB_STAGES, shape.stages), 1, int(MACKO_SELL_MAX_STAGES));
     const int pipeline_bytes = shape.stages * s->warps * macko_sell_slot_bytes(s->gap_bits);
     shape.shared_bytes = std::max(shape.shared_bytes, macko_sell_fixed_bytes(s->cols) + pipeline_bytes);
     return s->dtype == MACKO_F16 ? launch_width<__half>(*s, shape, x, norm, bias, y, stream)

@@ -158,7 +158,7 @@ inline bool has_few_stages(const macko_sell_matrix &m) {
 // 2 / 3: 6.0 / 6.4 us with 8 stages a block (4096 x 4096), 13.9 / 14.0 with 22 (11008 x 4096), 19.7 / 19.6 with 32
 // (8192 x 8192), 17.4 / 17.1 with 28 (4096 x 14336). All that come before the header are slower at most shapes.
 inline sell_pipeline pipeline_of(const macko_sell_matrix &m, int stages, int before_x) {
-    const int before_pdl_wait = env_number("MACKO_EARLY", has_few_stages(m) ? 2 : 3);
+    const int before_pdl_wait = macko_knob_number(MACKO_KNOB_EARLY, has_few_stages(m) ? 2 : 3);
     return {stages, macko_sell_min(before_pdl_wait, stages), macko_sell_min(before_x, stages), NO_SPLIT};
 }
 

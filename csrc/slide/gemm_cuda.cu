@@ -1,8 +1,6 @@
 // slide_gemm on CUDA: which output tile. Kernel, tensor maps and launch are in gemm_cuda.cuh.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <stdio.h>
-#include <stdlib.h>
 
 #include "../core/cuda.cuh"
 #include "gemm_cuda.cuh"
@@ -26,13 +24,8 @@ namespace {
 // Size of the output tile. Up to 64 tokens the weights' bytes are the time: the smallest tile that holds all tokens. Above, the
 // least time by what a wave of tiles takes, in per cent of the largest ones' (H200, 2026-11-21: of 88 cases, four linears,
 // float8, dense and 2:4, 72 to 1024 tokens, the best tile is taken in all but one to 2.5 %).
-// MACKO_SLIDE_TILE=128x192 (rows x tokens) forces one.
 slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int num_sms) {
-    if (const char *forced = getenv("MACKO_SLIDE_TILE")) {
-        int tile_rows = 0, tile_tokens = 0;
-        sscanf(forced, "%dx%d", &tile_rows, &tile_tokens);
-        return slide_size(tile_rows << 16 | tile_tokens);
-    }
+    if (const int *said = macko_knob(MACKO_KNOB_SLIDE_TILE)) return slide_size(said[0] << 16 | said[1]);
     const macko_slide_shape &shape = args.weight.shape;
     const int64_t tokens = args.tokens, k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type);
     if (tokens <= 64) return tokens <= 16 ? SLIDE_64x16 : tokens <= 32 ? SLIDE_64x32 : SLIDE_64x64;
@@ -74,7 +67,7 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    if (major != 9 || env_is("MACKO_COPY", "cp_async")) return slide_run_mma(kind, *args, stream); // no wgmma
+    if (major != 9 || without_bulk_copies()) return slide_run_mma(kind, *args, stream); // no wgmma
     const slide_size size = size_of_tile(kind, *args, num_sms);
     switch (args->weight.shape.type) {
     case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, num_sms, stream);

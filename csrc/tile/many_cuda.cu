@@ -125,12 +125,9 @@ cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens
     device_info device;
     const cudaError_t error = current_device(&device);
     if (error || tokens <= 64 || tokens > INT32_MAX || !m->rows || !m->cols || device.major != 9 ||
-        env_is("MACKO_COPY", "cp_async"))
+        without_bulk_copies())
         return error;
-    // MACKO_TILE_GEMM=128x256x1x2 (rows x tokens x split_k x enum MACKO_TILE_SPLIT_...) is taken where it can be.
-    const char *knob = getenv("MACKO_TILE_GEMM");
-    macko_tile_many_way way;
-    const bool forced = knob && macko_tile_many_parse_way(knob, &way);
+    const int *forced = macko_knob(MACKO_KNOB_TILE_GEMM); // taken where it can be
     // A plan takes longer than a launch, so plans are kept: a model asks for the same ones again and again.
     constexpr size_t MOST = 4096;
     static std::mutex mutex;
@@ -154,7 +151,10 @@ cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens
     if (const cudaError_t failed = m->dtype == MACKO_F16 ? find_clusters<__half>(*m, device, &problem)
                                                          : find_clusters<__nv_bfloat16>(*m, device, &problem))
         return failed;
-    if (forced && macko_tile_many_choose(&problem, &way, plan)) return cudaSuccess;
+    if (forced) {
+        const macko_tile_many_way way = {forced[0], forced[1], forced[2], forced[3]};
+        if (macko_tile_many_choose(&problem, &way, plan)) return cudaSuccess;
+    }
     if (!macko_tile_many_choose(&problem, nullptr, plan)) return cudaErrorInvalidValue;
     if (known.size() >= MOST) known.clear();
     known[key] = *plan;

@@ -2,7 +2,6 @@
 #include "many_plan.h"
 
 #include <limits.h>
-#include <stdio.h>
 #include <string.h>
 
 static const macko_tile_many_shape SHAPES[] = {
@@ -33,11 +32,6 @@ bool macko_tile_many_fit_stages(macko_tile_many_shape shape, int widest, int sha
     stages->slabs = (int)min_of((room - stages->x * macko_tile_x_stage_bytes(shape)) / slabs_bytes,
                                 MACKO_TILE_MANY_MAX_SLAB_STAGES);
     return true;
-}
-
-bool macko_tile_many_parse_way(const char *text, macko_tile_many_way *way) {
-    int end = 0;
-    return sscanf(text, "%dx%dx%dx%d%n", &way->rows, &way->tokens, &way->split_k, &way->split, &end) == 4 && !text[end];
 }
 
 /* What takes how many clocks of an SM: fitted to the times of all ways at 35 shapes and numbers of tokens (H200,

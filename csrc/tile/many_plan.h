@@ -62,12 +62,10 @@ typedef struct macko_tile_many_problem {
 } macko_tile_many_problem;
 
 enum { MACKO_TILE_SPLIT_NONE, MACKO_TILE_SPLIT_SOME, MACKO_TILE_SPLIT_EVENLY /* all output tiles, each alike */ };
-/* One way to do it, for tests and benchmarks: a shape, its rows instead of row blocks, and which tiles are split. */
+/* One way to do it, the knob tile_gemm: a shape, its rows instead of row blocks, and which tiles are split. */
 typedef struct macko_tile_many_way {
     int rows, tokens, split_k, split;
 } macko_tile_many_way;
-/* From text like 128x256x1x2; false where it is none. */
-bool macko_tile_many_parse_way(const char *text, macko_tile_many_way *way);
 
 struct macko_tile_many_plan {
     /* Of device memory, with any content: flags [share][2][row block], uint64, then partial sums [share][2][row block]

@@ -1,0 +1,54 @@
+/*
+ * The knobs: what can be said from outside about how kernels run, the keys of MACKO_PLAN. Python reads the environment
+ * once and calls macko_knobs_set (macko/_library.py). Each of the two libraries has its own copy.
+ */
+#ifndef MACKO_CORE_KNOBS_H
+#define MACKO_CORE_KNOBS_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/*
+ * Key, how many whole numbers its value has, with x between them, and what it may be; 0 numbers: one of these words, which
+ * count from 0. cpu and copy are MACKO_CPU (no better vector path than this: enum macko_cpu_path) and MACKO_COPY
+ * (cp_async: the kernels of GPUs before 9.0). *_tokens: up to how many tokens sell and tile multiply from packed bytes.
+ * tile_gemm: a macko_tile_many_way. stages, first, early: of sell's pipeline for one token all, those before x, those before
+ * the previous kernel's end. head: at packing, sell's stages at a fixed place. docs/build.md says the rest.
+ */
+#define MACKO_KNOBS(KNOB)                                                                                              \
+    KNOB(CPU, "cpu", 0, "scalar|avx2|avx512")                                                                          \
+    KNOB(COPY, "copy", 0, "bulk|cp_async")                                                                             \
+    KNOB(PDL, "pdl", 0, "0|1")                                                                                         \
+    KNOB(STREAM_TOKENS, "stream_tokens", 1, "a number")                                                                \
+    KNOB(TILE_TOKENS, "tile_tokens", 1, "a number")                                                                    \
+    KNOB(TILE_GEMM, "tile_gemm", 4, "a number of rows x tokens x split_k x split")                                     \
+    KNOB(SLIDE_TILE, "slide_tile", 2, "a number of rows x tokens")                                                     \
+    KNOB(EC_CLUSTER, "ec_cluster", 0, "0|1")                                                                           \
+    KNOB(STAGES, "stages", 1, "a number")                                                                              \
+    KNOB(FIRST, "first", 1, "a number")                                                                                \
+    KNOB(EARLY, "early", 1, "a number")                                                                                \
+    KNOB(HEAD, "head", 1, "a number")
+
+#define MACKO_KNOB_ID(id, key, numbers, value) MACKO_KNOB_##id,
+typedef enum macko_knob_id { MACKO_KNOBS(MACKO_KNOB_ID) MACKO_NUM_KNOBS } macko_knob_id;
+#undef MACKO_KNOB_ID
+
+enum { MACKO_COPY_BULK, MACKO_COPY_CP_ASYNC };
+
+/* The numbers of a value, NULL where nothing was said. */
+const int *macko_knob(macko_knob_id id);
+static inline int macko_knob_number(macko_knob_id id, int otherwise) {
+    const int *said = macko_knob(id);
+    return said ? *said : otherwise;
+}
+
+/* Takes this instead of what was said before; of a key that comes twice the last one counts. NULL, or what is wrong with
+ * the text: then nothing has changed. Not while a kernel of another thread is launched. */
+const char *macko_knobs_set(const char *text);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -236,9 +236,9 @@ class Build(build_ext):
             command = [str(find_nvcc()), "-std=c++17", "-O3", *arch_flags(), *warnings, *host, *outputs]
             return self.step(f"{source} ({' '.join(arches())})", command, seconds * len(arches()))
         if source.endswith(".cpp"):
-            cxx, defines = shlex.split(os.environ.get("CXX", "c++")), torch_flags
+            cxx, defines = shlex.split(os.environ.get("CXX", "c++")), [*torch_flags, "-Wno-missing-field-initializers"]
             if cuda:
-                defines = [*torch_flags, "-DUSE_CUDA", f"-I{cuda_home() / 'include'}"]
+                defines = [*defines, "-DUSE_CUDA", f"-I{cuda_home() / 'include'}"]
             command = [*cxx, "-std=c++20", *COMMON, *defines, *outputs]
             return self.step(f"{source} (for CUDA)" if cuda else source, command, seconds)
         defines = []

@@ -340,7 +340,7 @@ class SellWeight(PackedWeight):
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
     makes_input: ClassVar[bool] = True
-    parts_from: ClassVar[int | None] = 65  # more than macko_sell_stream_tokens (csrc/sell/sell.h) can say
+    parts_from: ClassVar[int | None] = 65  # more than macko_stream_tokens (csrc/torch/path.h) can say
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **PackedWeight.limits, "cols": range(2**16), "gap_bits": range(2, 7), "warps": range(2, 13, 2), "head": range(5)
     }  # fmt: skip
@@ -468,7 +468,7 @@ class TileWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    parts_from: ClassVar[int | None] = 65  # as csrc/tile/many_cuda.cu; OWN_PART says where it pays
+    parts_from: ClassVar[int | None] = 65  # as csrc/torch/path.h; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
         1: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 277 more than the one before",

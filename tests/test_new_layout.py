@@ -34,7 +34,7 @@ const Tensor &matrix_of(const char *op, const Packed &p) {
     return p[0];
 }
 Made lay_out(const Packed &p, const Ints &) {
-    return {{flipped(canonical_layout.dense(p, true), 0)}, {TOY, p.rows(), p.cols(), p.own(0)}};
+    return {{flipped(canonical_layout.dense(p, true), 0)}, {MACKO_LAYOUT_TOY, p.rows(), p.cols(), p.own(0)}};
 }
 Tensor dense(const Packed &p, bool) { return flipped(matrix_of("dense", p), 0); }
 Tensor check(const Packed &p) {
@@ -74,7 +74,7 @@ class ToyWeight(PackedWeight):
 """
 #: All that changes outside of the layout's own file: (file, what stands there once, what stands there then).
 ROWS = [
-    ("csrc/torch/packed.h", "LAYOUT(SLIDE, slide_layout)", "LAYOUT(SLIDE, slide_layout) LAYOUT(TOY, toy_layout)"),
+    ("csrc/torch/path.h", "LAYOUT(SLIDE, slide_layout)", "LAYOUT(SLIDE, slide_layout) LAYOUT(TOY, toy_layout)"),
     ("macko/formats.py", "#: Every format by name.\n", CLASS + "#: Every format by name.\n"),
     ("macko/formats.py", "EcWeight, SlideWeight)", "EcWeight, SlideWeight, ToyWeight)"),
 ]
@@ -133,7 +133,7 @@ def test_a_new_layout_is_a_file_and_two_rows(tmp_path: Path) -> None:
         told.write_text(told.read_text().replace(str(ROOT), str(tmp_path)))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    before = os.path.getmtime(table := tmp_path / "csrc/torch/packed.h")
+    before = os.path.getmtime(table := tmp_path / "csrc/torch/path.h")
     for name, old, new in ROWS:
         text = (tmp_path / name).read_text()
         assert text.count(old) == 1, name

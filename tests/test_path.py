@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from macko import _library
+from macko.ops import LAYOUTS
 
 CANNOT = {
     "stage=4": r"expected a key of cpu, copy, pdl, .*; got 'stage=4'",
@@ -48,7 +53,8 @@ def test_a_plan_ends_where_it_ends() -> None:
             raise ZeroDivisionError
 
     with _library.plan("cpu=scalar"):
-        pytest.raises(ZeroDivisionError, within)
+        with pytest.raises(ZeroDivisionError):
+            within()
         assert _library._plan == f"{outside},cpu=scalar"
     assert _library._plan == outside
 
@@ -68,3 +74,113 @@ def test_the_environment_is_read() -> None:
     code = "from macko import _library; print(_library.cpu_path)"
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout == "scalar\n"
+
+
+# Which kernel multiplies.
+
+PATHS = ("spmv", "spmm", "few", "many", "sparse", "dense tiles", "dense rows")
+ROOM = """
+#include "path.h"
+int path(int layout, int dtype, const int64_t *w, int64_t tokens, const int *device, int64_t limit) {
+    const macko_path_weight weight = {(macko_layout_id)layout, (macko_dtype)dtype, w[0], w[1], w[2], w[3], w[4]};
+    const macko_path_device on = {device[0], device[1], device[2], limit >= 0, limit};
+    return macko_path_of(weight, tokens, on);
+}
+"""
+#: From what number of tokens on which path: what a kernel of it stands for is in csrc/torch/path.h.
+Paths = dict[int, str]
+Room = Callable[..., Paths]
+F16, BF16, F32 = range(3)
+CPU, OLD_CPU, HOPPER, OTHER_GPU = (0, 0, 1), (0, 0, 0), (1, 1, 0), (1, 0, 0)
+DEVICES = {CPU: "CPU", OLD_CPU: "old CPU", HOPPER: "9.0", OTHER_GPU: "other GPU"}
+END = 2**31
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
+    """The path by tokens: a number for each place where it changes, all up to 1100 and around 2^31 tried."""
+    headers = Path(__file__).parent.parent / "csrc" / "torch"
+    if not shutil.which("cc") or not headers.exists():
+        pytest.skip("needs cc and the sources")
+    target = tmp_path_factory.mktemp("room") / "room.so"
+    command = ["cc", "-std=c17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-x", "c", "-", f"-I{headers}"]
+    subprocess.run([*command, "-o", str(target)], input=ROOM, text=True, check=True)
+    library = ctypes.CDLL(str(target))
+
+    def paths(
+        layout: str,
+        device: tuple[int, int, int],
+        rows: int = 4096,
+        cols: int = 4096,
+        held: int = 0,
+        dtype: int = F16,
+        sparse: tuple[int, int] = (0, 0),
+        limit: int = -1,
+    ) -> Paths:
+        weight = (ctypes.c_int64 * 5)(rows, cols, held, *sparse)
+        on = (ctypes.c_int * 3)(*device)
+        found: Paths = {}
+        for tokens in (*range(1100), 10**6, END - 1, END):
+            index = library.path(
+                LAYOUTS.index(layout), dtype, weight, ctypes.c_int64(tokens), on, ctypes.c_int64(limit)
+            )
+            if not found or PATHS[index] != list(found.values())[-1]:
+                found[tokens] = PATHS[index]
+        return found
+
+    return paths
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=DEVICES.get)
+def test_canonical_multiplies_one_token_and_on_a_cpu_a_few(room: Room, device: tuple[int, int, int]) -> None:
+    half, tenth = 4096 * 4096 // 2, 4096 * 4096 // 10
+    for dtype, held, last in (
+        *((F16, half, 20), (F16, tenth, 20), (BF16, half, 2), (BF16, tenth, 5), (F32, half, 4), (F32, tenth, 9)),
+        *((BF16, 0, 10**6), (F32, 4096 * 4096, 3), (BF16, 4096 * 4096, 2)),
+    ):
+        paths = room("macko", device, held=held, dtype=dtype)
+        if device in (HOPPER, OTHER_GPU):
+            assert paths == {0: "dense rows", 1: "spmv", 2: "dense rows"}
+        elif held:
+            assert paths == {0: "spmv", last + 1: "dense rows"}
+        else:
+            assert paths == {0: "spmv", END - 1: "dense rows"}  # an entry of 16 million columns
+
+
+def test_bitmap_turns_x_from_five_tokens_on_where_there_are_vectors(room: Room) -> None:
+    assert room("bitmap", CPU) == {0: "spmv", 5: "spmm"}
+    assert room("bitmap", OLD_CPU) == {0: "spmv", 5: "dense rows"}
+    assert room("bitmap", CPU, cols=0) == {0: "spmv", 5: "dense rows"}
+
+
+@pytest.mark.parametrize("device", [HOPPER, OTHER_GPU], ids=DEVICES.get)
+def test_sell_streams_as_long_as_dense_rows_take_longer(room: Room, device: tuple[int, int, int]) -> None:
+    """By the bytes held a byte of dense: those of density 0.5, 0.3 and 0.1, which are 0.66, 0.4 and 0.16."""
+    for rows, cols, held, last in (
+        *((4096, 4096, 0.66, 8), (4096, 4096, 0.4, 8), (4096, 4096, 0.16, 24), (4096, 4096, 0, 64)),
+        *((8192, 8192, 0.66, 16), (8192, 8192, 0.4, 24), (8192, 8192, 0.16, 32), (4096, 4096, 2, 8)),
+        *((4096, 24576, 0.66, 16), (4096, 24577, 0.66, 8), (4096, 30000, 0.16, 32), (0, 64, 0, 64), (8, 0, 0, 64)),
+    ):
+        paths = room("sell", device, rows, cols, int(held * rows * cols * 2))
+        assert paths == {0: "spmm", 1: "spmv", 2: "spmm", last + 1: "dense rows"}, (rows, cols, held)
+    few = {0: "spmm", 1: "spmv", 2: "dense rows"}
+    assert room("sell", device, limit=0) == room("sell", device, limit=1) == few
+    assert room("sell", device, held=10**9, limit=16) == {0: "spmm", 1: "spmv", 2: "spmm", 17: "dense rows"}
+
+
+def test_tile_has_a_kernel_for_few_and_one_for_many(room: Room) -> None:
+    assert room("tile", HOPPER) == {0: "few", 65: "many", END: "dense rows"}
+    assert room("tile", OTHER_GPU) == {0: "few", 513: "dense rows"}
+    assert room("tile", HOPPER, rows=0) == {0: "few", 513: "dense rows"}
+    assert room("tile", CPU) == room("tile", HOPPER, cols=0) == {0: "dense rows"}
+    assert room("tile", HOPPER, limit=0) == room("tile", OTHER_GPU, limit=0) == {0: "few", 1: "dense rows"}
+    assert room("tile", HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}
+    assert room("tile", OTHER_GPU, limit=1000) == {0: "few", 1001: "dense rows"}
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=DEVICES.get)
+def test_ec_and_slide_are_alike_everywhere(room: Room, device: tuple[int, int, int]) -> None:
+    assert room("ec", device) == {0: "dense rows", 1: "spmv", 2: "dense rows"}
+    assert room("slide", device) == {0: "sparse"}
+    assert room("slide", device, sparse=(16, 1000)) == {0: "dense tiles", 16: "sparse", 1001: "dense tiles"}
+    assert room("slide", device, sparse=(0, 4)) == {0: "sparse", 5: "dense tiles"}

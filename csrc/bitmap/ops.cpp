@@ -6,6 +6,7 @@ const macko::Layout macko::bitmap_layout = {.name = "bitmap", .tensors = 3, .own
 #include <algorithm>
 #include <vector>
 
+#include "../core/cpu.h"
 #include "../macko/ops.h"
 #include "../torch/rows.h"
 #include "bitmap.h"
@@ -64,22 +65,21 @@ macko_bitmap matrix_of(const char *op, const Packed &p) {
 
 constexpr int64_t MAX_STORED = INT32_LIMIT - MACKO_BITMAP_PAD; // row_ptr is int32, values are padded
 
-// Up to how many tokens the rows are multiplied with x as it is. Above, turning x pays (Zen 4, all dtypes and both paths).
-constexpr int64_t FEW_TOKENS = 4;
-
-// y [tokens, rows] = x W^T + bias, all checked but the content. Chooses the way by the tokens and the vector path.
+// y [tokens, rows] = x W^T + bias, all checked but the content.
 void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t tokens, const std::optional<Tensor> &bias,
               Tensor &y) {
     const auto rows = [&](const auto &body) {
         const macko_fault fault = first_fault(m.rows, mean_row(m) * tokens, body);
         if (fault.kind) fail_for(op, fault, m);
     };
-    if (tokens <= FEW_TOKENS)
+    const macko_path path = macko_path_of({.layout = MACKO_LAYOUT_BITMAP, .cols = m.cols}, tokens,
+                                          {.has_vectors = macko_best_cpu_path() != MACKO_SCALAR});
+    if (path == MACKO_PATH_SPMV)
         return rows([&](int64_t begin, int64_t end) {
             return macko_bitmap_spmv_cpu(&m, x.const_data_ptr(), tokens, data_of(bias), begin, end,
                                          y.mutable_data_ptr());
         });
-    if (!macko_bitmap_turned_bytes(&m, 1)) { // no vectors here: dense rows for the time of one product
+    if (path == MACKO_PATH_DENSE_ROWS) { // for the time of one product
         Tensor flat = torch::stable::view(y, {tokens, m.rows});
         const macko_fault fault = linear_by_blocks(
             torch::stable::view(x, {tokens, m.cols}), m.rows, bias, flat,
@@ -121,7 +121,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
         macko_bitmap_pack_cpu(&m, begin, end, pointers, values.mutable_data_ptr(),
                               static_cast<uint8_t *>(bits.mutable_data_ptr()));
     });
-    return {{values, bits, row_ptr}, {BITMAP, m.rows, m.cols, canonical.own(0)}};
+    return {{values, bits, row_ptr}, {MACKO_LAYOUT_BITMAP, m.rows, m.cols, canonical.own(0)}};
 }
 
 Made to_canonical(const Packed &p) {
@@ -152,7 +152,7 @@ Made to_canonical(const Packed &p) {
                                  values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
         }
     });
-    return {{values, deltas, row_ptr}, {CANONICAL, m.rows, m.cols, delta_bits}};
+    return {{values, deltas, row_ptr}, {MACKO_LAYOUT_CANONICAL, m.rows, m.cols, delta_bits}};
 }
 
 Tensor dense(const Packed &p, bool) { // nobody waits for a look at the content here

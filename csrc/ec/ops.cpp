@@ -276,7 +276,8 @@ struct Packing {
         const Tensor sets = to_device(w, l.sets, {num_sets + 1, int64_t(sizeof(macko_ec_set) / 8)}, ScalarType::Long);
         counts = to_device(w, l.starts, {MACKO_EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
         plan.counts = data<int64_t>(counts);
-        Made packed{{values, deltas, bases, indptr, rows, tile_ptr, sets, col_order}, {EC, plan.rows, plan.cols}};
+        Made packed{{values, deltas, bases, indptr, rows, tile_ptr, sets, col_order},
+                    {MACKO_LAYOUT_EC, plan.rows, plan.cols}};
         packed.header.insert(packed.header.end(), given.begin(), given.end());
         const macko_ec_matrix m = matrix_of("pack", packed);
 #ifdef USE_CUDA
@@ -479,7 +480,8 @@ Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bia
     check_tokens(op, x, "block_values", values, m.cols);
     const auto bias = checked_bias(op, bias_any, "block_values", values, values.scalar_type(), m.rows);
     const DeviceOf guard(values);
-    if (num_tokens(x) == 1) return spmv(m, values, x, data_of(bias), with_last(x, m.rows));
+    if (macko_path_of({.layout = MACKO_LAYOUT_EC}, num_tokens(x), {}) == MACKO_PATH_SPMV)
+        return spmv(m, values, x, data_of(bias), with_last(x, m.rows));
     // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
     return dense_linear(x, unpack(m, values), bias);
 }
@@ -491,7 +493,7 @@ Tensor ec_spmv(const Tensor &block_values, const Tensor &delta_indices, const Te
                const Tensor &col_order, int64_t rows, int64_t cols, const Tensor &x) {
     const Tensor tensors[] = {block_values, delta_indices, base_indices, block_indptr,
                               row_indices,  tile_ptr,      sets,         col_order};
-    const int64_t header[] = {EC, rows, cols};
+    const int64_t header[] = {MACKO_LAYOUT_EC, rows, cols};
     const macko_ec_matrix m = matrix_of("ec_spmv", {tensors, header});
     check_vector("ec_spmv", x, "block_values", block_values, cols);
     const DeviceOf guard(block_values);

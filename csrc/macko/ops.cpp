@@ -51,28 +51,32 @@ int64_t smallest_width(const int64_t *stored, const std::vector<int> &widths, in
     return best;
 }
 
-// y [rows] = W x + bias, all checked but the content.
-void spmv_into(const char *op, const macko_matrix &m, const Tensor &x, const void *bias, const Tensor &y) {
+// y [tokens, rows] = x W^T + bias, token by token, all checked but the content.
+void spmv_into(const char *op, const macko_matrix &m, int64_t tokens, const Tensor &x, const void *bias, Tensor &y) {
+    for (int64_t token = 0; token < tokens; token++) {
+        const auto *from = static_cast<const char *>(x.const_data_ptr()) + token * m.cols * x.element_size();
+        auto *to = static_cast<char *>(y.mutable_data_ptr()) + token * m.rows * x.element_size();
 #ifdef USE_CUDA
-    (void)op;
-    STD_CUDA_CHECK(macko_spmv_cuda(&m, x.const_data_ptr(), bias, y.mutable_data_ptr(), current_stream(x)));
+        (void)op;
+        STD_CUDA_CHECK(macko_spmv_cuda(&m, from, bias, to, current_stream(x)));
 #else
-    const macko_fault fault = first_fault_of(m, [&](int64_t begin, int64_t end) {
-        return macko_spmv_cpu(&m, x.const_data_ptr(), bias, begin, end, y.mutable_data_ptr());
-    });
-    if (fault.kind) fail_for(op, fault, m);
+        const macko_fault fault = first_fault_of(
+            m, [&](int64_t begin, int64_t end) { return macko_spmv_cpu(&m, from, bias, begin, end, to); });
+        if (fault.kind) fail_for(op, fault, m);
 #endif
+    }
 }
 
-#ifndef USE_CUDA
-// Up to how many tokens linear does each by itself; above, blocks of dense rows are faster. One core of a Zen 5, 4096x4096,
-// density 0.5 (0.1), ms: bf16 1.3 (0.63) a token, by blocks 3.3 (3.0); fp32 2.5 (0.67), by blocks 10 (6.5). fp16 1.4, by
-// blocks 1.5 and nearly as much a token again, because torch 2.13's product takes 1.3.
-double single_tokens(const macko_matrix &m) {
-    const double columns_an_entry = double(m.rows) * double(m.cols) / double(std::max<int64_t>(1, m.capacity));
-    return m.dtype == MACKO_F16 ? 20 : m.dtype == MACKO_BF16 ? 2 + 0.3 * columns_an_entry : 3 + 0.67 * columns_an_entry;
-}
+macko_path path_of(const macko_matrix &m, int64_t tokens) {
+#ifdef USE_CUDA
+    constexpr bool is_gpu = true;
+#else
+    constexpr bool is_gpu = false;
 #endif
+    return macko_path_of(
+        {.layout = MACKO_LAYOUT_CANONICAL, .dtype = m.dtype, .rows = m.rows, .cols = m.cols, .held = m.capacity},
+        tokens, {.is_gpu = is_gpu});
+}
 
 Made pack(const Tensor &w_any, const Ints &options) {
     const int64_t delta_bits = options[0]; // 0: the width of fewest bytes
@@ -129,7 +133,7 @@ Made pack(const Tensor &w_any, const Ints &options) {
                              values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
     });
 #endif
-    return {{values, deltas, row_ptr}, {CANONICAL, rows, cols, widths[best]}};
+    return {{values, deltas, row_ptr}, {MACKO_LAYOUT_CANONICAL, rows, cols, widths[best]}};
 }
 
 Tensor dense(const Packed &p, bool check) {
@@ -175,10 +179,10 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     const DeviceOf guard(values);
     const int64_t tokens = num_tokens(x_any);
     const auto shape = with_last(x_any, m.rows);
-    if (tokens == 1) {
+    if (path_of(m, tokens) == MACKO_PATH_SPMV) {
         const Tensor x = as_contiguous(x_any);
         Tensor y = torch::stable::new_empty(values, shape);
-        spmv_into("linear", m, x, data_of(bias), y);
+        spmv_into("linear", m, tokens, x, data_of(bias), y);
         return y;
     }
 #ifdef USE_CUDA
@@ -193,14 +197,6 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 #else
     const Tensor x = as_tokens(x_any);
     Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
-    if (tokens <= single_tokens(m)) {
-        for (int64_t token = 0; token < tokens; token++) {
-            Tensor from = x, to = y;
-            spmv_into("linear", m, torch::stable::select(from, 0, token), data_of(bias),
-                      torch::stable::select(to, 0, token));
-        }
-        return torch::stable::reshape(y, shape);
-    }
     const macko_fault fault = linear_by_blocks(
         x, m.rows, bias, y, [&](int64_t begin, int64_t end, void *w) { return macko_unpack_cpu(&m, begin, end, w); });
     if (fault.kind) fail_for("linear", fault, m);
@@ -213,13 +209,13 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
             int64_t delta_bits) {
     const Tensor tensors[] = {values, deltas, row_ptr};
-    const int64_t header[] = {CANONICAL, row_ptr.numel() - 1, cols, delta_bits};
+    const int64_t header[] = {MACKO_LAYOUT_CANONICAL, row_ptr.numel() - 1, cols, delta_bits};
     const macko_matrix m = checked_matrix("spmv", {tensors, header});
     check_vector("spmv", x_any, "values", values, cols);
     const DeviceOf guard(values);
     const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(values, {m.rows});
-    spmv_into("spmv", m, x, nullptr, y);
+    spmv_into("spmv", m, 1, x, nullptr, y);
     return y;
 }
 

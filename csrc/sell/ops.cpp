@@ -2,9 +2,9 @@
 #include "../torch/packed.h"
 #ifdef USE_CUDA
 #include <algorithm>
-#include <cstdlib>
 #include <vector>
 
+#include "../core/knobs.h"
 #include "../macko/ops.h"
 #include "../torch/dense_rows.h"
 #include "sell.h"
@@ -80,14 +80,24 @@ void check_token(const char *op, const char *name, const Tensor &x, const Tensor
     if (cols % 8) fail(op, "cols is ", cols, ", expected a multiple of 8");
 }
 
+macko_path path_of(const macko_sell_matrix &m, int64_t tokens) {
+    const int *limit = macko_knob(MACKO_KNOB_STREAM_TOKENS);
+    return macko_path_of({.layout = MACKO_LAYOUT_SELL,
+                          .rows = m.rows,
+                          .cols = m.cols,
+                          .held = m.slots * macko_sell_slot_bytes(m.gap_bits)},
+                         tokens, {.is_gpu = true, .has_limit = !!limit, .limit = limit ? *limit : 0});
+}
+
 // y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked; of one token also with a norm.
-Tensor multiply(const macko_sell_matrix &m, int64_t tokens, const Tensor &x_any, const std::optional<Tensor> &bias_any,
-                const std::vector<int64_t> &shape, const macko_sell_norm *norm = nullptr) {
+Tensor multiply(macko_path path, const macko_sell_matrix &m, int64_t tokens, const Tensor &x_any,
+                const std::optional<Tensor> &bias_any, const std::vector<int64_t> &shape,
+                const macko_sell_norm *norm = nullptr) {
     const Tensor x = as_contiguous(x_any);
     Tensor y = torch::stable::new_empty(x, shape);
     const void *bias = data_of(bias_any);
     const cudaStream_t stream = current_stream(x);
-    STD_CUDA_CHECK(tokens == 1
+    STD_CUDA_CHECK(path == MACKO_PATH_SPMV
                        ? macko_sell_spmv_cuda(&m, x.const_data_ptr(), norm, bias, y.mutable_data_ptr(), stream)
                        : macko_sell_spmm_cuda(&m, tokens, x.const_data_ptr(), bias, y.mutable_data_ptr(), stream));
     return y;
@@ -192,7 +202,7 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
     auto *scratch_data = static_cast<uint16_t *>(scratch.mutable_data_ptr());
     Made packed{{data, bases, blocks, perm},
-                {SELL, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
+                {MACKO_LAYOUT_SELL, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
     const macko_sell_matrix s = matrix_of(op, packed);
     STD_CUDA_CHECK(macko_sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
                                          static_cast<uint8_t *>(data.mutable_data_ptr()),
@@ -221,7 +231,7 @@ Tensor norm_linear(const Packed &p, const Tensor &x_any, const Tensor &weight_an
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const Tensor weight = as_aligned(weight_any);
     const macko_sell_norm norm = {weight.const_data_ptr(), float(eps)};
-    return multiply(m, 1, as_aligned(x_any), bias, with_last(x_any, m.rows), &norm);
+    return multiply(MACKO_PATH_SPMV, m, 1, as_aligned(x_any), bias, with_last(x_any, m.rows), &norm);
 }
 
 Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
@@ -232,9 +242,8 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     const DeviceOf guard(data);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), m.rows);
     const int64_t tokens = num_tokens(x_any);
-    const char *knob = getenv("MACKO_STREAM_TOKENS");
-    if (tokens <= std::max<int64_t>(1, knob ? atoll(knob) : macko_sell_stream_tokens(&m)))
-        return multiply(m, tokens, x_any, bias, with_last(x_any, m.rows));
+    const macko_path path = path_of(m, tokens);
+    if (path != MACKO_PATH_DENSE_ROWS) return multiply(path, m, tokens, x_any, bias, with_last(x_any, m.rows));
     return linear_by_dense_rows(x_any, {m.rows}, bias, unpacking(m, x_any))[0];
 }
 

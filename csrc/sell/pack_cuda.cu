@@ -499,13 +499,9 @@ __global__ void write_slots(macko_sell_matrix s, const int64_t *starts, const ui
 } // namespace
 
 cudaError_t macko_sell_device_cuda(macko_sell_device *device) {
-    int index;
-    cudaError_t error = cudaGetDevice(&index);
-    if (!error) error = cudaDeviceGetAttribute(&device->num_sms, cudaDevAttrMultiProcessorCount, index);
-    if (!error)
-        error = cudaDeviceGetAttribute(&device->shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
-    if (!error)
-        error = cudaDeviceGetAttribute(&device->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+    device_info facts;
+    const cudaError_t error = current_device(&facts);
+    if (!error) *device = {facts.num_sms, facts.shared_per_sm, facts.shared_bytes};
     return error;
 }
 

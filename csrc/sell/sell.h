@@ -236,20 +236,6 @@ MACKO_SELL_FN macko_sell_shape macko_sell_pack_shape(int64_t rows, int64_t cols,
     return shape;
 }
 
-/*
- * Up to how many tokens run from the packed stream; more go through dense rows and the library's GEMM. In units of the
- * time of the dense product, with h bytes held a byte of dense: a pass of 8 tokens takes 0.25 + 2.1 h (its start, and the
- * reads of x from shared memory), 4 h where x fits for two tokens only; dense rows take 2.5 + 2.6 h, but 2 + 0.4 h where
- * they stay in L2. Measured on an H200, at density 0.5 / 0.3 / 0.1: a pass 53 / 36 / 19 us, dense rows 135 / 116 / 103,
- * one dense product 35 (8192 x 8192); 17 / 13 / 9, 30 / 26 / 27, 13 (4096 x 4096).
- */
-MACKO_SELL_FN int64_t macko_sell_stream_tokens(const macko_sell_matrix *m) {
-    const double dense = (double)m->rows * m->cols * 2, held = (double)m->slots * macko_sell_slot_bytes(m->gap_bits);
-    const double h = held / (dense > 0 ? dense : 1), pass = m->cols <= 24576 ? 0.25 + 2.1 * h : 0.01 + 4 * h;
-    const double passes = (dense <= 32 << 20 ? 2 + 0.4 * h : 2.5 + 2.6 * h) / pass;
-    return 8 * (passes < 1 ? 1 : passes > 8 ? 8 : (int64_t)passes);
-}
-
 /* Totals of a packing, found on the device and read by the host where it has to allocate. */
 typedef struct macko_sell_totals {
     int64_t stored[MACKO_SELL_GAP_WIDTHS]; /* entries at each gap width, from MACKO_SELL_MIN_GAP_BITS */

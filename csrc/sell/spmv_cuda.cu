@@ -348,7 +348,7 @@ cudaError_t launch_copy(const macko_sell_matrix &m, const macko_sell_shape &shap
                         const macko_sell_norm *norm, const void *bias, void *y, cudaStream_t stream) {
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const bool bulk = device.major >= 9 && !without_bulk_copies();
+    const bool bulk = has_bulk_copies(device.major);
     const auto launch = bulk
                             ? norm ? launch_spmv<T, GAP_BITS, BULK, RMS_NORM> : launch_spmv<T, GAP_BITS, BULK, AS_IT_IS>
                         : norm ? launch_spmv<T, GAP_BITS, CP_ASYNC, RMS_NORM>

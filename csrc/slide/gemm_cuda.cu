@@ -61,18 +61,15 @@ slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int 
 
 cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_t stream) {
     using namespace macko;
-    int device = 0, major = 0, num_sms = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status != cudaSuccess) return status;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    if (major != 9 || without_bulk_copies()) return slide_run_mma(kind, *args, stream); // no wgmma
-    const slide_size size = size_of_tile(kind, *args, num_sms);
+    if (!has_wgmma(device.major)) return slide_run_mma(kind, *args, stream);
+    const slide_size size = size_of_tile(kind, *args, device.num_sms);
     switch (args->weight.shape.type) {
-    case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, num_sms, stream);
-    case MACKO_SLIDE_E4M3: return slide_run<MACKO_SLIDE_E4M3>(kind, size, *args, num_sms, stream);
-    case MACKO_SLIDE_F16: return slide_run<MACKO_SLIDE_F16>(kind, size, *args, num_sms, stream);
-    default: return slide_run<MACKO_SLIDE_BF16>(kind, size, *args, num_sms, stream);
+    case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, device.num_sms, stream);
+    case MACKO_SLIDE_E4M3: return slide_run<MACKO_SLIDE_E4M3>(kind, size, *args, device.num_sms, stream);
+    case MACKO_SLIDE_F16: return slide_run<MACKO_SLIDE_F16>(kind, size, *args, device.num_sms, stream);
+    default: return slide_run<MACKO_SLIDE_BF16>(kind, size, *args, device.num_sms, stream);
     }
 }

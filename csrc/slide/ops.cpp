@@ -211,7 +211,7 @@ Made pack(const Tensor &w_any, const Ints &options) {
              " (columns ", first.group * 2 * n, " to ", first.group * 2 * n + 2 * n - 1, ") has ", first.count,
              " non-zeros, expected at most ", 2 * n - 2);
     return {{packed, scale, torch::stable::new_empty(packed, {0, 0, 0})},
-            {SLIDE, rows, cols, n, options[1], source_dtype, 0, 0, dropped}};
+            {MACKO_LAYOUT_SLIDE, rows, cols, n, options[1], source_dtype, 0, 0, dropped}};
 }
 
 // The codes: the weight itself for 16-bit types, the weight over scale for 8-bit ones.
@@ -239,11 +239,13 @@ Tensor dense(const Packed &p, bool) {
 Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
     const Tensor &packed = p[0], &scale = p[1], &dense = p[2];
     const char *op = "linear";
-    const int64_t cols = p.cols(), n_packed = p.own(0), sparse_from = p.own(3), sparse_to = p.own(4);
+    const int64_t cols = p.cols(), n_packed = p.own(0);
     const ScalarType dtype = element_of(op, p.own(1));
     const int64_t tokens = num_tokens(x_any);
     // One op for both weights, so that a compiled graph for any number of tokens has no branch.
-    const bool takes_dense = sparse_to && (tokens < sparse_from || tokens > sparse_to);
+    const macko_path path =
+        macko_path_of({.layout = MACKO_LAYOUT_SLIDE, .sparse_from = p.own(3), .sparse_to = p.own(4)}, tokens, {});
+    const bool takes_dense = path == MACKO_PATH_DENSE_TILES;
     const int64_t n = takes_dense ? 0 : n_packed;
     check_device(op, "dense_tiles", dense, "tiles", packed);
     const macko_slide_weight weight = takes_dense ? weight_of(op, dense, scale, cols, n, dtype, "dense_tiles")

@@ -729,7 +729,7 @@ cudaError_t run(const macko_tile_matrix &m, int64_t tokens, const void *x, int64
     cudaError_t error = cudaGetDevice(&index);
     if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
     if (error) return error;
-    if (major != 9 || without_bulk_copies()) { // wgmma is of sm_90 alone
+    if (!has_wgmma(major)) {
         const auto run = tokens <= 8    ? launch_mma<T, 1>
                          : tokens <= 16 ? launch_mma<T, 2>
                          : tokens <= 32 ? launch_mma<T, 4>

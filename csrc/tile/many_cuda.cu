@@ -121,12 +121,8 @@ cudaError_t run(const many_args &args, const device_info &device) {
 cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens, macko_tile_many_plan *plan) {
     using namespace macko;
     *plan = {};
-    plan->workspace_bytes = -1;
     device_info device;
-    const cudaError_t error = current_device(&device);
-    if (error || tokens <= 64 || tokens > INT32_MAX || !m->rows || !m->cols || device.major != 9 ||
-        without_bulk_copies())
-        return error;
+    if (const cudaError_t error = current_device(&device)) return error;
     const int *forced = macko_knob(MACKO_KNOB_TILE_GEMM); // taken where it can be
     // A plan takes longer than a launch, so plans are kept: a model asks for the same ones again and again.
     constexpr size_t MOST = 4096;

@@ -69,7 +69,7 @@ typedef struct macko_tile_many_way {
 
 struct macko_tile_many_plan {
     /* Of device memory, with any content: flags [share][2][row block], uint64, then partial sums [share][2][row block]
-     * of macko_tile_partial_bytes. -1 where macko_tile_few_cuda multiplies. */
+     * of macko_tile_partial_bytes. */
     int64_t workspace_bytes;
     macko_tile_many_shape shape;
     macko_tile_schedule schedule;

@@ -6,8 +6,7 @@
 #include "../macko/ops.h"
 #include "tile.h"
 #ifdef USE_CUDA
-#include <cstdlib>
-
+#include "../core/device.h"
 #include "../torch/dense_rows.h"
 #include "many_plan.h"
 #else
@@ -18,13 +17,13 @@ namespace macko {
 namespace {
 
 #ifdef USE_CUDA
-// Whether tokens are multiplied from the layout, and how; else through dense rows and the library's GEMM, as a GPU
-// without wgmma does with more than 512. MACKO_TILE_TOKENS sets another limit.
-bool takes_layout(const macko_tile_matrix &m, int64_t tokens, macko_tile_many_plan *plan) {
-    const char *knob = getenv("MACKO_TILE_TOKENS");
-    if (!m.cols || (knob && tokens > atoll(knob))) return false;
-    STD_CUDA_CHECK(macko_tile_many_plan_cuda(&m, tokens, plan));
-    return knob || tokens <= 512 || plan->workspace_bytes >= 0;
+macko_path path_of(const macko_tile_matrix &m, int64_t tokens) {
+    device_info device;
+    STD_CUDA_CHECK(current_device(&device));
+    const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
+    return macko_path_of(
+        {.layout = MACKO_LAYOUT_TILE, .rows = m.rows, .cols = m.cols}, tokens,
+        {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
 }
 #endif
 
@@ -95,13 +94,15 @@ Tokens tokens_of(const Tensor &x_any, int64_t tokens, int64_t cols) {
 }
 
 // y, of tokens * m.rows elements, = x W^T + bias.
-void multiply(const macko_tile_matrix &m, int64_t tokens, const Tokens &given, const std::optional<Tensor> &bias,
-              const macko_tile_many_plan &plan, Tensor &y) {
+void multiply(macko_path path, const macko_tile_matrix &m, int64_t tokens, const Tokens &given,
+              const std::optional<Tensor> &bias, Tensor &y) {
     const void *x = given.x.const_data_ptr();
     const cudaStream_t stream = current_stream(y);
-    if (plan.workspace_bytes < 0) {
+    if (path == MACKO_PATH_FEW) {
         STD_CUDA_CHECK(macko_tile_few_cuda(&m, tokens, x, given.stride, data_of(bias), y.mutable_data_ptr(), stream));
     } else {
+        macko_tile_many_plan plan;
+        STD_CUDA_CHECK(macko_tile_many_plan_cuda(&m, tokens, &plan));
         Tensor workspace = torch::stable::new_empty(y, {plan.workspace_bytes / 2});
         STD_CUDA_CHECK(macko_tile_many_cuda(&m, tokens, x, given.stride, data_of(bias), y.mutable_data_ptr(), &plan,
                                             workspace.mutable_data_ptr(), stream));
@@ -203,7 +204,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
             totals.stored += __builtin_popcount(mask);
         }
 #endif
-    return {{data, offsets}, {TILE, rows, cols, totals.widest, totals.stored, canonical.own(0)}};
+    return {{data, offsets}, {MACKO_LAYOUT_TILE, rows, cols, totals.widest, totals.stored, canonical.own(0)}};
 }
 
 Tensor dense(const Packed &p, bool) {
@@ -243,10 +244,10 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x_any);
 #ifdef USE_CUDA
-    macko_tile_many_plan plan;
-    if (!takes_layout(m, tokens, &plan)) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
+    const macko_path path = path_of(m, tokens);
+    if (path == MACKO_PATH_DENSE_ROWS) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
     Tensor y = torch::stable::new_empty(data, with_last(x_any, rows));
-    multiply(m, tokens, tokens_of(x_any, tokens, cols), bias, plan, y);
+    multiply(path, m, tokens, tokens_of(x_any, tokens, cols), bias, y);
     return y;
 #else
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
@@ -270,12 +271,13 @@ std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &p
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x);
     std::vector<macko_tile_matrix> pieces;
-    std::vector<macko_tile_many_plan> plans(part_rows.size());
+    std::vector<macko_path> paths;
     int64_t first = 0;
     for (const int64_t count : part_rows) {
         pieces.push_back(piece_of(m, first, count));
+        paths.push_back(path_of(pieces.back(), tokens));
         // Parts that do not begin where a row block does go through dense rows, which can be cut anywhere.
-        if (count && (first % MACKO_TILE_ROWS || !takes_layout(pieces.back(), tokens, &plans[pieces.size() - 1])))
+        if (count && (first % MACKO_TILE_ROWS || paths.back() == MACKO_PATH_DENSE_ROWS))
             return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, data));
         first += count;
     }
@@ -283,7 +285,7 @@ std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &p
     std::vector<Tensor> parts;
     for (size_t i = 0; i < pieces.size(); i++) {
         parts.push_back(torch::stable::new_empty(data, with_last(x, part_rows[i])));
-        if (part_rows[i]) multiply(pieces[i], tokens, prepared, std::nullopt, plans[i], parts.back());
+        if (part_rows[i]) multiply(paths[i], pieces[i], tokens, prepared, std::nullopt, parts.back());
     }
     return parts;
 }

@@ -13,11 +13,11 @@ namespace macko {
 namespace {
 
 #define ADDRESS(id, layout) &layout,
-constexpr std::array<const Layout *, NUM_LAYOUTS> LAYOUTS = {MACKO_LAYOUTS(ADDRESS)};
+constexpr std::array<const Layout *, MACKO_NUM_LAYOUTS> LAYOUTS = {MACKO_LAYOUTS(ADDRESS)};
 #undef ADDRESS
 
 const Layout &layout_numbered(const char *op, int64_t id) {
-    if (id < 0 || id >= NUM_LAYOUTS) fail(op, "layout is ", id, ", expected 0 to ", NUM_LAYOUTS - 1);
+    if (id < 0 || id >= MACKO_NUM_LAYOUTS) fail(op, "layout is ", id, ", expected 0 to ", MACKO_NUM_LAYOUTS - 1);
     return *LAYOUTS[id];
 }
 

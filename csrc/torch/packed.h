@@ -1,4 +1,4 @@
-// A packed weight as the ops get it, and what each layout does with one: a row of MACKO_LAYOUTS.
+// A packed weight as the ops get it, and what each layout does with one.
 #pragma once
 
 #include <optional>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "check.h"
+#include "path.h"
 
 namespace macko {
 
@@ -41,19 +42,6 @@ struct Made {
         return {tensors, header};
     }
 };
-
-// Every layout. Its number here stands first in a header, and is `number` of its class in macko/formats.py; no file has it.
-#define MACKO_LAYOUTS(LAYOUT)                                                                                          \
-    LAYOUT(CANONICAL, canonical_layout)                                                                                \
-    LAYOUT(BITMAP, bitmap_layout)                                                                                      \
-    LAYOUT(SELL, sell_layout)                                                                                          \
-    LAYOUT(TILE, tile_layout)                                                                                          \
-    LAYOUT(EC, ec_layout)                                                                                              \
-    LAYOUT(SLIDE, slide_layout)
-
-#define NUMBER(id, layout) id,
-enum LayoutId : int64_t { MACKO_LAYOUTS(NUMBER) NUM_LAYOUTS };
-#undef NUMBER
 
 // What is null, a layout does not do on this device.
 struct Layout {

@@ -1,0 +1,52 @@
+// What launches ask of the current device, and of the knobs.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <mutex>
+
+#include "knobs.h"
+
+namespace macko {
+
+struct device_info {
+    int index;
+    int major; // of its compute capability
+    int num_sms;
+    int shared_bytes;  // what a block may have at most, having asked for it
+    int shared_per_sm; // of all its blocks
+};
+
+constexpr int MAX_DEVICES = 64;
+
+// The current device. Asked once: the driver takes microseconds to answer.
+inline cudaError_t current_device(device_info *device) {
+    static device_info devices[MAX_DEVICES];
+    static std::once_flag asked[MAX_DEVICES];
+    int index = 0;
+    if (const cudaError_t error = cudaGetDevice(&index)) return error;
+    if (index >= MAX_DEVICES) return cudaErrorInvalidDevice;
+    std::call_once(asked[index], [index] {
+        device_info &d = devices[index];
+        d.index = index;
+        cudaDeviceGetAttribute(&d.major, cudaDevAttrComputeCapabilityMajor, index);
+        cudaDeviceGetAttribute(&d.num_sms, cudaDevAttrMultiProcessorCount, index);
+        cudaDeviceGetAttribute(&d.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+        cudaDeviceGetAttribute(&d.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
+    });
+    *device = devices[index];
+    return cudaSuccess;
+}
+
+// By the major number of a compute capability: whether to run the kernels with bulk copies, those of GPUs from 9.0 on;
+// MACKO_COPY=cp_async says no.
+inline bool has_bulk_copies(int major) {
+    return major >= 9 && macko_knob_number(MACKO_KNOB_COPY, MACKO_COPY_BULK) == MACKO_COPY_BULK;
+}
+
+// And those with wgmma, which is of 9.0 alone.
+inline bool has_wgmma(int major) {
+    return major == 9 && has_bulk_copies(major);
+}
+
+} // namespace macko

@@ -60,7 +60,7 @@ SANITIZED = $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -fno-sanitize-reco
 
 fuzz: build ## files that lie: a minute of the C core under sanitizers, then of every reader
 	$(PY) -m tests.fuzz --corpus build/corpus
-	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc -name '*.c' ! -path '*/torch/*' ! -path '*/slide/*') -lm
+	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc contrib -name '*.c' ! -path '*/torch/*' ! -path '*/slide/*') -lm
 	build/fuzz_core build/corpus 60
 	$(PY) -m tests.fuzz --cases 20000 --out ""
 
@@ -71,7 +71,7 @@ lint: $(ENV) ## ruff, mypy and clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror $$(find csrc -type f)
+	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror $$(find csrc contrib -type f)
 
 wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

@@ -267,7 +267,8 @@ class Build(build_ext):
 
 
 def sources(*suffixes: str) -> list[str]:
-    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in suffixes)
+    found = (path for folder in ("csrc", "contrib") for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
 CPU = Extension("macko._C", sources(".c", ".cpp"), py_limited_api=True)

@@ -550,7 +550,7 @@ class BitmapWeight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EcWeight(PackedWeight):
-    """EC-CSR, the format of the EC-SpMV paper, and its widening; csrc/ec/ec.h specifies the bytes.
+    """EC-CSR, the format of the EC-SpMV paper, and its widening; contrib/ec/ec.h specifies the bytes.
 
     The tensors are as ops.ec_pack returns them; the ints besides rows and cols are its options.
     """

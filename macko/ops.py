@@ -154,7 +154,7 @@ def ec_pack(
         max_slabs: up to 4; with delta_bits 0, into how many sets the columns, sorted by density, may be cut.
 
     Returns:
-        The eight tensors that csrc/ec/ec.h describes, on w's device; the CPU's and CUDA's are the same bytes.
+        The eight tensors that contrib/ec/ec.h describes, on w's device; the CPU's and CUDA's are the same bytes.
 
     Raises:
         RuntimeError: wrong device, dtype, shape or option, or more than 2^31 - 1 columns stored in one set.

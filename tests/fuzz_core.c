@@ -13,8 +13,9 @@
 #include <string.h>
 #include <time.h>
 
+#include "../contrib/ec/ec.h"
 #include "../csrc/bitmap/bitmap.h"
-#include "../csrc/ec/ec.h"
+#include "../csrc/core/knobs.h"
 #include "../csrc/macko/macko.h"
 #include "../csrc/tile/tile.h"
 

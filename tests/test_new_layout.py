@@ -127,7 +127,7 @@ def test_a_new_layout_is_a_file_and_two_rows(tmp_path: Path) -> None:
     if not (ROOT / "setup.py").exists():
         pytest.skip("macko is installed, its source is not here")
     ignore = shutil.ignore_patterns("*.so", "_C_cuda*", "__pycache__")
-    for folder in filter(Path.exists, map(ROOT.joinpath, ("csrc", "macko", "build/objects"))):
+    for folder in filter(Path.exists, map(ROOT.joinpath, ("csrc", "contrib", "macko", "build/objects"))):
         shutil.copytree(folder, tmp_path / folder.relative_to(ROOT), ignore=ignore)
     for told in (*tmp_path.glob("build/objects/*.cmd"), *tmp_path.glob("build/objects/_C/*.d")):
         told.write_text(told.read_text().replace(str(ROOT), str(tmp_path)))

@@ -49,13 +49,13 @@ FAULTS = (
     Fault("unpacking forgets the zeros behind the last group", "csrc/macko/pack_cpu.c",
           "memset(w + at.next * size, 0, (size_t)((m->cols - at.next) * size));",
           "memset(w + at.next * size, 0, (size_t)((m->cols - at.next) * size) / 2);", "tests/test_macko.py"),
-    Fault("ec's product loses the bias", "csrc/ec/spmv_cpu.c", "bias ? sum + macko_load(bias, m->dtype, row) : sum",
+    Fault("ec's product loses the bias", "contrib/ec/spmv_cpu.c", "bias ? sum + macko_load(bias, m->dtype, row) : sum",
           "sum", "tests/test_ec.py"),
-    Fault("ec: the last piece of a row replaces the others", "csrc/ec/spmv_cpu.c",
+    Fault("ec: the last piece of a row replaces the others", "contrib/ec/spmv_cpu.c",
           "row_sums[row - first_row] += sum;", "row_sums[row - first_row] = sum;", "tests/test_ec.py"),
-    Fault("ec's check takes a row of another tile", "csrc/ec/pack_cpu.c",
+    Fault("ec's check takes a row of another tile", "contrib/ec/pack_cpu.c",
           "row >= num_rows || seen[row]", "row > num_rows || seen[row]", "tests/test_ec.py"),
-    Fault("ec's check takes a first delta that is not zero", "csrc/ec/pack_cpu.c",
+    Fault("ec's check takes a first delta that is not zero", "contrib/ec/pack_cpu.c",
           "i < bit + set->delta_bits; i++", "i < bit + set->delta_bits - 1; i++", "tests/test_ec.py"),
     Fault("bitmap's check takes rows into the padding", "csrc/bitmap/pack_cpu.c",
           "if (stop < start || stop > m->capacity - MACKO_BITMAP_PAD)", "if (stop < start || stop > m->capacity)",
@@ -137,7 +137,7 @@ def caught_by(fault: Fault, copy: Path) -> str:
     text = path.read_text()
     if text.count(fault.old) != 1:
         raise PlanError(f"{fault.file} has {fault.old!r} {text.count(fault.old)} times, expected once")
-    native = fault.file.startswith("csrc/")
+    native = fault.file.startswith(("csrc/", "contrib/"))
     clean = (copy / LIBRARY).read_bytes() if native else b""
     path.write_text(text.replace(fault.old, fault.new))
     try:

@@ -1,7 +1,7 @@
 """Says which CUDA kernels two versions of the sources compile to different machine code for.
 
     python tools/sass_diff.py HEAD~3 --only csrc/tile    # a revision against the working tree
-    python tools/sass_diff.py HEAD~3 HEAD --arch sm_80    # or against another one, all of csrc
+    python tools/sass_diff.py HEAD~3 HEAD --arch sm_80    # or against another one, all of csrc and contrib
 
 A change that only renames or moves code must leave none: then what was measured before still holds. The bytes of the
 instructions are compared, and the registers and constants of a kernel. Kernels are matched by these, not by name, so
@@ -95,10 +95,10 @@ def demangled(name: str) -> str:
 
 
 def tree_of(version: str, folder: Path) -> Path:
-    """A folder as it is, or csrc of a git revision, put into `folder`."""
+    """A folder as it is, or the tree of a git revision, put into `folder`."""
     if Path(version).is_dir():
         return Path(version).resolve()
-    archive = subprocess.run(["git", "-C", ROOT, "archive", version, "csrc"], capture_output=True)
+    archive = subprocess.run(["git", "-C", ROOT, "archive", version], capture_output=True)
     if archive.returncode:
         sys.exit(f"{version} is neither a folder nor a revision: {archive.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
@@ -110,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="git revision, or a folder that has csrc/")
     parser.add_argument("new", nargs="?", default=str(ROOT), help="the same; default: the working tree")
-    parser.add_argument("--only", nargs="+", default=["csrc"], help="folders or .cu files; default: csrc")
+    parser.add_argument("--only", nargs="+", default=["csrc", "contrib"], help="folders or .cu files; default: csrc contrib")
     parser.add_argument("--arch", default="sm_90a", help="default: sm_90a")
     parser.add_argument("--nvcc", default=shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     args = parser.parse_args()

@@ -24,7 +24,7 @@
 #ifndef MACKO_EC_H
 #define MACKO_EC_H
 
-#include "../core/types.h"
+#include "../../csrc/core/types.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,7 +1,7 @@
 /* y = W x on the CPU from EC-CSR. */
 #include <string.h>
 
-#include "../core/cpu.h"
+#include "../../csrc/core/cpu.h"
 #include "ec.h"
 
 void macko_ec_order_x_cpu(const macko_ec_matrix *m, const void *x, float *ordered) {

@@ -1,6 +1,6 @@
 // Packing and unpacking of EC-CSR on CUDA. The bytes are those of pack_cpu.c: what decides them is shared, in plan.h.
 // A packing runs once a weight, so the kernels are as plain as the time allows: a thread walks a row or a pair of rows.
-#include "../core/cuda.cuh"
+#include "../../csrc/core/cuda.cuh"
 #include "plan.h"
 
 using namespace macko;

@@ -6,11 +6,11 @@
 #include <numeric>
 #include <vector>
 
-#include "../torch/packed.h"
-#include "../torch/tensors.h"
+#include "../../csrc/torch/packed.h"
+#include "../../csrc/torch/tensors.h"
 #include "ec.h"
 #ifndef USE_CUDA
-#include "../torch/rows.h"
+#include "../../csrc/torch/rows.h"
 #endif
 
 namespace macko {

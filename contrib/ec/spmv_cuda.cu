@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../core/cuda.cuh"
+#include "../../csrc/core/cuda.cuh"
 #include "ec.h"
 
 using namespace macko;

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../core/cpu.h"
+#include "../../csrc/core/cpu.h"
 #include "plan.h"
 
 static inline int is_zero(const void *w, macko_dtype dtype, int64_t i) {

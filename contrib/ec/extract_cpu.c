@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../core/cpu.h"
+#include "../../csrc/core/cpu.h"
 #include "plan.h"
 
 /* shared[i * MACKO_EC_TILE + j], i < j < members: columns that both have. */

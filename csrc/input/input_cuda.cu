@@ -41,36 +41,26 @@ template <typename T>
 __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const T *x, const T *weight, float eps, T *y, int cols) {
     __shared__ float partial[NORM_THREADS / WARP];
     const int vectors = cols / 8;
-    const auto *from = (const uint4 *)x + int64_t(blockIdx.x) * vectors;
     auto *to = (uint4 *)y + int64_t(blockIdx.x) * vectors;
-    uint4 held_x[HELD] = {}, held_weight[HELD];
+    row_walk<T, HELD> row{(const uint4 *)x + int64_t(blockIdx.x) * vectors, vectors, NORM_THREADS};
+    uint4 held_weight[HELD];
 #pragma unroll
     for (int k = 0; k < HELD; k++) // not what the previous kernel wrote
         if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors)
             held_weight[k] = __ldg((const uint4 *)weight + i);
     start();
-    float sum = 0;
 #pragma unroll
     for (int k = 0; k < HELD; k++)
-        if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors) held_x[k] = load_vector(from + i);
-#pragma unroll
-    for (int k = 0; k < HELD; k++) sum = sum_of_squares<T>(held_x[k], sum);
-#pragma unroll 1
-    for (int i = threadIdx.x + HELD * NORM_THREADS; i < vectors; i += NORM_THREADS)
-        sum = sum_of_squares<T>(load_vector(from + i), sum);
-    for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+        if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors) row.held[k] = load_vector(row.from + i);
+    const float sum = row.squares();
     if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = sum;
     __syncthreads();
     float total = 0;
     for (const float part : partial) total += part;
     const float scale = rsqrtf(total / cols + eps);
-#pragma unroll
-    for (int k = 0; k < HELD; k++)
-        if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors)
-            to[i] = normalised<T>(held_x[k], held_weight[k], scale);
-#pragma unroll 1
-    for (int i = threadIdx.x + HELD * NORM_THREADS; i < vectors; i += NORM_THREADS)
-        to[i] = normalised<T>(load_vector(from + i), __ldg((const uint4 *)weight + i), scale);
+    row.for_each([&](int i, uint4 vector, int k) {
+        to[i] = normalised<T>(vector, k < HELD ? held_weight[k] : __ldg((const uint4 *)weight + i), scale);
+    });
 }
 
 // With PDL from sm_90 on.

@@ -19,6 +19,37 @@ __device__ __forceinline__ float sum_of_squares(uint4 vector, float sum) {
     return sum;
 }
 
+// The vectors of a token's row that a thread has, every threads-th; the first HELD stay in registers from one pass to the
+// next, where the kernel has loaded them.
+template <typename T, int HELD>
+struct row_walk {
+    const uint4 *from;
+    int vectors, threads;
+    uint4 held[HELD] = {};
+
+    // The sum of squares of the warp's vectors, in every lane.
+    __device__ __forceinline__ float squares() const {
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < HELD; k++) sum = sum_of_squares<T>(held[k], sum);
+#pragma unroll 1
+        for (int i = threadIdx.x + HELD * threads; i < vectors; i += threads)
+            sum = sum_of_squares<T>(load_vector(from + i), sum);
+        for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+        return sum;
+    }
+
+    // body(i, vector, k); k is HELD of those that are not held.
+    template <typename Body>
+    __device__ __forceinline__ void for_each(const Body &body) const {
+#pragma unroll
+        for (int k = 0; k < HELD; k++)
+            if (const int i = threadIdx.x + k * threads; i < vectors) body(i, held[k], k);
+#pragma unroll 1
+        for (int i = threadIdx.x + HELD * threads; i < vectors; i += threads) body(i, load_vector(from + i), HELD);
+    }
+};
+
 // Rounded twice, as modules do it: x scaled, and its product with the weight.
 template <typename T>
 __device__ __forceinline__ uint4 normalised(uint4 vector, uint4 weight, float scale) {

@@ -37,36 +37,23 @@ __device__ __forceinline__ void stage_normalised(uint4 *x_shared, const T *x, co
                                                  int threads, float *partial) {
     // Vectors of 8 columns that a thread holds in registers from one pass to the next: 8192 columns by 8 warps.
     constexpr int HELD = 4;
-    const auto *from = (const uint4 *)x;
-    const int vectors = cols / 8, warp = threadIdx.x / WARP;
-    uint4 held_x[HELD] = {};
+    const int vectors = cols / 8;
+    row_walk<T, HELD> row{(const uint4 *)x, vectors, threads};
 #pragma unroll
     for (int k = 0; k < HELD; k++)
-        if (threadIdx.x + k * threads < vectors) held_x[k] = load_vector(from + threadIdx.x + k * threads);
+        if (threadIdx.x + k * threads < vectors) row.held[k] = load_vector(row.from + threadIdx.x + k * threads);
 #pragma unroll 1
     for (int i = threadIdx.x; i < vectors; i += threads)
         copy_async<16>(shared_address(x_shared + i), (const uint4 *)norm.weight + i);
-    float sum = 0;
-#pragma unroll
-    for (int k = 0; k < HELD; k++) sum = sum_of_squares<T>(held_x[k], sum);
-#pragma unroll 1
-    for (int i = threadIdx.x + HELD * threads; i < vectors; i += threads)
-        sum = sum_of_squares<T>(load_vector(from + i), sum);
-    for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-    if (threadIdx.x % WARP == 0) partial[warp] = sum;
+    const float sum = row.squares();
+    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = sum;
     named_barrier_sync(1, threads); // of the consumers
     float total = 0;
     for (int w = 0; w < threads / WARP; w++) total += partial[w];
     const float scale = rsqrtf(total / cols + norm.eps);
     commit_copies();
     wait_copies<0>();
-#pragma unroll
-    for (int k = 0; k < HELD; k++)
-        if (const int i = threadIdx.x + k * threads; i < vectors)
-            x_shared[i] = normalised<T>(held_x[k], x_shared[i], scale);
-#pragma unroll 1
-    for (int i = threadIdx.x + HELD * threads; i < vectors; i += threads)
-        x_shared[i] = normalised<T>(load_vector(from + i), x_shared[i], scale);
+    row.for_each([&](int i, uint4 vector, int) { x_shared[i] = normalised<T>(vector, x_shared[i], scale); });
 }
 
 // x from pipeline.x_split on comes by a bulk copy, if x is aligned for one. Members are references to the kernel's parameters,

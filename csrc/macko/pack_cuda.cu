@@ -1,4 +1,5 @@
 // pack, unpack and the checks of the macko format on CUDA. A warp owns a row in every kernel but the scan.
+#include "../core/scan.cuh"
 #include "macko.cuh"
 
 using namespace macko;
@@ -113,12 +114,9 @@ __global__ void __launch_bounds__(THREADS) count_rows(const uint16_t *w, int64_t
 }
 
 // One block a row_ptr: counts in row_ptr[1..rows] become their sums. 8 counts a thread and round; 48 us for 36864 rows (H200).
-constexpr int SCAN_THREADS = 1024;
 __global__ void __launch_bounds__(SCAN_THREADS) scan_rows(int64_t rows, int64_t *row_ptr, int64_t *stored) {
     constexpr int COUNTS = 8;
-    __shared__ int64_t warp_sums[SCAN_THREADS / WARP];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int64_t before_round = 0;
+    int64_t before_round = 0, total;
     row_ptr += blockIdx.x * (rows + 1);
     if (threadIdx.x == 0) row_ptr[0] = 0;
     for (int64_t round = 1; round <= rows; round += SCAN_THREADS * COUNTS) {
@@ -128,22 +126,11 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_rows(int64_t rows, int64_t 
         for (int i = 0; i < COUNTS; i++) sums[i] = first + i <= rows ? row_ptr[first + i] : 0;
 #pragma unroll
         for (int i = 0; i < COUNTS; i++) sums[i] = sum += sums[i];
-        int64_t through = sum;
-        for (int distance = 1; distance < WARP; distance *= 2) {
-            const int64_t other = __shfl_up_sync(FULL_WARP, through, distance);
-            if (lane >= distance) through += other;
-        }
-        if (lane == WARP - 1) warp_sums[warp] = through;
-        __syncthreads();
-        int64_t before = before_round + through - sum;
-        for (int i = 0; i < SCAN_THREADS / WARP; i++) {
-            if (i < warp) before += warp_sums[i];
-            before_round += warp_sums[i];
-        }
+        const int64_t before = before_round + block_exclusive_sum(sum, &total);
+        before_round += total;
 #pragma unroll
         for (int i = 0; i < COUNTS; i++)
             if (first + i <= rows) row_ptr[first + i] = before + sums[i];
-        __syncthreads();
     }
     if (threadIdx.x == 0) stored[blockIdx.x] = before_round;
 }
@@ -223,12 +210,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
     const int64_t num_words = capacity * BITS / 32;
     walk_row(dense_row(w, row, cols), cols, [&](const row_cursor &at) {
-        const int64_t own = entries_of<BITS>(at);
-        int64_t through = own;
-        for (int distance = 1; distance < WARP; distance *= 2) {
-            const int64_t other = __shfl_up_sync(FULL_WARP, through, distance);
-            if (lane >= distance) through += other;
-        }
+        const int64_t own = entries_of<BITS>(at), through = warp_inclusive_sum(own, lane);
         const int64_t entries = __shfl_sync(FULL_WARP, through, WARP - 1), word = entry * BITS >> 5;
         const int first_bit = int(entry * BITS & 31);
         if (entries > ROOM) {

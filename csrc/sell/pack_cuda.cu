@@ -1,4 +1,5 @@
 // The sell layout made from the canonical format on the device.
+#include "../core/scan.cuh"
 #include "stream.cuh"
 
 using namespace macko;
@@ -6,20 +7,10 @@ using namespace macko;
 namespace {
 
 constexpr int WARPS = 8; // of the blocks whose warps own a row each
-constexpr int SCAN_THREADS = 1024;
 
 __device__ __forceinline__ int delta_at(const macko_matrix &m, int64_t entry) {
     const int64_t bit = entry * m.delta_bits;
     return m.deltas[bit >> 3] >> (bit & 7) & ((1 << m.delta_bits) - 1);
-}
-
-template <typename N>
-__device__ __forceinline__ N warp_inclusive_sum(N value, int lane) {
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const N below = __shfl_up_sync(FULL_WARP, value, distance);
-        if (lane >= distance) value += below;
-    }
-    return value;
 }
 
 // A non-zero of the canonical format, as a lane of walk_row sees it.
@@ -87,20 +78,6 @@ __global__ void rank_rows(const int32_t *counts, int rows, int range_rows, int32
     }
     rank = __reduce_add_sync(FULL_WARP, rank);
     if (lane == 0) perm[first + rank] = row;
-}
-
-// Exclusive sum over the threads of a block of SCAN_THREADS; the sum of all to *total.
-__device__ int64_t block_exclusive_sum(int64_t value, int64_t *total) {
-    __shared__ int64_t sums[SCAN_THREADS / WARP];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t inclusive = warp_inclusive_sum(value, lane);
-    __syncthreads(); // the last call's reads are done
-    if (lane == WARP - 1) sums[warp] = inclusive;
-    __syncthreads();
-    const int64_t below = warp_inclusive_sum(sums[lane], lane);
-    *total = __shfl_sync(FULL_WARP, below, WARP - 1);
-    const int64_t offset = __shfl_sync(FULL_WARP, below, warp ? warp - 1 : 0);
-    return inclusive - value + (warp ? offset : 0);
 }
 
 __device__ __forceinline__ int steps_of(int count) {

@@ -1,6 +1,6 @@
 // The tile layout from dense rows, and back, on CUDA. A warp owns a slice of a slab: 16 rows and 256 columns, in the
 // order of tile.h.
-#include "../core/cuda.cuh"
+#include "../core/scan.cuh"
 #include "decode.cuh"
 #include "tile.h"
 
@@ -10,7 +10,6 @@ namespace {
 
 constexpr int SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES;
 constexpr int THREADS = MACKO_TILE_SLICES * WARP; // a thread block owns a slab
-constexpr int SCAN_THREADS = 1024;
 
 // The first of a slice's rows and columns.
 struct slice_origin {
@@ -122,24 +121,15 @@ __global__ void __launch_bounds__(THREADS)
 
 // One block: units in offsets[1..slabs] become their sums.
 __global__ void __launch_bounds__(SCAN_THREADS) scan_slabs(int64_t slabs, int32_t *offsets, macko_tile_totals *totals) {
-    __shared__ int64_t sums[SCAN_THREADS / WARP];
     __shared__ int widest;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (threadIdx.x == 0) offsets[0] = widest = 0;
-    int64_t before = 0;
+    int64_t before = 0, total;
     int own_widest = 0;
     for (int64_t slab = threadIdx.x + 1; slab - threadIdx.x <= slabs; slab += SCAN_THREADS) {
         const int units = slab <= slabs ? offsets[slab] : 0;
         own_widest = max(own_widest, units);
-        const uint32_t through = warp_inclusive_sum((uint32_t)units);
-        __syncthreads(); // the last round's reads are done
-        if (lane == WARP - 1) sums[warp] = through;
-        __syncthreads();
-        int64_t offset = before + through;
-        for (int other = 0; other < SCAN_THREADS / WARP; other++) {
-            if (other < warp) offset += sums[other];
-            before += sums[other];
-        }
+        const int64_t offset = before + units + block_exclusive_sum(units, &total);
+        before += total;
         if (slab <= slabs) offsets[slab] = (int32_t)offset;
     }
     __syncthreads();

@@ -419,13 +419,10 @@ __global__ void __launch_bounds__(THREADS) unpack_rows(macko_matrix m, uint16_t 
 // launch(width) with the delta width as a constant.
 template <typename Launch>
 cudaError_t for_delta_bits(int delta_bits, const Launch &launch) {
-    switch (delta_bits) {
-    case 2: launch(std::integral_constant<int, 2>()); break;
-    case 4: launch(std::integral_constant<int, 4>()); break;
-    case 8: launch(std::integral_constant<int, 8>()); break;
-    default: return cudaErrorInvalidValue;
-    }
-    return cudaGetLastError();
+    return for_constant<2, 4, 8>(delta_bits, [&](auto bits) {
+        launch(bits);
+        return cudaGetLastError();
+    });
 }
 
 } // namespace

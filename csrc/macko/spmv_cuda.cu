@@ -213,19 +213,13 @@ cudaError_t place_x(const macko_matrix &m, const void *x, const void *bias, void
 }
 
 template <typename T>
-cudaError_t for_delta_bits(const macko_matrix &m, const void *x, const void *bias, void *y, cudaStream_t stream) {
-    switch (m.delta_bits) {
-    case 2: return place_x<T, 2>(m, x, bias, y, stream);
-    case 4: return place_x<T, 4>(m, x, bias, y, stream);
-    case 8: return place_x<T, 8>(m, x, bias, y, stream);
-    default: return cudaErrorInvalidValue;
-    }
+cudaError_t run(const macko_matrix &m, const void *x, const void *bias, void *y, cudaStream_t stream) {
+    return for_constant<2, 4, 8>(m.delta_bits, [&](auto bits) { return place_x<T, bits>(m, x, bias, y, stream); });
 }
 
 } // namespace
 
 cudaError_t macko_spmv_cuda(const macko_matrix *m, const void *x, const void *bias, void *y, cudaStream_t stream) {
     if (!m->rows) return cudaSuccess;
-    return m->dtype == MACKO_F16 ? for_delta_bits<__half>(*m, x, bias, y, stream)
-                                 : for_delta_bits<__nv_bfloat16>(*m, x, bias, y, stream);
+    return m->dtype == MACKO_F16 ? run<__half>(*m, x, bias, y, stream) : run<__nv_bfloat16>(*m, x, bias, y, stream);
 }

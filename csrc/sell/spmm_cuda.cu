@@ -302,14 +302,8 @@ cudaError_t launch_tokens(const macko_sell_matrix &m, const sell_launch &launch,
 template <typename T>
 cudaError_t launch_width(const macko_sell_matrix &m, const sell_launch &launch, int n, int shared_bytes, const void *x,
                          const void *bias, void *y, cudaStream_t stream) {
-    switch (m.gap_bits) {
-    case 2: return launch_tokens<T, 2>(m, launch, n, shared_bytes, x, bias, y, stream);
-    case 3: return launch_tokens<T, 3>(m, launch, n, shared_bytes, x, bias, y, stream);
-    case 4: return launch_tokens<T, 4>(m, launch, n, shared_bytes, x, bias, y, stream);
-    case 5: return launch_tokens<T, 5>(m, launch, n, shared_bytes, x, bias, y, stream);
-    case 6: return launch_tokens<T, 6>(m, launch, n, shared_bytes, x, bias, y, stream);
-    default: return cudaErrorInvalidValue;
-    }
+    return for_constant<2, 3, 4, 5, 6>(
+        m.gap_bits, [&](auto bits) { return launch_tokens<T, bits>(m, launch, n, shared_bytes, x, bias, y, stream); });
 }
 
 } // namespace

@@ -348,14 +348,8 @@ cudaError_t launch_copy(const macko_sell_matrix &m, const macko_sell_shape &shap
 template <typename T>
 cudaError_t launch_width(const macko_sell_matrix &m, const macko_sell_shape &shape, const void *x,
                          const macko_sell_norm *norm, const void *bias, void *y, cudaStream_t stream) {
-    switch (m.gap_bits) {
-    case 2: return launch_copy<T, 2>(m, shape, x, norm, bias, y, stream);
-    case 3: return launch_copy<T, 3>(m, shape, x, norm, bias, y, stream);
-    case 4: return launch_copy<T, 4>(m, shape, x, norm, bias, y, stream);
-    case 5: return launch_copy<T, 5>(m, shape, x, norm, bias, y, stream);
-    case 6: return launch_copy<T, 6>(m, shape, x, norm, bias, y, stream);
-    default: return cudaErrorInvalidValue;
-    }
+    return for_constant<2, 3, 4, 5, 6>(
+        m.gap_bits, [&](auto bits) { return launch_copy<T, bits>(m, shape, x, norm, bias, y, stream); });
 }
 
 } // namespace

@@ -344,12 +344,6 @@ cudaError_t launch(const macko_sell_matrix *s, int64_t first, int64_t count, voi
 cudaError_t macko_sell_unpack_cuda(const macko_sell_matrix *s, int64_t first, int64_t count, void *w,
                                    cudaStream_t stream) {
     if (!count || !s->cols) return cudaSuccess;
-    switch (s->gap_bits) {
-    case 2: return launch<2>(s, first, count, w, stream);
-    case 3: return launch<3>(s, first, count, w, stream);
-    case 4: return launch<4>(s, first, count, w, stream);
-    case 5: return launch<5>(s, first, count, w, stream);
-    case 6: return launch<6>(s, first, count, w, stream);
-    default: return cudaErrorInvalidValue;
-    }
+    return for_constant<2, 3, 4, 5, 6>(s->gap_bits,
+                                       [&](auto bits) { return launch<bits>(s, first, count, w, stream); });
 }

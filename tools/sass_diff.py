@@ -110,7 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="git revision, or a folder that has csrc/")
     parser.add_argument("new", nargs="?", default=str(ROOT), help="the same; default: the working tree")
-    parser.add_argument("--only", nargs="+", default=["csrc", "contrib"], help="folders or .cu files; default: csrc contrib")
+    where = ["csrc", "contrib"]
+    parser.add_argument("--only", nargs="+", default=where, help="folders or .cu files; default: csrc contrib")
     parser.add_argument("--arch", default="sm_90a", help="default: sm_90a")
     parser.add_argument("--nvcc", default=shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     args = parser.parse_args()

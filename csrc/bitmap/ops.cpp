@@ -79,7 +79,7 @@ void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t to
             return macko_bitmap_spmv_cpu(&m, x.const_data_ptr(), tokens, data_of(bias), begin, end,
                                          y.mutable_data_ptr());
         });
-    if (path == MACKO_PATH_DENSE_ROWS) { // for the time of one product
+    if (path == MACKO_PATH_DENSE_ROWS) { // no vectors here: dense rows for the time of one product
         Tensor flat = torch::stable::view(y, {tokens, m.rows});
         const macko_fault fault = linear_by_blocks(
             torch::stable::view(x, {tokens, m.cols}), m.rows, bias, flat,

@@ -43,8 +43,8 @@ typedef struct macko_path_weight {
     macko_dtype dtype;
     int64_t rows, cols;
     int64_t held; /* canonical: entries, with padding. sell: bytes of its slots */
-    int64_t sparse_from,
-        sparse_to; /* slide: tokens for which the packed weight is the faster one; 0, 0: there is one */
+    /* slide: tokens for which the packed weight is the faster one; 0, 0: there is one only */
+    int64_t sparse_from, sparse_to;
 } macko_path_weight;
 typedef struct macko_path_device {
     bool is_gpu, has_wgmma, has_vectors; /* has_vectors: AVX2, of a CPU */

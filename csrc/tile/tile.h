@@ -186,8 +186,8 @@ cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, in
 /*
  * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every run. With
  * wgmma at most 64 tokens, else cudaErrorInvalidValue (torch/path.h decides). cols > 0. Rows of x begin every x_stride
- * elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants it). May start before the kernel before it in the stream is done (PDL, programmatic dependent launch): that one
- * must not write the weight.
+ * elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants it). May start before the kernel before it in
+ * the stream is done (PDL, programmatic dependent launch): that one must not write the weight.
  */
 cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
                                 const void *bias, void *y, cudaStream_t stream);

@@ -66,33 +66,20 @@ macko_ec_matrix matrix_of(const char *op, const Packed &p) {
     const Tensor &block_values = p[0], &delta_indices = p[1], &base_indices = p[2], &block_indptr = p[3],
                  &row_indices = p[4], &tile_ptr = p[5], &sets = p[6], &col_order = p[7];
     const int64_t rows = p.rows(), cols = p.cols();
-    check_backend(op, "block_values", block_values);
-    const macko_dtype dtype = check_value_dtype(op, "block_values", block_values);
     if (rows < 0 || rows >= INT32_LIMIT || cols < 0 || cols >= INT32_LIMIT)
         fail(op, "the shape is [", rows, ", ", cols, "], expected at most 2^31 - 2 rows and columns");
     const ScalarType base = cols <= 65536 ? ScalarType::UInt16 : ScalarType::Int;
-    const struct {
-        const char *name;
-        const Tensor &t;
-        ScalarType dtype;
-        int64_t dim;
-    } arrays[] = {{"block_values", block_values, block_values.scalar_type(), 1},
-                  {"delta_indices", delta_indices, ScalarType::Byte, 1},
-                  {"base_indices", base_indices, base, 1},
-                  {"block_indptr", block_indptr, ScalarType::Int, 1},
-                  {"row_indices", row_indices, ScalarType::Int, 1},
-                  {"tile_ptr", tile_ptr, ScalarType::Int, 2},
-                  {"sets", sets, ScalarType::Long, 2},
-                  {"col_order", col_order, base, 1}};
-    for (const auto &array : arrays) {
-        check_device(op, array.name, array.t, "block_values", block_values);
-        check_dtype(op, array.name, array.t, array.dtype);
-        check_dim(op, array.name, array.t, array.dim);
-        check_contiguous(op, array.name, array.t);
-#ifdef USE_CUDA
-        if (array.t.numel()) check_aligned(op, array.name, array.t, 16);
-#endif
-    }
+    const int64_t aligned = on_cuda(16);
+    const Wanted all[] = {{"block_values", block_values, ScalarType::Undefined, 1, aligned},
+                          {"delta_indices", delta_indices, ScalarType::Byte, 1, aligned},
+                          {"base_indices", base_indices, base, 1, aligned},
+                          {"block_indptr", block_indptr, ScalarType::Int, 1, aligned},
+                          {"row_indices", row_indices, ScalarType::Int, 1, aligned},
+                          {"tile_ptr", tile_ptr, ScalarType::Int, 2, aligned},
+                          {"sets", sets, ScalarType::Long, 2, aligned},
+                          {"col_order", col_order, base, 1, aligned}};
+    const macko_dtype dtype = check_kinds(op, all);
+    check_memory(op, all);
     const int64_t num_sets = tile_ptr.size(0), tiles = tile_ptr.size(1) - 1,
                   blocks = base_indices.numel() / MACKO_EC_WARP;
     if (sets.size(0) != num_sets + 1 || sets.size(1) != int64_t(sizeof(macko_ec_set) / 8) ||

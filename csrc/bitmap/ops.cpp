@@ -35,15 +35,10 @@ int64_t mean_row(const macko_bitmap &m) {
 // The struct over the three tensors, once they have passed every check that needs no look at their content.
 macko_bitmap matrix_of(const char *op, const Packed &p) {
     const Tensor &values = p[0], &bits = p[1], &row_ptr = p[2];
-    check_backend(op, "values", values);
-    check_device(op, "bits", bits, "values", values);
-    check_device(op, "row_ptr", row_ptr, "values", values);
-    const macko_dtype dtype = check_value_dtype(op, "values", values);
-    check_dtype(op, "bits", bits, ScalarType::Byte);
-    check_dtype(op, "row_ptr", row_ptr, ScalarType::Int);
-    check_dim(op, "values", values, 1);
-    check_dim(op, "bits", bits, 2);
-    check_dim(op, "row_ptr", row_ptr, 1);
+    const Wanted all[] = {{"values", values, ScalarType::Undefined, 1},
+                          {"bits", bits, ScalarType::Byte, 2},
+                          {"row_ptr", row_ptr, ScalarType::Int, 1}};
+    const macko_dtype dtype = check_kinds(op, all);
     if (values.numel() < MACKO_BITMAP_PAD)
         fail(op, "values has ", values.numel(), " elements, expected at least ", int(MACKO_BITMAP_PAD));
     check_sizes(op, p);
@@ -51,9 +46,7 @@ macko_bitmap matrix_of(const char *op, const Packed &p) {
     check_row_ptr(op, row_ptr, rows);
     if (bits.size(0) != rows || bits.size(1) != row_bytes)
         fail(op, "bits has shape ", shape_name(bits), ", expected [", rows, ", ", row_bytes, "]");
-    check_contiguous(op, "values", values);
-    check_contiguous(op, "bits", bits);
-    check_contiguous(op, "row_ptr", row_ptr);
+    check_memory(op, all);
     return {values.const_data_ptr(),
             static_cast<const uint8_t *>(bits.const_data_ptr()),
             static_cast<const int32_t *>(row_ptr.const_data_ptr()),

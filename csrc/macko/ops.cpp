@@ -228,15 +228,11 @@ macko_matrix checked_matrix(const char *op, const Packed &p) {
     const Tensor &values = p[0], &deltas = p[1], &row_ptr = p[2];
     const int64_t cols = p.cols(), delta_bits = p.own(0);
     check_delta_bits(op, delta_bits);
-    check_backend(op, "values", values);
-    check_device(op, "deltas", deltas, "values", values);
-    check_device(op, "row_ptr", row_ptr, "values", values);
-    const macko_dtype dtype = check_value_dtype(op, "values", values);
-    check_dtype(op, "deltas", deltas, ScalarType::Byte);
-    check_dtype(op, "row_ptr", row_ptr, ScalarType::Int);
-    check_dim(op, "values", values, 1);
-    check_dim(op, "deltas", deltas, 1);
-    check_dim(op, "row_ptr", row_ptr, 1);
+    // As aligned as what a thread loads at once: a chunk's values, and its deltas.
+    const Wanted all[] = {{"values", values, ScalarType::Undefined, 1, on_cuda(16)},
+                          {"deltas", deltas, ScalarType::Byte, 1, on_cuda(delta_bits)},
+                          {"row_ptr", row_ptr, ScalarType::Int, 1}};
+    const macko_dtype dtype = check_kinds(op, all);
     const int64_t capacity = values.numel();
     if (capacity % MACKO_CHUNK) fail(op, "values has ", capacity, " entries, expected a multiple of ", MACKO_CHUNK);
     if (deltas.numel() * 8 != capacity * delta_bits)
@@ -244,13 +240,7 @@ macko_matrix checked_matrix(const char *op, const Packed &p) {
              " values");
     check_sizes(op, p);
     check_row_ptr(op, row_ptr, p.rows());
-    check_contiguous(op, "values", values);
-    check_contiguous(op, "deltas", deltas);
-    check_contiguous(op, "row_ptr", row_ptr);
-#ifdef USE_CUDA
-    check_aligned(op, "values", values, 16); // what a thread loads at once: a chunk's values, and its deltas
-    check_aligned(op, "deltas", deltas, delta_bits);
-#endif
+    check_memory(op, all);
     return {values.const_data_ptr(),
             static_cast<const uint8_t *>(deltas.const_data_ptr()),
             static_cast<const int32_t *>(row_ptr.const_data_ptr()),

@@ -19,14 +19,11 @@ static_assert(BLOCK_FIELDS == 8, "blocks is an int32 tensor [num_blocks, 8]");
 macko_sell_matrix matrix_of(const char *op, const Packed &p) {
     const Tensor &data = p[0], &bases = p[1], &blocks = p[2], &perm = p[3];
     const int64_t cols = p.cols(), gap_bits = p.own(0), warps = p.own(1), head = p.own(2);
-    check_backend(op, "data", data);
-    check_device(op, "bases", bases, "data", data);
-    check_device(op, "blocks", blocks, "data", data);
-    check_device(op, "perm", perm, "data", data);
-    const macko_dtype dtype = check_value_dtype(op, "data", data);
-    check_dtype(op, "bases", bases, ScalarType::Short);
-    check_dtype(op, "blocks", blocks, ScalarType::Int);
-    check_dtype(op, "perm", perm, ScalarType::Int);
+    const Wanted all[] = {{"data", data, ScalarType::Undefined, 1, 16}, // what a copy and a load take at once
+                          {"bases", bases, ScalarType::Short, 1},
+                          {"blocks", blocks, ScalarType::Int, 2, 16},
+                          {"perm", perm, ScalarType::Int, 2}};
+    const macko_dtype dtype = check_kinds(op, all);
     if (gap_bits < MACKO_SELL_MIN_GAP_BITS || gap_bits > MACKO_SELL_MAX_GAP_BITS)
         fail(op, "gap_bits is ", gap_bits, ", expected ", int(MACKO_SELL_MIN_GAP_BITS), " to ",
              int(MACKO_SELL_MAX_GAP_BITS));
@@ -36,8 +33,6 @@ macko_sell_matrix matrix_of(const char *op, const Packed &p) {
         fail(op, "head is ", head, ", expected 0 to ", int(MACKO_SELL_MAX_HEAD));
     if (cols < 0 || cols > MACKO_SELL_MAX_COLS)
         fail(op, "cols is ", cols, ", expected 0 to ", int(MACKO_SELL_MAX_COLS));
-    check_dim(op, "blocks", blocks, 2);
-    check_dim(op, "perm", perm, 2);
     check_sizes(op, p);
     if (perm.size(0) != 2 || perm.size(1) != p.rows())
         fail(op, "perm has shape ", shape_name(perm), ", expected [2, ", p.rows(), "]");
@@ -52,12 +47,7 @@ macko_sell_matrix matrix_of(const char *op, const Packed &p) {
     if (bases.numel() % MACKO_SELL_LANES || bases.numel() < num_blocks * warps * MACKO_SELL_LANES)
         fail(op, "bases has ", bases.numel(), " elements, expected a multiple of ", int(MACKO_SELL_LANES), ", ",
              num_blocks * warps * MACKO_SELL_LANES, " at least");
-    check_contiguous(op, "data", data);
-    check_contiguous(op, "bases", bases);
-    check_contiguous(op, "blocks", blocks);
-    check_contiguous(op, "perm", perm);
-    check_aligned(op, "data", data, 16); // what a copy and a load take at once
-    check_aligned(op, "blocks", blocks, 16);
+    check_memory(op, all);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
             int(num_blocks),
             int(gap_bits),

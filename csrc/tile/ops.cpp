@@ -18,7 +18,7 @@ namespace {
 
 #ifdef USE_CUDA
 macko_path path_of(const macko_tile_matrix &m, int64_t tokens) {
-    device_info device;
+    device_info device{};
     STD_CUDA_CHECK(current_device(&device));
     const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
     return macko_path_of(
@@ -37,12 +37,9 @@ macko_dtype check_half(const char *op, const char *name, const Tensor &t) {
 macko_tile_matrix matrix_of(const char *op, const Packed &p) {
     const Tensor &data = p[0], &offsets = p[1];
     const int64_t rows = p.rows(), cols = p.cols(), widest = p.own(0);
-    check_backend(op, "data", data);
-    check_device(op, "offsets", offsets, "data", data);
-    const macko_dtype dtype = check_half(op, "data", data);
-    check_dtype(op, "offsets", offsets, ScalarType::Int);
-    check_dim(op, "data", data, 1);
-    check_dim(op, "offsets", offsets, 1);
+    const Wanted all[] = {{"data", data, ScalarType::Undefined, 1, 16}, {"offsets", offsets, ScalarType::Int, 1}};
+    const macko_dtype dtype = check_kinds(op, all);
+    check_half(op, "data", data);
     check_sizes(op, p);
     const int64_t slabs = macko_tile_count(rows, cols);
     if (offsets.numel() != slabs + 1)
@@ -53,9 +50,7 @@ macko_tile_matrix matrix_of(const char *op, const Packed &p) {
              slabs * macko_tile_units(0) * MACKO_TILE_UNIT / 2);
     const int least = slabs ? macko_tile_units(0) : 0, most = slabs ? macko_tile_units(MACKO_TILE_MOST_ROWS) : 0;
     if (widest < least || widest > most) fail(op, "widest is ", widest, ", expected ", least, " to ", most);
-    check_contiguous(op, "data", data);
-    check_contiguous(op, "offsets", offsets);
-    check_aligned(op, "data", data, 16);
+    check_memory(op, all);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
             static_cast<const int32_t *>(offsets.const_data_ptr()),
             rows,

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -138,6 +139,40 @@ inline macko_dtype check_value_dtype(const char *op, const char *name, const Ten
     default: fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", expected float16 or bfloat16 on CUDA");
 #endif
     }
+}
+
+// An alignment that kernels on CUDA alone want.
+constexpr int64_t on_cuda(int64_t bytes) {
+#ifdef USE_CUDA
+    return bytes;
+#else
+    return 1;
+#endif
+}
+
+// A tensor of a packed weight, and what it has to be; it begins at a multiple of `aligned` bytes.
+struct Wanted {
+    const char *name;
+    const Tensor &t;
+    ScalarType dtype; // Undefined: that of values, of which the first tensor is
+    int64_t dim, aligned = 1;
+};
+
+// All tensors of a packed weight, of which the first is on this library's device. Returns the type of its values.
+inline macko_dtype check_kinds(const char *op, std::span<const Wanted> all) {
+    check_backend(op, all[0].name, all[0].t);
+    for (const Wanted &w : all) check_device(op, w.name, w.t, all[0].name, all[0].t);
+    const macko_dtype dtype = check_value_dtype(op, all[0].name, all[0].t);
+    for (const Wanted &w : all.subspan(1)) check_dtype(op, w.name, w.t, w.dtype);
+    for (const Wanted &w : all) check_dim(op, w.name, w.t, w.dim);
+    return dtype;
+}
+
+// How they lie in memory, once they have the shapes that they should have.
+inline void check_memory(const char *op, std::span<const Wanted> all) {
+    for (const Wanted &w : all) check_contiguous(op, w.name, w.t);
+    for (const Wanted &w : all)
+        if (w.t.numel()) check_aligned(op, w.name, w.t, w.aligned);
 }
 
 #ifdef USE_CUDA

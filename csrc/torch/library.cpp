@@ -1,5 +1,6 @@
 // The map: every op with its schema, and every layout. Compiled once for the CPU and once for CUDA (USE_CUDA). What an op
-// does with a layout (checks, memory, which kernel) is in the ops.cpp of the layout's folder, csrc/macko for the canonical.
+// does with a layout (checks, memory) is in the ops.cpp of the layout's folder, csrc/macko for the canonical; which kernel
+// multiplies is in path.h.
 #include <algorithm>
 #include <array>
 

@@ -93,8 +93,8 @@ inline macko_fault *fault_in(Tensor &t) {
 
 #ifdef USE_CUDA
 // y [tokens, rows] = x W^T + bias by the library's GEMM, of a dense W; y's rows may lie apart. Rounded once: y begins as the
-// bias, to which the GEMM adds its float32 sums. A bias of linear's own is cuBLASLt's epilogue, which has odd sizes rounded
-// to 16 bits first and then adds to that.
+// bias, to which the GEMM adds its float32 sums. linear's bias is cuBLASLt's epilogue, which for odd sizes adds it to a
+// product that is in 16 bits already.
 inline void linear_into(Tensor y, const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
     using torch::stable::detail::from;
     if (bias) {

@@ -43,7 +43,7 @@ def float32_partial_sums() -> Iterator[None]:
 def ties(rows: int, cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """w and bias: of x = 1 each row's product is half way between 1 and the next number, and the bias adds that half.
 
-    The other columns are integers in pairs that cancel, so every tile and chunk counts, and sums are exact in any order.
+    The others are integers in pairs that cancel, so every tile and chunk counts, and sums are exact in any order.
     """
     half = torch.finfo(dtype).eps / 2
     w = torch.zeros(rows, cols, dtype=torch.float64)
@@ -54,7 +54,7 @@ def ties(rows: int, cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return w.to(dtype), torch.full((rows,), half, dtype=dtype)
 
 
-@pytest.mark.parametrize("device, dtype", [case for case in device_dtypes() if torch.float32 not in case])
+@pytest.mark.parametrize(("device", "dtype"), [case for case in device_dtypes() if torch.float32 not in case])
 def test_a_bias_is_added_before_the_only_rounding(device: str, dtype: torch.dtype) -> None:
     """Product 1 + eps / 2, bias eps / 2: 1 + eps. Rounded before the bias, and again after, that is 1.
 

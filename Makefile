@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: help demo check test build bench report sanitize fuzz mutants docs lint wheel clean
+.PHONY: help demo check test build bench report sanitize stress soak fuzz mutants docs lint wheel clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -55,6 +55,10 @@ report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
 sanitize: build ## the GPU suite under compute-sanitizer (memcheck, then racecheck)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
+
+MINUTES ?= 10
+stress: build ## exact products by the ten thousand on every GPU, for MINUTES=10: a race gives a wrong one
+	$(PY) -m tests.stress --minutes $(MINUTES)
 
 SANITIZED = $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -fno-sanitize-recover=all -fsanitize=address,undefined
 

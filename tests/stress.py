@@ -308,8 +308,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run_ways(cases: Sequence[Case], seconds: float, counts: Counts) -> None:
-    """Each case in each way to launch it, for so many seconds each."""
+def run_ways(cases: Sequence[Case], seconds: float, counts: Counts, end: float = float("inf")) -> None:
+    """Each case in each way to launch it, for so many seconds each; none that would begin after `end`."""
     for case, other in zip(cases, [*cases[1:], *cases[:1]], strict=True):
         ways: dict[str, Callable[[float, Tensor], int]] = {"eager": partial(eagerly, case)}
         if counts.device.type == "cuda" and case.captures:
@@ -319,6 +319,8 @@ def run_ways(cases: Sequence[Case], seconds: float, counts: Counts) -> None:
             together = side_by_side if counts.device.type == "cuda" else in_threads
             ways["two at once"] = partial(together, (case, other))
         for way, run in ways.items():
+            if time.monotonic() > end:
+                return
             wrong = torch.zeros((), dtype=torch.int64, device=counts.device)
             products = run(time.monotonic() + seconds, wrong)
             counts.add(case.name, way, products, products * case.wanted.numel(), [wrong])
@@ -338,7 +340,7 @@ def run_for(device: torch.device, minutes: float, seed: int, only: str, counts: 
             for knobs, cases in filter(None, both):
                 kept = [case for case in cases if only in case.name]
                 with environment(**knobs):
-                    run_ways(kept, slice_s, counts)
+                    run_ways(kept, slice_s, counts, end)
                 if time.monotonic() > end:
                     return
         if counts.products == begun:
@@ -346,7 +348,7 @@ def run_for(device: torch.device, minutes: float, seed: int, only: str, counts: 
 
 
 def run_once(device: torch.device, only: str, shard: tuple[int, int], counts: Counts) -> None:
-    """Each small case once, eagerly; of these every so many-th. Tensors are as they are, so that a tool sees their ends."""
+    """Each small case once, eagerly, or every so many-th. Tensors have nothing around, so that a tool sees their ends."""
     number = 0
     for knobs, cases in problems(device, True, 0, torch.Tensor.contiguous):
         for case in cases:

@@ -348,7 +348,7 @@ def run_for(device: torch.device, minutes: float, seed: int, only: str, counts: 
 
 
 def run_once(device: torch.device, only: str, shard: tuple[int, int], counts: Counts) -> None:
-    """Each small case once, eagerly, or every so many-th. Tensors have nothing around, so that a tool sees their ends."""
+    """Each small case, or every so many-th, once, eagerly. Tensors have nothing around: so a tool sees their ends."""
     number = 0
     for knobs, cases in problems(device, True, 0, torch.Tensor.contiguous):
         for case in cases:

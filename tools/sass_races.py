@@ -32,9 +32,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from tools.sass_diff import INSTRUCTION_BYTES, cubins, demangled, kernels  # noqa: E402
 
-#: Loads that may be in flight when the warp arrives, by what a line of their source has in it, and why.
-KNOWN = {"multiply_8<": "sell's products load x alone, which lies beside the stages and is not written again"}
 
+class Known(NamedTuple):
+    """A load that may be in flight at an arrival, by what the lines of both have in them, and why it may."""
+
+    load: str
+    arrival: str
+    why: str
+
+
+KNOWN = (
+    Known("multiply_8<", "release_stage(", "x lies beside the stages and is not written again"),
+    Known("tile.load(", "release(previous)", "they are of the stage behind the one that is released"),
+    Known("tile.load(", "let_send()", "behind the last stage it is prepared again, for nothing"),
+)
 ARRIVALS = ("SYNCS.ARRIVE", "BAR.ARV", "UCGABAR_ARV")
 LOADS = ("LDS", "LDSM")
 NO_SCOREBOARD = 7
@@ -107,8 +118,8 @@ def parse(sass: str, codes: Mapping[str, bytes]) -> dict[str, tuple[list[Instruc
 class State(NamedTuple):
     """What may be before an instruction."""
 
-    #: Loads in flight, by index, and masks of the scoreboards that each is over with: its own, and those of loads behind
-    #: it, as shared memory answers a warp in order. (Of a row of loads ptxas gives only some a scoreboard.)
+    #: Loads in flight, by index, and masks of the scoreboards that each is over with: its own, and those of later loads,
+    #: as shared memory answers a warp in order. (Of a row of loads ptxas gives only some a scoreboard.)
     loads: dict[int, int]
     #: Where diverged lanes meet: indices, by the register that BSSY has set.
     joins: dict[str, frozenset[int]]
@@ -187,10 +198,10 @@ def source_of(instruction: Instruction) -> str:
     return "\n        ".join(shown) or "no line"
 
 
-def reason_of(load: Instruction) -> str:
-    """Why it may be in flight, or nothing."""
-    source = source_of(load)
-    return next((why for has, why in KNOWN.items() if has in source), "")
+def reason_for(both: Overtaken) -> str:
+    """Why it is none to mend, or nothing."""
+    load, arrival = source_of(both.load), source_of(both.arrival)
+    return next((known.why for known in KNOWN if known.load in load and known.arrival in arrival), "")
 
 
 def find_nvdisasm() -> str:
@@ -227,13 +238,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for source, cubin in cubins(ROOT, args.only, args.arch, args.nvcc, Path(folder), "-lineinfo"):
             for name, (arrivals, found) in races(cubin, nvdisasm).items():
-                new = [both for both in found if not reason_of(both.load)]
+                new = [both for both in found if not reason_for(both)]
                 counts["kernels"] += 1
                 counts["arrivals"] += arrivals
                 counts["overtaken"] += len(new)
                 counts["known"] += len(found) - len(new)
                 if new:
-                    print(f"{source.relative_to(ROOT)}: {demangled(name)}")
+                    print(f"{source}: {demangled(name)}")
                 for load, arrival in new:
                     print(f"    {load.address:#x} {load.text}\n        {source_of(load)}")
                     print(f"      overtaken by {arrival.address:#x} {arrival.text}\n        {source_of(arrival)}")

@@ -51,10 +51,13 @@ report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
 	$(if $(ENV),$(PY) -m pip install --quiet --group report)
 	$(PY) -m benchmarks.report
 
-# racecheck can follow a build with NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES only (docs/kernels.md, "Sanitizers").
-sanitize: build ## the GPU suite under compute-sanitizer (memcheck, then racecheck)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
+# racecheck can follow only what lies in build/lanes then (docs/kernels.md, "Sanitizers and races").
+LANES = NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES
+sanitize: build ## every kernel under compute-sanitizer's four tools, under ten minutes each
+	$(PY) tools/sanitize.py memcheck initcheck synccheck
+	mkdir -p build/lanes && cp -r macko benchmarks tests tools build/lanes
+	$(LANES) $(PY) setup.py --quiet build_ext --build-lib build/lanes --build-temp build/lanes/objects
+	$(LANES) $(PY) build/lanes/tools/sanitize.py racecheck
 
 MINUTES ?= 10
 stress: build ## exact products by the ten thousand on every GPU, for MINUTES=10: a race gives a wrong one

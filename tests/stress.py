@@ -66,11 +66,18 @@ class Case(NamedTuple):
     captures: bool = True  #: False: it waits for the device
 
 
+class Problem(NamedTuple):
+    name: str
+    knobs: dict[str, str]  #: the environment in which its cases run
+    cases: Callable[[], list[Case]]
+
+
 class Counts:
     """Products, elements and wrong elements; the latter on the device until they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.products, self.elements, self.wrong = device, 0, 0, 0
+        self.rounds, self.left = 0, 0  # of all problems; problems for which there was no time
         self.failures: Counter[str] = Counter()
         self.by_way: Counter[str] = Counter()
 
@@ -110,39 +117,46 @@ def integers(shape: Sequence[int], low: int, high: int, density: float, random: 
 
 
 def exact(x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x W^T + bias, of integers below 2^24, rounded once."""
-    y = x.double() @ w.double().t()
-    return (y if bias is None else y + bias.double()).to(dtype)
+    """x W^T + bias, of integers below 2^24, rounded once. Of small ones the CPU's: a tool on the GPU takes longer."""
+    on = x.device if w.numel() > 1 << 20 else torch.device("cpu")
+    y = x.to(on).double() @ w.to(on).double().t()
+    return (y if bias is None else y + bias.to(on).double()).to(dtype).to(x.device)
 
 
-def packings(w: Tensor, small: bool) -> Iterator[tuple[str, PackedWeight]]:
+def packings(w: Tensor, small: bool) -> dict[str, Callable[[], PackedWeight]]:
     """Every layout of w that its device runs, with every width of what a decoder reads."""
-    canonical = MackoWeight.from_dense(w)
-    for bits in (2, 4, 8):
-        yield f"macko {bits} bits", MackoWeight.from_dense(w, bits)
+    made: dict[str, Callable[[], PackedWeight]] = {
+        f"macko {bits} bits": partial(MackoWeight.from_dense, w, bits) for bits in (2, 4, 8)
+    }
     if w.is_cuda:
         for bits in (0, *range(2, 7)) if small else (0,):
-            yield f"sell {bits or 'chosen'} bits", SellWeight.from_macko(canonical, gap_bits=bits)
+            made[f"sell {bits or 'chosen'} bits"] = partial(SellWeight.from_dense, w, gap_bits=bits)
     else:
-        yield "bitmap", BitmapWeight.from_macko(canonical)
-    if w.element_size() == 2:
-        yield "tile", TileWeight.from_macko(canonical)
-    yield "ec", EcWeight.from_dense(w)
-    yield "ec paper 4 bits", EcWeight.paper(w)
-    yield "ec 1 lane, slabs", EcWeight.from_dense(w, lanes=1, tile_rows=1024, max_slabs=4)
+        made["bitmap"] = partial(BitmapWeight.from_dense, w)
+    made["tile"] = partial(TileWeight.from_dense, w)
+    made["ec"] = partial(EcWeight.from_dense, w)
+    made["ec paper 4 bits"] = partial(EcWeight.paper, w)
+    made["ec 1 lane, slabs"] = partial(EcWeight.from_dense, w, lanes=1, tile_rows=1024, max_slabs=4)
+    return made
 
 
-def slides(w: Tensor) -> Iterator[tuple[str, SlideWeight, int]]:
-    """Slide weights of a w without its pattern's zeros, and the largest magnitude that scales by one; 0: no scale."""
-    for n, element, largest in ((2, 2, 0), (4, 2, 0), (0, 2, 0), (4, 0, 127), (2, 1, 448)):
-        mine = w.clone()
-        if n:  # the pattern (2n-2):2n
-            mine[:, 1 :: 2 * n] = mine[:, 3 :: 2 * n] = 0
-        mine[:, 0], mine[:, 1] = largest, 0
-        if w.element_size() == 2:
-            kind = 3 if element == 2 and w.dtype == torch.bfloat16 else element
-            if w.device.type == "cpu" or SlideWeight.runs(w.device, torch.float8_e4m3fn if kind == 1 else w.dtype):
-                yield f"slide {2 * n - 2}:{2 * n} {kind}", SlideWeight.from_dense(mine, n, kind), largest
+#: Patterns, elements, and the largest magnitude, which scales by one; 0: no scale.
+SLIDES = {
+    "slide 2:4": (2, 2, 0),
+    "slide 6:8": (4, 2, 0),
+    "slide dense": (0, 2, 0),
+    "slide 6:8 int8": (4, 0, 127),
+    "slide 2:4 float8": (2, 1, 448),
+}
+
+
+def slide(w: Tensor, n: int, element: int, largest: int) -> SlideWeight:
+    """A slide weight of a w without its pattern's zeros."""
+    w = w.clone()
+    if n:  # the pattern (2n-2):2n
+        w[:, 1 :: 2 * n] = w[:, 3 :: 2 * n] = 0
+    w[:, 0], w[:, 1] = largest, 0
+    return SlideWeight.from_dense(w, n, 3 if element == 2 and w.dtype == torch.bfloat16 else element)
 
 
 def packed_bytes(kind: type[PackedWeight], w: Tensor) -> Tensor:
@@ -188,34 +202,45 @@ def cases_of(
         yield Case(f"{name}, dense", packed.to_dense, w)
 
 
+def packing_cases(w: Tensor, name: str, small: bool) -> list[Case]:
+    there = w.cpu() if small else w  # large ones are compared with themselves, which takes less time
+    packs = [(kind, bytes_of(kind.from_dense(there)).to(w.device)) for kind in (MackoWeight, TileWeight, EcWeight)]
+    if w.is_cuda:
+        packs.append((SellWeight, bytes_of(SellWeight.from_dense(w))))
+    return [
+        Case(f"{kind.format} packing {name}", partial(packed_bytes, kind, w), wanted, captures=False)
+        for kind, wanted in packs
+    ]
+
+
 def problems(
     device: torch.device, small: bool, seed: int, placed: Callable[[Tensor], Tensor] = surrounded
-) -> Iterator[tuple[dict[str, str], list[Case]]]:
-    """Environments, and the cases that run in each; a weight is made when its turn comes."""
+) -> Iterator[Problem]:
+    """A problem's cases are made when its turn comes."""
     random = torch.Generator(device).manual_seed(seed)
+
+    def cases(full: str, make: Callable[[], PackedWeight], w: Tensor | None, largest: int) -> list[Case]:
+        packed = make()
+        w = packed.to_dense() if w is None else w
+        packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})
+        return list(cases_of(full, packed, w, random, largest, placed))
+
     for dtype, (shape, (rows, cols, density)) in itertools.product(
         (torch.float16, torch.bfloat16), (SMALL if small else LARGE).items()
     ):
         w = integers((rows, cols), -2, 2, density, random).to(dtype)
-        made = [(name, packed, w, 0) for name, packed in packings(w, small)]
-        made += [(name, slide, slide.to_dense(), largest) for name, slide, largest in slides(w)]
-        for name, packed, dense, largest in made:
-            packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})
-            full = f"{name} {shape} {rows}x{cols} {str(dtype).removeprefix('torch.')}"
+        about = f"{shape} {rows}x{cols} {str(dtype).removeprefix('torch.')}"
+        made: list[tuple[str, Callable[[], PackedWeight], Tensor | None, int]]
+        made = [(name, make, w, 0) for name, make in packings(w, small).items()]
+        for name, (n, element, largest) in SLIDES.items():
+            if SlideWeight.runs(device, torch.float8_e4m3fn if element == 1 else dtype):
+                made.append((name, partial(slide, w, n, element, largest), None, largest))
+        for name, make, dense, largest in made:
             varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
-            for knobs in KNOBS.get(packed.format, ({},)) if varied else ({},):
-                label = " ".join([full, *(f"{k}={v}" for k, v in knobs.items())])
-                yield knobs, list(cases_of(label, packed, dense, random, largest, placed))
-        there = w.cpu() if small else w  # large ones are compared with themselves, which takes less time
-        packers = [MackoWeight, TileWeight, EcWeight]
-        packs = [(kind, bytes_of(kind.from_dense(there)).to(device)) for kind in packers]
-        if device.type == "cuda":
-            packs.append((SellWeight, bytes_of(SellWeight.from_dense(w))))
-        cases = [
-            Case(f"{kind.format} packing {shape} {dtype}", partial(packed_bytes, kind, w), wanted, captures=False)
-            for kind, wanted in packs
-        ]
-        yield {}, cases
+            for knobs in KNOBS.get(name.partition(" ")[0], ({},)) if varied else ({},):
+                full = " ".join([name, about, *(f"{k}={v}" for k, v in knobs.items())])
+                yield Problem(full, knobs, partial(cases, full, make, dense, largest))
+        yield Problem(f"packing {about}", {}, partial(packing_cases, w, about, small))
 
 
 def compared(case: Case, wrong: Tensor) -> Tensor:
@@ -335,30 +360,37 @@ def run_for(device: torch.device, minutes: float, seed: int, only: str, counts: 
     slice_s = minutes * 60 / 40_000 if device.type == "cuda" else 0.0
     for round_ in itertools.count(seed):
         begun = counts.products
-        rounds = [problems(device, small, round_) for small in (True, *([False] if device.type == "cuda" else []))]
-        for both in itertools.zip_longest(*rounds):
-            for knobs, cases in filter(None, both):
-                kept = [case for case in cases if only in case.name]
-                with environment(**knobs):
-                    run_ways(kept, slice_s, counts, end)
+        sizes = (True, False) if device.type == "cuda" else (True,)
+        for both in itertools.zip_longest(*(problems(device, small, round_) for small in sizes)):
+            for problem in filter(None, both):
+                if only in problem.name:
+                    with environment(**problem.knobs):
+                        run_ways(problem.cases(), slice_s, counts, end)
                 if time.monotonic() > end:
                     return
         if counts.products == begun:
-            raise SystemExit(f"no case has {only!r} in its name")
+            raise SystemExit(f"no problem has {only!r} in its name")
+        counts.rounds += 1
 
 
-def run_once(device: torch.device, only: str, shard: tuple[int, int], counts: Counts) -> None:
-    """Each small case, or every so many-th, once, eagerly. Tensors have nothing around: so a tool sees their ends."""
-    number = 0
-    for knobs, cases in problems(device, True, 0, torch.Tensor.contiguous):
-        for case in cases:
-            number += 1
-            if only not in case.name or number % shard[1] != shard[0]:
-                continue
-            wrong = torch.zeros((), dtype=torch.int64, device=device)
-            with environment(**knobs):
+def run_once(device: torch.device, minutes: float, only: str, shard: tuple[int, int], counts: Counts) -> None:
+    """Each case of the small problems, or of every so many-th, once, eagerly, while there is time.
+
+    Tensors have nothing around: so a tool sees their ends.
+    """
+    end = time.monotonic() + minutes * 60
+    for number, problem in enumerate(problems(device, True, 0, torch.Tensor.contiguous)):
+        if only not in problem.name or number % shard[1] != shard[0]:
+            continue
+        if time.monotonic() > end:
+            counts.left += 1
+            continue
+        with environment(**problem.knobs):
+            for case in problem.cases():
+                wrong = torch.zeros((), dtype=torch.int64, device=device)
                 compared(case, wrong)
-            counts.add(case.name, "eager", 1, case.wanted.numel(), [wrong])
+                counts.add(case.name, "eager", 1, case.wanted.numel(), [wrong])
+    counts.rounds += not counts.left
 
 
 @contextlib.contextmanager
@@ -382,7 +414,7 @@ def stress(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if shard:
-            run_once(device, only, shard, counts)
+            run_once(device, minutes, only, shard, counts)
         else:
             run_for(device, minutes, seed, only, counts)
     return {
@@ -391,6 +423,8 @@ def stress(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "seconds": round(time.monotonic() - begun, 1),
         "seed": seed,
+        "rounds": counts.rounds,
+        "problems_left": counts.left,
         "products": counts.products,
         "elements": counts.elements,
         "wrong": counts.wrong,
@@ -409,9 +443,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gpus", type=int, default=0, help="at once, a process each; default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases that have it in their name")
-    parser.add_argument("--once", action="store_true", help="each small case once, in one process")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="with --once: every N-th case")
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems that have it in their name")
+    parser.add_argument("--once", action="store_true", help="the small problems once, in one process")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="with --once: every N-th problem")
     parser.add_argument("--out", help="where lines are appended; default: benchmarks/results/<device>/stress.jsonl")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and macko._library.cuda_missing:
@@ -419,7 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if options.once:
         first, shards = map(int, options.shard.split("/"))
-        lines = [stress(device, 0, only=options.only, shard=(first, shards))]
+        lines = [stress(device, options.minutes, only=options.only, shard=(first, shards))]
     elif options.device == "cpu" or (gpus := options.gpus or torch.cuda.device_count()) == 1:
         lines = [stress(device, options.minutes, options.seed, options.only)]
     else:
@@ -439,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = line["device"].lower().removeprefix("nvidia ").replace(" ", "-")
         if options.out != "" and not options.once:
             append_jsonl(options.out or RESULTS / folder / "stress.jsonl", **line)
-    return 1 if any(line["wrong"] or not line["products"] for line in lines) else 0
+    return 1 if any(line["wrong"] or not (line["products"] or options.once) for line in lines) else 0
 
 
 if __name__ == "__main__":

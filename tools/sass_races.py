@@ -118,7 +118,7 @@ def parse(sass: str, codes: Mapping[str, bytes]) -> dict[str, tuple[list[Instruc
 class State(NamedTuple):
     """What may be before an instruction."""
 
-    #: Loads in flight, by index, and masks of the scoreboards that each is over with: its own, and those of later loads,
+    #: Loads in flight, by index, and masks of the scoreboards that each is over with: its own, and those of later ones,
     #: as shared memory answers a warp in order. (Of a row of loads ptxas gives only some a scoreboard.)
     loads: dict[int, int]
     #: Where diverged lanes meet: indices, by the register that BSSY has set.

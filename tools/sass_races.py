@@ -44,6 +44,7 @@ class Known(NamedTuple):
 KNOWN = (
     Known("multiply_8<", "release_stage(", "x lies beside the stages and is not written again"),
     Known("tile.load(", "release(previous)", "they are of the stage behind the one that is released"),
+    Known("delta = __funnelshift_r(", "cluster.sync()", "ec: stages are a warp's own, the blocks meet for their sums"),
     Known("tile.load(", "let_send()", "behind the last stage it is prepared again, for nothing"),
 )
 ARRIVALS = ("SYNCS.ARRIVE", "BAR.ARV", "UCGABAR_ARV")

@@ -108,7 +108,7 @@ def graph_tokens(model: Any, prompts: Tensor, count: int, stream: torch.cuda.Str
 
 @torch.no_grad()
 def decode(model: Any, scenario: Scenario, prompts: Tensor, count: int, stream: Any) -> Tensor:
-    """The tokens [batch, count], on the CPU. stream: one for all, as torch keeps a workspace for each that there was."""
+    """The tokens [batch, count], on the CPU. stream: one for all, as torch keeps a workspace for each there was."""
     if scenario.adapter:
         model.enable_adapters()
     try:

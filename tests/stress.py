@@ -222,7 +222,7 @@ def problems(
     def cases(full: str, make: Callable[[], PackedWeight], w: Tensor | None, largest: int) -> list[Case]:
         packed = make()
         w = packed.to_dense() if w is None else w
-        packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})
+        packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})  # type: ignore[type-var]
         return list(cases_of(full, packed, w, random, largest, placed))
 
     for dtype, (shape, (rows, cols, density)) in itertools.product(

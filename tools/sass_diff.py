@@ -77,7 +77,7 @@ def cubins(root: Path, only: list[str], arch: str, nvcc: str, target: Path, *fla
     sources = sorted(source for place in places for source in ([place] if place.is_file() else place.rglob("*.cu")))
     for i, source in enumerate(sources):
         cubin = target / f"{i}.cubin"
-        command = [nvcc, "-std=c++17", "-O3", "-w", "-cubin", f"-arch={arch}", *flags, source, "-o", cubin]
+        command = [nvcc, "-std=c++17", "-O3", "-w", "-cubin", f"-arch={arch}", *flags, str(source), "-o", str(cubin)]
         subprocess.run(command, check=True)
         yield source, cubin
 

@@ -36,6 +36,12 @@ def test_arrival_behind_the_wait() -> None:
     assert not found_in((LDS, 0, 1), ("DEPBAR.LE SB1, 0x0", 0, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD))
 
 
+def test_a_fence_between_them() -> None:
+    for fence in ("FENCE.VIEW.ASYNC.S", "MEMBAR.ALL.CTA"):
+        assert not found_in((LDS, 0, 1), (fence, 0, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD))
+        assert found_in((LDS, 0, 1), (f"{fence} ?", 0, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD)) == [(0, 2)]
+
+
 def test_wait_for_another_scoreboard() -> None:
     assert found_in((LDS, 0, 1), (USE, 4, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD)) == [(0, 2)]
 

@@ -7,8 +7,8 @@ A consumer that arrives says that the memory it has read may be written again. A
 register, which only an instruction that waits for the load's scoreboard knows: an arrival before that lets the next
 stage be written over what is still read, which gives a few wrong products in thirty thousand and is seen by no
 sanitizer. So on every path of a kernel's machine code, from each LDS and LDSM to each arrival (SYNCS.ARRIVE, BAR.ARV,
-UCGABAR_ARV), some instruction has to wait for the load. One that no instruction need wait for is printed, with its
-source lines.
+UCGABAR_ARV), some instruction has to wait for the load, or be a fence. A load without is printed, with its source
+lines.
 
 Loads by TMA, bulk copies and tensor cores have barriers and waits of their own, which this does not follow. Needs nvcc,
 nvdisasm (of the toolkit, or in the package triton) and pyelftools, no GPU. Exit status 1: a load is in flight at an
@@ -42,13 +42,19 @@ class Known(NamedTuple):
 
 
 KNOWN = (
-    Known("multiply_8<", "release_stage(", "x lies beside the stages and is not written again"),
-    Known("tile.load(", "release(previous)", "they are of the stage behind the one that is released"),
+    Known("multiply_8<", "release_stage(", "sell: x lies beside the stages and is not written again"),
     Known("delta = __funnelshift_r(", "cluster.sync()", "ec: stages are a warp's own, the blocks meet for their sums"),
-    Known("tile.load(", "let_send()", "behind the last stage it is prepared again, for nothing"),
+    Known("tile.load(", "release(previous)", "few: they are of the stage behind the one that is released"),
+    Known("tile.load(", "let_send()", "few: behind the last stage it is prepared again, for nothing"),
+    Known("lane.load(j + i", "X_EMPTY + stage * 8", "many: they are of slabs, what is released are tokens"),
+    Known("load(next, 0, 0)", "release_slab(stage)", "many: they are of the slab behind the one that is released"),
+    Known("lane.load(j + i", "named_barrier_arrive(", "many: a warpgroup waits for the other, or a store for sums"),
+    Known("lane.load(j + i", "barrier_arrive_expect_tx(exchanged", "many: that announces bytes for a stage of tokens"),
 )
 ARRIVALS = ("SYNCS.ARRIVE", "BAR.ARV", "UCGABAR_ARV")
 LOADS = ("LDS", "LDSM")
+#: What comes before them in memory's order has ended for what comes behind them.
+FENCES = ("FENCE.VIEW.ASYNC", "MEMBAR")
 NO_SCOREBOARD = 7
 
 
@@ -141,6 +147,8 @@ def after(instruction: Instruction, index: int, before: State, target: Sequence[
     if depbar := re.match(r"DEPBAR\.LE SB(\d), 0x0", instruction.text):
         waits |= 1 << int(depbar[1])
     loads = {load: over for load, over in before.loads.items() if not over & waits}
+    if instruction.is_a(FENCES) and not instruction.is_conditional:
+        loads = {}
     if instruction.is_a(LOADS):
         scoreboard = 1 << instruction.scoreboard & 2**NO_SCOREBOARD - 1
         if not instruction.is_conditional:

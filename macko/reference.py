@@ -88,7 +88,13 @@ def linear(
       torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction allows: eps / 2 of sum |p_i|, at most of
       sum |t_j|; for random signs, lambda sqrt(sum t_j^2) by Hoeffding's inequality, for one sign |sum|, counted both.
 
-    Then the result is rounded to `dtype`.
+    Then the result is rounded to `dtype`, which for 16-bit types is most of the bound. float32's is that of the sums
+    alone, and of the order nothing is assumed: at 4096 columns, of normal values, products of torch and of macko are
+    off by less than 1/500 of it, a sum from left to right by 1/170, one by rising value by 1/9. An order that does not
+    follow from the values has partial sums of some sqrt(sum t_j^2) where signs are random, but of m where they are
+    not, as in a row of positive and then negative weights, whose product is as right. So the bound could only be
+    narrowed by assuming random signs, or the blocks and accumulators of each library. It is narrow enough for what it
+    is for: 0.07 % of a typical result, of which a column in 64 is 12 %.
 
     Args:
         x: [..., cols]; w: dense [rows, cols]; bias: [rows] or None.

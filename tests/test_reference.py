@@ -120,6 +120,15 @@ def test_is_four_times_the_error_at_most(by_torch: bool, dtype: torch.dtype) -> 
     assert ((wanted.to(dtype).double() - wanted).abs() / bound).max() >= 1 / 4
 
 
+def test_float32_is_bounded_by_a_thousandth_of_a_result_and_not_by_less_than_an_order_takes() -> None:
+    """Four times the error is not to be had where any order counts: rising values take a sixteenth of it or more."""
+    w, x, _ = problem(torch.float32)
+    wanted, bound = reference.linear(x, w, None, torch.float32, by_torch=False)
+    assert bound.mean() < wanted.square().mean().sqrt() / 1000
+    rising = one_by_one((x[:, None] * w).sort(-1).values)
+    assert ((rising - wanted).abs() / bound).max() > 1 / 16
+
+
 @all_dtypes
 def test_few_columns_have_the_bound_that_holds_whatever_the_values(dtype: torch.dtype) -> None:
     """n u of the largest partial sum, and the rounding to dtype."""

@@ -47,6 +47,7 @@ KNOWN = (
     Known("tile.load(", "release(previous)", "few: they are of the stage behind the one that is released"),
     Known("tile.load(", "let_send()", "few: behind the last stage it is prepared again, for nothing"),
     Known("lane.load(j + i", "X_EMPTY + stage * 8", "many: they are of slabs, what is released are tokens"),
+    Known("multiply_tile(", "release(last_stage)", "many: the stage had tokens, which tensor cores alone read"),
     Known("load(next, 0, 0)", "release_slab(stage)", "many: they are of the slab behind the one that is released"),
     Known("lane.load(j + i", "named_barrier_arrive(", "many: a warpgroup waits for the other, or a store for sums"),
     Known("lane.load(j + i", "barrier_arrive_expect_tx(exchanged", "many: that announces bytes for a stage of tokens"),
@@ -197,14 +198,18 @@ def overtaken(instructions: Sequence[Instruction], labels: Mapping[str, int]) ->
     return [Overtaken(instructions[load], instructions[arrival]) for load, arrival in sorted(found)]
 
 
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name)
+
+
 def source_of(instruction: Instruction) -> str:
     """Its lines, the innermost function first, as they are in the source."""
-    shown = []
+    lines = []
     for file, number in instruction.lines:
         path = Path(file).resolve()
         text = path.read_text().splitlines()[number - 1].strip() if path.exists() else "?"
-        shown.append(f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{number}: {text}")
-    return "\n        ".join(shown) or "no line"
+        lines.append(f"{shown(path)}:{number}: {text}")
+    return "\n        ".join(lines) or "no line"
 
 
 def reason_for(both: Overtaken) -> str:
@@ -253,7 +258,7 @@ def main() -> int:
                 counts["overtaken"] += len(new)
                 counts["known"] += len(found) - len(new)
                 if new:
-                    print(f"{source}: {demangled(name)}")
+                    print(f"{shown(source)}: {demangled(name)}")
                 for load, arrival in new:
                     print(f"    {load.address:#x} {load.text}\n        {source_of(load)}")
                     print(f"      overtaken by {arrival.address:#x} {arrival.text}\n        {source_of(arrival)}")

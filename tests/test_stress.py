@@ -23,7 +23,7 @@ def test_products_again_and_again_on_the_cpu() -> None:
     line = stress.stress(CPU, 0.01, only="bitmap no tile")
     assert line["wrong"] == 0, line["wrong_cases"]
     assert line["by_way"].keys() == {"eager", "two at once"}
-    assert line["products"] >= 64 * 3
+    assert line["products"] >= 12
 
 
 def test_one_wrong_element_and_one_nan_are_counted() -> None:
@@ -38,7 +38,7 @@ def test_one_wrong_element_and_one_nan_are_counted() -> None:
         return y
 
     counts = stress.Counts(CPU)
-    stress.run_ways([stress.Case("planted", product, torch.ones(1, 9))], 0, counts)
+    stress.run_ways([stress.Case("planted", product, torch.ones(1, 9))], 0.05, counts)
     assert counts.wrong == 2 * (counts.products // 100) > 0
     assert set(counts.failures) <= {"planted, eager", "planted, two at once"}
 

@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: help demo check test build bench report sanitize fuzz mutants docs lint wheel clean
+.PHONY: help demo check test build bench report sanitize stress soak fuzz mutants docs lint wheel clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -51,10 +51,20 @@ report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
 	$(if $(ENV),$(PY) -m pip install --quiet --group report)
 	$(PY) -m benchmarks.report
 
-# racecheck can follow a build with NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES only (docs/kernels.md, "Sanitizers").
-sanitize: build ## the GPU suite under compute-sanitizer (memcheck, then racecheck)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) -m pytest -m gpu -q
+# racecheck can follow only what lies in build/lanes then (docs/kernels.md, "Sanitizers and races").
+LANES = NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES
+sanitize: build ## every kernel under compute-sanitizer's four tools, under ten minutes each
+	$(PY) tools/sanitize.py memcheck initcheck synccheck
+	mkdir -p build/lanes && cp -r macko benchmarks tests tools build/lanes
+	$(LANES) $(PY) setup.py --quiet build_ext --build-lib build/lanes --build-temp build/lanes/objects
+	$(LANES) $(PY) build/lanes/tools/sanitize.py racecheck
+
+MINUTES ?= 10
+stress: build ## exact products by the ten thousand on every GPU, for MINUTES=10: a race gives a wrong one
+	$(PY) -m tests.stress --minutes $(MINUTES)
+
+soak: build ## a sparse 7B model that decodes for MINUTES=10: the same tokens, no byte more
+	$(PY) -m benchmarks.soak --minutes $(MINUTES)
 
 SANITIZED = $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -fno-sanitize-recover=all -fsanitize=address,undefined
 
@@ -64,7 +74,7 @@ fuzz: build ## files that lie: a minute of the C core under sanitizers, then of 
 	build/fuzz_core build/corpus 60
 	$(PY) -m tests.fuzz --cases 20000 --out ""
 
-mutants: build ## some thirty faults planted one by one: which tests notice? Ten minutes
+mutants: build ## faults planted one by one: which tests notice? Ten minutes
 	$(PY) tools/mutate.py
 
 lint: $(ENV) ## ruff, mypy and clang-format

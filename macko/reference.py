@@ -78,9 +78,8 @@ def linear(
     The smaller one counts: for random signs the second from some 150 columns on, at 4096 a fifth of the first. With
     `chain` neither does: a product goes through that many roundings then, which is chain u of sum |t_j| for all.
 
-    By torch's product, in addition: with a bias the product may be rounded to `dtype` before it is added, eps / 2 of
-    it; values below bfloat16's normal range may be taken as zero, as VDPBF16PS does. Assumed are torch's defaults, with
-    which nothing else on a CPU is in 16 bits. On CUDA
+    By torch's product, in addition: values below bfloat16's normal range may be taken as zero, as VDPBF16PS does.
+    Assumed are torch's defaults, with which nothing on a CPU is in 16 bits. On CUDA
 
     - tensor cores align 16 products and the sum before them to the largest and cut them off at 2 u of it: 17 errors a
       step that are u on average, toward zero. Those of products cancel as their signs do; that of the sum may not. Some
@@ -89,7 +88,13 @@ def linear(
       torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction allows: eps / 2 of sum |p_i|, at most of
       sum |t_j|; for random signs, lambda sqrt(sum t_j^2) by Hoeffding's inequality, for one sign |sum|, counted both.
 
-    Then the result is rounded to `dtype`.
+    Then the result is rounded to `dtype`, which for 16-bit types is most of the bound. float32's is that of the sums
+    alone, and of the order nothing is assumed: at 4096 columns, of normal values, products of torch and of macko are
+    off by less than 1/500 of it, a sum from left to right by 1/170, one by rising value by 1/9. An order that does not
+    follow from the values has partial sums of some sqrt(sum t_j^2) where signs are random, but of m where they are
+    not, as in a row of positive and then negative weights, whose product is as right. So the bound could only be
+    narrowed by assuming random signs, or the blocks and accumulators of each library. It is narrow enough for what it
+    is for: 0.07 % of a typical result, of which a column in 64 is 12 %.
 
     Args:
         x: [..., cols]; w: dense [rows, cols]; bias: [rows] or None.
@@ -127,8 +132,6 @@ def linear(
         if x.is_cuda and dtype.itemsize == 2:
             random_signs = deviations * (wide_x.square() @ wide_w.square().t()).sqrt()
             error += torch.minimum(size, product.abs() + random_signs) * half
-        if bias is not None:
-            error += (product.abs() + error) * half + smallest
     error += flush * (wide_x.abs().sum(-1, keepdim=True) + wide_w.abs().sum(-1) + cols)
     return wanted, error + (wanted.abs() + error) * half + smallest
 

@@ -44,6 +44,11 @@ FAULTS = (
           "tests/test_macko.py"),
     Fault("AVX-512 product reads one column too far", "csrc/macko/spmv_cpu.c", "if (behind > m->cols) return -1;",
           "if (behind > m->cols + 1) return -1;", "tests/test_macko.py"),
+    Fault("a product is rounded before the bias, and behind it", "csrc/macko/spmv_cpu.c",
+          "macko_store(y, m->dtype, row, bias ? sum + macko_load(bias, m->dtype, row) : sum);",
+          "macko_store(y, m->dtype, row, sum); "
+          "if (bias) macko_store(y, m->dtype, row, macko_load(y, m->dtype, row) + macko_load(bias, m->dtype, row));",
+          "tests/test_rounding.py"),
     Fault("the longest run has an explicit zero", "csrc/macko/pack_cpu.c", "for (; at - r->next > delta_max;",
           "for (; at - r->next >= delta_max;", "tests/test_macko.py"),
     Fault("unpacking forgets the zeros behind the last group", "csrc/macko/pack_cpu.c",

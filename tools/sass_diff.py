@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
@@ -70,15 +71,22 @@ def kernels(cubin: Path) -> dict[str, Code]:
         return found
 
 
-def compile_all(root: Path, only: list[str], arch: str, nvcc: str, target: Path) -> dict[Code, list[str]]:
-    """The code of every kernel under root, and the names of the kernels that have it."""
-    found: dict[Code, list[str]] = defaultdict(list)
+def cubins(root: Path, only: list[str], arch: str, nvcc: str, target: Path, *flags: str) -> Iterator[tuple[Path, Path]]:
+    """Each CUDA source under root, and what it was compiled to, in `target`."""
     places = [root / start for start in only]
     sources = sorted(source for place in places for source in ([place] if place.is_file() else place.rglob("*.cu")))
     for i, source in enumerate(sources):
         cubin = target / f"{i}.cubin"
-        # No -lineinfo: line numbers are of the source, not of the code.
-        subprocess.run([nvcc, "-std=c++17", "-O3", "-w", "-cubin", f"-arch={arch}", source, "-o", cubin], check=True)
+        command = [nvcc, "-std=c++17", "-O3", "-w", "-cubin", f"-arch={arch}", *flags, str(source), "-o", str(cubin)]
+        subprocess.run(command, check=True)
+        yield source, cubin
+
+
+def compile_all(root: Path, only: list[str], arch: str, nvcc: str, target: Path) -> dict[Code, list[str]]:
+    """The code of every kernel under root, and the names of the kernels that have it."""
+    found: dict[Code, list[str]] = defaultdict(list)
+    # No -lineinfo: line numbers are of the source, not of the code.
+    for source, cubin in cubins(root, only, arch, nvcc, target):
         for name, code in kernels(cubin).items():
             found[code].append(f"{source.relative_to(root)}: {demangled(name)}")
     if not found:

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <numeric>
 #include <vector>
 
@@ -29,7 +28,6 @@ inline int64_t rows_of_panel(int64_t rows, int64_t cols, int64_t element_bytes) 
 template <typename Unpack>
 std::vector<Tensor> linear_by_dense_rows(const Tensor &x_any, const std::vector<int64_t> &part_rows,
                                          const std::optional<Tensor> &bias, const Unpack &unpack) {
-    using torch::stable::detail::from;
     Tensor x = torch::stable::reshape(x_any, {num_tokens(x_any), x_any.size(-1)});
     if (x.stride(1) != 1) x = torch::stable::contiguous(x); // once, where each GEMM would
     const int64_t rows = std::accumulate(part_rows.begin(), part_rows.end(), int64_t(0));
@@ -44,14 +42,9 @@ std::vector<Tensor> linear_by_dense_rows(const Tensor &x_any, const std::vector<
         for (const Tensor &part : parts) {
             const int64_t part_stop = part_first + part.size(1);
             const int64_t begin = std::max(first, part_first), count = std::min(stop, part_stop) - begin;
-            if (count > 0) {
-                std::array<StableIValue, 4> stack{from(x), from(narrowed(panel, 0, begin - first, count)),
-                                                  from(part_of(bias, begin, count)),
-                                                  from(narrowed(part, 1, begin - part_first, count))};
-                STABLE_TORCH_ERROR_CODE_CHECK(
-                    torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
-                torch::stable::detail::to<Tensor>(stack[0]); // takes over the reference that the call gave
-            }
+            if (count > 0)
+                linear_into(narrowed(part, 1, begin - part_first, count), x, narrowed(panel, 0, begin - first, count),
+                            part_of(bias, begin, count));
             part_first = part_stop;
         }
     }

@@ -7,6 +7,7 @@
 
 #include "check.h"
 #ifdef USE_CUDA
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
 #endif
 
@@ -90,12 +91,38 @@ inline macko_fault *fault_in(Tensor &t) {
     return static_cast<macko_fault *>(t.mutable_data_ptr());
 }
 
+#ifdef USE_CUDA
+// y [tokens, rows] = x W^T + bias by the library's GEMM, of a dense W; y's rows may lie apart. Rounded once: y begins as the
+// bias, to which the GEMM adds its float32 sums. linear's bias is cuBLASLt's epilogue, which for odd sizes adds it to a
+// product that is in 16 bits already.
+inline void linear_into(Tensor y, const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
+    using torch::stable::detail::from;
+    if (bias) {
+        torch::stable::copy_(y, *bias);
+        Tensor turned = w;
+        turned = torch::stable::transpose(turned, 0, 1);
+        // The dispatcher's stable interface has no way to pass beta and alpha, which are Scalars.
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(y.get(), y.get(), x.get(), turned.get(), 1, 1));
+        return;
+    }
+    std::array<StableIValue, 4> stack{from(x), from(w), from(bias), from(y)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
+    torch::stable::detail::to<Tensor>(stack[0]); // takes over the reference that the call gave
+}
+#endif
+
 // x W^T + bias by torch, of a dense W.
 inline Tensor dense_linear(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
+#ifdef USE_CUDA
+    const Tensor y = torch::stable::new_empty(x, {num_tokens(x), w.size(0)});
+    linear_into(y, torch::stable::reshape(x, {num_tokens(x), x.size(-1)}), w, bias);
+    return torch::stable::reshape(y, with_last(x, w.size(0)));
+#else
     using torch::stable::detail::from;
     std::array<StableIValue, 3> stack{from(x), from(w), from(bias)};
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
+#endif
 }
 
 } // namespace macko

@@ -1,0 +1,481 @@
+"""Exact products, again and again, with every kernel in every way to launch it: a race gives one wrong in thousands.
+
+    python -m tests.stress                      # ten minutes on each GPU; --minutes, --gpus, --only tile
+    python -m tests.stress --device cpu --minutes 0.1
+    python -m tests.stress --once --shard 0/8   # each small case once: what tools/sanitize.py runs under a tool
+
+Weights and tokens are small integers, so every order of summation gives the same bits. All that a product reads has NaN
+around it, and what it writes held NaN before. Results are compared on the device, which is never waited for between two
+products, and counted there. A line of counts a device is appended to --out. Exit status 1: an element was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import macko
+from benchmarks.timing import append_jsonl, commit
+from macko import EcWeight, MackoWeight
+from macko.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+#: Rows, columns and density. Less than a tile and a chunk; odd everywhere; rings of stages that wrap several times, by
+#: columns and by rows; a weight that L2 holds, so that copies are fast; one that it does not.
+SMALL = {"no tile": (63, 255, 0.5), "odd": (200, 1001, 0.3), "of eight": (136, 520, 0.9), "wide": (72, 9000, 0.5)}
+LARGE = {"tall": (20_011, 264, 0.5), "in L2": (4096, 4096, 0.5), "beyond L2": (11_008, 8192, 0.4)}
+#: Products of a GPU between two looks at the clock, and of one graph.
+BATCH = 64
+OLD_COPIES = {"MACKO_COPY": "cp_async"}
+GEMM_WAYS = ("128x256x1x1", "128x128x2x2", "192x128x2x1")
+#: Environments that choose other kernels.
+KNOBS: dict[str, Sequence[dict[str, str]]] = {
+    "sell": ({}, OLD_COPIES, {"MACKO_STREAM_TOKENS": "1000000"}),
+    "tile": ({}, OLD_COPIES, *({"MACKO_TILE_TOKENS": "1000000", "MACKO_TILE_GEMM": way} for way in GEMM_WAYS)),
+    "slide": ({}, OLD_COPIES),
+}
+TOKENS = {
+    "macko": (1, 3, 33),
+    "bitmap": (1, 3, 7, 20),
+    "sell": (1, 2, 4, 7, 19, 300),
+    "tile": (1, 12, 30, 64, 65, 200, 700),
+    "ec": (1, 33),
+    "slide": (1, 40, 300),
+}
+
+
+class Case(NamedTuple):
+    name: str
+    call: Callable[[], Tensor]
+    wanted: Tensor
+    captures: bool = True  #: False: it waits for the device
+
+
+class Problem(NamedTuple):
+    name: str
+    knobs: dict[str, str]  #: the environment in which its cases run
+    cases: Callable[[], list[Case]]
+
+
+class Counts:
+    """Products, elements and wrong elements; the latter on the device until they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.products, self.elements, self.wrong = device, 0, 0, 0
+        self.rounds, self.left = 0, 0  # of all problems; problems for which there was no time
+        self.failures: Counter[str] = Counter()
+        self.by_way: Counter[str] = Counter()
+
+    def add(self, name: str, way: str, products: int, elements: int, wrong: Sequence[Tensor]) -> None:
+        """Waits for the device."""
+        bad = sum(int(count) for count in wrong)
+        self.products, self.elements, self.wrong = self.products + products, self.elements + elements, self.wrong + bad
+        self.by_way[way] += products
+        if bad:
+            self.failures[f"{name}, {way}"] += bad
+
+
+@contextlib.contextmanager
+def environment(**knobs: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in knobs}
+    os.environ.update(knobs)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def surrounded(t: Tensor) -> Tensor:
+    """The same values in memory of which the bytes before and behind are NaN, or -1, and are not t's."""
+    count, around = t.numel() * t.element_size(), 4096
+    buffer = torch.full((count + 2 * around,), 255, dtype=torch.uint8, device=t.device)
+    inner = buffer[around : around + count]
+    inner.copy_(t.contiguous().view(-1).view(torch.uint8))
+    return inner.view(t.dtype).view(t.shape)
+
+
+def integers(shape: Sequence[int], low: int, high: int, density: float, random: torch.Generator) -> Tensor:
+    """int64, of the device of `random`."""
+    t = torch.randint(low, high + 1, shape, device=random.device, generator=random)
+    return t * (torch.rand(*shape, device=random.device, generator=random) < density)
+
+
+def exact(x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x W^T + bias, of integers below 2^24, rounded once. Of small ones the CPU's: a tool on the GPU takes longer."""
+    on = x.device if w.numel() > 1 << 20 else torch.device("cpu")
+    y = x.to(on).double() @ w.to(on).double().t()
+    return (y if bias is None else y + bias.to(on).double()).to(dtype).to(x.device)
+
+
+def packings(w: Tensor, small: bool) -> dict[str, Callable[[], PackedWeight]]:
+    """Every layout of w that its device runs, with every width of what a decoder reads."""
+    made: dict[str, Callable[[], PackedWeight]] = {
+        f"macko {bits} bits": partial(MackoWeight.from_dense, w, bits) for bits in (2, 4, 8)
+    }
+    if w.is_cuda:
+        for bits in (0, *range(2, 7)) if small else (0,):
+            made[f"sell {bits or 'chosen'} bits"] = partial(SellWeight.from_dense, w, gap_bits=bits)
+    else:
+        made["bitmap"] = partial(BitmapWeight.from_dense, w)
+    made["tile"] = partial(TileWeight.from_dense, w)
+    made["ec"] = partial(EcWeight.from_dense, w)
+    made["ec paper 4 bits"] = partial(EcWeight.paper, w)
+    made["ec 1 lane, slabs"] = partial(EcWeight.from_dense, w, lanes=1, tile_rows=1024, max_slabs=4)
+    return made
+
+
+#: Patterns, elements, and the largest magnitude, which scales by one; 0: no scale.
+SLIDES = {
+    "slide 2:4": (2, 2, 0),
+    "slide 6:8": (4, 2, 0),
+    "slide dense": (0, 2, 0),
+    "slide 6:8 int8": (4, 0, 127),
+    "slide 2:4 float8": (2, 1, 448),
+}
+
+
+def slide(w: Tensor, n: int, element: int, largest: int) -> SlideWeight:
+    """A slide weight of a w without its pattern's zeros."""
+    w = w.clone()
+    if n:  # the pattern (2n-2):2n
+        w[:, 1 :: 2 * n] = w[:, 3 :: 2 * n] = 0
+    w[:, 0], w[:, 1] = largest, 0
+    return SlideWeight.from_dense(w, n, 3 if element == 2 and w.dtype == torch.bfloat16 else element)
+
+
+def packed_bytes(kind: type[PackedWeight], w: Tensor) -> Tensor:
+    return bytes_of(kind.from_dense(w))
+
+
+def bytes_of(packed: PackedWeight) -> Tensor:
+    return torch.cat([t.reshape(-1).view(torch.uint8) for t in packed.tensors().values()])
+
+
+def cases_of(
+    name: str,
+    packed: PackedWeight,
+    w: Tensor,
+    random: torch.Generator,
+    largest: int,
+    placed: Callable[[Tensor], Tensor],
+) -> Iterator[Case]:
+    """The products of one weight, and what else its layout can do here. placed: puts a tensor where it is read."""
+    dtype, (rows, cols) = w.dtype, w.shape
+    bias = placed(integers((rows,), -3, 3, 1, random).to(dtype))
+    for count in TOKENS[packed.format]:
+        x = integers((count, cols), -1, 1, 1, random)
+        if largest:
+            x[:, 0], x[:, 1] = 0, largest
+        x = placed(x.to(dtype))
+        yield Case(f"{name}, {count} tokens", partial(packed.linear, x), exact(x, w, None, dtype))
+        yield Case(f"{name}, {count} tokens, bias", partial(packed.linear, x, bias), exact(x, w, bias, dtype))
+        if w.is_cuda and cols % 8 == 0 and not largest:
+            # x of 1 and -1 is its own norm; silu(16) is 16 in 16 bits, and silu(0) 0.
+            x = placed(integers((count, cols), 0, 1, 1, random).mul(2).sub(1).to(dtype))
+            scale = placed(integers((cols,), 1, 2, 1, random).to(dtype))
+            normed = partial(packed.norm_linear, x, scale, 0.0, bias)
+            yield Case(f"{name}, {count} tokens, norm", normed, exact(x * scale, w, bias, dtype))
+            gate = placed(integers((count, cols), 0, 1, 1, random).mul(16).to(dtype))
+            gated = partial(packed.gated_linear, gate, x, bias)
+            yield Case(f"{name}, {count} tokens, gate", gated, exact(gate * x, w, bias, dtype))
+    if rows == cols and not largest:  # the second waits for what the first one writes
+        x = placed(integers((1, cols), -1, 1, 0.1, random).to(dtype))
+        wanted = exact(exact(x, w, None, dtype), w, None, dtype)
+        yield Case(f"{name}, 1 token, twice", lambda: packed.linear(packed.linear(x)), wanted)
+    if not isinstance(packed, SlideWeight) or packed.element > 1:
+        yield Case(f"{name}, dense", packed.to_dense, w)
+
+
+def packing_cases(w: Tensor, name: str, small: bool) -> list[Case]:
+    there = w.cpu() if small else w  # large ones are compared with themselves, which takes less time
+    packs = [(kind, bytes_of(kind.from_dense(there)).to(w.device)) for kind in (MackoWeight, TileWeight, EcWeight)]
+    if w.is_cuda:
+        packs.append((SellWeight, bytes_of(SellWeight.from_dense(w))))
+    return [
+        Case(f"{kind.format} packing {name}", partial(packed_bytes, kind, w), wanted, captures=False)
+        for kind, wanted in packs
+    ]
+
+
+def problems(
+    device: torch.device, small: bool, seed: int, placed: Callable[[Tensor], Tensor] = surrounded
+) -> Iterator[Problem]:
+    """A problem's cases are made when its turn comes."""
+    random = torch.Generator(device).manual_seed(seed)
+
+    def cases(full: str, make: Callable[[], PackedWeight], w: Tensor | None, largest: int) -> list[Case]:
+        packed = make()
+        w = packed.to_dense() if w is None else w
+        packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})  # type: ignore[type-var]
+        return list(cases_of(full, packed, w, random, largest, placed))
+
+    for dtype, (shape, (rows, cols, density)) in itertools.product(
+        (torch.float16, torch.bfloat16), (SMALL if small else LARGE).items()
+    ):
+        w = integers((rows, cols), -2, 2, density, random).to(dtype)
+        about = f"{shape} {rows}x{cols} {str(dtype).removeprefix('torch.')}"
+        made: list[tuple[str, Callable[[], PackedWeight], Tensor | None, int]]
+        made = [(name, make, w, 0) for name, make in packings(w, small).items()]
+        for name, (n, element, largest) in SLIDES.items():
+            if SlideWeight.runs(device, torch.float8_e4m3fn if element == 1 else dtype):
+                made.append((name, partial(slide, w, n, element, largest), None, largest))
+        for name, make, dense, largest in made:
+            varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
+            for knobs in KNOBS.get(name.partition(" ")[0], ({},)) if varied else ({},):
+                full = " ".join([name, about, *(f"{k}={v}" for k, v in knobs.items())])
+                yield Problem(full, knobs, partial(cases, full, make, dense, largest))
+        yield Problem(f"packing {about}", {}, partial(packing_cases, w, about, small))
+
+
+def compared(case: Case, wrong: Tensor) -> Tensor:
+    """One product in memory that was NaN, compared: NaN is wrong too. Gives what it made."""
+    if not case.captures:
+        y = case.call()
+        wrong += (y != case.wanted).sum() if y.shape == case.wanted.shape else case.wanted.numel()
+        return y
+    torch.full_like(case.wanted, float("nan"))  # freed at once: the product takes the same memory
+    y = case.call()
+    wrong += (y != case.wanted).sum()
+    return y
+
+
+def eagerly(case: Case, until: float, wrong: Tensor) -> int:
+    batch = BATCH if case.captures and wrong.is_cuda else 4  # a CPU takes longer, and so does packing
+    for products in itertools.count(batch, batch):
+        for _ in range(batch):
+            compared(case, wrong)
+        synchronize(wrong.device)
+        if time.monotonic() > until:
+            return products
+    raise AssertionError
+
+
+def replayed(case: Case, until: float, wrong: Tensor, chained: bool) -> int:
+    """A graph's replays. Chained: its products follow each other without a kernel between, so each starts early."""
+    compared(case, wrong)  # what a first call sets up cannot be captured
+    torch.cuda.synchronize()
+    count = max(2, min(BATCH, (1 << 28) // max(1, case.wanted.numel() * case.wanted.element_size())))
+    graph, inner = torch.cuda.CUDAGraph(), torch.zeros_like(wrong)
+    with torch.cuda.graph(graph):
+        made = []
+        for _ in range(count):
+            y = case.call()
+            if chained:
+                made.append(y)
+            else:
+                inner += (y != case.wanted).sum()
+                y.fill_(float("nan"))
+        for y in made:
+            inner += (y != case.wanted).sum()
+            y.fill_(float("nan"))
+    products = 1
+    while True:
+        for _ in range(4):
+            graph.replay()
+        products += 4 * count
+        torch.cuda.synchronize()
+        if time.monotonic() > until:
+            wrong += inner
+            return products
+
+
+def side_by_side(cases: Sequence[Case], until: float, wrong: Tensor) -> int:
+    """Two products at once, on streams of their own."""
+    streams, counts = [torch.cuda.Stream() for _ in cases], [torch.zeros_like(wrong) for _ in cases]
+    torch.cuda.synchronize()
+    products = 0
+    while not products or time.monotonic() < until:
+        for _ in range(BATCH // 2):
+            for case, stream, count in zip(cases, streams, counts, strict=True):
+                with torch.cuda.stream(stream):
+                    compared(case, count)
+        products += BATCH // 2 * len(cases)
+        torch.cuda.synchronize()
+    for count in counts:
+        wrong += count
+    return products
+
+
+def in_threads(cases: Sequence[Case], until: float, wrong: Tensor) -> int:
+    """Two products at once, from Python threads."""
+    counts, products = [torch.zeros_like(wrong) for _ in cases], [0] * len(cases)
+
+    def work(i: int) -> None:
+        products[i] = eagerly(cases[i], until, counts[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for count in counts:
+        wrong += count
+    return sum(products)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run_ways(cases: Sequence[Case], seconds: float, counts: Counts, end: float = float("inf")) -> None:
+    """Each case in each way to launch it, for so many seconds each; none that would begin after `end`."""
+    for case, other in zip(cases, [*cases[1:], *cases[:1]], strict=True):
+        ways: dict[str, Callable[[float, Tensor], int]] = {"eager": partial(eagerly, case)}
+        if counts.device.type == "cuda" and case.captures:
+            ways["graph"] = partial(replayed, case, chained=False)
+            ways["chained"] = partial(replayed, case, chained=True)
+        if case.captures and other.captures:
+            together = side_by_side if counts.device.type == "cuda" else in_threads
+            ways["two at once"] = partial(together, (case, other))
+        for way, run in ways.items():
+            if time.monotonic() > end:
+                return
+            wrong = torch.zeros((), dtype=torch.int64, device=counts.device)
+            products = run(time.monotonic() + seconds, wrong)
+            counts.add(case.name, way, products, products * case.wanted.numel(), [wrong])
+
+
+def run_for(device: torch.device, minutes: float, seed: int, only: str, counts: Counts) -> None:
+    """Small and large problems by turns, with another seed each round, until the time is over.
+
+    A way to launch a case takes a slice of which a round has some 20,000 on a GPU; at least one batch of products.
+    """
+    end = time.monotonic() + minutes * 60
+    slice_s = minutes * 60 / 40_000 if device.type == "cuda" else 0.0
+    for round_ in itertools.count(seed):
+        begun = counts.products
+        sizes = (True, False) if device.type == "cuda" else (True,)
+        for both in itertools.zip_longest(*(problems(device, small, round_) for small in sizes)):
+            for problem in filter(None, both):
+                if only in problem.name:
+                    with environment(**problem.knobs):
+                        run_ways(problem.cases(), slice_s, counts, end)
+                if time.monotonic() > end:
+                    return
+        if counts.products == begun:
+            raise SystemExit(f"no problem has {only!r} in its name")
+        counts.rounds += 1
+
+
+def run_once(device: torch.device, minutes: float, only: str, shard: tuple[int, int], counts: Counts) -> None:
+    """Each case of the small problems, or of every so many-th, once, eagerly, while there is time.
+
+    Tensors have nothing around: so a tool sees their ends.
+    """
+    end = time.monotonic() + minutes * 60
+    for number, problem in enumerate(problems(device, True, 0, torch.Tensor.contiguous)):
+        if only not in problem.name or number % shard[1] != shard[0]:
+            continue
+        if time.monotonic() > end:
+            counts.left += 1
+            continue
+        with environment(**problem.knobs):
+            for case in problem.cases():
+                wrong = torch.zeros((), dtype=torch.int64, device=device)
+                compared(case, wrong)
+                counts.add(case.name, "eager", 1, case.wanted.numel(), [wrong])
+    counts.rounds += not counts.left
+
+
+@contextlib.contextmanager
+def whole_sums() -> Iterator[None]:
+    """The library's partial sums stay in float32, as exact products need it."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def stress(
+    device: torch.device, minutes: float, seed: int = 0, only: str = "", shard: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """What was run on the device, as the line has it."""
+    counts, begun = Counts(device), time.monotonic()
+    with whole_sums(), torch.no_grad():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if shard:
+            run_once(device, minutes, only, shard, counts)
+        else:
+            run_for(device, minutes, seed, only, counts)
+    return {
+        "what": "stress",
+        "commit": commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "seconds": round(time.monotonic() - begun, 1),
+        "seed": seed,
+        "rounds": counts.rounds,
+        "problems_left": counts.left,
+        "products": counts.products,
+        "elements": counts.elements,
+        "wrong": counts.wrong,
+        "by_way": dict(counts.by_way),
+        "wrong_cases": dict(counts.failures),
+    }
+
+
+def _on_gpu(index: int, options: argparse.Namespace, results: Any) -> None:
+    results.put(stress(torch.device("cuda", index), options.minutes, options.seed, options.only))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.stress", description="Exact products by the ten thousand.")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--gpus", type=int, default=0, help="at once, a process each; default: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems that have it in their name")
+    parser.add_argument("--once", action="store_true", help="the small problems once, in one process")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="with --once: every N-th problem")
+    parser.add_argument("--out", help="where lines are appended; default: benchmarks/results/<device>/stress.jsonl")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and macko._library.cuda_missing:
+        parser.error(macko._library.cuda_missing)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    if options.once:
+        first, shards = map(int, options.shard.split("/"))
+        lines = [stress(device, options.minutes, only=options.only, shard=(first, shards))]
+    elif options.device == "cpu" or (gpus := options.gpus or torch.cuda.device_count()) == 1:
+        lines = [stress(device, options.minutes, options.seed, options.only)]
+    else:
+        spawn = torch.multiprocessing.get_context("spawn")
+        results = spawn.SimpleQueue()
+        workers = [spawn.Process(target=_on_gpu, args=(i, options, results)) for i in range(gpus)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            print(f"exit statuses {[worker.exitcode for worker in workers]}", file=sys.stderr)
+            return 1
+        lines = [results.get() for _ in workers]
+    for line in lines:
+        print(json.dumps(line))
+        folder = line["device"].lower().removeprefix("nvidia ").replace(" ", "-")
+        if options.out != "" and not options.once:
+            append_jsonl(options.out or RESULTS / folder / "stress.jsonl", **line)
+    return 1 if any(line["wrong"] or not (line["products"] or options.once) for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,6 +32,13 @@ OWN_PART = 10 << 20
 SIZES = range(2**31)
 
 _Result = TypeVar("_Result")
+#: Dtype and sizes of a tensor.
+Shape = tuple[Any, ...]
+
+
+def _any() -> Any:
+    """A size that depends on the content."""
+    return torch.library.get_ctx().new_dynamic_size()
 
 
 def slices(y: Tensor, part_rows: Sequence[int]) -> list[Tensor]:
@@ -44,7 +51,7 @@ class PackedWeight:
     """What every format's dataclass has and, behind `shape`, shares."""
 
     format: ClassVar[str]
-    #: Its number in headers, as csrc/torch/packed.h has it.
+    #: Its number in headers: its place in FORMATS.
     number: ClassVar[int]
     #: Types of device that run it.
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -75,6 +82,16 @@ class PackedWeight:
     def from_macko(cls, weight: MackoWeight) -> Self:
         """A canonical weight in this format. On a GPU tile goes by dense rows of at most 64 MB at a time."""
         return cls._laid_out(weight)
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        """Dtype (None: the weight's) and sizes of each tensor, as the ops make them: what torch.compile asks for.
+
+        Args:
+            rows, cols: whole numbers, or torch's symbols for them.
+            options: as the op `pack` takes them; of a layout none.
+        """
+        raise NotImplementedError
 
     @classmethod
     def _laid_out(cls, weight: PackedWeight, *options: int) -> Self:
@@ -147,7 +164,9 @@ class PackedWeight:
 
     @property
     def stored(self) -> int:
-        raise NotImplementedError
+        """Entries held, non-zeros and explicit zeros. May wait for the device."""
+        entries = getattr(self, "entries", None)
+        return int(self.row_ptr[-1]) if entries is None else entries  # type: ignore[attr-defined]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -266,7 +285,6 @@ class MackoWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "macko"
-    number: ClassVar[int] = 0
     faults: ClassVar[Mapping[int, str]] = {
         1: "row_ptr[0] is {found}, expected 0",
         2: "row_ptr falls to {found} at index {place}",
@@ -291,6 +309,12 @@ class MackoWeight(PackedWeight):
         return cls(*tensors, *header.tolist()[1:])
 
     @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        chunks, delta_bits = _any(), options[0]
+        delta_bytes = chunks * delta_bits if delta_bits else _any()
+        return [(None, chunks * 8), (torch.uint8, delta_bytes), (torch.int32, rows + 1)]
+
+    @classmethod
     def smallest(cls, w: Tensor) -> Self:
         """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
         return cls.from_dense(w, delta_bits=0)
@@ -313,11 +337,6 @@ class MackoWeight(PackedWeight):
     def to_macko(self) -> MackoWeight:
         return self
 
-    @property
-    def stored(self) -> int:
-        """Entries held, non-zeros and explicit zeros; waits for the device."""
-        return int(self.row_ptr[-1])
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SellWeight(PackedWeight):
@@ -335,7 +354,6 @@ class SellWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "sell"
-    number: ClassVar[int] = 2
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
@@ -375,6 +393,10 @@ class SellWeight(PackedWeight):
     def from_dense(cls, w: Tensor, delta_bits: int = 4, gap_bits: int = 0) -> Self:
         """Packs w [rows, cols], which is on a GPU."""
         return cls.from_macko(MackoWeight.from_dense(w, delta_bits), gap_bits)
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any() * 32), (torch.int16, _any() * 32), (torch.int32, _any(), 8), (torch.int32, 2, rows)]
 
     def validate(self) -> None:
         """Checks that this is what packing its own matrix gives, for as many blocks and warps as it has.
@@ -439,11 +461,6 @@ class SellWeight(PackedWeight):
         }
         return next((reason for reason, wrong in checks.items() if wrong), "")
 
-    @property
-    def stored(self) -> int:
-        """Entries held, non-zeros and explicit zeros."""
-        return self.entries
-
     def _values(self) -> Tensor:
         return self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
 
@@ -464,7 +481,6 @@ class TileWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "tile"
-    number: ClassVar[int] = 3
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
@@ -489,14 +505,13 @@ class TileWeight(PackedWeight):
     entries: int
     delta_bits: int = 4
 
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
+
     def _check_sizes(self, found: int) -> None:
         if found != self.entries:
             self._refuse(f"entries is {self.entries}, it has {found} values")
-
-    @property
-    def stored(self) -> int:
-        """Non-zeros held."""
-        return self.entries
 
     @property
     def density(self) -> float:
@@ -519,7 +534,6 @@ class BitmapWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "bitmap"
-    number: ClassVar[int] = 1
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     is_layout: ClassVar[bool] = True
     faults: ClassVar[Mapping[int, str]] = {
@@ -538,14 +552,13 @@ class BitmapWeight(PackedWeight):
     cols: int
     delta_bits: int = 4
 
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any()), (torch.uint8, rows, (cols + 63) // 64 * 8), (torch.int32, rows + 1)]
+
     def to_macko(self) -> MackoWeight:
         """The canonical weight that this one was made from, bit for bit, without a dense one on the way."""
         return MackoWeight._laid_out(self)
-
-    @property
-    def stored(self) -> int:
-        """Non-zeros held."""
-        return int(self.row_ptr[-1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -556,7 +569,6 @@ class EcWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "ec"
-    number: ClassVar[int] = 4
     values_name: ClassVar[str] = "block_values"
     faults: ClassVar[Mapping[int, str]] = {
         1: "sets[{place}] is no possible set, or not as long as its arrays",
@@ -590,29 +602,27 @@ class EcWeight(PackedWeight):
     max_slabs: int = 1
 
     @classmethod
-    def from_dense(
-        cls,
-        w: Tensor,
-        delta_bits: int = 0,
-        lanes: int = 8,
-        max_height: int = 1,
-        min_width: int = 128,
-        max_width: int = 8192,
-        tile_rows: int = 128,
-        max_slabs: int = 1,
-    ) -> Self:
+    def from_dense(cls, w: Tensor, **options: int) -> Self:  # type: ignore[override]
         """Packs w [rows, cols]. The options are those of ops.ec_pack; by default what was fastest on an H200.
 
         That is 8 lanes a row, no shared blocks, and the width of deltas of fewest bytes.
         """
-        options = [delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs]
-        tensors, header = torch.ops.macko.pack(w, cls.number, options)
-        return cls(*tensors, *header.tolist()[1:])
+        options = {name: getattr(cls, name) for name in cls.size_names[2:]} | options
+        return cls(*ops.ec_pack(w, **options), *w.shape, **options)
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> Self:
         """A canonical weight in this format, by way of a dense one."""
         return cls.from_dense(weight.to_dense())
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        index, sets = torch.uint16 if cols <= 65536 else torch.int32, _any()
+        tiles = (rows + options[5] - 1) // options[5]
+        values, deltas, bases = (None, _any()), (torch.uint8, _any()), (index, _any())
+        block_indptr, row_indices, col_order = (torch.int32, _any()), (torch.int32, _any()), (index, _any())
+        tile_ptr, held_sets = (torch.int32, sets, tiles + 1), (torch.int64, sets + 1, 8)
+        return [values, deltas, bases, block_indptr, row_indices, tile_ptr, held_sets, col_order]
 
     @classmethod
     def paper(cls, w: Tensor, delta_bits: int = 4) -> Self:
@@ -673,7 +683,6 @@ class SlideWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "slide"
-    number: ClassVar[int] = 5
     values_name: ClassVar[str] = "tiles"
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"n": (0, *range(2, 9)), "element": range(4), "source": range(3)}
 
@@ -740,6 +749,14 @@ class SlideWeight(PackedWeight):
             dense_tiles, sparse_from, sparse_to = tiles.new_empty(0, 0, 0), 0, 0
         rows, cols = w.shape
         return cls(tiles, scale, dense_tiles, rows, cols, n, element, source, sparse_from, sparse_to)
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        n, element, *_ = options
+        size = SLIDE_ELEMENTS[element].itemsize
+        k_tiles = (ops.slide_depth(cols, n) * size + 255) // 256 * 2
+        tiles = (torch.uint8, (rows + 63) // 64, k_tiles, (4096 + 1024 // size) if n else 8192)
+        return [tiles, (torch.float32, rows), (torch.uint8, 0, 0, 0)]
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
@@ -838,14 +855,41 @@ def sparsest_pattern(w: Tensor) -> int:
     return 0
 
 
-#: Every format by name.
+#: Every format by name, in the order of csrc/torch/packed.h.
 FORMATS: dict[str, type[PackedWeight]] = {
     kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight)
 }
-for _kind in FORMATS.values():
+for _number, _kind in enumerate(FORMATS.values()):
+    _kind.number = _number
     _types = {field.name: field.type for field in dataclasses.fields(_kind)}  # type: ignore[arg-type]
     _kind.tensor_names = tuple(name for name in _types if _types[name] == "Tensor")
     _kind.size_names = tuple(name for name in _types if _types[name] == "int")
+
+
+def _fake(op: str, layout: int, like: Tensor, rows: Any, cols: Any, options: Any) -> tuple[list[Tensor], Tensor]:
+    """What op gives of this layout, without content."""
+    kind = list(FORMATS.values())[layout]
+    try:
+        shapes = kind.shapes(rows, cols, options)
+    except NotImplementedError:
+        raise NotImplementedError(
+            f"macko::{op}: nobody wrote down the shapes of the layout {kind.format}, which torch.compile asks for: "
+            "pack outside of the compiled function"
+        ) from None
+    tensors = [like.new_empty(sizes, dtype=dtype or like.dtype) for dtype, *sizes in shapes]
+    numbers = 1 + len(kind.size_names) + (kind is SlideWeight)  # and how many non-zeros pruning dropped
+    return tensors, torch.empty(numbers, dtype=torch.int64)
+
+
+@torch.library.register_fake("macko::pack")
+def _(w: Tensor, layout: int, options: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
+    return _fake("pack", layout, w, *w.shape, options)
+
+
+@torch.library.register_fake("macko::lay_out")
+def _(packed: Sequence[Tensor], header: Sequence[int], layout: int, options: Any) -> tuple[list[Tensor], Tensor]:
+    return _fake("lay_out", layout, packed[0], *header[1:3], header[3:])
 
 
 def format_named(name: str, *others: str) -> type[PackedWeight]:

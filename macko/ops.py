@@ -1,4 +1,4 @@
-"""Typed functions over the ops `torch.ops.macko.*`, with their shape functions and gradients.
+"""Typed functions over the ops `torch.ops.macko.*`, with their gradients and shapes (a layout's own: macko.formats).
 
 The ops take a packed weight of any layout as two lists: its tensors, and a header of whole numbers, [layout, rows,
 cols, ...], which csrc/torch/packed.h describes; `PackedWeight` (macko.formats) has both. The functions of this module
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from . import _library  # noqa: F401  registers the ops
 
-#: The layouts that this module knows by name, in the order of their numbers (csrc/torch/packed.h). The ops take any.
-LAYOUTS = ("macko", "bitmap", "sell", "tile", "ec", "slide")
+#: Numbers of the papers' layouts in a header (csrc/torch/packed.h).
+_CANONICAL, _EC, _SLIDE = 0, 4, 5
 #: Types of a slide weight's values by their number in a header.
 SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16)
 
@@ -57,12 +57,12 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         RuntimeError: wrong device, dtype or shape, or more than 2^31 - 1 stored entries.
     """
-    values, deltas, row_ptr = torch.ops.macko.pack(w, 0, [delta_bits])[0]
+    values, deltas, row_ptr = torch.ops.macko.pack(w, _CANONICAL, [delta_bits])[0]
     return values, deltas, row_ptr
 
 
 def _canonical(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int) -> Packed:
-    return [values, deltas, row_ptr], [0, max(0, row_ptr.shape[0] - 1), cols, delta_bits]
+    return [values, deltas, row_ptr], [_CANONICAL, max(0, row_ptr.shape[0] - 1), cols, delta_bits]
 
 
 def unpack(
@@ -160,11 +160,11 @@ def ec_pack(
         RuntimeError: wrong device, dtype, shape or option, or more than 2^31 - 1 columns stored in one set.
     """
     options = [delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs]
-    return tuple(torch.ops.macko.pack(w, LAYOUTS.index("ec"), options)[0])
+    return tuple(torch.ops.macko.pack(w, _EC, options)[0])
 
 
 def _ec(packed: EcMatrix) -> Packed:
-    return packed[:8], [LAYOUTS.index("ec"), *packed[8:], 0, 8, 1, 128, 8192, 128, 1]  # options say nothing of content
+    return packed[:8], [_EC, *packed[8:], 0, 8, 1, 128, 8192, 128, 1]  # options say nothing of content
 
 
 def ec_unpack(packed: EcMatrix) -> Tensor:
@@ -214,13 +214,13 @@ def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tu
         name = str(dtype).removeprefix("torch.")
         raise RuntimeError(f"macko::pack: dtype is {name}, expected int8, float8_e4m3fn, float16 or bfloat16")
     options = [n, SLIDE_ELEMENTS.index(dtype), 0, int(prune)]
-    (tiles, scale, _), header = torch.ops.macko.pack(w, LAYOUTS.index("slide"), options)
+    (tiles, scale, _), header = torch.ops.macko.pack(w, _SLIDE, options)
     return tiles, scale, header[-1:]
 
 
 def _slide(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Packed:
     element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
-    return [packed, scale, packed], [LAYOUTS.index("slide"), scale.shape[0], cols, n, element, 0, 0, 0]
+    return [packed, scale, packed], [_SLIDE, scale.shape[0], cols, n, element, 0, 0, 0]
 
 
 def slide_unpack(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -293,113 +293,16 @@ def slide_linear(
     return linear_of(x, [tiles, scale, held if dense is None else dense], [*header[:-2], sparse_from, sparse_to], bias)
 
 
-def _new_size() -> Any:
-    """A size that depends on the content."""
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-def _canonical_shapes(values: Tensor, rows: Any, delta_bits: int) -> list[Tensor]:
-    chunks = _new_size()
-    return [
-        values.new_empty(chunks * 8),
-        values.new_empty(chunks * delta_bits if delta_bits else _new_size(), dtype=torch.uint8),
-        values.new_empty(rows + 1, dtype=torch.int32),
-    ]
-
-
-def _ec_shapes(w: Tensor, tile_rows: int) -> list[Tensor]:
-    values, deltas, bases, indptr, rows, sets, order = (_new_size() for _ in range(7))
-    index = torch.uint16 if w.shape[1] <= 65536 else torch.int32
-    tiles = (w.shape[0] + tile_rows - 1) // tile_rows
-    return [
-        w.new_empty(values),
-        w.new_empty(deltas, dtype=torch.uint8),
-        w.new_empty(bases, dtype=index),
-        w.new_empty(indptr, dtype=torch.int32),
-        w.new_empty(rows, dtype=torch.int32),
-        w.new_empty(sets, tiles + 1, dtype=torch.int32),
-        w.new_empty(sets + 1, 8, dtype=torch.int64),
-        w.new_empty(order, dtype=index),
-    ]
-
-
-def _slide_depth(cols: Any, n: int) -> Any:
+def slide_depth(cols: Any, n: int) -> Any:
+    """Columns of a weight of so many columns and pattern n, expanded and filled up to whole tiles."""
     expanded = (cols + 2 * n - 1) // (2 * n) * 4 * (n - 1) if n else cols
     return max(expanded + 127, 128) // 128 * 128
-
-
-def _slide_shapes(w: Tensor, n: int, element: int) -> list[Tensor]:
-    size = SLIDE_ELEMENTS[element].itemsize
-    k_tiles = (_slide_depth(w.shape[1], n) * size + 255) // 256 * 2
-    return [
-        w.new_empty((w.shape[0] + 63) // 64, k_tiles, (4096 + 1024 // size) if n else 8192, dtype=torch.uint8),
-        w.new_empty(w.shape[0], dtype=torch.float32),
-        w.new_empty(0, 0, 0, dtype=torch.uint8),
-    ]
-
-
-#: By layout: what makes the empty tensors of a packed weight, and how many numbers its header has.
-Shapes = dict[str, Callable[[], tuple[list[Tensor], int]]]
-
-
-def _made(op: str, layout: int, shapes: Shapes) -> tuple[list[Tensor], Tensor]:
-    """What op gives of this layout, without content."""
-    name = LAYOUTS[layout] if layout < len(LAYOUTS) else f"of number {layout}"
-    if name not in shapes:
-        raise NotImplementedError(
-            f"macko::{op}: nobody wrote down the shapes of the layout {name}, which torch.compile asks for: "
-            "pack outside of the compiled function"
-        )
-    tensors, numbers = shapes[name]()
-    return tensors, torch.empty(numbers, dtype=torch.int64)
-
-
-@torch.library.register_fake("macko::pack")
-def _(w: Tensor, layout: int, options: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    shapes: Shapes = {
-        "macko": lambda: (_canonical_shapes(w, w.shape[0], options[0]), 4),
-        "ec": lambda: (_ec_shapes(w, options[5]), 10),
-        "slide": lambda: (_slide_shapes(w, *options[:2]), 9),
-    }
-    return _made("pack", layout, shapes)
-
-
-@torch.library.register_fake("macko::lay_out")
-def _(packed: Sequence[Tensor], header: Sequence[int], layout: int, options: Any) -> tuple[list[Tensor], Tensor]:
-    values, (_, rows, cols, delta_bits) = packed[0], header
-
-    def int32(*shape: Any) -> Tensor:
-        return values.new_empty(shape, dtype=torch.int32)
-
-    shapes: Shapes = {
-        "macko": lambda: (_canonical_shapes(values, rows, delta_bits), 4),
-        "bitmap": lambda: (
-            [
-                values.new_empty(_new_size()),
-                values.new_empty(rows, (cols + 63) // 64 * 8, dtype=torch.uint8),
-                int32(rows + 1),
-            ],
-            4,
-        ),
-        "sell": lambda: (
-            [
-                values.new_empty(_new_size() * 32),
-                values.new_empty(_new_size() * 32, dtype=torch.int16),
-                int32(_new_size(), 8),
-                int32(2, rows),
-            ],
-            8,
-        ),
-        "tile": lambda: ([values.new_empty(_new_size() * 64), int32((rows + 63) // 64 * ((cols + 255) // 256) + 1)], 6),
-    }
-    return _made("lay_out", layout, shapes)
 
 
 @torch.library.register_fake("macko::slide_quant_fused")
 def _(x: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (
-        x.new_empty(*x.shape[:-1], _slide_depth(x.shape[-1], n), dtype=dtype),
+        x.new_empty(*x.shape[:-1], slide_depth(x.shape[-1], n), dtype=dtype),
         x.new_empty(x.shape[:-1], dtype=torch.float32),
     )
 
@@ -427,7 +330,7 @@ def _check_x(name: str, x: Tensor, cols: Any) -> None:
 
 @torch.library.register_fake("macko::dense")
 def _(packed: Sequence[Tensor], header: Sequence[int], check: bool = True) -> Tensor:
-    is_slide = header[0] == LAYOUTS.index("slide")
+    is_slide = header[0] == _SLIDE
     return packed[0].new_empty(header[1:3], dtype=SLIDE_ELEMENTS[header[4]] if is_slide else packed[0].dtype)
 
 
@@ -476,7 +379,7 @@ def _(*args: Any) -> Tensor:
 def _times(grad: Tensor, tensors: Sequence[Tensor], header: Sequence[int]) -> Tensor:
     """grad W for grad [..., rows]."""
     w = torch.ops.macko.dense(tensors, header, False)
-    if header[0] == LAYOUTS.index("slide"):
+    if header[0] == _SLIDE:
         grad, w = (grad * tensors[1]).to(grad.dtype), w.to(grad.dtype)
     return grad @ w
 

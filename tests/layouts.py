@@ -10,9 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from macko.formats import SellWeight
-from macko.ops import LAYOUTS, linear_of
+from macko.formats import FORMATS, SellWeight
+from macko.ops import linear_of
 
+#: Names by number.
+LAYOUTS = tuple(FORMATS)
 Three = tuple[Tensor, Tensor, Tensor]
 
 

@@ -16,7 +16,6 @@ from torch._inductor.decomposition import select_decomp_table
 import macko
 from macko.formats import EcWeight, MackoWeight, PackedWeight, SellWeight, TileWeight
 from macko.fuse import Fuse
-from macko.ops import LAYOUTS
 from tests.common import (
     HALVES,
     assert_same_bits,
@@ -25,6 +24,7 @@ from tests.common import (
     random_vector,
     random_weight,
 )
+from tests.layouts import LAYOUTS
 from tests.tiny_llama import needs_transformers
 
 EPS = 1e-5

@@ -14,7 +14,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from .convert import MIN_SPARSITY
 from .files import Checkpoint
 from .formats import FORMATS
 from .integrations import require_transformers
-from .layers import IGNORED, Report, density_of, format_bytes, packed_share, patterns
+from .layers import IGNORED, Report, columns, density_of, format_bytes, packed_share, patterns
 from .linear import DTYPES
 from .prune import METHODS, STATISTICS, asked_for, prune_
 from .times import times, times_of
@@ -38,6 +38,7 @@ from .times import times, times_of
 EXPECTED = (
     OSError, ValueError, TypeError, ImportError, RuntimeError, MemoryError, SafetensorError, UserWarning,
 )  # fmt: skip
+_DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 #: What a repository of the Hub holds besides, or a second time, in other formats.
@@ -46,7 +47,7 @@ NOT_FETCHED = [*(f"*{ending}" for ending in WEIGHTS[1:]), "*/*"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     options.hint = ""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "ignore has")  # a layer that was to be left would be pruned
@@ -62,92 +63,84 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Of every command and its arguments; `run` is the command's function."""
     parser = argparse.ArgumentParser(prog="macko", description="Pruned neural networks, smaller and faster.")
     parser.add_argument("--version", action="version", version=f"macko {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _prune_arguments(_command(commands, prune, "set weights of a checkpoint to zero"))
-    _convert_arguments(_command(commands, convert, "pack a pruned checkpoint"))
-    _inspect_arguments(_command(commands, inspect, "density, patterns and bytes of every matrix of a checkpoint"))
-    _tune_arguments(_command(commands, tune, "time the formats on this GPU or CPU, for format=auto to choose by"))
-    _bench_arguments(_command(commands, bench, "time a model dense against sparse"))
-    _command(commands, doctor, "what is installed, and a self-test (python -m macko)")
+    for run, text, arguments in (
+        (prune, "set weights of a checkpoint to zero", _prune_arguments),
+        (convert, "pack a pruned checkpoint", _convert_arguments),
+        (inspect, "density, patterns and bytes of every matrix of a checkpoint", _inspect_arguments),
+        (tune, "time the formats on this GPU or CPU, for format=auto to choose by", _tune_arguments),
+        (bench, "time a model dense against sparse", _bench_arguments),
+        (doctor, "what is installed, and a self-test (python -m macko)", lambda add: None),
+    ):
+        command = commands.add_parser(run.__name__, help=text, description=text.capitalize() + ".")
+        command.set_defaults(run=run)
+        arguments(command.add_argument)
     return parser
 
 
-def _prune_arguments(command: argparse.ArgumentParser) -> None:
-    _in_and_out(command, "folder of a dense checkpoint, or its name on the Hub (organisation/model)")
-    command.add_argument("--sparsity", type=float, help="share of zeros (default 0.5, or what the pattern says)")
-    command.add_argument("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
-    command.add_argument("--method", choices=METHODS, default="wanda")
-    command.add_argument("--calibration", metavar="FILE", help="a text to calibrate on (wanda, sparsegpt)")
-    command.add_argument("--samples", type=_count, default=128, help="pieces of the text (default 128)")
-    command.add_argument("--length", type=_count, help="tokens in a piece (default 2048, or the model's positions)")
-    _ignore(command)
-    command.add_argument("--device", help="where to prune, one block at a time (default: a GPU if there is one)")
-    command.add_argument(
-        "--resume", action="store_true",
-        help="go on where a run with the same options was stopped (wanda, sparsegpt: OUT.unfinished keeps its layers)",
-    )  # fmt: skip
+def _in_and_out(add: Any, source: str) -> None:
+    add("source", metavar="IN", help=source)
+    add("target", metavar="OUT", help="folder to write")
+    add("--overwrite", action="store_true", help="replace the model in OUT, once the new one is whole")
+    ignored = f"layers to leave besides {', '.join(IGNORED)}: full names, last components of names, or globs; "
+    add("--ignore", nargs="*", metavar="LAYER", help=ignored + "--ignore alone leaves none, not even that")
 
 
-def _convert_arguments(command: argparse.ArgumentParser) -> None:
-    _in_and_out(command, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
+def _prune_arguments(add: Any) -> None:
+    _in_and_out(add, "folder of a dense checkpoint, or its name on the Hub (organisation/model)")
+    add("--sparsity", type=float, help="share of zeros (default 0.5, or what the pattern says)")
+    add("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
+    add("--method", choices=METHODS, default="wanda")
+    add("--calibration", metavar="FILE", help="a text to calibrate on (wanda, sparsegpt)")
+    add("--samples", type=_count, default=128, help="pieces of the text (default 128)")
+    add("--length", type=_count, help="tokens in a piece (default 2048, or the model's positions)")
+    add("--device", help="where to prune, one block at a time (default: a GPU if there is one)")
+    resume = "go on where a run with the same options was stopped"
+    add("--resume", action="store_true", help=f"{resume} (wanda, sparsegpt: OUT.unfinished keeps its layers)")
+
+
+def _convert_arguments(add: Any) -> None:
+    _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
     own_files = " and ".join(name for name, kind in FORMATS.items() if name != "macko" and not kind.is_layout)
-    command.add_argument(
-        "--format", default="auto",
-        help=f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
-        "auto, smallest, mixed, or one of " + ", ".join(FORMATS),
-    )  # fmt: skip
-    _ignore(command)
-    command.add_argument("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
-    command.add_argument("--device", help="where to pack (default: a GPU if there is one)")
+    held = f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
+    add("--format", default="auto", help=f"{held}auto, smallest, mixed, or one of {', '.join(FORMATS)}")
+    add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
+    add("--device", help="where to pack (default: a GPU if there is one)")
 
 
-def _inspect_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="FOLDER", help="folder or .safetensors file")
-    command.add_argument("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
+def _inspect_arguments(add: Any) -> None:
+    add("source", metavar="FOLDER", help="folder or .safetensors file")
+    add("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
 
 
-def _tune_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="FOLDER", nargs="?", help="a pruned checkpoint, whose shapes and densities")
-    command.add_argument("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
-    command.add_argument("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
-    command.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="of --shapes")
-    command.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
-    command.add_argument("--tokens", nargs="+", type=_count, default=[1], help="at once (default 1)")
-    command.add_argument("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
+def _tune_arguments(add: Any) -> None:
+    add("source", metavar="FOLDER", nargs="?", help="a pruned checkpoint, whose shapes and densities")
+    add("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
+    add("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
+    add("--dtype", choices=_DTYPES, default="float16", help="of --shapes")
+    add("--device", help="cuda or cpu (default: a GPU if there is one)")
+    add("--tokens", nargs="+", type=_count, default=[1], help="at once (default 1)")
+    add("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
 
 
-def _bench_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
-    command.add_argument(
-        "--sparsity", type=float, nargs="+", help="prune by magnitude first, to each of these (default 0.5 for random:)"
-    )
-    command.add_argument("--format", default="auto", help="as of convert")
-    command.add_argument("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
-    command.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
-    command.add_argument(
-        "--prompt-tokens",
-        type=_count,
-        nargs="+",
-        default=[128],
-        help="lengths to time the prefill of; decode: the first",
-    )
-    command.add_argument("--new-tokens", type=_count, default=32)
-    command.add_argument(
-        "--dtype", choices=("float16", "bfloat16", "float32"), help="default: float16, on a CPU bfloat16"
-    )
-    command.add_argument(
-        "--compile", choices=("default", "fast", "max"), nargs="?", const="fast",
-        help="a static cache and torch.compile; max takes longer to compile",
-    )  # fmt: skip
-    command.add_argument(
-        "--profile", action="store_true",
-        help="the kernels of one token and no times: a profiler slows down each launch behind it",
-    )  # fmt: skip
-    command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
+def _bench_arguments(add: Any) -> None:
+    add("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
+    pruned = "prune by magnitude first, to each of these (default 0.5 for random:)"
+    add("--sparsity", type=float, nargs="+", help=pruned)
+    add("--format", default="auto", help="as of convert")
+    add("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
+    add("--batch", type=_count, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
+    lengths = "lengths to time the prefill of; decode: the first"
+    add("--prompt-tokens", type=_count, nargs="+", default=[128], help=lengths)
+    add("--new-tokens", type=_count, default=32)
+    add("--dtype", choices=_DTYPES, help="default: float16, on a CPU bfloat16")
+    compiled = "a static cache and torch.compile; max takes longer to compile"
+    add("--compile", choices=("default", "fast", "max"), nargs="?", const="fast", help=compiled)
+    add("--json", metavar="FILE", help="append the results as JSON lines")
 
 
 def _count(text: str) -> int:
@@ -156,28 +149,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _in_and_out(command: argparse.ArgumentParser, source: str) -> None:
-    command.add_argument("source", metavar="IN", help=source)
-    command.add_argument("target", metavar="OUT", help="folder to write")
-    command.add_argument("--overwrite", action="store_true", help="replace the model in OUT, once the new one is whole")
-
-
-def _ignore(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--ignore", nargs="*", metavar="LAYER",
-        help=f"layers to leave besides {', '.join(IGNORED)}: full names, last components of names, or globs; "
-        "--ignore alone leaves none, not even that",
-    )  # fmt: skip
-
-
 def _ignored(asked: list[str] | None) -> list[str]:
     return [] if asked == [] else list(dict.fromkeys([*IGNORED, *(asked or ())]))
-
-
-def _command(commands: Any, run: Any, text: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(run.__name__, help=text, description=text.capitalize() + ".")
-    command.set_defaults(run=run)
-    return command
 
 
 def prune(options: argparse.Namespace) -> None:
@@ -219,7 +192,7 @@ def prune(options: argparse.Namespace) -> None:
         model = kind.from_pretrained(source, dtype="auto")
         report = prune_(
             model, share, options.method, pattern=options.pattern, calibration=batches, ignore=ignore, device=device,
-            done=_Kept(work / "layers") if begun else None,
+            done=_Kept(work / "layers") if begun else None,  # type: ignore[arg-type]
         )  # fmt: skip
         print(report)
         if not report.changed:
@@ -279,15 +252,10 @@ def convert(options: argparse.Namespace) -> None:
 
 def inspect(options: argparse.Namespace) -> None:
     """A table of the matrices of a checkpoint."""
-    from rich.console import Console
-    from rich.table import Table
-
     known = times(options.gpu) if options.gpu else times_of() if torch.cuda.is_available() else None
-    here = f"on {known.gpu}" if known else "on a GPU"
     us = [0.0, 0.0]
-    table = Table(box=None, pad_edge=False)
-    for title in ("matrix", "shape", "density (sparse)", "n:m", "format", "bytes", "as macko", "decode, at best", here):
-        table.add_column(title, justify="left" if title in ("matrix", "n:m", "format") else "right", no_wrap=True)
+    titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", ">decode, at best")
+    table = [(*titles, f">on {known.gpu if known else 'a GPU'}")]
     total = [0, 0]
     with Checkpoint(_folder(options.source, or_file=True)) as file:
         for name, dense, form, size in _matrices(file):
@@ -306,11 +274,10 @@ def inspect(options: argparse.Namespace) -> None:
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
-            table.add_row(name, *row, format_bytes(after), gain, expected)
-    table.add_section()
+            table.append((name, *row, format_bytes(after), gain, expected))
     expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
-    table.add_row("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected))
+    print(columns(table))
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
     if known:
         how = "measured times where there are some, else a model fitted to those"
@@ -459,8 +426,8 @@ def _nothing_changed(source: str, report: Report) -> str:
     return f"{source}: no layer was changed, so nothing is written: {text or 'it has no linear layer'}"
 
 
-class _Kept(MutableMapping[str, Tensor]):
-    """Pruned weights by the layer's name, a file each: what is there is whole."""
+class _Kept:
+    """Pruned weights by the layer's name, a file each: what is there is whole. As much of a dict as prune_ asks for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -469,27 +436,16 @@ class _Kept(MutableMapping[str, Tensor]):
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self:
-            raise KeyError(name)
-        return load_file(self._file(name))["weight"]
+    def __contains__(self, name: str) -> bool:
+        return self._file(name).exists()
 
-    def __contains__(self, name: object) -> bool:
-        return self._file(str(name)).exists()
+    def __getitem__(self, name: str) -> Tensor:
+        return load_file(self._file(name))["weight"]
 
     def __setitem__(self, name: str, weight: Tensor) -> None:
         part = self.folder / "part"
         save_file({"weight": weight.contiguous()}, part)
         part.replace(self._file(name))
-
-    def __delitem__(self, name: str) -> None:
-        self._file(name).unlink()
-
-    def __iter__(self) -> Iterator[str]:
-        return (file.stem for file in sorted(self.folder.glob("*.safetensors")))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 @contextlib.contextmanager

@@ -608,7 +608,7 @@ class EcWeight(PackedWeight):
         That is 8 lanes a row, no shared blocks, and the width of deltas of fewest bytes.
         """
         options = {name: getattr(cls, name) for name in cls.size_names[2:]} | options
-        return cls(*ops.ec_pack(w, **options), *w.shape, **options)
+        return cls(*ops.ec_pack(w, **options), w.shape[0], w.shape[1], *options.values())
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> Self:
@@ -884,12 +884,12 @@ def _fake(op: str, layout: int, like: Tensor, rows: Any, cols: Any, options: Any
 @torch.library.register_fake("macko::pack")
 def _(w: Tensor, layout: int, options: Sequence[int]) -> tuple[list[Tensor], Tensor]:
     torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    return _fake("pack", layout, w, *w.shape, options)
+    return _fake("pack", layout, w, w.shape[0], w.shape[1], options)
 
 
 @torch.library.register_fake("macko::lay_out")
 def _(packed: Sequence[Tensor], header: Sequence[int], layout: int, options: Any) -> tuple[list[Tensor], Tensor]:
-    return _fake("lay_out", layout, packed[0], *header[1:3], header[3:])
+    return _fake("lay_out", layout, packed[0], header[1], header[2], header[3:])
 
 
 def format_named(name: str, *others: str) -> type[PackedWeight]:

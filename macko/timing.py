@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -89,12 +90,7 @@ def time_calls(
 
 def read_gbps(nbytes: int = 1 << 30) -> float:
     """GB/s at which the CPU reads memory with torch's threads: a sum over so many bytes, the best of forty."""
-    x, best = torch.ones(nbytes // 4), float("inf")
-    for _ in range(40):
-        start = time.perf_counter()
-        x.sum()
-        best = min(best, time.perf_counter() - start)
-    return nbytes / best / 1e9
+    return nbytes / min(timeit.repeat(torch.ones(nbytes // 4).sum, repeat=40, number=1)) / 1e9
 
 
 def time_graph(

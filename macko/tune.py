@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -145,7 +144,7 @@ def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]
         except (RuntimeError, ValueError):
             continue  # the format does not hold this one
         held = (dict(zip(packed.tensors(), of, strict=True)) for of in copies(list(packed.tensors().values())))
-        yield kind.format, [partial(dataclasses.replace(packed, **tensors).linear, x) for tensors in held]
+        yield kind.format, [partial(type(packed)(**tensors, **packed.sizes()).linear, x) for tensors in held]
 
 
 def measure_slide(

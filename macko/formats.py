@@ -113,8 +113,15 @@ class PackedWeight:
         return torch.ops.macko.dense(*self.packed)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [..., cols]."""
-        return ops.linear_of(x, *self.packed, bias)
+        """x W^T + bias for x [..., cols], as torch.nn.functional.linear; differentiable in x and bias.
+
+        Returns:
+            [..., rows] of x's dtype, summed in float32; the same bits at every run.
+
+        Raises:
+            RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix.
+        """
+        return ops.call(torch.ops.macko.linear, x, *self.packed, bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         """linear(x / sqrt(mean(x^2) + eps) * weight, bias), without gradients; on a GPU.
@@ -125,7 +132,7 @@ class PackedWeight:
             x: [..., cols], of the values' dtype and device; cols a multiple of 8.
             weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
         """
-        return ops._call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
+        return ops.call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
         """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
@@ -134,7 +141,7 @@ class PackedWeight:
             gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. Both the silu and the product
                 are rounded, as modules do it.
         """
-        return ops._call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
+        return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from .choose import AUTO, Options, pack
 from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices
-from .ops import linear_of
+from .ops import call
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -207,7 +207,8 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
-        return linear_of(self._cast(input), list(self._buffers.values()), self._header, self.bias)  # type: ignore[arg-type]
+        tensors = list(self._buffers.values())
+        return call(torch.ops.macko.linear, self._cast(input), tensors, self._header, self.bias)
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: for many tokens on a GPU no slices."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from macko.formats import FORMATS, SellWeight
-from macko.ops import linear_of
 
 #: Names by number.
 LAYOUTS = tuple(FORMATS)
@@ -46,11 +45,11 @@ def bitmap_check(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Te
 def bitmap_linear(
     x: Tensor, values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None
 ) -> Tensor:
-    return linear_of(x, *_bitmap(values, bits, row_ptr, cols), bias)
+    return torch.ops.macko.linear(x, *_bitmap(values, bits, row_ptr, cols), bias)
 
 
 def bitmap_spmv(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
-    return linear_of(x, *_bitmap(values, bits, row_ptr, cols))
+    return torch.ops.macko.linear(x, *_bitmap(values, bits, row_ptr, cols))
 
 
 def sell_pack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int, *options: int) -> Any:

@@ -465,7 +465,7 @@ def test_options_of_macko_bench() -> None:
     dense.weight.data = w
     for layer in (dense, macko.SparseLinear.from_linear(dense)):
         for compiled in ("default", "max"):
-            bench._generate(Model(layer), torch.zeros(1, 1), 1, compiled)
+            bench.generate(Model(layer), torch.zeros(1, 1), 1, compiled)
     default, on_dense, sparse_default, on_sparse = given
     assert "compile_config" not in default
     assert "compile_config" not in sparse_default

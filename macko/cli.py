@@ -155,7 +155,7 @@ def _ignored(asked: list[str] | None) -> list[str]:
 
 def prune(options: argparse.Namespace) -> None:
     """IN to OUT with zeros in it, dense still."""
-    transformers = _transformers()
+    transformers = require_transformers()
     share, _ = asked_for(options.sparsity, options.method, options.pattern)
     _check_target(options)
     device, source, ignore = _device(options.device), _folder(options.source), _ignored(options.ignore)
@@ -224,7 +224,7 @@ def pieces(tokens: Tensor, samples: int, length: int) -> list[Tensor]:
 
 def convert(options: argparse.Namespace) -> None:
     """IN to OUT with packed weights."""
-    _transformers()
+    require_transformers()
     from .integrations.transformers import MackoConfig, load_packed
 
     ignore = _ignored(options.ignore)
@@ -343,7 +343,7 @@ def tune(options: argparse.Namespace) -> None:
 
 def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
-    _transformers()
+    require_transformers()
     from .bench import run
 
     source = options.source
@@ -359,15 +359,6 @@ def doctor(options: argparse.Namespace) -> int:
     from .__main__ import main as check
 
     return check()
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError("this command needs transformers 5: pip install 'transformers>=5'") from None
-    require_transformers()
-    return transformers
 
 
 def _device(asked: str | None) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .choose import AUTO, Options
 from .formats import MackoWeight, PackedWeight, saved_as
 from .layers import tied_parameters
-from .linear import SparseLinear
+from .linear import SparseLinear, as_extra_state
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1
@@ -132,11 +132,6 @@ def packed_state(
             elif any(key.startswith(join(name, "")) for key in state):
                 raise ValueError(f"the state has tensors of {name}, which is sparse, without {name}._extra_state")
     return state, layers
-
-
-def as_extra_state(about: Mapping[str, Any]) -> Tensor:
-    """What SparseLinear's state_dict keeps under _extra_state."""
-    return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
 def check_about(about: Any, where: str) -> None:

@@ -1,14 +1,7 @@
 """The packed weights: one frozen dataclass a format, tensors and sizes, all with the same methods.
 
-What a format's class has, and all that SparseLinear, conversion and files know of it:
-    format               its name in `sparsify_(format=...)`
-    from_dense(w, ...)   packs a dense [rows, cols] tensor on its device; to_dense() gives it back exactly
-    linear(x, bias)      x W^T + bias for any leading shape, one op
-    validate()           ValueError for content that breaks the format; called once on what comes from a file
-    rows, cols           shape of the dense weight
-    dtype, device        of the values
-    stored, density      entries held (non-zeros and explicit zeros); non-zeros over all
-Its fields are tensors and plain ints. The ints besides rows and cols are the options of from_dense.
+Fields are tensors and plain ints. The ints besides rows and cols are the options of from_dense. SparseLinear,
+conversion and files know no more of a format than PackedWeight has.
 """
 
 from __future__ import annotations
@@ -205,22 +198,21 @@ class PackedWeight:
 
     def _bad_field(self) -> str:
         """What is wrong with a field by itself, or nothing. Before any content is looked at, or anything allocated."""
-        devices = set()
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            name, value = field.name, getattr(self, field.name)
-            if field.type == "int":
-                allowed = self.limits.get(name, SIZES)
-                if type(value) is not int or value not in allowed:
-                    wanted = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 8 else ", ".join(map(str, allowed))
-                    return f"{name} is {value!r}, expected {wanted}"
-            elif not isinstance(value, Tensor):
-                return f"{name} is {value!r}, expected a Tensor"
-            elif value.layout != torch.strided or value.is_nested:
+        for name, value in self.sizes().items():
+            allowed = self.limits.get(name, SIZES)
+            if type(value) is not int or value not in allowed:
+                wanted = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 8 else ", ".join(map(str, allowed))
+                return f"{name} is {value!r}, expected {wanted}"
+        for name, tensor in self.tensors().items():
+            if not isinstance(tensor, Tensor):
+                return f"{name} is {tensor!r}, expected a Tensor"
+            if tensor.layout != torch.strided or tensor.is_nested:
                 return f"{name} is a sparse or nested tensor, expected a strided one"
-            elif value.data_ptr() % value.element_size():
-                return f"{name} begins at an address that is no multiple of its {value.element_size()} bytes an element"
-            else:
-                devices.add(str(value.device))
+            if tensor.data_ptr() % tensor.element_size():
+                return (
+                    f"{name} begins at an address that is no multiple of its {tensor.element_size()} bytes an element"
+                )
+        devices = {str(tensor.device) for tensor in self.tensors().values()}
         if len(devices) > 1 or "meta" in devices:
             return f"its tensors are on {' and '.join(sorted(devices))}"
         return ""
@@ -839,12 +831,8 @@ class SlideWeight(PackedWeight):
     @property
     def stored(self) -> int:
         """Values held, zeros that fill windows among them."""
-        return (
-            self.tiles.shape[0]
-            * self.tiles.shape[1]
-            * (4096 if self.n else 8192)
-            // SLIDE_ELEMENTS[self.element].itemsize
-        )
+        blocks, k_tiles, _ = self.tiles.shape
+        return blocks * k_tiles * (4096 if self.n else 8192) // SLIDE_ELEMENTS[self.element].itemsize
 
     @property
     def density(self) -> float:
@@ -919,10 +907,9 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     if kind.is_layout:
         raise ValueError(f"{kind.format} is an execution layout, never saved: files hold the canonical format")
     sizes = {name: size for name, size in about.items() if name != "format"}
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    ints = {field.name: field.default for field in fields if field.type == "int"}
     if bad := {name: size for name, size in sizes.items() if type(size) is not int or size not in SIZES}:
         raise ValueError(f"expected integers, whole numbers from 0 to {SIZES[-1]}, got {bad}")
-    if other := sorted(set(sizes) ^ {name for name in ints if name in sizes or ints[name] is dataclasses.MISSING}):
-        raise ValueError(f"{' and '.join(other)}: the format {kind.format} has the sizes {', '.join(ints)}")
-    return kind, sizes, [field.name for field in fields if field.name not in ints]
+    # What has a default may be left out.
+    if other := sorted(set(sizes) ^ {name for name in kind.size_names if name in sizes or not hasattr(kind, name)}):
+        raise ValueError(f"{' and '.join(other)}: the format {kind.format} has the sizes {', '.join(kind.size_names)}")
+    return kind, sizes, list(kind.tensor_names)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -41,6 +40,11 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype == torch.float32 and device.type == "cuda":
         return "it is float32, which macko holds on the CPU only; convert to float16 or bfloat16 first"
     return None
+
+
+def as_extra_state(about: Mapping[str, Any]) -> Tensor:
+    """What SparseLinear's state_dict keeps under _extra_state: a format and its sizes, as the bytes of a JSON text."""
+    return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
 #: Names of the tensors that a state_dict has of a layout, and no module has as attributes.
@@ -298,8 +302,7 @@ class SparseLinear(nn.Linear):
 
     def get_extra_state(self) -> Tensor:
         """The format's name and sizes, as the bytes of a JSON text: a tensor, so that every file format takes it."""
-        text = json.dumps({"format": self.format, **self._sizes})
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return as_extra_state({"format": self.format, **self._sizes})
 
     def set_extra_state(self, state: Tensor) -> None:
         """Nothing: _load_from_state_dict has read it, before the tensors."""
@@ -351,7 +354,7 @@ class SparseLinear(nn.Linear):
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
         """The validated packed weight of a state_dict, or None where it has nothing of one."""
         format, sizes = self._format, self._sizes
-        names = [f.name for f in dataclasses.fields(format) if f.name not in sizes]  # type: ignore[arg-type]
+        names = list(format.tensor_names)
         if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
             try:
                 format, sizes, names = saved_as(json.loads(bytes(extra.reshape(-1).tolist())))

@@ -29,7 +29,7 @@ from .convert import MIN_SPARSITY
 from .files import Checkpoint
 from .formats import FORMATS
 from .integrations import require_transformers
-from .layers import IGNORED, Report, columns, density_of, format_bytes, packed_share, patterns
+from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
 from .prune import METHODS, STATISTICS, asked_for, prune_
 from .times import times, times_of
@@ -170,7 +170,10 @@ def prune(options: argparse.Namespace) -> None:
         length = options.length or min(2048, positions or 2048)
         if positions and length > positions:
             raise ValueError(f"--length is {length}, {options.source} has {positions} positions")
-        text = _text(options.calibration)
+        try:
+            text = Path(options.calibration).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--calibration {options.calibration} is no text in UTF-8: {error}") from None
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
@@ -194,19 +197,8 @@ def prune(options: argparse.Namespace) -> None:
             model, share, options.method, pattern=options.pattern, calibration=batches, ignore=ignore, device=device,
             done=_Kept(work / "layers") if begun else None,  # type: ignore[arg-type]
         )  # fmt: skip
-        print(report)
-        if not report.changed:
-            raise ValueError(_nothing_changed(options.source, report))
-        model.save_pretrained(work / "result")
-        _copy_others(source, work / "result")
+        _save(model, report, options, source, work / "result")
     print(f"{options.target} is written, dense still. Next: macko convert {options.target} {options.target}-packed")
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--calibration {path} is no text in UTF-8: {error}") from None
 
 
 def _digest(text: str) -> str:
@@ -237,13 +229,8 @@ def convert(options: argparse.Namespace) -> None:
         config.format = "macko"  # which is what the file of a layout holds
     with _unfinished(options, source) as work:
         model = load_packed(source, config, **({"device_map": device} if device != "cpu" else {}))
-        report = model.hf_quantizer.report
-        print(report)
-        if not report.changed:
-            raise ValueError(_nothing_changed(options.source, report))
         config.format = options.format
-        model.save_pretrained(work / "result")
-        _copy_others(source, work / "result")
+        _save(model, model.hf_quantizer.report, options, source, work / "result")
         before, after = (sum(f.stat().st_size for f in _weight_files(folder)) for folder in (source, work / "result"))
     print(f"{options.target}: {format_bytes(after)}, {after / max(1, before):.3f} of {format_bytes(before)}")
     if elsewhere:
@@ -265,7 +252,7 @@ def inspect(options: argparse.Namespace) -> None:
             total = [total[0] + size, total[1] + after]
             gain = f"{dense.nbytes / after:.2f}x" if after < dense.nbytes else "-"
             shape = "x".join(map(str, dense.shape))
-            row = (shape, f"{density:.3f} ({1 - density:5.1%})", " ".join(patterns(dense)), form, format_bytes(size))
+            row = (shape, density_text(density), " ".join(patterns(dense)), form, format_bytes(size))
             expected = ""
             if known and "embed" not in name and dense.dtype.itemsize == 2:
                 found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
@@ -409,12 +396,25 @@ def _weight_files(folder: Path) -> list[Path]:
     return [file for file in files if file.suffix == WEIGHTS[0]] or files
 
 
-def _nothing_changed(source: str, report: Report) -> str:
-    reasons = Counter(layer.reason for layer in report)
-    if any(reason.startswith("under ") for reason in reasons):
-        return f"{source} has no layer that is sparse enough: prune it first (macko prune)"
-    text = "; ".join(f"{reason} ({count} of {len(report)})" for reason, count in reasons.most_common(4))
-    return f"{source}: no layer was changed, so nothing is written: {text or 'it has no linear layer'}"
+def _save(model: Any, report: Report, options: argparse.Namespace, source: Path, folder: Path) -> None:
+    """Prints the report and writes the model, and what lies beside it; ValueError where it is as it was."""
+    print(report)
+    if not report.changed:
+        reasons = Counter(layer.reason for layer in report)
+        if any(reason.startswith("under ") for reason in reasons):
+            raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first (macko prune)")
+        text = "; ".join(f"{reason} ({count} of {len(report)})" for reason, count in reasons.most_common(4))
+        text = text or "it has no linear layer"
+        raise ValueError(f"{options.source}: no layer was changed, so nothing is written: {text}")
+    model.save_pretrained(folder)
+    # Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours.
+    for file in sorted(source.iterdir()):
+        weights = file.suffix in WEIGHTS or ".index." in file.name
+        there = folder / file.name
+        if there.exists() and file.name == "README.md":
+            there = folder / "README-dense.md"
+        if file.is_file() and not weights and not there.exists():
+            shutil.copyfile(file, there)
 
 
 class _Kept:
@@ -538,17 +538,6 @@ def _put(new: Path, target: Path) -> None:
         raise
     if replaces:
         shutil.rmtree(old)
-
-
-def _copy_others(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours."""
-    for file in sorted(source.iterdir()):
-        weights = file.suffix in WEIGHTS or ".index." in file.name
-        there = target / file.name
-        if there.exists() and file.name == "README.md":
-            there = target / "README-dense.md"
-        if file.is_file() and not weights and not there.exists():
-            shutil.copyfile(file, there)
 
 
 if __name__ == "__main__":

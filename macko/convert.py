@@ -78,7 +78,9 @@ def sparsify_(
         warnings.warn('tokens="batch" is tokens=8, and goes with the next version', DeprecationWarning, stacklevel=2)
         tokens = 8
     options = Options(format, tokens, pattern, dtype, keep_dense)  # type: ignore[arg-type]  # another str is refused
-    least = _least_sparsity(min_sparsity, format)
+    least = (0.0 if format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
+    if not 0 <= least <= 1:
+        raise ValueError(f"min_sparsity is {least}, expected 0 to 1")
     if isinstance(model, nn.Linear):
         raise ValueError(
             "sparsify_ replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
@@ -90,13 +92,6 @@ def sparsify_(
     report = Report(rows + unpackable(model))
     warn_if_unchanged(report, "sparsify_")
     return report
-
-
-def _least_sparsity(asked: float | None, format: str) -> float:
-    least = (0.0 if format == "slide" else MIN_SPARSITY) if asked is None else asked
-    if not 0 <= least <= 1:
-        raise ValueError(f"min_sparsity is {least}, expected 0 to 1")
-    return least
 
 
 def _convert_all(

@@ -163,22 +163,22 @@ class Report:
         sizes = ("format", ">before", ">after", ">gain") if sized else ()
         rows = [("layer", ">shape", ">density (sparse)", *sizes, "note")]
         for layer in self.layers:
-            gain = _times(layer.us_before / layer.us_after) if layer.us_before and layer.us_after else ""
+            gain = f"{layer.us_before / layer.us_after:.2f}x" if layer.us_before and layer.us_after else ""
             sizes = (layer.format, format_bytes(layer.bytes_before), format_bytes(layer.bytes_after), gain)
             others = ", ".join(name.rpartition(".")[2] for name in layer.merged_with)
             note = layer.reason or layer.note or (f"one matrix with {others}" if others else "")
-            about = (layer.name or "(the model)", "x".join(map(str, layer.shape)), _density(layer.density))
+            about = (layer.name or "(the model)", "x".join(map(str, layer.shape)), density_text(layer.density))
             rows.append((*about, *(sizes if sized else ()), note))
         changed = f"{len(self.changed)} of {len(self.layers)} layers changed"
         if sized:
             share = f"{self.bytes_after / self.bytes_before:.3f} of before" if self.bytes_before else ""
-            gain = "" if self.gain is None else _times(self.gain)
+            gain = "" if self.gain is None else f"{self.gain:.2f}x"
             rows.append(
                 (changed, "", "", "", format_bytes(self.bytes_before), format_bytes(self.bytes_after), gain, share)
             )
         else:
             zeros, weights = self.zeros
-            density = _density(1 - zeros / weights) if weights else ""
+            density = density_text(1 - zeros / weights) if weights else ""
             rows.append((changed, "", density, f"{zeros:,} of {weights:,} weights are zero"))
         text, _, total = columns(rows).rpartition("\n")
         if slower := [(layer.worst[1], layer.worst[0]) for layer in self.layers if layer.worst]:
@@ -202,12 +202,9 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _density(density: float | None) -> str:
+def density_text(density: float | None) -> str:
+    """As "0.500 (50.0%)", of what is zero."""
     return "" if density is None else f"{density:.3f} ({1 - density:5.1%})"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x"
 
 
 #: What `patterns` looks for, the strictest of each kind first.

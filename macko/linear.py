@@ -246,7 +246,7 @@ class SparseLinear(nn.Linear):
         )
 
     def reset_parameters(self) -> NoReturn:
-        raise RuntimeError("SparseLinear: a packed weight has no random start; load one, or use from_linear")
+        raise RuntimeError(f"{type(self).__name__}: a packed weight has no random start; load one, or use from_linear")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

@@ -7,7 +7,7 @@ and to save, and gives its rows of one product. The first of them that is called
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,9 +126,6 @@ class MergedLinear(SparseLinear):
         others[-1].append(
             f"{prefix.removesuffix('.')}: is merged with others; call macko.split_(model) before you load"
         )
-
-    def reset_parameters(self) -> NoReturn:
-        raise RuntimeError("MergedLinear: a packed weight has no random start")
 
 
 def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[list[str]]:

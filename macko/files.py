@@ -203,22 +203,20 @@ class Checkpoint:
         if not files:
             raise FileNotFoundError(f"{self.path} has no *.safetensors")
         about: dict[str, Any] = {}
-        self._stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
-        with contextlib.ExitStack() as opened, _refused(self.path):
+        with _refused(self.path):
             for name in files:
-                file = opened.enter_context(open_tensors(name))
+                file = open_tensors(name)
                 self._files |= dict.fromkeys(file.keys(), file)
                 if "macko" in (metadata := file.metadata() or {}):
                     about = _json(metadata["macko"], name)
-            quantization = self.config.get("quantization_config") or {}
-            if not isinstance(quantization, dict):
-                raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
-            if quantization.get("quant_method") == "macko":
-                about = quantization
-            if about != {}:
-                check_about(about, str(self.path))
-            self._stack = opened.pop_all()
+        quantization = self.config.get("quantization_config") or {}
+        if not isinstance(quantization, dict):
+            raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
+        if quantization.get("quant_method") == "macko":
+            about = quantization
+        if about != {}:
+            check_about(about, str(self.path))
         self.layers: dict[str, dict[str, Any]] = dict(about.get("layers") or {})
         for weight in [join(layer, "weight") for layer in self.layers]:
             if weight in self._files and 0 in self.shape(weight):  # see macko.integrations.saving
@@ -229,7 +227,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._files.clear()  # the last references to the files
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

@@ -19,16 +19,7 @@ from .ops import call
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: What nn.Module keeps of hooks on calls. The dicts themselves go with the layer: a hook's handle still removes it.
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
+HOOKS = tuple(name for name in vars(nn.Module()) if "forward_" in name or "backward_" in name)
 
 
 def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:

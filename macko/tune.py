@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from .formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideW
 from .layers import find_linears
 from .linear import SparseLinear
 from .times import SLIDE_DTYPES, Line, bandwidth_gbps, cache_file, gpu_name, read, write
-from .timing import copies, read_gbps, time_calls, time_graph
+from .timing import capture, copies, read_gbps, time_calls, time_replays
 
 #: Densities are rounded to this before they are compared.
 BUCKET = 0.05
@@ -122,7 +123,7 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
         if w.device.type == "cpu":
             took = time_calls(dict(_products(w, x)))
         else:
-            took = {name: time_graph(calls, rest=False).median_us for name, calls in _products(w, x)}
+            took = {name: statistics.median(time_replays(*capture(calls))) for name, calls in _products(w, x)}
     took["dense"] = min(took["dense"], took.pop("mv", math.inf))
     return {name: round(us, 1 if w.device.type == "cpu" else 3) for name, us in took.items()}
 
@@ -178,8 +179,7 @@ def measure_slide(
                 for n in (*held, *reversed(held)):
                     calls = [partial(ops.slide_linear, x, p, s, cols, n, dtype) for p, s in held[n]]
                     launches = 32 if m <= 512 else 4
-                    timing = time_graph(calls[:launches], replays=5, warmup=1, min_launches=launches, rest=False)
-                    us[n] = min(us[n], timing.min_us)
+                    us[n] = min(us[n], *time_replays(*capture(calls[:launches], launches), replays=5, warmup=1))
                 for n in gains:
                     gains[n][str(m)] = round(us[0] / us[n], 3)
             about = {"rows": rows, "cols": cols, "dtype": name}

@@ -312,9 +312,7 @@ def tune(options: argparse.Namespace) -> None:
     def weights() -> Iterator[tuple[str, Tensor]]:
         if options.source:
             with Checkpoint(_folder(options.source, or_file=True)) as file:
-                names = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2 and "embed" not in n]
-                yield from ((name, file.packed(name).to_dense()) for name in file.layers)
-                yield from ((name, file[name]) for name in names)
+                yield from ((name, dense) for name, dense, *_ in _matrices(file) if "embed" not in name)
         for shape in options.shapes:
             rows, _, cols = shape.partition("x")
             for density in options.densities:

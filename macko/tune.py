@@ -140,10 +140,11 @@ def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]
     for kind in kinds:
         try:
             packed = kind.from_macko(macko)
+            packed.linear(x)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError):
-            continue  # the format does not hold this one
+            continue  # the format does not hold this one, or has no kernel for this GPU
         held = (dict(zip(packed.tensors(), of, strict=True)) for of in copies(list(packed.tensors().values())))
         yield kind.format, [partial(type(packed)(**tensors, **packed.sizes()).linear, x) for tensors in held]
 

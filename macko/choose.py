@@ -182,11 +182,8 @@ def worst_of(
     None where nothing is known, or nothing is lost: under WORTH_SAYING.
     """
     counts = times_of(device).counts if device.type == "cpu" else ()
-    found = {}
-    for tokens in counts:
-        us = expected_us(rows, cols, density, dtype, device, tokens)
-        if format in us:
-            found[tokens] = us["dense"] / us[format]
+    every = {tokens: expected_us(rows, cols, density, dtype, device, tokens) for tokens in counts}
+    found = {tokens: us["dense"] / us[format] for tokens, us in every.items() if format in us}
     worst = min(found.items(), key=lambda item: item[1], default=None)
     return worst if worst and worst[1] < WORTH_SAYING else None
 

@@ -149,13 +149,8 @@ class Report:
 
     def to_json(self) -> str:
         """The rows and the totals as JSON."""
-        totals: dict[str, float | None] = {
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "changed": len(self.changed),
-        }
-        totals["gain"] = self.gain
-        return json.dumps({**dataclasses.asdict(self), **totals})
+        totals = {name: getattr(self, name) for name in ("bytes_before", "bytes_after", "gain")}
+        return json.dumps({**dataclasses.asdict(self), **totals, "changed": len(self.changed)})
 
     def __str__(self) -> str:
         # Where nothing was packed, bytes and formats say nothing: then it counts zeros.

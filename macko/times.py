@@ -201,13 +201,13 @@ def _check(line: Line, sizes: Iterable[str], good: bool, measured: dict[str, flo
 
 def _lines_of_version_1(slide: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list[Line]:
     """Of {"int8": {"2:4": {"3584 x 18944": {"1": 1.37}}}}."""
-    found = []
-    for dtype, patterns in slide.items():
-        for pattern, shapes in patterns.items():
-            for shape, gain in shapes.items():
-                rows, cols = map(int, shape.split(" x "))
-                found.append({"rows": rows, "cols": cols, "dtype": dtype, "pattern": pattern, "gain": gain})
-    return found
+    return [
+        {"rows": int(rows), "cols": int(cols), "dtype": dtype, "pattern": pattern, "gain": gain}
+        for dtype, patterns in slide.items()
+        for pattern, shapes in patterns.items()
+        for shape, gain in shapes.items()
+        for rows, cols in [shape.split(" x ")]
+    ]
 
 
 def own_table(gpu: str) -> dict[str, Any] | None:

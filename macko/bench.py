@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -304,19 +305,14 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
         if of_bound >= worst[-1]["of_bound"]:
             worst[-1] |= {"of_bound": of_bound, "layer": name}
 
-    handles = [
-        layer.register_forward_hook(lambda layer, args, y, name=name: check(name, layer, args[0], y))
-        for name, layer in model.named_modules()
-        if isinstance(layer, SparseLinear)
-    ]
-    try:
-        with torch.no_grad():
-            for count in sorted({min(count, prompt.shape[1]) for count in tokens}):
-                worst.append({"tokens": count, "of_bound": 0.0})
-                model(prompt[:, :count], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), contextlib.ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if isinstance(layer, SparseLinear):
+                hook = layer.register_forward_hook(lambda layer, args, y, name=name: check(name, layer, args[0], y))
+                hooks.enter_context(hook)
+        for count in sorted({min(count, prompt.shape[1]) for count in tokens}):
+            worst.append({"tokens": count, "of_bound": 0.0})
+            model(prompt[:, :count], use_cache=False)
     return worst
 
 

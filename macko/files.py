@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .choose import AUTO, Options
@@ -39,8 +41,6 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: the model has a state that is no tensor.
     """
-    from safetensors.torch import save_file
-
     state, layers = packed_state(model)
     tensors, shared = _without_sharing(state)
     about = {"version": VERSION, "layers": layers, "shared": shared}
@@ -168,8 +168,6 @@ def join(layer: str, key: str) -> str:
 
 def open_tensors(path: str | os.PathLike[str]) -> Any:
     """safetensors.safe_open; ValueError with the file's name where it is not whole."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -257,8 +255,6 @@ class Checkpoint:
 @contextlib.contextmanager
 def _refused(path: Path) -> Iterator[None]:
     """ValueError with the file's name for what safetensors, or torch about a tensor's shape, says of a broken one."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except (RuntimeError, SafetensorError) as error:

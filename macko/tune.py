@@ -17,7 +17,7 @@ from . import ops
 from .choose import layouts, meant_pattern
 from .formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
 from .layers import find_linears
-from .linear import SparseLinear
+from .linear import SparseLinear, unsupported
 from .times import SLIDE_DTYPES, Line, bandwidth_gbps, cache_file, gpu_name, read, write
 from .timing import capture, copies, read_gbps, time_calls, time_replays
 
@@ -91,7 +91,7 @@ def tune(
             w = weight.to(where)
             if w.dim() != 2 or w.numel() < SMALLEST:
                 continue
-            if w.dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if where.type == "cpu" else [])):
+            if unsupported(w.dtype, where):
                 w = w.half()
             density = round(round(int(w.count_nonzero()) / w.numel() / BUCKET) * BUCKET, 2)
             key = (*w.shape, density, w.dtype)

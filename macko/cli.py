@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from . import __version__
 from .choose import Options
@@ -32,7 +33,7 @@ from .integrations import require_transformers
 from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
 from .prune import METHODS, STATISTICS, asked_for, prune_
-from .times import times, times_of
+from .times import read, times, times_of
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
 EXPECTED = (
@@ -274,8 +275,6 @@ def inspect(options: argparse.Namespace) -> None:
 
 def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
     """Of every matrix its name, itself as dense, and in what format and how many bytes the checkpoint has it."""
-    from tqdm.auto import tqdm
-
     from .integrations.compressed_tensors import lazy_state, sparsity_format
 
     masked = sparsity_format(file.config) or ""
@@ -300,7 +299,6 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
 def tune(options: argparse.Namespace) -> None:
     """Times of this GPU or CPU into its table."""
     device = _device(options.device)
-    from .times import read
     from .tune import tune as measure
 
     if bool(options.source) == bool(options.shapes):

@@ -324,8 +324,8 @@ def test_shapes_that_compile_expects_are_those_of_what_is_packed(device: str) ->
     torch.library.opcheck(torch.ops.macko.pack, (w, EcWeight.number, [0, 8, 1, 128, 8192, 128, 1]))
     for kind in FORMATS.values():
         if kind.is_layout and device in kind.device_types:
-            options = [0, 0, 0] if kind is SellWeight else []
-            torch.library.opcheck(torch.ops.macko.lay_out, (*canonical.packed, kind.number, options))
+            cut = [0, 0, 0] if kind is SellWeight else []
+            torch.library.opcheck(torch.ops.macko.lay_out, (*canonical.packed, kind.number, cut))
     if device == "cpu":
-        back = (*BitmapWeight.from_macko(canonical).packed, MackoWeight.number, [])
-        torch.library.opcheck(torch.ops.macko.lay_out, back)
+        bitmap = BitmapWeight.from_macko(canonical)
+        torch.library.opcheck(torch.ops.macko.lay_out, (*bitmap.packed, MackoWeight.number, []))

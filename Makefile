@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade "pip>=25.1" "setuptools>=77"
 	$(PY) -m pip install --quiet "$(TORCH)"
-	$(PY) -m pip install --quiet "numpy>=1.26" "safetensors>=0.5" "tqdm>=4.60" "rich>=13" --group test --group demo --group lint
+	$(PY) -m pip install --quiet "numpy>=1.26" "safetensors>=0.5" "tqdm>=4.60" --group test --group demo --group lint
 	touch $@
 
 # An environment that is not ours stays as it is: there the command is `python -m macko.cli`.

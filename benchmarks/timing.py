@@ -2,20 +2,83 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import statistics
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from macko.timing import COLD_BYTES, MIN_LAUNCHES, Timing, copies, time_graph
+from macko.timing import COLD_BYTES, MIN_LAUNCHES, capture, copies, time_replays
 
 __all__ = ["COLD_BYTES", "MIN_LAUNCHES", "Timing", "append_jsonl", "copies", "provenance", "time_graph", "time_host"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call in microseconds over the replays of a graph."""
+
+    median_us: float
+    min_us: float
+    max_us: float
+    launches: int
+    replays: int
+    #: SM clock behind the last replay; 0 where the driver does not say. Under the highest one: power limit.
+    clock_mhz: int = 0
+
+
+@cache
+def _nvml() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """The driver's library and its handle of the current GPU."""
+    handle = ctypes.c_void_p()
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
+    failed = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+    return None if failed else (library, handle)
+
+
+def sm_clocks() -> tuple[int, int]:
+    """MHz of the SMs now and at most, or zeros."""
+    found = _nvml()
+    if not found:
+        return 0, 0
+    library, handle = found
+    now, most = ctypes.c_uint(), ctypes.c_uint()
+    library.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(now))
+    library.nvmlDeviceGetMaxClockInfo(handle, 1, ctypes.byref(most))
+    return now.value, most.value
+
+
+def time_graph(
+    calls: Sequence[Callable[[], Any]],
+    replays: int = 15,
+    warmup: int = 3,
+    min_launches: int = MIN_LAUNCHES,
+    rest: bool = True,
+) -> Timing:
+    """Time of one call where `calls` are the same work on different copies of its inputs (see `copies`).
+
+    rest: where the GPU has lowered its clock meanwhile (power limit: half a second of work of what came before counts),
+    wait for a second and measure again, twice at most.
+    """
+    graph, launches = capture(calls, min_launches)
+    for attempt in range(3):
+        times = time_replays(graph, launches, replays, warmup)
+        clock, most = sm_clocks()
+        if not rest or clock >= 0.97 * most or attempt == 2:
+            break
+        time.sleep(1)
+    return Timing(statistics.median(times), min(times), max(times), launches, replays, clock)
 
 
 def time_host(call: Callable[[], Any], calls: int = 200, rounds: int = 20) -> float:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import FORMATS, __version__, _library, ops
@@ -98,17 +97,17 @@ def main() -> int:
         halves = (torch.float16, torch.bfloat16)
         tested += [(torch.device("cuda", index), dtype) for index in range(gpus) for dtype in halves]
     called = _Called()
-    console = Console(stderr=True)
     for device, dtype in tested:
         start = time.perf_counter()
-        name = f"self-test {device} {str(dtype).removeprefix('torch.')}"
+        # The first takes seconds: imports, threads.
+        print(f"self-test {device} {str(dtype).removeprefix('torch.')}: ", end="", flush=True)
         try:
-            with console.status(name), called, torch.no_grad():  # the first takes seconds: imports, threads
+            with called, torch.no_grad():
                 self_test(device, dtype)
             outcome = f"ok, {time.perf_counter() - start:.2f} s"
         except (AssertionError, RuntimeError, ValueError) as error:
             outcome, well = f"FAILED: {error}", False
-        print(f"{name}: {outcome}", flush=True)
+        print(outcome, flush=True)
     # What is made for GPUs alone has nothing to run on elsewhere.
     elsewhere = {"linear_parts", "norm_linear", "gated_linear"} if len(tested) == len(DTYPES) else set()
     if untested := sorted({*_library.op_names} - called.names - elsewhere):

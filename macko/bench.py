@@ -9,8 +9,9 @@ import gc
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
+import timeit
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from . import reference
 from .choose import Options
 from .convert import sparsify_
 from .fuse import Fuse
-from .layers import format_bytes
+from .layers import Report, columns, format_bytes
 from .linear import SparseLinear
 from .merge import split_
 from .prune import asked_for, prune_
@@ -72,12 +73,13 @@ class Result(Side):
     peak_bytes: int | None  #: of GPU memory; None on the CPU
 
 
-def run(options: argparse.Namespace, source: str) -> None:
+def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[Result]] | None = None) -> None:
     """Loads, prunes where asked, times dense, converts, times sparse at each sparsity, and prints all.
 
     Args:
         options: what macko bench was told.
         source: the folder of the model, or random: with a size.
+        measuring: what to do instead of measure_all, for a benchmark that looks at other things.
 
     Raises:
         ValueError: an option is of no use, before anything is timed; or no layer is sparse enough.
@@ -98,7 +100,11 @@ def run(options: argparse.Namespace, source: str) -> None:
 
     def measure(side: Side, batches: list[int], lines: list[Line]) -> None:
         """Also writes the lines at once: what comes behind may fail."""
-        found = _measure_all(side, model, prompts, batches, options, lines)
+        torch._dynamo.reset()  # what was compiled for the model before holds memory
+        gc.collect()
+        if prompts.is_cuda:
+            torch.cuda.empty_cache()
+        found = (measuring or measure_all)(side, model, prompts, batches, options, lines)
         results.extend(found)
         if options.json:
             with open(options.json, "a", encoding="utf-8") as file:
@@ -119,9 +125,8 @@ def run(options: argparse.Namespace, source: str) -> None:
                 raise ValueError(
                     f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity"
                 )
-            density = sum((layer.density or 0) * _count(layer.shape) for layer in report.changed)
-            share = round(1 - density / sum(_count(layer.shape) for layer in report.changed), 3)
-            side = Side("sparse", share, tokens)
+            zeros, weights = Report(report.changed).zeros
+            side = Side("sparse", round(zeros / weights, 3), tokens)
             logits = _logits(model, prompts[:1])
             error, largest = (logits - dense_logits).abs().max().item(), dense_logits.abs().max().item()
             print(str(report).splitlines()[-1])
@@ -165,30 +170,11 @@ def _ways(options: argparse.Namespace, device: torch.device) -> list[tuple[int |
     return [(tokens, batches) for tokens, batches in ways if batches]
 
 
-def _measure_all(
-    side: Side,
-    model: Any,
-    prompts: Tensor,
-    batches: list[int],
-    options: argparse.Namespace,
-    lines: list[Line],
+def measure_all(
+    side: Side, model: Any, prompts: Tensor, batches: list[int], options: argparse.Namespace, lines: list[Line]
 ) -> list[Result]:
     """Decoding at every batch size behind the first prompt length, the prefill of one sequence at every length."""
-    results = []
-    torch._dynamo.reset()  # what was compiled for the model before holds memory
-    gc.collect()
-    if prompts.is_cuda:
-        torch.cuda.empty_cache()
-    for batch in batches:
-        prompt = prompts[:batch, : options.prompt_tokens[0]]
-        if options.profile:
-            rows = profile_token(model, prompt, 1 + options.new_tokens, options.compile) if prompts.is_cuda else []
-            lines += [{"what": "profile", **dataclasses.asdict(side), "batch": batch, **row} for row in rows]
-            print("\n".join(f"{row['us']:9.1f} us {row['launches']:4} {row['kernel']}" for row in rows), flush=True)
-        else:
-            results.append(_decode(side, model, prompt, options))
-    if options.profile:
-        return []
+    results = [_decode(side, model, prompts[:batch, : options.prompt_tokens[0]], options) for batch in batches]
     results += [_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens]
     for result in results:
         peak = "" if result.peak_bytes is None else f", peak {format_bytes(result.peak_bytes)}"
@@ -199,42 +185,38 @@ def _measure_all(
     return results
 
 
-def _generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str | None, **more: Any) -> None:
+def generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str | None, **more: Any) -> None:
+    """Greedily, whatever ends a text; compiled as --compile says. more: of model.generate()."""
     settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **more}
-    if compiled is not None:
-        settings["cache_implementation"] = "static"
-        if COMPILED[compiled]:
-            sparse = any(isinstance(module, SparseLinear) for module in model.modules())
-            settings["compile_config"] = _compile_config({**COMPILED[compiled], **(FOR_SPARSE if sparse else {})})
-    else:
+    if compiled is None:
         settings["disable_compile"] = True
+    else:
+        settings["cache_implementation"] = "static"
+        if options := COMPILED[compiled]:
+            from transformers import CompileConfig
+
+            sparse = any(isinstance(module, SparseLinear) for module in model.modules())
+            options = {"triton.cudagraphs": True, **options, **(FOR_SPARSE if sparse else {})}
+            settings["compile_config"] = CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
     model.generate(prompts, max_new_tokens=new_tokens, **settings)
-
-
-def _compile_config(options: dict[str, Any]) -> Any:
-    from transformers import CompileConfig
-
-    return CompileConfig(mode=None, options={"triton.cudagraphs": True, **options})  # type: ignore[arg-type]
 
 
 def _decode(side: Side, model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:
     """A token behind the first is what a long generation takes beyond one of a single token, over their number."""
-    compiled = options.compile
-    count = 1 + options.new_tokens
-    _generate(model, prompts, count, compiled)  # compiles, which takes memory of its own
+    counts = (1 + options.new_tokens, 1)
+    longer, shorter = (partial(generate, model, prompts, count, options.compile) for count in counts)
+    longer()  # compiles, which takes memory of its own
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = _difference(
-        lambda: _generate(model, prompts, count, compiled),
-        lambda: _generate(model, prompts, 1, compiled),
-        prompts.is_cuda,
-    )
-    a_token = None if seconds is None else seconds / options.new_tokens
+    seconds = _difference(longer, shorter, prompts.is_cuda)
+    return _result(side, "decode", prompts, len(prompts), None if seconds is None else seconds / options.new_tokens)
+
+
+def _result(side: Side, what: str, prompts: Tensor, tokens: int, seconds: float | None) -> Result:
+    """Of so many tokens in these seconds, None where noise hides them; and the peak of memory until now."""
+    ms, speed = (None, None) if seconds is None else (seconds * 1e3, tokens / seconds)
     peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
-    about = (side.model, side.sparsity, side.tokens, "decode", len(prompts), prompts.shape[1])
-    if a_token is None:
-        return Result(*about, None, None, peak)
-    return Result(*about, a_token * 1e3, len(prompts) / a_token, peak)
+    return Result(side.model, side.sparsity, side.tokens, what, len(prompts), prompts.shape[1], ms, speed, peak)
 
 
 def _difference(longer: Callable[[], Any], shorter: Callable[[], Any], on_gpu: bool) -> float | None:
@@ -260,83 +242,14 @@ def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
         seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6))
-    peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
-    about = (side.model, side.sparsity, side.tokens, "prefill", 1, prompts.shape[1])
-    return Result(*about, seconds * 1e3, prompts.shape[1] / seconds, peak)
+    return _result(side, "prefill", prompts, prompts.shape[1], seconds)
 
 
 def _times(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> list[float]:
-    """Seconds of some calls behind a first one."""
-    times = []
-    with _no_garbage_collection():
-        for _ in range(1 + calls):
-            if on_gpu:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            if on_gpu:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    return times[1:]
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """As timeit does: a compiler leaves millions of objects to look through."""
+    """Seconds of some calls behind a first one, without garbage collection: a compiler leaves millions of objects."""
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
     gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-class _OneToken:
-    """A streamer that profiles what lies between two tokens."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.seen = at, -1
-        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-
-    def put(self, tokens: Tensor) -> None:
-        self.seen += 1
-        torch.cuda.synchronize()
-        if self.seen == self.at:
-            self.profile.__enter__()
-        elif self.seen == self.at + 1:
-            self.profile.__exit__(None, None, None)
-
-    def end(self) -> None:
-        pass
-
-
-def profile_token(model: Any, prompts: Tensor, count: int, compiled: str | None) -> list[Line]:
-    """What the GPU does for one of `count` tokens: launches and microseconds by kernel, and how long it is busy.
-
-    Kernels that overlap (chained launches) count with their waiting, so their sum may exceed that.
-    """
-    _generate(model, prompts, count, compiled)
-    watch = _OneToken(count // 2)
-    _generate(model, prompts, count, compiled, streamer=watch)
-    events = [event for event in watch.profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda event: event.time_range.start)
-    kernels: dict[str, list[float]] = {}
-    busy = end = 0.0
-    for event in events:
-        kernels.setdefault(_short(event.name), []).append(event.time_range.end - event.time_range.start)
-        busy += max(0.0, event.time_range.end - max(end, event.time_range.start))
-        end = max(end, event.time_range.end)
-    rows = [{"kernel": name, "launches": len(times), "us": sum(times)} for name, times in kernels.items()]
-    rows.append({"kernel": "busy", "launches": len(events), "us": busy})
-    return sorted(rows, key=lambda row: -row["us"])  # type: ignore[operator,arg-type]
-
-
-def _short(name: str) -> str:
-    """A kernel's name without its types; Triton's without its number, which differs from layer to layer."""
-    for word in ("void ", "(anonymous namespace)::", "at::native::", "macko::"):
-        name = name.replace(word, "")
-    name = name.partition("(")[0].partition("<")[0] if not name.startswith("triton") else name.rstrip("0123456789_")
-    return name[:60]
+    return timeit.repeat(lambda: (call(), wait()), wait, repeat=1 + calls, number=1)[1:]
 
 
 def _make_dense(model: Any) -> None:
@@ -392,19 +305,14 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
         if of_bound >= worst[-1]["of_bound"]:
             worst[-1] |= {"of_bound": of_bound, "layer": name}
 
-    handles = [
-        layer.register_forward_hook(lambda layer, args, y, name=name: check(name, layer, args[0], y))
-        for name, layer in model.named_modules()
-        if isinstance(layer, SparseLinear)
-    ]
-    try:
-        with torch.no_grad():
-            for count in sorted({min(count, prompt.shape[1]) for count in tokens}):
-                worst.append({"tokens": count, "of_bound": 0.0})
-                model(prompt[:, :count], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), contextlib.ExitStack() as hooks:
+        for name, layer in model.named_modules():
+            if isinstance(layer, SparseLinear):
+                hook = layer.register_forward_hook(lambda layer, args, y, name=name: check(name, layer, args[0], y))
+                hooks.enter_context(hook)
+        for count in sorted({min(count, prompt.shape[1]) for count in tokens}):
+            worst.append({"tokens": count, "of_bound": 0.0})
+            model(prompt[:, :count], use_cache=False)
     return worst
 
 
@@ -415,10 +323,6 @@ def _verdict(worst: list[Line]) -> str:
     outcome = "yes" if largest["of_bound"] <= 1 else "NO, THEY ARE WRONG"
     where = f"worst {largest['of_bound']:.2g} of the bound, at {tokens}, {largest.get('layer', 'in no layer')}"
     return f"outputs of each layer equal to dense but for rounding: {outcome} ({where})"
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return shape[0] * shape[1]
 
 
 def _load(source: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -439,21 +343,12 @@ def _load(source: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _table(results: list[Result]) -> str:
-    import io
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("what", "batch", "prompt", "model", "ms", "tokens/s", "over dense", "peak GPU memory"):
-        table.add_column(title, justify="left" if title in ("what", "model") else "right", no_wrap=True)
+    rows = [("what", ">batch", ">prompt", "model", ">ms", ">tokens/s", ">over dense", ">peak GPU memory")]
     dense = {(r.what, r.batch, r.prompt_tokens): r for r in results if r.model == "dense"}
     for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity, r.tokens or 0)):
         speed, base = result.tokens_per_s, dense[result.what, result.batch, result.prompt_tokens].tokens_per_s
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
         ratio = f"{speed / base:.2f}x" if speed and base else "-"
         times = (f"{result.ms:.3f}", f"{speed:.1f}", ratio) if speed else ("-", "-", "-")
-        table.add_row(result.what, str(result.batch), str(result.prompt_tokens), str(result), *times, peak)
-    console = Console(file=io.StringIO(), width=200)
-    console.print(table)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        rows.append((result.what, str(result.batch), str(result.prompt_tokens), str(result), *times, peak))
+    return columns(rows)

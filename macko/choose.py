@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -181,11 +182,8 @@ def worst_of(
     None where nothing is known, or nothing is lost: under WORTH_SAYING.
     """
     counts = times_of(device).counts if device.type == "cpu" else ()
-    found = {}
-    for tokens in counts:
-        us = expected_us(rows, cols, density, dtype, device, tokens)
-        if format in us:
-            found[tokens] = us["dense"] / us[format]
+    every = {tokens: expected_us(rows, cols, density, dtype, device, tokens) for tokens in counts}
+    found = {tokens: us["dense"] / us[format] for tokens, us in every.items() if format in us}
     worst = min(found.items(), key=lambda item: item[1], default=None)
     return worst if worst and worst[1] < WORTH_SAYING else None
 
@@ -271,17 +269,13 @@ def sparse_range(gain: Callable[[int], float | None], tokens: int) -> tuple[int,
     """The range of tokens around `tokens` in which the gain is at least 1, or the one nearest to it; (1, 0): none."""
     tried = sorted({round(2 ** (i / 4)) for i in range(4 * 15)} | {max(1, tokens)})
     pays = [gains is None or gains >= 1 for gains in map(gain, tried)]
-    runs = []
-    for i, good in enumerate(pays):
-        if good and (i == 0 or not pays[i - 1]):
-            runs.append([i, i])
-        elif good:
-            runs[-1][1] = i
+    runs = [[i for i, _ in run] for good, run in groupby(enumerate(pays), key=lambda pair: pair[1]) if good]
     if not runs:
         return 1, 0
     here = tried.index(max(1, tokens))
-    first, last = min(runs, key=lambda run: max(run[0] - here, here - run[1], 0))
-    return (0 if first == 0 else tried[first], EVERYWHERE[1] if last == len(tried) - 1 else tried[last])
+    run = min(runs, key=lambda run: max(run[0] - here, here - run[-1], 0))
+    first, last = tried[run[0]], tried[run[-1]]
+    return (0 if first == tried[0] else first, EVERYWHERE[1] if last == tried[-1] else last)
 
 
 def _pattern_of(w: Tensor, options: Options) -> int:

@@ -14,7 +14,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from . import __version__
 from .choose import Options
@@ -29,15 +30,16 @@ from .convert import MIN_SPARSITY
 from .files import Checkpoint
 from .formats import FORMATS
 from .integrations import require_transformers
-from .layers import IGNORED, Report, density_of, format_bytes, packed_share, patterns
+from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
 from .prune import METHODS, STATISTICS, asked_for, prune_
-from .times import times, times_of
+from .times import read, times, times_of
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
 EXPECTED = (
     OSError, ValueError, TypeError, ImportError, RuntimeError, MemoryError, SafetensorError, UserWarning,
 )  # fmt: skip
+_DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 #: What a repository of the Hub holds besides, or a second time, in other formats.
@@ -46,7 +48,7 @@ NOT_FETCHED = [*(f"*{ending}" for ending in WEIGHTS[1:]), "*/*"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     options.hint = ""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "ignore has")  # a layer that was to be left would be pruned
@@ -62,92 +64,84 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Of every command and its arguments; `run` is the command's function."""
     parser = argparse.ArgumentParser(prog="macko", description="Pruned neural networks, smaller and faster.")
     parser.add_argument("--version", action="version", version=f"macko {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _prune_arguments(_command(commands, prune, "set weights of a checkpoint to zero"))
-    _convert_arguments(_command(commands, convert, "pack a pruned checkpoint"))
-    _inspect_arguments(_command(commands, inspect, "density, patterns and bytes of every matrix of a checkpoint"))
-    _tune_arguments(_command(commands, tune, "time the formats on this GPU or CPU, for format=auto to choose by"))
-    _bench_arguments(_command(commands, bench, "time a model dense against sparse"))
-    _command(commands, doctor, "what is installed, and a self-test (python -m macko)")
+    for run, text, arguments in (
+        (prune, "set weights of a checkpoint to zero", _prune_arguments),
+        (convert, "pack a pruned checkpoint", _convert_arguments),
+        (inspect, "density, patterns and bytes of every matrix of a checkpoint", _inspect_arguments),
+        (tune, "time the formats on this GPU or CPU, for format=auto to choose by", _tune_arguments),
+        (bench, "time a model dense against sparse", _bench_arguments),
+        (doctor, "what is installed, and a self-test (python -m macko)", lambda add: None),
+    ):
+        command = commands.add_parser(run.__name__, help=text, description=text.capitalize() + ".")
+        command.set_defaults(run=run)
+        arguments(command.add_argument)
     return parser
 
 
-def _prune_arguments(command: argparse.ArgumentParser) -> None:
-    _in_and_out(command, "folder of a dense checkpoint, or its name on the Hub (organisation/model)")
-    command.add_argument("--sparsity", type=float, help="share of zeros (default 0.5, or what the pattern says)")
-    command.add_argument("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
-    command.add_argument("--method", choices=METHODS, default="wanda")
-    command.add_argument("--calibration", metavar="FILE", help="a text to calibrate on (wanda, sparsegpt)")
-    command.add_argument("--samples", type=_count, default=128, help="pieces of the text (default 128)")
-    command.add_argument("--length", type=_count, help="tokens in a piece (default 2048, or the model's positions)")
-    _ignore(command)
-    command.add_argument("--device", help="where to prune, one block at a time (default: a GPU if there is one)")
-    command.add_argument(
-        "--resume", action="store_true",
-        help="go on where a run with the same options was stopped (wanda, sparsegpt: OUT.unfinished keeps its layers)",
-    )  # fmt: skip
+def _in_and_out(add: Any, source: str) -> None:
+    add("source", metavar="IN", help=source)
+    add("target", metavar="OUT", help="folder to write")
+    add("--overwrite", action="store_true", help="replace the model in OUT, once the new one is whole")
+    ignored = f"layers to leave besides {', '.join(IGNORED)}: full names, last components of names, or globs; "
+    add("--ignore", nargs="*", metavar="LAYER", help=ignored + "--ignore alone leaves none, not even that")
 
 
-def _convert_arguments(command: argparse.ArgumentParser) -> None:
-    _in_and_out(command, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
+def _prune_arguments(add: Any) -> None:
+    _in_and_out(add, "folder of a dense checkpoint, or its name on the Hub (organisation/model)")
+    add("--sparsity", type=float, help="share of zeros (default 0.5, or what the pattern says)")
+    add("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
+    add("--method", choices=METHODS, default="wanda")
+    add("--calibration", metavar="FILE", help="a text to calibrate on (wanda, sparsegpt)")
+    add("--samples", type=_count, default=128, help="pieces of the text (default 128)")
+    add("--length", type=_count, help="tokens in a piece (default 2048, or the model's positions)")
+    add("--device", help="where to prune, one block at a time (default: a GPU if there is one)")
+    resume = "go on where a run with the same options was stopped"
+    add("--resume", action="store_true", help=f"{resume} (wanda, sparsegpt: OUT.unfinished keeps its layers)")
+
+
+def _convert_arguments(add: Any) -> None:
+    _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
     own_files = " and ".join(name for name, kind in FORMATS.items() if name != "macko" and not kind.is_layout)
-    command.add_argument(
-        "--format", default="auto",
-        help=f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
-        "auto, smallest, mixed, or one of " + ", ".join(FORMATS),
-    )  # fmt: skip
-    _ignore(command)
-    command.add_argument("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
-    command.add_argument("--device", help="where to pack (default: a GPU if there is one)")
+    held = f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
+    add("--format", default="auto", help=f"{held}auto, smallest, mixed, or one of {', '.join(FORMATS)}")
+    add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
+    add("--device", help="where to pack (default: a GPU if there is one)")
 
 
-def _inspect_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="FOLDER", help="folder or .safetensors file")
-    command.add_argument("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
+def _inspect_arguments(add: Any) -> None:
+    add("source", metavar="FOLDER", help="folder or .safetensors file")
+    add("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
 
 
-def _tune_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="FOLDER", nargs="?", help="a pruned checkpoint, whose shapes and densities")
-    command.add_argument("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
-    command.add_argument("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
-    command.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="of --shapes")
-    command.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
-    command.add_argument("--tokens", nargs="+", type=_count, default=[1], help="at once (default 1)")
-    command.add_argument("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
+def _tune_arguments(add: Any) -> None:
+    add("source", metavar="FOLDER", nargs="?", help="a pruned checkpoint, whose shapes and densities")
+    add("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
+    add("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
+    add("--dtype", choices=_DTYPES, default="float16", help="of --shapes")
+    add("--device", help="cuda or cpu (default: a GPU if there is one)")
+    add("--tokens", nargs="+", type=_count, default=[1], help="at once (default 1)")
+    add("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
 
 
-def _bench_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
-    command.add_argument(
-        "--sparsity", type=float, nargs="+", help="prune by magnitude first, to each of these (default 0.5 for random:)"
-    )
-    command.add_argument("--format", default="auto", help="as of convert")
-    command.add_argument("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
-    command.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
-    command.add_argument(
-        "--prompt-tokens",
-        type=_count,
-        nargs="+",
-        default=[128],
-        help="lengths to time the prefill of; decode: the first",
-    )
-    command.add_argument("--new-tokens", type=_count, default=32)
-    command.add_argument(
-        "--dtype", choices=("float16", "bfloat16", "float32"), help="default: float16, on a CPU bfloat16"
-    )
-    command.add_argument(
-        "--compile", choices=("default", "fast", "max"), nargs="?", const="fast",
-        help="a static cache and torch.compile; max takes longer to compile",
-    )  # fmt: skip
-    command.add_argument(
-        "--profile", action="store_true",
-        help="the kernels of one token and no times: a profiler slows down each launch behind it",
-    )  # fmt: skip
-    command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
+def _bench_arguments(add: Any) -> None:
+    add("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
+    pruned = "prune by magnitude first, to each of these (default 0.5 for random:)"
+    add("--sparsity", type=float, nargs="+", help=pruned)
+    add("--format", default="auto", help="as of convert")
+    add("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
+    add("--batch", type=_count, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
+    lengths = "lengths to time the prefill of; decode: the first"
+    add("--prompt-tokens", type=_count, nargs="+", default=[128], help=lengths)
+    add("--new-tokens", type=_count, default=32)
+    add("--dtype", choices=_DTYPES, help="default: float16, on a CPU bfloat16")
+    compiled = "a static cache and torch.compile; max takes longer to compile"
+    add("--compile", choices=("default", "fast", "max"), nargs="?", const="fast", help=compiled)
+    add("--json", metavar="FILE", help="append the results as JSON lines")
 
 
 def _count(text: str) -> int:
@@ -156,33 +150,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _in_and_out(command: argparse.ArgumentParser, source: str) -> None:
-    command.add_argument("source", metavar="IN", help=source)
-    command.add_argument("target", metavar="OUT", help="folder to write")
-    command.add_argument("--overwrite", action="store_true", help="replace the model in OUT, once the new one is whole")
-
-
-def _ignore(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--ignore", nargs="*", metavar="LAYER",
-        help=f"layers to leave besides {', '.join(IGNORED)}: full names, last components of names, or globs; "
-        "--ignore alone leaves none, not even that",
-    )  # fmt: skip
-
-
 def _ignored(asked: list[str] | None) -> list[str]:
     return [] if asked == [] else list(dict.fromkeys([*IGNORED, *(asked or ())]))
 
 
-def _command(commands: Any, run: Any, text: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(run.__name__, help=text, description=text.capitalize() + ".")
-    command.set_defaults(run=run)
-    return command
-
-
 def prune(options: argparse.Namespace) -> None:
     """IN to OUT with zeros in it, dense still."""
-    transformers = _transformers()
+    transformers = require_transformers()
     share, _ = asked_for(options.sparsity, options.method, options.pattern)
     _check_target(options)
     device, source, ignore = _device(options.device), _folder(options.source), _ignored(options.ignore)
@@ -197,7 +171,10 @@ def prune(options: argparse.Namespace) -> None:
         length = options.length or min(2048, positions or 2048)
         if positions and length > positions:
             raise ValueError(f"--length is {length}, {options.source} has {positions} positions")
-        text = _text(options.calibration)
+        try:
+            text = Path(options.calibration).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--calibration {options.calibration} is no text in UTF-8: {error}") from None
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
@@ -219,21 +196,10 @@ def prune(options: argparse.Namespace) -> None:
         model = kind.from_pretrained(source, dtype="auto")
         report = prune_(
             model, share, options.method, pattern=options.pattern, calibration=batches, ignore=ignore, device=device,
-            done=_Kept(work / "layers") if begun else None,
+            done=_Kept(work / "layers") if begun else None,  # type: ignore[arg-type]
         )  # fmt: skip
-        print(report)
-        if not report.changed:
-            raise ValueError(_nothing_changed(options.source, report))
-        model.save_pretrained(work / "result")
-        _copy_others(source, work / "result")
+        _save(model, report, options, source, work / "result")
     print(f"{options.target} is written, dense still. Next: macko convert {options.target} {options.target}-packed")
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--calibration {path} is no text in UTF-8: {error}") from None
 
 
 def _digest(text: str) -> str:
@@ -251,7 +217,7 @@ def pieces(tokens: Tensor, samples: int, length: int) -> list[Tensor]:
 
 def convert(options: argparse.Namespace) -> None:
     """IN to OUT with packed weights."""
-    _transformers()
+    require_transformers()
     from .integrations.transformers import MackoConfig, load_packed
 
     ignore = _ignored(options.ignore)
@@ -264,13 +230,8 @@ def convert(options: argparse.Namespace) -> None:
         config.format = "macko"  # which is what the file of a layout holds
     with _unfinished(options, source) as work:
         model = load_packed(source, config, **({"device_map": device} if device != "cpu" else {}))
-        report = model.hf_quantizer.report
-        print(report)
-        if not report.changed:
-            raise ValueError(_nothing_changed(options.source, report))
         config.format = options.format
-        model.save_pretrained(work / "result")
-        _copy_others(source, work / "result")
+        _save(model, model.hf_quantizer.report, options, source, work / "result")
         before, after = (sum(f.stat().st_size for f in _weight_files(folder)) for folder in (source, work / "result"))
     print(f"{options.target}: {format_bytes(after)}, {after / max(1, before):.3f} of {format_bytes(before)}")
     if elsewhere:
@@ -279,15 +240,10 @@ def convert(options: argparse.Namespace) -> None:
 
 def inspect(options: argparse.Namespace) -> None:
     """A table of the matrices of a checkpoint."""
-    from rich.console import Console
-    from rich.table import Table
-
     known = times(options.gpu) if options.gpu else times_of() if torch.cuda.is_available() else None
-    here = f"on {known.gpu}" if known else "on a GPU"
     us = [0.0, 0.0]
-    table = Table(box=None, pad_edge=False)
-    for title in ("matrix", "shape", "density (sparse)", "n:m", "format", "bytes", "as macko", "decode, at best", here):
-        table.add_column(title, justify="left" if title in ("matrix", "n:m", "format") else "right", no_wrap=True)
+    titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", ">decode, at best")
+    table = [(*titles, f">on {known.gpu if known else 'a GPU'}")]
     total = [0, 0]
     with Checkpoint(_folder(options.source, or_file=True)) as file:
         for name, dense, form, size in _matrices(file):
@@ -297,7 +253,7 @@ def inspect(options: argparse.Namespace) -> None:
             total = [total[0] + size, total[1] + after]
             gain = f"{dense.nbytes / after:.2f}x" if after < dense.nbytes else "-"
             shape = "x".join(map(str, dense.shape))
-            row = (shape, f"{density:.3f} ({1 - density:5.1%})", " ".join(patterns(dense)), form, format_bytes(size))
+            row = (shape, density_text(density), " ".join(patterns(dense)), form, format_bytes(size))
             expected = ""
             if known and "embed" not in name and dense.dtype.itemsize == 2:
                 found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
@@ -306,11 +262,10 @@ def inspect(options: argparse.Namespace) -> None:
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
-            table.add_row(name, *row, format_bytes(after), gain, expected)
-    table.add_section()
+            table.append((name, *row, format_bytes(after), gain, expected))
     expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
-    table.add_row("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected))
+    print(columns(table))
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
     if known:
         how = "measured times where there are some, else a model fitted to those"
@@ -320,8 +275,6 @@ def inspect(options: argparse.Namespace) -> None:
 
 def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
     """Of every matrix its name, itself as dense, and in what format and how many bytes the checkpoint has it."""
-    from tqdm.auto import tqdm
-
     from .integrations.compressed_tensors import lazy_state, sparsity_format
 
     masked = sparsity_format(file.config) or ""
@@ -346,7 +299,6 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
 def tune(options: argparse.Namespace) -> None:
     """Times of this GPU or CPU into its table."""
     device = _device(options.device)
-    from .times import read
     from .tune import tune as measure
 
     if bool(options.source) == bool(options.shapes):
@@ -358,9 +310,7 @@ def tune(options: argparse.Namespace) -> None:
     def weights() -> Iterator[tuple[str, Tensor]]:
         if options.source:
             with Checkpoint(_folder(options.source, or_file=True)) as file:
-                names = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2 and "embed" not in n]
-                yield from ((name, file.packed(name).to_dense()) for name in file.layers)
-                yield from ((name, file[name]) for name in names)
+                yield from ((name, dense) for name, dense, *_ in _matrices(file) if "embed" not in name)
         for shape in options.shapes:
             rows, _, cols = shape.partition("x")
             for density in options.densities:
@@ -376,7 +326,7 @@ def tune(options: argparse.Namespace) -> None:
 
 def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
-    _transformers()
+    require_transformers()
     from .bench import run
 
     source = options.source
@@ -392,15 +342,6 @@ def doctor(options: argparse.Namespace) -> int:
     from .__main__ import main as check
 
     return check()
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError("this command needs transformers 5: pip install 'transformers>=5'") from None
-    require_transformers()
-    return transformers
 
 
 def _device(asked: str | None) -> str:
@@ -451,16 +392,29 @@ def _weight_files(folder: Path) -> list[Path]:
     return [file for file in files if file.suffix == WEIGHTS[0]] or files
 
 
-def _nothing_changed(source: str, report: Report) -> str:
-    reasons = Counter(layer.reason for layer in report)
-    if any(reason.startswith("under ") for reason in reasons):
-        return f"{source} has no layer that is sparse enough: prune it first (macko prune)"
-    text = "; ".join(f"{reason} ({count} of {len(report)})" for reason, count in reasons.most_common(4))
-    return f"{source}: no layer was changed, so nothing is written: {text or 'it has no linear layer'}"
+def _save(model: Any, report: Report, options: argparse.Namespace, source: Path, folder: Path) -> None:
+    """Prints the report and writes the model, and what lies beside it; ValueError where it is as it was."""
+    print(report)
+    if not report.changed:
+        reasons = Counter(layer.reason for layer in report)
+        if any(reason.startswith("under ") for reason in reasons):
+            raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first (macko prune)")
+        text = "; ".join(f"{reason} ({count} of {len(report)})" for reason, count in reasons.most_common(4))
+        text = text or "it has no linear layer"
+        raise ValueError(f"{options.source}: no layer was changed, so nothing is written: {text}")
+    model.save_pretrained(folder)
+    # Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours.
+    for file in sorted(source.iterdir()):
+        weights = file.suffix in WEIGHTS or ".index." in file.name
+        there = folder / file.name
+        if there.exists() and file.name == "README.md":
+            there = folder / "README-dense.md"
+        if file.is_file() and not weights and not there.exists():
+            shutil.copyfile(file, there)
 
 
-class _Kept(MutableMapping[str, Tensor]):
-    """Pruned weights by the layer's name, a file each: what is there is whole."""
+class _Kept:
+    """Pruned weights by the layer's name, a file each: what is there is whole. As much of a dict as prune_ asks for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -469,27 +423,16 @@ class _Kept(MutableMapping[str, Tensor]):
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self:
-            raise KeyError(name)
-        return load_file(self._file(name))["weight"]
+    def __contains__(self, name: str) -> bool:
+        return self._file(name).exists()
 
-    def __contains__(self, name: object) -> bool:
-        return self._file(str(name)).exists()
+    def __getitem__(self, name: str) -> Tensor:
+        return load_file(self._file(name))["weight"]
 
     def __setitem__(self, name: str, weight: Tensor) -> None:
         part = self.folder / "part"
         save_file({"weight": weight.contiguous()}, part)
         part.replace(self._file(name))
-
-    def __delitem__(self, name: str) -> None:
-        self._file(name).unlink()
-
-    def __iter__(self) -> Iterator[str]:
-        return (file.stem for file in sorted(self.folder.glob("*.safetensors")))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 @contextlib.contextmanager
@@ -591,17 +534,6 @@ def _put(new: Path, target: Path) -> None:
         raise
     if replaces:
         shutil.rmtree(old)
-
-
-def _copy_others(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours."""
-    for file in sorted(source.iterdir()):
-        weights = file.suffix in WEIGHTS or ".index." in file.name
-        there = target / file.name
-        if there.exists() and file.name == "README.md":
-            there = target / "README-dense.md"
-        if file.is_file() and not weights and not there.exists():
-            shutil.copyfile(file, there)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 import weakref
@@ -78,7 +79,9 @@ def sparsify_(
         warnings.warn('tokens="batch" is tokens=8, and goes with the next version', DeprecationWarning, stacklevel=2)
         tokens = 8
     options = Options(format, tokens, pattern, dtype, keep_dense)  # type: ignore[arg-type]  # another str is refused
-    least = _least_sparsity(min_sparsity, format)
+    least = (0.0 if format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
+    if not 0 <= least <= 1:
+        raise ValueError(f"min_sparsity is {least}, expected 0 to 1")
     if isinstance(model, nn.Linear):
         raise ValueError(
             "sparsify_ replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
@@ -90,13 +93,6 @@ def sparsify_(
     report = Report(rows + unpackable(model))
     warn_if_unchanged(report, "sparsify_")
     return report
-
-
-def _least_sparsity(asked: float | None, format: str) -> float:
-    least = (0.0 if format == "slide" else MIN_SPARSITY) if asked is None else asked
-    if not 0 <= least <= 1:
-        raise ValueError(f"min_sparsity is {least}, expected 0 to 1")
-    return least
 
 
 def _convert_all(
@@ -111,18 +107,15 @@ def _convert_all(
     """The rows of all layers, converted in place; whatever stops it leaves the model as it was."""
     tied = tied_parameters(model)
     rows: list[LayerReport] = []
-    undo: list[Callable[[], None]] = []
-    try:
+    with contextlib.ExitStack() as undo:
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:
                 bar.set_description(layer.name, refresh=False)
                 row, sparse = convert_layer(layer, options, min_sparsity, device, tied)
-                rows.append(row)
-                rows += [
-                    LayerReport(n, row.shape, row.density, row.format, 0, 0, f"is {row.name}") for n in layer.aliases
-                ]
+                about = (row.shape, row.density, row.format, 0, 0, f"is {row.name}")
+                rows += [row, *(LayerReport(name, *about) for name in layer.aliases)]
                 if sparse is not None:
-                    undo.append(_replace(layer, sparse))
+                    undo.callback(_replace(layer, sparse))
         if device is not None:
             _move(model, device, undo)
         if merge:
@@ -131,10 +124,7 @@ def _convert_all(
             merged = {name: [n for n in names if n != name] for names in merge_(model) for name in names}
             for row in rows:
                 row.merged_with = merged.get(row.name, [])
-    except BaseException:
-        for step in reversed(undo):
-            step()
-        raise
+        undo.pop_all()  # nothing is to be undone
     return rows
 
 
@@ -324,8 +314,8 @@ def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:
     return undo
 
 
-def _move(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:
-    """model.to(device), undone by the last of the steps in `undo`."""
+def _move(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
+    """model.to(device), undone by `undo`."""
     homes: list[tuple[Any, str, Tensor, Tensor]] = []
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -336,6 +326,6 @@ def _move(model: nn.Module, device: torch.device, undo: list[Callable[[], None]]
             tensor.data = data
             tensors[name] = tensor
 
-    undo.append(back)
+    undo.callback(back)
     model.to(device)
     homes[:] = [home for home in homes if home[0][home[1]] is not home[2] or home[2].data_ptr() != home[3].data_ptr()]

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .choose import AUTO, Options
 from .formats import MackoWeight, PackedWeight, saved_as
 from .layers import tied_parameters
-from .linear import SparseLinear
+from .linear import SparseLinear, as_extra_state
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1
@@ -39,8 +41,6 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: the model has a state that is no tensor.
     """
-    from safetensors.torch import save_file
-
     state, layers = packed_state(model)
     tensors, shared = _without_sharing(state)
     about = {"version": VERSION, "layers": layers, "shared": shared}
@@ -134,11 +134,6 @@ def packed_state(
     return state, layers
 
 
-def as_extra_state(about: Mapping[str, Any]) -> Tensor:
-    """What SparseLinear's state_dict keeps under _extra_state."""
-    return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
-
-
 def check_about(about: Any, where: str) -> None:
     """ValueError for what a file says of itself, where it is of a newer macko or not of the form above."""
     if not isinstance(about, Mapping):
@@ -173,8 +168,6 @@ def join(layer: str, key: str) -> str:
 
 def open_tensors(path: str | os.PathLike[str]) -> Any:
     """safetensors.safe_open; ValueError with the file's name where it is not whole."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -208,22 +201,20 @@ class Checkpoint:
         if not files:
             raise FileNotFoundError(f"{self.path} has no *.safetensors")
         about: dict[str, Any] = {}
-        self._stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
-        with contextlib.ExitStack() as opened, _refused(self.path):
+        with _refused(self.path):
             for name in files:
-                file = opened.enter_context(open_tensors(name))
+                file = open_tensors(name)
                 self._files |= dict.fromkeys(file.keys(), file)
                 if "macko" in (metadata := file.metadata() or {}):
                     about = _json(metadata["macko"], name)
-            quantization = self.config.get("quantization_config") or {}
-            if not isinstance(quantization, dict):
-                raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
-            if quantization.get("quant_method") == "macko":
-                about = quantization
-            if about != {}:
-                check_about(about, str(self.path))
-            self._stack = opened.pop_all()
+        quantization = self.config.get("quantization_config") or {}
+        if not isinstance(quantization, dict):
+            raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
+        if quantization.get("quant_method") == "macko":
+            about = quantization
+        if about != {}:
+            check_about(about, str(self.path))
         self.layers: dict[str, dict[str, Any]] = dict(about.get("layers") or {})
         for weight in [join(layer, "weight") for layer in self.layers]:
             if weight in self._files and 0 in self.shape(weight):  # see macko.integrations.saving
@@ -234,7 +225,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._files.clear()  # the last references to the files
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -264,8 +255,6 @@ class Checkpoint:
 @contextlib.contextmanager
 def _refused(path: Path) -> Iterator[None]:
     """ValueError with the file's name for what safetensors, or torch about a tensor's shape, says of a broken one."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except (RuntimeError, SafetensorError) as error:

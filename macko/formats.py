@@ -1,14 +1,7 @@
 """The packed weights: one frozen dataclass a format, tensors and sizes, all with the same methods.
 
-What a format's class has, and all that SparseLinear, conversion and files know of it:
-    format               its name in `sparsify_(format=...)`
-    from_dense(w, ...)   packs a dense [rows, cols] tensor on its device; to_dense() gives it back exactly
-    linear(x, bias)      x W^T + bias for any leading shape, one op
-    validate()           ValueError for content that breaks the format; called once on what comes from a file
-    rows, cols           shape of the dense weight
-    dtype, device        of the values
-    stored, density      entries held (non-zeros and explicit zeros); non-zeros over all
-Its fields are tensors and plain ints. The ints besides rows and cols are the options of from_dense.
+Fields are tensors and plain ints. The ints besides rows and cols are the options of from_dense. SparseLinear,
+conversion and files know no more of a format than PackedWeight has.
 """
 
 from __future__ import annotations
@@ -32,6 +25,13 @@ OWN_PART = 10 << 20
 SIZES = range(2**31)
 
 _Result = TypeVar("_Result")
+#: Dtype and sizes of a tensor.
+Shape = tuple[Any, ...]
+
+
+def _any() -> Any:
+    """A size that depends on the content."""
+    return torch.library.get_ctx().new_dynamic_size()
 
 
 def slices(y: Tensor, part_rows: Sequence[int]) -> list[Tensor]:
@@ -44,7 +44,7 @@ class PackedWeight:
     """What every format's dataclass has and, behind `shape`, shares."""
 
     format: ClassVar[str]
-    #: Its number in headers, as csrc/torch/packed.h has it.
+    #: Its number in headers: its place in FORMATS.
     number: ClassVar[int]
     #: Types of device that run it.
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -77,6 +77,16 @@ class PackedWeight:
         return cls._laid_out(weight)
 
     @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        """Dtype (None: the weight's) and sizes of each tensor, as the ops make them: what torch.compile asks for.
+
+        Args:
+            rows, cols: whole numbers, or torch's symbols for them.
+            options: as the op `pack` takes them; of a layout none.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def _laid_out(cls, weight: PackedWeight, *options: int) -> Self:
         tensors, header = torch.ops.macko.lay_out(*weight.packed, cls.number, options)
         return cls(*tensors, *header.tolist()[1:])
@@ -96,8 +106,15 @@ class PackedWeight:
         return torch.ops.macko.dense(*self.packed)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias for x [..., cols]."""
-        return ops.linear_of(x, *self.packed, bias)
+        """x W^T + bias for x [..., cols], as torch.nn.functional.linear; differentiable in x and bias.
+
+        Returns:
+            [..., rows] of x's dtype, summed in float32; the same bits at every run.
+
+        Raises:
+            RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix.
+        """
+        return ops.call(torch.ops.macko.linear, x, *self.packed, bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         """linear(x / sqrt(mean(x^2) + eps) * weight, bias), without gradients; on a GPU.
@@ -108,7 +125,7 @@ class PackedWeight:
             x: [..., cols], of the values' dtype and device; cols a multiple of 8.
             weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
         """
-        return ops._call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
+        return ops.call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
         """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
@@ -117,7 +134,7 @@ class PackedWeight:
             gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. Both the silu and the product
                 are rounded, as modules do it.
         """
-        return ops._call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
+        return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""
@@ -147,7 +164,9 @@ class PackedWeight:
 
     @property
     def stored(self) -> int:
-        raise NotImplementedError
+        """Entries held, non-zeros and explicit zeros. May wait for the device."""
+        entries = getattr(self, "entries", None)
+        return int(self.row_ptr[-1]) if entries is None else entries  # type: ignore[attr-defined]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,22 +198,21 @@ class PackedWeight:
 
     def _bad_field(self) -> str:
         """What is wrong with a field by itself, or nothing. Before any content is looked at, or anything allocated."""
-        devices = set()
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            name, value = field.name, getattr(self, field.name)
-            if field.type == "int":
-                allowed = self.limits.get(name, SIZES)
-                if type(value) is not int or value not in allowed:
-                    wanted = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 8 else ", ".join(map(str, allowed))
-                    return f"{name} is {value!r}, expected {wanted}"
-            elif not isinstance(value, Tensor):
-                return f"{name} is {value!r}, expected a Tensor"
-            elif value.layout != torch.strided or value.is_nested:
+        for name, value in self.sizes().items():
+            allowed = self.limits.get(name, SIZES)
+            if type(value) is not int or value not in allowed:
+                wanted = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 8 else ", ".join(map(str, allowed))
+                return f"{name} is {value!r}, expected {wanted}"
+        for name, tensor in self.tensors().items():
+            if not isinstance(tensor, Tensor):
+                return f"{name} is {tensor!r}, expected a Tensor"
+            if tensor.layout != torch.strided or tensor.is_nested:
                 return f"{name} is a sparse or nested tensor, expected a strided one"
-            elif value.data_ptr() % value.element_size():
-                return f"{name} begins at an address that is no multiple of its {value.element_size()} bytes an element"
-            else:
-                devices.add(str(value.device))
+            if tensor.data_ptr() % tensor.element_size():
+                return (
+                    f"{name} begins at an address that is no multiple of its {tensor.element_size()} bytes an element"
+                )
+        devices = {str(tensor.device) for tensor in self.tensors().values()}
         if len(devices) > 1 or "meta" in devices:
             return f"its tensors are on {' and '.join(sorted(devices))}"
         return ""
@@ -266,7 +284,6 @@ class MackoWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "macko"
-    number: ClassVar[int] = 0
     faults: ClassVar[Mapping[int, str]] = {
         1: "row_ptr[0] is {found}, expected 0",
         2: "row_ptr falls to {found} at index {place}",
@@ -291,6 +308,12 @@ class MackoWeight(PackedWeight):
         return cls(*tensors, *header.tolist()[1:])
 
     @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        chunks, delta_bits = _any(), options[0]
+        delta_bytes = chunks * delta_bits if delta_bits else _any()
+        return [(None, chunks * 8), (torch.uint8, delta_bytes), (torch.int32, rows + 1)]
+
+    @classmethod
     def smallest(cls, w: Tensor) -> Self:
         """Packs w with the width of deltas that takes the fewest bytes; 4 bits where widths tie."""
         return cls.from_dense(w, delta_bits=0)
@@ -313,11 +336,6 @@ class MackoWeight(PackedWeight):
     def to_macko(self) -> MackoWeight:
         return self
 
-    @property
-    def stored(self) -> int:
-        """Entries held, non-zeros and explicit zeros; waits for the device."""
-        return int(self.row_ptr[-1])
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SellWeight(PackedWeight):
@@ -335,7 +353,6 @@ class SellWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "sell"
-    number: ClassVar[int] = 2
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
@@ -375,6 +392,10 @@ class SellWeight(PackedWeight):
     def from_dense(cls, w: Tensor, delta_bits: int = 4, gap_bits: int = 0) -> Self:
         """Packs w [rows, cols], which is on a GPU."""
         return cls.from_macko(MackoWeight.from_dense(w, delta_bits), gap_bits)
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any() * 32), (torch.int16, _any() * 32), (torch.int32, _any(), 8), (torch.int32, 2, rows)]
 
     def validate(self) -> None:
         """Checks that this is what packing its own matrix gives, for as many blocks and warps as it has.
@@ -439,11 +460,6 @@ class SellWeight(PackedWeight):
         }
         return next((reason for reason, wrong in checks.items() if wrong), "")
 
-    @property
-    def stored(self) -> int:
-        """Entries held, non-zeros and explicit zeros."""
-        return self.entries
-
     def _values(self) -> Tensor:
         return self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
 
@@ -464,7 +480,6 @@ class TileWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "tile"
-    number: ClassVar[int] = 3
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
@@ -489,14 +504,13 @@ class TileWeight(PackedWeight):
     entries: int
     delta_bits: int = 4
 
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
+
     def _check_sizes(self, found: int) -> None:
         if found != self.entries:
             self._refuse(f"entries is {self.entries}, it has {found} values")
-
-    @property
-    def stored(self) -> int:
-        """Non-zeros held."""
-        return self.entries
 
     @property
     def density(self) -> float:
@@ -519,7 +533,6 @@ class BitmapWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "bitmap"
-    number: ClassVar[int] = 1
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     is_layout: ClassVar[bool] = True
     faults: ClassVar[Mapping[int, str]] = {
@@ -538,14 +551,13 @@ class BitmapWeight(PackedWeight):
     cols: int
     delta_bits: int = 4
 
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any()), (torch.uint8, rows, (cols + 63) // 64 * 8), (torch.int32, rows + 1)]
+
     def to_macko(self) -> MackoWeight:
         """The canonical weight that this one was made from, bit for bit, without a dense one on the way."""
         return MackoWeight._laid_out(self)
-
-    @property
-    def stored(self) -> int:
-        """Non-zeros held."""
-        return int(self.row_ptr[-1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -556,7 +568,6 @@ class EcWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "ec"
-    number: ClassVar[int] = 4
     values_name: ClassVar[str] = "block_values"
     faults: ClassVar[Mapping[int, str]] = {
         1: "sets[{place}] is no possible set, or not as long as its arrays",
@@ -590,29 +601,27 @@ class EcWeight(PackedWeight):
     max_slabs: int = 1
 
     @classmethod
-    def from_dense(
-        cls,
-        w: Tensor,
-        delta_bits: int = 0,
-        lanes: int = 8,
-        max_height: int = 1,
-        min_width: int = 128,
-        max_width: int = 8192,
-        tile_rows: int = 128,
-        max_slabs: int = 1,
-    ) -> Self:
+    def from_dense(cls, w: Tensor, **options: int) -> Self:  # type: ignore[override]
         """Packs w [rows, cols]. The options are those of ops.ec_pack; by default what was fastest on an H200.
 
         That is 8 lanes a row, no shared blocks, and the width of deltas of fewest bytes.
         """
-        options = [delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs]
-        tensors, header = torch.ops.macko.pack(w, cls.number, options)
-        return cls(*tensors, *header.tolist()[1:])
+        options = {name: getattr(cls, name) for name in cls.size_names[2:]} | options
+        return cls(*ops.ec_pack(w, **options), w.shape[0], w.shape[1], *options.values())
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> Self:
         """A canonical weight in this format, by way of a dense one."""
         return cls.from_dense(weight.to_dense())
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        index, sets = torch.uint16 if cols <= 65536 else torch.int32, _any()
+        tiles = (rows + options[5] - 1) // options[5]
+        values, deltas, bases = (None, _any()), (torch.uint8, _any()), (index, _any())
+        block_indptr, row_indices, col_order = (torch.int32, _any()), (torch.int32, _any()), (index, _any())
+        tile_ptr, held_sets = (torch.int32, sets, tiles + 1), (torch.int64, sets + 1, 8)
+        return [values, deltas, bases, block_indptr, row_indices, tile_ptr, held_sets, col_order]
 
     @classmethod
     def paper(cls, w: Tensor, delta_bits: int = 4) -> Self:
@@ -673,7 +682,6 @@ class SlideWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "slide"
-    number: ClassVar[int] = 5
     values_name: ClassVar[str] = "tiles"
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"n": (0, *range(2, 9)), "element": range(4), "source": range(3)}
 
@@ -740,6 +748,14 @@ class SlideWeight(PackedWeight):
             dense_tiles, sparse_from, sparse_to = tiles.new_empty(0, 0, 0), 0, 0
         rows, cols = w.shape
         return cls(tiles, scale, dense_tiles, rows, cols, n, element, source, sparse_from, sparse_to)
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        n, element, *_ = options
+        size = SLIDE_ELEMENTS[element].itemsize
+        k_tiles = (ops.slide_depth(cols, n) * size + 255) // 256 * 2
+        tiles = (torch.uint8, (rows + 63) // 64, k_tiles, (4096 + 1024 // size) if n else 8192)
+        return [tiles, (torch.float32, rows), (torch.uint8, 0, 0, 0)]
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
@@ -815,12 +831,8 @@ class SlideWeight(PackedWeight):
     @property
     def stored(self) -> int:
         """Values held, zeros that fill windows among them."""
-        return (
-            self.tiles.shape[0]
-            * self.tiles.shape[1]
-            * (4096 if self.n else 8192)
-            // SLIDE_ELEMENTS[self.element].itemsize
-        )
+        blocks, k_tiles, _ = self.tiles.shape
+        return blocks * k_tiles * (4096 if self.n else 8192) // SLIDE_ELEMENTS[self.element].itemsize
 
     @property
     def density(self) -> float:
@@ -838,14 +850,41 @@ def sparsest_pattern(w: Tensor) -> int:
     return 0
 
 
-#: Every format by name.
+#: Every format by name, in the order of csrc/torch/packed.h.
 FORMATS: dict[str, type[PackedWeight]] = {
     kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight)
 }
-for _kind in FORMATS.values():
+for _number, _kind in enumerate(FORMATS.values()):
+    _kind.number = _number
     _types = {field.name: field.type for field in dataclasses.fields(_kind)}  # type: ignore[arg-type]
     _kind.tensor_names = tuple(name for name in _types if _types[name] == "Tensor")
     _kind.size_names = tuple(name for name in _types if _types[name] == "int")
+
+
+def _fake(op: str, layout: int, like: Tensor, rows: Any, cols: Any, options: Any) -> tuple[list[Tensor], Tensor]:
+    """What op gives of this layout, without content."""
+    kind = list(FORMATS.values())[layout]
+    try:
+        shapes = kind.shapes(rows, cols, options)
+    except NotImplementedError:
+        raise NotImplementedError(
+            f"macko::{op}: nobody wrote down the shapes of the layout {kind.format}, which torch.compile asks for: "
+            "pack outside of the compiled function"
+        ) from None
+    tensors = [like.new_empty(sizes, dtype=dtype or like.dtype) for dtype, *sizes in shapes]
+    numbers = 1 + len(kind.size_names) + (kind is SlideWeight)  # and how many non-zeros pruning dropped
+    return tensors, torch.empty(numbers, dtype=torch.int64)
+
+
+@torch.library.register_fake("macko::pack")
+def _(w: Tensor, layout: int, options: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
+    return _fake("pack", layout, w, w.shape[0], w.shape[1], options)
+
+
+@torch.library.register_fake("macko::lay_out")
+def _(packed: Sequence[Tensor], header: Sequence[int], layout: int, options: Any) -> tuple[list[Tensor], Tensor]:
+    return _fake("lay_out", layout, packed[0], header[1], header[2], header[3:])
 
 
 def format_named(name: str, *others: str) -> type[PackedWeight]:
@@ -868,10 +907,9 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     if kind.is_layout:
         raise ValueError(f"{kind.format} is an execution layout, never saved: files hold the canonical format")
     sizes = {name: size for name, size in about.items() if name != "format"}
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    ints = {field.name: field.default for field in fields if field.type == "int"}
     if bad := {name: size for name, size in sizes.items() if type(size) is not int or size not in SIZES}:
         raise ValueError(f"expected integers, whole numbers from 0 to {SIZES[-1]}, got {bad}")
-    if other := sorted(set(sizes) ^ {name for name in ints if name in sizes or ints[name] is dataclasses.MISSING}):
-        raise ValueError(f"{' and '.join(other)}: the format {kind.format} has the sizes {', '.join(ints)}")
-    return kind, sizes, [field.name for field in fields if field.name not in ints]
+    # What has a default may be left out.
+    if other := sorted(set(sizes) ^ {name for name in kind.size_names if name in sizes or not hasattr(kind, name)}):
+        raise ValueError(f"{' and '.join(other)}: the format {kind.format} has the sizes {', '.join(kind.size_names)}")
+    return kind, sizes, list(kind.tensor_names)

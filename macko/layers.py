@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import io
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -150,64 +149,57 @@ class Report:
 
     def to_json(self) -> str:
         """The rows and the totals as JSON."""
-        totals: dict[str, float | None] = {
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "changed": len(self.changed),
-        }
-        totals["gain"] = self.gain
-        return json.dumps({**dataclasses.asdict(self), **totals})
+        totals = {name: getattr(self, name) for name in ("bytes_before", "bytes_after", "gain")}
+        return json.dumps({**dataclasses.asdict(self), **totals, "changed": len(self.changed)})
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
         # Where nothing was packed, bytes and formats say nothing: then it counts zeros.
         sized = any(layer.format != "dense" for layer in self.layers)
-        table = Table(box=None, pad_edge=False)
-        sizes = ("format", "before", "after", "gain") if sized else ()
-        for title in ("layer", "shape", "density (sparse)", *sizes, "note"):
-            numeric = title in ("shape", "density (sparse)", "before", "after", "gain")
-            table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
+        sizes = ("format", ">before", ">after", ">gain") if sized else ()
+        rows = [("layer", ">shape", ">density (sparse)", *sizes, "note")]
         for layer in self.layers:
-            shape = "x".join(map(str, layer.shape))
-            gain = _times(layer.us_before / layer.us_after) if layer.us_before and layer.us_after else ""
-            cells = (layer.format, format_bytes(layer.bytes_before), format_bytes(layer.bytes_after), gain)
+            gain = f"{layer.us_before / layer.us_after:.2f}x" if layer.us_before and layer.us_after else ""
+            sizes = (layer.format, format_bytes(layer.bytes_before), format_bytes(layer.bytes_after), gain)
             others = ", ".join(name.rpartition(".")[2] for name in layer.merged_with)
             note = layer.reason or layer.note or (f"one matrix with {others}" if others else "")
-            density = _density(layer.density)
-            table.add_row(layer.name or "(the model)", shape, density, *(cells if sized else ()), note)
-        table.add_section()
+            about = (layer.name or "(the model)", "x".join(map(str, layer.shape)), density_text(layer.density))
+            rows.append((*about, *(sizes if sized else ()), note))
         changed = f"{len(self.changed)} of {len(self.layers)} layers changed"
         if sized:
             share = f"{self.bytes_after / self.bytes_before:.3f} of before" if self.bytes_before else ""
-            gain = "" if self.gain is None else _times(self.gain)
-            total = (format_bytes(self.bytes_before), format_bytes(self.bytes_after), gain)
-            table.add_row(changed, "", "", "", *total, share)
+            gain = "" if self.gain is None else f"{self.gain:.2f}x"
+            rows.append(
+                (changed, "", "", "", format_bytes(self.bytes_before), format_bytes(self.bytes_after), gain, share)
+            )
         else:
             zeros, weights = self.zeros
-            density = _density(1 - zeros / weights) if weights else ""
-            table.add_row(changed, "", density, f"{zeros:,} of {weights:,} weights are zero")
-        console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False)
-        console.print(table)
-        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+            density = density_text(1 - zeros / weights) if weights else ""
+            rows.append((changed, "", density, f"{zeros:,} of {weights:,} weights are zero"))
+        text, _, total = columns(rows).rpartition("\n")
         if slower := [(layer.worst[1], layer.worst[0]) for layer in self.layers if layer.worst]:
             least, tokens = min(slower)
             many = f"{len(slower)} layers are" if len(slower) > 1 else "1 layer is"
-            lines.insert(
-                -1,
-                f"With more tokens at once (prompts, encoders) {many} slower than dense: "
-                f"{least:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it.",
+            text += (
+                f"\nWith more tokens at once (prompts, encoders) {many} slower than dense: "
+                f"{least:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it."
             )
-        return "\n".join(lines)
+        return f"{text}\n{total}"
 
 
-def _density(density: float | None) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """A table for people. The first row has the titles; one that begins with ">" is of figures, set to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    right = [title.startswith(">") for title in rows[0]]
+    lines = []
+    for row in ([title.removeprefix(">") for title in rows[0]], *rows[1:]):
+        cells = [text.rjust(w) if r else text.ljust(w) for text, w, r in zip(row, widths, right, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def density_text(density: float | None) -> str:
+    """As "0.500 (50.0%)", of what is zero."""
     return "" if density is None else f"{density:.3f} ({1 - density:5.1%})"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x"
 
 
 #: What `patterns` looks for, the strictest of each kind first.

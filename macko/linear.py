@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -14,22 +13,13 @@ from typing_extensions import Self
 
 from .choose import AUTO, Options, pack
 from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices
-from .ops import linear_of
+from .ops import call
 
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: What nn.Module keeps of hooks on calls. The dicts themselves go with the layer: a hook's handle still removes it.
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
+HOOKS = tuple(name for name in vars(nn.Module()) if "forward_" in name or "backward_" in name)
 
 
 def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -41,6 +31,11 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype == torch.float32 and device.type == "cuda":
         return "it is float32, which macko holds on the CPU only; convert to float16 or bfloat16 first"
     return None
+
+
+def as_extra_state(about: Mapping[str, Any]) -> Tensor:
+    """What SparseLinear's state_dict keeps under _extra_state: a format and its sizes, as the bytes of a JSON text."""
+    return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
 #: Names of the tensors that a state_dict has of a layout, and no module has as attributes.
@@ -207,7 +202,8 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
-        return linear_of(self._cast(input), list(self._buffers.values()), self._header, self.bias)  # type: ignore[arg-type]
+        tensors = list(self._buffers.values())
+        return call(torch.ops.macko.linear, self._cast(input), tensors, self._header, self.bias)
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: for many tokens on a GPU no slices."""
@@ -241,7 +237,7 @@ class SparseLinear(nn.Linear):
         )
 
     def reset_parameters(self) -> NoReturn:
-        raise RuntimeError("SparseLinear: a packed weight has no random start; load one, or use from_linear")
+        raise RuntimeError(f"{type(self).__name__}: a packed weight has no random start; load one, or use from_linear")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -297,8 +293,7 @@ class SparseLinear(nn.Linear):
 
     def get_extra_state(self) -> Tensor:
         """The format's name and sizes, as the bytes of a JSON text: a tensor, so that every file format takes it."""
-        text = json.dumps({"format": self.format, **self._sizes})
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return as_extra_state({"format": self.format, **self._sizes})
 
     def set_extra_state(self, state: Tensor) -> None:
         """Nothing: _load_from_state_dict has read it, before the tensors."""
@@ -350,7 +345,7 @@ class SparseLinear(nn.Linear):
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
         """The validated packed weight of a state_dict, or None where it has nothing of one."""
         format, sizes = self._format, self._sizes
-        names = [f.name for f in dataclasses.fields(format) if f.name not in sizes]  # type: ignore[arg-type]
+        names = list(format.tensor_names)
         if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
             try:
                 format, sizes, names = saved_as(json.loads(bytes(extra.reshape(-1).tolist())))

@@ -6,8 +6,9 @@ and to save, and gives its rows of one product. The first of them that is called
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,9 +128,6 @@ class MergedLinear(SparseLinear):
             f"{prefix.removesuffix('.')}: is merged with others; call macko.split_(model) before you load"
         )
 
-    def reset_parameters(self) -> NoReturn:
-        raise RuntimeError("MergedLinear: a packed weight has no random start")
-
 
 def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[list[str]]:
     """Packs sparse layers of the same input as one matrix, in place, so that a token takes fewer launches.
@@ -147,37 +145,30 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
         The full names of the layers of each matrix.
     """
     merged: list[list[str]] = []
-    done: list[tuple[nn.Module, str]] = []
-    try:
-        _merge_all(model, siblings, merged, done)
-    except BaseException:
-        for parent, name in done:
-            if isinstance(layer := getattr(parent, name), MergedLinear):
-                setattr(parent, name, layer.split())
-        raise
+    last = _Last()
+    with contextlib.ExitStack() as undo:
+        for path, parent in model.named_modules():
+            if any(word in path.rpartition(".")[2].lower() for word in _CROSS):
+                continue
+            for names in siblings:
+                found = [getattr(parent, name, None) for name in names]
+                layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
+                if len({id(layer) for layer in layers}) < len(names):
+                    continue
+                kinds = {(one.format, one.dtype, one.device, one.in_features, one._options) for one in layers}
+                if len(kinds) > 1:
+                    continue
+                for name, layer in zip(names, _merge(layers, last), strict=True):
+                    undo.callback(_split_at, parent, name)
+                    setattr(parent, name, layer)
+                merged.append([f"{path}.{name}".removeprefix(".") for name in names])
+        undo.pop_all()  # nothing is to be undone
     return merged
 
 
-def _merge_all(
-    model: nn.Module, siblings: Sequence[Sequence[str]], merged: list[list[str]], done: list[tuple[nn.Module, str]]
-) -> None:
-    """Notes what was merged, and before it is put there where."""
-    last = _Last()
-    for path, parent in model.named_modules():
-        if any(word in path.rpartition(".")[2].lower() for word in _CROSS):
-            continue
-        for names in siblings:
-            found = [getattr(parent, name, None) for name in names]
-            layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
-            if len({id(layer) for layer in layers}) < len(names):
-                continue
-            kinds = {(layer.format, layer.dtype, layer.device, layer.in_features, layer._options) for layer in layers}
-            if len(kinds) > 1:
-                continue
-            for name, layer in zip(names, _merge(layers, last), strict=True):
-                done.append((parent, name))
-                setattr(parent, name, layer)
-            merged.append([f"{path}.{name}".removeprefix(".") for name in names])
+def _split_at(parent: nn.Module, name: str) -> None:
+    if isinstance(layer := getattr(parent, name), MergedLinear):
+        setattr(parent, name, layer.split())
 
 
 def _can_merge(layer: object) -> bool:

@@ -1,4 +1,4 @@
-"""Typed functions over the ops `torch.ops.macko.*`, with their shape functions and gradients.
+"""Typed functions over the ops `torch.ops.macko.*`, with their gradients and shapes (a layout's own: macko.formats).
 
 The ops take a packed weight of any layout as two lists: its tensors, and a header of whole numbers, [layout, rows,
 cols, ...], which csrc/torch/packed.h describes; `PackedWeight` (macko.formats) has both. The functions of this module
@@ -8,6 +8,7 @@ that are named after a paper's format take what the paper's reader would expect.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from . import _library  # noqa: F401  registers the ops
 
-#: The layouts that this module knows by name, in the order of their numbers (csrc/torch/packed.h). The ops take any.
-LAYOUTS = ("macko", "bitmap", "sell", "tile", "ec", "slide")
+#: Numbers of the papers' layouts in a header (csrc/torch/packed.h).
+_CANONICAL, _EC, _SLIDE = 0, 4, 5
 #: Types of a slide weight's values by their number in a header.
 SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16)
 
@@ -24,24 +25,12 @@ SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16
 Packed = tuple[Sequence[Tensor], Sequence[int]]
 
 
-def _call(product: Callable[..., Tensor], *args: Any) -> Tensor:
+def call(product: Callable[..., Tensor], *args: Any) -> Tensor:
     """product(*args), under no_grad without torch's Python kernel for gradients: 3 of 7 us at 64x64 (Zen 5)."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return product(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return product(*args)
-
-
-def linear_of(x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for x [..., cols], as torch.nn.functional.linear with a W of any layout; differentiable in x, bias.
-
-    Returns:
-        [..., rows] of x's dtype, summed in float32; the same bits at every run.
-
-    Raises:
-        RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix.
-    """
-    return _call(torch.ops.macko.linear, x, tensors, header, bias)
 
 
 def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,12 +46,12 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         RuntimeError: wrong device, dtype or shape, or more than 2^31 - 1 stored entries.
     """
-    values, deltas, row_ptr = torch.ops.macko.pack(w, 0, [delta_bits])[0]
+    values, deltas, row_ptr = torch.ops.macko.pack(w, _CANONICAL, [delta_bits])[0]
     return values, deltas, row_ptr
 
 
 def _canonical(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int) -> Packed:
-    return [values, deltas, row_ptr], [0, max(0, row_ptr.shape[0] - 1), cols, delta_bits]
+    return [values, deltas, row_ptr], [_CANONICAL, max(0, row_ptr.shape[0] - 1), cols, delta_bits]
 
 
 def unpack(
@@ -99,7 +88,7 @@ def spmv(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, 
         RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix. On CUDA,
             where the content cannot be looked at without a wait, such rows of y are NaN.
     """
-    return _call(torch.ops.macko.spmv, values, deltas, row_ptr, cols, x, delta_bits)
+    return call(torch.ops.macko.spmv, values, deltas, row_ptr, cols, x, delta_bits)
 
 
 def linear(
@@ -122,7 +111,7 @@ def linear(
     Returns:
         [..., rows] of the same dtype.
     """
-    return linear_of(x, *_canonical(values, deltas, row_ptr, cols, delta_bits), bias)
+    return call(torch.ops.macko.linear, x, *_canonical(values, deltas, row_ptr, cols, delta_bits), bias)
 
 
 #: block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order of an EC-CSR matrix.
@@ -160,11 +149,11 @@ def ec_pack(
         RuntimeError: wrong device, dtype, shape or option, or more than 2^31 - 1 columns stored in one set.
     """
     options = [delta_bits, lanes, max_height, min_width, max_width, tile_rows, max_slabs]
-    return tuple(torch.ops.macko.pack(w, LAYOUTS.index("ec"), options)[0])
+    return tuple(torch.ops.macko.pack(w, _EC, options)[0])
 
 
 def _ec(packed: EcMatrix) -> Packed:
-    return packed[:8], [LAYOUTS.index("ec"), *packed[8:], 0, 8, 1, 128, 8192, 128, 1]  # options say nothing of content
+    return packed[:8], [_EC, *packed[8:], 0, 8, 1, 128, 8192, 128, 1]  # options say nothing of content
 
 
 def ec_unpack(packed: EcMatrix) -> Tensor:
@@ -186,12 +175,12 @@ def ec_spmv(packed: EcMatrix, x: Tensor) -> Tensor:
     Raises:
         RuntimeError: wrong device, dtype or shape.
     """
-    return _call(torch.ops.macko.ec_spmv, *packed, x)
+    return call(torch.ops.macko.ec_spmv, *packed, x)
 
 
 def ec_linear(x: Tensor, packed: EcMatrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [..., cols]; differentiable in x and bias. More than one token: by a temporary dense copy."""
-    return linear_of(x, *_ec(packed), bias)
+    return call(torch.ops.macko.linear, x, *_ec(packed), bias)
 
 
 def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,13 +203,13 @@ def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tu
         name = str(dtype).removeprefix("torch.")
         raise RuntimeError(f"macko::pack: dtype is {name}, expected int8, float8_e4m3fn, float16 or bfloat16")
     options = [n, SLIDE_ELEMENTS.index(dtype), 0, int(prune)]
-    (tiles, scale, _), header = torch.ops.macko.pack(w, LAYOUTS.index("slide"), options)
+    (tiles, scale, _), header = torch.ops.macko.pack(w, _SLIDE, options)
     return tiles, scale, header[-1:]
 
 
 def _slide(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Packed:
     element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
-    return [packed, scale, packed], [LAYOUTS.index("slide"), scale.shape[0], cols, n, element, 0, 0, 0]
+    return [packed, scale, packed], [_SLIDE, scale.shape[0], cols, n, element, 0, 0, 0]
 
 
 def slide_unpack(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -290,116 +279,20 @@ def slide_linear(
         [..., rows] of x's dtype. The gradient in x is that of the dequantised weight.
     """
     (tiles, scale, held), header = _slide(packed, scale, cols, n, dtype)
-    return linear_of(x, [tiles, scale, held if dense is None else dense], [*header[:-2], sparse_from, sparse_to], bias)
+    tensors, header = [tiles, scale, held if dense is None else dense], [*header[:-2], sparse_from, sparse_to]
+    return call(torch.ops.macko.linear, x, tensors, header, bias)
 
 
-def _new_size() -> Any:
-    """A size that depends on the content."""
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-def _canonical_shapes(values: Tensor, rows: Any, delta_bits: int) -> list[Tensor]:
-    chunks = _new_size()
-    return [
-        values.new_empty(chunks * 8),
-        values.new_empty(chunks * delta_bits if delta_bits else _new_size(), dtype=torch.uint8),
-        values.new_empty(rows + 1, dtype=torch.int32),
-    ]
-
-
-def _ec_shapes(w: Tensor, tile_rows: int) -> list[Tensor]:
-    values, deltas, bases, indptr, rows, sets, order = (_new_size() for _ in range(7))
-    index = torch.uint16 if w.shape[1] <= 65536 else torch.int32
-    tiles = (w.shape[0] + tile_rows - 1) // tile_rows
-    return [
-        w.new_empty(values),
-        w.new_empty(deltas, dtype=torch.uint8),
-        w.new_empty(bases, dtype=index),
-        w.new_empty(indptr, dtype=torch.int32),
-        w.new_empty(rows, dtype=torch.int32),
-        w.new_empty(sets, tiles + 1, dtype=torch.int32),
-        w.new_empty(sets + 1, 8, dtype=torch.int64),
-        w.new_empty(order, dtype=index),
-    ]
-
-
-def _slide_depth(cols: Any, n: int) -> Any:
+def slide_depth(cols: Any, n: int) -> Any:
+    """Columns of a weight of so many columns and pattern n, expanded and filled up to whole tiles."""
     expanded = (cols + 2 * n - 1) // (2 * n) * 4 * (n - 1) if n else cols
     return max(expanded + 127, 128) // 128 * 128
-
-
-def _slide_shapes(w: Tensor, n: int, element: int) -> list[Tensor]:
-    size = SLIDE_ELEMENTS[element].itemsize
-    k_tiles = (_slide_depth(w.shape[1], n) * size + 255) // 256 * 2
-    return [
-        w.new_empty((w.shape[0] + 63) // 64, k_tiles, (4096 + 1024 // size) if n else 8192, dtype=torch.uint8),
-        w.new_empty(w.shape[0], dtype=torch.float32),
-        w.new_empty(0, 0, 0, dtype=torch.uint8),
-    ]
-
-
-#: By layout: what makes the empty tensors of a packed weight, and how many numbers its header has.
-Shapes = dict[str, Callable[[], tuple[list[Tensor], int]]]
-
-
-def _made(op: str, layout: int, shapes: Shapes) -> tuple[list[Tensor], Tensor]:
-    """What op gives of this layout, without content."""
-    name = LAYOUTS[layout] if layout < len(LAYOUTS) else f"of number {layout}"
-    if name not in shapes:
-        raise NotImplementedError(
-            f"macko::{op}: nobody wrote down the shapes of the layout {name}, which torch.compile asks for: "
-            "pack outside of the compiled function"
-        )
-    tensors, numbers = shapes[name]()
-    return tensors, torch.empty(numbers, dtype=torch.int64)
-
-
-@torch.library.register_fake("macko::pack")
-def _(w: Tensor, layout: int, options: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-    torch._check(w.dim() == 2, lambda: f"macko::pack: w has shape {list(w.shape)}, expected 2 dimension(s)")
-    shapes: Shapes = {
-        "macko": lambda: (_canonical_shapes(w, w.shape[0], options[0]), 4),
-        "ec": lambda: (_ec_shapes(w, options[5]), 10),
-        "slide": lambda: (_slide_shapes(w, *options[:2]), 9),
-    }
-    return _made("pack", layout, shapes)
-
-
-@torch.library.register_fake("macko::lay_out")
-def _(packed: Sequence[Tensor], header: Sequence[int], layout: int, options: Any) -> tuple[list[Tensor], Tensor]:
-    values, (_, rows, cols, delta_bits) = packed[0], header
-
-    def int32(*shape: Any) -> Tensor:
-        return values.new_empty(shape, dtype=torch.int32)
-
-    shapes: Shapes = {
-        "macko": lambda: (_canonical_shapes(values, rows, delta_bits), 4),
-        "bitmap": lambda: (
-            [
-                values.new_empty(_new_size()),
-                values.new_empty(rows, (cols + 63) // 64 * 8, dtype=torch.uint8),
-                int32(rows + 1),
-            ],
-            4,
-        ),
-        "sell": lambda: (
-            [
-                values.new_empty(_new_size() * 32),
-                values.new_empty(_new_size() * 32, dtype=torch.int16),
-                int32(_new_size(), 8),
-                int32(2, rows),
-            ],
-            8,
-        ),
-        "tile": lambda: ([values.new_empty(_new_size() * 64), int32((rows + 63) // 64 * ((cols + 255) // 256) + 1)], 6),
-    }
-    return _made("lay_out", layout, shapes)
 
 
 @torch.library.register_fake("macko::slide_quant_fused")
 def _(x: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (
-        x.new_empty(*x.shape[:-1], _slide_depth(x.shape[-1], n), dtype=dtype),
+        x.new_empty(*x.shape[:-1], slide_depth(x.shape[-1], n), dtype=dtype),
         x.new_empty(x.shape[:-1], dtype=torch.float32),
     )
 
@@ -418,16 +311,9 @@ def _(
     return lifted.new_empty(*lifted.shape[:-1], scale.shape[0], dtype=out_dtype)
 
 
-def _check_x(name: str, x: Tensor, cols: Any) -> None:
-    torch._check(
-        x.dim() >= 1 and x.shape[-1] == cols,
-        lambda: f"macko::{name}: x has shape {list(x.shape)}, expected [..., {cols}]",
-    )
-
-
 @torch.library.register_fake("macko::dense")
 def _(packed: Sequence[Tensor], header: Sequence[int], check: bool = True) -> Tensor:
-    is_slide = header[0] == LAYOUTS.index("slide")
+    is_slide = header[0] == _SLIDE
     return packed[0].new_empty(header[1:3], dtype=SLIDE_ELEMENTS[header[4]] if is_slide else packed[0].dtype)
 
 
@@ -436,100 +322,68 @@ def _(packed: Sequence[Tensor], header: Sequence[int]) -> Tensor:
     return packed[0].new_empty(4, dtype=torch.int64)
 
 
-@torch.library.register_fake("macko::linear")
-def _(x: Tensor, packed: Sequence[Tensor], header: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    _check_x("linear", x, header[2])
-    return x.new_empty(*x.shape[:-1], header[1])
+def _product(op: str, sizes: Callable[..., tuple[Tensor, Any, Any]], *args: Any) -> Tensor:
+    x, rows, cols = sizes(*args)
+    wanted = x.dim() >= 1 and x.shape[-1] == cols
+    torch._check(wanted, lambda: f"macko::{op}: x has shape {list(x.shape)}, expected [..., {cols}]")
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+#: By op, of its arguments: x, and rows and cols of the matrix.
+_PRODUCTS: dict[str, Callable[..., tuple[Tensor, Any, Any]]] = {
+    "linear": lambda x, packed, header, bias=None: (x, *header[1:3]),
+    "norm_linear": lambda x, weight, eps, packed, header, bias=None: (x, *header[1:3]),
+    "gated_linear": lambda gate, up, packed, header, bias=None: (gate, *header[1:3]),
+    "spmv": lambda values, deltas, row_ptr, cols, x, delta_bits=4: (x, row_ptr.shape[0] - 1, cols),
+    "ec_spmv": lambda *args: (args[10], *args[8:10]),
+}
+for _op, _sizes in _PRODUCTS.items():
+    torch.library.register_fake(f"macko::{_op}", partial(_product, _op, _sizes))
 
 
 @torch.library.register_fake("macko::linear_parts")
 def _(x: Tensor, packed: Sequence[Tensor], header: Sequence[int], part_rows: Sequence[int]) -> list[Tensor]:
-    _check_x("linear_parts", x, header[2])
-    return [x.new_empty(*x.shape[:-1], rows) for rows in part_rows]
-
-
-@torch.library.register_fake("macko::norm_linear")
-def _(x: Tensor, weight: Tensor, eps: float, packed: Any, header: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    _check_x("norm_linear", x, header[2])
-    return x.new_empty(*x.shape[:-1], header[1])
-
-
-@torch.library.register_fake("macko::gated_linear")
-def _(gate: Tensor, up: Tensor, packed: Any, header: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    _check_x("gated_linear", gate, header[2])
-    return gate.new_empty(*gate.shape[:-1], header[1])
-
-
-@torch.library.register_fake("macko::spmv")
-def _(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, x: Tensor, delta_bits: int = 4) -> Tensor:
-    _check_x("spmv", x, cols)
-    return x.new_empty(row_ptr.shape[0] - 1)
-
-
-@torch.library.register_fake("macko::ec_spmv")
-def _(*args: Any) -> Tensor:
-    *_, rows, cols, x = args
-    _check_x("ec_spmv", x, cols)
-    return x.new_empty(rows)
+    y = _product("linear_parts", _PRODUCTS["linear"], x, packed, header)
+    return [y.new_empty(*x.shape[:-1], rows) for rows in part_rows]
 
 
 def _times(grad: Tensor, tensors: Sequence[Tensor], header: Sequence[int]) -> Tensor:
     """grad W for grad [..., rows]."""
     w = torch.ops.macko.dense(tensors, header, False)
-    if header[0] == LAYOUTS.index("slide"):
+    if header[0] == _SLIDE:
         grad, w = (grad * tensors[1]).to(grad.dtype), w.to(grad.dtype)
     return grad @ w
 
 
-# Of trailing arguments that have their default torch asks no gradient.
+def _differentiable(name: str, packed: Callable[..., Packed], x: int, bias: int | None = None) -> None:
+    """Gives an op gradients in the arguments at x and bias. packed: the weight, of all arguments."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        tensors, ctx.header = packed(*inputs)
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        wants = ctx.needs_input_grad  # of trailing arguments that have their default torch asks none
+        grads: list[Any] = [[None] * len(want) if isinstance(want, Sequence) else None for want in wants]
+        if wants[x]:
+            grads[x] = _times(grad, ctx.saved_tensors, ctx.header)
+        if bias is not None and len(wants) > bias and wants[bias]:
+            grads[bias] = grad.sum_to_size(grad.shape[-1])
+        return tuple(grads)
+
+    torch.library.register_autograd(f"macko::{name}", backward, setup_context=save)
 
 
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, tensors, ctx.header, *_ = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    wants_x, *_, wants_bias = ctx.needs_input_grad
-    in_x = _times(grad, ctx.saved_tensors, ctx.header) if wants_x else None
-    in_bias = grad.sum_to_size(grad.shape[-1]) if wants_bias is True else None
-    return (in_x, [None] * len(ctx.saved_tensors), None, in_bias)[: len(ctx.needs_input_grad)]
-
-
-def _save_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, deltas, row_ptr, cols, _, delta_bits = inputs
-    ctx.sizes = cols, delta_bits
-    ctx.save_for_backward(values, deltas, row_ptr)
-
-
-def _spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    in_x = _times(grad, *_canonical(*ctx.saved_tensors, *ctx.sizes)) if ctx.needs_input_grad[4] else None
-    return (None, None, None, None, in_x, None)[: len(ctx.needs_input_grad)]
-
-
-def _save_ec_spmv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.rows, ctx.cols, _ = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _ec_spmv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    wanted = ctx.needs_input_grad[10]
-    return (*[None] * 10, _times(grad, *_ec((*ctx.saved_tensors, ctx.rows, ctx.cols))) if wanted else None)
-
-
-def _without_gradients(name: str, instead: str) -> Callable[..., NoReturn]:
+def _without_gradients(name: str, instead: str) -> None:
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise NotImplementedError(f"macko::{name} has no gradients: {instead}")
 
-    return backward
+    torch.library.register_autograd(f"macko::{name}", backward)
 
 
-torch.library.register_autograd("macko::linear", _linear_backward, setup_context=_save_linear)
-torch.library.register_autograd("macko::spmv", _spmv_backward, setup_context=_save_spmv)
-torch.library.register_autograd("macko::ec_spmv", _ec_spmv_backward, setup_context=_save_ec_spmv)
-for _name, _instead in (
-    ("linear_parts", "split what linear gives"),
-    ("norm_linear", "make its input before linear"),
-    ("gated_linear", "make its input before linear"),
-):
-    torch.library.register_autograd(f"macko::{_name}", _without_gradients(_name, _instead))
+_differentiable("linear", lambda x, tensors, header, bias=None: (tensors, header), x=0, bias=3)
+_differentiable("spmv", lambda *args: _canonical(*args[:4], *args[5:]), x=4)
+_differentiable("ec_spmv", lambda *args: _ec(args[:10]), x=10)
+_without_gradients("linear_parts", "split what linear gives")
+_without_gradients("norm_linear", "make its input before linear")
+_without_gradients("gated_linear", "make its input before linear")

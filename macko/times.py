@@ -20,13 +20,13 @@ import json
 import math
 import os
 import warnings
-from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import _library
@@ -111,13 +111,9 @@ class Times:
         def distance(line: Line) -> float:
             return sum(abs(math.log(line[of] / max(1, size))) for of, size in zip(("rows", "cols"), shape, strict=True))
 
-        points = sorted((math.log(int(m)), gain) for m, gain in min(lines, key=distance)["gain"].items())
-        at = math.log(max(1, tokens))
-        place = bisect([x for x, _ in points], at)
-        if place in (0, len(points)):
-            return points[min(place, len(points) - 1)][1]
-        (x0, gain0), (x1, gain1) = points[place - 1 : place + 1]
-        return gain0 + (gain1 - gain0) * (at - x0) / (x1 - x0)
+        tokens_and_gain = sorted((int(count), gain) for count, gain in min(lines, key=distance)["gain"].items())
+        counts, gains = zip(*tokens_and_gain, strict=True)
+        return float(np.interp(math.log(max(1, tokens)), np.log(counts), gains))
 
 
 def held_bytes(format: str, rows: int, cols: int, density: float, size: int) -> float:
@@ -139,14 +135,11 @@ def _fit(lines: tuple[Line, ...], tokens: int) -> dict[str, tuple[float, float]]
                 points.setdefault(format, []).append((held, us))
     fits = {}
     for format, of in points.items():
-        w, x, xx = (sum(held**power / us**2 for held, us in of) for power in (0, 1, 2))
-        y, xy = (sum(held**power / us for held, us in of) for power in (0, 1))
-        determinant = w * xx - x * x
-        if determinant > 1e-9 * w * xx:
-            a, b = (y * xx - x * xy) / determinant, (w * xy - x * y) / determinant
-        else:  # all of one size
-            a, b = 0.0, xy / xx
-        fits[format] = (a, b) if a > 0 < b else (0.0, xy / xx)
+        held, us = np.array(of).T
+        a_byte, fixed = np.polyfit(held, us, 1, w=1 / us) if np.ptp(held) else (0.0, 0.0)
+        if fixed <= 0 or a_byte <= 0:  # or all of one size
+            fixed, a_byte = 0.0, (held / us).sum() / np.square(held / us).sum()
+        fits[format] = float(fixed), float(a_byte)
     return fits
 
 
@@ -208,13 +201,13 @@ def _check(line: Line, sizes: Iterable[str], good: bool, measured: dict[str, flo
 
 def _lines_of_version_1(slide: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list[Line]:
     """Of {"int8": {"2:4": {"3584 x 18944": {"1": 1.37}}}}."""
-    found = []
-    for dtype, patterns in slide.items():
-        for pattern, shapes in patterns.items():
-            for shape, gain in shapes.items():
-                rows, cols = map(int, shape.split(" x "))
-                found.append({"rows": rows, "cols": cols, "dtype": dtype, "pattern": pattern, "gain": gain})
-    return found
+    return [
+        {"rows": int(rows), "cols": int(cols), "dtype": dtype, "pattern": pattern, "gain": gain}
+        for dtype, patterns in slide.items()
+        for pattern, shapes in patterns.items()
+        for shape, gain in shapes.items()
+        for rows, cols in [shape.split(" x ")]
+    ]
 
 
 def own_table(gpu: str) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,11 @@ from tqdm.auto import tqdm
 
 from . import ops
 from .choose import layouts, meant_pattern
-from .formats import FORMATS, SLIDE_PATTERNS, MackoWeight, PackedWeight, SlideWeight
+from .formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
 from .layers import find_linears
-from .linear import SparseLinear
+from .linear import SparseLinear, unsupported
 from .times import SLIDE_DTYPES, Line, bandwidth_gbps, cache_file, gpu_name, read, write
-from .timing import copies, read_gbps, time_calls, time_graph
+from .timing import capture, copies, read_gbps, time_calls, time_replays
 
 #: Densities are rounded to this before they are compared.
 BUCKET = 0.05
@@ -90,7 +91,7 @@ def tune(
             w = weight.to(where)
             if w.dim() != 2 or w.numel() < SMALLEST:
                 continue
-            if w.dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if where.type == "cpu" else [])):
+            if unsupported(w.dtype, where):
                 w = w.half()
             density = round(round(int(w.count_nonzero()) / w.numel() / BUCKET) * BUCKET, 2)
             key = (*w.shape, density, w.dtype)
@@ -118,40 +119,34 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
     of calls by turns, of the formats that "auto" chooses from there.
     """
     x = torch.randn(tokens, w.shape[1], device=w.device).to(w.dtype)
-    if w.device.type == "cpu":
-        calls = {"dense": [partial(nn.functional.linear, x, held) for (held,) in copies([w])]}
-        macko = MackoWeight.from_dense(w)
-        for packed in (macko, *(kind.from_macko(macko) for kind in layouts(macko))):
-            many = [_with(packed, tensors) for tensors in copies(list(packed.tensors().values()))]
-            calls[packed.format] = [partial(weight.linear, x) for weight in many]
-        if tokens == 1:
-            calls["mv"] = [partial(torch.mv, held, x[0]) for (held,) in copies([w])]
-        with torch.no_grad():
-            took = time_calls(calls)
-        took["dense"] = min(took["dense"], took.pop("mv", math.inf))
-        return {name: round(us, 1) for name, us in took.items()}
+    with torch.no_grad():
+        if w.device.type == "cpu":
+            took = time_calls(dict(_products(w, x)))
+        else:
+            took = {name: statistics.median(time_replays(*capture(calls))) for name, calls in _products(w, x)}
+    took["dense"] = min(took["dense"], took.pop("mv", math.inf))
+    return {name: round(us, 1 if w.device.type == "cpu" else 3) for name, us in took.items()}
+
+
+def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]]]:
+    """By name, x W^T from copies of w in every format, one after the other: they may not all have room on a GPU."""
     dense = [held for (held,) in copies([w])]
-    took = {"dense": time_graph([partial(nn.functional.linear, x, w) for w in dense], rest=False).median_us}
-    if tokens == 1:
-        took["dense"] = min(
-            took["dense"], time_graph([partial(torch.mv, w, x[0]) for w in dense], rest=False).median_us
-        )
+    yield "dense", [partial(nn.functional.linear, x, held) for held in dense]
+    if len(x) == 1:
+        yield "mv", [partial(torch.mv, held, x[0]) for held in dense]
     del dense
-    for name, kind in FORMATS.items():
-        if "cuda" not in kind.device_types or kind is SlideWeight:
-            continue
+    macko = MackoWeight.from_dense(w)
+    kinds: list[type[PackedWeight]] = [MackoWeight, *layouts(macko), *([EcWeight] if w.is_cuda else [])]
+    for kind in kinds:
         try:
-            packed = kind.from_dense(w)
-            held = [_with(packed, tensors) for tensors in copies(list(packed.tensors().values()))]
-            took[name] = time_graph([partial(weight.linear, x) for weight in held], rest=False).median_us
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-    return {name: round(us, 3) for name, us in took.items()}
-
-
-def _with(packed: PackedWeight, tensors: Sequence[Tensor]) -> PackedWeight:
-    return type(packed)(**dict(zip(packed.tensors(), tensors, strict=True)), **packed.sizes())
+            packed = kind.from_macko(macko)
+            packed.linear(x)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError):
+            continue  # the format does not hold this one, or has no kernel for this GPU
+        held = (dict(zip(packed.tensors(), of, strict=True)) for of in copies(list(packed.tensors().values())))
+        yield kind.format, [partial(type(packed)(**tensors, **packed.sizes()).linear, x) for tensors in held]
 
 
 def measure_slide(
@@ -185,8 +180,7 @@ def measure_slide(
                 for n in (*held, *reversed(held)):
                     calls = [partial(ops.slide_linear, x, p, s, cols, n, dtype) for p, s in held[n]]
                     launches = 32 if m <= 512 else 4
-                    timing = time_graph(calls[:launches], replays=5, warmup=1, min_launches=launches, rest=False)
-                    us[n] = min(us[n], timing.min_us)
+                    us[n] = min(us[n], *time_replays(*capture(calls[:launches], launches), replays=5, warmup=1))
                 for n in gains:
                     gains[n][str(m)] = round(us[0] / us[n], 3)
             about = {"rows": rows, "cols": cols, "dtype": name}

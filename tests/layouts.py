@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from macko import _library
-from macko.formats import SellWeight
-from macko.ops import LAYOUTS, linear_of
+from macko.formats import FORMATS, SellWeight
 
+#: Names by number.
+LAYOUTS = tuple(FORMATS)
 Three = tuple[Tensor, Tensor, Tensor]
 
 
@@ -43,11 +44,11 @@ def bitmap_check(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int) -> Te
 def bitmap_linear(
     x: Tensor, values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, bias: Tensor | None = None
 ) -> Tensor:
-    return linear_of(x, *_bitmap(values, bits, row_ptr, cols), bias)
+    return torch.ops.macko.linear(x, *_bitmap(values, bits, row_ptr, cols), bias)
 
 
 def bitmap_spmv(values: Tensor, bits: Tensor, row_ptr: Tensor, cols: int, x: Tensor) -> Tensor:
-    return linear_of(x, *_bitmap(values, bits, row_ptr, cols))
+    return torch.ops.macko.linear(x, *_bitmap(values, bits, row_ptr, cols))
 
 
 def sell_pack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int, *options: int) -> Any:

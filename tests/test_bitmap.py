@@ -12,7 +12,6 @@ from torch import Tensor
 
 from macko import _library, ops, reference
 from macko.formats import BitmapWeight, MackoWeight
-from macko.ops import LAYOUTS
 from tests.common import (
     CPU_DTYPES,
     MASKS,
@@ -25,7 +24,7 @@ from tests.common import (
     random_weight,
     torch_threads,
 )
-from tests.layouts import bitmap_check, bitmap_linear, bitmap_pack, bitmap_spmv, bitmap_to_macko, bitmap_unpack
+from tests.layouts import LAYOUTS, bitmap_check, bitmap_linear, bitmap_pack, bitmap_spmv, bitmap_to_macko, bitmap_unpack
 
 Packed = tuple[Tensor, Tensor, Tensor]
 

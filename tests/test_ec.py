@@ -15,7 +15,6 @@ from torch import Tensor
 import macko.ops as ops
 from benchmarks.formats import BAR_DENSITIES, BARS, PACKED
 from macko import EcWeight, _library
-from macko.ops import LAYOUTS
 from tests.common import (
     CPU_DTYPES,
     HALVES,
@@ -31,6 +30,7 @@ from tests.common import (
     random_weight,
     torch_threads,
 )
+from tests.layouts import LAYOUTS
 
 #: The paper's layout with both widths and in odd ones, and every way in which ours differs.
 OPTIONS: dict[str, dict[str, int]] = {

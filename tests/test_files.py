@@ -156,7 +156,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path: Path, monkeypatch: py
         Path(name).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    monkeypatch.setattr("macko.files.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         macko.save_model(model, path)
     assert path.read_bytes() == before

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from macko import FORMATS, MackoWeight, SparseLinear
 from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
-from macko.formats import BitmapWeight, PackedWeight
+from macko.formats import BitmapWeight, EcWeight, PackedWeight, SellWeight
 from tests.common import assert_same_bits, devices, integer_problem, random_weight
 from tests.fuzz import honest
 
@@ -312,3 +312,20 @@ def test_a_wrong_header_is_an_error(name: str) -> None:
             else:
                 assert found.shape in ((4,), (numbers_[1], numbers_[2]), (3, numbers_[1]))
     assert refused >= (len(header) + len(tensors) + 2) * len(calls)  # too few or too many of them, at least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", devices())
+def test_shapes_that_compile_expects_are_those_of_what_is_packed(device: str) -> None:
+    w = random_weight(70, 300, 0.4, torch.float16).to(device)
+    canonical = MackoWeight.from_dense(w)
+    for options in ([0], [4]):
+        torch.library.opcheck(torch.ops.macko.pack, (w, MackoWeight.number, options))
+    torch.library.opcheck(torch.ops.macko.pack, (w, EcWeight.number, [0, 8, 1, 128, 8192, 128, 1]))
+    for kind in FORMATS.values():
+        if kind.is_layout and device in kind.device_types:
+            cut = [0, 0, 0] if kind is SellWeight else []
+            torch.library.opcheck(torch.ops.macko.lay_out, (*canonical.packed, kind.number, cut))
+    if device == "cpu":
+        bitmap = BitmapWeight.from_macko(canonical)
+        torch.library.opcheck(torch.ops.macko.lay_out, (*bitmap.packed, MackoWeight.number, []))

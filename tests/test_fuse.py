@@ -16,7 +16,6 @@ from torch._inductor.decomposition import select_decomp_table
 import macko
 from macko.formats import EcWeight, MackoWeight, PackedWeight, SellWeight, TileWeight
 from macko.fuse import Fuse
-from macko.ops import LAYOUTS
 from tests.common import (
     HALVES,
     Plan,
@@ -26,6 +25,7 @@ from tests.common import (
     random_vector,
     random_weight,
 )
+from tests.layouts import LAYOUTS
 from tests.tiny_llama import needs_transformers
 
 EPS = 1e-5
@@ -466,7 +466,7 @@ def test_options_of_macko_bench() -> None:
     dense.weight.data = w
     for layer in (dense, macko.SparseLinear.from_linear(dense)):
         for compiled in ("default", "max"):
-            bench._generate(Model(layer), torch.zeros(1, 1), 1, compiled)
+            bench.generate(Model(layer), torch.zeros(1, 1), 1, compiled)
     default, on_dense, sparse_default, on_sparse = given
     assert "compile_config" not in default
     assert "compile_config" not in sparse_default

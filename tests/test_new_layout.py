@@ -62,7 +62,6 @@ const Layout toy_layout = {
 CLASS = """@dataclasses.dataclass(frozen=True, eq=False)
 class ToyWeight(PackedWeight):
     format: ClassVar[str] = "toy"
-    number: ClassVar[int] = 6
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     values_name: ClassVar[str] = "reversed"
     faults: ClassVar[Mapping[int, str]] = {1: "row {place} from the end, column {entry} is too large"}
@@ -75,7 +74,7 @@ class ToyWeight(PackedWeight):
 #: All that changes outside of the layout's own file: (file, what stands there once, what stands there then).
 ROWS = [
     ("csrc/torch/path.h", "LAYOUT(SLIDE, slide_layout)", "LAYOUT(SLIDE, slide_layout) LAYOUT(TOY, toy_layout)"),
-    ("macko/formats.py", "#: Every format by name.\n", CLASS + "#: Every format by name.\n"),
+    ("macko/formats.py", "#: Every format by name, ", CLASS + "#: Every format by name, "),
     ("macko/formats.py", "EcWeight, SlideWeight)", "EcWeight, SlideWeight, ToyWeight)"),
 ]
 
@@ -117,7 +116,7 @@ with pytest.raises(ValueError, match="not a toy weight: row 1 from the end, colu
     dataclasses.replace(layer.packed, reversed=broken).validate()
 with pytest.raises(ValueError, match=r"not a toy weight: .*reversed has shape \[4, 7\], expected \[5, 7\]"):
     dataclasses.replace(layer.packed, reversed=broken[1:]).validate()
-with FakeTensorMode(), pytest.raises(NotImplementedError, match="lay_out: .* layout of number 6"):
+with FakeTensorMode(), pytest.raises(NotImplementedError, match="lay_out: .* layout toy"):
     Toy.from_macko(MackoWeight.zeros(2, 3, torch.float32))
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from macko import _library
-from macko.ops import LAYOUTS
+from tests.layouts import LAYOUTS
 
 CANNOT = {
     "stage=4": r"expected a key of cpu, copy, pdl, .*; got 'stage=4'",

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import macko.ops as ops
 from macko import reference
 from macko.formats import MackoWeight, SellWeight
-from macko.ops import LAYOUTS
 from tests import layouts
 from tests.common import (
     HALVES,
@@ -28,6 +27,7 @@ from tests.common import (
     random_vector,
     random_weight,
 )
+from tests.layouts import LAYOUTS
 
 GAPS = (2, 3, 4, 5, 6)
 #: How a block fetches, and whether launches may overlap: keys of MACKO_PLAN; few stages before x is there.

@@ -16,9 +16,9 @@ from macko import SparseLinear, choose, reference, times
 from macko.choose import Options, pack
 from macko.convert import check_shards
 from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
-from macko.ops import LAYOUTS
 from macko.tune import measure_slide
 from tests.common import HALVES, Plan, assert_same_bits, device_dtypes, devices, needs_capture
+from tests.layouts import LAYOUTS
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 TYPES = (INT8, FP8, torch.float16, torch.bfloat16)

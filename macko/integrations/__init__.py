@@ -17,54 +17,44 @@ _DUE = {
 }
 
 
-class _Registering(importlib.abc.Loader):
-    """A module's own loader, and our registration behind it."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _register(module.__name__)
-
-
 class _Watch(importlib.abc.MetaPathFinder):
     """Sees to it that macko is registered as soon as somebody imports a module of _DUE; imports nothing itself."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _DUE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in _DUE else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _Registering(spec.loader)
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                _register(name)
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec
 
 
 def _register(name: str) -> None:
-    if _is_supported(_version()):
+    if _is_supported(str(getattr(sys.modules.get("transformers"), "__version__", "0"))):
         importlib.import_module(_DUE[name])
-
-
-def require_transformers() -> None:
-    """ImportError, which names the version, where the installed transformers is not one that macko works with."""
-    import transformers  # noqa: F401  an ImportError of its own where there is none
-
-    if not _is_supported(version := _version()):
-        raise ImportError(f"macko needs transformers 5 or newer, found {version}: pip install 'transformers>=5'")
-
-
-def _version() -> str:
-    return str(getattr(sys.modules.get("transformers"), "__version__", "0"))
 
 
 def _is_supported(version: str) -> bool:
     """Whether it is a transformers that the integration was written for."""
     return int(version.partition(".")[0]) >= 5
+
+
+def require_transformers() -> Any:
+    """transformers; ImportError, which names the version, where that is not one that macko works with."""
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("this needs transformers 5: pip install 'transformers>=5'") from None
+    if not _is_supported(transformers.__version__):
+        found = f"found {transformers.__version__}: pip install 'transformers>=5'"
+        raise ImportError(f"macko needs transformers 5 or newer, {found}")
+    return transformers
 
 
 def register() -> None:

@@ -9,7 +9,8 @@ Formats `sparse-bitmask` and `sparse-24-bitmask`: of a weight NAME.weight the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,32 +45,26 @@ def sparsity_format(config: Mapping[str, Any]) -> str | None:
 class _Lazy:
     """A tensor that is made when transformers takes it: weight[...]."""
 
-    def __init__(self, file: Checkpoint, name: str) -> None:
-        self.file, self.name = file, name
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.read = read
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.read()[index]
-
-    def read(self) -> Tensor:
-        return self.file[self.name]
-
-
-class _Bitmask(_Lazy):
-    """A dense weight from its bit mask and values."""
-
-    def read(self) -> Tensor:
-        try:
-            return decode(*(self.file[f"{self.name}.{key}"] for key in _KEYS[:3]))
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{self.name}: {error}") from None
 
 
 def lazy_state(file: Checkpoint) -> dict[str, _Lazy]:
     """The state_dict that the checkpoint stands for, one weight at a time."""
     packed = [name.removesuffix(".bitmask") for name in file if name.endswith(".bitmask")]
     theirs = {f"{name}.{key}" for name in packed for key in _KEYS}
-    state = {name: _Lazy(file, name) for name in file if name not in theirs}
-    return state | {f"{name}.weight": _Bitmask(file, name) for name in packed}
+    state = {name: _Lazy(partial(file.__getitem__, name)) for name in file if name not in theirs}
+    return state | {f"{name}.weight": _Lazy(partial(_decoded, file, name)) for name in packed}
+
+
+def _decoded(file: Checkpoint, name: str) -> Tensor:
+    try:
+        return decode(*(file[f"{name}.{key}"] for key in _KEYS[:3]))
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def decode(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Tensor:

@@ -1,0 +1,85 @@
+"""Where a token's time goes on a GPU, dense and sparse: the kernels of one token of generate(), one JSON line each.
+
+    python -m benchmarks.profile_token random:7b --compile max --batch 1 --new-tokens 100 --json bench.jsonl
+
+Takes what `macko bench` takes, and loads, prunes and converts as that does. It times nothing: a profiler slows down
+each launch behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from macko.bench import Line, Result, Side, generate, run
+from macko.cli import parser
+
+
+class OneToken:
+    """A streamer that profiles what lies between two tokens."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, -1
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def put(self, tokens: Tensor) -> None:
+        self.seen += 1
+        torch.cuda.synchronize()
+        if self.seen == self.at:
+            self.profile.__enter__()
+        elif self.seen == self.at + 1:
+            self.profile.__exit__(None, None, None)
+
+    def end(self) -> None:
+        pass
+
+
+def profile_token(model: Any, prompts: Tensor, count: int, compiled: str | None) -> list[Line]:
+    """What the GPU does for one of `count` tokens: launches and microseconds by kernel, and how long it is busy.
+
+    Kernels that overlap (chained launches) count with their waiting, so their sum may exceed that.
+    """
+    generate(model, prompts, count, compiled)
+    watch = OneToken(count // 2)
+    generate(model, prompts, count, compiled, streamer=watch)
+    events = [event for event in watch.profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    kernels: dict[str, list[float]] = {}
+    busy = end = 0.0
+    for event in events:
+        kernels.setdefault(short(event.name), []).append(event.time_range.end - event.time_range.start)
+        busy += max(0.0, event.time_range.end - max(end, event.time_range.start))
+        end = max(end, event.time_range.end)
+    rows = [{"kernel": name, "launches": len(times), "us": sum(times)} for name, times in kernels.items()]
+    rows.append({"kernel": "busy", "launches": len(events), "us": busy})
+    return sorted(rows, key=lambda row: -row["us"])  # type: ignore[operator,arg-type]
+
+
+def short(name: str) -> str:
+    """A kernel's name without its types; Triton's without its number, which differs from layer to layer."""
+    for word in ("void ", "(anonymous namespace)::", "at::native::", "macko::"):
+        name = name.replace(word, "")
+    name = name.partition("(")[0].partition("<")[0] if not name.startswith("triton") else name.rstrip("0123456789_")
+    return name[:60]
+
+
+def profile_all(
+    side: Side, model: Any, prompts: Tensor, batches: list[int], options: argparse.Namespace, lines: list[Line]
+) -> list[Result]:
+    """Prints the kernels at each batch size, and adds them to the lines that are written."""
+    for batch in batches:
+        prompt = prompts[:batch, : options.prompt_tokens[0]]
+        rows = profile_token(model, prompt, 1 + options.new_tokens, options.compile)
+        lines += [{"what": "profile", **dataclasses.asdict(side), "batch": batch, **row} for row in rows]
+        print("\n".join(f"{row['us']:9.1f} us {row['launches']:4} {row['kernel']}" for row in rows), flush=True)
+    return []
+
+
+if __name__ == "__main__":
+    options = parser().parse_args(["bench", *sys.argv[1:]])
+    run(options, options.source, profile_all)

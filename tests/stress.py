@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from torch import Tensor
 
 import macko
 from benchmarks.timing import append_jsonl, commit
-from macko import EcWeight, MackoWeight
+from macko import EcWeight, MackoWeight, _library
 from macko.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
@@ -41,13 +40,13 @@ SMALL = {"no tile": (63, 255, 0.5), "odd": (200, 1001, 0.3), "of eight": (136, 5
 LARGE = {"tall": (20_011, 264, 0.5), "in L2": (4096, 4096, 0.5), "beyond L2": (11_008, 8192, 0.4)}
 #: Products of a GPU between two looks at the clock, and of one graph.
 BATCH = 64
-OLD_COPIES = {"MACKO_COPY": "cp_async"}
+OLD_COPIES = "copy=cp_async"
 GEMM_WAYS = ("128x256x1x1", "128x128x2x2", "192x128x2x1")
-#: Environments that choose other kernels.
-KNOBS: dict[str, Sequence[dict[str, str]]] = {
-    "sell": ({}, OLD_COPIES, {"MACKO_STREAM_TOKENS": "1000000"}),
-    "tile": ({}, OLD_COPIES, *({"MACKO_TILE_TOKENS": "1000000", "MACKO_TILE_GEMM": way} for way in GEMM_WAYS)),
-    "slide": ({}, OLD_COPIES),
+#: Keys of MACKO_PLAN that choose other kernels.
+KNOBS: dict[str, Sequence[str]] = {
+    "sell": ("", OLD_COPIES, "stream_tokens=1000000"),
+    "tile": ("", OLD_COPIES, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
+    "slide": ("", OLD_COPIES),
 }
 TOKENS = {
     "macko": (1, 3, 33),
@@ -68,7 +67,7 @@ class Case(NamedTuple):
 
 class Problem(NamedTuple):
     name: str
-    knobs: dict[str, str]  #: the environment in which its cases run
+    plan: str  #: keys of MACKO_PLAN with which its cases run
     cases: Callable[[], list[Case]]
 
 
@@ -88,17 +87,6 @@ class Counts:
         self.by_way[way] += products
         if bad:
             self.failures[f"{name}, {way}"] += bad
-
-
-@contextlib.contextmanager
-def environment(**knobs: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in knobs}
-    os.environ.update(knobs)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def surrounded(t: Tensor) -> Tensor:
@@ -237,10 +225,10 @@ def problems(
                 made.append((name, partial(slide, w, n, element, largest), None, largest))
         for name, make, dense, largest in made:
             varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
-            for knobs in KNOBS.get(name.partition(" ")[0], ({},)) if varied else ({},):
-                full = " ".join([name, about, *(f"{k}={v}" for k, v in knobs.items())])
-                yield Problem(full, knobs, partial(cases, full, make, dense, largest))
-        yield Problem(f"packing {about}", {}, partial(packing_cases, w, about, small))
+            for keys in KNOBS.get(name.partition(" ")[0], ("",)) if varied else ("",):
+                full = f"{name} {about} {keys}".rstrip()
+                yield Problem(full, keys, partial(cases, full, make, dense, largest))
+        yield Problem(f"packing {about}", "", partial(packing_cases, w, about, small))
 
 
 def compared(case: Case, wrong: Tensor) -> Tensor:
@@ -365,7 +353,7 @@ def run_for(device: torch.device, minutes: float, seed: int, only: str, counts: 
         for both in itertools.zip_longest(*(problems(device, small, round_) for small in sizes)):
             for problem in filter(None, both):
                 if only in problem.name:
-                    with environment(**problem.knobs):
+                    with _library.plan(problem.plan):
                         run_ways(problem.cases(), slice_s, counts, end)
                 if time.monotonic() > end:
                     return
@@ -386,7 +374,7 @@ def run_once(device: torch.device, minutes: float, only: str, shard: tuple[int, 
         if time.monotonic() > end:
             counts.left += 1
             continue
-        with environment(**problem.knobs):
+        with _library.plan(problem.plan):
             for case in problem.cases():
                 wrong = torch.zeros((), dtype=torch.int64, device=device)
                 compared(case, wrong)

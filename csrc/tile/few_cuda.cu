@@ -6,9 +6,13 @@
 //     stage      | slab: one bulk copy | tokens of its tiles: TMA, [tile][token][64 columns], 128-byte swizzle |
 //     barriers   full: slab and tokens have come. empty: all four consumer warpgroups have released the stage
 //
-//     cluster    has row blocks cluster, cluster + clusters, ... Its blocks take as many whole ones each.
-//                What is left over is split by columns (split-K):
-//     row block  |== share of rank 0 ==|== share of rank 1 ==|       and the sums meet through DSMEM
+//     cluster    has row blocks that follow each other. Its blocks take as many whole ones each; the slabs of those that
+//                are left over are dealt out evenly (split-K), so a share may end one row block and begin the next:
+//     left over  |======= row block a =======|======= row block b =======|
+//     shares     |=== rank 0 ===|=== rank 1 ===|=== rank 2 ===|= rank 3 =|      and the sums meet through DSMEM
+//
+//     pace       stages are asked for no faster than memory can bring them: else all blocks ask for all their stages at
+//                the start, 30 MB, the first stage comes with the last, and some SMs get ahead of others by a tenth
 //
 // Nothing of x is gathered and no dense tile is written, so a token costs the tensor cores alone. Sums are added in a
 // fixed order, each block adding up those of some threads.
@@ -19,7 +23,6 @@
 #include "decode.cuh"
 #include "multiply.cuh"
 #include "tile.h"
-
 namespace macko {
 namespace {
 
@@ -28,33 +31,43 @@ constexpr int MAX_CLUSTER = 8;
 constexpr int MAX_STAGES = 16;
 constexpr int BARRIER_BYTES = 1024; // at the beginning of shared memory
 constexpr int MIN_STAGES = 3;       // one is multiplied, one prepared, one waits for its last product
-constexpr int WARPGROUP = 128;      // threads; of all warpgroups the same thread has the same sums, each of its tile
+// Bytes a ns of an H200's memory, of which a kernel gets 0.93. Where there is much to do, more than that is asked for, or
+// it would be missing wherever a block is late; where there is little, the first stage counts. A slower memory is asked
+// too fast, which is as if there were no pace. (CUDA 13 does not tell a memory's clock any more.)
+constexpr double MEMORY_RATE = 4917;
+constexpr int WARPGROUP = 128; // threads; of all warpgroups the same thread has the same sums, each of its tile
 
-// Who has what of a cluster's row blocks: the block of rank r whole ones, r, r + cluster, ..., and perhaps a share of
-// one of those that follow, which `ways` blocks split.
+// Who has what of a cluster's row blocks.
 struct few_partition {
-    int whole, split, ways; // of a block; of the cluster, after cluster * whole; blocks for one of these
-    int share, longer;      // slabs of a share; the first `longer` shares have one more
-    int chunk_bits;         // log2 of the threads whose sums a block adds up
+    int whole;         // row blocks of a block
+    int share, longer; // slabs of a share; the first `longer` shares have one more
 };
 
 struct few_task {
-    CUtensorMap x; // [tile][token][column of it] with boxes of a slab, or [0][token][column] with boxes of a tile
-    const uint8_t *data;
+    // What the first fetch needs, in 48 bytes: so it is in one line of the constant cache (one more: 0.15 us, H200).
     const int32_t *offsets;
+    const uint8_t *data;
+    int slabs, each; // of a row block; row blocks of a cluster
+    // From a block's first slab to that of the cluster's next block; the first `longer` blocks are one further on. Both
+    // in the clusters with a row block more than the others, and in the others.
+    int advance[2];
+    short more; // clusters that have a row block more
+    char longer[2];
+    int all_slabs;
+    float mean; // units of a slab in the mean, where known: else 0
+
+    uint32_t pace[2];                   // ns from a stage's fetch to the next one's, at least; by clusters as above
+    int stages, stage_bytes, tokens_at; // of the pipeline; a stage is a slab, and from this byte on its tokens
+    int cluster;                        // blocks of a cluster
+    few_partition partition[2];         // of the clusters with a row block more, and of the others
+    int boxes;                          // TMA loads of a stage's tokens
+    int tokens;
     const void *bias;
     void *y;
     int64_t rows;
-    int tokens, row_blocks, slabs;
-    int boxes; // TMA loads of a stage's tokens
-    int units; // of data, and of a slab in the mean, where known: else 0
-    float mean;
-    int cluster, clusters;              // blocks of a cluster
-    int more;                           // clusters that have a row block more than the others
-    few_partition partition[2];         // of theirs, and of the others
-    int stages, stage_bytes, tokens_at; // of the pipeline; a stage is a slab, and from this byte on its tokens
-    int window;                         // stages that are fetched at once at the start
+    int area; // bytes of a split row block's sums
     tile_weights weights;
+    CUtensorMap x; // [tile][token][column of it] with boxes of a slab, or [0][token][column] with boxes of a tile
 };
 
 template <int TOKENS>
@@ -64,30 +77,53 @@ struct few_shape {
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
     static constexpr int TOKEN_BYTES = TOKENS * MACKO_TILE_COLS * 2; // of a tile
-    // Where there are many sums, those of a split row block take the place of the stages, and those of a whole one meet
-    // in several passes.
+    // Where there are many sums, those of a whole row block meet in several passes, and those of a split one take the
+    // place of the stages.
     static constexpr bool MANY_SUMS = TOKENS > 32;
-    static constexpr int PASSES = MANY_SUMS ? 8 : 1;
+    static constexpr int PASSES = MANY_SUMS ? 8 : TOKENS > 16 ? 2 : 1;
+    static constexpr int SUMS_BYTES = WARPGROUPS * WARPGROUP * TOKENS * 2 / PASSES; // a thread has TOKENS / 2 floats
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
-// What a block does, in this order: whole row blocks, then its share of a split one.
+// What a block does, in this order: whole row blocks, then its share of the cluster's other ones.
 struct few_work {
-    int row_block, step, whole;   // the first one, how far it is to the next one, how many
-    int split_block, first, last; // the split one, and the share's slabs [first, last)
-    int way, ways;                // which of how many shares that is; 0 ways where there is none
+    int first_row_block, whole; // whole ones
+    int left;                   // the first row block of the shares
+    int start, end;             // of the block's share: slabs from that row block's first one on
 
     __device__ __forceinline__ few_work(const few_task &task, int cluster, int rank) {
-        const few_partition &partition = task.partition[cluster >= task.more];
-        whole = partition.whole;
-        step = task.cluster * task.clusters;
-        row_block = cluster + rank * task.clusters;
-        int nth = 0; // of the cluster's split row blocks
-        for (way = rank; way >= partition.ways; way -= partition.ways) nth++;
-        ways = nth < partition.split ? partition.ways : 0;
-        split_block = cluster + (whole * task.cluster + nth) * task.clusters;
-        first = way * partition.share + min(way, partition.longer);
-        last = ways ? first + partition.share + (way < partition.longer) : first;
+        const bool fewer = cluster >= task.more;
+        const few_partition &mine = task.partition[fewer];
+        const int begin = cluster * task.each + min(cluster, (int)task.more);
+        whole = mine.whole;
+        first_row_block = begin + rank * whole;
+        left = begin + task.cluster * whole;
+        start = share_at(mine, rank);
+        end = share_at(mine, rank + 1);
+    }
+    __device__ __forceinline__ static int share_at(const few_partition &mine, int rank) {
+        return rank * mine.share + min(rank, mine.longer);
+    }
+    __device__ __forceinline__ int stages(int slabs) const {
+        return whole * slabs + end - start;
+    }
+};
+
+// Who has a share of a split row block: the blocks of ranks [first, first + ways). Each adds up the sums of a chunk of
+// threads, and receives them from the others.
+struct few_split {
+    int first, ways, chunk_bits;
+
+    few_split() = default;
+    // nth: of the row blocks that the cluster shares.
+    __device__ __forceinline__ few_split(const few_partition &mine, int blocks, int nth, int slabs) {
+        first = 0;
+        while (first + 1 < blocks && few_work::share_at(mine, first + 1) <= nth * slabs) first++;
+        int last = first;
+        while (last + 1 < blocks && few_work::share_at(mine, last + 1) < (nth + 1) * slabs) last++;
+        ways = last - first + 1;
+        chunk_bits = 7;
+        while (chunk_bits && (ways << (chunk_bits - 1)) >= WARPGROUP) chunk_bits--;
     }
 };
 
@@ -95,21 +131,24 @@ struct few_work {
 struct few_memory {
     // Barriers. `unused` is what the first release of each row block arrives at, when there is no stage to release: so
     // no test is needed.
-    uint32_t full, empty, sums_full, may_send, unused;
-    uint32_t stages, sums, split_sums; // sums of whole row blocks; of split ones
+    uint32_t full, empty, sums_full, may_send, unused; // sums_full: of the first and of the second row block of a share
+    uint32_t splits;                                   // few_split of both
+    uint32_t stages, sums, split_sums;                 // sums: of the warpgroups; of blocks that share a row block
 };
 
 template <int TOKENS>
 __host__ __device__ inline few_memory memory_of(const few_task &task, uint32_t base) {
+    using SHAPE = few_shape<TOKENS>;
     few_memory m;
     m.full = base;
     m.empty = m.full + MAX_STAGES * 8;
     m.sums_full = m.empty + MAX_STAGES * 8;
-    m.may_send = m.sums_full + 8;
+    m.may_send = m.sums_full + 16;
     m.unused = m.may_send + 8;
+    m.splits = m.unused + 8;
     m.stages = base + BARRIER_BYTES;
     m.sums = m.stages + task.stages * task.stage_bytes;
-    m.split_sums = few_shape<TOKENS>::MANY_SUMS ? m.stages : m.sums;
+    m.split_sums = SHAPE::MANY_SUMS ? m.stages + SHAPE::SUMS_BYTES * SHAPE::PASSES : m.sums + SHAPE::SUMS_BYTES;
     return m;
 }
 
@@ -127,10 +166,16 @@ struct stage_position {
     named_barrier_sync(1, threads);
 }
 
+// Not the SM's clock: with many tokens that falls (power), and memory does not.
+[[maybe_unused]] __device__ __forceinline__ uint32_t nanoseconds() {
+    uint32_t now;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(now));
+    return now;
+}
+
 // By one lane of each producer warp: the barriers of its stages, and of the sums by that of the first warp.
 template <int TOKENS>
-__device__ __forceinline__ void make_barriers(const few_task &task, const few_memory &memory, const few_work &work,
-                                              int cluster, int warp) {
+__device__ __forceinline__ void make_barriers(const few_task &task, const few_memory &memory, int warp) {
     using SHAPE = few_shape<TOKENS>;
     for (int stage = warp; stage < task.stages; stage += PRODUCERS) {
         sm90::barrier_init(memory.full + stage * 8, 1);
@@ -139,93 +184,94 @@ __device__ __forceinline__ void make_barriers(const few_task &task, const few_me
     if (warp == 0) {
         sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS);
         sm90::barrier_init(memory.sums_full, 1);
-        sm90::barrier_init(memory.may_send, max(work.ways, 1));
-        const int bits = task.partition[cluster >= task.more].chunk_bits, threads = WARPGROUP - (work.way << bits);
-        if (work.ways) // bytes that the other blocks of its row block will send
-            sm90::barrier_arrive_expect_tx(memory.sums_full, max(0, min(1 << bits, threads)) * TOKENS * 2 *
-                                                                 SHAPE::WARPGROUPS * (work.ways - 1));
+        sm90::barrier_init(memory.sums_full + 8, 1);
+        sm90::barrier_init(memory.may_send, task.cluster);
     }
     sm90::fence_barrier_init();
 }
 
 // A producer warp: every fourth stage. (One warp alone took longer for a stage than its copies take.) Its first lanes
-// hold where its next four slabs begin and end. At the start only a window of stages is fetched: else all blocks ask
-// for all stages at once, 30 MB, and the first stage comes with the last.
+// hold where its next four slabs begin and end.
 template <int TOKENS>
-__device__ __forceinline__ void produce(const few_task &task, const few_memory &memory, int cluster, int rank) {
+__device__ __forceinline__ void produce(const few_task &task, uint32_t base, int cluster, int rank) {
     using SHAPE = few_shape<TOKENS>;
-    constexpr int AT_ONCE = 4, ABOUT = 32;
+    constexpr int AT_ONCE = 4, ABOUT = 32, PREFETCHED = 2;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
+    const uint32_t began = nanoseconds();
+    // Before anything else a block asks where its first slabs are, and has what lies about where they should be
+    // prefetched to L2 until that is known.
+    const bool fewer = cluster >= task.more;
+    const int first_slab = (cluster * task.each + min(cluster, (int)task.more)) * task.slabs +
+                           rank * (fewer ? task.advance[1] : task.advance[0]) +
+                           min(rank, (int)(fewer ? task.longer[1] : task.longer[0]));
+    int from = 0, to = 0, next_from = 0, next_to = 0;
+    if (lane < AT_ONCE) { // those behind what is the block's are not used
+        const int32_t *at = task.offsets + min(first_slab + warp + lane * PRODUCERS, task.all_slabs - 1);
+        asm volatile("ld.global.s32 %0, [%1];" : "=r"(next_from) : "l"(at));
+        asm volatile("ld.global.s32 %0, [%1 + 4];" : "=r"(next_to) : "l"(at));
+    }
+    static_assert(ABOUT * MACKO_TILE_UNIT < 2 * MACKO_TILE_VALUES_AT); // so two more slabs hold what is prefetched
+    if (lane == 0 && warp < PREFETCHED && first_slab + warp + 3 <= task.all_slabs && task.mean) {
+        const int about = (int)((first_slab + warp) * task.mean), begin = max(0, about - ABOUT);
+        sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_TILE_UNIT,
+                               (about - begin + (int)task.mean + ABOUT) * MACKO_TILE_UNIT);
+    }
+    const few_memory memory = memory_of<TOKENS>(task, base);
+    if (lane == 0) make_barriers<TOKENS>(task, memory, warp);
+    __syncwarp();
+    barriers_ready(SHAPE::THREADS);
     const few_work work(task, cluster, rank);
+    const int whole_stages = work.whole * task.slabs;
     // A pipeline of three stages leaves the fourth warp none.
-    const int total = warp < task.stages ? work.whole * task.slabs + work.last - work.first : 0;
-    // One of the warp's stages; they are looked for in rising order.
-    struct position {
-        int stage, round, begin; // in the pipeline; stages before this round of it; stages before this row block
-        int row_block, left;     // left: whole ones to go, with this one
+    const int total = warp < task.stages ? work.stages(task.slabs) : 0;
+    // Stage after stage, the slabs of a block are neighbours, but for one leap.
+    const int shares = work.left * task.slabs + work.start - whole_stages, wholes = work.first_row_block * task.slabs;
+    const uint64_t policy = evict_first();
+    struct position {     // one of the warp's stages
+        int stage, round; // in the pipeline; stages before this round of it
     };
-    const auto next = [&](position &p) { // the warp's next stage
+    const auto next = [&](position &p) {
         p.stage += PRODUCERS;
         if (p.stage >= task.stages) {
             p.stage = warp;
             p.round += task.stages;
         }
     };
-    const auto find = [&](position &p) { // its slab of the row block
-        while (p.left && p.round + p.stage - p.begin >= task.slabs) {
-            p.begin += task.slabs;
-            p.row_block += work.step;
-            if (!--p.left) p.row_block = work.split_block;
-        }
-        return p.round + p.stage - p.begin + (p.left ? 0 : work.first);
-    };
-    position load{warp, 0, 0, work.whole ? work.row_block : work.split_block, work.whole}, here = load;
+    position load{warp, 0}, here = load;
     for (int i = 0; i < lane % AT_ONCE; i++) next(load);
-    const auto load_offsets = [&](int &from, int &to) {
-        const int slab = find(load);
-        from = to = 0;
-        if (load.round + load.stage < total) {
-            const int32_t *at = task.offsets + (int64_t)load.row_block * task.slabs + slab;
-            from = at[0];
-            to = at[1];
+    const auto load_offsets = [&](int &from, int &to, bool asked) {
+        const int i = load.round + load.stage;
+        if (!(asked && i < task.slabs && !load.round)) {
+            from = to = 0;
+            if (i < total) {
+                const int32_t *at = task.offsets + i + (i < whole_stages ? wholes : shares);
+                from = at[0];
+                to = at[1];
+            }
         }
-        for (int i = 0; i < AT_ONCE; i++) next(load);
+        for (int k = 0; k < AT_ONCE; k++) next(load);
     };
-    // Until the offsets have come, what lies about where the first slabs should be is prefetched to L2 (H200: clearly
-    // less time with few tokens).
-    if (lane == 0 && task.units && warp < min(task.window, total)) {
-        const int slab = find(load), about = (int)(((float)load.row_block * task.slabs + slab) * task.mean);
-        const int begin = max(0, min(about, task.units) - ABOUT);
-        sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_TILE_UNIT,
-                               min((int)task.mean + 2 * ABOUT, task.units - begin) * MACKO_TILE_UNIT);
-    }
-    int from = 0, to = 0, next_from, next_to;
-    load_offsets(next_from, next_to);
-    const uint64_t policy = evict_first();
-    if (lane == 0) make_barriers<TOKENS>(task, memory, work, cluster, warp);
-    __syncwarp();
-    barriers_ready(SHAPE::THREADS);
-    // At the start a warp waits for stages of the others, so all of their barriers have to be there.
-    named_barrier_sync(3, PRODUCERS * WARP);
-    if (task.partition[cluster >= task.more].split) sm90::cluster_arrive_relaxed();
+    load_offsets(next_from, next_to, true);
+    if (task.cluster > 1) sm90::cluster_arrive_relaxed();
+    const uint32_t pace = task.pace[fewer];
     uint32_t phase = 1;
-    // Before a stage is filled anew, all producers have seen those come that they waited for at the start.
-    const auto first_round_done = [] { named_barrier_sync(3, PRODUCERS * WARP); };
+    int row_begin = 0; // the stage with which the row block began, less those of the share that are another block's
+    bool in_share = false;
     for (int count = 0; here.round + here.stage < total; count++) {
-        const int slab = find(here), stage = here.stage, fourth = count % AT_ONCE;
+        const int i = here.round + here.stage, stage = here.stage, fourth = count & (AT_ONCE - 1);
+        if (i >= whole_stages && !in_share) row_begin = whole_stages - work.start, in_share = true;
+        while (i - row_begin >= task.slabs) row_begin += task.slabs;
+        const int slab = i - row_begin;
         if (fourth == 0) {
             from = next_from;
             to = next_to;
-            load_offsets(next_from, next_to);
+            load_offsets(next_from, next_to, false);
         }
         const int begin = __shfl_sync(FULL_WARP, from, fourth);
         const int bytes = (__shfl_sync(FULL_WARP, to, fourth) - begin) * MACKO_TILE_UNIT;
         const uint32_t at = memory.stages + stage * task.stage_bytes, barrier = memory.full + stage * 8;
-        if (here.round) {
-            if (stage == warp && here.round == task.stages) first_round_done();
-            sm90::barrier_wait(memory.empty + stage * 8, phase);
-        } else if (stage >= task.window) {
-            sm90::barrier_wait(memory.full + (stage - task.window) * 8, 0);
+        if (here.round) sm90::barrier_wait(memory.empty + stage * 8, phase);
+        while (nanoseconds() - began < i * pace) {
         }
         if (lane == 0) {
             sm90::barrier_arrive_expect_tx(barrier, bytes + MACKO_TILE_SLAB_TILES * SHAPE::TOKEN_BYTES);
@@ -242,15 +288,35 @@ __device__ __forceinline__ void produce(const few_task &task, const few_memory &
         next(here);
         if (here.stage == warp) phase ^= 1;
     }
-    if (task.stages + warp >= total) first_round_done();
     pdl_launch_dependents();
 }
 
+// Four sums of a thread of a warpgroup: two rows, two tokens.
 template <typename T>
-__device__ __forceinline__ void store_y(const few_task &task, int64_t row, int token, float sum) {
-    if (row >= task.rows || token >= task.tokens) return;
-    if (task.bias) sum += to_float(((const T *)task.bias)[row]);
-    ((T *)task.y)[token * task.rows + row] = from_float<T>(sum);
+__device__ __forceinline__ void store_four(const few_task &task, int64_t first_row, int thread, int four,
+                                           const float (&sum)[4]) {
+    const int64_t row = first_row + thread / WARP * 16 + thread % WARP / 4;
+    const int token = four * 8 + thread % 4 * 2;
+    T *y = (T *)task.y + token * task.rows + row;
+    float bias[2] = {};
+    if (task.bias)
+        for (int k = 0; k < 2; k++)
+            if (row + k * 8 < task.rows) bias[k] = to_float(((const T *)task.bias)[row + k * 8]);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (row + k / 2 * 8 < task.rows && token + k % 2 < task.tokens)
+            y[k % 2 * task.rows + k / 2 * 8] = from_float<T>(sum[k] + bias[k / 2]);
+}
+
+__device__ __forceinline__ void store_sums(uint32_t to, const float *v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+__device__ __forceinline__ void load_sums(float (&v)[4], uint32_t from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(from)
+                 : "memory");
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
@@ -287,18 +353,13 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
         if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
     const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
-    const bool meets = task.partition[cluster >= task.more].split; // do some blocks of the cluster
-    // From here on, the other blocks of its split row block may send their sums here. What they overwrite was only
-    // read. By mbarriers: a barrier of the cluster, with some warps waiting and others under way, never ends under
-    // compute-sanitizer.
-    const auto let_send = [&] {
-        sm90::cluster_wait(); // their barriers are there
-        sync_consumers();
-        if (threadIdx.x < work.ways) sm90::barrier_arrive_remote(memory.may_send, rank - work.way + threadIdx.x);
-    };
     wait_for_barriers(SHAPE::THREADS);
-    if (meets) sm90::cluster_arrive_relaxed();
-    if (!SHAPE::MANY_SUMS && work.ways && !work.whole) let_send();
+    if (task.cluster > 1) {
+        sm90::cluster_arrive_relaxed();
+        sm90::cluster_wait(); // the barriers of the others are there; here nothing waits for it
+    }
+    // What the end needs, known before it: a line of the constant cache takes 0.15 us (H200).
+    asm volatile("" ::"l"(task.bias), "l"(task.y), "l"(task.rows), "r"(task.tokens), "r"(task.area));
     // A tile is prepared while the one before it is multiplied, also across row blocks: its mask is read and counted,
     // its values are found, and the first ones loaded.
     tile_lane lanes[2];
@@ -330,8 +391,15 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
     constexpr std::integral_constant<int, 1> step1;
     constexpr std::integral_constant<int, 2> step2;
     constexpr std::integral_constant<int, 3> step3;
-    stage_position here = begin, ahead = begin;                         // what is multiplied, and what is prepared
-    int stages_left = work.whole * task.slabs + work.last - work.first; // with this one
+    stage_position here = begin, ahead = begin; // what is multiplied, and what is prepared
+    int stages_left = work.stages(task.slabs);  // with this one
+    // The first one of the row blocks that the share is of; how they are split is looked up while the first stage comes.
+    int nth = 0;
+    while ((nth + 1) * task.slabs <= work.start) nth++;
+    auto *splits = (few_split *)__cvta_shared_to_generic(memory.splits);
+    if (threadIdx.x < 2 && work.end > work.start)
+        splits[threadIdx.x] =
+            few_split(task.partition[cluster >= task.more], task.cluster, nth + threadIdx.x, task.slabs);
     if (stages_left) {
         sm90::barrier_wait(here.full, here.phase);
         prepare(step0, lanes[0], here.values);
@@ -339,9 +407,13 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
         prepare(step2, lanes[0], here.values);
         prepare(step3, lanes[0], here.values);
     }
-    for (int round = 0; round < work.whole + (work.ways > 0); round++) {
-        const bool whole = round < work.whole;
-        const int row_block = whole ? work.row_block + round * work.step : work.split_block;
+    // How many slabs of its first and second row block the share has.
+    const int in_first = min(work.end, (nth + 1) * task.slabs) - work.start,
+              in_second = work.end - work.start - in_first;
+    const int rounds = work.whole + (in_first > 0) + (in_second > 0);
+    for (int round = 0; round < rounds; round++) {
+        const bool whole = round<work.whole, second = round> work.whole;
+        const int row_block = whole ? work.first_row_block + round : work.left + nth + second;
         const int64_t first_row = (int64_t)row_block * MACKO_TILE_ROWS;
         float sums[SUMS];
         uint32_t a[4][4];
@@ -385,7 +457,7 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
             previous = here.full;
             here = ahead;
         };
-        int left = whole ? task.slabs : work.last - work.first;
+        int left = whole ? task.slabs : second ? in_second : in_first;
 #pragma unroll 1
         for (; left > 0; left -= 2) { // two at a time, so that nothing is moved from `next` to `tile`
             multiply(lanes[0], lanes[1]);
@@ -399,69 +471,88 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
         sm90::warpgroup_fence_operand(sums);
         release(previous);
         if (!round) sm90::pdl_wait(); // before y is written
-        // Sums in shared memory: [addends][fours][chunk] of four floats. A block that has a share of the row block adds
-        // up those of a chunk of threads; of a whole row block those of all.
-        const int own = whole ? 0 : work.way,
-                  addends = whole ? MACKO_TILE_SLAB_TILES : MACKO_TILE_SLAB_TILES * work.ways;
-        const int bits = whole ? 7 : task.partition[cluster >= task.more].chunk_bits, chunk = 1 << bits;
-        const int my_addend = own * MACKO_TILE_SLAB_TILES + tile_index;
-        const uint32_t sums_at = whole ? memory.sums : memory.split_sums;
+        // The sums of the four warpgroups, in shared memory: [tile][fours][thread] of four floats. Where the row block
+        // is split, what they add up to goes on to the block that adds it to that of the others.
+        const bool at_once = SHAPE::MANY_SUMS && !whole; // there is room for all sums: no stage is needed any more
+        const uint32_t sums_at = at_once ? memory.stages : memory.sums;
         const auto add_up = [&](int pass, int fours) { // of each thread's sums pass * fours * 4 on
 #pragma unroll 1
-            for (int i = threadIdx.x; i < fours << bits; i += SHAPE::WARPGROUPS * 128) {
-                const int at = (own << bits) + (i & (chunk - 1)), token = (pass * fours + (i >> bits)) * 8 + at % 4 * 2;
-                if (at >= WARPGROUP) continue;
-                float sum[4] = {};
-#pragma unroll 4
-                for (int addend = 0; addend < addends; addend++) {
+            for (int i = threadIdx.x; i < fours * WARPGROUP; i += SHAPE::WARPGROUPS * WARPGROUP) {
+                float sum[4];
+                load_sums(sum, sums_at + i * 16);
+#pragma unroll
+                for (int tile = 1; tile < SHAPE::WARPGROUPS; tile++) {
                     float next[4];
-                    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                                 : "=f"(next[0]), "=f"(next[1]), "=f"(next[2]), "=f"(next[3])
-                                 : "r"(sums_at + ((addend * fours << bits) + i) * 16)
-                                 : "memory");
-                    for (int j = 0; j < 4; j++) sum[j] += next[j];
+                    load_sums(next, sums_at + (tile * fours * WARPGROUP + i) * 16);
+                    for (int k = 0; k < 4; k++) sum[k] += next[k];
                 }
-                const int64_t row = first_row + at / WARP * 16 + at % WARP / 4;
-                for (int j = 0; j < 4; j++) store_y<T>(task, row + j / 2 * 8, token + j % 2, sum[j]);
+                const int at = (uint32_t)i % WARPGROUP, four = pass * fours + (uint32_t)i / WARPGROUP;
+                if (whole) {
+                    store_four<T>(task, first_row, at, four, sum);
+                } else {
+                    const few_split split = splits[second];
+                    const int owner = split.first + (at >> split.chunk_bits), way = rank - split.first;
+                    const bool owners_second =
+                        few_work::share_at(task.partition[cluster >= task.more], owner) < (nth + second) * task.slabs;
+                    const uint32_t to =
+                        memory.split_sums + owners_second * task.area +
+                        (((way * (SUMS / 4) + four) << split.chunk_bits) + (at & ((1 << split.chunk_bits) - 1))) * 16;
+                    if (owner == rank)
+                        store_sums(to, sum);
+                    else
+                        sm90::dsmem_store_async(sm90::dsmem_address(to, owner), sum,
+                                                sm90::dsmem_address(memory.sums_full + owners_second * 8, owner));
+                }
             }
         };
-        const auto store = [](uint32_t to, const float *v) {
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]),
-                         "f"(v[3])
-                         : "memory");
-        };
-        if (whole) {
-            const uint32_t to = sums_at + ((my_addend * FOURS << bits) + thread) * 16;
+        if (at_once) {
+            sync_consumers(); // all stages are read: the other blocks may send
+            if (threadIdx.x < task.cluster) sm90::barrier_arrive_remote(memory.may_send, threadIdx.x);
+#pragma unroll
+            for (int i = 0; i < SUMS / 4; i++)
+                store_sums(sums_at + ((tile_index * (SUMS / 4) + i) * WARPGROUP + thread) * 16, sums + i * 4);
+            sync_consumers();
+            sm90::barrier_wait(memory.may_send, 0);
+            add_up(0, SUMS / 4);
+        } else {
 #pragma unroll
             for (int pass = 0; pass < SHAPE::PASSES; pass++) {
                 if (round || pass) sync_consumers(); // the sums before are read
 #pragma unroll
-                for (int i = 0; i < FOURS; i++) store(to + (i * 16 << bits), sums + (pass * FOURS + i) * 4);
+                for (int i = 0; i < FOURS; i++)
+                    store_sums(sums_at + ((tile_index * FOURS + i) * WARPGROUP + thread) * 16,
+                               sums + (pass * FOURS + i) * 4);
                 sync_consumers();
                 add_up(pass, FOURS);
             }
-            if (!SHAPE::MANY_SUMS && work.ways && round == work.whole - 1) let_send();
-        } else {
-            if (SHAPE::MANY_SUMS) let_send();
-            const int owner = thread >> bits;
-            const uint32_t to = sums_at + ((my_addend * (SUMS / 4) << bits) + (thread & (chunk - 1))) * 16;
-            if (owner == own) {
-#pragma unroll
-                for (int i = 0; i < SUMS / 4; i++) store(to + (i * 16 << bits), sums + i * 4);
-            } else {
-                sm90::barrier_wait(memory.may_send, 0);
-                const uint32_t there = sm90::dsmem_address(to, rank - own + owner);
-                const uint32_t full = sm90::dsmem_address(memory.sums_full, rank - own + owner);
-#pragma unroll
-                for (int i = 0; i < SUMS / 4; i++)
-                    sm90::dsmem_store_async(there + (i * 16 << bits), sums + i * 4, full);
-            }
-            sync_consumers();
-            sm90::barrier_wait(memory.sums_full, 0);
-            add_up(0, SUMS / 4);
         }
     }
-    if (meets && !work.ways) sm90::cluster_wait();
+    // Split row blocks: what the others have sent.
+    if (rounds > work.whole) sync_consumers(); // the block's own sums are there
+    for (int round = work.whole; round < rounds; round++) {
+        const bool second = round > work.whole;
+        const few_split split = splits[second];
+        const int way = rank - split.first, chunk = 1 << split.chunk_bits;
+        const int own = max(0, min(chunk, WARPGROUP - (way << split.chunk_bits)));
+        const uint32_t full = memory.sums_full + second * 8;
+        if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, own * (SUMS / 4) * 16 * (split.ways - 1));
+        sm90::barrier_wait(full, 0);
+        const int64_t first_row = (int64_t)(work.left + nth + second) * MACKO_TILE_ROWS;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
+            const int at = (way << split.chunk_bits) + (i & (chunk - 1));
+            if (at >= WARPGROUP) continue;
+            float sum[4] = {};
+#pragma unroll 1
+            for (int other = 0; other < split.ways; other++) {
+                float next[4];
+                load_sums(next,
+                          memory.split_sums + second * task.area + ((other * (SUMS / 4) << split.chunk_bits) + i) * 16);
+                for (int k = 0; k < 4; k++) sum[k] += next[k];
+            }
+            store_four<T>(task, first_row, at, i >> split.chunk_bits, sum);
+        }
+    }
 }
 
 #endif
@@ -473,7 +564,6 @@ __global__ void __launch_bounds__(few_shape<TOKENS>::THREADS, 1)
     using SHAPE = few_shape<TOKENS>;
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t base = held(shared_address(shared));
-    const few_memory memory = memory_of<TOKENS>(task, base);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
     int cluster, rank; // through shfl, as warpgroup: so the compiler knows that they are the same in all lanes
     asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));
@@ -482,12 +572,12 @@ __global__ void __launch_bounds__(few_shape<TOKENS>::THREADS, 1)
     rank = __shfl_sync(FULL_WARP, rank, 0);
     if (warpgroup == SHAPE::WARPGROUPS) {
         sm90::warpgroup_reg_dealloc<SHAPE::PRODUCER_REGISTERS>();
-        produce<TOKENS>(task, memory, cluster, rank);
-        if (task.partition[cluster >= task.more].split) sm90::cluster_wait();
+        produce<TOKENS>(task, base, cluster, rank);
+        if (task.cluster > 1) sm90::cluster_wait();
     } else {
         if (threadIdx.x == 0) sm90::prefetch_tensor_map(&task.x);
         sm90::warpgroup_reg_alloc<SHAPE::REGISTERS>();
-        consume<T, TOKENS>(task, memory, cluster, rank, warpgroup);
+        consume<T, TOKENS>(task, memory_of<TOKENS>(task, base), cluster, rank, warpgroup);
     }
 #endif
 }
@@ -584,39 +674,45 @@ __global__ void __launch_bounds__(MMA_THREADS)
     }
     __syncthreads();
     if (tile_index) return;
-    const int64_t row = (int64_t)blockIdx.x * MACKO_TILE_ROWS + slice * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < OCTETS * 4; i++) {
-        float sum = sums[i / 4][i % 4];
-        for (int other = 0; other < MACKO_TILE_SLAB_TILES - 1; other++)
-            sum += others[(other * OCTETS * 4 + i) * 128 + slice * WARP + lane];
-        store_y<T>(task, row + i / 2 % 2 * 8, first_token + i / 4 * 8 + lane % 4 * 2 + i % 2, sum);
+    for (int octet = 0; octet < OCTETS; octet++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            for (int other = 0; other < MACKO_TILE_SLAB_TILES - 1; other++)
+                sums[octet][i] += others[((other * OCTETS + octet) * 4 + i) * 128 + slice * WARP + lane];
+        store_four<T>(task, (int64_t)blockIdx.x * MACKO_TILE_ROWS, slice * WARP + lane, first_token / 8 + octet,
+                      sums[octet]);
     }
 #endif
 }
 
-inline int bits_of(int number) { // the least for which 1 << bits is not less
-    int bits = 0;
-    while (1 << bits < number) bits++;
-    return bits;
-}
+// How clusters of so many blocks share a matrix.
+struct few_shares {
+    int each, more; // row blocks of a cluster; clusters that have one more
+    few_partition partition[2];
+    int stages[2]; // of a block, at most: in clusters that have one more, and in the others
+    bool split = false, crosses = false, halves = true; // row blocks; in two some shares; all splits are in two
+    double
+        time; // in stages of a block, all SMs at work. Adding up takes half of one; one more if split, and if shares cross
 
-// How a cluster of `blocks` shares row blocks of so many slabs.
-inline few_partition partition_rows(int row_blocks, int blocks, int slabs) {
-    few_partition partition{};
-    partition.whole = row_blocks / blocks;
-    partition.split = row_blocks % blocks;
-    partition.ways = partition.split ? blocks / partition.split : blocks;
-    partition.share = slabs / partition.ways;
-    partition.longer = slabs % partition.ways;
-    partition.chunk_bits = bits_of((int)ceil_div(WARPGROUP, partition.ways));
-    return partition;
-}
-
-// What the block with the most work takes, in stages: adding up sums takes about one with split-K, else half of one.
-inline double partition_time(const few_partition &partition, int slabs) {
-    return partition.whole * (slabs + 0.5) + (partition.split ? partition.share + (partition.longer > 0) + 1 : 0);
-}
+    few_shares(int row_blocks, int clusters, int blocks, int slabs, int sms)
+        : each(row_blocks / clusters), more(row_blocks % clusters) {
+        for (int i = 0; i < 2; i++) {
+            const int count = each + (i == 0 && more), left = count % blocks, slabs_left = left * slabs;
+            few_partition &p = partition[i] = {count / blocks, slabs_left / blocks, slabs_left % blocks};
+            stages[i] = p.whole * slabs + p.share + (p.longer > 0);
+            if (!left) continue;
+            const bool even = left == 1 || (blocks % left == 0 && slabs_left % blocks == 0);
+            split = true;
+            crosses |= !even;
+            halves &= even && blocks == 2 * left;
+        }
+        // Memory is shared by the blocks that are at work, until these are so few that they decode no faster.
+        const auto rate = [&](int busy) { return std::max(0.75, (double)busy * blocks / sms); };
+        time = stages[1] * rate(clusters) + (stages[0] - stages[1]) * rate(more) + partition[0].whole * 0.5 + split +
+               crosses;
+    }
+};
 
 inline few_task task_of(const macko_tile_matrix &m, int64_t tokens, const void *bias, void *y) {
     few_task task{};
@@ -625,11 +721,10 @@ inline few_task task_of(const macko_tile_matrix &m, int64_t tokens, const void *
     task.bias = bias;
     task.y = y;
     task.rows = m.rows;
-    task.units = (int)std::min<int64_t>(m.units, INT32_MAX);
     task.mean = (float)m.units / macko_tile_count(m.rows, m.cols);
     task.tokens = (int)tokens;
-    task.row_blocks = (int)macko_tile_row_blocks(m.rows);
     task.slabs = (int)macko_tile_slabs(m.cols);
+    task.all_slabs = (int)macko_tile_count(m.rows, m.cols);
     return task;
 }
 
@@ -647,39 +742,47 @@ cudaError_t launch(const macko_tile_matrix &m, int64_t tokens, const void *x, in
     const int tokens_at = (int)ceil_div(m.widest * MACKO_TILE_UNIT, 1024) *
                           1024; // after the last value they are read (MACKO_TILE_OVERREAD)
     const int stage_bytes = tokens_at + MACKO_TILE_SLAB_TILES * SHAPE::TOKEN_BYTES;
+    const int row_blocks = (int)macko_tile_row_blocks(m.rows);
+    int grid = 0, most[2] = {};
     for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= task.slabs; blocks++) {
         int clusters;
         error = max_active_clusters<tile_few_kernel<T, TOKENS>, MAX_CLUSTER>(device, blocks, SHAPE::THREADS,
                                                                              device.shared_bytes - 1024, &clusters);
         if (error) return error;
-        clusters = std::min(clusters, task.row_blocks);
-        const int each = task.row_blocks / clusters, more = task.row_blocks % clusters;
-        const few_partition most = partition_rows(each + (more > 0), blocks, task.slabs);
-        const few_partition others = partition_rows(each, blocks, task.slabs);
-        int sums = most.whole ? MACKO_TILE_SLAB_TILES * WARPGROUP / SHAPE::PASSES : 0, split_sums = 0;
-        for (const few_partition &partition : {most, others})
-            if (partition.split)
-                split_sums = std::max(split_sums, MACKO_TILE_SLAB_TILES * partition.ways << partition.chunk_bits);
-        if (!SHAPE::MANY_SUMS) sums = std::max(sums, split_sums);
-        const int room = device.shared_bytes - BARRIER_BYTES - sums * TOKENS * 2; // a thread has TOKENS / 2 floats
+        clusters = std::min(clusters, row_blocks);
+        const few_shares shares(row_blocks, clusters, blocks, task.slabs, device.num_sms);
+        // Sums of a split row block: at most twice as many as a warpgroup has (few_split).
+        const int area = shares.split * (shares.halves ? 1 : 2) * WARPGROUP * TOKENS * 2;
+        const int areas = SHAPE::MANY_SUMS ? 0 : area * (1 + shares.crosses);
+        const int room = device.shared_bytes - BARRIER_BYTES - SHAPE::SUMS_BYTES - areas;
         const int stages = std::min(room / stage_bytes, MAX_STAGES);
-        const double time = std::max(partition_time(most, task.slabs), partition_time(others, task.slabs));
-        if (stages < MIN_STAGES || time >= least * 0.99 || split_sums * TOKENS * 2 > stages * stage_bytes) continue;
+        const double time = shares.time * (stages < 5 ? 1.15 : 1); // (H200, 32 tokens)
+        // Where they take the place of stages, no share may go on with another row block.
+        const bool fits = !SHAPE::MANY_SUMS || !shares.split ||
+                          (!shares.crosses && SHAPE::SUMS_BYTES * SHAPE::PASSES + area <= stages * stage_bytes);
+        if (!fits || stages < MIN_STAGES || time >= least * 0.99) continue;
         least = time;
+        grid = clusters * blocks;
+        most[0] = shares.stages[0];
+        most[1] = shares.stages[1];
         task.cluster = blocks;
-        task.clusters = clusters;
-        task.more = more;
-        task.partition[0] = most;
-        task.partition[1] = others;
+        task.each = shares.each;
+        task.more = (short)shares.more;
+        task.area = area;
+        for (int i = 0; i < 2; i++) {
+            const few_partition &p = task.partition[i] = shares.partition[i];
+            task.advance[i] = p.whole ? p.whole * task.slabs : p.share;
+            task.longer[i] = (char)(p.whole ? 0 : p.longer);
+        }
         task.stages = stages;
         config.dynamicSmemBytes = device.shared_bytes - room + stages * stage_bytes;
     }
     task.stage_bytes = stage_bytes;
     task.tokens_at = tokens_at;
     if (!task.cluster) return cudaErrorInvalidValue;
-    // H200: with little to do a block waits longest for its first stage; with many tokens L2 is what is waited for.
-    const int each = task.partition[0].whole * task.slabs + task.partition[0].share;
-    task.window = each < 12 || TOKENS > 32 ? 2 : TOKENS > 16 ? 3 : 4;
+    // All blocks end together: those with more to do go faster.
+    const double total = m.units * MACKO_TILE_UNIT / MEMORY_RATE * (least < 12 ? 1.09 : 1.0);
+    for (int i = 0; i < 2; i++) task.pace[i] = (uint32_t)(total / most[i]);
     const bool overlaps = may_use_pdl(stream, SHAPE::THREADS);
     // One TMA load for all tokens of a slab is faster than four (H200, most at 32 tokens), but the last tile has to be
     // whole.
@@ -695,7 +798,7 @@ cudaError_t launch(const macko_tile_matrix &m, int64_t tokens, const void *x, in
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {(unsigned)task.cluster, 1, 1};
     attributes[1] = pdl_attribute();
-    config.gridDim = dim3((unsigned)(task.clusters * task.cluster));
+    config.gridDim = dim3((unsigned)grid);
     config.blockDim = dim3(SHAPE::THREADS);
     config.stream = stream;
     config.attrs = attributes;
@@ -725,11 +828,10 @@ cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x
 template <typename T>
 cudaError_t run(const macko_tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias, void *y,
                 cudaStream_t stream) {
-    int index, major = 0;
-    cudaError_t error = cudaGetDevice(&index);
-    if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    device_info device;
+    const cudaError_t error = current_device(&device);
     if (error) return error;
-    if (!has_wgmma(major)) {
+    if (!has_wgmma(device.major)) {
         const auto run = tokens <= 8    ? launch_mma<T, 1>
                          : tokens <= 16 ? launch_mma<T, 2>
                          : tokens <= 32 ? launch_mma<T, 4>

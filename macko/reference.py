@@ -81,6 +81,7 @@ def linear(
     By torch's product, in addition: values below bfloat16's normal range may be taken as zero, as VDPBF16PS does.
     Assumed are torch's defaults, with which nothing on a CPU is in 16 bits. On CUDA
 
+    - with a bias the product may be rounded to `dtype` before it is added, eps / 2 of it (odd sizes);
     - tensor cores align 16 products and the sum before them to the largest and cut them off at 2 u of it: 17 errors a
       step that are u on average, toward zero. Those of products cancel as their signs do; that of the sum may not. Some
       64 partial sums are added at the end;
@@ -132,6 +133,8 @@ def linear(
         if x.is_cuda and dtype.itemsize == 2:
             random_signs = deviations * (wide_x.square() @ wide_w.square().t()).sqrt()
             error += torch.minimum(size, product.abs() + random_signs) * half
+        if bias is not None and x.is_cuda:
+            error += (product.abs() + error) * half + smallest
     error += flush * (wide_x.abs().sum(-1, keepdim=True) + wide_w.abs().sum(-1) + cols)
     return wanted, error + (wanted.abs() + error) * half + smallest
 

@@ -92,12 +92,12 @@ inline macko_fault *fault_in(Tensor &t) {
 }
 
 #ifdef USE_CUDA
-// y [tokens, rows] = x W^T + bias by the library's GEMM, of a dense W; y's rows may lie apart. Rounded once: y begins as the
-// bias, to which the GEMM adds its float32 sums. linear's bias is cuBLASLt's epilogue, which for odd sizes adds it to a
-// product that is in 16 bits already.
+// y [tokens, rows] = x W^T + bias by the library's GEMM, of a dense W; y's rows may lie apart: then y begins as the bias, to
+// which the GEMM adds its float32 sums. Where they do not, cuBLASLt's epilogue adds it (of small products cuBLAS splits the
+// columns, and may add up the parts in 16 bits if they are to be added to something).
 inline void linear_into(Tensor y, const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
     using torch::stable::detail::from;
-    if (bias) {
+    if (bias && !y.is_contiguous()) {
         torch::stable::copy_(y, *bias);
         Tensor turned = w;
         turned = torch::stable::transpose(turned, 0, 1);

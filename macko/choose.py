@@ -54,9 +54,10 @@ class Options:
 
     Attributes:
         format: a name in FORMATS or CHOICES.
-        tokens: given to a layer at a time, as far as the caller knows. "auto" chooses by it, and a report's times are
-            of so many; default: 1, as when a model generates a single text. A GPU has another layout for more. By it
-            "slide" and "mixed" take a pattern's kernel or the dense one; default: 2048.
+        tokens: given to a layer at a time, if the caller knows. "auto" chooses by it, and a report's times are of so
+            many, or of one. On a GPU the choice is tile, whose time hardly grows with them, unless the caller says 1:
+            then it is what is fastest for one, sell in most cases, with which a prompt takes twice as long as with
+            tile. By it "slide" and "mixed" take a pattern's kernel or the dense one; default: 2048.
         pattern: of formats "slide" and "mixed", as dtype and keep_dense: "2:4" to "14:16", or "auto" for the sparsest
             that a weight fits. With "slide" a layer that does not fit stays dense.
         dtype: "int8", "fp8", or None for the weight's.
@@ -96,9 +97,9 @@ class Options:
         return self.tokens or SLIDE_TOKENS
 
     @property
-    def layout_tokens(self) -> int:
-        """Tokens that layouts of any mask are chosen and timed for; one where `tokens` is said of slide's kernels."""
-        return 1 if self.may_slide else self.tokens or 1
+    def layout_tokens(self) -> int | None:
+        """Tokens that layouts of any mask are chosen for, if known; `tokens` may be said of slide's kernels."""
+        return None if self.may_slide else self.tokens
 
     @property
     def device_types(self) -> tuple[str, ...]:
@@ -111,8 +112,8 @@ class Options:
         return Options(tokens=self.layout_tokens) if self.format in ("auto", "mixed") else None
 
 
-#: What is chosen by where nobody says anything: one token at a time, as when a model generates a single text.
-AUTO = Options(tokens=1)
+#: What is chosen by where nobody says anything.
+AUTO = Options()
 
 
 def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
@@ -139,12 +140,13 @@ def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
     return pack(w, AUTO)
 
 
-def _fastest(weight: MackoWeight, tokens: int) -> PackedWeight:
+def _fastest(weight: MackoWeight, tokens: int | None) -> PackedWeight:
     """The weight in the format chosen for it; itself where that one would be mostly padding."""
     packed = choose(weight, tokens).from_macko(weight)
     dense = weight.rows * weight.cols * weight.dtype.itemsize
     # Several tokens are worth tile's masks at any density.
-    most = dense if tokens > 1 else max(LAYOUT_BYTES * weight.nbytes, LAYOUT_SHARE * dense)
+    many = tokens != 1 if weight.device.type == "cuda" else (tokens or 1) > 1
+    most = dense if many else max(LAYOUT_BYTES * weight.nbytes, LAYOUT_SHARE * dense)
     return packed if packed.nbytes <= most else weight
 
 
@@ -159,16 +161,18 @@ def _smallest(w: Tensor) -> PackedWeight:
 
 
 def expected_us(
-    rows: int, cols: int, density: float, dtype: torch.dtype, device: torch.device, tokens: int = 1
+    rows: int, cols: int, density: float, dtype: torch.dtype, device: torch.device, tokens: int | None = None
 ) -> dict[str, float]:
     """Microseconds of a layer by format, "dense" among them (macko.times): of the formats that hold it on that device.
+
+    By default of one token.
 
     Empty where nothing is known: of a type that the device has no kernels for, and on a CPU of a layer smaller than
     those that were measured.
     """
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype.itemsize != 2):
         return {}
-    us = times_of(device).us(rows, cols, density, dtype, tokens)
+    us = times_of(device).us(rows, cols, density, dtype, tokens or 1)
     if device.type == "cuda" and not _sell_runs(cols, device):
         us.pop(SellWeight.format, None)
     return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
@@ -188,12 +192,12 @@ def worst_of(
     return worst if worst and worst[1] < WORTH_SAYING else None
 
 
-def choose(weight: MackoWeight, tokens: int = 1) -> type[PackedWeight]:
-    """The format in which this weight takes the least time on its device, for so many tokens at a time.
+def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]:
+    """The format in which this weight takes the least time on its device, for so many tokens at a time if that is known.
 
-    For several on a GPU that is tile, whose time hardly grows with the tokens (docs/performance.md).
+    On a GPU, but for one token, that is tile, whose time hardly grows with the tokens (docs/performance.md).
     """
-    if weight.device.type == "cuda" and tokens > 1:
+    if weight.device.type == "cuda" and weight.dtype.itemsize == 2 and tokens != 1:
         return TileWeight
     us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
     us.pop("dense", None)

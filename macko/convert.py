@@ -214,7 +214,7 @@ def _why_not_worth(density: float, us: dict[str, float], options: Options, min_s
     sparse_us = {name: time for name, time in us.items() if name != "dense"}
     if options.format == "auto" and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
         best = min(sparse_us, key=sparse_us.__getitem__)
-        many = f"{options.layout_tokens} tokens" if options.layout_tokens > 1 else "a token"
+        many = f"{options.layout_tokens} tokens" if (options.layout_tokens or 1) > 1 else "a token"
         return f"dense is as fast here: {us['dense']:.1f} us {many}, as {best} {sparse_us[best]:.1f} us"
     return ""
 

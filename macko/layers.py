@@ -110,10 +110,21 @@ class LayerReport:
 
 
 @dataclasses.dataclass
+class Fit:
+    """A submodule whose kept weights were fitted to its dense outputs (prune_'s reconstruct)."""
+
+    name: str
+    #: Squared error of its outputs over the calibration, over the squares of the dense ones.
+    error_before: float
+    error_after: float
+
+
+@dataclasses.dataclass
 class Report:
     """What was done to each linear layer of a model; prints as a table."""
 
     layers: list[LayerReport]
+    fits: list[Fit] = dataclasses.field(default_factory=list)
 
     @property
     def bytes_before(self) -> int:
@@ -199,6 +210,8 @@ class Report:
                 f"With more tokens at once (prompts, encoders) {many} slower than dense: "
                 f"{least:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it.",
             )
+        for fit in self.fits:
+            lines.append(f"{fit.name} fitted: error {fit.error_before:.4g} before, {fit.error_after:.4g} after")
         return "\n".join(lines)
 
 

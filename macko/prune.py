@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from .calibrate import calibrate, evaluating
 from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
 from .linear import DTYPES, SparseLinear
+from .reconstruct import Fitter, Recipe, recipe_of
 
 Pattern = tuple[int, int]
 
@@ -148,6 +149,7 @@ def prune_(
     device: torch.device | str | None = None,
     progress: bool = True,
     done: MutableMapping[str, Tensor] | None = None,
+    reconstruct: str | Recipe | None = None,
 ) -> Report:
     """Sets a share of every linear layer's weight to zero, in place.
 
@@ -168,14 +170,18 @@ def prune_(
         done: pruned weights [rows, cols] by the layer's name, a dict or something that writes to disk. Each is put in
             as soon as it is pruned, and those that are in it are taken from there: so a call that was interrupted goes
             on, of the model as it was before, the same arguments and the same `done`, to the same bits in the end.
+        reconstruct: "submodule", or a macko.reconstruct.Recipe: behind each block's masks its kept weights are fitted,
+            attention and MLP each by itself, such that they make of the pruned model's inputs what they made in the
+            dense one. Takes calibration whatever the method, and a model with one list of blocks. With `done` a block
+            counts once all of it is fitted.
 
     Returns:
-        A Report of every nn.Linear with the density it has now, and why it was left; what looks like one and is none
+        A Report of every nn.Linear with the density it has now, and why it was left, and of what was fitted; what looks like one and is none
         (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is pruned once.
 
     Raises:
         ValueError: sparsity is not in [0, 1) or is not the pattern's, there is no such method, the pattern is not n:m,
-            or calibration is missing; nothing has been changed then.
+            calibration is missing, or there are no blocks to reconstruct; nothing has been changed then.
         TypeError: calibration is no list of batches; nothing has been changed then.
 
     Whatever else stops it (a batch that the model does not take, a KeyboardInterrupt) leaves a model whose first layers
@@ -183,14 +189,17 @@ def prune_(
     """
     sparsity, groups = asked_for(sparsity, method, pattern)
     batches = [] if calibration is None else _batches(calibration)
-    if method in STATISTICS and not batches:
-        raise ValueError(f"method {method!r} needs calibration=: batches of inputs for the model")
+    fitter = None if reconstruct is None else Fitter(recipe_of(reconstruct))
+    if (method in STATISTICS or fitter) and not batches:
+        what = f"method {method!r}" if method in STATISTICS else "reconstruct"
+        raise ValueError(f"{what} needs calibration=: batches of inputs for the model")
     found = find_linears(model, ignore, filter_fn)
     reasons = _reasons(found, groups)
     todo = [layer for layer in found if not reasons[layer.name]]
     with torch.no_grad():
-        _Pruning(method, sparsity, groups, device, done).run(model, todo, batches, progress)
-    return Report([_row(layer, reasons[layer.name]) for layer in found] + unpackable(model))
+        _Pruning(method, sparsity, groups, device, done, fitter).run(model, todo, batches, progress)
+    rows = [_row(layer, reasons[layer.name]) for layer in found]
+    return Report(rows + unpackable(model), fitter.fits if fitter else [])
 
 
 @dataclasses.dataclass
@@ -202,6 +211,7 @@ class _Pruning:
     pattern: Pattern | None
     device: torch.device | str | None
     done: MutableMapping[str, Tensor] | None
+    fitter: Fitter | None = None
     pruned: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, model: nn.Module, todo: list[FoundLinear], batches: list[Any], progress: bool) -> None:
@@ -211,34 +221,39 @@ class _Pruning:
             smoothing=0, miniters=1, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
         ) as bar:  # fmt: skip
 
-            def prune(layer: FoundLinear, seen: Tensor | None = None) -> None:
+            def prune(layer: FoundLinear, seen: Tensor | None, kept: bool) -> None:
                 bar.set_description(layer.name, refresh=False)
-                self.layer(layer, seen)
+                self.layer(layer, seen, kept)
                 bar.update(layer.module.weight.numel())
 
             try:
-                if self.method in STATISTICS:
+                done: Container[str] = self.done or {}
+                if self.method in STATISTICS or self.fitter:
+                    statistic = STATISTICS.get(self.method)
                     with evaluating(model):
-                        statistic, done = STATISTICS[self.method], self.done or {}
-                        calibrate(model, todo, batches, statistic, prune, self.device, done, bar)
+                        calibrate(model, todo, batches, statistic, prune, self.keep, self.device, done, bar, self.fitter)
                 else:
                     for layer in todo:
-                        prune(layer)
+                        kept = layer.name in done
+                        prune(layer, None, kept)
+                        if not kept:
+                            self.keep(layer)
             except BaseException as error:
                 state = f"up to {self.pruned[-1]} they are pruned, the others" if self.pruned else "all"
                 text = f"prune_ stopped behind {len(self.pruned)} of {len(todo)} layers: {state} are as they were"
                 _note(error, text)
                 raise
 
-    def layer(self, layer: FoundLinear, seen: Tensor | None) -> None:
+    def layer(self, layer: FoundLinear, seen: Tensor | None, kept: bool) -> None:
         """One layer, of which STATISTICS gathered `seen`."""
-        weight = layer.module.weight
-        kept = self.done is not None and layer.name in self.done
         new = self._kept(layer) if kept else self._new(layer, seen)
         self.pruned.append(layer.name)  # a KeyboardInterrupt comes behind copy_, not within it
-        weight.copy_(new)
-        if self.done is not None and not kept:
-            self.done[layer.name] = weight.detach().to("cpu", copy=True)
+        layer.module.weight.copy_(new)
+
+    def keep(self, layer: FoundLinear) -> None:
+        """Puts a layer that will not change any more into `done`."""
+        if self.done is not None:
+            self.done[layer.name] = layer.module.weight.detach().to("cpu", copy=True)
 
     def _kept(self, layer: FoundLinear) -> Tensor:
         assert self.done is not None

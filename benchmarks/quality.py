@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import hashlib
 import itertools
 import json
 import math
+import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 import macko
 from benchmarks.timing import append_jsonl, commit
-from macko.layers import IGNORED, find_linears
+from macko.evaluate import language, windows
+from macko.grids import Grid, float8, integers, nearest
+from macko.layers import IGNORED, find_linears, packed_share
+from macko.prune import METHODS, STATISTICS, sparsegpt
+from macko.reconstruct import Recipe
 
 #: Of each size: the model, tokens in a piece, pieces in a step, the largest learning rate, megabytes of text.
 SIZES: dict[str, dict[str, Any]] = {
@@ -132,15 +139,18 @@ def train(size: dict[str, Any], tokens: Tensor, seconds: float, device: torch.de
     length, rng = size["length"], torch.Generator().manual_seed(0)
     tokens = tokens.to(device)
     offsets = torch.arange(length, device=device)
-    half = True
     start, steps, over, shown, loss = time.perf_counter(), 0, 0.0, 0.0, torch.zeros(())
     while over < 1:
-        lr = size["lr"] * min(1, (steps + 1) / 100, over / 0.02 + 0.01) * (0.02 + 0.98 * (1 + math.cos(math.pi * over)) / 2)
+        lr = (
+            size["lr"]
+            * min(1, (steps + 1) / 100, over / 0.02 + 0.01)
+            * (0.02 + 0.98 * (1 + math.cos(math.pi * over)) / 2)
+        )
         for group in optimizer.param_groups:
             group["lr"] = lr
         places = torch.randint(len(tokens) - length, (size["batch"], 1), generator=rng).to(device)
         batch = tokens[places + offsets].long()
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -156,3 +166,172 @@ def train(size: dict[str, Any], tokens: Tensor, seconds: float, device: torch.de
     count = sum(p.numel() for p in model.parameters())
     about = {"weights": count, "steps": steps, "trained_tokens": steps * size["batch"] * length, "loss": loss.item()}
     return model.eval(), about
+
+
+@dataclasses.dataclass
+class Variant:
+    """One way to make the model smaller."""
+
+    name: str
+    #: Of prune_; "" for plain rounding.
+    method: str = ""
+    sparsity: float | None = None
+    pattern: str | None = None
+    reconstruct: bool = False
+    auto: bool = False
+    #: Of rounding: a grid, columns that share a scale, and bits of a value with its share of scales.
+    grid: Grid | None = None
+    group: int | None = None
+    bits: float = 16
+
+    @property
+    def bytes(self) -> float:
+        """Bytes a weight, packed: as macko's gaps, or 2:4 with two bits a value, or every value."""
+        if self.pattern == "2:4":
+            return (self.bits + 2) / 16
+        density = 1 - (self.sparsity or 0)
+        return self.bits / 8 * (packed_share(density, self.bits, (2, 4)) if density < 1 else 1)
+
+
+#: Bits of a float16 scale, of one and a zero point of 4 bits, to each of 128 columns.
+SCALE, WITH_ZERO = 16 / 128, 20 / 128
+
+
+def variants() -> list[Variant]:
+    """In the order of what one wants to know first."""
+    bars: list[dict[str, Any]] = [{"sparsity": 0.5}, {"sparsity": 0.7}, {"pattern": "2:4"}]
+    more: list[dict[str, Any]] = [{"sparsity": 0.3}]
+
+    def of(cases: list[dict[str, Any]], methods: list[str], fitted: bool) -> list[Variant]:
+        return [
+            Variant(f"{method}{', fitted' if fitted else ''}", method, reconstruct=fitted, **case)
+            for case in cases for method in methods
+        ]  # fmt: skip
+
+    wide, four, three = integers(8), integers(4, offset=True), integers(3, offset=True)
+    rounded = [
+        Variant("int8", grid=wide, bits=8 + 16 / 512),
+        Variant("fp8", grid=float8, bits=8 + 16 / 512),
+        Variant("int4 g128", grid=four, group=128, bits=4 + WITH_ZERO),
+        Variant("int3 g128", grid=three, group=128, bits=3 + WITH_ZERO),
+        Variant("GPTQ int4 g128", "sparsegpt", 0.0, grid=four, group=128, bits=4 + WITH_ZERO),
+        Variant("GPTQ int3 g128", "sparsegpt", 0.0, grid=three, group=128, bits=3 + WITH_ZERO),
+        Variant("sparsegpt and int8 at once", "sparsegpt", 0.5, grid=wide, group=128, bits=8 + SCALE),
+        Variant("sparsegpt and int4 at once", "sparsegpt", 0.5, grid=four, group=128, bits=4 + WITH_ZERO),
+    ]
+    return [
+        *of(bars, ["magnitude", "wanda", "sparsegpt"], False), *of(bars, ["sparsegpt", "wanda"], True), *rounded,
+        *of(more, ["magnitude", "wanda", "sparsegpt"], False), *of(more, ["sparsegpt"], True),
+        *of(bars, ["magnitude"], True),
+        *(Variant(f"sparsegpt, auto{', fitted' if fit else ''}", "sparsegpt", share, auto=True, reconstruct=fit)
+          for fit in (False, True) for share in (0.5, 0.7)),
+    ]  # fmt: skip
+
+
+def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) -> tuple[Any, dict[str, Any]]:
+    """A copy of the model made smaller, its weights rounded to float16, and what prune_ said."""
+    smaller, about = copy.deepcopy(model), {}
+    if variant.method:
+        method = variant.method
+        if variant.grid:
+            method = "rounded"  # a method is a plain function
+            METHODS[method] = partial(sparsegpt, grid=variant.grid)
+            STATISTICS[method] = STATISTICS["sparsegpt"]
+        sparsity: Any = f"auto:{variant.sparsity}" if variant.auto else variant.sparsity
+        report = macko.prune_(
+            smaller, sparsity, method, pattern=variant.pattern, calibration=batches, progress=False,
+            reconstruct=recipe if variant.reconstruct else None,
+        )  # fmt: skip
+        zeros, count = report.zeros
+        about = {"zeros": zeros, "pruned_weights": count, "fits": [dataclasses.asdict(fit) for fit in report.fits]}
+        METHODS.pop("rounded", None)
+        STATISTICS.pop("rounded", None)
+    elif variant.grid:
+        for layer in find_linears(smaller, IGNORED, None):
+            weight = layer.module.weight
+            weight.data.copy_(nearest(weight.data, variant.grid, variant.group))
+    for parameter in smaller.parameters():
+        parameter.data = parameter.data.half().to(parameter.dtype)
+    return smaller, about
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder for the lines and the model")
+    parser.add_argument("--size", choices=SIZES, default="44m")
+    parser.add_argument("--train-seconds", type=float, default=200)
+    parser.add_argument("--seconds", type=float, default=520, help="begin nothing that would end later than this")
+    parser.add_argument("--calibration", type=int, default=256, help="pieces of the training text to calibrate on")
+    parser.add_argument("--held-out", type=int, default=400, help="pieces of held-out text to judge by, at most")
+    parser.add_argument("--epochs", type=int, default=Recipe.epochs)
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--lr", type=float, default=Recipe.lr)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="names of variants, as a regular expression")
+    args = parser.parse_args()
+    begin, device, size = time.perf_counter(), torch.device(args.device), SIZES[args.size]
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    about: dict[str, Any] = {"commit": commit(), "device": name, "torch": torch.__version__, "size": args.size}
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - begin:6.1f} s  {text}", flush=True)
+
+    texts, held_texts = corpus(size["megabytes"])
+    folder, known = args.out / "model", args.out / "model" / "trained.json"
+    tokenizer = AutoTokenizer.from_pretrained(folder) if known.exists() else None
+    tokenizer = tokenizer or make_tokenizer(texts, size["config"]["vocab_size"])
+    tokens, held = tokens_of(tokenizer, texts), tokens_of(tokenizer, held_texts)
+    characters, held_characters = sum(map(len, texts)), sum(map(len, held_texts))
+    say(f"{characters / 1e6:.1f} MB, {len(tokens)} tokens; held out {held_characters / 1e6:.2f} MB, {len(held)} tokens")
+    if known.exists():
+        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        trained = json.loads(known.read_text())
+    else:
+        model, trained = train(size, tokens, args.train_seconds, device)
+        trained |= {
+            "commit_of_training": about["commit"],
+            "characters": characters,
+            "train_seconds": args.train_seconds,
+        }
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        known.write_text(json.dumps(trained))
+    say(f"trained: {trained}")
+    model.requires_grad_(False)
+    length, recipe = size["length"], Recipe(args.epochs, args.steps, args.lr)
+    batches = [torch.cat(group).long() for group in groups(windows(tokens, length, args.calibration), 8)]
+    judged = [torch.cat(group).long() for group in groups(windows(held, length, args.held_out), 16)]
+    dense, _ = make(model, Variant("dense"), [], recipe)
+    about |= {
+        "weights": trained["weights"], "trained_tokens": trained["trained_tokens"], "length": length,
+        "calibration_tokens": sum(b.numel() for b in batches), "characters_a_token": held_characters / len(held),
+    }  # fmt: skip
+    longest = {True: 0.0, False: 0.0}
+    for variant in [Variant("dense"), *variants()]:
+        if not re.search(args.only, variant.name):
+            continue
+        left = args.seconds - (time.perf_counter() - begin)
+        if left < 1.2 * longest[variant.reconstruct] or left < 0:
+            say(f"left out for lack of time: {variant.name} {variant.pattern or variant.sparsity}")
+            continue
+        start = time.perf_counter()
+        smaller, more = make(model, variant, batches, recipe)
+        seconds = time.perf_counter() - start
+        found = language(smaller, judged, dense, progress=False)
+        longest[variant.reconstruct] = max(longest[variant.reconstruct], time.perf_counter() - start)
+        keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto")
+        line = {"what": "quality", **{key: getattr(variant, key) for key in keys}, "bytes": variant.bytes}
+        append_jsonl(args.out / "quality.jsonl", **line, **found, seconds=seconds, **more, **about)
+        what = f"{variant.name} {variant.pattern or variant.sparsity or ''}"
+        say(f"{what:32} {variant.bytes:5.3f} B  perplexity {found['perplexity']:8.3f}"
+            f"  ratio {found['perplexity_ratio']:.4f}  agreement {found['agreement']:.3f}  in {seconds:.1f} s")  # fmt: skip
+
+
+def groups(items: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """The items in lists of so many; the last may be shorter."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The command `macko`: prune, convert, inspect, bench, doctor. Each is a few lines over the package."""
+"""The command `macko`: prune, convert, inspect, tune, bench, eval, doctor. Each is a few lines over the package."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _inspect_arguments(_command(commands, inspect, "density, patterns and bytes of every matrix of a checkpoint"))
     _tune_arguments(_command(commands, tune, "time the formats on this GPU or CPU, for format=auto to choose by"))
     _bench_arguments(_command(commands, bench, "time a model dense against sparse"))
+    _eval_arguments(_command(commands, eval, "perplexity of a model, and how far it is from the dense one"))
     _command(commands, doctor, "what is installed, and a self-test (python -m macko)")
     return parser
 
@@ -150,6 +151,19 @@ def _bench_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
 
 
+def _eval_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", metavar="MODEL", help="folder, dense or packed, or its name on the Hub")
+    command.add_argument("--data", metavar="FILE", help="a text (default: Python's reference, which pydoc comes with)")
+    command.add_argument("--against", metavar="DENSE", help="folder of the model to compare with")
+    command.add_argument(
+        "--lengths", type=_count, nargs="+",
+        help="tokens in a window (default 2048 and the model's positions, where that is at most 8192)",
+    )  # fmt: skip
+    command.add_argument("--samples", type=_count, help="windows, or lines for embeddings, at most (default all)")
+    command.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
+    command.add_argument("--json", metavar="FILE", help="append the result as a JSON line too")
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
@@ -214,9 +228,7 @@ def prune(options: argparse.Namespace) -> None:
     elif options.resume:
         raise ValueError(f"--resume is for {' and '.join(STATISTICS)}: {options.method} keeps nothing to go on with")
     with _unfinished(options, source, begun) as work:
-        named = (config.architectures or [""])[0]  # the class that was saved, or an encoder would get a new head
-        kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
-        model = kind.from_pretrained(source, dtype="auto")
+        model = _model(transformers, source)
         report = prune_(
             model, share, options.method, pattern=options.pattern, calibration=batches, ignore=ignore, device=device,
             done=_Kept(work / "layers") if begun else None,
@@ -229,11 +241,11 @@ def prune(options: argparse.Namespace) -> None:
     print(f"{options.target} is written, dense still. Next: macko convert {options.target} {options.target}-packed")
 
 
-def _text(path: str) -> str:
+def _text(path: str, option: str = "--calibration") -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--calibration {path} is no text in UTF-8: {error}") from None
+        raise ValueError(f"{option} {path} is no text in UTF-8: {error}") from None
 
 
 def _digest(text: str) -> str:
@@ -385,6 +397,58 @@ def bench(options: argparse.Namespace) -> None:
         _packed_layers(folder)
         source = str(folder)
     run(options, source)
+
+
+def eval(options: argparse.Namespace) -> None:  # the command's name
+    """Perplexity, and what differs from another model, as JSON."""
+    transformers = _transformers()
+    from .evaluate import embeddings, language, layer_errors, windows
+
+    device, source = _device(options.device), _folder(options.source)
+    config = transformers.AutoConfig.from_pretrained(source)
+    text = _text(options.data, "--data") if options.data else _reference()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    model = _model(transformers, source).to(device)
+    dense = None if options.against is None else _model(transformers, _folder(options.against)).to(device)
+    found: dict[str, Any] = {"model": options.source, "against": options.against, "data": options.data or "pydoc"}
+    if getattr(model, "get_output_embeddings", lambda: None)() is not None and "CausalLM" in type(model).__name__:
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
+        lengths = options.lengths or sorted({min(2048, positions), *([positions] if positions <= 8192 else [])})
+        if max(lengths) > positions:
+            raise ValueError(f"--lengths has {max(lengths)}, {options.source} has {positions} positions")
+        ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+        cut = {length: windows(ids, length, options.samples) for length in lengths}
+        found["windows"] = [{"length": n, **language(model, batches, dense)} for n, batches in cut.items()]
+        if dense is not None:
+            found["layer_errors"] = layer_errors(model, cut[lengths[0]][:4], dense)
+    elif dense is None:
+        raise ValueError(f"{options.source} is no language model, so there is only --against DENSE to judge it by")
+    else:
+        lines = [line for line in text.splitlines() if line.strip()][: options.samples or 1000]
+        batches = [
+            dict(tokenizer(lines[i : i + 32], padding=True, truncation=True, return_tensors="pt"))
+            for i in range(0, len(lines), 32)
+        ]
+        found["embeddings"] = embeddings(model, batches, dense)
+        run = lambda each, batch: each(**{name: value.to(device) for name, value in batch.items()})  # noqa: E731
+        found["layer_errors"] = layer_errors(model, batches[:4], dense, run)
+    print(json.dumps(found, indent=2))
+    if options.json:
+        with open(options.json, "a", encoding="utf-8") as out:
+            out.write(json.dumps(found) + "\n")
+
+
+def _model(transformers: Any, folder: Path) -> Any:
+    """The model of a folder as the class that was saved, or an encoder would get a new head."""
+    named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
+    return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
+
+
+def _reference() -> str:
+    """A text that every Python has: its language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(text for _, text in sorted(topics.items()))
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -247,7 +247,7 @@ def _most(width: int, n: int, m: int) -> int:
     return max(sum(min(n, min(s + width, g + m) - max(s, g)) for g in range(s // m * m, s + width, m)) for s in starts)
 
 
-def packed_share(density: float, value_bits: int = 16, gap_bits: Iterable[int] = (4,)) -> float:
+def packed_share(density: float, value_bits: float = 16, gap_bits: Iterable[int] = (4,)) -> float:
     """Bytes of a packed weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md).
 
     Of several widths of gaps the one that makes it smallest.

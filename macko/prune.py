@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .calibrate import calibrate, evaluating
+from .grids import Grid
 from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
 from .linear import DTYPES, SparseLinear
 from .reconstruct import Fitter, Recipe, recipe_of
@@ -43,12 +44,15 @@ def wanda(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor) -
     return weight.masked_fill(lowest(weight.abs().float() * seen.sqrt(), share, pattern), 0)
 
 
-def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor) -> Tensor:
+def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor, grid: Grid | None = None) -> Tensor:
     """Prunes column by column and corrects the columns behind for it (Frantar and Alistarh, 2023, arXiv 2301.00774).
 
     What goes is chosen in blocks of columns over all rows, so rows keep different numbers of weights.
 
-    seen: [cols, cols], the inputs' sums of products.
+    Args:
+        seen: [cols, cols], the inputs' sums of products.
+        grid: rounds what is kept in the same pass (macko.grids), so that the columns behind make up for that too; with
+            share 0 that is GPTQ. The result is the rounded weights, as numbers.
     """
     w = weight.to(torch.float32, copy=True)
     rows, cols = w.shape
@@ -64,12 +68,17 @@ def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tenso
         else:
             mask = torch.zeros_like(block, dtype=torch.bool)
         errors = torch.zeros_like(block)
+        rounded = None if grid is None else grid(block.masked_fill(mask, 0))
         for col in range(stop - start):
             if pattern is not None and col % pattern[1] == 0:
                 group = slice(col, col + pattern[1])
                 mask[:, group] = lowest(_loss(block[:, group], diagonal[group], idle[group]), share, pattern)
-            errors[:, col] = block[:, col].where(mask[:, col], 0) / diagonal[col]
+            left = block[:, col].masked_fill(mask[:, col], 0)
+            if rounded is not None:
+                left = rounded(left).masked_fill_(mask[:, col], 0)
+            errors[:, col] = (block[:, col] - left) / diagonal[col]
             block[:, col:] -= errors[:, col, None] * corner[col, col:]
+            block[:, col] = left
         w[:, start:stop] = block.masked_fill_(mask, 0)
         w[:, stop:] -= errors @ factor[start:stop, stop:]
     return w.to(weight.dtype)
@@ -231,7 +240,9 @@ class _Pruning:
                 if self.method in STATISTICS or self.fitter:
                     statistic = STATISTICS.get(self.method)
                     with evaluating(model):
-                        calibrate(model, todo, batches, statistic, prune, self.keep, self.device, done, bar, self.fitter)
+                        calibrate(
+                            model, todo, batches, statistic, prune, self.keep, self.device, done, bar, self.fitter
+                        )
                 else:
                     for layer in todo:
                         kept = layer.name in done

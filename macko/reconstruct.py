@@ -14,7 +14,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -160,10 +160,8 @@ def _inputs(block: nn.Module, unit: nn.Module, calls: list[Call]) -> list[Call]:
     handle = unit.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         for args, kwargs in calls:
-            try:
+            with suppress(_Reached):
                 block(*args, **kwargs)
-            except _Reached:
-                pass
     finally:
         handle.remove()
     return found

@@ -50,7 +50,7 @@ def calibrate(
         bar: comes with the work of pruning, in weights, as its total. A batch's way through a module counts as much as
             the weights it meets.
     """
-    blocks = _blocks(model, layers)
+    blocks = blocks_of(model, layers)
     inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
     own = [[layer for layer in layers if inside.get(id(layer.module)) == i] for i in range(len(blocks))]
     new = [[layer for layer in group if layer.name not in done] for group in own]
@@ -64,7 +64,7 @@ def calibrate(
     passes += [model] if statistic and any(layer.name not in done for layer in elsewhere) else []
     bar.set_description("calibration", refresh=False)
     bar.total += len(batches) * sum(map(weights_in, passes))
-    calls = _record(model, blocks, batches, device, bar) if last >= 0 else [[] for _ in blocks]
+    calls = record(model, blocks, batches, device, bar) if last >= 0 else [[] for _ in blocks]
     if calls is None or (fitter and not blocks):
         if fitter:
             raise ValueError("reconstruct needs a model with one list of blocks, each called with the output before it")
@@ -73,9 +73,9 @@ def calibrate(
     if fitter:
         bar.total += sum(fitter.work(block, calls[0]) for block, group in zip(blocks, new, strict=True) if group)
     for i, block in enumerate(blocks):
-        with _at(block, device):
+        with at(block, device):
             bar.set_description(f"inputs of block {i + 1} of {len(blocks)}", refresh=False)
-            seen = _gather(new[i], statistic, block, calls[i], bar)
+            seen = gather(new[i], statistic, block, calls[i], bar)
             if fitter and i <= last:
                 bar.set_description(f"dense outputs of block {i + 1} of {len(blocks)}", refresh=False)
                 fitter.watch(block, new[i], calls[i], bar)
@@ -96,8 +96,8 @@ def calibrate(
         calls[i] = []
     if elsewhere:
         unseen = [layer for layer in elsewhere if layer.name not in done]
-        with _at(model, device):
-            seen = _gather(unseen, statistic, model, [_as_call(model, batch) for batch in batches], bar)
+        with at(model, device):
+            seen = gather(unseen, statistic, model, [_as_call(model, batch) for batch in batches], bar)
         for layer in elsewhere:
             prune(layer, seen.pop(layer.name, None), layer.name in done)
             if layer.name not in done:
@@ -108,7 +108,7 @@ def weights_in(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _gather(
+def gather(
     layers: list[FoundLinear],
     statistic: Statistic | None,
     module: nn.Module,
@@ -138,7 +138,7 @@ def _gather(
     return seen
 
 
-def _blocks(model: nn.Module, layers: list[FoundLinear]) -> list[nn.Module]:
+def blocks_of(model: nn.Module, layers: list[FoundLinear]) -> list[nn.Module]:
     """The model's one outermost list of modules that holds such layers, or nothing where there are none or several."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -167,7 +167,7 @@ def _own_forwards(blocks: list[nn.Module]) -> Iterator[None]:
                 block.forward = forward  # type: ignore[method-assign]
 
 
-def _record(
+def record(
     model: nn.Module,
     blocks: list[nn.Module],
     batches: list[Any],
@@ -205,7 +205,7 @@ def _record(
 
         return forward
 
-    with _own_forwards(blocks), _at(blocks[0], device):
+    with _own_forwards(blocks), at(blocks[0], device):
         for i, block in enumerate(blocks):
             block.forward = stand_in(i)  # type: ignore[method-assign]
         for batch in batches:
@@ -264,7 +264,7 @@ def _as_call(model: nn.Module, batch: Any) -> Call:
 
 
 @contextmanager
-def _at(module: nn.Module, device: torch.device | str | None) -> Iterator[None]:
+def at(module: nn.Module, device: torch.device | str | None) -> Iterator[None]:
     """Within it, the module is on the device."""
     home = next((p.device for p in module.parameters()), None)
     if device is None or home is None or home == torch.device(device):

@@ -32,6 +32,7 @@ from .integrations import require_transformers
 from .layers import IGNORED, Report, density_of, format_bytes, packed_share, patterns
 from .linear import DTYPES
 from .prune import METHODS, STATISTICS, asked_for, prune_
+from .reconstruct import RECIPES
 from .times import times, times_of
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
@@ -79,10 +80,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prune_arguments(command: argparse.ArgumentParser) -> None:
     _in_and_out(command, "folder of a dense checkpoint, or its name on the Hub (organisation/model)")
-    command.add_argument("--sparsity", type=float, help="share of zeros (default 0.5, or what the pattern says)")
+    command.add_argument(
+        "--sparsity", type=_sparsity,
+        help="share of zeros (default 0.5, or what the pattern says); auto:0.5: as many in all, more where they hurt less",
+    )  # fmt: skip
     command.add_argument("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
     command.add_argument("--method", choices=METHODS, default="wanda")
-    command.add_argument("--calibration", metavar="FILE", help="a text to calibrate on (wanda, sparsegpt)")
+    command.add_argument(
+        "--reconstruct", choices=RECIPES, nargs="?", const="submodule",
+        help="fit what is left of attention and MLP to their dense outputs: loses far less, takes longer",
+    )  # fmt: skip
+    command.add_argument("--calibration", metavar="FILE", help="a text to calibrate on (all but plain magnitude)")
     command.add_argument("--samples", type=_count, default=128, help="pieces of the text (default 128)")
     command.add_argument("--length", type=_count, help="tokens in a piece (default 2048, or the model's positions)")
     _ignore(command)
@@ -151,6 +159,10 @@ def _bench_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
 
 
+def _sparsity(text: str) -> float | str:
+    return text if text.startswith("auto") else float(text)
+
+
 def _eval_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="MODEL", help="folder, dense or packed, or its name on the Hub")
     command.add_argument("--data", metavar="FILE", help="a text (default: Python's reference, which pydoc comes with)")
@@ -197,16 +209,18 @@ def _command(commands: Any, run: Any, text: str) -> argparse.ArgumentParser:
 def prune(options: argparse.Namespace) -> None:
     """IN to OUT with zeros in it, dense still."""
     transformers = _transformers()
-    share, _ = asked_for(options.sparsity, options.method, options.pattern)
+    share, _, auto = asked_for(options.sparsity, options.method, options.pattern)
     _check_target(options)
     device, source, ignore = _device(options.device), _folder(options.source), _ignored(options.ignore)
     _check_dense(source)
     config = transformers.AutoConfig.from_pretrained(source)
     batches: list[Tensor] | None = None
     begun: dict[str, Any] | None = None
-    if options.method in STATISTICS:
+    if options.method in STATISTICS or auto or options.reconstruct:
         if options.calibration is None:
-            raise ValueError(f"--method {options.method} needs --calibration FILE, a text of the kind the model is for")
+            what = "--reconstruct" if options.reconstruct else f"--sparsity {options.sparsity}"
+            what = f"--method {options.method}" if options.method in STATISTICS else what
+            raise ValueError(f"{what} needs --calibration FILE, a text of the kind the model is for")
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         length = options.length or min(2048, positions or 2048)
         if positions and length > positions:
@@ -221,7 +235,8 @@ def prune(options: argparse.Namespace) -> None:
         begun = {
             "IN": str(source.resolve()),
             "IN's files (sizes and dates)": _digest(str([(name, s.st_size, s.st_mtime_ns) for name, s in stats])),
-            "--sparsity": share, "--method": options.method, "--pattern": options.pattern,
+            "--sparsity": options.sparsity if auto else share, "--method": options.method, "--pattern": options.pattern,
+            "--reconstruct": options.reconstruct,
             "--calibration (its text)": _digest(text), "--samples": options.samples, "--length": length,
             "--ignore": ignore, "--device": device, "macko": __version__, "torch": torch.__version__,
         }  # fmt: skip
@@ -230,8 +245,8 @@ def prune(options: argparse.Namespace) -> None:
     with _unfinished(options, source, begun) as work:
         model = _model(transformers, source)
         report = prune_(
-            model, share, options.method, pattern=options.pattern, calibration=batches, ignore=ignore, device=device,
-            done=_Kept(work / "layers") if begun else None,
+            model, options.sparsity, options.method, pattern=options.pattern, calibration=batches, ignore=ignore,
+            device=device, reconstruct=options.reconstruct, done=_Kept(work / "layers") if begun else None,
         )  # fmt: skip
         print(report)
         if not report.changed:

@@ -125,6 +125,8 @@ class Report:
 
     layers: list[LayerReport]
     fits: list[Fit] = dataclasses.field(default_factory=list)
+    #: What else there is to say of it, a line each.
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def bytes_before(self) -> int:
@@ -210,8 +212,8 @@ class Report:
                 f"With more tokens at once (prompts, encoders) {many} slower than dense: "
                 f"{least:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it.",
             )
-        for fit in self.fits:
-            lines.append(f"{fit.name} fitted: error {fit.error_before:.4g} before, {fit.error_after:.4g} after")
+        lines += [f"{f.name} fitted: error {f.error_before:.4g} before, {f.error_after:.4g} after" for f in self.fits]
+        lines += self.notes
         return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from .allocate import allocate
 from .calibrate import calibrate, evaluating
 from .grids import Grid
 from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
@@ -148,7 +149,7 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {"wanda": _squares, "sparseg
 
 def prune_(
     model: nn.Module,
-    sparsity: float | None = None,
+    sparsity: float | str | None = None,
     method: str = "magnitude",
     *,
     pattern: str | None = None,
@@ -167,7 +168,9 @@ def prune_(
 
     Args:
         model: any module; a single nn.Linear too.
-        sparsity: share of zeros, 0.5 without a pattern. "magnitude" and "wanda" set as many in every row.
+        sparsity: share of zeros, 0.5 without a pattern. "magnitude" and "wanda" set as many in every row. "auto:0.5":
+            as many in all, but more in layers whose output changes little by it (macko.allocate), which takes
+            calibration, and one pass of it more.
         method: "magnitude": the smallest values of a row; "wanda": the smallest of value times norm of its input;
             "sparsegpt": what changes the layer's output least, and the other weights are corrected for it.
         pattern: "n:m", at most n non-zeros in every m columns that follow each other ("2:4", "6:8"); says the sparsity.
@@ -185,8 +188,9 @@ def prune_(
             counts once all of it is fitted.
 
     Returns:
-        A Report of every nn.Linear with the density it has now, and why it was left, and of what was fitted; what looks like one and is none
-        (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is pruned once.
+        A Report of every nn.Linear with the density it has now, and why it was left, and of what was fitted; what
+        looks like one and is none (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is
+        pruned once.
 
     Raises:
         ValueError: sparsity is not in [0, 1) or is not the pattern's, there is no such method, the pattern is not n:m,
@@ -196,19 +200,20 @@ def prune_(
     Whatever else stops it (a batch that the model does not take, a KeyboardInterrupt) leaves a model whose first layers
     are pruned and whose others are as they were. A note on the exception says which (before Python 3.11: a warning).
     """
-    sparsity, groups = asked_for(sparsity, method, pattern)
+    share, groups, auto = asked_for(sparsity, method, pattern)
     batches = [] if calibration is None else _batches(calibration)
     fitter = None if reconstruct is None else Fitter(recipe_of(reconstruct))
-    if (method in STATISTICS or fitter) and not batches:
-        what = f"method {method!r}" if method in STATISTICS else "reconstruct"
+    if (method in STATISTICS or fitter or auto) and not batches:
+        what = f"method {method!r}" if method in STATISTICS else "reconstruct" if fitter else f"sparsity {sparsity!r}"
         raise ValueError(f"{what} needs calibration=: batches of inputs for the model")
     found = find_linears(model, ignore, filter_fn)
     reasons = _reasons(found, groups)
     todo = [layer for layer in found if not reasons[layer.name]]
     with torch.no_grad():
-        _Pruning(method, sparsity, groups, device, done, fitter).run(model, todo, batches, progress)
+        pruning = _Pruning(method, share, groups, device, done, fitter, auto)
+        pruning.run(model, todo, batches, progress)
     rows = [_row(layer, reasons[layer.name]) for layer in found]
-    return Report(rows + unpackable(model), fitter.fits if fitter else [])
+    return Report(rows + unpackable(model), fitter.fits if fitter else [], pruning.notes)
 
 
 @dataclasses.dataclass
@@ -221,6 +226,10 @@ class _Pruning:
     device: torch.device | str | None
     done: MutableMapping[str, Tensor] | None
     fitter: Fitter | None = None
+    auto: bool = False
+    #: Zeros of layers that have a share of their own, by name.
+    zeros: dict[str, int] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
     pruned: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, model: nn.Module, todo: list[FoundLinear], batches: list[Any], progress: bool) -> None:
@@ -237,6 +246,8 @@ class _Pruning:
 
             try:
                 done: Container[str] = self.done or {}
+                if self.auto:
+                    self.allocate(model, todo, batches, bar)
                 if self.method in STATISTICS or self.fitter:
                     statistic = STATISTICS.get(self.method)
                     with evaluating(model):
@@ -254,6 +265,19 @@ class _Pruning:
                 text = f"prune_ stopped behind {len(self.pruned)} of {len(todo)} layers: {state} are as they were"
                 _note(error, text)
                 raise
+
+    def allocate(self, model: nn.Module, todo: list[FoundLinear], batches: list[Any], bar: tqdm[Any]) -> None:
+        """The zeros of each layer. What is left out of a layer's curve is taken by magnitude or by Wanda."""
+        data = self.method != "magnitude"
+
+        def prune(weight: Tensor, share: float, seen: Tensor | None) -> Tensor:
+            return wanda(weight, share, None, seen) if seen is not None else magnitude(weight, share, None, None)
+
+        with evaluating(model):
+            statistic = _squares if data else None
+            self.zeros, errors = allocate(model, todo, batches, self.share, statistic, prune, self.device, bar)
+        tried = ", ".join(f"{strength:.0%} of the way {error:.4g}" for strength, error in errors.items())
+        self.notes.append(f"auto: error behind the last block by how far from even shares: {tried}")
 
     def layer(self, layer: FoundLinear, seen: Tensor | None, kept: bool) -> None:
         """One layer, of which STATISTICS gathered `seen`."""
@@ -279,8 +303,9 @@ class _Pruning:
         if self.method in STATISTICS and (seen is None or not seen.any()):
             warnings.warn(f"{layer.name}: no input reached it in calibration; pruned by magnitude", stacklevel=3)
             use = magnitude
+        share = self.zeros[layer.name] / weight.numel() if layer.name in self.zeros else self.share
         try:
-            return use(weight if self.device is None else weight.to(self.device), self.share, self.pattern, seen)
+            return use(weight if self.device is None else weight.to(self.device), share, self.pattern, seen)
         except ValueError as error:
             raise ValueError(f"{layer.name}: {error}") from None
 
@@ -295,9 +320,19 @@ def _reasons(found: list[FoundLinear], pattern: Pattern | None) -> dict[str, str
     return reasons
 
 
-def asked_for(sparsity: float | None, method: str, pattern: str | None) -> tuple[float, Pattern | None]:
-    """The share of zeros and the pattern that these arguments of prune_ mean; ValueError where they mean none."""
+def asked_for(sparsity: float | str | None, method: str, pattern: str | None) -> tuple[float, Pattern | None, bool]:
+    """The share of zeros and the pattern that these arguments of prune_ mean, and whether layers get shares of their own.
+
+    ValueError where they mean none.
+    """
     groups = _parse(pattern)
+    auto = isinstance(sparsity, str)
+    if isinstance(sparsity, str):
+        if groups is not None:
+            raise ValueError(f"sparsity is {sparsity!r}, but pattern {pattern} has the same share in every layer")
+        if not re.fullmatch(r"auto:0?\.\d+", sparsity):
+            raise ValueError(f"sparsity is {sparsity!r}, expected a number, or auto:0.5 (half of the weights in all)")
+        sparsity = float(sparsity[len("auto:") :])
     if groups is not None:
         implied = 1 - groups[0] / groups[1]
         if sparsity is not None and abs(sparsity - implied) > 1e-6:
@@ -308,7 +343,7 @@ def asked_for(sparsity: float | None, method: str, pattern: str | None) -> tuple
         raise ValueError(f"sparsity is {sparsity}, expected 0 <= sparsity < 1 (0.5 sets half of every row to zero)")
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
-    return sparsity, groups
+    return sparsity, groups, auto
 
 
 def _batches(calibration: Any) -> list[Any]:

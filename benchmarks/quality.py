@@ -324,8 +324,8 @@ def main() -> None:
         line = {"what": "quality", **{key: getattr(variant, key) for key in keys}, "bytes": variant.bytes}
         append_jsonl(args.out / "quality.jsonl", **line, **found, seconds=seconds, **more, **about)
         what = f"{variant.name} {variant.pattern or variant.sparsity or ''}"
-        say(f"{what:32} {variant.bytes:5.3f} B  perplexity {found['perplexity']:8.3f}"
-            f"  ratio {found['perplexity_ratio']:.4f}  agreement {found['agreement']:.3f}  in {seconds:.1f} s")  # fmt: skip
+        ratio, same = found["perplexity_ratio"], found["agreement"]
+        say(f"{what:32} {variant.bytes:5.3f} B  ratio {ratio:.4f}  same token {same:.3f}  in {seconds:.1f} s")
 
 
 def groups(items: list[Tensor], size: int) -> Iterator[list[Tensor]]:

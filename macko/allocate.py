@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def least(curves: dict[str, Curve], zeros: int) -> dict[str, int]:
     steps = []
     for name, curve in curves.items():
         hull = curve.hull()
-        for (x0, y0), (x1, y1) in zip(hull, hull[1:], strict=False):
+        for (x0, y0), (x1, y1) in pairwise(hull):
             steps.append(((y1 - y0) / (x1 - x0) / curve.size, len(steps), name, round(curve.size * x1)))
     left = zeros - sum(found.values())
     for _, _, name, end in sorted(steps):

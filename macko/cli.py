@@ -82,7 +82,7 @@ def _prune_arguments(command: argparse.ArgumentParser) -> None:
     _in_and_out(command, "folder of a dense checkpoint, or its name on the Hub (organisation/model)")
     command.add_argument(
         "--sparsity", type=_sparsity,
-        help="share of zeros (default 0.5, or what the pattern says); auto:0.5: as many in all, more where they hurt less",
+        help="share of zeros (default 0.5, or what the pattern says); auto:0.5: more where they hurt less",
     )  # fmt: skip
     command.add_argument("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
     command.add_argument("--method", choices=METHODS, default="wanda")

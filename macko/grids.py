@@ -46,7 +46,7 @@ def _scale(range_: Tensor, steps: float) -> Tensor:
 
 
 def nearest(weight: Tensor, grid: Grid, group: int | None = None) -> Tensor:
-    """A weight [rows, cols], rounded to the nearest values of a grid; group: columns that share a scale, default all."""
+    """A weight [rows, cols], rounded to the nearest values of a grid; group: columns of a scale, default all."""
     w, cols = weight.float(), weight.shape[1]
     out = torch.empty_like(w)
     for start in range(0, cols, group or max(1, cols)):

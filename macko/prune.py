@@ -321,7 +321,7 @@ def _reasons(found: list[FoundLinear], pattern: Pattern | None) -> dict[str, str
 
 
 def asked_for(sparsity: float | str | None, method: str, pattern: str | None) -> tuple[float, Pattern | None, bool]:
-    """The share of zeros and the pattern that these arguments of prune_ mean, and whether layers get shares of their own.
+    """The share of zeros and the pattern that these arguments of prune_ mean, and whether layers' shares differ.
 
     ValueError where they mean none.
     """

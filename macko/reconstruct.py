@@ -183,7 +183,7 @@ def _fit(
     """
     kept = {name: weight.detach() != 0 for name, weight in weights.items()}
     start = {name: weight.detach().clone() for name, weight in weights.items()}
-    masters = {name: weight.float().requires_grad_() for name, weight in start.items()}
+    masters = {name: weight.to(torch.float32, copy=True).requires_grad_() for name, weight in start.items()}
     energy = sum(float(target.float().square().sum()) for target in targets)
     if not energy > 0 or not math.isfinite(energy):
         return 0.0, 0.0

@@ -6,7 +6,8 @@
 Trains a Llama on text that every machine with Python has: the sources of the standard library, and the sources,
 documentation and licences of the installed packages. Judged by files of the standard library that were held out.
 Then prunes it by every method, rounds it to integers and floats of 8, 4 and 3 bits, and judges each. A line a model
-goes to OUT/quality.jsonl as soon as it is known, the trained model to OUT/model: a second call goes on from there.
+goes to OUT/quality.jsonl as soon as it is known, the trained model to OUT/model: a second call goes on from there, and
+leaves out what has a line of this commit.
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ class Variant:
         return self.bits / 8 * (packed_share(density, self.bits, (2, 4)) if density < 1 else 1)
 
 
+#: What says which variant a line is of.
+KEYS = ("name", "method", "sparsity", "pattern", "reconstruct", "auto")
 #: Bits of a float16 scale, of one and a zero point of 4 bits, to each of 128 columns.
 SCALE, WITH_ZERO = 16 / 128, 20 / 128
 
@@ -218,6 +221,8 @@ def variants() -> list[Variant]:
         Variant("GPTQ int3 g128", "sparsegpt", 0.0, grid=three, group=128, bits=3 + WITH_ZERO),
         Variant("sparsegpt and int8 at once", "sparsegpt", 0.5, grid=wide, group=128, bits=8 + SCALE),
         Variant("sparsegpt and int4 at once", "sparsegpt", 0.5, grid=four, group=128, bits=4 + WITH_ZERO),
+        Variant("sparsegpt, fitted, then int8", "sparsegpt", 0.5, None, True, grid=wide, group=128, bits=8 + SCALE),
+        Variant("sparsegpt, fitted, then int4", "sparsegpt", 0.5, None, True, grid=four, group=128, bits=4 + WITH_ZERO),
     ]
     return [
         *of(bars, ["magnitude", "wanda", "sparsegpt"], False), *of(bars, ["sparsegpt", "wanda"], True), *rounded,
@@ -233,7 +238,7 @@ def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) ->
     smaller, about = copy.deepcopy(model), {}
     if variant.method:
         method = variant.method
-        if variant.grid:
+        if variant.grid and not variant.reconstruct:
             method = "rounded"  # a method is a plain function
             METHODS[method] = partial(sparsegpt, grid=variant.grid)
             STATISTICS[method] = STATISTICS["sparsegpt"]
@@ -246,7 +251,7 @@ def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) ->
         about = {"zeros": zeros, "pruned_weights": count, "fits": [dataclasses.asdict(fit) for fit in report.fits]}
         METHODS.pop("rounded", None)
         STATISTICS.pop("rounded", None)
-    elif variant.grid:
+    if variant.grid and (variant.reconstruct or not variant.method):
         for layer in find_linears(smaller, IGNORED, None):
             weight = layer.module.weight
             weight.data.copy_(nearest(weight.data, variant.grid, variant.group))
@@ -308,8 +313,12 @@ def main() -> None:
         "calibration_tokens": sum(b.numel() for b in batches), "characters_a_token": held_characters / len(held),
     }  # fmt: skip
     longest = {True: 0.0, False: 0.0}
+    lines = args.out / "quality.jsonl"
+    there = [json.loads(text) for text in lines.read_text().splitlines()] if lines.exists() else []
     for variant in [Variant("dense"), *variants()]:
-        if not re.search(args.only, variant.name):
+        about_it = {key: getattr(variant, key) for key in KEYS}
+        judged_already = any(all(line[k] == v for k, v in {**about_it, **about}.items()) for line in there)
+        if judged_already or not re.search(args.only, variant.name):
             continue
         left = args.seconds - (time.perf_counter() - begin)
         if left < 1.2 * longest[variant.reconstruct] or left < 0:
@@ -320,9 +329,8 @@ def main() -> None:
         seconds = time.perf_counter() - start
         found = language(smaller, judged, dense, progress=False)
         longest[variant.reconstruct] = max(longest[variant.reconstruct], time.perf_counter() - start)
-        keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto")
-        line = {"what": "quality", **{key: getattr(variant, key) for key in keys}, "bytes": variant.bytes}
-        append_jsonl(args.out / "quality.jsonl", **line, **found, seconds=seconds, **more, **about)
+        line = {"what": "quality", **about_it, "bytes": variant.bytes, "seconds": seconds}
+        append_jsonl(lines, **line, **found, **more, **about)
         what = f"{variant.name} {variant.pattern or variant.sparsity or ''}"
         ratio, same = found["perplexity_ratio"], found["agreement"]
         say(f"{what:32} {variant.bytes:5.3f} B  ratio {ratio:.4f}  same token {same:.3f}  in {seconds:.1f} s")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .calibrate import Call, hidden_of, weights_in, with_hidden
 from .layers import Fit, FoundLinear
@@ -230,10 +231,13 @@ def _fit(
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Within it, the same work gives the same bits where torch has a way to that."""
+    """Within it, the same work gives the same bits where torch has a way to that.
+
+    Of the attention kernels, the one that saves memory has none: its gradients are summed in any order.
+    """
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             warnings.filterwarnings("ignore", ".*deterministic.*")
             torch.use_deterministic_algorithms(True, warn_only=True)
             yield

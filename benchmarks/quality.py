@@ -46,10 +46,10 @@ SIZES: dict[str, dict[str, Any]] = {
                    "num_attention_heads": 8, "num_key_value_heads": 8},
         "length": 512, "batch": 64, "lr": 2e-3, "megabytes": 160,
     },
-    "3m": {
-        "config": {"vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+    "1m": {
+        "config": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
                    "num_attention_heads": 4, "num_key_value_heads": 2},
-        "length": 256, "batch": 16, "lr": 3e-3, "megabytes": 30,
+        "length": 128, "batch": 24, "lr": 4e-3, "megabytes": 12,
     },
     "tiny": {
         "config": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -840,8 +840,9 @@ def quality_where(lines: list[Line]) -> str:
     commits = " and ".join(dict.fromkeys(each["commit"] for each in lines))
     return textwrap.fill(
         f"A Llama of {line['weights'] / 1e6:.1f} million weights after {line['trained_tokens'] / 1e6:.0f} million "
-        f"tokens; perplexity {line['perplexity']:.2f} on {line['tokens']} held-out tokens, windows of {line['length']}; "
-        f"calibrated on {line['calibration_tokens']} tokens. {line['device']}, torch {line['torch']}, commit {commits}.",
+        f"tokens; perplexity {line['perplexity']:.2f} on {line['tokens']} held-out tokens, in windows of "
+        f"{line['length']}; calibrated on {line['calibration_tokens']} tokens. {line['device']}, torch "
+        f"{line['torch']}, commit {commits}.",
         110,
     )
 

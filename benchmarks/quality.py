@@ -132,7 +132,8 @@ def train(size: dict[str, Any], tokens: Tensor, seconds: float, device: torch.de
         **size["config"], max_position_embeddings=size["length"], bos_token_id=None, eos_token_id=0,
         tie_word_embeddings=True,
     )  # fmt: skip
-    model: Any = LlamaForCausalLM(config).to(device)
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(device)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -236,25 +237,22 @@ def variants() -> list[Variant]:
 def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     """A copy of the model made smaller, its weights rounded to float16, and what prune_ said."""
     smaller, about = copy.deepcopy(model), {}
+    METHODS["rounded"] = partial(sparsegpt, grid=variant.grid)  # a method is a plain function
+    STATISTICS["rounded"] = STATISTICS["sparsegpt"]
+    prune = partial(macko.prune_, smaller, calibration=batches, progress=False)
     if variant.method:
-        method = variant.method
-        if variant.grid and not variant.reconstruct:
-            method = "rounded"  # a method is a plain function
-            METHODS[method] = partial(sparsegpt, grid=variant.grid)
-            STATISTICS[method] = STATISTICS["sparsegpt"]
         sparsity: Any = f"auto:{variant.sparsity}" if variant.auto else variant.sparsity
-        report = macko.prune_(
-            smaller, sparsity, method, pattern=variant.pattern, calibration=batches, progress=False,
-            reconstruct=recipe if variant.reconstruct else None,
-        )  # fmt: skip
+        method = "rounded" if variant.grid and not variant.reconstruct else variant.method
+        report = prune(sparsity, method, pattern=variant.pattern, reconstruct=recipe if variant.reconstruct else None)
         zeros, count = report.zeros
         about = {"zeros": zeros, "pruned_weights": count, "fits": [dataclasses.asdict(fit) for fit in report.fits]}
-        METHODS.pop("rounded", None)
-        STATISTICS.pop("rounded", None)
-    if variant.grid and (variant.reconstruct or not variant.method):
+        if variant.grid and variant.reconstruct:
+            prune(0.0, "rounded")
+    elif variant.grid:
         for layer in find_linears(smaller, IGNORED, None):
             weight = layer.module.weight
             weight.data.copy_(nearest(weight.data, variant.grid, variant.group))
+    del METHODS["rounded"], STATISTICS["rounded"]
     for parameter in smaller.parameters():
         parameter.data = parameter.data.half().to(parameter.dtype)
     return smaller, about
@@ -290,7 +288,8 @@ def main() -> None:
     characters, held_characters = sum(map(len, texts)), sum(map(len, held_texts))
     say(f"{characters / 1e6:.1f} MB, {len(tokens)} tokens; held out {held_characters / 1e6:.2f} MB, {len(held)} tokens")
     if known.exists():
-        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = model.to(device).eval()
         trained = json.loads(known.read_text())
     else:
         model, trained = train(size, tokens, args.train_seconds, device)

@@ -100,7 +100,8 @@ def main() -> None:
     text = args.text.read_text(encoding="utf-8")
     if args.folder:
         tokens = AutoTokenizer.from_pretrained(args.folder)(text, return_tensors="pt").input_ids[0]
-        model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
+        model = model.to(device)
     else:
         tokens, model = torch.tensor(list(text.encode())), small_llama().to(device)
         train(model, tokens, args.base_steps, args.length, 3e-3, "training a base")

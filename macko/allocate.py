@@ -63,7 +63,7 @@ def shares_around(share: float) -> list[float]:
 def least(curves: dict[str, Curve], zeros: int) -> dict[str, int]:
     """Zeros of each layer, so many in all, such that the sum of the errors is the least between the bounds."""
     found = {name: round(curve.size * curve.shares[0]) for name, curve in curves.items()}
-    steps = []
+    steps: list[tuple[float, int, str, int]] = []
     for name, curve in curves.items():
         hull = curve.hull()
         for (x0, y0), (x1, y1) in pairwise(hull):

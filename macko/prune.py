@@ -53,7 +53,7 @@ def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tenso
     Args:
         seen: [cols, cols], the inputs' sums of products.
         grid: rounds what is kept in the same pass (macko.grids), so that the columns behind make up for that too; with
-            share 0 that is GPTQ. The result is the rounded weights, as numbers.
+            share 0 that is GPTQ, and zeros that are there stay. The result is the rounded weights, as numbers.
     """
     w = weight.to(torch.float32, copy=True)
     rows, cols = w.shape
@@ -66,6 +66,7 @@ def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tenso
         if pattern is None:
             count = round(rows * stop * share) - round(rows * start * share)
             mask = _lowest_of_row(_loss(block, diagonal, idle).view(1, -1), count).view(block.shape)
+            mask |= (weight[:, start:stop] == 0) & (share == 0)
         else:
             mask = torch.zeros_like(block, dtype=torch.bool)
         errors = torch.zeros_like(block)

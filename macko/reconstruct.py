@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ class Fitter:
             inputs = calls if unit is block else _inputs(block, unit, calls)
             step = (end - bar.n) // len(order) // len(self._units)
             with _deterministic():
-                errors = _fit(unit, weights, inputs, targets, order, self.recipe.lr, lambda step=step: bar.update(step))
+                errors = _fit(unit, weights, inputs, targets, order, self.recipe.lr, partial(bar.update, step))
             self.fits.append(Fit(full, *errors))
         bar.update(end - bar.n)
         self._units, self._targets = [], []
@@ -170,7 +171,7 @@ def _inputs(block: nn.Module, unit: nn.Module, calls: list[Call]) -> list[Call]:
 
 def _fit(
     unit: nn.Module,
-    weights: dict[str, nn.Parameter],
+    weights: dict[str, Tensor],
     calls: list[Call],
     targets: list[Tensor],
     order: list[list[int]],

@@ -69,9 +69,7 @@ def test_ranks_of_equal_values_are_shared() -> None:
     x = torch.tensor([1.0, 2.0, 2.0, 5.0])
     assert rank_correlation(x, 10 * x) == pytest.approx(1)
     assert rank_correlation(x, -x) == pytest.approx(-1)
-    assert rank_correlation(x, torch.tensor([1.0, 3.0, 2.0, 4.0])) == pytest.approx(
-        4.5 / math.sqrt(4.5 * 5)
-    )
+    assert rank_correlation(x, torch.tensor([1.0, 3.0, 2.0, 4.0])) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
 
 
 def test_embeddings_ignore_padding() -> None:
@@ -166,6 +164,8 @@ def test_rounding_in_sparsegpts_order_beats_rounding_behind_it() -> None:
         assert int((once == 0).sum()) >= round(share * w.numel())
         for group in once.view(32, 2, 128).flatten(0, 1):
             assert len(group.unique()) <= 8
+    sparse = w.masked_fill(w.abs() < 0.5, 0)
+    assert (sparsegpt(sparse, 0.0, None, gram, integers(3))[sparse == 0] == 0).all()  # the mask is kept
 
 
 @needs_transformers

@@ -96,7 +96,7 @@ def test_a_kept_weight_that_rounds_to_zero_stays(monkeypatch: pytest.MonkeyPatch
         model.layers[0].up.weight[0] = tiny
 
     class ToZero(torch.optim.Adam):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             super().step()
             with torch.no_grad():
                 self.param_groups[0]["params"][0][0] = 0

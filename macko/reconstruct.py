@@ -206,7 +206,9 @@ def _fit(
     if not groups:
         return before, before
     optimizer = torch.optim.Adam(groups, lr=lr, betas=(0.9, 0.99))
-    share = energy / len(calls)
+    # Adam asks for no scale; float16 does: the gradients of a product are to be neither too small for it nor too large.
+    elements, tokens = targets[0].numel(), targets[0].numel() // targets[0].shape[-1]
+    scale = 1 / math.sqrt(energy / (elements * len(calls)) * tokens)
     for step, batch in enumerate(order):
         rate = lr * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / len(order))) / 2
         for group in optimizer.param_groups:
@@ -214,7 +216,7 @@ def _fit(
         with torch.enable_grad():
             for i in batch:
                 given = {n: (m * kept[n]).to(weights[n].dtype) for n, m in masters.items()}
-                (error(i, given) / (share * len(batch))).backward(inputs=list(masters.values()))
+                (error(i, given) * (scale / len(batch))).backward(inputs=list(masters.values()))
         optimizer.step()
         optimizer.zero_grad()
         stepped()

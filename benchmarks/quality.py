@@ -179,7 +179,8 @@ class Variant:
     method: str = ""
     sparsity: float | None = None
     pattern: str | None = None
-    reconstruct: bool = False
+    #: "submodule", "block" or "".
+    reconstruct: str = ""
     auto: bool = False
     #: Of rounding: a grid, columns that share a scale, and bits of a value with its share of scales.
     grid: Grid | None = None
@@ -206,11 +207,9 @@ def variants() -> list[Variant]:
     bars: list[dict[str, Any]] = [{"sparsity": 0.5}, {"sparsity": 0.7}, {"pattern": "2:4"}]
     more: list[dict[str, Any]] = [{"sparsity": 0.3}]
 
-    def of(cases: list[dict[str, Any]], methods: list[str], fitted: bool) -> list[Variant]:
-        return [
-            Variant(f"{method}{', fitted' if fitted else ''}", method, reconstruct=fitted, **case)
-            for case in cases for method in methods
-        ]  # fmt: skip
+    def of(cases: list[dict[str, Any]], methods: list[str], unit: str = "") -> list[Variant]:
+        fitted = {"": "", "submodule": ", fitted", "block": ", fitted by block"}[unit]
+        return [Variant(f"{method}{fitted}", method, reconstruct=unit, **case) for case in cases for method in methods]
 
     wide, four, three = integers(8), integers(4, offset=True), integers(3, offset=True)
     rounded = [
@@ -222,19 +221,22 @@ def variants() -> list[Variant]:
         Variant("GPTQ int3 g128", "sparsegpt", 0.0, grid=three, group=128, bits=3 + WITH_ZERO),
         Variant("sparsegpt and int8 at once", "sparsegpt", 0.5, grid=wide, group=128, bits=8 + SCALE),
         Variant("sparsegpt and int4 at once", "sparsegpt", 0.5, grid=four, group=128, bits=4 + WITH_ZERO),
-        Variant("sparsegpt, fitted, then int8", "sparsegpt", 0.5, None, True, grid=wide, group=128, bits=8 + SCALE),
-        Variant("sparsegpt, fitted, then int4", "sparsegpt", 0.5, None, True, grid=four, group=128, bits=4 + WITH_ZERO),
-    ]
+        Variant("sparsegpt, fitted, then int8", "sparsegpt", 0.5, None, "block", grid=wide, group=128, bits=8 + SCALE),
+        Variant("sparsegpt, fitted, then int4", "sparsegpt", 0.5, None, "block", grid=four, group=128,
+                bits=4 + WITH_ZERO),
+    ]  # fmt: skip
+    everything = ["magnitude", "wanda", "sparsegpt"]
     return [
-        *of(bars, ["magnitude", "wanda", "sparsegpt"], False), *of(bars, ["sparsegpt", "wanda"], True), *rounded,
-        *of(more, ["magnitude", "wanda", "sparsegpt"], False), *of(more, ["sparsegpt"], True),
-        *of(bars, ["magnitude"], True),
-        *(Variant(f"sparsegpt, auto{', fitted' if fit else ''}", "sparsegpt", share, auto=True, reconstruct=fit)
-          for fit in (False, True) for share in (0.5, 0.7)),
+        *of(bars, everything), *of(bars, ["sparsegpt"], "submodule"), *of(bars, ["sparsegpt"], "block"),
+        *rounded[:-2], *of(bars[:1], ["wanda", "magnitude"], "submodule"), *of(bars[:1], ["wanda"], "block"),
+        *(Variant("sparsegpt, auto", "sparsegpt", share, auto=True) for share in (0.5, 0.7)), *rounded[-2:],
+        *(Variant("sparsegpt, auto, fitted by block", "sparsegpt", share, auto=True, reconstruct="block")
+          for share in (0.5, 0.7)),
+        *of(more, everything), *of(more, ["sparsegpt"], "block"), *of(bars[1:], ["wanda", "magnitude"], "block"),
     ]  # fmt: skip
 
 
-def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) -> tuple[Any, dict[str, Any]]:
+def make(model: Any, variant: Variant, batches: list[Tensor], recipe: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A copy of the model made smaller, its weights rounded to float16, and what prune_ said."""
     smaller, about = copy.deepcopy(model), {}
     METHODS["rounded"] = partial(sparsegpt, grid=variant.grid)  # a method is a plain function
@@ -243,7 +245,8 @@ def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) ->
     if variant.method:
         sparsity: Any = f"auto:{variant.sparsity}" if variant.auto else variant.sparsity
         method = "rounded" if variant.grid and not variant.reconstruct else variant.method
-        report = prune(sparsity, method, pattern=variant.pattern, reconstruct=recipe if variant.reconstruct else None)
+        fitted = Recipe(variant.reconstruct, **recipe) if variant.reconstruct else None
+        report = prune(sparsity, method, pattern=variant.pattern, reconstruct=fitted)
         zeros, count = report.zeros
         about = {"zeros": zeros, "pruned_weights": count, "fits": [dataclasses.asdict(fit) for fit in report.fits]}
         if variant.grid and variant.reconstruct:
@@ -303,7 +306,7 @@ def main() -> None:
         known.write_text(json.dumps(trained))
     say(f"trained: {trained}")
     model.requires_grad_(False)
-    length, recipe = size["length"], Recipe(args.epochs, args.steps, args.lr)
+    length, recipe = size["length"], {"epochs": args.epochs, "steps": args.steps, "lr": args.lr}
     batches = [torch.cat(group).long() for group in groups(windows(tokens, length, args.calibration), 8)]
     judged = [torch.cat(group).long() for group in groups(windows(held, length, args.held_out), 16)]
     dense, _ = make(model, Variant("dense"), [], recipe)
@@ -311,7 +314,7 @@ def main() -> None:
         "weights": trained["weights"], "trained_tokens": trained["trained_tokens"], "length": length,
         "calibration_tokens": sum(b.numel() for b in batches), "characters_a_token": held_characters / len(held),
     }  # fmt: skip
-    longest = {True: 0.0, False: 0.0}
+    longest = dict.fromkeys((False, True), 0.0)  # by whether it is fitted
     lines = args.out / "quality.jsonl"
     there = [json.loads(text) for text in lines.read_text().splitlines()] if lines.exists() else []
     for variant in [Variant("dense"), *variants()]:
@@ -320,14 +323,14 @@ def main() -> None:
         if judged_already or not re.search(args.only, variant.name):
             continue
         left = args.seconds - (time.perf_counter() - begin)
-        if left < 1.2 * longest[variant.reconstruct] or left < 0:
+        if left < 1.2 * longest[bool(variant.reconstruct)] or left < 0:
             say(f"left out for lack of time: {variant.name} {variant.pattern or variant.sparsity}")
             continue
         start = time.perf_counter()
         smaller, more = make(model, variant, batches, recipe)
         seconds = time.perf_counter() - start
         found = language(smaller, judged, dense, progress=False)
-        longest[variant.reconstruct] = max(longest[variant.reconstruct], time.perf_counter() - start)
+        longest[bool(variant.reconstruct)] = max(longest[bool(variant.reconstruct)], time.perf_counter() - start)
         line = {"what": "quality", **about_it, "bytes": variant.bytes, "seconds": seconds}
         append_jsonl(lines, **line, **found, **more, **about)
         what = f"{variant.name} {variant.pattern or variant.sparsity or ''}"

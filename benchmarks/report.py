@@ -849,20 +849,17 @@ def quality_where(lines: list[Line]) -> str:
 
 def quality_methods_table(lines: list[Line]) -> str:
     """Perplexity over dense's: a row a share of zeros, a column a method."""
-    methods = ("magnitude", "wanda", "sparsegpt")
+    methods, fits = ("magnitude", "wanda", "sparsegpt"), ("", ", fitted", ", fitted by block")
     found = {
-        (line["pattern"] or f"{line['sparsity']:.0%}", line["method"], line["reconstruct"]): line["perplexity_ratio"]
-        for line in lines if line["name"] in {f"{method}{fitted}" for method in methods for fitted in ("", ", fitted")}
-    }  # fmt: skip
-    columns = [(method, fitted) for fitted in (False, True) for method in methods]
+        (line["pattern"] or f"{line['sparsity'] or 0:.0%}", line["name"]): line["perplexity_ratio"] for line in lines
+    }
+    columns = [method + fit for fit in fits for method in methods]
     rows = []
     for share in ("30%", "50%", "70%", "2:4"):
-        cells = [found.get((share, *column)) for column in columns]
-        best = min((cell for cell in cells if cell), default=None)
-        bold = "**" if best else ""
-        texts = ["" if c is None else f"{bold}{c:.3f}{bold}" if c == best else f"{c:.3f}" for c in cells]
-        rows.append([share, *texts])
-    return table(["zeros", *(f"{method}{', fitted' if fitted else ''}" for method, fitted in columns)], rows)
+        cells = [found.get((share, column)) for column in columns]
+        least = min((cell for cell in cells if cell), default=None)
+        rows.append([share, *("" if c is None else f"**{c:.3f}**" if c == least else f"{c:.3f}" for c in cells)])
+    return table(["zeros", *columns], rows)
 
 
 def quality_all_table(lines: list[Line]) -> str:
@@ -887,8 +884,7 @@ def plot_quality(lines: list[Line], path: Path) -> None:
             return "GPTQ" if line["method"] else "rounded to nearest"
         if " at once" in line["name"] or " then " in line["name"]:
             return "pruned and rounded"
-        auto = ", auto" if line["auto"] else ""
-        return f"{line['method']}{auto}{', fitted' if line['reconstruct'] else ''}"
+        return line["name"]
 
     figure, axis = plt.subplots(figsize=(7, 4.5))
     least = 1e-4  # what loses less is drawn there

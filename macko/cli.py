@@ -88,7 +88,7 @@ def _prune_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--method", choices=METHODS, default="wanda")
     command.add_argument(
         "--reconstruct", choices=RECIPES, nargs="?", const="submodule",
-        help="fit what is left of attention and MLP to their dense outputs: loses far less, takes longer",
+        help="fit what is left of attention and MLP (or of each block) to the dense outputs: loses less, takes longer",
     )  # fmt: skip
     command.add_argument("--calibration", metavar="FILE", help="a text to calibrate on (all but plain magnitude)")
     command.add_argument("--samples", type=_count, default=128, help="pieces of the text (default 128)")

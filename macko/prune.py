@@ -183,10 +183,10 @@ def prune_(
         done: pruned weights [rows, cols] by the layer's name, a dict or something that writes to disk. Each is put in
             as soon as it is pruned, and those that are in it are taken from there: so a call that was interrupted goes
             on, of the model as it was before, the same arguments and the same `done`, to the same bits in the end.
-        reconstruct: "submodule", or a macko.reconstruct.Recipe: behind each block's masks its kept weights are fitted,
-            attention and MLP each by itself, such that they make of the pruned model's inputs what they made in the
-            dense one. Takes calibration whatever the method, and a model with one list of blocks. With `done` a block
-            counts once all of it is fitted.
+        reconstruct: "submodule", "block", or a macko.reconstruct.Recipe: behind each block's masks its kept weights are
+            fitted, attention and MLP each by itself or the block as a whole, such that they make of the pruned model's
+            inputs what they made in the dense one. Takes calibration whatever the method, and a model with one list of
+            blocks. With `done` a block counts once all of it is fitted.
 
     Returns:
         A Report of every nn.Linear with the density it has now, and why it was left, and of what was fitted; what

@@ -5,7 +5,8 @@ before it make, and is fitted to what it made in the dense model: so it also mak
 is far more than a matrix by itself can win back (arXiv 2510.14444), and it hardly matters then what chose the masks.
 
 Submodules are found by structure, not by name: the children of a block that hold pruned layers, in the order in which
-the block calls them. Where one of them is not called once, or gives no tensor, the block is fitted as a whole.
+the block calls them. Where one of them is not called once, or gives no tensor, the block is fitted as a whole. "block"
+does that everywhere: what reaches the next block is fitted then, with the sum that goes past the submodules.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from .layers import Fit, FoundLinear
 class Recipe:
     """How each submodule is fitted: Adam on the kept weights, in float32, the rate falling to nothing by a cosine."""
 
+    #: What is fitted by itself: "submodule" or "block".
+    unit: str = "submodule"
     #: Times that each batch is seen, but at least `steps` steps in all.
     epochs: int = 8
     steps: int = 200
@@ -40,6 +43,10 @@ class Recipe:
     tokens: int = 4096
     #: Of the order of the batches.
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("submodule", "block"):
+            raise ValueError(f"unit is {self.unit!r}, expected 'submodule' or 'block'")
 
     def order(self, count: int, tokens: int) -> list[list[int]]:
         """Which of `count` batches of so many tokens go into each step."""
@@ -51,7 +58,7 @@ class Recipe:
 
 
 #: By the name that prune_'s reconstruct takes.
-RECIPES = {"submodule": Recipe()}
+RECIPES = {unit: Recipe(unit) for unit in ("submodule", "block")}
 
 
 def recipe_of(asked: str | Recipe) -> Recipe:
@@ -92,7 +99,9 @@ class Fitter:
         calls: of the pruned model, which differ from the dense one's in the hidden states alone.
         """
         own = {id(layer.module) for layer in layers}
-        units = [(n, m) for n, m in block.named_children() if any(id(part) in own for part in m.modules())]
+        whole = self.recipe.unit == "block"
+        parts = () if whole else block.named_children()
+        units = [(name, module) for name, module in parts if any(id(part) in own for part in module.modules())]
         if self._hidden is None:
             self._hidden = [given_hidden(call) for call in calls]
         outputs: dict[str, list[Any]] = {name: [] for name, _ in units}
@@ -117,7 +126,7 @@ class Fitter:
                 handle.remove()
         first = order[: len(units)]
         plain = order == first * len(calls) and all(isinstance(o, Tensor) for group in outputs.values() for o in group)
-        if plain:
+        if plain and not whole:
             self._units = [(name, dict(units)[name]) for name in first]
             self._targets = [outputs[name] for name in first]
         else:

@@ -176,13 +176,13 @@ def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(quality, "corpus", lambda megabytes: (texts, [TEXT]))
     monkeypatch.setitem(quality.SIZES["tiny"]["config"], "vocab_size", 300)
     options = ["--size", "tiny", "--train-seconds", "1", "--calibration", "8", "--steps", "2", "--epochs", "1"]
-    only = ["--device", "cpu", "--only", "^dense|^wanda|at once|then int8"]
+    only = ["--device", "cpu", "--only", "^dense|^wanda$|^wanda, fitted$|at once|then int8"]
     for _ in range(2):  # the second call finds all there
         monkeypatch.setattr(sys, "argv", ["quality", str(tmp_path), *options, *only])
         quality.main()
     text = (tmp_path / "quality.jsonl").read_text()
     lines = report.load_quality(tmp_path / "quality.jsonl")
-    assert len(text.splitlines()) == len(lines) == 1 + 2 * 3 + 1 + 2 + 1
+    assert len(text.splitlines()) == len(lines) == 1 + 3 + 1 + 1 + 2 + 1
     assert all(line["commit"] and 0 < line["bytes"] <= 2 for line in lines)
     assert lines[0]["perplexity_ratio"] == 1
     assert "| 70% |" in report.quality_methods_table(lines)

@@ -1,6 +1,7 @@
 """reconstruct= and sparsity="auto:": less is lost, and not one zero is in another place than it should be."""
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -53,15 +54,18 @@ def test_a_language_model_loses_less_with_the_same_zeros(
     assert "model.layers.1.mlp fitted: error" in str(report)
 
 
+@pytest.mark.parametrize("unit", ["submodule", "block"])
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_same_bits_again_and_the_callers_settings_stay(dtype: torch.dtype) -> None:
+def test_same_bits_again_and_the_callers_settings_stay(dtype: torch.dtype, unit: str) -> None:
     made = []
     for seed in (1, 2):
         torch.manual_seed(seed)  # of no consequence
         model = Blocks().to(dtype)
         model.stem.weight.requires_grad_(False)
         given = [batch.to(dtype) for batch in batches()]
-        report = macko.prune_(model, 0.5, calibration=given, ignore=["stem"], reconstruct=QUICK)
+        recipe = dataclasses.replace(QUICK, unit=unit)
+        report = macko.prune_(model, 0.5, calibration=given, ignore=["stem"], reconstruct=recipe)
+        assert len(report.fits) == {"submodule": 6, "block": 3}[unit]
         assert all(fit.error_after < fit.error_before for fit in report.fits)
         assert not torch.are_deterministic_algorithms_enabled()
         assert all(p.grad is None for p in model.parameters())
@@ -150,7 +154,7 @@ def test_without_a_chain_of_blocks_nothing_is_changed(options: dict[str, Any]) -
 def test_refuses_what_it_does_not_know() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"reconstruct": "submodule"}, "reconstruct needs calibration"),
-        ({"reconstruct": "elves", "calibration": batches()}, "reconstruct is 'elves', expected 'submodule'"),
+        ({"reconstruct": "elves", "calibration": batches()}, "reconstruct is 'elves', expected 'submodule' or 'block'"),
         ({"sparsity": "auto:0.5"}, "sparsity 'auto:0.5' needs calibration"),
         ({"sparsity": "0.5"}, "sparsity is '0.5', expected a number, or auto:0.5"),
         ({"sparsity": "auto:50"}, "sparsity is 'auto:50', expected"),

@@ -65,7 +65,7 @@ def calibrate(
     bar.set_description("calibration", refresh=False)
     bar.total += len(batches) * sum(map(weights_in, passes))
     calls = record(model, blocks, batches, device, bar) if last >= 0 else [[] for _ in blocks]
-    if calls is None or (fitter and not blocks):
+    if calls is None or (fitter and layers and not blocks):
         if fitter:
             raise ValueError("reconstruct needs a model with one list of blocks, each called with the output before it")
         blocks, calls, elsewhere = [], [], layers

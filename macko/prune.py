@@ -247,7 +247,7 @@ class _Pruning:
 
             try:
                 done: Container[str] = self.done or {}
-                if self.auto:
+                if self.auto and todo:
                     self.allocate(model, todo, batches, bar)
                 if self.method in STATISTICS or self.fitter:
                     statistic = STATISTICS.get(self.method)

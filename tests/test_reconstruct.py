@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from macko.allocate import BOUND, Curve, between, least
 from macko.prune import METHODS
 from macko.reconstruct import Recipe
 from tests.common import CPU_DTYPES, assert_same_bits, random_vector
-from tests.test_prune import Blocks, Stop, StopsAt
+from tests.test_prune import Blocks, Stop, StopsAt, in_block
 from tests.tiny_llama import TinyLlama, needs_transformers
 
 QUICK = Recipe(epochs=1, steps=12, tokens=1024)
@@ -82,8 +83,7 @@ def test_targets_are_the_dense_models_and_inputs_the_pruned_ones() -> None:
     macko.prune_(model, 0.7, calibration=x, ignore=["stem"], reconstruct=recipe)
     for i in range(3):  # each block in a call of its own, where the blocks before it count as dense
         macko.prune_(
-            alone, 0.7, calibration=x, filter_fn=lambda _, name, i=i: name.startswith(f"layers.{i}."),
-            reconstruct=recipe,
+            alone, 0.7, calibration=x, filter_fn=partial(in_block, i), reconstruct=recipe
         )  # fmt: skip
 
     def lost(other: nn.Module) -> float:
@@ -118,6 +118,46 @@ def test_what_fits_worse_is_not_taken() -> None:
     assert all(fit.error_after == fit.error_before for fit in report.fits)
     for name, tensor in plain.state_dict().items():
         assert_same_bits(model.state_dict()[name], tensor)
+
+
+def other_models() -> dict[str, tuple[str, dict[str, Any], list[str]]]:
+    """By their name in transformers: the class, a small configuration, and what of a block is fitted by itself."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    wide = {**sizes, "intermediate_size": 64}
+    opt = {**sizes, "ffn_dim": 64, "word_embed_proj_dim": 32, "pad_token_id": 0}
+    mixtral = {**wide, "num_key_value_heads": 2, "num_local_experts": 2}
+    return {
+        "OPT": ("OPTForCausalLM", opt, ["self_attn", "fc1", "fc2"]),
+        "GPTNeoX": ("GPTNeoXForCausalLM", wide, ["attention", "mlp"]),
+        "Mixtral": ("MixtralForCausalLM", mixtral, ["self_attn"]),  # its experts are no nn.Linear
+        "Falcon": ("FalconForCausalLM", {**sizes, "new_decoder_architecture": True}, ["self_attention", "mlp"]),
+        "Bert": ("BertModel", wide, ["attention", "intermediate", "output"]),
+    }
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore:ignore has")
+@pytest.mark.parametrize("name", ["OPT", "GPTNeoX", "Mixtral", "Falcon", "Bert"])
+def test_submodules_are_found_whatever_they_are_called(name: str) -> None:
+    import transformers
+
+    kind, options, parts = other_models()[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**options))
+    ids = [torch.randint(1, 50, (4, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    report = macko.prune_(
+        model, 0.5, "wanda", calibration=ids, ignore=["lm_head", "embed_out", "pooler.*"], reconstruct=QUICK
+    )
+    assert [fit.name.rpartition(".")[2] for fit in report.fits] == parts * 2
+    assert all(fit.error_after < fit.error_before for fit in report.fits)
+    assert all(row.density == 0.5 for row in report.changed)
+
+
+@pytest.mark.parametrize("options", [{"reconstruct": "submodule"}, {"sparsity": "auto:0.5"}])
+def test_nothing_to_prune_is_nothing_to_fit(options: dict[str, Any]) -> None:
+    report = macko.prune_(nn.ModuleDict({"lm_head": nn.Linear(8, 4)}), calibration=batches(), **options)
+    assert not report.changed
+    assert not report.fits
 
 
 class TwiceInABlock(Blocks):

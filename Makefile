@@ -64,7 +64,7 @@ fuzz: build ## files that lie: a minute of the C core under sanitizers, then of 
 	build/fuzz_core build/corpus 60
 	$(PY) -m tests.fuzz --cases 20000 --out ""
 
-mutants: build ## thirty faults planted one by one: which tests notice? Ten minutes
+mutants: build ## faults planted one by one: which tests notice? Ten minutes
 	$(PY) tools/mutate.py
 
 lint: $(ENV) ## ruff, mypy and clang-format

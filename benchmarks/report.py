@@ -854,6 +854,7 @@ def quality_methods_table(lines: list[Line]) -> str:
         (line["pattern"] or f"{line['sparsity'] or 0:.0%}", line["name"]): line["perplexity_ratio"] for line in lines
     }
     columns = [method + fit for fit in fits for method in methods]
+    columns = [column for column in columns if any(name == column for _, name in found)]
     rows = []
     for share in ("30%", "50%", "70%", "2:4"):
         cells = [found.get((share, column)) for column in columns]

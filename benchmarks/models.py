@@ -103,12 +103,14 @@ def main() -> None:
         dense = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float16)
         batches = list(torch.randint(dense.config.vocab_size, (args.tokens // 2048, 1, 2048)))
         first = tuple(f"model.layers.{i}." for i in range(args.blocks))
-        for method in ("wanda", "sparsegpt"):
-            with step(f"{method}, {args.blocks} blocks, from the CPU", tokens=args.tokens):
+        ways = ((0.6, "wanda", None), (0.6, "sparsegpt", None), (0.7, "wanda", "submodule"), (0.8, "wanda", "block"))
+        for share, method, fitted in ways:  # each has something to prune
+            name = f"{method}, fitted by {fitted}" if fitted else method
+            with step(f"{name}, {args.blocks} blocks, from the CPU", tokens=args.tokens):
                 cut = dense.model.layers
                 dense.model.layers = cut[: args.blocks]
                 macko.prune_(
-                    dense, 0.6, method, calibration=batches, device="cuda", progress=False,
+                    dense, share, method, calibration=batches, device="cuda", progress=False, reconstruct=fitted,
                     filter_fn=lambda module, name: name.startswith(first),
                 )  # fmt: skip
                 dense.model.layers = cut

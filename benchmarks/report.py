@@ -828,6 +828,82 @@ def plot_slide(linears: SlideLines, path: Path) -> None:
     save(figure, path)
 
 
+def load_quality(path: Path) -> list[Line]:
+    """Lines of benchmarks.quality, dense first; of those of the same variant the last one counts."""
+    keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto")
+    found = {tuple(line[key] for key in keys): line for line in map(json.loads, path.read_text().splitlines())}
+    return list(found.values())
+
+
+def quality_where(lines: list[Line]) -> str:
+    line = next(line for line in lines if line["name"] == "dense")
+    commits = " and ".join(dict.fromkeys(each["commit"] for each in lines))
+    return textwrap.fill(
+        f"A Llama of {line['weights'] / 1e6:.1f} million weights after {line['trained_tokens'] / 1e6:.0f} million "
+        f"tokens; perplexity {line['perplexity']:.2f} on {line['tokens']} held-out tokens, in windows of "
+        f"{line['length']}; calibrated on {line['calibration_tokens']} tokens. {line['device']}, torch "
+        f"{line['torch']}, commit {commits}.",
+        110,
+    )
+
+
+def quality_methods_table(lines: list[Line]) -> str:
+    """Perplexity over dense's: a row a share of zeros, a column a method."""
+    methods, fits = ("magnitude", "wanda", "sparsegpt"), ("", ", fitted", ", fitted by block")
+    found = {
+        (line["pattern"] or f"{line['sparsity'] or 0:.0%}", line["name"]): line["perplexity_ratio"] for line in lines
+    }
+    columns = [method + fit for fit in fits for method in methods]
+    columns = [column for column in columns if any(name == column for _, name in found)]
+    rows = []
+    for share in ("30%", "50%", "70%", "2:4"):
+        cells = [found.get((share, column)) for column in columns]
+        least = min((cell for cell in cells if cell), default=None)
+        rows.append([share, *("" if c is None else f"**{c:.3f}**" if c == least else f"{c:.3f}" for c in cells)])
+    return table(["zeros", *columns], rows)
+
+
+def quality_all_table(lines: list[Line]) -> str:
+    rows = []
+    for line in sorted(lines, key=lambda line: -line["bytes"]):
+        name = line["name"] + (f", {line['pattern']}" if line["pattern"] else "")
+        name += f", {line['sparsity']:.0%}" if line["sparsity"] else ""
+        rows.append(
+            [name, f"{line['bytes']:.2f}", f"{line['perplexity_ratio']:.4f}", f"{line['kl']:.4f}",
+             f"{line['agreement']:.1%}", f"{line['seconds']:.0f}"]
+        )  # fmt: skip
+    head = ["model", "bytes a weight", "perplexity over dense's", "KL, nats", "same likeliest token", "seconds to make"]
+    return table(head, rows)
+
+
+def plot_quality(lines: list[Line], path: Path) -> None:
+    """Quality lost against bytes a weight."""
+    import matplotlib.pyplot as plt
+
+    def kind(line: Line) -> str:
+        if not line["method"] or line["sparsity"] == 0.0:
+            return "GPTQ" if line["method"] else "rounded to nearest"
+        if " at once" in line["name"] or " then " in line["name"]:
+            return "pruned and rounded"
+        return line["name"]
+
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    least = 1e-4  # what loses less is drawn there
+    for name in dict.fromkeys(kind(line) for line in lines if line["name"] != "dense"):
+        points = sorted(
+            (line["bytes"], max(least, line["perplexity_ratio"] - 1)) for line in lines
+            if line["name"] != "dense" and kind(line) == name
+        )  # fmt: skip
+        marker = "*" if "fitted" in name else "s" if "round" in name or name == "GPTQ" else "o"
+        axis.plot(*zip(*points, strict=True), marker, label=name, markersize=7)
+    axis.set_yscale("log")
+    axis.set_xlabel("bytes a weight")
+    axis.set_ylabel("perplexity over dense's, less 1")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    save(figure, path)
+
+
 def save(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -910,6 +986,17 @@ def main() -> None:
             parts[f"slide llama {name}"] = partial(slide_table, slide, name, llama=True)
             parts[f"slide {name}"] = partial(slide_table, slide, name)
             parts[f"slide {name} us"] = partial(slide_times_table, slide, name)
+    quality = path.parent / "quality.jsonl"
+    measured = load_quality(quality) if quality.exists() else []
+    none = "Not measured yet: `python -m benchmarks.quality OUT` writes the lines."
+    parts |= {
+        "quality where": lambda: quality_where(measured) if measured else none,
+        "quality methods": lambda: quality_methods_table(measured) if measured else none,
+        "quality all": lambda: quality_all_table(measured) if measured else none,
+        "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,
+    }
+    if measured:
+        plot_quality(measured, IMAGES / "quality.svg")
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)
     for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,13 @@ from tqdm.auto import tqdm
 
 from .layers import FoundLinear
 
+if TYPE_CHECKING:
+    from .reconstruct import Fitter
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Prune = Callable[[FoundLinear, Tensor | None], None]
+Statistic = Callable[[Tensor], Tensor]
+#: prune(layer, what was seen of its inputs, whether it is done already)
+Prune = Callable[[FoundLinear, "Tensor | None", bool], None]
 #: By id, a tensor (so that its id stays its own) and where it was moved to.
 Moved = dict[int, tuple[Tensor, Tensor]]
 
@@ -27,60 +32,85 @@ def calibrate(
     model: nn.Module,
     layers: list[FoundLinear],
     batches: list[Any],
-    statistic: Callable[[Tensor], Tensor],
+    statistic: Statistic | None,
     prune: Prune,
+    keep: Callable[[FoundLinear], None],
     device: torch.device | str | None,
     done: Container[str],
     bar: tqdm[Any],
+    fitter: Fitter | None = None,
 ) -> None:
-    """Calls prune(layer, seen) for each layer: those of the blocks in their order, then what hangs elsewhere.
+    """Calls prune(layer, seen, done) for each layer: those of the blocks in order, then what hangs elsewhere.
 
     Args:
+        keep: called with each layer that was not done, as soon as it will not change any more.
+        statistic: None: nothing is to be seen.
+        fitter: fits each block behind its layers. Then a block is done where all of its layers are.
         done: names of layers that prune needs no inputs of. Their blocks run only to feed those behind them.
         bar: comes with the work of pruning, in weights, as its total. A batch's way through a module counts as much as
             the weights it meets.
     """
-    blocks = _blocks(model, layers)
+    blocks = blocks_of(model, layers)
     inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
     own = [[layer for layer in layers if inside.get(id(layer.module)) == i] for i in range(len(blocks))]
     new = [[layer for layer in group if layer.name not in done] for group in own]
+    if fitter:
+        new = [group if some else [] for group, some in zip(own, new, strict=True)]
     last = max((i for i, group in enumerate(new) if group), default=-1)  # no block behind it needs its inputs
     elsewhere = [layer for layer in layers if id(layer.module) not in inside]
-    passes = [block for i, block in enumerate(blocks) for _ in range((i == 0 <= last) + bool(new[i]) + (i < last))]
-    passes += [model] if any(layer.name not in done for layer in elsewhere) else []
+    looks = [statistic is not None and bool(group) for group in new]
+    passes = [block for i, block in enumerate(blocks) for _ in range((i == 0 <= last) + looks[i] + (i < last))]
+    passes += blocks[: last + 1] if fitter else []  # the dense block runs too
+    passes += [model] if statistic and any(layer.name not in done for layer in elsewhere) else []
     bar.set_description("calibration", refresh=False)
-    bar.total += len(batches) * sum(map(_weights, passes))
-    calls = _record(model, blocks, batches, device, bar) if last >= 0 else [[] for _ in blocks]
-    if calls is None:
+    bar.total += len(batches) * sum(map(weights_in, passes))
+    calls = record(model, blocks, batches, device, bar) if last >= 0 else [[] for _ in blocks]
+    if calls is None or (fitter and layers and not blocks):
+        if fitter:
+            raise ValueError("reconstruct needs a model with one list of blocks, each called with the output before it")
         blocks, calls, elsewhere = [], [], layers
-        bar.total = bar.n + len(batches) * _weights(model) + sum(layer.module.weight.numel() for layer in layers)
+        bar.total = bar.n + len(batches) * weights_in(model) + sum(layer.module.weight.numel() for layer in layers)
+    if fitter:
+        bar.total += sum(fitter.work(block, calls[0]) for block, group in zip(blocks, new, strict=True) if group)
     for i, block in enumerate(blocks):
-        with _at(block, device):
+        with at(block, device):
             bar.set_description(f"inputs of block {i + 1} of {len(blocks)}", refresh=False)
-            seen = _gather(new[i], statistic, block, calls[i], bar)
+            seen = gather(new[i], statistic, block, calls[i], bar)
+            if fitter and i <= last:
+                bar.set_description(f"dense outputs of block {i + 1} of {len(blocks)}", refresh=False)
+                fitter.watch(block, new[i], calls[i], bar)
+            fresh = {layer.name for layer in new[i]}
             for layer in own[i]:
-                prune(layer, seen.pop(layer.name, None))
+                prune(layer, seen.pop(layer.name, None), layer.name not in fresh)
+                if not fitter and layer.name in fresh:
+                    keep(layer)
+            if fitter and new[i]:
+                fitter.fit(block, new[i], calls[i], bar)
+                for layer in new[i]:
+                    keep(layer)
             if i < last:
                 bar.set_description(f"outputs of block {i + 1} of {len(blocks)}", refresh=False)
                 for j, (args, kwargs) in enumerate(calls[i]):
-                    calls[i + 1][j] = _with_hidden(calls[i + 1][j], _hidden(block(*args, **kwargs)))
-                    bar.update(_weights(block))
+                    calls[i + 1][j] = with_hidden(calls[i + 1][j], hidden_of(block(*args, **kwargs)))
+                    bar.update(weights_in(block))
         calls[i] = []
     if elsewhere:
         unseen = [layer for layer in elsewhere if layer.name not in done]
-        with _at(model, device):
-            seen = _gather(unseen, statistic, model, [_as_call(model, batch) for batch in batches], bar)
+        with at(model, device):
+            seen = gather(unseen, statistic, model, [_as_call(model, batch) for batch in batches], bar)
         for layer in elsewhere:
-            prune(layer, seen.pop(layer.name, None))
+            prune(layer, seen.pop(layer.name, None), layer.name in done)
+            if layer.name not in done:
+                keep(layer)
 
 
-def _weights(module: nn.Module) -> int:
+def weights_in(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _gather(
+def gather(
     layers: list[FoundLinear],
-    statistic: Callable[[Tensor], Tensor],
+    statistic: Statistic | None,
     module: nn.Module,
     calls: list[Call],
     bar: tqdm[Any],
@@ -91,7 +121,7 @@ def _gather(
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs["input"]
-            if x.numel():
+            if x.numel() and statistic:
                 new = statistic(x.reshape(-1, x.shape[-1]).float())
                 seen[name] = seen[name] + new if name in seen else new
 
@@ -99,16 +129,16 @@ def _gather(
 
     handles = [layer.module.register_forward_pre_hook(watch(layer.name), with_kwargs=True) for layer in layers]
     try:
-        for args, kwargs in calls if layers else []:
+        for args, kwargs in calls if layers and statistic else []:
             module(*args, **kwargs)
-            bar.update(_weights(module))
+            bar.update(weights_in(module))
     finally:
         for handle in handles:
             handle.remove()
     return seen
 
 
-def _blocks(model: nn.Module, layers: list[FoundLinear]) -> list[nn.Module]:
+def blocks_of(model: nn.Module, layers: list[FoundLinear]) -> list[nn.Module]:
     """The model's one outermost list of modules that holds such layers, or nothing where there are none or several."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -137,7 +167,7 @@ def _own_forwards(blocks: list[nn.Module]) -> Iterator[None]:
                 block.forward = forward  # type: ignore[method-assign]
 
 
-def _record(
+def record(
     model: nn.Module,
     blocks: list[nn.Module],
     batches: list[Any],
@@ -161,21 +191,21 @@ def _record(
             nonlocal output, plain
             given: Any = args[0] if args else kwargs.get("hidden_states")
             ordered = all(len(c) == len(calls[i]) + (j < i) for j, c in enumerate(calls))
-            plain = plain and ordered and isinstance(given, Tensor) and (i == 0 or given is _hidden(output))
+            plain = plain and ordered and isinstance(given, Tensor) and (i == 0 or given is hidden_of(output))
             if not plain:
                 raise _LastBlock
             call = _without_cache((args, kwargs))
-            calls[i].append(_to(call if i == 0 else _with_hidden(call, None), device, moved))
+            calls[i].append(_to(call if i == 0 else with_hidden(call, None), device, moved))
             if i == 0:
                 output = _to(first(*calls[0][-1][0], **calls[0][-1][1]), given.device)
-                plain = isinstance(_hidden(output), Tensor) and _hidden(output).shape == given.shape
+                plain = isinstance(hidden_of(output), Tensor) and hidden_of(output).shape == given.shape
             if i + 1 == len(blocks):
                 raise _LastBlock
             return output
 
         return forward
 
-    with _own_forwards(blocks), _at(blocks[0], device):
+    with _own_forwards(blocks), at(blocks[0], device):
         for i, block in enumerate(blocks):
             block.forward = stand_in(i)  # type: ignore[method-assign]
         for batch in batches:
@@ -189,16 +219,16 @@ def _record(
                 plain = False
             if not plain:
                 return None
-            bar.update(_weights(blocks[0]))
+            bar.update(weights_in(blocks[0]))
     return calls
 
 
-def _hidden(output: Any) -> Any:
+def hidden_of(output: Any) -> Any:
     """The hidden states among a block's arguments or outputs."""
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def _with_hidden(call: Call, hidden: Tensor | None) -> Call:
+def with_hidden(call: Call, hidden: Tensor | None) -> Call:
     args, kwargs = call
     if args:
         return (hidden, *args[1:]), kwargs
@@ -234,7 +264,7 @@ def _as_call(model: nn.Module, batch: Any) -> Call:
 
 
 @contextmanager
-def _at(module: nn.Module, device: torch.device | str | None) -> Iterator[None]:
+def at(module: nn.Module, device: torch.device | str | None) -> Iterator[None]:
     """Within it, the module is on the device."""
     home = next((p.device for p in module.parameters()), None)
     if device is None or home is None or home == torch.device(device):

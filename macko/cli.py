@@ -1,4 +1,4 @@
-"""The command `macko`: prune, convert, inspect, bench, doctor. Each is a few lines over the package."""
+"""The command `macko`: prune, convert, inspect, tune, bench, eval, doctor. Each is a few lines over the package."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from .integrations import require_transformers
 from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
 from .prune import METHODS, STATISTICS, asked_for, prune_
+from .reconstruct import RECIPES
 from .times import read, times, times_of
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         (inspect, "density, patterns and bytes of every matrix of a checkpoint", _inspect_arguments),
         (tune, "time the formats on this GPU or CPU, for format=auto to choose by", _tune_arguments),
         (bench, "time a model dense against sparse", _bench_arguments),
+        (eval, "perplexity of a model, and how far it is from the dense one", _eval_arguments),
         (doctor, "what is installed, and a self-test (python -m macko)", lambda add: None),
     ):
         command = commands.add_parser(run.__name__, help=text, description=text.capitalize() + ".")
@@ -93,10 +95,13 @@ def _in_and_out(add: Any, source: str) -> None:
 
 def _prune_arguments(add: Any) -> None:
     _in_and_out(add, "folder of a dense checkpoint, or its name on the Hub (organisation/model)")
-    add("--sparsity", type=float, help="share of zeros (default 0.5, or what the pattern says)")
+    share = "share of zeros (default 0.5, or what the pattern says); auto:0.5: more where they hurt less"
+    add("--sparsity", type=_sparsity, help=share)
     add("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
     add("--method", choices=METHODS, default="wanda")
-    add("--calibration", metavar="FILE", help="a text to calibrate on (wanda, sparsegpt)")
+    fitted = "fit what is left of attention and MLP (or of each block) to the dense outputs: loses less, takes longer"
+    add("--reconstruct", choices=RECIPES, nargs="?", const="submodule", help=fitted)
+    add("--calibration", metavar="FILE", help="a text to calibrate on (all but plain magnitude)")
     add("--samples", type=_count, default=128, help="pieces of the text (default 128)")
     add("--length", type=_count, help="tokens in a piece (default 2048, or the model's positions)")
     add("--device", help="where to prune, one block at a time (default: a GPU if there is one)")
@@ -144,6 +149,21 @@ def _bench_arguments(add: Any) -> None:
     add("--json", metavar="FILE", help="append the results as JSON lines")
 
 
+def _sparsity(text: str) -> float | str:
+    return text if text.startswith("auto") else float(text)
+
+
+def _eval_arguments(add: Any) -> None:
+    add("source", metavar="MODEL", help="folder, dense or packed, or its name on the Hub")
+    add("--data", metavar="FILE", help="a text (default: Python's reference, which pydoc comes with)")
+    add("--against", metavar="DENSE", help="folder of the model to compare with")
+    lengths = "tokens in a window (default 2048 and the model's positions, where that is at most 8192)"
+    add("--lengths", type=_count, nargs="+", help=lengths)
+    add("--samples", type=_count, help="windows, or lines for embeddings, at most (default all)")
+    add("--device", help="cuda or cpu (default: a GPU if there is one)")
+    add("--json", metavar="FILE", help="append the result as a JSON line too")
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
@@ -157,24 +177,23 @@ def _ignored(asked: list[str] | None) -> list[str]:
 def prune(options: argparse.Namespace) -> None:
     """IN to OUT with zeros in it, dense still."""
     transformers = require_transformers()
-    share, _ = asked_for(options.sparsity, options.method, options.pattern)
+    share, _, auto = asked_for(options.sparsity, options.method, options.pattern)
     _check_target(options)
     device, source, ignore = _device(options.device), _folder(options.source), _ignored(options.ignore)
     _check_dense(source)
     config = transformers.AutoConfig.from_pretrained(source)
     batches: list[Tensor] | None = None
     begun: dict[str, Any] | None = None
-    if options.method in STATISTICS:
+    if options.method in STATISTICS or auto or options.reconstruct:
         if options.calibration is None:
-            raise ValueError(f"--method {options.method} needs --calibration FILE, a text of the kind the model is for")
+            what = "--reconstruct" if options.reconstruct else f"--sparsity {options.sparsity}"
+            what = f"--method {options.method}" if options.method in STATISTICS else what
+            raise ValueError(f"{what} needs --calibration FILE, a text of the kind the model is for")
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         length = options.length or min(2048, positions or 2048)
         if positions and length > positions:
             raise ValueError(f"--length is {length}, {options.source} has {positions} positions")
-        try:
-            text = Path(options.calibration).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--calibration {options.calibration} is no text in UTF-8: {error}") from None
+        text = _text(options.calibration)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
@@ -184,22 +203,29 @@ def prune(options: argparse.Namespace) -> None:
         begun = {
             "IN": str(source.resolve()),
             "IN's files (sizes and dates)": _digest(str([(name, s.st_size, s.st_mtime_ns) for name, s in stats])),
-            "--sparsity": share, "--method": options.method, "--pattern": options.pattern,
+            "--sparsity": options.sparsity if auto else share, "--method": options.method, "--pattern": options.pattern,
+            "--reconstruct": options.reconstruct,
             "--calibration (its text)": _digest(text), "--samples": options.samples, "--length": length,
             "--ignore": ignore, "--device": device, "macko": __version__, "torch": torch.__version__,
         }  # fmt: skip
     elif options.resume:
         raise ValueError(f"--resume is for {' and '.join(STATISTICS)}: {options.method} keeps nothing to go on with")
     with _unfinished(options, source, begun) as work:
-        named = (config.architectures or [""])[0]  # the class that was saved, or an encoder would get a new head
-        kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
-        model = kind.from_pretrained(source, dtype="auto")
+        model = _model(transformers, source)
         report = prune_(
-            model, share, options.method, pattern=options.pattern, calibration=batches, ignore=ignore, device=device,
+            model, options.sparsity, options.method, pattern=options.pattern, calibration=batches, ignore=ignore,
+            device=device, reconstruct=options.reconstruct,
             done=_Kept(work / "layers") if begun else None,  # type: ignore[arg-type]
         )  # fmt: skip
         _save(model, report, options, source, work / "result")
     print(f"{options.target} is written, dense still. Next: macko convert {options.target} {options.target}-packed")
+
+
+def _text(path: str, option: str = "--calibration") -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path} is no text in UTF-8: {error}") from None
 
 
 def _digest(text: str) -> str:
@@ -335,6 +361,58 @@ def bench(options: argparse.Namespace) -> None:
         _packed_layers(folder)
         source = str(folder)
     run(options, source)
+
+
+def eval(options: argparse.Namespace) -> None:  # the command's name
+    """Perplexity, and what differs from another model, as JSON."""
+    transformers = require_transformers()
+    from .evaluate import embeddings, language, layer_errors, windows
+
+    device, source = _device(options.device), _folder(options.source)
+    config = transformers.AutoConfig.from_pretrained(source)
+    text = _text(options.data, "--data") if options.data else _reference()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    model = _model(transformers, source).to(device)
+    dense = None if options.against is None else _model(transformers, _folder(options.against)).to(device)
+    found: dict[str, Any] = {"model": options.source, "against": options.against, "data": options.data or "pydoc"}
+    if getattr(model, "get_output_embeddings", lambda: None)() is not None and "CausalLM" in type(model).__name__:
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
+        lengths = options.lengths or sorted({min(2048, positions), *([positions] if positions <= 8192 else [])})
+        if max(lengths) > positions:
+            raise ValueError(f"--lengths has {max(lengths)}, {options.source} has {positions} positions")
+        ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+        cut = {length: windows(ids, length, options.samples) for length in lengths}
+        found["windows"] = [{"length": n, **language(model, batches, dense)} for n, batches in cut.items()]
+        if dense is not None:
+            found["layer_errors"] = layer_errors(model, cut[lengths[0]][:4], dense)
+    elif dense is None:
+        raise ValueError(f"{options.source} is no language model, so there is only --against DENSE to judge it by")
+    else:
+        lines = [line for line in text.splitlines() if line.strip()][: options.samples or 1000]
+        batches = [
+            dict(tokenizer(lines[i : i + 32], padding=True, truncation=True, return_tensors="pt"))
+            for i in range(0, len(lines), 32)
+        ]
+        found["embeddings"] = embeddings(model, batches, dense)
+        run = lambda each, batch: each(**{name: value.to(device) for name, value in batch.items()})  # noqa: E731
+        found["layer_errors"] = layer_errors(model, batches[:4], dense, run)
+    print(json.dumps(found, indent=2))
+    if options.json:
+        with open(options.json, "a", encoding="utf-8") as out:
+            out.write(json.dumps(found) + "\n")
+
+
+def _model(transformers: Any, folder: Path) -> Any:
+    """The model of a folder as the class that was saved, or an encoder would get a new head."""
+    named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
+    return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
+
+
+def _reference() -> str:
+    """A text that every Python has: its language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(text for _, text in sorted(topics.items()))
 
 
 def doctor(options: argparse.Namespace) -> int:

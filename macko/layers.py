@@ -109,10 +109,23 @@ class LayerReport:
 
 
 @dataclasses.dataclass
+class Fit:
+    """A submodule whose kept weights were fitted to its dense outputs (prune_'s reconstruct)."""
+
+    name: str
+    #: Squared error of its outputs over the calibration, over the squares of the dense ones.
+    error_before: float
+    error_after: float
+
+
+@dataclasses.dataclass
 class Report:
     """What was done to each linear layer of a model; prints as a table."""
 
     layers: list[LayerReport]
+    fits: list[Fit] = dataclasses.field(default_factory=list)
+    #: What else there is to say of it, a line each.
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def bytes_before(self) -> int:
@@ -183,7 +196,11 @@ class Report:
                 f"\nWith more tokens at once (prompts, encoders) {many} slower than dense: "
                 f"{least:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it."
             )
-        return f"{text}\n{total}"
+        lines = [
+            text,
+            *(f"{f.name} fitted: error {f.error_before:.4g} before, {f.error_after:.4g} after" for f in self.fits),
+        ]
+        return "\n".join([*lines, *self.notes, total])
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
@@ -226,7 +243,7 @@ def _most(width: int, n: int, m: int) -> int:
     return max(sum(min(n, min(s + width, g + m) - max(s, g)) for g in range(s // m * m, s + width, m)) for s in starts)
 
 
-def packed_share(density: float, value_bits: int = 16, gap_bits: Iterable[int] = (4,)) -> float:
+def packed_share(density: float, value_bits: float = 16, gap_bits: Iterable[int] = (4,)) -> float:
     """Bytes of a packed weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md).
 
     Of several widths of gaps the one that makes it smallest.

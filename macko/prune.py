@@ -10,16 +10,19 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from .allocate import allocate
 from .calibrate import calibrate, evaluating
+from .grids import Grid
 from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
 from .linear import DTYPES, SparseLinear
+from .reconstruct import Fitter, Recipe, recipe_of
 
 Pattern = tuple[int, int]
 
@@ -42,12 +45,15 @@ def wanda(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor) -
     return weight.masked_fill(lowest(weight.abs().float() * seen.sqrt(), share, pattern), 0)
 
 
-def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor) -> Tensor:
+def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor, grid: Grid | None = None) -> Tensor:
     """Prunes column by column and corrects the columns behind for it (Frantar and Alistarh, 2023, arXiv 2301.00774).
 
     What goes is chosen in blocks of columns over all rows, so rows keep different numbers of weights.
 
-    seen: [cols, cols], the inputs' sums of products.
+    Args:
+        seen: [cols, cols], the inputs' sums of products.
+        grid: rounds what is kept in the same pass (macko.grids), so that the columns behind make up for that too; with
+            share 0 that is GPTQ, and zeros that are there stay. The result is the rounded weights, as numbers.
     """
     w = weight.to(torch.float32, copy=True)
     rows, cols = w.shape
@@ -60,15 +66,21 @@ def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tenso
         if pattern is None:
             count = round(rows * stop * share) - round(rows * start * share)
             mask = _lowest_of_row(_loss(block, diagonal, idle).view(1, -1), count).view(block.shape)
+            mask |= (weight[:, start:stop] == 0) & (share == 0)
         else:
             mask = torch.zeros_like(block, dtype=torch.bool)
         errors = torch.zeros_like(block)
+        rounded = None if grid is None else grid(block.masked_fill(mask, 0))
         for col in range(stop - start):
             if pattern is not None and col % pattern[1] == 0:
                 group = slice(col, col + pattern[1])
                 mask[:, group] = lowest(_loss(block[:, group], diagonal[group], idle[group]), share, pattern)
-            errors[:, col] = block[:, col].where(mask[:, col], 0) / diagonal[col]
+            left = block[:, col].masked_fill(mask[:, col], 0)
+            if rounded is not None:
+                left = rounded(left).masked_fill_(mask[:, col], 0)
+            errors[:, col] = (block[:, col] - left) / diagonal[col]
             block[:, col:] -= errors[:, col, None] * corner[col, col:]
+            block[:, col] = left
         w[:, start:stop] = block.masked_fill_(mask, 0)
         w[:, stop:] -= errors @ factor[start:stop, stop:]
     return w.to(weight.dtype)
@@ -138,7 +150,7 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {"wanda": _squares, "sparseg
 
 def prune_(
     model: nn.Module,
-    sparsity: float | None = None,
+    sparsity: float | str | None = None,
     method: str = "magnitude",
     *,
     pattern: str | None = None,
@@ -148,6 +160,7 @@ def prune_(
     device: torch.device | str | None = None,
     progress: bool = True,
     done: MutableMapping[str, Tensor] | None = None,
+    reconstruct: str | Recipe | None = None,
 ) -> Report:
     """Sets a share of every linear layer's weight to zero, in place.
 
@@ -156,7 +169,9 @@ def prune_(
 
     Args:
         model: any module; a single nn.Linear too.
-        sparsity: share of zeros, 0.5 without a pattern. "magnitude" and "wanda" set as many in every row.
+        sparsity: share of zeros, 0.5 without a pattern. "magnitude" and "wanda" set as many in every row. "auto:0.5":
+            as many in all, but more in layers whose output changes little by it (macko.allocate), which takes
+            calibration, and one pass of it more.
         method: "magnitude": the smallest values of a row; "wanda": the smallest of value times norm of its input;
             "sparsegpt": what changes the layer's output least, and the other weights are corrected for it.
         pattern: "n:m", at most n non-zeros in every m columns that follow each other ("2:4", "6:8"); says the sparsity.
@@ -168,29 +183,38 @@ def prune_(
         done: pruned weights [rows, cols] by the layer's name, a dict or something that writes to disk. Each is put in
             as soon as it is pruned, and those that are in it are taken from there: so a call that was interrupted goes
             on, of the model as it was before, the same arguments and the same `done`, to the same bits in the end.
+        reconstruct: "submodule", "block", or a macko.reconstruct.Recipe: behind each block's masks its kept weights are
+            fitted, attention and MLP each by itself or the block as a whole, such that they make of the pruned model's
+            inputs what they made in the dense one. Takes calibration whatever the method, and a model with one list of
+            blocks. With `done` a block counts once all of it is fitted.
 
     Returns:
-        A Report of every nn.Linear with the density it has now, and why it was left; what looks like one and is none
-        (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is pruned once.
+        A Report of every nn.Linear with the density it has now, and why it was left, and of what was fitted; what
+        looks like one and is none (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is
+        pruned once.
 
     Raises:
         ValueError: sparsity is not in [0, 1) or is not the pattern's, there is no such method, the pattern is not n:m,
-            or calibration is missing; nothing has been changed then.
+            calibration is missing, or there are no blocks to reconstruct; nothing has been changed then.
         TypeError: calibration is no list of batches; nothing has been changed then.
 
     Whatever else stops it (a batch that the model does not take, a KeyboardInterrupt) leaves a model whose first layers
     are pruned and whose others are as they were. A note on the exception says which (before Python 3.11: a warning).
     """
-    sparsity, groups = asked_for(sparsity, method, pattern)
+    share, groups, auto = asked_for(sparsity, method, pattern)
     batches = [] if calibration is None else _batches(calibration)
-    if method in STATISTICS and not batches:
-        raise ValueError(f"method {method!r} needs calibration=: batches of inputs for the model")
+    fitter = None if reconstruct is None else Fitter(recipe_of(reconstruct))
+    if (method in STATISTICS or fitter or auto) and not batches:
+        what = f"method {method!r}" if method in STATISTICS else "reconstruct" if fitter else f"sparsity {sparsity!r}"
+        raise ValueError(f"{what} needs calibration=: batches of inputs for the model")
     found = find_linears(model, ignore, filter_fn)
     reasons = _reasons(found, groups)
     todo = [layer for layer in found if not reasons[layer.name]]
     with torch.no_grad():
-        _Pruning(method, sparsity, groups, device, done).run(model, todo, batches, progress)
-    return Report([_row(layer, reasons[layer.name]) for layer in found] + unpackable(model))
+        pruning = _Pruning(method, share, groups, device, done, fitter, auto)
+        pruning.run(model, todo, batches, progress)
+    rows = [_row(layer, reasons[layer.name]) for layer in found]
+    return Report(rows + unpackable(model), fitter.fits if fitter else [], pruning.notes)
 
 
 @dataclasses.dataclass
@@ -202,6 +226,11 @@ class _Pruning:
     pattern: Pattern | None
     device: torch.device | str | None
     done: MutableMapping[str, Tensor] | None
+    fitter: Fitter | None = None
+    auto: bool = False
+    #: Zeros of layers that have a share of their own, by name.
+    zeros: dict[str, int] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
     pruned: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, model: nn.Module, todo: list[FoundLinear], batches: list[Any], progress: bool) -> None:
@@ -211,34 +240,56 @@ class _Pruning:
             smoothing=0, miniters=1, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
         ) as bar:  # fmt: skip
 
-            def prune(layer: FoundLinear, seen: Tensor | None = None) -> None:
+            def prune(layer: FoundLinear, seen: Tensor | None, kept: bool) -> None:
                 bar.set_description(layer.name, refresh=False)
-                self.layer(layer, seen)
+                self.layer(layer, seen, kept)
                 bar.update(layer.module.weight.numel())
 
             try:
-                if self.method in STATISTICS:
+                done: Container[str] = self.done or {}
+                if self.auto and todo:
+                    self.allocate(model, todo, batches, bar)
+                if self.method in STATISTICS or self.fitter:
+                    statistic = STATISTICS.get(self.method)
                     with evaluating(model):
-                        statistic, done = STATISTICS[self.method], self.done or {}
-                        calibrate(model, todo, batches, statistic, prune, self.device, done, bar)
+                        calibrate(
+                            model, todo, batches, statistic, prune, self.keep, self.device, done, bar, self.fitter
+                        )
                 else:
                     for layer in todo:
-                        prune(layer)
+                        kept = layer.name in done
+                        prune(layer, None, kept)
+                        if not kept:
+                            self.keep(layer)
             except BaseException as error:
                 state = f"up to {self.pruned[-1]} they are pruned, the others" if self.pruned else "all"
                 text = f"prune_ stopped behind {len(self.pruned)} of {len(todo)} layers: {state} are as they were"
                 _note(error, text)
                 raise
 
-    def layer(self, layer: FoundLinear, seen: Tensor | None) -> None:
+    def allocate(self, model: nn.Module, todo: list[FoundLinear], batches: list[Any], bar: tqdm[Any]) -> None:
+        """The zeros of each layer. What is left out of a layer's curve is taken by magnitude or by Wanda."""
+        data = self.method != "magnitude"
+
+        def prune(weight: Tensor, share: float, seen: Tensor | None) -> Tensor:
+            return wanda(weight, share, None, seen) if seen is not None else magnitude(weight, share, None, None)
+
+        with evaluating(model):
+            statistic = _squares if data else None
+            self.zeros, errors = allocate(model, todo, batches, self.share, statistic, prune, self.device, bar)
+        tried = ", ".join(f"{strength:.0%} of the way {error:.4g}" for strength, error in errors.items())
+        self.notes.append(f"auto: error behind the last block by how far from even shares: {tried}")
+
+    def layer(self, layer: FoundLinear, seen: Tensor | None, kept: bool) -> None:
         """One layer, of which STATISTICS gathered `seen`."""
-        weight = layer.module.weight
-        kept = self.done is not None and layer.name in self.done
         new = self._kept(layer) if kept else self._new(layer, seen)
         self.pruned.append(layer.name)  # a KeyboardInterrupt comes behind copy_, not within it
-        weight.copy_(new)
-        if self.done is not None and not kept:
-            self.done[layer.name] = weight.detach().to("cpu", copy=True)
+        layer.module.weight.copy_(new)
+
+    def keep(self, layer: FoundLinear) -> None:
+        """Puts a layer that will not change any more into `done`."""
+        if self.done is not None:
+            self.done[layer.name] = layer.module.weight.detach().to("cpu", copy=True)
 
     def _kept(self, layer: FoundLinear) -> Tensor:
         assert self.done is not None
@@ -253,8 +304,9 @@ class _Pruning:
         if self.method in STATISTICS and (seen is None or not seen.any()):
             warnings.warn(f"{layer.name}: no input reached it in calibration; pruned by magnitude", stacklevel=3)
             use = magnitude
+        share = self.zeros[layer.name] / weight.numel() if layer.name in self.zeros else self.share
         try:
-            return use(weight if self.device is None else weight.to(self.device), self.share, self.pattern, seen)
+            return use(weight if self.device is None else weight.to(self.device), share, self.pattern, seen)
         except ValueError as error:
             raise ValueError(f"{layer.name}: {error}") from None
 
@@ -269,9 +321,19 @@ def _reasons(found: list[FoundLinear], pattern: Pattern | None) -> dict[str, str
     return reasons
 
 
-def asked_for(sparsity: float | None, method: str, pattern: str | None) -> tuple[float, Pattern | None]:
-    """The share of zeros and the pattern that these arguments of prune_ mean; ValueError where they mean none."""
+def asked_for(sparsity: float | str | None, method: str, pattern: str | None) -> tuple[float, Pattern | None, bool]:
+    """The share of zeros and the pattern that these arguments of prune_ mean, and whether layers' shares differ.
+
+    ValueError where they mean none.
+    """
     groups = _parse(pattern)
+    auto = isinstance(sparsity, str)
+    if isinstance(sparsity, str):
+        if groups is not None:
+            raise ValueError(f"sparsity is {sparsity!r}, but pattern {pattern} has the same share in every layer")
+        if not re.fullmatch(r"auto:0?\.\d+", sparsity):
+            raise ValueError(f"sparsity is {sparsity!r}, expected a number, or auto:0.5 (half of the weights in all)")
+        sparsity = float(sparsity[len("auto:") :])
     if groups is not None:
         implied = 1 - groups[0] / groups[1]
         if sparsity is not None and abs(sparsity - implied) > 1e-6:
@@ -282,7 +344,7 @@ def asked_for(sparsity: float | None, method: str, pattern: str | None) -> tuple
         raise ValueError(f"sparsity is {sparsity}, expected 0 <= sparsity < 1 (0.5 sets half of every row to zero)")
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
-    return sparsity, groups
+    return sparsity, groups, auto
 
 
 def _batches(calibration: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """What the examples print is true, at sizes of a test."""
 
 import importlib
+import re
 import sys
 from typing import Any
 
@@ -75,3 +76,23 @@ def test_generation_of_a_checkpoint_is_compared(
     printed = capsys.readouterr().out
     assert "28 of 29 layers changed" in printed
     assert "All 3 greedy tokens are the same." in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [[], ["--lora"]], ids=["trainer", "lora"])
+def test_training_on_the_mask_moves_no_zero(
+    way: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    finetune = importlib.import_module("examples.finetune")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["finetune", "--steps", "20", "--base-steps", "60", *way])
+    finetune.main()
+    printed = re.findall(r"^(.+?) +loss ([\d.]+), (\d+) zeros", capsys.readouterr().out, re.MULTILINE)
+    counts = [int(count) for _, _, count in printed]
+    assert counts[0] == 0
+    assert counts[1] > 0
+    assert counts[1:] == [counts[1]] * 3
+    pruned, trained, packed = (float(loss) for _, loss, _ in printed[1:])
+    assert trained < pruned
+    assert packed == pytest.approx(trained, abs=2e-3)  # as printed, with one more rounding of the sums

@@ -1,0 +1,257 @@
+"""reconstruct=: the weights that pruning left, fitted until attention and MLP say again what they said when dense.
+
+Block after block, behind the choice of its masks. Each submodule gets the inputs that the pruned and fitted modules
+before it make, and is fitted to what it made in the dense model: so it also makes up for what was lost before it. That
+is far more than a matrix by itself can win back (arXiv 2510.14444), and it hardly matters then what chose the masks.
+
+Submodules are found by structure, not by name: the children of a block that hold pruned layers, in the order in which
+the block calls them. Where one of them is not called once, or gives no tensor, the block is fitted as a whole. "block"
+does that everywhere: what reaches the next block is fitted then, with the sum that goes past the submodules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .calibrate import Call, hidden_of, weights_in, with_hidden
+from .layers import Fit, FoundLinear
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How each submodule is fitted: Adam on the kept weights, in float32, the rate falling to nothing by a cosine."""
+
+    #: What is fitted by itself: "submodule" or "block".
+    unit: str = "submodule"
+    #: Times that each batch is seen, but at least `steps` steps in all.
+    epochs: int = 8
+    steps: int = 200
+    #: The largest rate of a layer, over the root mean square of its kept weights.
+    lr: float = 0.06
+    #: Tokens in a step: as many batches as make that many.
+    tokens: int = 4096
+    #: Of the order of the batches.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("submodule", "block"):
+            raise ValueError(f"unit is {self.unit!r}, expected 'submodule' or 'block'")
+
+    def order(self, count: int, tokens: int) -> list[list[int]]:
+        """Which of `count` batches of so many tokens go into each step."""
+        group = min(count, max(1, self.tokens // max(1, tokens)))
+        rng = torch.Generator().manual_seed(self.seed)
+        needed = max(self.epochs * count, self.steps * group)
+        batches = [i for _ in range(-(-needed // count)) for i in torch.randperm(count, generator=rng).tolist()]
+        return [batches[start : start + group] for start in range(0, needed - group + 1, group)]
+
+
+#: By the name that prune_'s reconstruct takes.
+RECIPES = {unit: Recipe(unit) for unit in ("submodule", "block")}
+
+
+def recipe_of(asked: str | Recipe) -> Recipe:
+    """The recipe that prune_'s reconstruct means; ValueError where it means none."""
+    if isinstance(asked, Recipe):
+        return asked
+    if asked not in RECIPES:
+        raise ValueError(f"reconstruct is {asked!r}, expected {' or '.join(map(repr, RECIPES))} or a Recipe")
+    return RECIPES[asked]
+
+
+class _Reached(Exception):
+    """Ends a pass at the submodule whose inputs are wanted."""
+
+
+class Fitter:
+    """Fits the blocks of one model, in their order."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.fits: list[Fit] = []
+        self._units: list[tuple[str, nn.Module]] = []
+        self._targets: list[list[Tensor]] = []
+        self._hidden: list[Tensor] | None = None
+
+    def work(self, block: nn.Module, calls: list[Call]) -> int:
+        """What fit takes, in weights that meet a batch: a gradient is two passes more."""
+        return 3 * weights_in(block) * sum(map(len, self._order(calls)))
+
+    def _order(self, calls: list[Call]) -> list[list[int]]:
+        hidden = given_hidden(calls[0])
+        return self.recipe.order(len(calls), hidden.numel() // hidden.shape[-1])
+
+    def watch(self, block: nn.Module, layers: list[FoundLinear], calls: list[Call], bar: Any) -> None:
+        """The block while it is dense, on the dense model's hidden states: what it makes, and its submodules.
+
+        layers: those that will be pruned and fitted; none: the block was pruned before.
+        calls: of the pruned model, which differ from the dense one's in the hidden states alone.
+        """
+        own = {id(layer.module) for layer in layers}
+        whole = self.recipe.unit == "block"
+        parts = () if whole else block.named_children()
+        units = [(name, module) for name, module in parts if any(id(part) in own for part in module.modules())]
+        if self._hidden is None:
+            self._hidden = [given_hidden(call) for call in calls]
+        outputs: dict[str, list[Any]] = {name: [] for name, _ in units}
+        order: list[str] = []
+
+        def watch(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                outputs[name].append(hidden_of(output))
+                order.append(name)
+
+            return hook
+
+        handles = [module.register_forward_hook(watch(name)) for name, module in units]
+        made = []
+        try:
+            for call, hidden in zip(calls, self._hidden, strict=True):
+                args, kwargs = with_hidden(call, hidden)
+                made.append(hidden_of(block(*args, **kwargs)))
+                bar.update(weights_in(block))
+        finally:
+            for handle in handles:
+                handle.remove()
+        first = order[: len(units)]
+        plain = order == first * len(calls) and all(isinstance(o, Tensor) for group in outputs.values() for o in group)
+        if plain and not whole:
+            self._units = [(name, dict(units)[name]) for name in first]
+            self._targets = [outputs[name] for name in first]
+        else:
+            self._units, self._targets = [("", block)], [made]
+        self._hidden = made
+
+    def fit(self, block: nn.Module, layers: list[FoundLinear], calls: list[Call], bar: Any) -> None:
+        """Fits the pruned layers of the block, submodule after submodule, in place."""
+        order, end = self._order(calls), bar.n + self.work(block, calls)
+        inside = {id(part): part_name for part_name, part in block.named_modules()}
+        first = next(layer for layer in layers if id(layer.module) in inside)
+        prefix = first.name.removesuffix(inside[id(first.module)]).rstrip(".")
+        for (name, unit), targets in zip(self._units, self._targets, strict=True):
+            full = f"{prefix}.{name}".strip(".")
+            bar.set_description(f"fitting {full}", refresh=False)
+            names = {id(part): part_name for part_name, part in unit.named_modules()}
+            own = [layer.module for layer in layers if id(layer.module) in names]
+            weights = {f"{names[id(module)]}.weight".removeprefix("."): module.weight for module in own}
+            inputs = calls if unit is block else _inputs(block, unit, calls)
+            step = (end - bar.n) // len(order) // len(self._units)
+            with _deterministic():
+                errors = _fit(unit, weights, inputs, targets, order, self.recipe.lr, partial(bar.update, step))
+            self.fits.append(Fit(full, *errors))
+        bar.update(end - bar.n)
+        self._units, self._targets = [], []
+
+
+def given_hidden(call: Call) -> Tensor:
+    """The hidden states among a block's arguments."""
+    args, kwargs = call
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _inputs(block: nn.Module, unit: nn.Module, calls: list[Call]) -> list[Call]:
+    """What the block calls its submodule with."""
+    found: list[Call] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append((args, kwargs))
+        raise _Reached
+
+    handle = unit.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        for args, kwargs in calls:
+            with suppress(_Reached):
+                block(*args, **kwargs)
+    finally:
+        handle.remove()
+    return found
+
+
+def _fit(
+    unit: nn.Module,
+    weights: dict[str, Tensor],
+    calls: list[Call],
+    targets: list[Tensor],
+    order: list[list[int]],
+    lr: float,
+    stepped: Callable[[], Any],
+) -> tuple[float, float]:
+    """Fits the weights, by their names in the submodule; the relative squared error before and after.
+
+    What is zero stays zero, what is not stays that. Where the error over all calls is no smaller in the end, the
+    weights are as they were.
+    """
+    kept = {name: weight.detach() != 0 for name, weight in weights.items()}
+    start = {name: weight.detach().clone() for name, weight in weights.items()}
+    masters = {name: weight.to(torch.float32, copy=True).requires_grad_() for name, weight in start.items()}
+    energy = sum(float(target.float().square().sum()) for target in targets)
+    if not energy > 0 or not math.isfinite(energy):
+        return 0.0, 0.0
+
+    def error(i: int, given: dict[str, Tensor]) -> Tensor:
+        made = hidden_of(functional_call(unit, given, *calls[i]))
+        return (made.float() - targets[i].float()).square().sum()
+
+    def whole() -> float:
+        return sum(float(error(i, {})) for i in range(len(calls))) / energy
+
+    before = whole()
+    groups = []
+    for name, master in masters.items():
+        values = master.detach()[kept[name]]
+        if values.numel():
+            groups.append({"params": [master], "scale": float(values.square().mean().sqrt())})
+    if not groups:
+        return before, before
+    optimizer = torch.optim.Adam(groups, lr=lr, betas=(0.9, 0.99))
+    # Adam asks for no scale; float16 does: the gradients of a product are to be neither too small for it nor too large.
+    elements, tokens = targets[0].numel(), targets[0].numel() // targets[0].shape[-1]
+    scale = 1 / math.sqrt(energy / (elements * len(calls)) * tokens)
+    for step, batch in enumerate(order):
+        rate = lr * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / len(order))) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["scale"]
+        with torch.enable_grad():
+            for i in batch:
+                given = {n: (m * kept[n]).to(weights[n].dtype) for n, m in masters.items()}
+                (error(i, given) * (scale / len(batch))).backward(inputs=list(masters.values()))
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped()
+    for name, weight in weights.items():
+        new = (masters[name].detach() * kept[name]).to(weight.dtype)
+        # A kept weight that would round to zero stays what it was: masks are exact.
+        weight.copy_(torch.where(kept[name] & (new == 0), start[name], new))
+    after = whole()
+    if not after < before:
+        for name, weight in weights.items():
+            weight.copy_(start[name])
+        return before, before
+    return before, after
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Within it, the same work gives the same bits where torch has a way to that.
+
+    Of the attention kernels, the one that saves memory has none: its gradients are summed in any order.
+    """
+    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        with warnings.catch_warnings(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            warnings.filterwarnings("ignore", ".*deterministic.*")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warns)

@@ -18,7 +18,7 @@ def assert_same_weight(got: PackedWeight, wanted: PackedWeight) -> None:
         assert_same_bits(getattr(got, name), tensor)
 
 
-@pytest.mark.parametrize("device, dtype", device_dtypes())
+@pytest.mark.parametrize(("device", "dtype"), device_dtypes())
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("density", [0.02, 0.5])
 def test_a_cut_within_a_byte_and_a_chunk(device: str, dtype: torch.dtype, bits: int, density: float) -> None:

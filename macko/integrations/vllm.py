@@ -1,7 +1,7 @@
 """vLLM's quantization method "macko": `vllm serve FOLDER` of a folder that macko packed, or of a pruned dense one with
 `--quantization macko`.
 
-vLLM stacks q, k, v and gate, up and gives each rank of tensor parallelism its rows or columns. Two ways in, one product:
+vLLM stacks q, k, v and gate, up, and a rank of tensor parallelism has its rows or columns. Two ways in, one product:
     Arriving   a dense checkpoint: vLLM hands over the layer's weight, stacked and cut, when its last shard has come
     Packed     a packed one: the pieces are cut and stacked here
 Either way one layer at a time is dense, and a layer is one packed matrix in the end.
@@ -110,7 +110,7 @@ class MackoConfig(QuantizationConfig):
         self.ignore = hf_to_vllm_mapper.apply_list(self.ignore)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
-        """Packed or Arriving; vLLM's own for what stays dense; None (which is that too) for anything but a linear layer.
+        """Packed or Arriving; vLLM's own for what stays dense, and None, which is that too, for all but linear layers.
 
         Raises:
             ValueError: of layers that vLLM stacks some are packed and some are not, or experts are packed.
@@ -127,8 +127,8 @@ class MackoConfig(QuantizationConfig):
             if parts and len(parts) < len(names):
                 others = ", ".join(name for name in names if name not in parts)
                 raise ValueError(
-                    f"{prefix} is one matrix in vLLM, of {', '.join(parts)}, packed, and {others}, dense: pack the model "
-                    "with all of them or none (ignore=...), or serve the dense one with --quantization macko"
+                    f"{prefix} is one matrix in vLLM, of {', '.join(parts)}, packed, and {others}, dense: pack all of "
+                    "them or none (ignore=...), or serve the dense model with --quantization macko"
                 )
             return Packed(self, prefix, dense, list(parts.values())) if parts else dense
         for pattern in self.ignore:
@@ -185,13 +185,13 @@ class _Method(LinearMethodBase):
         logger.info_once(f"macko packs linear layers: {packed.label}")
 
     def note(self, header: list[int]) -> None:
-        """Makes vLLM's caches of compiled code know what has become of the layer: headers are constants in that code."""
+        """Tells vLLM's caches of compiled code what has become of the layer: headers are constants in that code."""
         if isinstance(self.engine.additional_config, dict):
             self.engine.additional_config.setdefault("macko", {})[self.name] = header
 
 
 class Arriving(_Method):
-    """The weight of a dense checkpoint: on the meta device until the last shard has come, then packed, or left dense."""
+    """The weight of a dense checkpoint: on meta until its last shard has come, then packed, or left dense."""
 
     uses_meta_device = True
 

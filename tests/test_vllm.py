@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """run(folder, adapter=None, **options of vLLM): what generate writes, and what vLLM logged; the same run once only."""
+    """run(folder, adapter=None, **options of vLLM): what generate writes, and what was logged; the same run once only."""
     done: dict[str, Any] = {}
     cache = tmp_path_factory.mktemp("cache")
 
@@ -89,7 +90,12 @@ def run(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         if key in done:
             return done[key]
         out = tmp_path_factory.mktemp("run") / "out.json"
-        call = {"folder": str(folders / folder), "options": options, "adapter": adapter and str(adapter), "out": str(out)}
+        call = {
+            "folder": str(folders / folder),
+            "options": options,
+            "adapter": adapter and str(adapter),
+            "out": str(out),
+        }
         env = {
             **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CACHE_ROOT": str(cache),
@@ -125,3 +131,162 @@ def test_a_dense_folder_is_packed_as_it_arrives(run: Callable[..., Any]) -> None
 
 def test_a_packed_folder_needs_no_option(run: Callable[..., Any]) -> None:
     assert_same(run("packed"), run("dense"))
+
+
+def test_the_layout_can_be_chosen_and_a_layer_that_gains_nothing_is_named(run: Callable[..., Any]) -> None:
+    asked = {"format": "macko", "ignore": ["down_proj"], "min_sparsity": 0.45}
+    got = run("dense", quantization="macko", hf_overrides={"macko": asked})
+    assert_same(got, run("dense"))
+    assert "macko packs linear layers: macko" in got.log
+    got = run("dense", quantization="macko", hf_overrides={"macko": {"min_sparsity": 0.6}})
+    assert_same(got, run("dense"))
+    for layer in (f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.qkv_proj", "mlp.down_proj")):
+        assert f"{layer} stays dense: under 60% sparse it would not pay" in got.log
+    assert "macko packs" not in got.log
+
+
+@pytest.mark.parametrize("case", ["dense", "packed"])
+def test_two_ranks_have_their_rows_and_columns(run: Callable[..., Any], case: str) -> None:
+    options = {"quantization": "macko"} if case == "dense" else {}
+    assert_same(run(case, tensor_parallel_size=2, **options), run("dense", tensor_parallel_size=2))
+
+
+def test_compiled_code_is_that_of_the_weights_that_are_there(run: Callable[..., Any], folders: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    compiled = {"enforce_eager": False, "quantization": "macko"}
+    shutil.copytree(folders / "dense", folders / "again")
+    assert_same(run("again", **compiled), run("dense"), rounding=True)
+    model = AutoModelForCausalLM.from_pretrained(folders / "again", dtype="auto")
+    macko.prune_(model, 0.9)
+    model.save_pretrained(folders / "again")
+    assert_same(run("again", seed=1, **compiled), run("again"), rounding=True)  # seed: else `run` would not
+
+
+def test_an_adapter_on_packed_layers(run: Callable[..., Any], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(3)
+    sizes = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (64, 256), "mlp.down_proj": (256, 688)}
+    tensors = {}
+    for layer in (0, 1):
+        for name, (rows, cols) in sizes.items():
+            for half, shape in (("A", (8, cols)), ("B", (rows, 8))):
+                tensor = (torch.randn(shape, generator=random) / 8).bfloat16()
+                tensors[f"base_model.model.model.layers.{layer}.{name}.lora_{half}.weight"] = tensor
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "task_type": "CAUSAL_LM"}
+    about |= {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    options = {"enable_lora": True, "max_lora_rank": 8}
+    wanted = run("dense", tmp_path, **options)
+    assert wanted.tokens != run("dense").tokens
+    assert_same(run("packed", tmp_path, **options), wanted)
+
+
+def test_experts_stay_dense_and_that_is_said(run: Callable[..., Any], folders: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_experts=4, num_experts_per_tok=2,
+        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=500,
+        max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    macko.prune_(model, 0.5)
+    model.save_pretrained(folders / "experts")
+    got = run("experts", quantization="macko")
+    assert_same(got, run("experts"))
+    assert "model.layers.1.mlp.experts stays dense: macko packs linear layers, not experts" in got.log
+    assert "macko packs linear layers: " in got.log
+
+
+def test_a_file_that_lacks_a_tensor_is_refused_by_the_name_of_the_layer(run: Callable[..., Any], folders: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folders / "packed", folders / "lacking")
+    file = folders / "lacking" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.k_proj.deltas"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "model.layers.1.self_attn.qkv_proj: the checkpoint has" in run("lacking", fails=True).log
+
+
+# ---- Without an engine -----------------------------------------------------------------------------------------------
+
+
+def config_of(layers: dict[str, Any], **options: Any) -> Any:
+    from macko.integrations.vllm import MackoConfig
+
+    config = MackoConfig.from_config({"quant_method": "macko", "layers": layers, "of_a_later_macko": 1, **options})
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    return config
+
+
+ABOUT = {"format": "macko", "rows": 64, "cols": 64, "delta_bits": 4}
+
+
+def test_siblings_of_which_some_are_packed_are_refused_by_name() -> None:
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    config = config_of({"a.q_proj": ABOUT, "a.v_proj": ABOUT})
+    with pytest.raises(ValueError, match=r"a\.qkv_proj is one matrix .* a\.q_proj, a\.v_proj, packed, and a\.k"):
+        config.get_quant_method(QKVParallelLinear.__new__(QKVParallelLinear), "a.qkv_proj")
+
+
+def test_packed_experts_are_refused_by_name() -> None:
+    experts = torch.nn.Module()
+    experts.moe_config = None
+    with pytest.raises(ValueError, match=r"a\.experts\.3\.up_proj is packed, and macko has no kernels for experts"):
+        config_of({"a.experts.3.up_proj": ABOUT}).get_quant_method(experts, "a.experts")
+
+
+def test_options_that_nobody_knows_are_refused() -> None:
+    hf = SimpleNamespace(macko={"fmt": "tile"})
+    with pytest.raises(ValueError, match=r'hf_overrides\["macko"\] has fmt, expected format, tokens, ignore, min_sp'):
+        config_of({}).maybe_update_config("", hf)
+    with pytest.raises(ValueError, match="format is 'tiel'"):
+        config_of({}, format="tiel")
+    with pytest.raises(ValueError, match="min_sparsity is 2"):
+        config_of({}, min_sparsity=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_has_its_part_of_a_stack_and_ranks_share_heads(ranks: int) -> None:
+    from macko.integrations.vllm import Packed
+
+    sizes, head = [64, 16, 16], 8  # 8 heads, 2 of k and v: 4 ranks share them
+    whole = random_weight(sum(sizes), 48, 0.5, torch.float16)
+    q, k, v = whole.split(sizes)
+    replicas = max(1, ranks // 2)
+    for rank in range(ranks):
+        method = Packed.__new__(Packed)
+        method.rows, method.cols, method.dtype = [64 // ranks, *[16 * replicas // ranks] * 2], 48, whole.dtype
+        layer = SimpleNamespace(tp_rank=rank, tp_size=ranks, num_kv_head_replicas=replicas)
+        wanted = [q.chunk(ranks)[rank], *(t.split(16 * replicas // ranks)[rank // replicas] for t in (k, v))]
+        assert wanted[1].shape[0] % head == 0
+        whole_one = method._cut(layer, MackoWeight.from_dense(whole), method._places(None))
+        in_three = [
+            method._cut(layer, MackoWeight.from_dense(part.contiguous()), method._places(name))[0]
+            for name, part in zip("qkv", (q, k, v), strict=True)
+        ]
+        for cut in (whole_one, in_three):
+            assert_same_bits(torch.cat([part.to_dense() for part in cut]), torch.cat(wanted))
+        with pytest.raises(ValueError, match="the checkpoint has 65 rows, vLLM wants"):
+            method._cut(layer, MackoWeight.from_dense(random_weight(65, 48, 0.5, torch.float16)), [0])
+        with pytest.raises(ValueError, match="the checkpoint has 47 columns, vLLM wants 48 for each of"):
+            method._cut(layer, MackoWeight.from_dense(whole[:, :47].contiguous()), [0, 1, 2])
+
+
+def test_a_vllm_of_another_interface_is_named_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.model_executor.model_loader.reload.layerwise as layerwise
+
+    said: list[str] = []
+    monkeypatch.delattr(layerwise, "initialize_online_processing")
+    monkeypatch.delitem(sys.modules, "macko.integrations.vllm", raising=False)
+    monkeypatch.setattr("logging.Logger.warning", lambda self, text, *args: said.append(text % args))
+    macko.integrations.register_vllm()
+    assert len(said) == 1
+    assert "this is 0." in said[0]
+    assert "initialize_online_processing" in said[0]

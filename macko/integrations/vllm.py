@@ -172,13 +172,13 @@ class _Method(LinearMethodBase):
 
     def hold(self, layer: nn.Module, packed: PackedWeight) -> None:
         """Puts the packed tensors into the layer: no parameters, for no loader is to fill them."""
-        for name in list(layer._parameters):
-            if name != "bias":
+        for name, param in list(layer.named_parameters(recurse=False)):
+            if name != "bias" and param.numel() + (name != "weight"):
                 delattr(layer, name)
         for name, tensor in packed.tensors().items():
             layer.register_buffer(f"macko_{name}", tensor, persistent=False)
-        # vLLM's adapters ask it for its device.
-        layer.weight = nn.Parameter(torch.empty(0, packed.cols, dtype=packed.dtype, device=packed.device), False)
+        if not hasattr(layer, "weight"):  # an empty one: vLLM's adapters ask it for the device
+            layer.weight = nn.Parameter(torch.empty(0, packed.cols, dtype=packed.dtype, device=packed.device), False)
         self.names, self.header = tuple(f"macko_{name}" for name in packed.tensors()), packed.header
         self.note(packed.header)
         logger.debug("%s: %s, %d bytes, %s", self.name, list(packed.shape), packed.nbytes, packed.label)
@@ -236,9 +236,9 @@ class Packed(_Method):
         **extra: Any,
     ) -> None:
         self.cols, self.rows, self.dtype = input_size_per_partition, output_partition_sizes, params_dtype
-        # Empty, with loaders of their own: only the files know the sizes. The files have an empty weight too.
+        # Empty, with loaders of their own: only the files know the sizes. An empty weight is in the files too.
         for name in sorted({"weight"}.union(*(names for _, _, names in self.parts))):
-            param = nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+            param = nn.Parameter(torch.empty(0, self.cols, dtype=params_dtype), requires_grad=False)
             param.weight_loader = self._loader(layer, name)  # type: ignore[attr-defined]
             layer.register_parameter(name, param)
 

@@ -1,8 +1,9 @@
-"""Parts of packed weights: the rows or columns that one process of tensor parallelism holds of a layer."""
+"""Parts of packed weights, the rows or columns that a process of tensor parallelism holds, and wholes of parts."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,20 @@ def cols_slice(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
     if (start, stop) == (0, weight.cols):
         return weight
     return _packed_as(weight, weight.to_dense()[:, start:stop])
+
+
+def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
+    """The whole of a weight [shape] on the CPU, of which each process of a DeviceMesh has rows (dim 0) or columns (1).
+
+    In the format that files hold. All processes have to call; each of them needs room for the dense weight meanwhile.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    part = DTensor.from_local(weight.to_dense(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=(shape[1], 1))
+    dense = part.full_tensor()
+    if weight.is_layout:
+        return MackoWeight.from_dense(dense, weight.delta_bits).to("cpu")  # type: ignore[attr-defined]
+    return _packed_as(weight, dense).to("cpu")
 
 
 def _check(weight: PackedWeight, what: str, start: int, stop: int, size: int) -> None:

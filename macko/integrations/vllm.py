@@ -29,10 +29,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
 from ..choose import Options, pack
-from ..convert import MIN_SPARSITY, convert_layer
+from ..convert import MIN_SPARSITY, convert_weight
 from ..files import VERSION, check_about
 from ..formats import MackoWeight, PackedWeight, saved_as
-from ..layers import IGNORED, FoundLinear
+from ..layers import IGNORED
 from ..ops import linear_of
 from ..shards import cols_slice, rows_slice
 
@@ -203,11 +203,8 @@ class Arriving(_Method):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if self.header:
             return  # vLLM calls for each layer while it loads, and for all of them at the end
-        weight = layer.weight.detach()
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight.as_subclass(Tensor), False)
-        found = FoundLinear(self.name, linear, [], [], None)
-        row, sparse = convert_layer(found, self.options(weight.device), self.config.min_sparsity, None, {})
+        weight, least = layer.weight.data, self.config.min_sparsity
+        row, sparse = convert_weight(self.name, weight, self.options(weight.device), least)
         if sparse is not None:
             self.hold(layer, sparse.packed)
             return

@@ -62,8 +62,8 @@ def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) 
 
     part = DTensor.from_local(weight.to_dense(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=(shape[1], 1))
     dense = part.full_tensor()
-    if weight.is_layout:
-        return MackoWeight.from_dense(dense, weight.delta_bits).to("cpu")  # type: ignore[attr-defined]
+    if weight.is_layout or isinstance(weight, MackoWeight):  # parts may have chosen other widths of deltas
+        return MackoWeight.smallest(dense).to("cpu")
     return _packed_as(weight, dense).to("cpu")
 
 

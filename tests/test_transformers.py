@@ -669,6 +669,26 @@ def test_an_older_transformers_is_refused_by_its_version(
         assert f"found {version}" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_continuous_batching_gives_the_tokens_of_the_dense_model(tiny_llama: TinyLlama) -> None:
+    wanted = copy.deepcopy(tiny_llama.model)
+    macko.prune_(wanted, 0.5)
+    sparse = copy.deepcopy(wanted)
+    macko.sparsify_(sparse)
+    assert sparse_names(sparse)
+    requests = [row[: 3 + 7 * i].tolist() for i, row in enumerate(tiny_llama.held[:4])]
+    config = transformers.GenerationConfig(
+        max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, num_blocks=64, max_batch_tokens=64
+    )
+    tokens = []
+    for model in (wanted, sparse):
+        model.set_attn_implementation("paged|sdpa")
+        found = model.generate_batch(inputs=requests, generation_config=config, progress_bar=False)
+        tokens.append([list(found[key].generated_tokens) for key in sorted(found)])
+    assert tokens[0] == tokens[1]
+    assert [len(row) for row in tokens[1]] == [12] * 4
+
+
 # ---- Several processes -----------------------------------------------------------------------------------------------
 
 DISTRIBUTED = """
@@ -738,40 +758,39 @@ layers = {name: layer for name, layer in whole.named_modules() if isinstance(lay
 config = {"quantization_config": macko.MackoConfig(ignore=())}
 two = {"distributed_config": DistributedConfig(tp_size=2)}
 wanted = tokens(load(dense, **two))
-for options in (two, {"tp_plan": "auto"}):
-    for folder, how in ((sparse, {}), (dense, config)):
-        model = load(folder, **how, **options)
-        assert torch.equal(tokens(model), wanted)
-        bytes = 0
-        for name, layer in layers.items():
-            part = model.get_submodule(name)
-            assert isinstance(part, macko.SparseLinear), name
-            w, dim = layer.weight, 1 if name.endswith(("o_proj", "down_proj")) else 0
-            w = w.as_subclass(torch.Tensor)
-            own = w.chunk(2, dim)[rank].contiguous()
-            assert_same_bits(part.packed.to_dense(), own)
-            bytes += part.packed.nbytes
-            x = torch.randn(3, w.shape[1], generator=torch.Generator().manual_seed(1))
-            with torch.no_grad():
-                y = part(x.chunk(2, 1)[rank] if dim else x)
-            bias = layer.bias
-            gathered = dim or name == "lm_head"
-            if bias is not None and not gathered:
-                bias = bias.chunk(2)[rank]
-            assert_close_spmv(y, w if gathered else own, x, bias, chain=w.shape[1] + 3)
-        assert bytes < 0.6 * sum(layer.packed.nbytes for layer in layers.values())
-        with pytest.raises(ValueError, match="q_proj holds one process' part of its weight: save the model by save_p"):
-            macko.save_model(model, f"{store}.model")
-        x = torch.randn(1, 4, 48, generator=torch.Generator().manual_seed(2), requires_grad=True)
-        grads = []  # an adapter below a layer trains as on the whole one
-        for other in (whole, model):
-            mlp = other.model.layers[0].mlp
-            grads += torch.autograd.grad(mlp(x).square().sum(), x)
-        torch.testing.assert_close(*grads)
-        model.save_pretrained(f"{store}.saved")
-        again = load(f"{store}.saved").state_dict()
-        assert all(torch.equal(again[name], tensor) for name, tensor in whole.state_dict().items())
-        dist.barrier()
+for folder, options in ((sparse, two), (dense, config | two), (sparse, {"tp_plan": "auto"})):
+    model = load(folder, **options)
+    assert torch.equal(tokens(model), wanted)
+    bytes = 0
+    for name, layer in layers.items():
+        part = model.get_submodule(name)
+        assert isinstance(part, macko.SparseLinear), name
+        w, dim = layer.weight, 1 if name.endswith(("o_proj", "down_proj")) else 0
+        w = w.as_subclass(torch.Tensor)
+        own = w.chunk(2, dim)[rank].contiguous()
+        assert_same_bits(part.packed.to_dense(), own)
+        bytes += part.packed.nbytes
+        x = torch.randn(3, w.shape[1], generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            y = part(x.chunk(2, 1)[rank] if dim else x)
+        bias = layer.bias
+        gathered = dim or name == "lm_head"
+        if bias is not None and not gathered:
+            bias = bias.chunk(2)[rank]
+        assert_close_spmv(y, w if gathered else own, x, bias, chain=w.shape[1] + 3)
+    assert bytes < 0.6 * sum(layer.packed.nbytes for layer in layers.values())
+    with pytest.raises(ValueError, match="q_proj holds one process' part of its weight: save the model by save_p"):
+        macko.save_model(model, f"{store}.model")
+    x = torch.randn(1, 4, 48, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    grads = []  # an adapter below a layer trains as on the whole one
+    for other in (whole, model):
+        mlp = other.model.layers[0].mlp
+        grads += torch.autograd.grad(mlp(x).square().sum(), x)
+    torch.testing.assert_close(*grads)
+    model.save_pretrained(f"{store}.saved")
+    again = load(f"{store}.saved").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.state_dict().items())
+    dist.barrier()
 dist.destroy_process_group()
 """
 

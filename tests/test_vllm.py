@@ -81,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """run(folder, adapter=None, **options of vLLM): what generate writes, and what was logged; the same run once only."""
+    """run(folder, adapter=None, **options of vLLM): what generate writes, and the log; the same run once only."""
     done: dict[str, Any] = {}
     cache = tmp_path_factory.mktemp("cache")
 

@@ -677,13 +677,12 @@ def test_continuous_batching_gives_the_tokens_of_the_dense_model(tiny_llama: Tin
     macko.sparsify_(sparse)
     assert sparse_names(sparse)
     requests = [row[: 3 + 7 * i].tolist() for i, row in enumerate(tiny_llama.held[:4])]
-    config = transformers.GenerationConfig(
-        max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0, num_blocks=64, max_batch_tokens=64
-    )
+    config = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=16, max_batch_tokens=64)
     tokens = []
     for model in (wanted, sparse):
-        model.set_attn_implementation("paged|sdpa")
-        found = model.generate_batch(inputs=requests, generation_config=config, progress_bar=False)
+        model.set_attn_implementation("sdpa")
+        found = model.generate_batch(requests, config, pages)
         tokens.append([list(found[key].generated_tokens) for key in sorted(found)])
     assert tokens[0] == tokens[1]
     assert [len(row) for row in tokens[1]] == [12] * 4

@@ -148,6 +148,13 @@ def _bench_arguments(command: argparse.ArgumentParser) -> None:
         help="the kernels of one token and no times: a profiler slows down each launch behind it",
     )  # fmt: skip
     command.add_argument("--json", metavar="FILE", help="append the results as JSON lines")
+    command.add_argument(
+        "--engine", choices=("transformers", "vllm"), default="transformers",
+        help="what runs the model; with vllm of the options above only --sparsity, --format, --batch, --prompt-tokens, "
+        "--new-tokens, --dtype and --json count",
+    )  # fmt: skip
+    command.add_argument("--sides", nargs="+", default=["dense", "macko", "fp8"], help="of vllm (default: all three)")
+    command.add_argument("--engine-args", default="{}", metavar="JSON", help="arguments of vLLM's LLM, for all sides")
 
 
 def _count(text: str) -> int:
@@ -377,7 +384,10 @@ def tune(options: argparse.Namespace) -> None:
 def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
     _transformers()
-    from .bench import run
+    if options.engine == "vllm":
+        from .engines import run
+    else:
+        from .bench import run
 
     source = options.source
     if not source.startswith("random:"):

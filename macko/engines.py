@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import os
@@ -57,9 +58,8 @@ def run(options: argparse.Namespace, source: str) -> None:
         raise ValueError(f"--sides has {', '.join(unknown)}, expected some of {', '.join(SIDES)}")
     given = json.loads(options.engine_args)
     os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
-    import vllm.model_executor.models.llama  # what takes long to import
-    import vllm.v1.worker.gpu_model_runner
-
+    for slow in ("model_executor.models.llama", "v1.worker.gpu_model_runner"):  # to import
+        importlib.import_module(f"vllm.{slow}")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         if is_random:

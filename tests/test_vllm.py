@@ -28,10 +28,11 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"),
 ]
 
-#: Where tokens are equal, sums of 24 log-probabilities in bfloat16 may differ by so much: each by a rounding of logits,
-#: which are below 16, at each of them.
-NEAR = 24 * 16 * 2**-8
+#: Two roundings to bfloat16 of logits that are below 8: how far log-probabilities of a token may be from each other.
+NEAR = 2 * 8 * 2**-8
 ENGINE = {"dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 8, "skip_tokenizer_init": True, "seed": 0}
+#: More of them, as JSON, where a machine needs it: {"attention_backend": "TRITON_ATTN"}.
+ENGINE |= json.loads(os.environ.get("MACKO_VLLM_ENGINE", "{}"))
 
 
 def generate(folder: str, options: dict[str, Any], adapter: str | None, out: str) -> None:
@@ -41,12 +42,11 @@ def generate(folder: str, options: dict[str, Any], adapter: str | None, out: str
 
     llm = LLM(folder, **{"enforce_eager": True, **ENGINE, **options})
     prompts = [{"prompt_token_ids": ids} for ids in ([5, 6, 7, 8, 9, 10], list(range(20, 60)), [3])]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False)
     asked = {"lora_request": LoRARequest("adapter", 1, adapter)} if adapter else {}
     outputs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False, **asked)]
-    tokens = [list(o.token_ids) for o in outputs]
-    logprobs = [[step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs]
-    Path(out).write_text(json.dumps({"tokens": tokens, "logprobs": logprobs}))
+    found = [[{str(t): about.logprob for t, about in step.items()} for step in o.logprobs] for o in outputs]
+    Path(out).write_text(json.dumps({"tokens": [list(o.token_ids) for o in outputs], "logprobs": found}))
 
 
 if __name__ == "__main__":
@@ -112,15 +112,19 @@ def run(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 def assert_same(got: Any, wanted: Any, rounding: bool = False) -> None:
-    """The same tokens and nearly the same log-probabilities; with other rounding, only until sequences part."""
-    for tokens, logprobs, right, right_logprobs in zip(
-        got.tokens, got.logprobs, wanted.tokens, wanted.logprobs, strict=True
-    ):
-        parted = next((i for i, (a, b) in enumerate(zip(tokens, right, strict=True)) if a != b), None)
-        assert rounding or parted is None
-        # Where they part each took its own likeliest token: those have to be nearly as likely.
-        stop = None if parted is None else parted + 1
-        assert abs(sum(logprobs[:stop]) - sum(right_logprobs[:stop])) < NEAR
+    """The same tokens, nearly as likely. With other rounding sequences may part, where two tokens are nearly as likely.
+
+    Compiled code and GPUs round in other places.
+    """
+    for tokens, logprobs, right, likely in zip(got.tokens, got.logprobs, wanted.tokens, wanted.logprobs, strict=True):
+        for at, (token, wanted_token) in enumerate(zip(tokens, right, strict=True)):
+            key = str(token)
+            assert key in likely[at]
+            assert abs(likely[at][key] - logprobs[at][key]) < NEAR
+            if token != wanted_token:
+                assert rounding or torch.cuda.is_available()
+                assert abs(likely[at][key] - likely[at][str(wanted_token)]) < NEAR
+                break
 
 
 def test_a_dense_folder_is_packed_as_it_arrives(run: Callable[..., Any]) -> None:

@@ -242,7 +242,7 @@ class Packed(_Method):
     def _loader(self, layer: nn.Module, name: str) -> Callable[..., None]:
         def weight_loader(param: nn.Parameter, loaded: Tensor, shard: Any = None) -> None:
             if name != "weight":
-                self.pieces.setdefault(shard, {})[name] = loaded.detach()
+                self.pieces.setdefault(shard, {})[name] = loaded.clone()  # a loader may use its memory again
             elif loaded.numel():
                 raise ValueError(f"{self.name}: the files hold its weight packed, and a dense one too")
             if not self.header and self._complete():
@@ -295,14 +295,14 @@ class Packed(_Method):
 
     def _cut(self, layer: nn.Module, whole: PackedWeight, places: list[int]) -> list[PackedWeight]:
         """This rank's parts of what one layer of the checkpoint has for these places of the stack."""
+        if isinstance(layer, ParallelLMHead):  # behind its last row is padding
+            indices = layer.shard_indices
+            return [rows_slice(whole, indices.org_vocab_start_index, indices.org_vocab_end_index)]
         rank, ranks = layer.tp_rank, layer.tp_size
         if whole.cols != self.cols:
             if whole.cols != self.cols * ranks:
                 raise ValueError(f"the checkpoint has {whole.cols} columns, vLLM wants {self.cols} for each of {ranks}")
             whole = cols_slice(whole, rank * self.cols, (rank + 1) * self.cols)
-        if isinstance(layer, ParallelLMHead):  # behind its last row is padding
-            indices = layer.shard_indices
-            return [rows_slice(whole, indices.org_vocab_start_index, indices.org_vocab_end_index)]
         rows = [self.rows[place] for place in places]
         if whole.rows == sum(rows):
             return [whole]

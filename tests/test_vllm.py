@@ -33,6 +33,11 @@ NEAR = 2 * 8 * 2**-8
 ENGINE = {"dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 8, "skip_tokenizer_init": True, "seed": 0}
 #: More of them, as JSON, where a machine needs it: {"attention_backend": "TRITON_ATTN"}.
 ENGINE |= json.loads(os.environ.get("MACKO_VLLM_ENGINE", "{}"))
+#: Its environment: no network, and two ranks share two cores.
+QUIET = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
 
 
 def generate(folder: str, options: dict[str, Any], adapter: str | None, out: str) -> None:
@@ -96,10 +101,7 @@ def run(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             "adapter": adapter and str(adapter),
             "out": str(out),
         }
-        env = {
-            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CACHE_ROOT": str(cache),
-        }  # fmt: skip
+        env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(cache)}
         command = [sys.executable, "-m", "tests.test_vllm", json.dumps(call)]
         process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
         log = process.stdout + process.stderr
@@ -217,6 +219,21 @@ def test_a_file_that_lacks_a_tensor_is_refused_by_the_name_of_the_layer(run: Cal
     assert "model.layers.1.self_attn.qkv_proj: the checkpoint has" in run("lacking", fails=True).log
 
 
+def test_bench_times_each_side(tmp_path: Path) -> None:
+    sizes = ["--batch", "1", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--dtype", "float16"]
+    given = ["--engine", "vllm", "--sides", "dense", "macko", "--engine-args", json.dumps({"enforce_eager": True})]
+    command = [sys.executable, "-m", "macko", "bench", "random:tiny", *sizes, *given, "--json", "lines"]
+    process = subprocess.run(
+        command, env={**os.environ, **QUIET, "PYTHONPATH": os.getcwd()}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    wanted = [("decode", 1), ("decode", 2), ("prefill", 1)]
+    assert [(x["model"], x["what"], x["batch"]) for x in lines] == [(m, *w) for m in ("dense", "macko") for w in wanted]
+    assert len({line["peak_bytes"] for line in lines}) == 2
+    assert lines[-1]["peak_bytes"] < lines[0]["peak_bytes"]  # of the dummies half were pruned and all were packed
+
+
 # ---- Without an engine -----------------------------------------------------------------------------------------------
 
 
@@ -240,7 +257,7 @@ def test_siblings_of_which_some_are_packed_are_refused_by_name() -> None:
 
 
 def test_packed_experts_are_refused_by_name() -> None:
-    experts = torch.nn.Module()
+    experts: Any = torch.nn.Module()
     experts.moe_config = None
     with pytest.raises(ValueError, match=r"a\.experts\.3\.up_proj is packed, and macko has no kernels for experts"):
         config_of({"a.experts.3.up_proj": ABOUT}).get_quant_method(experts, "a.experts")

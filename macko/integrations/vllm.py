@@ -277,7 +277,7 @@ class Packed(_Method):
             return ["qkv".index(shard)]
         return list(shard) if isinstance(shard, tuple) else [shard]
 
-    def _stack(self, layer: nn.Module, device: torch.device) -> PackedWeight:
+    def _stack(self, layer: Any, device: torch.device) -> PackedWeight:
         """This rank's matrix, of all pieces, which are let go."""
         cut: list[PackedWeight] = []
         for shard, (kind, sizes, names) in zip(self._shards(), self.parts, strict=True):
@@ -293,7 +293,7 @@ class Packed(_Method):
         dense = torch.cat([part.to_dense() for part in cut])
         return pack(nn.functional.pad(dense, (0, 0, 0, sum(self.rows) - len(dense))), options)
 
-    def _cut(self, layer: nn.Module, whole: PackedWeight, places: list[int]) -> list[PackedWeight]:
+    def _cut(self, layer: Any, whole: PackedWeight, places: list[int]) -> list[PackedWeight]:
         """This rank's parts of what one layer of the checkpoint has for these places of the stack."""
         if isinstance(layer, ParallelLMHead):  # behind its last row is padding
             indices = layer.shard_indices

@@ -60,7 +60,8 @@ def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) 
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    part = DTensor.from_local(weight.to_dense(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=(shape[1], 1))
+    size, stride = torch.Size(shape), (shape[1], 1)
+    part = DTensor.from_local(weight.to_dense(), mesh, [Shard(dim)], run_check=False, shape=size, stride=stride)
     dense = part.full_tensor()
     if weight.is_layout or isinstance(weight, MackoWeight):  # parts may have chosen other widths of deltas
         return MackoWeight.smallest(dense).to("cpu")

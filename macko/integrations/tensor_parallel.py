@@ -51,7 +51,7 @@ def _styles() -> Any:
 def _style(model: Any, name: str) -> Any:
     """What the plan does with a layer, or None."""
     generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-    plan = (model.tp_plan or {}) if _is_parallel(model) else {}
+    plan = (model.tp_plan or {}) if _is_parallel(model) and _styles() else {}
     return _styles().ALL_PARALLEL_STYLES[plan[generic]] if generic in plan else None
 
 

@@ -98,7 +98,7 @@ class MackoConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         asked = getattr(hf_config, "macko", None) or {}
-        known = {"format": self.options.format, "tokens": self.options.tokens}
+        known: dict[str, Any] = {"format": self.options.format, "tokens": self.options.tokens}
         known |= {"ignore": self.ignore, "min_sparsity": self.min_sparsity}
         if unknown := sorted(set(asked) - set(known)):
             raise ValueError(f'hf_overrides["macko"] has {", ".join(unknown)}, expected {", ".join(known)}')
@@ -200,7 +200,7 @@ class Arriving(_Method):
             self.dense.create_weights(layer, *sizes, **extra)
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if self.header:
             return  # vLLM calls for each layer while it loads, and for all of them at the end
         weight, least = layer.weight.data, self.config.min_sparsity

@@ -27,6 +27,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function of ours looks at the model
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() would start CUDA else
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -58,6 +59,8 @@ def run(options: argparse.Namespace, source: str) -> None:
     if unknown := [side for side in options.sides if side not in SIDES]:
         raise ValueError(f"--sides has {', '.join(unknown)}, expected some of {', '.join(SIDES)}")
     given = json.loads(options.engine_args)
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError("--engine vllm: vLLM is not installed beside macko")
     os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
     for slow in ("model_executor.models.llama", "v1.worker.gpu_model_runner"):  # to import
         importlib.import_module(f"vllm.{slow}")

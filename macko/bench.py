@@ -326,27 +326,36 @@ def _verdict(worst: list[Line]) -> str:
 
 
 def _load(source: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A checkpoint, or a Llama of random weights: 7b has the sizes of Llama-2-7B."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    """A checkpoint, or a Llama of random weights."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     if not source.startswith("random:"):
         dense: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         return dense.to(device).eval()
+    config = random_config(source)
+    torch.manual_seed(0)
+    with device:
+        return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def random_config(source: str, **more: Any) -> Any:
+    """The config of a Llama of random weights: random:7b has the sizes of Llama-2-7B."""
+    from transformers import LlamaConfig
+
     tiny = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
     sizes: dict[str, Any] = {"7b": {"max_position_embeddings": 4096}, "tiny": {**tiny, "num_attention_heads": 4}}
     size = source.removeprefix("random:")
     if size not in sizes:
         raise ValueError(f"MODEL is {source!r}, expected a folder, or random: with one of {', '.join(sizes)}")
-    torch.manual_seed(0)
-    with device:
-        return LlamaForCausalLM._from_config(LlamaConfig(**sizes[size]), dtype=dtype).eval()
+    return LlamaConfig(**sizes[size], **more)
 
 
-def _table(results: list[Result]) -> str:
-    rows = [("what", ">batch", ">prompt", "model", ">ms", ">tokens/s", ">over dense", ">peak GPU memory")]
+def _table(results: list[Result], memory: str = "peak GPU memory") -> str:
+    rows = [("what", ">batch", ">prompt", "model", ">ms", ">tokens/s", ">over dense", f">{memory}")]
     dense = {(r.what, r.batch, r.prompt_tokens): r for r in results if r.model == "dense"}
     for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity, r.tokens or 0)):
-        speed, base = result.tokens_per_s, dense[result.what, result.batch, result.prompt_tokens].tokens_per_s
+        speed, key = result.tokens_per_s, (result.what, result.batch, result.prompt_tokens)
+        base = dense[key].tokens_per_s if key in dense else None
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
         ratio = f"{speed / base:.2f}x" if speed and base else "-"
         times = (f"{result.ms:.3f}", f"{speed:.1f}", ratio) if speed else ("-", "-", "-")

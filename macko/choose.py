@@ -193,7 +193,7 @@ def worst_of(
 
 
 def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]:
-    """The format in which this weight takes the least time on its device, for so many tokens at a time if that is known.
+    """The format in which this weight takes the least time on its device, for so many tokens at a time, if known.
 
     On a GPU, but for one token, that is tile, whose time hardly grows with the tokens (docs/performance.md).
     """

@@ -147,6 +147,11 @@ def _bench_arguments(add: Any) -> None:
     compiled = "a static cache and torch.compile; max takes longer to compile"
     add("--compile", choices=("default", "fast", "max"), nargs="?", const="fast", help=compiled)
     add("--json", metavar="FILE", help="append the results as JSON lines")
+    counts = "--sparsity, --format, --batch, --prompt-tokens, --new-tokens, --dtype and --json"
+    engine = f"what runs the model; with vllm of the options above only {counts} count"
+    add("--engine", choices=("transformers", "vllm"), default="transformers", help=engine)
+    add("--sides", nargs="+", default=["dense", "macko", "fp8"], help="of vllm (default: all three)")
+    add("--engine-args", default="{}", metavar="JSON", help="arguments of vLLM's LLM, for all sides")
 
 
 def _sparsity(text: str) -> float | str:
@@ -353,7 +358,10 @@ def tune(options: argparse.Namespace) -> None:
 def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
     require_transformers()
-    from .bench import run
+    if options.engine == "vllm":
+        from .engines import run
+    else:
+        from .bench import run
 
     source = options.source
     if not source.startswith("random:"):

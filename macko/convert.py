@@ -179,6 +179,15 @@ def convert_layer(
     return row, sparse
 
 
+def convert_weight(
+    name: str, weight: Tensor, options: Options, min_sparsity: float
+) -> tuple[LayerReport, SparseLinear | None]:
+    """What convert_layer gives of a layer by itself, without a bias, for a weight that comes from a file."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return convert_layer(FoundLinear(name, linear, [], [], None), options, min_sparsity, None, {})
+
+
 def _row_without_weight(layer: FoundLinear, options: Options) -> LayerReport | None:
     """The row of a layer that has no dense weight to look at; None for any other."""
     module = layer.module

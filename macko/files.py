@@ -129,6 +129,8 @@ def packed_state(
             extra = state.pop(join(name, "_extra_state"), None)
             if extra is not None:
                 layers[name] = json.loads(bytes(extra.tolist()))
+                if (layers[name]["rows"], layers[name]["cols"]) != (module.out_features, module.in_features):
+                    raise ValueError(f"{name} holds one process' part of its weight: save the model by save_pretrained")
             elif any(key.startswith(join(name, "")) for key in state):
                 raise ValueError(f"the state has tensors of {name}, which is sparse, without {name}._extra_state")
     return state, layers

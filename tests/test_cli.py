@@ -103,6 +103,8 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
         (["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"], "pattern is '4:2'"),
         (["inspect", str(tmp_path)], "has no *.safetensors"),
         (["bench", "random:elves"], "expected a folder, or random:"),
+        (["bench", str(dense), "--engine", "vllm", "--sparsity", "0.5"], "--engine vllm takes a folder that is pruned"),
+        (["bench", "random:tiny", "--engine", "vllm", "--sides", "elves"], "--sides has elves, expected some of dense"),
     ):
         assert main(arguments) == 1
         assert message in one_line(capsys)

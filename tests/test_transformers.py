@@ -669,6 +669,25 @@ def test_an_older_transformers_is_refused_by_its_version(
         assert f"found {version}" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_continuous_batching_gives_the_tokens_of_the_dense_model(tiny_llama: TinyLlama) -> None:
+    wanted = copy.deepcopy(tiny_llama.model)
+    macko.prune_(wanted, 0.5)
+    sparse = copy.deepcopy(wanted)
+    macko.sparsify_(sparse)
+    assert sparse_names(sparse)
+    requests = [row[: 3 + 7 * i].tolist() for i, row in enumerate(tiny_llama.held[:4])]
+    config = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=16, max_batch_tokens=64)
+    tokens = []
+    for model in (wanted, sparse):
+        model.set_attn_implementation("sdpa")
+        found = model.generate_batch(requests, config, pages)
+        tokens.append([list(found[key].generated_tokens) for key in sorted(found)])
+    assert tokens[0] == tokens[1]
+    assert [len(row) for row in tokens[1]] == [12] * 4
+
+
 # ---- Several processes -----------------------------------------------------------------------------------------------
 
 DISTRIBUTED = """
@@ -687,13 +706,7 @@ dense, sparse, store, rank = *sys.argv[1:4], int(sys.argv[4])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 load = AutoModelForCausalLM.from_pretrained
 
-wanted = "do not support tensor parallelism.* asked for was tp_size=2.* Load without it"
-for folder, options in ((sparse, {}), (dense, {"quantization_config": macko.MackoConfig()})):
-    with pytest.raises(ValueError, match=wanted):
-        load(folder, distributed_config=DistributedConfig(tp_size=2), **options)
-    with pytest.raises(ValueError, match=wanted):
-        load(folder, tp_plan="auto", **options)
-with pytest.raises(ValueError, match="asked for was dp_size=2"):
+with pytest.raises(ValueError, match="do not support this distributed loading.* asked for was dp_size=2"):
     load(sparse, distributed_config=DistributedConfig(fsdp_size=2))
 
 model = load(dense, distributed_config=DistributedConfig(tp_size=2))  # no fault of the two processes
@@ -719,15 +732,72 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+TENSOR_PARALLEL = """
+import copy, sys
+import pytest, torch
+import torch.distributed as dist
+import macko
+from macko.formats import MackoWeight
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from tests.common import assert_close_spmv, assert_same_bits
 
-@pytest.mark.slow
-def test_two_processes_tensor_parallelism_is_refused_and_checkpoints_work(
-    pruned: tuple[Any, Path], tmp_path: Path
-) -> None:
-    arguments = [str(pruned[1]), str(saved(pruned, tmp_path / "sparse")), str(tmp_path / "store")]
+dense, sparse, store, rank = *sys.argv[1:4], int(sys.argv[4])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+def tokens(model):
+    prompt = torch.arange(6)[None]
+    return model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+whole = load(sparse)
+layers = {name: layer for name, layer in whole.named_modules() if isinstance(layer, macko.SparseLinear)}
+config = {"quantization_config": macko.MackoConfig(ignore=())}
+two = {"distributed_config": DistributedConfig(tp_size=2)}
+wanted = tokens(load(dense, **two))
+for folder, options in ((sparse, two), (dense, config | two), (sparse, {"tp_plan": "auto"})):
+    model = load(folder, **options)
+    assert torch.equal(tokens(model), wanted)
+    bytes = 0
+    for name, layer in layers.items():
+        part = model.get_submodule(name)
+        assert isinstance(part, macko.SparseLinear), name
+        w, dim = layer.weight, 1 if name.endswith(("o_proj", "down_proj")) else 0
+        w = w.as_subclass(torch.Tensor)
+        own = w.chunk(2, dim)[rank].contiguous()
+        assert_same_bits(part.packed.to_dense(), own)
+        bytes += part.packed.nbytes
+        x = torch.randn(3, w.shape[1], generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            y = part(x.chunk(2, 1)[rank] if dim else x)
+        bias = layer.bias
+        gathered = dim or name == "lm_head"
+        if bias is not None and not gathered:
+            bias = bias.chunk(2)[rank]
+        assert_close_spmv(y, w if gathered else own, x, bias, chain=w.shape[1] + 3)
+    assert bytes < 0.6 * sum(layer.packed.nbytes for layer in layers.values())
+    with pytest.raises(ValueError, match="q_proj holds one process' part of its weight: save the model by save_p"):
+        macko.save_model(model, f"{store}.model")
+    x = torch.randn(1, 4, 48, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    grads = []  # an adapter below a layer trains as on the whole one
+    for other in (whole, model):
+        mlp = other.model.layers[0].mlp
+        grads += torch.autograd.grad(mlp(x).square().sum(), x)
+    torch.testing.assert_close(*grads)
+    model.save_pretrained(f"{store}.saved")
+    again = load(f"{store}.saved").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.state_dict().items())
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def two_processes(program: str, *arguments: str) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", DISTRIBUTED, *arguments, str(rank)],
+            [sys.executable, "-c", program, *arguments, str(rank)],
             env={**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
@@ -740,6 +810,24 @@ def test_two_processes_tensor_parallelism_is_refused_and_checkpoints_work(
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+
+
+@pytest.mark.slow
+def test_two_processes_distributed_checkpoints(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    two_processes(DISTRIBUTED, str(pruned[1]), str(saved(pruned, tmp_path / "sparse")), str(tmp_path / "store"))
+
+
+@pytest.mark.slow
+def test_two_processes_of_tensor_parallelism_hold_a_part_each(tmp_path: Path) -> None:
+    model = llama(attention_bias=True, mlp_bias=True, vocab_size=89, tie_word_embeddings=False).float()  # an odd head
+    macko.prune_(model, 0.5, ignore=())
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "dense")
+    macko.sparsify_(model, ignore=())
+    model.save_pretrained(tmp_path / "sparse")
+    two_processes(TENSOR_PARALLEL, *(str(tmp_path / name) for name in ("dense", "sparse", "store")))
 
 
 # ---- The model card --------------------------------------------------------------------------------------------------

@@ -114,6 +114,8 @@ FAULTS = (
           "if version > VERSION + 1:", "tests/test_files.py"),
     Fault("a packed layer of a file is not validated", "macko/files.py", "            weight.validate()\n", "",
           "tests/test_files.py"),
+    Fault("a shard's first gap is another row's, within a byte", "macko/shards.py", "[first % in_byte :]", "[:]",
+          "tests/test_shards.py"),
     Fault("ignore= takes full names only", "macko/layers.py", 'p in (n, n.rpartition(".")[2])', "p == n",
           "tests/test_convert.py tests/test_prune.py"),
     Fault("the yardstick grows with the columns", "macko/reference.py",

@@ -57,6 +57,26 @@ def require_transformers() -> Any:
     return transformers
 
 
+def register_vllm() -> None:
+    """What vLLM's plugin calls, in each of its processes: registers the quantization method "macko".
+
+    Where the installed vLLM has another interface than macko knows it says so and leaves vLLM as it is.
+    """
+    from vllm.logger import init_logger
+
+    try:
+        importlib.import_module(f"{__name__}.vllm")
+    except (AttributeError, ImportError) as error:
+        from vllm import __version__
+
+        init_logger("vllm.macko").warning(
+            "macko was written for vLLM 0.25 to 0.33, this is %s, and has not what it needs (%s): "
+            'the quantization method "macko" is not registered',
+            __version__,
+            error,
+        )
+
+
 def register() -> None:
     """Registers with the libraries that are imported already, and with the others when they are."""
     for name in _DUE:

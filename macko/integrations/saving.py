@@ -25,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..files import join, packed_state
 from ..layers import format_bytes
 from ..linear import SparseLinear
+from . import tensor_parallel
 from .transformers import MackoConfig
 
 #: Parts of names that wrappers put between a model's own, by whose names from_pretrained would find nothing.
@@ -67,7 +68,10 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
                 f"save_pretrained: the model is quantized by {', '.join(others)} and has sparse layers of macko too, "
                 "while config.json can name one method only: use macko.save_model"
             )
-        state, layers = _packed(model, state)
+        if state is not None and (model._tp_size or 1) > 1:
+            raise ValueError("save_pretrained: each process has a part of the model, so its state cannot be given")
+        with tensor_parallel.all_whole(model):
+            state, layers = _packed(model, state)
     elif "macko" not in methods:
         yield state, layers
         return

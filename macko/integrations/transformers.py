@@ -16,11 +16,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..choose import Options
-from ..convert import CONVERTED, MIN_SPARSITY, convert_layer, warn_if_unchanged
+from ..convert import CONVERTED, MIN_SPARSITY, convert_weight, warn_if_unchanged
 from ..files import VERSION, Checkpoint, check_about, join, open_tensors
 from ..formats import saved_as
 from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
 from ..linear import SparseLinear
+from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
 
 
@@ -104,7 +105,7 @@ class MackoHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(  # type: ignore[override]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        _refuse_parallel(model)
+        tensor_parallel.check(model)
         if self.pre_quantized:
             self._place_packed(model, checkpoint_files or [])
             return
@@ -207,27 +208,26 @@ class MackoHfQuantizer(HfQuantizer):
 
     def _pack(self, model: Any, name: str, weight: Tensor) -> bool:
         layer = self._found.pop(name)  # or it would keep the dense weight
-        if weight.shape != layer.module.weight.shape:
+        module = layer.module
+        expected = getattr(module.weight, "_local_tensor", module.weight)  # of a DTensor this process' part
+        if weight.shape != expected.shape:
             return False  # transformers then says that the checkpoint is of another size
-        bias = layer.module.bias  # may still be to come
-        layer.module.weight = nn.Parameter(weight, requires_grad=False)
-        layer.module.bias = None  # type: ignore[assignment]
         config = self.quantization_config
-        row, sparse = convert_layer(layer, Options(config.format), config.min_sparsity, None, {})
+        row, sparse = convert_weight(name, weight, Options(config.format), config.min_sparsity)
         self.report.layers.append(row)
-        layer.module.bias = bias
         if sparse is None:
             return False
-        sparse.bias = bias
+        sparse.bias = module.bias  # may still be to come
         sparse._is_hf_initialized = True
         for parent, attribute in layer.places:
             setattr(parent, attribute, sparse)
+        tensor_parallel.wrap(model, name, sparse, module.in_features, module.out_features)
         return True
 
     # ---- After loading ----
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        _refuse_parallel(model)
+        tensor_parallel.check(model)
         for name, module in model.named_modules():
             if type(module) is _Loading:
                 module.__class__ = SparseLinear  # type: ignore[assignment]
@@ -236,6 +236,7 @@ class MackoHfQuantizer(HfQuantizer):
                         raise ValueError(f"{name}: the checkpoint has no {key}")
                 try:
                     module.packed.validate()
+                    tensor_parallel.cut(model, name, module)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
                 if module.dtype != self._dtypes[name]:
@@ -261,19 +262,6 @@ class MackoHfQuantizer(HfQuantizer):
             if isinstance(module, SparseLinear):
                 model.set_submodule(name, module.to_linear().to(dtype))
         return model
-
-
-def _refuse_parallel(model: Any) -> None:
-    """ValueError where transformers spreads the model over processes: it would sum what each of them has whole."""
-    asked = getattr(model.config, "distributed_config", None)
-    sizes = {key: getattr(asked, key, None) or 1 for key in ("tp_size", "ep_size", "pp_size", "dp_size")}
-    sizes["tp_size"] = max(sizes["tp_size"], getattr(model, "_tp_size", None) or 1)
-    if more := [f"{key}={size}" for key, size in sizes.items() if size > 1]:
-        raise ValueError(
-            "macko's layers do not support tensor parallelism, nor transformers' other distributed loading, yet; asked "
-            f"for was {', '.join(more)}, by distributed_config or tp_plan. Load without it: device_map='auto' takes "
-            "several GPUs, and DDP and fully_shard work on the loaded model"
-        )
 
 
 class _Loading(SparseLinear):

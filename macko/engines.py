@@ -1,0 +1,170 @@
+"""`macko bench --engine vllm`: a model in vLLM dense, packed by macko, and in vLLM's own fp8.
+
+vLLM is imported once, and each side runs in a fork of that process, with the engine in it: nothing touches CUDA before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import bench
+
+#: Options of vLLM's LLM by side.
+SIDES: dict[str, dict[str, Any]] = {"dense": {}, "macko": {"quantization": "macko"}, "fp8": {"quantization": "fp8"}}
+#: A side takes so many seconds at most: compiling for a new shape takes minutes.
+TIMEOUT = 540
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function of ours looks at the model
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() would start CUDA else
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result(bench.Result):
+    """One measurement of a side; peak_bytes are those of all weights, for vLLM takes what memory there is."""
+
+    def __str__(self) -> str:
+        return self.model
+
+
+def run(options: argparse.Namespace, source: str) -> None:
+    """Times every side in an order, prints a table, and appends each side's lines to options.json once it is done.
+
+    Args:
+        options: what macko bench was told.
+        source: a folder of a dense pruned model, or random: with a size, whose weights are made on the spot.
+
+    Raises:
+        ImportError: there is no vLLM.
+        ValueError: an option is of no use with an engine, or no side could be timed.
+    """
+    is_random = source.startswith("random:")
+    if options.sparsity and not (is_random and len(options.sparsity) == 1):
+        raise ValueError("--engine vllm takes a folder that is pruned, or random: and one --sparsity")
+    if unknown := [side for side in options.sides if side not in SIDES]:
+        raise ValueError(f"--sides has {', '.join(unknown)}, expected some of {', '.join(SIDES)}")
+    given = json.loads(options.engine_args)
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError("--engine vllm: vLLM is not installed beside macko")
+    os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
+    for slow in ("model_executor.models.llama", "v1.worker.gpu_model_runner"):  # to import
+        importlib.import_module(f"vllm.{slow}")
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        if is_random:
+            bench.random_config(source, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+            given = {"load_format": "dummy", "skip_tokenizer_init": True, **given}
+        for side in options.sides:
+            results += _forked(side, folder if is_random else source, options, given)
+    if not results:
+        raise ValueError("no side could be timed")
+    print(bench._table(results, memory="weights"))  # type: ignore[arg-type]
+
+
+def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any]) -> list[Result]:
+    """What a process of its own finds, written to options.json; nothing, and a line that says so, where it fails."""
+    context = multiprocessing.get_context("fork")
+    theirs, ours = context.Pipe()
+    process = context.Process(target=_measure, args=(side, folder, options, given, ours))
+    process.start()
+    ours.close()
+    found: dict[str, Any] = {}
+    try:
+        if theirs.poll(TIMEOUT):
+            found = theirs.recv()
+    except EOFError:
+        pass  # it has printed why
+    process.join(5 if found else 0)
+    process.kill()
+    if not found:
+        print(f"{side}: no times", flush=True)
+    results = [Result(**line) for line in found.get("results", ())]
+    for result in results:
+        print(f"{side}, {result.what} batch {result.batch} prompt {result.prompt_tokens}: {result.ms} ms", flush=True)
+    if options.json:
+        with open(options.json, "a", encoding="utf-8") as file:
+            lines = ({"engine": "vllm", **dataclasses.asdict(result), **found["about"]} for result in results)
+            file.writelines(json.dumps({**line, "source": options.source}) + "\n" for line in lines)
+    return results
+
+
+def _measure(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any], pipe: Any) -> None:
+    """Runs one side and sends its results, and what the engine was told."""
+    import vllm
+    from vllm import LLM
+
+    sparsity = (options.sparsity or [0.5])[0]
+    if given.get("load_format") == "dummy" and side == "macko":
+        _prune_dummies(sparsity)
+    longest = max(options.prompt_tokens) + options.new_tokens + 1
+    engine = {
+        "dtype": options.dtype or ("float16" if torch.cuda.is_available() else "bfloat16"), "max_model_len": longest,
+        "max_num_seqs": max(options.batch), "max_num_batched_tokens": max(longest, 2048),
+        "enable_prefix_caching": False, "seed": 0, **SIDES[side], **given,
+    }  # fmt: skip
+    if options.format != "auto" and side == "macko":
+        engine["hf_overrides"] = {**engine.get("hf_overrides", {}), "macko": {"format": options.format}}
+    llm = LLM(folder, **engine)
+    held = max(llm.apply_model(_bytes))
+    on_gpu = torch.cuda.is_available()
+    results = []
+
+    def note(what: str, batch: int, prompt: int, seconds: float | None, tokens: int) -> None:
+        ms, speed = (None, None) if seconds is None else (seconds * 1e3, tokens / seconds)
+        share = sparsity if side == "macko" and given.get("load_format") == "dummy" else 0.0
+        results.append(dataclasses.asdict(Result(side, share, None, what, batch, prompt, ms, speed, held)))
+
+    for batch in options.batch:
+        prompt, new = options.prompt_tokens[0], options.new_tokens
+        more, less = (lambda count=count: _generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
+        seconds = bench._difference(more, less, on_gpu)
+        note("decode", batch, prompt, None if seconds is None else seconds / new, batch)
+    for prompt in options.prompt_tokens:
+        seconds = min(bench._times(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
+        note("prefill", 1, prompt, seconds, prompt)
+    device = torch.cuda.get_device_name() if on_gpu else "cpu"
+    about = {"device": device, "torch": torch.__version__, "vllm": vllm.__version__, "format": options.format}
+    about |= {"commit": os.environ.get("MACKO_COMMIT", "unknown"), "engine_args": engine}
+    pipe.send({"results": results, "about": about})
+
+
+def _generate(llm: Any, batch: int, prompt_tokens: int, new_tokens: int) -> None:
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 400 + 3 for j in range(prompt_tokens)]} for i in range(batch)]
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    llm.generate(prompts, params, use_tqdm=False)
+
+
+def _bytes(model: nn.Module) -> int:
+    """Bytes of all weights that the model holds."""
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _prune_dummies(sparsity: float) -> None:
+    """Random weights of the right spread with so many zeros, in place of vLLM's dummies, which have none."""
+    from .integrations import vllm
+
+    convert = vllm.convert_weight
+
+    def pruned(name: str, weight: Tensor, *how: Any) -> Any:
+        weight.normal_(0, 0.02).mul_(torch.rand_like(weight, dtype=torch.float32) >= sparsity)
+        return convert(name, weight, *how)
+
+    vllm.convert_weight = pruned  # type: ignore[assignment]

@@ -1,0 +1,113 @@
+"""transformers' tensor parallelism (`tp_plan="auto"`): a process holds the rows or columns that the plan gives a layer.
+
+transformers wraps the forward of each layer of its plan: "colwise" leaves a layer this process' share of the outputs,
+"rowwise" its share of the inputs, and sums the products. What it wraps is asked for `_hf_quantized_needs_local_tp`: a
+layer that holds a slice that is no DTensor. in_features and out_features stay those of the whole layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..linear import SparseLinear
+from ..shards import cols_slice, gathered, rows_slice
+
+
+def check(model: Any) -> None:
+    """Looks at how transformers spreads the model over processes.
+
+    Raises:
+        ValueError: in another way than by tensor parallelism, or by a transformers that does not ask layers.
+    """
+    asked = getattr(model.config, "distributed_config", None)
+    sizes = {key: getattr(asked, key, None) or 1 for key in ("ep_size", "pp_size", "dp_size")}
+    more = [f"{key}={size}" for key, size in sizes.items() if size > 1]
+    if _is_parallel(model) and _styles() is None:
+        more.append("tp_size, which transformers before 5.19 does in another way")
+    if more:
+        raise ValueError(
+            "macko's layers do not support this distributed loading of transformers yet; asked for was "
+            f"{', '.join(more)}, by distributed_config or tp_plan. Load without it: tp_plan='auto' and "
+            "device_map='auto' take several GPUs, and DDP and fully_shard work on the loaded model"
+        )
+
+
+def _is_parallel(model: Any) -> bool:
+    return (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def _styles() -> Any:
+    """The module of transformers that wraps layers, or None."""
+    try:
+        from transformers.distributed import tensor_parallel
+    except ImportError:
+        return None
+    return tensor_parallel if hasattr(tensor_parallel.TensorParallelLayer, "install_forward") else None
+
+
+def _style(model: Any, name: str) -> Any:
+    """What the plan does with a layer, or None."""
+    generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    plan = (model.tp_plan or {}) if _is_parallel(model) and _styles() else {}
+    return _styles().ALL_PARALLEL_STYLES[plan[generic]] if generic in plan else None
+
+
+def cut_dim(model: Any, name: str) -> int | None:
+    """0 where the plan gives each process rows of a layer's weight, 1 for columns, None for all of it.
+
+    Raises:
+        ValueError: it cuts the weight in another way.
+    """
+    if (style := _style(model, name)) is None:
+        return None
+    kinds = _styles()
+    if isinstance(style, (kinds.ColwiseParallel, kinds.RowwiseParallel)):
+        return 0 if isinstance(style, kinds.ColwiseParallel) else 1
+    if type(style).shard_param is not kinds.TensorParallelLayer.shard_param:
+        raise ValueError(
+            f"{name}: the plan cuts it as {type(style).__name__}, which packed layers cannot: leave it dense"
+        )
+    return None
+
+
+def cut(model: Any, name: str, layer: SparseLinear) -> None:
+    """Leaves a layer, which holds the whole weight and which transformers has wrapped, this process' part of it."""
+    if (dim := cut_dim(model, name)) is None:
+        return
+    mesh, whole = _mesh(model), layer.packed
+    size = whole.shape[dim]
+    width = -(-size // mesh.size())  # as torch.chunk and DTensor cut
+    start = min(mesh.get_local_rank() * width, size)
+    layer._hold((rows_slice, cols_slice)[dim](whole, start, min(start + width, size)))
+    layer._hf_quantized_needs_local_tp = True
+
+
+def wrap(model: Any, name: str, layer: SparseLinear, in_features: int, out_features: int) -> None:
+    """Lets a layer that holds this process' part take the place of one that transformers has wrapped."""
+    layer.in_features, layer.out_features = in_features, out_features
+    if (style := _style(model, name)) is not None:
+        layer._hf_quantized_needs_local_tp = True
+        style.install_forward(layer, _mesh(model))
+        layer._is_hooked = True
+
+
+def _mesh(model: Any) -> Any:
+    return model._device_mesh["tp"]
+
+
+@contextlib.contextmanager
+def all_whole(model: Any) -> Iterator[None]:
+    """Within it each layer of which processes hold parts holds its whole weight, on the CPU. All have to call."""
+    parts = []
+    try:
+        for name, layer in model.named_modules():
+            if isinstance(layer, SparseLinear) and (dim := cut_dim(model, name)) is not None:
+                parts.append((layer, part := layer.packed))
+                layer._hold(gathered(part, dim, (layer.out_features, layer.in_features), _mesh(model)))
+        yield
+    finally:
+        for layer, part in parts:
+            layer._hold(part)

@@ -1,0 +1,319 @@
+"""vLLM's quantization method "macko": `vllm serve FOLDER` of a folder that macko packed, or of a pruned dense one with
+`--quantization macko`.
+
+vLLM stacks q, k, v and gate, up, and a rank of tensor parallelism has its rows or columns. Two ways in, one product:
+    Arriving   a dense checkpoint: vLLM hands over the layer's weight, stacked and cut, when its last shard has come
+    Packed     a packed one: the pieces are cut and stacked here
+Either way one layer at a time is dense, and a layer is one packed matrix in the end.
+
+Imported by vLLM's plugin (macko.integrations.register_vllm) alone. The class of the config is pickled to the processes
+of the engine by its name, so it is one of a module.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+
+from ..choose import Options, pack
+from ..convert import MIN_SPARSITY, convert_weight
+from ..files import VERSION, check_about
+from ..formats import MackoWeight, PackedWeight, saved_as
+from ..layers import IGNORED
+from ..ops import call
+from ..shards import cols_slice, rows_slice
+
+logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
+
+#: What layouts are chosen for where nobody says how many tokens there will be: in an engine they change at every step.
+TOKENS = 8
+
+
+@register_quantization_config("macko")
+class MackoConfig(QuantizationConfig):
+    """How a dense checkpoint is packed, and what config.json says of a packed one.
+
+    `hf_overrides={"macko": {...}}` changes format, tokens, ignore and min_sparsity of either.
+
+    Args:
+        format, tokens, ignore, min_sparsity: as in macko.sparsify_, but tokens is 8 by default.
+        version, layers: of a packed checkpoint; see macko.files.
+
+    Raises:
+        ValueError: an option is out of its range, or the files are of a newer version.
+    """
+
+    def __init__(
+        self,
+        format: str = "auto",
+        tokens: int = TOKENS,
+        ignore: Iterable[str] = IGNORED,
+        min_sparsity: float = MIN_SPARSITY,
+        version: int = VERSION,
+        layers: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        check_about({"version": version, "layers": layers}, "quantization_config")
+        if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
+            raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
+        self.options = Options(format, tokens)
+        self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+        self.min_sparsity, self.version = min_sparsity, version
+        self.layers = {} if layers is None else layers
+        self.tied = False
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "macko"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]  # a float32 layer on a GPU stays dense
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # so that vLLM calls cls() for a dense folder
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> MackoConfig:
+        """The config of a config.json, without what others, or a later macko, have noted there too."""
+        return cls(**{key: value for key, value in config.items() if key in inspect.signature(cls).parameters})
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        asked = getattr(hf_config, "macko", None) or {}
+        known: dict[str, Any] = {"format": self.options.format, "tokens": self.options.tokens}
+        known |= {"ignore": self.ignore, "min_sparsity": self.min_sparsity}
+        if unknown := sorted(set(asked) - set(known)):
+            raise ValueError(f'hf_overrides["macko"] has {", ".join(unknown)}, expected {", ".join(known)}')
+        self.__init__(**known | asked, version=self.version, layers=self.layers)  # type: ignore[misc]
+        self.tied = bool(hf_config is not None and hf_config.get_text_config().tie_word_embeddings)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
+        self.ignore = hf_to_vllm_mapper.apply_list(self.ignore)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """Packed or Arriving; vLLM's own for what stays dense, and None, which is that too, for all but linear layers.
+
+        Raises:
+            ValueError: of layers that vLLM stacks some are packed and some are not, or experts are packed.
+        """
+        is_head = isinstance(layer, ParallelLMHead)
+        if not is_head and not isinstance(layer, LinearBase):
+            self._leave_experts(layer, prefix)
+            return None
+        dense = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
+        parent, _, last = prefix.rpartition(".")
+        names = [f"{parent}.{name}".removeprefix(".") for name in self.packed_modules_mapping.get(last, [last])]
+        if self.layers:
+            parts = {name: self.layers[name] for name in names if name in self.layers}
+            if parts and len(parts) < len(names):
+                others = ", ".join(name for name in names if name not in parts)
+                raise ValueError(
+                    f"{prefix} is one matrix in vLLM, of {', '.join(parts)}, packed, and {others}, dense: pack all of "
+                    "them or none (ignore=...), or serve the dense model with --quantization macko"
+                )
+            return Packed(self, prefix, dense, list(parts.values())) if parts else dense
+        for pattern in self.ignore:
+            if any(pattern in (n, n.rpartition(".")[2]) or fnmatch.fnmatchcase(n, pattern) for n in (prefix, *names)):
+                logger.debug("%s stays dense: ignored by %r", prefix, pattern)
+                return dense
+        return dense if is_head and self.tied else Arriving(self, prefix, dense)
+
+    def _leave_experts(self, layer: nn.Module, prefix: str) -> None:
+        """ValueError where a mixture's experts are packed; else a line that they stay dense."""
+        if not hasattr(layer, "moe_config"):
+            return
+        if packed := next((name for name in self.layers if name.startswith(f"{prefix}.")), None):
+            raise ValueError(f"{packed} is packed, and macko has no kernels for experts in vLLM: leave them dense")
+        logger.info("%s stays dense: macko packs linear layers, not experts", prefix)
+
+
+class _Method(LinearMethodBase):
+    """Holds one layer's weight packed, this rank's part of it, and multiplies."""
+
+    def __init__(self, config: MackoConfig, name: str, dense: LinearMethodBase) -> None:
+        self.config, self.name, self.dense = config, name, dense
+        self.names: tuple[str, ...] = ()
+        self.header: list[int] = []
+        self.engine = get_current_vllm_config()
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed = [getattr(layer, name) for name in self.names]
+        return call(torch.ops.macko.linear, x, packed, self.header, bias)
+
+    def dequantize_weight(self, layer: nn.Module) -> Tensor:
+        return torch.ops.macko.dense([getattr(layer, name) for name in self.names], self.header)
+
+    def options(self, device: torch.device) -> Options:
+        """What the layout is chosen by on the device."""
+        options = self.config.options
+        if device.type in options.device_types:
+            return options
+        runs = " and ".join(options.device_types)
+        logger.warning_once(f"format {options.format} runs on {runs} only, the model is on {device.type}: held as auto")
+        return Options(tokens=options.tokens)
+
+    def hold(self, layer: nn.Module, packed: PackedWeight) -> None:
+        """Puts the packed tensors into the layer: no parameters, for no loader is to fill them."""
+        for name, param in list(layer.named_parameters(recurse=False)):
+            if name != "bias" and param.numel() + (name != "weight"):
+                delattr(layer, name)
+        for name, tensor in packed.tensors().items():
+            layer.register_buffer(f"macko_{name}", tensor, persistent=False)
+        if not hasattr(layer, "weight"):  # an empty one: vLLM's adapters ask it for the device
+            layer.weight = nn.Parameter(torch.empty(0, packed.cols, dtype=packed.dtype, device=packed.device), False)
+        self.names, self.header = tuple(f"macko_{name}" for name in packed.tensors()), packed.header
+        self.note(packed.header)
+        logger.debug("%s: %s, %d bytes, %s", self.name, list(packed.shape), packed.nbytes, packed.label)
+        logger.info_once(f"macko packs linear layers: {packed.label}")
+
+    def note(self, header: list[int]) -> None:
+        """Tells vLLM's caches of compiled code what has become of the layer: headers are constants in that code."""
+        if isinstance(self.engine.additional_config, dict):
+            self.engine.additional_config.setdefault("macko", {})[self.name] = header
+
+
+class Arriving(_Method):
+    """The weight of a dense checkpoint: on meta until its last shard has come, then packed, or left dense."""
+
+    uses_meta_device = True
+
+    def create_weights(self, layer: nn.Module, *sizes: Any, **extra: Any) -> None:
+        with torch.device("meta"):
+            self.dense.create_weights(layer, *sizes, **extra)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.header:
+            return  # vLLM calls for each layer while it loads, and for all of them at the end
+        weight, least = layer.weight.data, self.config.min_sparsity
+        row, sparse = convert_weight(self.name, weight, self.options(weight.device), least)
+        if sparse is not None:
+            self.hold(layer, sparse.packed)
+            return
+        logger.info("%s stays dense: %s", self.name, row.reason)
+        self.note([])
+        layer.quant_method = self.dense  # to which vLLM's call at the end goes
+
+
+class Packed(_Method):
+    """A packed checkpoint: the tensors of each of its layers that are one here, cut and stacked once all have come."""
+
+    def __init__(self, config: MackoConfig, name: str, dense: LinearMethodBase, parts: list[dict[str, Any]]) -> None:
+        super().__init__(config, name, dense)
+        self.parts = [saved_as(about) for about in parts]
+        #: What has come, by vLLM's name of the place in the stack: "q", "k", "v", a number, several, or None for all.
+        self.pieces: dict[Any, dict[str, Tensor]] = {}
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        self.cols, self.rows, self.dtype = input_size_per_partition, output_partition_sizes, params_dtype
+        # Empty, with loaders of their own: only the files know the sizes. An empty weight is in the files too.
+        for name in sorted({"weight"}.union(*(names for _, _, names in self.parts))):
+            param = nn.Parameter(torch.empty(0, self.cols, dtype=params_dtype), requires_grad=False)
+            param.weight_loader = self._loader(layer, name)  # type: ignore[attr-defined]
+            layer.register_parameter(name, param)
+
+    def _loader(self, layer: nn.Module, name: str) -> Callable[..., None]:
+        def weight_loader(param: nn.Parameter, loaded: Tensor, shard: Any = None) -> None:
+            if name != "weight":
+                self.pieces.setdefault(shard, {})[name] = loaded.clone()  # a loader may use its memory again
+            elif loaded.numel():
+                raise ValueError(f"{self.name}: the files hold its weight packed, and a dense one too")
+            if not self.header and self._complete():
+                try:
+                    packed = self._stack(layer, param.device)
+                except ValueError as error:
+                    raise ValueError(f"{self.name}: {error}") from None
+                self.hold(layer, packed)
+
+        return weight_loader
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if not self.header:
+            missing = f"{len(self.pieces)} of {len(self.parts)} packed layers" if self.pieces else "no packed layer"
+            raise ValueError(f"{self.name}: the checkpoint has {missing} of it, or one that is not whole")
+
+    def _complete(self) -> bool:
+        if len(self.pieces) < len(self.parts):
+            return False
+        pieces = [self.pieces[shard] for shard in self._shards()]
+        return all(piece.keys() >= set(names) for piece, (_, _, names) in zip(pieces, self.parts, strict=True))
+
+    def _shards(self) -> list[Any]:
+        """The keys of `pieces` in the order of the stack."""
+        return sorted(self.pieces, key=lambda shard: self._places(shard)[0])
+
+    def _places(self, shard: Any) -> list[int]:
+        """Which of the stacked matrices vLLM means by a key of `pieces`."""
+        if shard is None:
+            return list(range(len(self.rows)))
+        if isinstance(shard, str):
+            return ["qkv".index(shard)]
+        return list(shard) if isinstance(shard, tuple) else [shard]
+
+    def _stack(self, layer: Any, device: torch.device) -> PackedWeight:
+        """This rank's matrix, of all pieces, which are let go."""
+        cut: list[PackedWeight] = []
+        for shard, (kind, sizes, names) in zip(self._shards(), self.parts, strict=True):
+            piece = self.pieces.pop(shard)
+            whole = kind(**{name: piece[name] for name in names}, **sizes)  # type: ignore[arg-type]
+            whole = whole.to(device) if whole.dtype == self.dtype else whole
+            whole.validate()
+            cut += self._cut(layer, whole.to(device, self.dtype), self._places(shard))
+        options = self.options(device)
+        if len(cut) == 1 and cut[0].rows == sum(self.rows):
+            # ec and slide are what somebody chose
+            return pack(cut[0].to_macko(), options) if isinstance(cut[0], MackoWeight) or not options.again else cut[0]
+        dense = torch.cat([part.to_dense() for part in cut])
+        return pack(nn.functional.pad(dense, (0, 0, 0, sum(self.rows) - len(dense))), options)
+
+    def _cut(self, layer: Any, whole: PackedWeight, places: list[int]) -> list[PackedWeight]:
+        """This rank's parts of what one layer of the checkpoint has for these places of the stack."""
+        if isinstance(layer, ParallelLMHead):  # behind its last row is padding
+            indices = layer.shard_indices
+            return [rows_slice(whole, indices.org_vocab_start_index, indices.org_vocab_end_index)]
+        rank, ranks = layer.tp_rank, layer.tp_size
+        if whole.cols != self.cols:
+            if whole.cols != self.cols * ranks:
+                raise ValueError(f"the checkpoint has {whole.cols} columns, vLLM wants {self.cols} for each of {ranks}")
+            whole = cols_slice(whole, rank * self.cols, (rank + 1) * self.cols)
+        rows = [self.rows[place] for place in places]
+        if whole.rows == sum(rows):
+            return [whole]
+        # Several ranks may share a head of k and v.
+        shared = [getattr(layer, "num_kv_head_replicas", 1) if place else 1 for place in places]
+        wholes = [count * ranks // by for count, by in zip(rows, shared, strict=True)]
+        if whole.rows != sum(wholes):
+            raise ValueError(f"the checkpoint has {whole.rows} rows, vLLM wants {sum(rows)} for each of {ranks}")
+        starts = [
+            stop - size + rank // by * count
+            for stop, size, by, count in zip(accumulate(wholes), wholes, shared, rows, strict=True)
+        ]
+        return [rows_slice(whole, start, start + count) for start, count in zip(starts, rows, strict=True)]

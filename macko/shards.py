@@ -1,0 +1,79 @@
+"""Parts of packed weights, the rows or columns that a process of tensor parallelism holds, and wholes of parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import MackoWeight, PackedWeight, SlideWeight
+
+#: The canonical capacity is a multiple of so many entries (MACKO_CHUNK in csrc/macko/macko.h).
+_CHUNK = 8
+
+
+def rows_slice(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
+    """Rows start to stop of a weight, in its format: what packing them would give.
+
+    Of a canonical weight its entries are copied and nothing is unpacked; of any other format it is.
+
+    Raises:
+        ValueError: the weight has no such rows, or is quantised: its codes would not be those of the whole.
+    """
+    _check(weight, "rows", start, stop, weight.rows)
+    if (start, stop) == (0, weight.rows):
+        return weight
+    if not isinstance(weight, MackoWeight):
+        return _packed_as(weight, weight.to_dense()[start:stop])
+    first, last = weight.row_ptr[[start, stop]].tolist()
+    capacity = -(-(last - first) // _CHUNK) * _CHUNK
+    values = weight.values.new_zeros(capacity)
+    values[: last - first] = weight.values[first:last]
+    in_byte = 8 // weight.delta_bits
+    shifts = torch.arange(0, 8, weight.delta_bits, dtype=torch.uint8, device=weight.device)
+    codes = weight.deltas[first // in_byte : -(-last // in_byte), None] >> shifts & (1 << weight.delta_bits) - 1
+    deltas = weight.deltas.new_zeros(capacity)
+    deltas[: last - first] = codes.flatten()[first % in_byte :][: last - first]
+    deltas = (deltas.view(-1, in_byte) << shifts).sum(1, dtype=torch.uint8)
+    row_ptr = weight.row_ptr[start : stop + 1] - first
+    return dataclasses.replace(weight, values=values, deltas=deltas, row_ptr=row_ptr, rows=stop - start)
+
+
+def cols_slice(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
+    """Columns start to stop of a weight, in its format, packed anew: gaps at the cut are others.
+
+    Raises:
+        ValueError: the weight has no such columns, or is quantised: its codes would not be those of the whole.
+    """
+    _check(weight, "columns", start, stop, weight.cols)
+    if (start, stop) == (0, weight.cols):
+        return weight
+    return _packed_as(weight, weight.to_dense()[:, start:stop])
+
+
+def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
+    """The whole of a weight [shape] on the CPU, of which each process of a DeviceMesh has rows (dim 0) or columns (1).
+
+    In the format that files hold. All processes have to call; each of them needs room for the dense weight meanwhile.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    size, stride = torch.Size(shape), (shape[1], 1)
+    part = DTensor.from_local(weight.to_dense(), mesh, [Shard(dim)], run_check=False, shape=size, stride=stride)
+    dense = part.full_tensor()
+    if weight.is_layout or isinstance(weight, MackoWeight):  # parts may have chosen other widths of deltas
+        return MackoWeight.smallest(dense).to("cpu")
+    return _packed_as(weight, dense).to("cpu")
+
+
+def _check(weight: PackedWeight, what: str, start: int, stop: int, size: int) -> None:
+    if not 0 <= start <= stop <= size:
+        raise ValueError(f"{what} {start} to {stop} of a weight that has {size}")
+    if isinstance(weight, SlideWeight) and (start, stop) != (0, size):
+        raise ValueError(f"a weight of format {weight.label} cannot be cut: pack each shard of the dense one")
+
+
+def _packed_as(weight: PackedWeight, dense: Tensor) -> PackedWeight:
+    return weight.from_dense(dense.contiguous(), **weight._options())

@@ -1,0 +1,321 @@
+"""macko in vLLM: the tokens and log-probabilities of the dense model, whichever way its layers came to be packed.
+
+`make test-vllm` makes an environment with a vLLM for CPUs and runs this there: each run of vLLM takes half a minute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import macko
+from macko.formats import MackoWeight
+from tests.common import assert_same_bits, random_weight
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test-vllm"),
+]
+
+#: Two roundings to bfloat16 of logits that are below 8: how far log-probabilities of a token may be from each other.
+NEAR = 2 * 8 * 2**-8
+ENGINE = {"dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 8, "skip_tokenizer_init": True, "seed": 0}
+#: More of them, as JSON, where a machine needs it: {"attention_backend": "TRITON_ATTN"}.
+ENGINE |= json.loads(os.environ.get("MACKO_VLLM_ENGINE", "{}"))
+#: Its environment: no network, and two ranks share two cores.
+QUIET = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
+
+
+def generate(folder: str, options: dict[str, Any], adapter: str | None, out: str) -> None:
+    """Runs vLLM, in a process of its own, and writes tokens and their log-probabilities as JSON."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(folder, **{"enforce_eager": True, **ENGINE, **options})
+    prompts = [{"prompt_token_ids": ids} for ids in ([5, 6, 7, 8, 9, 10], list(range(20, 60)), [3])]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False)
+    asked = {"lora_request": LoRARequest("adapter", 1, adapter)} if adapter else {}
+    outputs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False, **asked)]
+    found = [[{str(t): about.logprob for t, about in step.items()} for step in o.logprobs] for o in outputs]
+    Path(out).write_text(json.dumps({"tokens": [list(o.token_ids) for o in outputs], "logprobs": found}))
+
+
+if __name__ == "__main__":
+    generate(**json.loads(sys.argv[1]))
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """dense, half of its weights zero, and packed, its head too: with grouped queries and biases."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("vllm")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=32, vocab_size=500, max_position_embeddings=256, tie_word_embeddings=False, attention_bias=True,
+        mlp_bias=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight.mul_(4)  # so that the most likely token is clearly so
+            elif name.endswith("bias"):
+                weight.normal_(0, 0.1)
+    macko.prune_(model, 0.5)
+    model.save_pretrained(folder / "dense")
+    macko.sparsify_(model, ignore=())
+    model.save_pretrained(folder / "packed")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """run(folder, adapter=None, **options of vLLM): what generate writes, and the log; the same run once only."""
+    done: dict[str, Any] = {}
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(folder: str, adapter: Path | None = None, fails: bool = False, **options: Any) -> Any:
+        key = json.dumps([folder, str(adapter), options], sort_keys=True)
+        if key in done:
+            return done[key]
+        out = tmp_path_factory.mktemp("run") / "out.json"
+        call = {
+            "folder": str(folders / folder),
+            "options": options,
+            "adapter": adapter and str(adapter),
+            "out": str(out),
+        }
+        env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(cache)}
+        command = [sys.executable, "-m", "tests.test_vllm", json.dumps(call)]
+        process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+        log = process.stdout + process.stderr
+        assert (process.returncode != 0) == fails, log
+        result = SimpleNamespace(log=log, **({} if fails else json.loads(out.read_text())))
+        done[key] = result
+        return result
+
+    return run
+
+
+def assert_same(got: Any, wanted: Any, rounding: bool = False) -> None:
+    """The same tokens, nearly as likely. With other rounding sequences may part, where two tokens are nearly as likely.
+
+    Compiled code and GPUs round in other places.
+    """
+    for tokens, logprobs, right, likely in zip(got.tokens, got.logprobs, wanted.tokens, wanted.logprobs, strict=True):
+        for at, (token, wanted_token) in enumerate(zip(tokens, right, strict=True)):
+            key = str(token)
+            assert key in likely[at]
+            assert abs(likely[at][key] - logprobs[at][key]) < NEAR
+            if token != wanted_token:
+                assert rounding or torch.cuda.is_available()
+                assert abs(likely[at][key] - likely[at][str(wanted_token)]) < NEAR
+                break
+
+
+def test_a_dense_folder_is_packed_as_it_arrives(run: Callable[..., Any]) -> None:
+    got = run("dense", quantization="macko")
+    assert_same(got, run("dense"))
+    assert "macko packs linear layers" in got.log
+
+
+def test_a_packed_folder_needs_no_option(run: Callable[..., Any]) -> None:
+    assert_same(run("packed"), run("dense"))
+
+
+def test_the_layout_can_be_chosen_and_a_layer_that_gains_nothing_is_named(run: Callable[..., Any]) -> None:
+    asked = {"format": "macko", "ignore": ["down_proj"], "min_sparsity": 0.45}
+    got = run("dense", quantization="macko", hf_overrides={"macko": asked})
+    assert_same(got, run("dense"))
+    assert "macko packs linear layers: macko" in got.log
+    got = run("dense", quantization="macko", hf_overrides={"macko": {"min_sparsity": 0.6}})
+    assert_same(got, run("dense"))
+    for layer in (f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.qkv_proj", "mlp.down_proj")):
+        assert f"{layer} stays dense: under 60% sparse it would not pay" in got.log
+    assert "macko packs" not in got.log
+
+
+@pytest.mark.parametrize("case", ["dense", "packed"])
+def test_two_ranks_have_their_rows_and_columns(run: Callable[..., Any], case: str) -> None:
+    options = {"quantization": "macko"} if case == "dense" else {}
+    assert_same(run(case, tensor_parallel_size=2, **options), run("dense", tensor_parallel_size=2))
+
+
+def test_compiled(run: Callable[..., Any]) -> None:
+    assert_same(run("packed", enforce_eager=False), run("dense"), rounding=True)
+
+
+def test_an_adapter_on_packed_layers(run: Callable[..., Any], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(3)
+    sizes = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (64, 256), "mlp.down_proj": (256, 688)}
+    tensors = {}
+    for layer in (0, 1):
+        for name, (rows, cols) in sizes.items():
+            for half, shape in (("A", (8, cols)), ("B", (rows, 8))):
+                tensor = (torch.randn(shape, generator=random) / 8).bfloat16()
+                tensors[f"base_model.model.model.layers.{layer}.{name}.lora_{half}.weight"] = tensor
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "task_type": "CAUSAL_LM"}
+    about |= {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    options = {"enable_lora": True, "max_lora_rank": 8}
+    wanted = run("dense", tmp_path, **options)
+    assert wanted.tokens != run("dense").tokens
+    assert_same(run("packed", tmp_path, **options), wanted)
+
+
+def test_experts_stay_dense_and_that_is_said(run: Callable[..., Any], folders: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_experts=4, num_experts_per_tok=2,
+        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=500,
+        max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    macko.prune_(model, 0.5)
+    model.save_pretrained(folders / "experts")
+    got = run("experts", quantization="macko")
+    assert_same(got, run("experts"))
+    assert "model.layers.1.mlp.experts stays dense: macko packs linear layers, not experts" in got.log
+    assert "macko packs linear layers: " in got.log
+
+
+def test_a_file_that_lacks_a_tensor_is_refused_by_the_name_of_the_layer(run: Callable[..., Any], folders: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folders / "packed", folders / "lacking")
+    file = folders / "lacking" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.k_proj.deltas"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "model.layers.1.self_attn.qkv_proj: the checkpoint has" in run("lacking", fails=True).log
+
+
+def test_bench_times_each_side(tmp_path: Path) -> None:
+    sizes = ["--batch", "1", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--dtype", "float16"]
+    given = ["--engine", "vllm", "--sides", "dense", "macko", "--engine-args", json.dumps({"enforce_eager": True})]
+    command = [sys.executable, "-m", "macko", "bench", "random:tiny", *sizes, *given, "--json", "lines"]
+    process = subprocess.run(
+        command, env={**os.environ, **QUIET, "PYTHONPATH": os.getcwd()}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    wanted = [("decode", 1), ("decode", 2), ("prefill", 1)]
+    assert [(x["model"], x["what"], x["batch"]) for x in lines] == [(m, *w) for m in ("dense", "macko") for w in wanted]
+    assert len({line["peak_bytes"] for line in lines}) == 2
+    assert lines[-1]["peak_bytes"] < lines[0]["peak_bytes"]  # of the dummies half were pruned and all were packed
+
+
+# ---- Without an engine -----------------------------------------------------------------------------------------------
+
+
+def config_of(layers: dict[str, Any], **options: Any) -> Any:
+    from macko.integrations.vllm import MackoConfig
+
+    config = MackoConfig.from_config({"quant_method": "macko", "layers": layers, "of_a_later_macko": 1, **options})
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    return config
+
+
+ABOUT = {"format": "macko", "rows": 64, "cols": 64, "delta_bits": 4}
+
+
+def test_siblings_of_which_some_are_packed_are_refused_by_name() -> None:
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    config = config_of({"a.q_proj": ABOUT, "a.v_proj": ABOUT})
+    with pytest.raises(ValueError, match=r"a\.qkv_proj is one matrix .* a\.q_proj, a\.v_proj, packed, and a\.k"):
+        config.get_quant_method(QKVParallelLinear.__new__(QKVParallelLinear), "a.qkv_proj")
+
+
+def test_packed_experts_are_refused_by_name() -> None:
+    experts: Any = torch.nn.Module()
+    experts.moe_config = None
+    with pytest.raises(ValueError, match=r"a\.experts\.3\.up_proj is packed, and macko has no kernels for experts"):
+        config_of({"a.experts.3.up_proj": ABOUT}).get_quant_method(experts, "a.experts")
+
+
+def test_options_that_nobody_knows_are_refused() -> None:
+    hf = SimpleNamespace(macko={"fmt": "tile"})
+    with pytest.raises(ValueError, match=r'hf_overrides\["macko"\] has fmt, expected format, tokens, ignore, min_sp'):
+        config_of({}).maybe_update_config("", hf)
+    with pytest.raises(ValueError, match="format is 'tiel'"):
+        config_of({}, format="tiel")
+    with pytest.raises(ValueError, match="min_sparsity is 2"):
+        config_of({}, min_sparsity=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_has_its_part_of_a_stack_and_ranks_share_heads(ranks: int) -> None:
+    from macko.integrations.vllm import Packed
+
+    sizes, head = [64, 16, 16], 8  # 8 heads, 2 of k and v: 4 ranks share them
+    whole = random_weight(sum(sizes), 48, 0.5, torch.float16)
+    q, k, v = whole.split(sizes)
+    replicas = max(1, ranks // 2)
+    for rank in range(ranks):
+        method = Packed.__new__(Packed)
+        method.rows, method.cols, method.dtype = [64 // ranks, *[16 * replicas // ranks] * 2], 48, whole.dtype
+        layer = SimpleNamespace(tp_rank=rank, tp_size=ranks, num_kv_head_replicas=replicas)
+        wanted = [q.chunk(ranks)[rank], *(t.split(16 * replicas // ranks)[rank // replicas] for t in (k, v))]
+        assert wanted[1].shape[0] % head == 0
+        whole_one = method._cut(layer, MackoWeight.from_dense(whole), method._places(None))
+        in_three = [
+            method._cut(layer, MackoWeight.from_dense(part.contiguous()), method._places(name))[0]
+            for name, part in zip("qkv", (q, k, v), strict=True)
+        ]
+        for cut in (whole_one, in_three):
+            assert_same_bits(torch.cat([part.to_dense() for part in cut]), torch.cat(wanted))
+        with pytest.raises(ValueError, match="the checkpoint has 65 rows, vLLM wants"):
+            method._cut(layer, MackoWeight.from_dense(random_weight(65, 48, 0.5, torch.float16)), [0])
+        with pytest.raises(ValueError, match="the checkpoint has 47 columns, vLLM wants 48 for each of"):
+            method._cut(layer, MackoWeight.from_dense(whole[:, :47].contiguous()), [0, 1, 2])
+
+
+def test_compiled_code_of_other_weights_is_not_taken_from_the_cache() -> None:
+    """Headers are constants in it, and vLLM loads it by a hash of its config, without guards."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from macko.integrations.vllm import Packed
+
+    hashes = []
+    for header in ([0, 64, 48, 4], [0, 64, 48, 2], []):
+        engine = VllmConfig()
+        with set_current_vllm_config(engine):
+            method = Packed(config_of({}), "a.o_proj", None, [])
+        method.note(header)
+        hashes.append(engine.compute_hash())
+    assert len({*hashes, VllmConfig().compute_hash()}) == 4
+
+
+def test_a_vllm_of_another_interface_is_named_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.model_executor.model_loader.reload.layerwise as layerwise
+
+    said: list[str] = []
+    monkeypatch.delattr(layerwise, "initialize_online_processing")
+    monkeypatch.delitem(sys.modules, "macko.integrations.vllm", raising=False)
+    monkeypatch.setattr("logging.Logger.warning", lambda self, text, *args: said.append(text % args))
+    macko.integrations.register_vllm()
+    assert len(said) == 1
+    assert "this is 0." in said[0]
+    assert "initialize_online_processing" in said[0]

@@ -325,7 +325,10 @@ def test_shapes_that_compile_expects_are_those_of_what_is_packed(device: str) ->
     for kind in FORMATS.values():
         if kind.is_layout and device in kind.device_types:
             cut = [0, 0, 0] if kind is SellWeight else []
-            torch.library.opcheck(torch.ops.macko.lay_out, (*canonical.packed, kind.number, cut))
+            # Not whether compiled code gives the same: bits of gaps and masks are NaN as numbers.
+            torch.library.opcheck(
+                torch.ops.macko.lay_out, (*canonical.packed, kind.number, cut), test_utils="test_faketensor"
+            )
     if device == "cpu":
         bitmap = BitmapWeight.from_macko(canonical)
         torch.library.opcheck(torch.ops.macko.lay_out, (*bitmap.packed, MackoWeight.number, []))

@@ -39,7 +39,7 @@ class OneToken:
         pass
 
 
-def profile_token(model: Any, prompts: Tensor, count: int, compiled: str | None) -> list[Line]:
+def profile_token(model: Any, prompts: Tensor, count: int, compiled: str) -> list[Line]:
     """What the GPU does for one of `count` tokens: launches and microseconds by kernel, and how long it is busy.
 
     Kernels that overlap (chained launches) count with their waiting, so their sum may exceed that.
@@ -69,10 +69,10 @@ def short(name: str) -> str:
 
 
 def profile_all(
-    side: Side, model: Any, prompts: Tensor, batches: list[int], options: argparse.Namespace, lines: list[Line]
+    side: Side, model: Any, prompts: Tensor, options: argparse.Namespace, lines: list[Line]
 ) -> list[Result]:
     """Prints the kernels at each batch size, and adds them to the lines that are written."""
-    for batch in batches:
+    for batch in options.batch:
         prompt = prompts[:batch, : options.prompt_tokens[0]]
         rows = profile_token(model, prompt, 1 + options.new_tokens, options.compile)
         lines += [{"what": "profile", **dataclasses.asdict(side), "batch": batch, **row} for row in rows]

@@ -364,11 +364,15 @@ def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[
     return table(["speed over dense", "`sparsify_(model)`", "`sparsify_(model, tokens=1)`"], rows)
 
 
+def layout_of(line: Line) -> str:
+    """What held the weights. "auto" was sell for one sequence (tokens: ""), until it became tile for any number."""
+    if line["format"] != "auto":
+        return str(line["format"])
+    return "sell" if line.get("tokens") in ("", 1) else "tile"
+
+
 def bench_name(line: Line) -> str:
-    if line["model"] == "dense":
-        return "dense"
-    held = ", for batches" if line.get("tokens") else "" if line["format"] == "auto" else f", {line['format']}"
-    return f"{line['sparsity']:.0%} sparse{held}"
+    return "dense" if line["model"] == "dense" else f"{line['sparsity']:.0%} sparse, {layout_of(line)}"
 
 
 def bench_table(lines: list[Line], what: str) -> str:
@@ -397,7 +401,7 @@ def bench_summary(lines: list[Line]) -> str:
     dense = {tuple(line[way] for way in ways): line for line in found if line["model"] == "dense"}
     rows = []
     for line in sorted(found, key=lambda line: (line["what"], line["batch"], line["prompt_tokens"], line["format"])):
-        batched = bool(line.get("tokens"))
+        batched = line.get("tokens") == "batch"
         if line["sparsity"] != 0.5 or (batched and line["what"] == "prefill"):
             continue
         base = dense[tuple(line[way] for way in ways)]
@@ -407,7 +411,7 @@ def bench_summary(lines: list[Line]) -> str:
         rows.append(
             [
                 what,
-                "tile" if batched or line["format"] == "tile" else "sell",
+                layout_of(line),
                 line["compile"] or "no",
                 f"{base['ms']:.2f}",
                 f"{line['ms']:.2f} ({base['ms'] / line['ms']:.2f}x)",

@@ -58,7 +58,7 @@ class Side:
     def __str__(self) -> str:
         if self.model == "dense":
             return "dense"
-        return f"{self.sparsity:.0%} sparse{', for batches' if self.tokens else ''}"
+        return f"{self.sparsity:.0%} sparse{f', tokens={self.tokens}' if self.tokens else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +84,15 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     Raises:
         ValueError: an option is of no use, before anything is timed; or no layer is sparse enough.
     """
-    Options(options.format)
+    Options(options.format, options.tokens)
     for sparsity in options.sparsity or ():
         asked_for(sparsity, "magnitude", None)
     if options.json:
         with open(options.json, "a", encoding="utf-8"):
             pass  # or it would be found out behind the first times
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.compile is None:
+        options.compile = "default" if device.type == "cuda" else "no"
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" else "bfloat16"))
     model = _load(source, device, dtype)
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if options.source[:7] == "random:" else []))
@@ -98,13 +100,13 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     results: list[Result] = []
     about = _about(options, device, dtype)
 
-    def measure(side: Side, batches: list[int], lines: list[Line]) -> None:
+    def measure(side: Side, lines: list[Line]) -> None:
         """Also writes the lines at once: what comes behind may fail."""
         torch._dynamo.reset()  # what was compiled for the model before holds memory
         gc.collect()
         if prompts.is_cuda:
             torch.cuda.empty_cache()
-        found = (measuring or measure_all)(side, model, prompts, batches, options, lines)
+        found = (measuring or measure_all)(side, model, prompts, options, lines)
         results.extend(found)
         if options.json:
             with open(options.json, "a", encoding="utf-8") as file:
@@ -117,24 +119,21 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
             prune_(model, sparsity)
         dense_logits, dense_bits = _logits(model, prompts[:1]), _bits(model)
         if index == 0:
-            measure(Side("dense", 0.0, None), options.batch, [])
-        for tokens, batches in _ways(options, device):
-            _make_dense(model)
-            report = sparsify_(model, format=options.format, merge=options.merge, tokens=tokens)
-            if not report.changed:
-                raise ValueError(
-                    f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity"
-                )
-            zeros, weights = Report(report.changed).zeros
-            side = Side("sparse", round(zeros / weights, 3), tokens)
-            logits = _logits(model, prompts[:1])
-            error, largest = (logits - dense_logits).abs().max().item(), dense_logits.abs().max().item()
-            print(str(report).splitlines()[-1])
-            print(f"{side}, logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})")
-            worst = check_layers(model, prompts[:1], (*batches, 128), dense_bits)
-            print(f"{side}, {_verdict(worst)}", flush=True)
-            line = {"what": "logits", **dataclasses.asdict(side), "error": error, "largest": largest, "layers": worst}
-            measure(side, batches, [line])
+            measure(Side("dense", 0.0, None), [])
+        _make_dense(model)
+        report = sparsify_(model, format=options.format, merge=options.merge, tokens=options.tokens)
+        if not report.changed:
+            raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity")
+        zeros, weights = Report(report.changed).zeros
+        side = Side("sparse", round(zeros / weights, 3), options.tokens)
+        logits = _logits(model, prompts[:1])
+        error, largest = (logits - dense_logits).abs().max().item(), dense_logits.abs().max().item()
+        print(str(report).splitlines()[-1])
+        print(f"{side}, logits: {error:.3g} apart at most, the largest is {largest:.3g} ({dtype})")
+        worst = check_layers(model, prompts[:1], (*options.batch, 128), dense_bits)
+        print(f"{side}, {_verdict(worst)}", flush=True)
+        line = {"what": "logits", **dataclasses.asdict(side), "error": error, "largest": largest, "layers": worst}
+        measure(side, [line])
     if results:
         print(_table(results))
 
@@ -161,20 +160,11 @@ def _about(options: argparse.Namespace, device: torch.device, dtype: torch.dtype
     }
 
 
-def _ways(options: argparse.Namespace, device: torch.device) -> list[tuple[int | None, list[int]]]:
-    """What sparsify_ is told, and the batch sizes for it: on a GPU as a user would who knows how many there will be."""
-    if device.type != "cuda" or options.format != "auto":
-        return [(None, options.batch)]
-    several = [batch for batch in options.batch if batch > 1]
-    ways = [(None, [batch for batch in options.batch if batch == 1]), (8, several)]
-    return [(tokens, batches) for tokens, batches in ways if batches]
-
-
 def measure_all(
-    side: Side, model: Any, prompts: Tensor, batches: list[int], options: argparse.Namespace, lines: list[Line]
+    side: Side, model: Any, prompts: Tensor, options: argparse.Namespace, lines: list[Line]
 ) -> list[Result]:
     """Decoding at every batch size behind the first prompt length, the prefill of one sequence at every length."""
-    results = [_decode(side, model, prompts[:batch, : options.prompt_tokens[0]], options) for batch in batches]
+    results = [_decode(side, model, prompts[:batch, : options.prompt_tokens[0]], options) for batch in options.batch]
     results += [_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens]
     for result in results:
         peak = "" if result.peak_bytes is None else f", peak {format_bytes(result.peak_bytes)}"
@@ -185,10 +175,10 @@ def measure_all(
     return results
 
 
-def generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str | None, **more: Any) -> None:
+def generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str, **more: Any) -> None:
     """Greedily, whatever ends a text; compiled as --compile says. more: of model.generate()."""
     settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **more}
-    if compiled is None:
+    if compiled == "no":
         settings["disable_compile"] = True
     else:
         settings["cache_implementation"] = "static"

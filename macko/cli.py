@@ -144,8 +144,9 @@ def _bench_arguments(add: Any) -> None:
     add("--prompt-tokens", type=_count, nargs="+", default=[128], help=lengths)
     add("--new-tokens", type=_count, default=32)
     add("--dtype", choices=_DTYPES, help="default: float16, on a CPU bfloat16")
-    compiled = "a static cache and torch.compile; max takes longer to compile"
-    add("--compile", choices=("default", "fast", "max"), nargs="?", const="fast", help=compiled)
+    add("--tokens", type=_count, help="as of sparsify_: how many a layer gets at a time, if you know")
+    compiled = "a static cache and torch.compile, as generate() does by itself (default, but on a CPU), or at its best"
+    add("--compile", choices=("no", "default", "fast", "max"), nargs="?", const="fast", help=compiled)
     add("--json", metavar="FILE", help="append the results as JSON lines")
     counts = "--sparsity, --format, --batch, --prompt-tokens, --new-tokens, --dtype and --json"
     engine = f"what runs the model; with vllm of the options above only {counts} count"

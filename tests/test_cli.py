@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import fcntl
 import json
@@ -587,15 +586,6 @@ def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama)
     model.set_submodule(name, macko.SparseLinear.from_linear(dense))
     with pytest.raises(ValueError, match=rf"{name}: the packed weight is not the dense one"):
         bench.check_layers(model, prompt, (1,), dense_bits)
-
-
-def test_bench_holds_a_model_on_a_gpu_as_its_batch_asks_for() -> None:
-    options = argparse.Namespace(format="auto", batch=[1, 8, 32])
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert bench._ways(options, gpu) == [(None, [1]), (8, [8, 32])]
-    assert bench._ways(options, cpu) == [(None, [1, 8, 32])]
-    assert bench._ways(argparse.Namespace(format="auto", batch=[8]), gpu) == [(8, [8])]
-    assert bench._ways(argparse.Namespace(format="sell", batch=[1, 8]), gpu) == [(None, [1, 8])]
 
 
 def test_doctor_is_python_m_macko(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,9 +104,6 @@ struct few_work {
     __device__ __forceinline__ static int share_at(const few_partition &mine, int rank) {
         return rank * mine.share + min(rank, mine.longer);
     }
-    __device__ __forceinline__ int stages(int slabs) const {
-        return whole * slabs + end - start;
-    }
 };
 
 // Who has a share of a split row block: the blocks of ranks [first, first + ways). Each adds up the sums of a chunk of
@@ -223,7 +220,7 @@ __device__ __forceinline__ void produce(const few_task &task, uint32_t base, int
     const few_work work(task, cluster, rank);
     const int whole_stages = work.whole * task.slabs;
     // A pipeline of three stages leaves the fourth warp none.
-    const int total = warp < task.stages ? work.stages(task.slabs) : 0;
+    const int total = warp < task.stages ? work.whole * task.slabs + work.end - work.start : 0;
     // Stage after stage, the slabs of a block are neighbours, but for one leap.
     const int shares = work.left * task.slabs + work.start - whole_stages, wholes = work.first_row_block * task.slabs;
     const uint64_t policy = evict_first();
@@ -308,6 +305,8 @@ __device__ __forceinline__ void store_four(const few_task &task, int64_t first_r
             y[k % 2 * task.rows + k / 2 * 8] = from_float<T>(sum[k] + bias[k / 2]);
 }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
+
 __device__ __forceinline__ void store_sums(uint32_t to, const float *v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
                  : "memory");
@@ -318,8 +317,6 @@ __device__ __forceinline__ void load_sums(float (&v)[4], uint32_t from) {
                  : "r"(from)
                  : "memory");
 }
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
 
 // A consumer warpgroup: a tile of every slab. In order: the first tile is prepared; stages are multiplied (the main
 // loop); the four warpgroups' sums, and with split-K those of other blocks, meet in shared memory and are stored. The
@@ -391,8 +388,8 @@ __device__ __forceinline__ void consume(const few_task &task, const few_memory &
     constexpr std::integral_constant<int, 1> step1;
     constexpr std::integral_constant<int, 2> step2;
     constexpr std::integral_constant<int, 3> step3;
-    stage_position here = begin, ahead = begin; // what is multiplied, and what is prepared
-    int stages_left = work.stages(task.slabs);  // with this one
+    stage_position here = begin, ahead = begin;                        // what is multiplied, and what is prepared
+    int stages_left = work.whole * task.slabs + work.end - work.start; // with this one
     // The first one of the row blocks that the share is of; how they are split is looked up while the first stage comes.
     int nth = 0;
     while ((nth + 1) * task.slabs <= work.start) nth++;

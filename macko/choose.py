@@ -55,9 +55,10 @@ class Options:
     Attributes:
         format: a name in FORMATS or CHOICES.
         tokens: given to a layer at a time, if the caller knows. "auto" chooses by it, and a report's times are of so
-            many, or of one. On a GPU the choice is tile, whose time hardly grows with them, unless the caller says 1:
-            then it is what is fastest for one, sell in most cases, with which a prompt takes twice as long as with
-            tile. By it "slide" and "mixed" take a pattern's kernel or the dense one; default: 2048.
+            many, or of one. On a GPU of compute capability 9.0 the choice is tile, whose time hardly grows with them,
+            unless the caller says 1: then it is what is fastest for one, sell in most cases, with which a prompt takes
+            longer. On other GPUs it is tile from 2 on. By it "slide" and "mixed" take a pattern's kernel or the dense
+            one; default: 2048.
         pattern: of formats "slide" and "mixed", as dtype and keep_dense: "2:4" to "14:16", or "auto" for the sparsest
             that a weight fits. With "slide" a layer that does not fit stays dense.
         dtype: "int8", "fp8", or None for the weight's.
@@ -142,10 +143,11 @@ def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
 
 def _fastest(weight: MackoWeight, tokens: int | None) -> PackedWeight:
     """The weight in the format chosen for it; itself where that one would be mostly padding."""
-    packed = choose(weight, tokens).from_macko(weight)
+    kind = choose(weight, tokens)
+    packed = kind.from_macko(weight)
     dense = weight.rows * weight.cols * weight.dtype.itemsize
     # Several tokens are worth tile's masks at any density.
-    many = tokens != 1 if weight.device.type == "cuda" else (tokens or 1) > 1
+    many = tokens != 1 and (kind is TileWeight or tokens is not None)
     most = dense if many else max(LAYOUT_BYTES * weight.nbytes, LAYOUT_SHARE * dense)
     return packed if packed.nbytes <= most else weight
 
@@ -195,9 +197,10 @@ def worst_of(
 def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]:
     """The format in which this weight takes the least time on its device, for so many tokens at a time, if known.
 
-    On a GPU, but for one token, that is tile, whose time hardly grows with the tokens (docs/performance.md).
+    On a GPU, but for one token, that is tile, whose time hardly grows with the tokens (docs/performance.md). Where its
+    kernel is another one, which was not measured, only for several.
     """
-    if weight.device.type == "cuda" and weight.dtype.itemsize == 2 and tokens != 1:
+    if weight.device.type == "cuda" and tokens != 1 and (tokens or _runs_wgmma(weight.device)):
         return TileWeight
     us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
     us.pop("dense", None)
@@ -214,6 +217,10 @@ def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     """The execution layouts that hold this weight on its device."""
     kinds = [kind for kind in FORMATS.values() if kind.is_layout and weight.device.type in kind.device_types]
     return [kind for kind in kinds if kind is not SellWeight or _sell_runs(weight.cols, weight.device)]
+
+
+def _runs_wgmma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _sell_runs(cols: int, device: torch.device) -> bool:

@@ -243,7 +243,10 @@ def test_sell_is_chosen_up_to_a_little_more_time(
     monkeypatch.setattr(choose, "expected_us", lambda *_: dict(us))
     weight = SimpleNamespace(rows=8, cols=8, density=0.7, dtype=HALF, device=torch.device("cuda"))
     assert choose.choose(weight, 1).format == wanted  # type: ignore[arg-type]
-    assert choose.choose(weight).format == "tile"  # type: ignore[arg-type]
+    for major, unknown in ((8, wanted), (9, "tile")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, major=major: (major, 0))
+        assert choose.choose(weight).format == unknown  # type: ignore[arg-type]
+        assert choose.choose(weight, 2).format == "tile"  # type: ignore[arg-type]
 
 
 def test_inspect_tells_the_gain(own_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:

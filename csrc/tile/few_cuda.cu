@@ -23,6 +23,7 @@
 #include "decode.cuh"
 #include "multiply.cuh"
 #include "tile.h"
+
 namespace macko {
 namespace {
 
@@ -689,8 +690,8 @@ struct few_shares {
     few_partition partition[2];
     int stages[2]; // of a block, at most: in clusters that have one more, and in the others
     bool split = false, crosses = false, halves = true; // row blocks; in two some shares; all splits are in two
-    double
-        time; // in stages of a block, all SMs at work. Adding up takes half of one; one more if split, and if shares cross
+    // In stages of a block while all SMs are at work. Adding up takes half of one; one more if split, and if shares cross.
+    double time;
 
     few_shares(int row_blocks, int clusters, int blocks, int slabs, int sms)
         : each(row_blocks / clusters), more(row_blocks % clusters) {
@@ -736,8 +737,8 @@ cudaError_t launch(const macko_tile_matrix &m, int64_t tokens, const void *x, in
     cudaLaunchConfig_t config{};
     few_task task = task_of(m, tokens, bias, y);
     double least = 1e30;
-    const int tokens_at = (int)ceil_div(m.widest * MACKO_TILE_UNIT, 1024) *
-                          1024; // after the last value they are read (MACKO_TILE_OVERREAD)
+    // Behind the last value (MACKO_TILE_OVERREAD) is what may be read.
+    const int tokens_at = (int)ceil_div(m.widest * MACKO_TILE_UNIT, 1024) * 1024;
     const int stage_bytes = tokens_at + MACKO_TILE_SLAB_TILES * SHAPE::TOKEN_BYTES;
     const int row_blocks = (int)macko_tile_row_blocks(m.rows);
     int grid = 0, most[2] = {};

@@ -614,6 +614,72 @@ int check_stages(int shared_bytes) {
 """
 
 
+#: few_plan.h: who multiplies what for up to 64 tokens. 0, or the number of a rule that is broken.
+SHARE_CHECKS = r"""
+#include <vector>
+#include "few_plan.h"
+using namespace macko;
+#define EXPECT(rule, that) if (!(that)) return rule
+
+struct Task {
+    int slabs, each, advance[2], cluster;
+    short more;
+    char longer[2];
+    few_partition partition[2];
+};
+
+static int check_split(const few_shares &shares, const few_partition &mine, int blocks, int nth, int slabs, int rank) {
+    const few_split split(mine, blocks, nth, slabs);
+    EXPECT(10, split.first <= rank && rank < split.first + split.ways && split.first + split.ways <= blocks);
+    for (int r = 0; r < blocks; r++) { /* who has a slab of it, and only they */
+        const int begin = few_work::share_at(mine, r), end = few_work::share_at(mine, r + 1);
+        const bool has = begin < (nth + 1) * slabs && end > nth * slabs;
+        EXPECT(11, has == (split.first <= r && r < split.first + split.ways));
+    }
+    const int sums = split.ways << split.chunk_bits;
+    EXPECT(12, sums >= MACKO_FEW_WARPGROUP && sums <= MACKO_FEW_WARPGROUP * (shares.halves ? 1 : 2));
+    std::vector<int> owned(blocks);
+    for (int at = 0; at < MACKO_FEW_WARPGROUP; at++) owned[split.first + (at >> split.chunk_bits)]++;
+    for (int way = 0; way < split.ways; way++) { /* what a block waits for is what the others send */
+        const int chunk = 1 << split.chunk_bits, behind = MACKO_FEW_WARPGROUP - way * chunk;
+        EXPECT(13, owned[split.first + way] == max(0, min(chunk, behind)));
+    }
+    for (int way = 0; way < split.ways; way++) { /* and where: of its first row block, or of its second */
+        const int start = few_work::share_at(mine, split.first + way);
+        EXPECT(14, (start < nth * slabs) == (start / slabs != nth));
+    }
+    return 0;
+}
+
+extern "C" int check_shares(int row_blocks, int most_clusters, int blocks, int slabs) {
+    const int clusters = min(most_clusters, row_blocks);
+    const few_shares shares(row_blocks, clusters, blocks, slabs, 132);
+    Task task{slabs, shares.each, {shares.advance[0], shares.advance[1]}, blocks, (short)shares.more,
+              {(char)shares.longer[0], (char)shares.longer[1]}, {shares.partition[0], shares.partition[1]}};
+    std::vector<int> taken(row_blocks * slabs);
+    for (int cluster = 0; cluster < clusters; cluster++)
+        for (int rank = 0; rank < blocks; rank++) {
+            const bool fewer = cluster >= shares.more;
+            const few_work work(task, cluster, rank);
+            const int count = work.whole * slabs + work.end - work.start;
+            EXPECT(1, count <= shares.stages[fewer] && count >= 1);
+            EXPECT(2, few_first_slab(task, cluster, rank) ==
+                          (work.whole ? work.first_row_block * slabs : work.left * slabs + work.start));
+            for (int i = 0; i < work.whole * slabs; i++) taken.at(work.first_row_block * slabs + i)++;
+            for (int i = work.start; i < work.end; i++) taken.at(work.left * slabs + i)++;
+            EXPECT(3, shares.split || work.start == work.end);
+            if (work.start == work.end) continue;
+            const int nth = work.start / slabs, last = (work.end - 1) / slabs;
+            EXPECT(4, last <= nth + shares.crosses);
+            for (int n = nth; n <= last; n++)
+                if (const int rule = check_split(shares, task.partition[fewer], blocks, n, slabs, rank)) return rule;
+        }
+    for (int count : taken) EXPECT(5, count == 1);
+    return 0;
+}
+"""
+
+
 class Problem(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "cols", "tokens")), ("clusters", ctypes.c_int * 6))
 
@@ -632,6 +698,21 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     command = ["cc", "-std=c17", "-O2", "-shared", "-fPIC", "-x", "c", "-", f"-I{sources}", "-o", str(target)]
     subprocess.run(command, input=PLAN_CHECKS, text=True, check=True)
     return ctypes.CDLL(str(target))
+
+
+def test_shares_cover_every_slab_once_and_each_sum_is_sent_to_who_waits_for_it(tmp_path: Path) -> None:
+    """The rules: `count` of stages, the first slab, slabs, a share's row blocks, who has a split one, its sums."""
+    sources = Path(__file__).parent.parent / "csrc" / "tile"
+    if not shutil.which("c++") or not sources.exists():
+        pytest.skip("needs c++ and the sources")
+    command = ["c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-x", "c++", "-", f"-I{sources}", "-o", "shares.so"]
+    subprocess.run(command, input=SHARE_CHECKS, text=True, check=True, cwd=tmp_path)
+    check = ctypes.CDLL(str(tmp_path / "shares.so")).check_shares
+    for blocks, most_clusters in enumerate((132, 66, 39, 30, 22, 17, 15, 15), 1):  # what fits on an H200
+        for row_blocks in (*range(1, 70), 80, 96, 128, 172, 224, 448, 576, 2000):
+            for slabs in (*range(blocks, 24), 32, 43, 56, 74, 112):
+                problem = row_blocks, most_clusters, blocks, slabs
+                assert not check(*problem), f"rule {check(*problem)} of {problem}"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])

@@ -80,6 +80,8 @@ FAULTS = (
           "args->token_scale[0]", "tests/test_slide.py"),
     Fault("tile's kernel for few tokens gets 65", "csrc/torch/path.h", "tokens > MACKO_TILE_FEW_TOKENS",
           "tokens > MACKO_TILE_FEW_TOKENS + 1", "tests/test_path.py"),
+    Fault("a share that ends with a row block has the next one too", "csrc/tile/few_plan.h",
+          "last + 1) < (nth + 1)", "last + 1) <= (nth + 1)", "tests/test_tile.py"),
     Fault("a knob is known by the beginning of its key", "csrc/core/knobs.c", " || KNOBS[id].key[key_length]", "",
           "tests/test_path.py"),
     Fault("a sibling called twice gets the same tensor", "macko/merge.py", " or index in held[4]:", ":",

@@ -21,6 +21,7 @@
 #include "../core/cuda.cuh"
 #include "../core/sm90.cuh"
 #include "decode.cuh"
+#include "few_plan.h"
 #include "multiply.cuh"
 #include "tile.h"
 
@@ -36,13 +37,8 @@ constexpr int MIN_STAGES = 3;       // one is multiplied, one prepared, one wait
 // it would be missing wherever a block is late; where there is little, the first stage counts. A slower memory is asked
 // too fast, which is as if there were no pace. (CUDA 13 does not tell a memory's clock any more.)
 constexpr double MEMORY_RATE = 4917;
-constexpr int WARPGROUP = 128; // threads; of all warpgroups the same thread has the same sums, each of its tile
-
-// Who has what of a cluster's row blocks.
-struct few_partition {
-    int whole;         // row blocks of a block
-    int share, longer; // slabs of a share; the first `longer` shares have one more
-};
+constexpr int WARPGROUP =
+    MACKO_FEW_WARPGROUP; // threads; of all warpgroups the same thread has the same sums, each of its tile
 
 struct few_task {
     // What the first fetch needs, in 48 bytes: so it is in one line of the constant cache (one more: 0.15 us, H200).
@@ -84,45 +80,6 @@ struct few_shape {
     static constexpr int PASSES = MANY_SUMS ? 8 : TOKENS > 16 ? 2 : 1;
     static constexpr int SUMS_BYTES = WARPGROUPS * WARPGROUP * TOKENS * 2 / PASSES; // a thread has TOKENS / 2 floats
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
-};
-
-// What a block does, in this order: whole row blocks, then its share of the cluster's other ones.
-struct few_work {
-    int first_row_block, whole; // whole ones
-    int left;                   // the first row block of the shares
-    int start, end;             // of the block's share: slabs from that row block's first one on
-
-    __device__ __forceinline__ few_work(const few_task &task, int cluster, int rank) {
-        const bool fewer = cluster >= task.more;
-        const few_partition &mine = task.partition[fewer];
-        const int begin = cluster * task.each + min(cluster, (int)task.more);
-        whole = mine.whole;
-        first_row_block = begin + rank * whole;
-        left = begin + task.cluster * whole;
-        start = share_at(mine, rank);
-        end = share_at(mine, rank + 1);
-    }
-    __device__ __forceinline__ static int share_at(const few_partition &mine, int rank) {
-        return rank * mine.share + min(rank, mine.longer);
-    }
-};
-
-// Who has a share of a split row block: the blocks of ranks [first, first + ways). Each adds up the sums of a chunk of
-// threads, and receives them from the others.
-struct few_split {
-    int first, ways, chunk_bits;
-
-    few_split() = default;
-    // nth: of the row blocks that the cluster shares.
-    __device__ __forceinline__ few_split(const few_partition &mine, int blocks, int nth, int slabs) {
-        first = 0;
-        while (first + 1 < blocks && few_work::share_at(mine, first + 1) <= nth * slabs) first++;
-        int last = first;
-        while (last + 1 < blocks && few_work::share_at(mine, last + 1) < (nth + 1) * slabs) last++;
-        ways = last - first + 1;
-        chunk_bits = 7;
-        while (chunk_bits && (ways << (chunk_bits - 1)) >= WARPGROUP) chunk_bits--;
-    }
 };
 
 // Where things are in shared memory. The swizzle wants the tokens, and so the stages, at multiples of 1024.
@@ -199,9 +156,7 @@ __device__ __forceinline__ void produce(const few_task &task, uint32_t base, int
     // Before anything else a block asks where its first slabs are, and has what lies about where they should be
     // prefetched to L2 until that is known.
     const bool fewer = cluster >= task.more;
-    const int first_slab = (cluster * task.each + min(cluster, (int)task.more)) * task.slabs +
-                           rank * (fewer ? task.advance[1] : task.advance[0]) +
-                           min(rank, (int)(fewer ? task.longer[1] : task.longer[0]));
+    const int first_slab = few_first_slab(task, cluster, rank);
     int from = 0, to = 0, next_from = 0, next_to = 0;
     if (lane < AT_ONCE) { // those behind what is the block's are not used
         const int32_t *at = task.offsets + min(first_slab + warp + lane * PRODUCERS, task.all_slabs - 1);
@@ -684,34 +639,6 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #endif
 }
 
-// How clusters of so many blocks share a matrix.
-struct few_shares {
-    int each, more; // row blocks of a cluster; clusters that have one more
-    few_partition partition[2];
-    int stages[2]; // of a block, at most: in clusters that have one more, and in the others
-    bool split = false, crosses = false, halves = true; // row blocks; in two some shares; all splits are in two
-    // In stages of a block while all SMs are at work. Adding up takes half of one; one more if split, and if shares cross.
-    double time;
-
-    few_shares(int row_blocks, int clusters, int blocks, int slabs, int sms)
-        : each(row_blocks / clusters), more(row_blocks % clusters) {
-        for (int i = 0; i < 2; i++) {
-            const int count = each + (i == 0 && more), left = count % blocks, slabs_left = left * slabs;
-            few_partition &p = partition[i] = {count / blocks, slabs_left / blocks, slabs_left % blocks};
-            stages[i] = p.whole * slabs + p.share + (p.longer > 0);
-            if (!left) continue;
-            const bool even = left == 1 || (blocks % left == 0 && slabs_left % blocks == 0);
-            split = true;
-            crosses |= !even;
-            halves &= even && blocks == 2 * left;
-        }
-        // Memory is shared by the blocks that are at work, until these are so few that they decode no faster.
-        const auto rate = [&](int busy) { return std::max(0.75, (double)busy * blocks / sms); };
-        time = stages[1] * rate(clusters) + (stages[0] - stages[1]) * rate(more) + partition[0].whole * 0.5 + split +
-               crosses;
-    }
-};
-
 inline few_task task_of(const macko_tile_matrix &m, int64_t tokens, const void *bias, void *y) {
     few_task task{};
     task.data = m.data;
@@ -768,9 +695,9 @@ cudaError_t launch(const macko_tile_matrix &m, int64_t tokens, const void *x, in
         task.more = (short)shares.more;
         task.area = area;
         for (int i = 0; i < 2; i++) {
-            const few_partition &p = task.partition[i] = shares.partition[i];
-            task.advance[i] = p.whole ? p.whole * task.slabs : p.share;
-            task.longer[i] = (char)(p.whole ? 0 : p.longer);
+            task.partition[i] = shares.partition[i];
+            task.advance[i] = shares.advance[i];
+            task.longer[i] = (char)shares.longer[i];
         }
         task.stages = stages;
         config.dynamicSmemBytes = device.shared_bytes - room + stages * stage_bytes;

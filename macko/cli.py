@@ -41,6 +41,8 @@ EXPECTED = (
     OSError, ValueError, TypeError, ImportError, RuntimeError, MemoryError, SafetensorError, UserWarning,
 )  # fmt: skip
 _DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+#: Layers' outputs are compared on so many tokens of a text, so that all of them fit.
+LAYER_TOKENS = 256
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 #: What a repository of the Hub holds besides, or a second time, in other formats.
@@ -392,7 +394,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
         cut = {length: windows(ids, length, options.samples) for length in lengths}
         found["windows"] = [{"length": n, **language(model, batches, dense)} for n, batches in cut.items()]
         if dense is not None:
-            found["layer_errors"] = layer_errors(model, cut[lengths[0]][:4], dense)
+            found["layer_errors"] = layer_errors(model, [ids[:, :LAYER_TOKENS] for ids in cut[lengths[0]][:4]], dense)
     elif dense is None:
         raise ValueError(f"{options.source} is no language model, so there is only --against DENSE to judge it by")
     else:
@@ -402,8 +404,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
             for i in range(0, len(lines), 32)
         ]
         found["embeddings"] = embeddings(model, batches, dense)
-        run = lambda each, batch: each(**{name: value.to(device) for name, value in batch.items()})  # noqa: E731
-        found["layer_errors"] = layer_errors(model, batches[:4], dense, run)
+        found["layer_errors"] = layer_errors(model, batches[:4], dense)
     print(json.dumps(found, indent=2))
     if options.json:
         with open(options.json, "a", encoding="utf-8") as out:

@@ -198,6 +198,7 @@ def test_refuses_what_it_does_not_know() -> None:
         ({"sparsity": "auto:0.5"}, "sparsity 'auto:0.5' needs calibration"),
         ({"sparsity": "0.5"}, "sparsity is '0.5', expected a number, or auto:0.5"),
         ({"sparsity": "auto:50"}, "sparsity is 'auto:50', expected"),
+        ({"sparsity": "auto:0.0", "calibration": batches()}, "sparsity is 'auto:0.0', expected"),
         ({"sparsity": "auto:0.5", "pattern": "2:4"}, "pattern 2:4 has the same share in every layer"),
     ]
     for options, message in refused:

@@ -376,6 +376,7 @@ def bench(options: argparse.Namespace) -> None:
 def eval(options: argparse.Namespace) -> None:  # the command's name
     """Perplexity, and what differs from another model, as JSON."""
     transformers = require_transformers()
+    from .bench import append
     from .evaluate import embeddings, language, layer_errors, windows
 
     device, source = _device(options.device), _folder(options.source)
@@ -406,9 +407,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
         found["embeddings"] = embeddings(model, batches, dense)
         found["layer_errors"] = layer_errors(model, batches[:4], dense)
     print(json.dumps(found, indent=2))
-    if options.json:
-        with open(options.json, "a", encoding="utf-8") as out:
-            out.write(json.dumps(found) + "\n")
+    append(options.json, [found])
 
 
 def _model(transformers: Any, folder: Path) -> Any:

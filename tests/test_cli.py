@@ -6,11 +6,13 @@ import argparse
 import copy
 import fcntl
 import json
+import multiprocessing
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
-from macko import bench
+from macko import bench, engines
 from macko.cli import main, pieces
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, sparsity_format
@@ -105,6 +107,9 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
         (["bench", "random:elves"], "expected a folder, or random:"),
         (["bench", str(dense), "--engine", "vllm", "--sparsity", "0.5"], "--engine vllm takes a folder that is pruned"),
         (["bench", "random:tiny", "--engine", "vllm", "--sides", "elves"], "--sides has elves, expected some of dense"),
+        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], "format is 'elves'"),
+        (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "{"], "--engine-args is '{', expected a JSON"),
+        (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "[1]"], "--engine-args is '[1]', expected a"),
     ):
         assert main(arguments) == 1
         assert message in one_line(capsys)
@@ -548,6 +553,23 @@ def test_bench_says_loudly_where_outputs_are_wrong() -> None:
     assert bench._verdict(found).endswith("but for rounding: yes (worst 0.96 of the bound, at 1 token, a)")
     found[1]["of_bound"] = float("inf")
     assert bench._verdict(found).endswith("NO, THEY ARE WRONG (worst inf of the bound, at 8 tokens, b)")
+
+
+def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = argparse.Namespace(json=str(tmp_path / "lines"))
+    found = bench.result(bench.Side("macko", 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
+    monkeypatch.setattr(engines, "_measure", lambda *args: args[-1].send({"results": [found], "about": {"vllm": "1"}}))
+    assert engines._forked("macko", "", options, {}) == [found]
+    assert "macko, decode batch 2 prompt 8:  500.000 ms,      4.0 tokens/s, weights 3.00 kB" in capsys.readouterr().out
+    monkeypatch.setattr(engines, "_measure", lambda *args: time.sleep(60))
+    monkeypatch.setattr(engines, "TIMEOUT", 0.1)
+    assert engines._forked("fp8", "", options, {}) == []  # killed: the next side needs its memory
+    assert not multiprocessing.active_children()
+    assert "fp8: no times" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [(line["model"], line["ms"], line["vllm"]) for line in lines] == [("macko", 500, "1")]
 
 
 @needs_transformers

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from . import __version__
 from .choose import Options
 from .convert import MIN_SPARSITY
+from .evaluate import windows
 from .files import Checkpoint
 from .formats import FORMATS
 from .integrations import require_transformers
@@ -205,7 +206,7 @@ def prune(options: argparse.Namespace) -> None:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError) as error:
             raise ValueError(f"{options.source} has no tokenizer to calibrate with: {error}") from None
-        batches = pieces(tokenizer(text, return_tensors="pt").input_ids[0], options.samples, length)
+        batches = windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples)
         stats = [(file.name, file.stat()) for file in _weight_files(source)]
         begun = {
             "IN": str(source.resolve()),
@@ -239,15 +240,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def pieces(tokens: Tensor, samples: int, length: int) -> list[Tensor]:
-    """Batches [1, length] of a text [tokens], spread evenly over it; fewer where it is short."""
-    samples = min(samples, len(tokens) // length)
-    if samples < 1:
-        raise ValueError(f"the calibration text has {len(tokens)} tokens, less than one piece of {length} (--length)")
-    starts = torch.linspace(0, len(tokens) - length, samples).long().tolist()
-    return [tokens[None, start : start + length] for start in starts]
-
-
 def convert(options: argparse.Namespace) -> None:
     """IN to OUT with packed weights."""
     require_transformers()
@@ -258,8 +250,7 @@ def convert(options: argparse.Namespace) -> None:
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
     _check_dense(source)
-    device_types = Options(options.format).device_types
-    if elsewhere := torch.device(device).type not in device_types:
+    if elsewhere := Options(options.format).not_on(torch.device(device)):
         config.format = "macko"  # which is what the file of a layout holds
     with _unfinished(options, source) as work:
         model = load_packed(source, config, **({"device_map": device} if device != "cpu" else {}))
@@ -268,7 +259,7 @@ def convert(options: argparse.Namespace) -> None:
         before, after = (sum(f.stat().st_size for f in _weight_files(folder)) for folder in (source, work / "result"))
     print(f"{options.target}: {format_bytes(after)}, {after / max(1, before):.3f} of {format_bytes(before)}")
     if elsewhere:
-        print(f"It is to be loaded on {' or '.join(device_types)}, where {options.format} runs")
+        print(f"It is to be loaded on another device: {elsewhere}")
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -377,7 +368,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     """Perplexity, and what differs from another model, as JSON."""
     transformers = require_transformers()
     from .bench import append
-    from .evaluate import embeddings, language, layer_errors, windows
+    from .evaluate import embeddings, language, layer_errors
 
     device, source = _device(options.device), _folder(options.source)
     config = transformers.AutoConfig.from_pretrained(source)

@@ -25,6 +25,7 @@ def test_windows_lie_behind_each_other() -> None:
     tokens = torch.arange(23)
     assert [w.tolist() for w in windows(tokens, 10)] == [[[*range(10)]], [[*range(10, 20)]]]
     assert [int(w[0, 0]) for w in windows(tokens, 2, 4)] == [0, 4, 10, 16]
+    assert [w.tolist() for w in windows(tokens, 23, 128)] == [[tokens.tolist()]]
     with pytest.raises(ValueError, match="23 tokens, less than one window of 24"):
         windows(tokens, 24)
 

@@ -202,10 +202,7 @@ def prune(options: argparse.Namespace) -> None:
         if positions and length > positions:
             raise ValueError(f"--length is {length}, {options.source} has {positions} positions")
         text = _text(options.calibration)
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{options.source} has no tokenizer to calibrate with: {error}") from None
+        tokenizer = _tokenizer(transformers, source, options)
         batches = windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples)
         stats = [(file.name, file.stat()) for file in _weight_files(source)]
         begun = {
@@ -373,7 +370,8 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     device, source = _device(options.device), _folder(options.source)
     config = transformers.AutoConfig.from_pretrained(source)
     text = _text(options.data, "--data") if options.data else _reference()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer = _tokenizer(transformers, source, options)
+    append(options.json, [])  # or it would be found out behind all the work
     model = _model(transformers, source).to(device)
     dense = None if options.against is None else _model(transformers, _folder(options.against)).to(device)
     found: dict[str, Any] = {"model": options.source, "against": options.against, "data": options.data or "pydoc"}
@@ -405,6 +403,13 @@ def _model(transformers: Any, folder: Path) -> Any:
     """The model of a folder as the class that was saved, or an encoder would get a new head."""
     named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
     return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
+
+
+def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{options.source} has no tokenizer: {error}") from None
 
 
 def _reference() -> str:

@@ -33,10 +33,9 @@ def windows(tokens: Tensor, length: int, most: int | None = None) -> list[Tensor
     """
     count = len(tokens) // length
     if count < 1:
-        raise ValueError(
-            f"the text has {len(tokens)} tokens, less than one window of {length}: take a longer text or a smaller length"
-        )
-    places = range(count) if most is None or most >= count else [i * count // most for i in range(most)]
+        raise ValueError(f"the text has {len(tokens)} tokens, less than one window of {length} (--length)")
+    most = min(count, most or count)
+    places = [i * count // most for i in range(most)]
     return [tokens[None, i * length : (i + 1) * length] for i in places]
 
 

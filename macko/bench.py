@@ -221,7 +221,7 @@ def _decode(side: Side, model: Any, prompts: Tensor, options: argparse.Namespace
         torch.cuda.reset_peak_memory_stats()
     seconds = _difference(longer, shorter, prompts.is_cuda)
     per_token = None if seconds is None else seconds / options.new_tokens
-    return result(side, "decode", *prompts.shape, len(prompts), per_token, _peak(prompts))
+    return result(side, "decode", len(prompts), prompts.shape[1], len(prompts), per_token, _peak(prompts))
 
 
 def result(
@@ -259,7 +259,7 @@ def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
         seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6))
-    return result(side, "prefill", *prompts.shape, prompts.shape[1], seconds, _peak(prompts))
+    return result(side, "prefill", 1, prompts.shape[1], prompts.shape[1], seconds, _peak(prompts))
 
 
 def _times(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> list[float]:

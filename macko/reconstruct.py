@@ -95,8 +95,7 @@ class Fitter:
         calls: of the pruned model, which differ from the dense one's in the hidden states alone.
         """
         own = {id(layer.module) for layer in layers}
-        whole = self.recipe.unit == "block"
-        parts = () if whole else block.named_children()
+        parts = () if self.recipe.unit == "block" else block.named_children()
         units = [(name, module) for name, module in parts if any(id(part) in own for part in module.modules())]
         if self._hidden is None:
             self._hidden = [given_hidden(call) for call in calls]
@@ -113,7 +112,7 @@ class Fitter:
             made = outputs_of(block, with_hidden(calls, self._hidden), bar)
         first = order[: len(units)]
         plain = order == first * len(calls) and all(isinstance(o, Tensor) for group in outputs.values() for o in group)
-        if plain and not whole:
+        if plain and units:  # none: a block may be a layer itself
             self._units = [(name, dict(units)[name]) for name in first]
             self._targets = [outputs[name] for name in first]
         else:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calibrate import Call, at, blocks_of, gather, hidden_of, record, weights_in, with_hidden
+from .calibrate import Call, at, blocks_of, by_block, gather, outputs_of, record, weights_in, with_hidden
 from .layers import FoundLinear
 
 #: A layer's share of zeros is at most so far from that of the whole.
@@ -104,7 +104,7 @@ def allocate(
         ValueError: the model has no one list of blocks.
     """
     blocks = blocks_of(model, layers)
-    own = [[x for x in layers if any(x.module is part for part in block.modules())] for block in blocks]
+    own = by_block(blocks, layers)[:-1]
     batches = batches[:BATCHES]
     passes = [
         (i == 0) + bool(statistic and group) + POINTS * len(group) + 2 + len(STRENGTHS) for i, group in enumerate(own)
@@ -118,37 +118,30 @@ def allocate(
     curves: dict[str, Curve] = {}
     seen: dict[str, Tensor] = {}
 
-    def run(block: nn.Module, given: list[Call]) -> list[Tensor]:
-        bar.update(len(given) * weights_in(block))
-        return [hidden_of(block(*args, **kwargs)) for args, kwargs in given]
-
-    def hand_on(i: int, outputs: list[Tensor]) -> list[Call]:
-        return [with_hidden(call, hidden) for call, hidden in zip(calls[i + 1], outputs, strict=True)]
-
     streams: dict[float, list[Call]] = dict.fromkeys(STRENGTHS, start)
     given = start
     for i, block in enumerate(blocks):
         with at(block, device):
             seen |= gather(own[i], statistic, block, given, bar)
-            dense = run(block, given)
+            dense = outputs_of(block, given, bar)
             for layer in own[i]:
                 if statistic is None or (layer.name in seen and seen[layer.name].any()):
-                    curves[layer.name] = _curve(layer, lambda: run(block, given), dense, share, prune, seen)  # noqa: B023
-        given = hand_on(i, dense) if i + 1 < len(blocks) else []
+                    curves[layer.name] = _curve(layer, lambda: outputs_of(block, given, bar), dense, share, prune, seen)  # noqa: B023
+        given = with_hidden(calls[i + 1], dense) if i + 1 < len(blocks) else []
     zeros = round(share * sum(curve.size for curve in curves.values()))
     full = least(curves, zeros)
     found = {strength: between(curves, zeros, full, strength) for strength in STRENGTHS}
     given = start
     for i, block in enumerate(blocks):
         with at(block, device):
-            dense = run(block, given)
+            dense = outputs_of(block, given, bar)
             outputs = {}
             for strength, counts in found.items():
                 with _pruned(own[i], counts, prune, seen):
-                    outputs[strength] = run(block, streams[strength])
+                    outputs[strength] = outputs_of(block, streams[strength], bar)
         if i + 1 < len(blocks):
-            given = hand_on(i, dense)
-            streams = {strength: hand_on(i, made) for strength, made in outputs.items()}
+            given = with_hidden(calls[i + 1], dense)
+            streams = {strength: with_hidden(calls[i + 1], made) for strength, made in outputs.items()}
     errors = {strength: error_of(made, dense) for strength, made in outputs.items()}
     return found[min(errors, key=errors.__getitem__)], errors
 

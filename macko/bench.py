@@ -51,13 +51,13 @@ Line = dict[str, Any]
 class Side:
     """A model as it is compared."""
 
-    model: str  #: "dense" or "sparse"
+    model: str  #: "dense" or "sparse"; of an engine the side
     sparsity: float  #: share of zeros in its layers
     tokens: int | None  #: what sparsify_ was told
 
     def __str__(self) -> str:
-        if self.model == "dense":
-            return "dense"
+        if self.model != "sparse":
+            return self.model
         return f"{self.sparsity:.0%} sparse{f', tokens={self.tokens}' if self.tokens else ''}"
 
 
@@ -70,7 +70,22 @@ class Result(Side):
     prompt_tokens: int  #: of each sequence
     ms: float | None  #: of the prefill, or of one token of all sequences; None where noise hides it
     tokens_per_s: float | None  #: of all sequences together
-    peak_bytes: int | None  #: of GPU memory; None on the CPU
+    peak_bytes: int | None  #: of GPU memory; None on the CPU. Of an engine, which takes what there is, of all weights
+
+
+def check(options: argparse.Namespace) -> None:
+    """ValueError or OSError for what would else be found out behind the first times."""
+    Options(options.format, options.tokens)
+    for sparsity in options.sparsity or ():
+        asked_for(sparsity, "magnitude", None)
+    append(options.json, ())
+
+
+def append(path: str | None, lines: Iterable[Line]) -> None:
+    """Writes JSON lines behind what a file has, if there is one to write to."""
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[Result]] | None = None) -> None:
@@ -84,12 +99,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     Raises:
         ValueError: an option is of no use, before anything is timed; or no layer is sparse enough.
     """
-    Options(options.format, options.tokens)
-    for sparsity in options.sparsity or ():
-        asked_for(sparsity, "magnitude", None)
-    if options.json:
-        with open(options.json, "a", encoding="utf-8"):
-            pass  # or it would be found out behind the first times
+    check(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.compile is None:
         options.compile = "default" if device.type == "cuda" else "no"
@@ -98,7 +108,8 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if options.source[:7] == "random:" else []))
     prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []
-    about = _about(options, device, dtype)
+    about = about_run(options, "source", "format", "merge", "compile", "new_tokens")
+    about["dtype"] = str(dtype).removeprefix("torch.")
 
     def measure(side: Side, lines: list[Line]) -> None:
         """Also writes the lines at once: what comes behind may fail."""
@@ -108,10 +119,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
             torch.cuda.empty_cache()
         found = (measuring or measure_all)(side, model, prompts, options, lines)
         results.extend(found)
-        if options.json:
-            with open(options.json, "a", encoding="utf-8") as file:
-                every = (*lines, *map(dataclasses.asdict, found))
-                file.writelines(json.dumps({**line, **about}) + "\n" for line in every)
+        append(options.json, ({**line, **about} for line in (*lines, *map(dataclasses.asdict, found))))
 
     for index, sparsity in enumerate(sparsities or [None]):
         _make_dense(model)
@@ -148,15 +156,13 @@ def _prompts(options: argparse.Namespace, source: str, model: Any) -> Tensor:
     return prompts * 7919 % model.config.vocab_size
 
 
-def _about(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What each line says of the run."""
-    chosen = {name: vars(options)[name] for name in ("source", "format", "merge", "compile", "new_tokens")}
+def about_run(options: argparse.Namespace, *names: str) -> Line:
+    """What each line says of the run; names: of options."""
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "commit": os.environ.get("MACKO_COMMIT", "unknown"),
-        "dtype": str(dtype).removeprefix("torch."),
-        **chosen,
+        **{name: vars(options)[name] for name in names},
     }
 
 
@@ -166,13 +172,18 @@ def measure_all(
     """Decoding at every batch size behind the first prompt length, the prefill of one sequence at every length."""
     results = [_decode(side, model, prompts[:batch, : options.prompt_tokens[0]], options) for batch in options.batch]
     results += [_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens]
-    for result in results:
-        peak = "" if result.peak_bytes is None else f", peak {format_bytes(result.peak_bytes)}"
-        speed = f"too noisy to tell{peak}"
-        if result.ms is not None:
-            speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{peak}"
-        print(f"{side}, {result.what} batch {result.batch} prompt {result.prompt_tokens}: {speed}", flush=True)
+    show(results)
     return results
+
+
+def show(results: Iterable[Result], memory: str = "peak") -> None:
+    """Prints a line for each; memory: what peak_bytes are."""
+    for result in results:
+        held = "" if result.peak_bytes is None else f", {memory} {format_bytes(result.peak_bytes)}"
+        speed = f"too noisy to tell{held}"
+        if result.ms is not None:
+            speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{held}"
+        print(f"{result}, {result.what} batch {result.batch} prompt {result.prompt_tokens}: {speed}", flush=True)
 
 
 def generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str, **more: Any) -> None:
@@ -199,14 +210,20 @@ def _decode(side: Side, model: Any, prompts: Tensor, options: argparse.Namespace
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = _difference(longer, shorter, prompts.is_cuda)
-    return _result(side, "decode", prompts, len(prompts), None if seconds is None else seconds / options.new_tokens)
+    per_token = None if seconds is None else seconds / options.new_tokens
+    return result(side, "decode", len(prompts), prompts.shape[1], len(prompts), per_token, _peak(prompts))
 
 
-def _result(side: Side, what: str, prompts: Tensor, tokens: int, seconds: float | None) -> Result:
-    """Of so many tokens in these seconds, None where noise hides them; and the peak of memory until now."""
+def result(
+    side: Side, what: str, batch: int, prompt_tokens: int, tokens: int, seconds: float | None, held: int | None
+) -> Result:
+    """Of so many tokens in these seconds, None where noise hides them."""
     ms, speed = (None, None) if seconds is None else (seconds * 1e3, tokens / seconds)
-    peak = torch.cuda.max_memory_allocated() if prompts.is_cuda else None
-    return Result(side.model, side.sparsity, side.tokens, what, len(prompts), prompts.shape[1], ms, speed, peak)
+    return Result(side.model, side.sparsity, side.tokens, what, batch, prompt_tokens, ms, speed, held)
+
+
+def _peak(prompts: Tensor) -> int | None:
+    return torch.cuda.max_memory_allocated() if prompts.is_cuda else None
 
 
 def _difference(longer: Callable[[], Any], shorter: Callable[[], Any], on_gpu: bool) -> float | None:
@@ -232,7 +249,7 @@ def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
         seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6))
-    return _result(side, "prefill", prompts, prompts.shape[1], seconds)
+    return result(side, "prefill", 1, prompts.shape[1], prompts.shape[1], seconds, _peak(prompts))
 
 
 def _times(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> list[float]:

@@ -8,7 +8,8 @@ seen in a pass of the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,13 +52,11 @@ def calibrate(
             the weights it meets.
     """
     blocks = blocks_of(model, layers)
-    inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
-    own = [[layer for layer in layers if inside.get(id(layer.module)) == i] for i in range(len(blocks))]
+    *own, elsewhere = by_block(blocks, layers)
     new = [[layer for layer in group if layer.name not in done] for group in own]
     if fitter:
         new = [group if some else [] for group, some in zip(own, new, strict=True)]
     last = max((i for i, group in enumerate(new) if group), default=-1)  # no block behind it needs its inputs
-    elsewhere = [layer for layer in layers if id(layer.module) not in inside]
     looks = [statistic is not None and bool(group) for group in new]
     passes = [block for i, block in enumerate(blocks) for _ in range((i == 0 <= last) + looks[i] + (i < last))]
     passes += blocks[: last + 1] if fitter else []  # the dense block runs too
@@ -90,14 +89,12 @@ def calibrate(
                     keep(layer)
             if i < last:
                 bar.set_description(f"outputs of block {i + 1} of {len(blocks)}", refresh=False)
-                for j, (args, kwargs) in enumerate(calls[i]):
-                    calls[i + 1][j] = with_hidden(calls[i + 1][j], hidden_of(block(*args, **kwargs)))
-                    bar.update(weights_in(block))
+                calls[i + 1] = with_hidden(calls[i + 1], outputs_of(block, calls[i], bar))
         calls[i] = []
     if elsewhere:
         unseen = [layer for layer in elsewhere if layer.name not in done]
         with at(model, device):
-            seen = gather(unseen, statistic, model, [_as_call(model, batch) for batch in batches], bar)
+            seen = gather(unseen, statistic, model, [as_call(model, batch) for batch in batches], bar)
         for layer in elsewhere:
             prune(layer, seen.pop(layer.name, None), layer.name in done)
             if layer.name not in done:
@@ -118,23 +115,19 @@ def gather(
     """The statistic of each layer's inputs over the calls of the module, by name."""
     seen: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs["input"]
-            if x.numel() and statistic:
-                new = statistic(x.reshape(-1, x.shape[-1]).float())
-                seen[name] = seen[name] + new if name in seen else new
+    def watch(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        if x.numel() and statistic:
+            new = statistic(x.reshape(-1, x.shape[-1]).float())
+            seen[name] = seen[name] + new if name in seen else new
 
-        return hook
-
-    handles = [layer.module.register_forward_pre_hook(watch(layer.name), with_kwargs=True) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = partial(watch, layer.name)
+            hooks.enter_context(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
         for args, kwargs in calls if layers and statistic else []:
             module(*args, **kwargs)
             bar.update(weights_in(module))
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen
 
 
@@ -150,8 +143,15 @@ def blocks_of(model: nn.Module, layers: list[FoundLinear]) -> list[nn.Module]:
     return list(next(iter(found.values()))) if len(found) == 1 else []
 
 
-class _LastBlock(Exception):
-    """Ends a pass at the last block: what follows is of no interest."""
+def by_block(blocks: list[nn.Module], layers: list[FoundLinear]) -> list[list[FoundLinear]]:
+    """The layers of each block and, at the end, those of none."""
+    inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
+    places = [inside.get(id(layer.module), len(blocks)) for layer in layers]
+    return [[layer for layer, at in zip(layers, places, strict=True) if at == i] for i in range(len(blocks) + 1)]
+
+
+class Reached(Exception):
+    """Ends a pass: what follows is of no interest."""
 
 
 @contextmanager
@@ -189,18 +189,18 @@ def record(
     def stand_in(i: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal output, plain
-            given: Any = args[0] if args else kwargs.get("hidden_states")
+            given = given_hidden((args, kwargs))
             ordered = all(len(c) == len(calls[i]) + (j < i) for j, c in enumerate(calls))
             plain = plain and ordered and isinstance(given, Tensor) and (i == 0 or given is hidden_of(output))
             if not plain:
-                raise _LastBlock
+                raise Reached
             call = _without_cache((args, kwargs))
-            calls[i].append(_to(call if i == 0 else with_hidden(call, None), device, moved))
+            calls[i].append(_to(call if i == 0 else _with_hidden(call, None), device, moved))
             if i == 0:
                 output = _to(first(*calls[0][-1][0], **calls[0][-1][1]), given.device)
                 plain = isinstance(hidden_of(output), Tensor) and hidden_of(output).shape == given.shape
             if i + 1 == len(blocks):
-                raise _LastBlock
+                raise Reached
             return output
 
         return forward
@@ -210,10 +210,10 @@ def record(
             block.forward = stand_in(i)  # type: ignore[method-assign]
         for batch in batches:
             moved.clear()
-            args, kwargs = _as_call(model, batch)
+            args, kwargs = as_call(model, batch)
             try:
                 model(*args, **kwargs)
-            except _LastBlock:
+            except Reached:
                 pass
             else:
                 plain = False
@@ -224,11 +224,31 @@ def record(
 
 
 def hidden_of(output: Any) -> Any:
-    """The hidden states among a block's arguments or outputs."""
+    """The hidden states among a block's outputs."""
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def with_hidden(call: Call, hidden: Tensor | None) -> Call:
+def given_hidden(call: Call) -> Any:
+    """The hidden states that a block is called with."""
+    args, kwargs = call
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def outputs_of(block: nn.Module, calls: list[Call], bar: tqdm[Any]) -> list[Any]:
+    """The hidden states that the block makes of each call."""
+    made = []
+    for args, kwargs in calls:
+        made.append(hidden_of(block(*args, **kwargs)))
+        bar.update(weights_in(block))
+    return made
+
+
+def with_hidden(calls: list[Call], hidden: list[Tensor]) -> list[Call]:
+    """The calls, with these hidden states."""
+    return [_with_hidden(call, given) for call, given in zip(calls, hidden, strict=True)]
+
+
+def _with_hidden(call: Call, hidden: Tensor | None) -> Call:
     args, kwargs = call
     if args:
         return (hidden, *args[1:]), kwargs
@@ -255,7 +275,7 @@ def _to(value: Any, device: torch.device | str | None, moved: Moved | None = Non
     return value
 
 
-def _as_call(model: nn.Module, batch: Any) -> Call:
+def as_call(model: nn.Module, batch: Any) -> Call:
     """A batch as the arguments of the model, where the model is."""
     home = next((p.device for p in model.parameters()), None)
     if hasattr(batch, "keys"):

@@ -102,10 +102,10 @@ class Options:
         """Tokens that layouts of any mask are chosen for, if known; `tokens` may be said of slide's kernels."""
         return None if self.may_slide else self.tokens
 
-    @property
-    def device_types(self) -> tuple[str, ...]:
-        """Types of device that run the format, or one that is chosen."""
-        return FORMATS[self.format].device_types if self.format in FORMATS else PackedWeight.device_types
+    def not_on(self, device: torch.device) -> str:
+        """Why the format does not run on a device; nothing where it does, or one is chosen that does."""
+        types = FORMATS[self.format].device_types if self.format in FORMATS else PackedWeight.device_types
+        return "" if device.type in types else f"{self.format} runs on {' and '.join(types)} only"
 
     @property
     def again(self) -> Options | None:

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from . import __version__
 from .choose import Options
 from .convert import MIN_SPARSITY
+from .evaluate import windows
 from .files import Checkpoint
 from .formats import FORMATS
 from .integrations import require_transformers
@@ -41,6 +42,8 @@ EXPECTED = (
     OSError, ValueError, TypeError, ImportError, RuntimeError, MemoryError, SafetensorError, UserWarning,
 )  # fmt: skip
 _DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+#: Layers' outputs are compared on so many tokens of a text, so that all of them fit.
+LAYER_TOKENS = 256
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 #: What a repository of the Hub holds besides, or a second time, in other formats.
@@ -200,11 +203,8 @@ def prune(options: argparse.Namespace) -> None:
         if positions and length > positions:
             raise ValueError(f"--length is {length}, {options.source} has {positions} positions")
         text = _text(options.calibration)
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{options.source} has no tokenizer to calibrate with: {error}") from None
-        batches = pieces(tokenizer(text, return_tensors="pt").input_ids[0], options.samples, length)
+        tokenizer = _tokenizer(transformers, source, options)
+        batches = windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples)
         stats = [(file.name, file.stat()) for file in _weight_files(source)]
         begun = {
             "IN": str(source.resolve()),
@@ -238,15 +238,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def pieces(tokens: Tensor, samples: int, length: int) -> list[Tensor]:
-    """Batches [1, length] of a text [tokens], spread evenly over it; fewer where it is short."""
-    samples = min(samples, len(tokens) // length)
-    if samples < 1:
-        raise ValueError(f"the calibration text has {len(tokens)} tokens, less than one piece of {length} (--length)")
-    starts = torch.linspace(0, len(tokens) - length, samples).long().tolist()
-    return [tokens[None, start : start + length] for start in starts]
-
-
 def convert(options: argparse.Namespace) -> None:
     """IN to OUT with packed weights."""
     require_transformers()
@@ -257,8 +248,7 @@ def convert(options: argparse.Namespace) -> None:
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
     _check_dense(source)
-    device_types = Options(options.format).device_types
-    if elsewhere := torch.device(device).type not in device_types:
+    if elsewhere := Options(options.format).not_on(torch.device(device)):
         config.format = "macko"  # which is what the file of a layout holds
     with _unfinished(options, source) as work:
         model = load_packed(source, config, **({"device_map": device} if device != "cpu" else {}))
@@ -267,7 +257,7 @@ def convert(options: argparse.Namespace) -> None:
         before, after = (sum(f.stat().st_size for f in _weight_files(folder)) for folder in (source, work / "result"))
     print(f"{options.target}: {format_bytes(after)}, {after / max(1, before):.3f} of {format_bytes(before)}")
     if elsewhere:
-        print(f"It is to be loaded on {' or '.join(device_types)}, where {options.format} runs")
+        print(f"It is to be loaded on another device: {elsewhere}")
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -375,12 +365,14 @@ def bench(options: argparse.Namespace) -> None:
 def eval(options: argparse.Namespace) -> None:  # the command's name
     """Perplexity, and what differs from another model, as JSON."""
     transformers = require_transformers()
-    from .evaluate import embeddings, language, layer_errors, windows
+    from .bench import append
+    from .evaluate import embeddings, language, layer_errors
 
     device, source = _device(options.device), _folder(options.source)
     config = transformers.AutoConfig.from_pretrained(source)
     text = _text(options.data, "--data") if options.data else _reference()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer = _tokenizer(transformers, source, options)
+    append(options.json, [])  # or it would be found out behind all the work
     model = _model(transformers, source).to(device)
     dense = None if options.against is None else _model(transformers, _folder(options.against)).to(device)
     found: dict[str, Any] = {"model": options.source, "against": options.against, "data": options.data or "pydoc"}
@@ -393,7 +385,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
         cut = {length: windows(ids, length, options.samples) for length in lengths}
         found["windows"] = [{"length": n, **language(model, batches, dense)} for n, batches in cut.items()]
         if dense is not None:
-            found["layer_errors"] = layer_errors(model, cut[lengths[0]][:4], dense)
+            found["layer_errors"] = layer_errors(model, [ids[:, :LAYER_TOKENS] for ids in cut[lengths[0]][:4]], dense)
     elif dense is None:
         raise ValueError(f"{options.source} is no language model, so there is only --against DENSE to judge it by")
     else:
@@ -403,18 +395,22 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
             for i in range(0, len(lines), 32)
         ]
         found["embeddings"] = embeddings(model, batches, dense)
-        run = lambda each, batch: each(**{name: value.to(device) for name, value in batch.items()})  # noqa: E731
-        found["layer_errors"] = layer_errors(model, batches[:4], dense, run)
+        found["layer_errors"] = layer_errors(model, batches[:4], dense)
     print(json.dumps(found, indent=2))
-    if options.json:
-        with open(options.json, "a", encoding="utf-8") as out:
-            out.write(json.dumps(found) + "\n")
+    append(options.json, [found])
 
 
 def _model(transformers: Any, folder: Path) -> Any:
     """The model of a folder as the class that was saved, or an encoder would get a new head."""
     named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
     return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
+
+
+def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{options.source} has no tokenizer: {error}") from None
 
 
 def _reference() -> str:

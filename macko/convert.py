@@ -80,8 +80,7 @@ def sparsify_(
         tokens = 8
     options = Options(format, tokens, pattern, dtype, keep_dense)  # type: ignore[arg-type]  # another str is refused
     least = (0.0 if format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
-    if not 0 <= least <= 1:
-        raise ValueError(f"min_sparsity is {least}, expected 0 to 1")
+    check_min_sparsity(least)
     if isinstance(model, nn.Linear):
         raise ValueError(
             "sparsify_ replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
@@ -93,6 +92,12 @@ def sparsify_(
     report = Report(rows + unpackable(model))
     warn_if_unchanged(report, "sparsify_")
     return report
+
+
+def check_min_sparsity(share: float) -> None:
+    """ValueError for what min_sparsity cannot be."""
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"min_sparsity is {share!r}, expected 0 to 1")
 
 
 def _convert_all(
@@ -210,10 +215,7 @@ def _why_not(weight: Tensor, layer: str, options: Options, target: torch.device,
         return "its weight is on the meta device"
     if id(weight) in tied:
         return f"its weight is shared with {', '.join(name for name in tied[id(weight)] if name != f'{layer}.weight')}"
-    if reason := unsupported(weight.dtype, target):
-        return reason
-    types = options.device_types
-    return "" if target.type in types else f"{options.format} runs on {' and '.join(types)} only"
+    return unsupported(weight.dtype, target) or options.not_on(target)
 
 
 def _why_not_worth(density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:

@@ -6,6 +6,7 @@ vLLM is imported once, and each side runs in a fork of that process, with the en
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from . import bench
+from .bench import Result, Side
 
 #: Options of vLLM's LLM by side.
 SIDES: dict[str, dict[str, Any]] = {"dense": {}, "macko": {"quantization": "macko"}, "fp8": {"quantization": "fp8"}}
@@ -32,14 +34,6 @@ _ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() would start CUDA else
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Result(bench.Result):
-    """One measurement of a side; peak_bytes are those of all weights, for vLLM takes what memory there is."""
-
-    def __str__(self) -> str:
-        return self.model
 
 
 def run(options: argparse.Namespace, source: str) -> None:
@@ -58,7 +52,8 @@ def run(options: argparse.Namespace, source: str) -> None:
         raise ValueError("--engine vllm takes a folder that is pruned, or random: and one --sparsity")
     if unknown := [side for side in options.sides if side not in SIDES]:
         raise ValueError(f"--sides has {', '.join(unknown)}, expected some of {', '.join(SIDES)}")
-    given = json.loads(options.engine_args)
+    given = _engine_args(options.engine_args)
+    bench.check(options)
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("--engine vllm: vLLM is not installed beside macko")
     os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
@@ -73,7 +68,14 @@ def run(options: argparse.Namespace, source: str) -> None:
             results += _forked(side, folder if is_random else source, options, given)
     if not results:
         raise ValueError("no side could be timed")
-    print(bench._table(results, memory="weights"))  # type: ignore[arg-type]
+    print(bench._table(results, memory="weights"))
+
+
+def _engine_args(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(given := json.loads(text), dict):
+            return given
+    raise ValueError(f"--engine-args is {text!r}, expected a JSON object")
 
 
 def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any]) -> list[Result]:
@@ -91,55 +93,48 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
         pass  # it has printed why
     process.join(5 if found else 0)
     process.kill()
+    process.join()  # or it might still hold memory when the next one begins
     if not found:
         print(f"{side}: no times", flush=True)
-    results = [Result(**line) for line in found.get("results", ())]
-    for result in results:
-        print(f"{side}, {result.what} batch {result.batch} prompt {result.prompt_tokens}: {result.ms} ms", flush=True)
-    if options.json:
-        with open(options.json, "a", encoding="utf-8") as file:
-            lines = ({"engine": "vllm", **dataclasses.asdict(result), **found["about"]} for result in results)
-            file.writelines(json.dumps({**line, "source": options.source}) + "\n" for line in lines)
+    results: list[Result] = found.get("results", [])
+    bench.show(results, memory="weights")
+    bench.append(options.json, ({**dataclasses.asdict(result), **found["about"]} for result in results))
     return results
 
 
-def _measure(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any], pipe: Any) -> None:
+def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[str, Any], pipe: Any) -> None:
     """Runs one side and sends its results, and what the engine was told."""
     import vllm
     from vllm import LLM
 
     sparsity = (options.sparsity or [0.5])[0]
-    if given.get("load_format") == "dummy" and side == "macko":
+    prunes = given.get("load_format") == "dummy" and name == "macko"
+    if prunes:
         _prune_dummies(sparsity)
+    side = Side(name, sparsity if prunes else 0.0, None)
     longest = max(options.prompt_tokens) + options.new_tokens + 1
     engine = {
         "dtype": options.dtype or ("float16" if torch.cuda.is_available() else "bfloat16"), "max_model_len": longest,
         "max_num_seqs": max(options.batch), "max_num_batched_tokens": max(longest, 2048),
-        "enable_prefix_caching": False, "seed": 0, **SIDES[side], **given,
+        "enable_prefix_caching": False, "seed": 0, **SIDES[name], **given,
     }  # fmt: skip
-    if options.format != "auto" and side == "macko":
+    if options.format != "auto" and name == "macko":
         engine["hf_overrides"] = {**engine.get("hf_overrides", {}), "macko": {"format": options.format}}
     llm = LLM(folder, **engine)
     held = max(llm.apply_model(_bytes))
     on_gpu = torch.cuda.is_available()
     results = []
-
-    def note(what: str, batch: int, prompt: int, seconds: float | None, tokens: int) -> None:
-        ms, speed = (None, None) if seconds is None else (seconds * 1e3, tokens / seconds)
-        share = sparsity if side == "macko" and given.get("load_format") == "dummy" else 0.0
-        results.append(dataclasses.asdict(Result(side, share, None, what, batch, prompt, ms, speed, held)))
-
     for batch in options.batch:
         prompt, new = options.prompt_tokens[0], options.new_tokens
         more, less = (lambda count=count: _generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
         seconds = bench._difference(more, less, on_gpu)
-        note("decode", batch, prompt, None if seconds is None else seconds / new, batch)
+        per_token = None if seconds is None else seconds / new
+        results.append(bench.result(side, "decode", batch, prompt, batch, per_token, held))
     for prompt in options.prompt_tokens:
         seconds = min(bench._times(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
-        note("prefill", 1, prompt, seconds, prompt)
-    device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    about = {"device": device, "torch": torch.__version__, "vllm": vllm.__version__, "format": options.format}
-    about |= {"commit": os.environ.get("MACKO_COMMIT", "unknown"), "engine_args": engine}
+        results.append(bench.result(side, "prefill", 1, prompt, prompt, seconds, held))
+    about = {"engine": "vllm", "vllm": vllm.__version__, "engine_args": engine}
+    about |= bench.about_run(options, "source", "format")
     pipe.send({"results": results, "about": about})
 
 

@@ -8,19 +8,19 @@ are as near to each other (Spearman's rank correlation). Of both, how far each l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .calibrate import evaluating, hidden_of
+from .calibrate import as_call, evaluating, hidden_of
 
 #: Logits of so many tokens are held in float32 at once.
 TOKENS = 512
-#: Layers' outputs are compared on so many tokens of a batch, so that all of them fit.
-LAYER_TOKENS = 256
 
 
 def windows(tokens: Tensor, length: int, most: int | None = None) -> list[Tensor]:
@@ -33,8 +33,9 @@ def windows(tokens: Tensor, length: int, most: int | None = None) -> list[Tensor
     """
     count = len(tokens) // length
     if count < 1:
-        raise ValueError(f"the text has {len(tokens)} tokens, less than one window of {length}")
-    places = range(count) if most is None or most >= count else [i * count // most for i in range(most)]
+        raise ValueError(f"the text has {len(tokens)} tokens, less than one window of {length} (--length)")
+    most = min(count, most or count)
+    places = [i * count // most for i in range(most)]
     return [tokens[None, i * length : (i + 1) * length] for i in places]
 
 
@@ -92,8 +93,8 @@ def embeddings(
     with evaluating(model), evaluating(against):
         for batch in tqdm(batches, desc="texts", disable=not progress, delay=1, leave=False):
             for each, rows in zip((model, against), found, strict=True):
-                home = next(each.parameters()).device
-                hidden = hidden_of(tuple(each(**{k: v.to(home) for k, v in batch.items()}).values())).cpu().double()
+                _, given = as_call(each, batch)
+                hidden = hidden_of(tuple(each(**given).values())).cpu().double()
                 mask = batch["attention_mask"].cpu().double()[..., None]
                 rows.append(nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))
     own, other = (torch.cat(rows) for rows in found)
@@ -119,46 +120,41 @@ def rank_correlation(x: Tensor, y: Tensor) -> float:
 
 
 @torch.no_grad()
-def layer_errors(
-    model: nn.Module, batches: Iterable[Any], against: nn.Module, call: Callable[[nn.Module, Any], Any] | None = None
-) -> dict[str, float]:
+def layer_errors(model: nn.Module, batches: Iterable[Any], against: nn.Module) -> dict[str, float]:
     """How far each linear layer's output is from the dense model's: squared difference over squares of the dense.
 
     Each model sees its own inputs, so what earlier layers lost counts. Layers are paired by name; those that only one
     model has, or that make other shapes, are left out.
 
     Args:
-        call: runs a model on a batch; default: model(ids) of the first LAYER_TOKENS ids.
+        batches: for model(batch), model(*batch) or model(**batch) by their type. The outputs of all layers are held for
+            one of them.
     """
-    call = call or (lambda each, ids: _logits(each, ids[:, :LAYER_TOKENS]))
     own = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     others = {name: module for name, module in against.named_modules() if isinstance(module, nn.Linear)}
     outputs: list[dict[str, Tensor]] = [{}, {}]
 
-    def watch(name: str, side: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs[side][name] = output.detach()
-
-        return hook
+    def watch(side: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs[side][name] = output.detach()
 
     sums: dict[str, list[float]] = {}
     names = [name for name in others if name in own]
-    handles = [own[name].register_forward_hook(watch(name, 0)) for name in names]
-    handles += [others[name].register_forward_hook(watch(name, 1)) for name in names]
-    try:
-        with evaluating(model), evaluating(against):
-            for batch in batches:
-                call(model, batch)
-                call(against, batch)
-                for name in names:
-                    a, b = (side.pop(name, None) for side in outputs)
-                    if a is not None and b is not None and a.shape == b.shape:
-                        a, b = a.float(), b.to(a.device).float()
-                        more = float((a - b).square().sum()), float(b.square().sum())
-                        sums[name] = [x + y for x, y in zip(sums.get(name, (0.0, 0.0)), more, strict=True)]
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as within:
+        for side, layers in enumerate((own, others)):
+            for name in names:
+                within.enter_context(layers[name].register_forward_hook(partial(watch, side, name)))
+        within.enter_context(evaluating(model))
+        within.enter_context(evaluating(against))
+        for batch in batches:
+            for each in (model, against):
+                args, kwargs = as_call(each, batch)
+                each(*args, **kwargs)
+            for name in names:
+                a, b = (side.pop(name, None) for side in outputs)
+                if a is not None and b is not None and a.shape == b.shape:
+                    a, b = a.float(), b.to(a.device).float()
+                    more = float((a - b).square().sum()), float(b.square().sum())
+                    sums[name] = [x + y for x, y in zip(sums.get(name, (0.0, 0.0)), more, strict=True)]
     return {name: lost / of if of else 0.0 for name, (lost, of) in sums.items()}
 
 

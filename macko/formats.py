@@ -834,11 +834,8 @@ class SlideWeight(PackedWeight):
         blocks, k_tiles, _ = self.tiles.shape
         return blocks * k_tiles * (4096 if self.n else 8192) // SLIDE_ELEMENTS[self.element].itemsize
 
-    @property
-    def density(self) -> float:
-        """Non-zeros over all; waits for the device."""
-        codes = super().to_dense()
-        return int((codes.float() != 0).sum()) / max(1, self.rows * self.cols)
+    def _values(self) -> Tensor:
+        return super().to_dense().float()
 
 
 def sparsest_pattern(w: Tensor) -> int:

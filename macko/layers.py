@@ -56,10 +56,10 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
     unmatched = set(ignore) - set(IGNORED)
     for layer in found.values():
         names = [layer.name, *layer.aliases]
-        matching = [p for p in ignore for n in names if p in (n, n.rpartition(".")[2]) or fnmatch.fnmatchcase(n, p)]
-        unmatched -= set(matching)
-        if matching:
-            layer.left_out = f"ignored by {matching[0]!r}"
+        ignored = matching(ignore, names)
+        unmatched -= set(ignored)
+        if ignored:
+            layer.left_out = f"ignored by {ignored[0]!r}"
         elif filter_fn is not None and not filter_fn(layer.module, layer.name):
             layer.left_out = "left out by filter_fn"
     if unmatched:
@@ -67,6 +67,15 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
         some = f"; layers are named as {next(iter(found.values())).name!r}" if found else ""
         warnings.warn(f"ignore has {without}, which matches no linear layer{some}", stacklevel=3)
     return list(found.values())
+
+
+def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Those of the patterns (full names, last components of names, or globs over full names) that a name is of."""
+
+    def fits(p: str, n: str) -> bool:
+        return p in (n, n.rpartition(".")[2]) or fnmatch.fnmatchcase(n, p)
+
+    return [pattern for pattern in patterns if any(fits(pattern, name) for name in names)]
 
 
 def tied_parameters(model: nn.Module) -> dict[int, list[str]]:

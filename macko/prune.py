@@ -331,7 +331,7 @@ def asked_for(sparsity: float | str | None, method: str, pattern: str | None) ->
     if isinstance(sparsity, str):
         if groups is not None:
             raise ValueError(f"sparsity is {sparsity!r}, but pattern {pattern} has the same share in every layer")
-        if not re.fullmatch(r"auto:0?\.\d+", sparsity):
+        if not re.fullmatch(r"auto:0?\.\d*[1-9]\d*", sparsity):
             raise ValueError(f"sparsity is {sparsity!r}, expected a number, or auto:0.5 (half of the weights in all)")
         sparsity = float(sparsity[len("auto:") :])
     if groups is not None:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .calibrate import Call, hidden_of, weights_in, with_hidden
+from .calibrate import Call, Reached, given_hidden, hidden_of, outputs_of, weights_in, with_hidden
 from .layers import Fit, FoundLinear
 
 
@@ -70,10 +70,6 @@ def recipe_of(asked: str | Recipe) -> Recipe:
     return RECIPES[asked]
 
 
-class _Reached(Exception):
-    """Ends a pass at the submodule whose inputs are wanted."""
-
-
 class Fitter:
     """Fits the blocks of one model, in their order."""
 
@@ -99,34 +95,24 @@ class Fitter:
         calls: of the pruned model, which differ from the dense one's in the hidden states alone.
         """
         own = {id(layer.module) for layer in layers}
-        whole = self.recipe.unit == "block"
-        parts = () if whole else block.named_children()
+        parts = () if self.recipe.unit == "block" else block.named_children()
         units = [(name, module) for name, module in parts if any(id(part) in own for part in module.modules())]
         if self._hidden is None:
             self._hidden = [given_hidden(call) for call in calls]
         outputs: dict[str, list[Any]] = {name: [] for name, _ in units}
         order: list[str] = []
 
-        def watch(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                outputs[name].append(hidden_of(output))
-                order.append(name)
+        def watch(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            outputs[name].append(hidden_of(output))
+            order.append(name)
 
-            return hook
-
-        handles = [module.register_forward_hook(watch(name)) for name, module in units]
-        made = []
-        try:
-            for call, hidden in zip(calls, self._hidden, strict=True):
-                args, kwargs = with_hidden(call, hidden)
-                made.append(hidden_of(block(*args, **kwargs)))
-                bar.update(weights_in(block))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for name, module in units:
+                hooks.enter_context(module.register_forward_hook(partial(watch, name)))
+            made = outputs_of(block, with_hidden(calls, self._hidden), bar)
         first = order[: len(units)]
         plain = order == first * len(calls) and all(isinstance(o, Tensor) for group in outputs.values() for o in group)
-        if plain and not whole:
+        if plain and units:  # none: a block may be a layer itself
             self._units = [(name, dict(units)[name]) for name in first]
             self._targets = [outputs[name] for name in first]
         else:
@@ -136,9 +122,8 @@ class Fitter:
     def fit(self, block: nn.Module, layers: list[FoundLinear], calls: list[Call], bar: Any) -> None:
         """Fits the pruned layers of the block, submodule after submodule, in place."""
         order, end = self._order(calls), bar.n + self.work(block, calls)
-        inside = {id(part): part_name for part_name, part in block.named_modules()}
-        first = next(layer for layer in layers if id(layer.module) in inside)
-        prefix = first.name.removesuffix(inside[id(first.module)]).rstrip(".")
+        inner = next(name for name, part in block.named_modules() if part is layers[0].module)
+        prefix = layers[0].name.removesuffix(inner).rstrip(".")
         for (name, unit), targets in zip(self._units, self._targets, strict=True):
             full = f"{prefix}.{name}".strip(".")
             bar.set_description(f"fitting {full}", refresh=False)
@@ -154,27 +139,18 @@ class Fitter:
         self._units, self._targets = [], []
 
 
-def given_hidden(call: Call) -> Tensor:
-    """The hidden states among a block's arguments."""
-    args, kwargs = call
-    return args[0] if args else kwargs["hidden_states"]
-
-
 def _inputs(block: nn.Module, unit: nn.Module, calls: list[Call]) -> list[Call]:
     """What the block calls its submodule with."""
     found: list[Call] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append((args, kwargs))
-        raise _Reached
+        raise Reached
 
-    handle = unit.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with unit.register_forward_pre_hook(hook, with_kwargs=True):
         for args, kwargs in calls:
-            with suppress(_Reached):
+            with suppress(Reached):
                 block(*args, **kwargs)
-    finally:
-        handle.remove()
     return found
 
 
@@ -233,12 +209,11 @@ def _fit(
         new = (masters[name].detach() * kept[name]).to(weight.dtype)
         # A kept weight that would round to zero stays what it was: masks are exact.
         weight.copy_(torch.where(kept[name] & (new == 0), start[name], new))
-    after = whole()
-    if not after < before:
-        for name, weight in weights.items():
-            weight.copy_(start[name])
-        return before, before
-    return before, after
+    if (after := whole()) < before:
+        return before, after
+    for name, weight in weights.items():
+        weight.copy_(start[name])
+    return before, before
 
 
 @contextmanager

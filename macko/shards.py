@@ -14,19 +14,27 @@ from .formats import MackoWeight, PackedWeight, SlideWeight
 _CHUNK = 8
 
 
-def rows_slice(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
-    """Rows start to stop of a weight, in its format: what packing them would give.
+def sliced(weight: PackedWeight, dim: int, start: int, stop: int) -> PackedWeight:
+    """Rows (dim 0) or columns (1) start to stop of a weight, in its format: what packing them would give.
 
-    Of a canonical weight its entries are copied and nothing is unpacked; of any other format it is.
+    Of rows of a canonical weight the entries are copied and nothing is unpacked; anything else is packed anew.
 
     Raises:
-        ValueError: the weight has no such rows, or is quantised: its codes would not be those of the whole.
+        ValueError: the weight has no such rows or columns, or is quantised: its codes would not be those of the whole.
     """
-    _check(weight, "rows", start, stop, weight.rows)
-    if (start, stop) == (0, weight.rows):
+    size = weight.shape[dim]
+    if not 0 <= start <= stop <= size:
+        raise ValueError(f"{('rows', 'columns')[dim]} {start} to {stop} of a weight that has {size}")
+    if (start, stop) == (0, size):
         return weight
-    if not isinstance(weight, MackoWeight):
-        return _packed_as(weight, weight.to_dense()[start:stop])
+    if isinstance(weight, SlideWeight):
+        raise ValueError(f"a weight of format {weight.label} cannot be cut: pack each shard of the dense one")
+    if isinstance(weight, MackoWeight) and dim == 0:
+        return _canonical_rows(weight, start, stop)
+    return _packed_as(weight, weight.to_dense().narrow(dim, start, stop - start))
+
+
+def _canonical_rows(weight: MackoWeight, start: int, stop: int) -> MackoWeight:
     first, last = weight.row_ptr[[start, stop]].tolist()
     capacity = -(-(last - first) // _CHUNK) * _CHUNK
     values = weight.values.new_zeros(capacity)
@@ -39,18 +47,6 @@ def rows_slice(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
     deltas = (deltas.view(-1, in_byte) << shifts).sum(1, dtype=torch.uint8)
     row_ptr = weight.row_ptr[start : stop + 1] - first
     return dataclasses.replace(weight, values=values, deltas=deltas, row_ptr=row_ptr, rows=stop - start)
-
-
-def cols_slice(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
-    """Columns start to stop of a weight, in its format, packed anew: gaps at the cut are others.
-
-    Raises:
-        ValueError: the weight has no such columns, or is quantised: its codes would not be those of the whole.
-    """
-    _check(weight, "columns", start, stop, weight.cols)
-    if (start, stop) == (0, weight.cols):
-        return weight
-    return _packed_as(weight, weight.to_dense()[:, start:stop])
 
 
 def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
@@ -66,13 +62,6 @@ def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) 
     if weight.is_layout or isinstance(weight, MackoWeight):  # parts may have chosen other widths of deltas
         return MackoWeight.smallest(dense).to("cpu")
     return _packed_as(weight, dense).to("cpu")
-
-
-def _check(weight: PackedWeight, what: str, start: int, stop: int, size: int) -> None:
-    if not 0 <= start <= stop <= size:
-        raise ValueError(f"{what} {start} to {stop} of a weight that has {size}")
-    if isinstance(weight, SlideWeight) and (start, stop) != (0, size):
-        raise ValueError(f"a weight of format {weight.label} cannot be cut: pack each shard of the dense one")
 
 
 def _packed_as(weight: PackedWeight, dense: Tensor) -> PackedWeight:

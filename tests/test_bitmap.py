@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from macko import _library, ops, reference
+from macko import _library, ops
 from macko.formats import BitmapWeight, MackoWeight
+from tests import reference
 from tests.common import (
     CPU_DTYPES,
     MASKS,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import fcntl
 import json
+import multiprocessing
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
-from macko import bench
-from macko.cli import main, pieces
+from macko import bench, engines
+from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, sparsity_format
 from macko.layers import format_bytes, packed_share, patterns
@@ -104,6 +107,9 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
         (["bench", "random:elves"], "expected a folder, or random:"),
         (["bench", str(dense), "--engine", "vllm", "--sparsity", "0.5"], "--engine vllm takes a folder that is pruned"),
         (["bench", "random:tiny", "--engine", "vllm", "--sides", "elves"], "--sides has elves, expected some of dense"),
+        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], "format is 'elves'"),
+        (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "{"], "--engine-args is '{', expected a JSON"),
+        (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "[1]"], "--engine-args is '[1]', expected a"),
     ):
         assert main(arguments) == 1
         assert message in one_line(capsys)
@@ -248,7 +254,7 @@ def test_sell_is_kept_in_the_config_where_it_does_not_run(dense: Path, tmp_path:
         config = json.loads((folder / "config.json").read_text())["quantization_config"]
         assert config["format"] == form
         assert all(layer["format"] == "macko" for layer in config["layers"].values())
-    assert "It is to be loaded on cuda, where sell runs" in capsys.readouterr().out
+    assert "It is to be loaded on another device: sell runs on cuda only" in capsys.readouterr().out
     wanted = load_file(plain / "model.safetensors")
     for name, tensor in load_file(sell / "model.safetensors").items():
         assert torch.equal(tensor, wanted[name])
@@ -549,6 +555,23 @@ def test_bench_says_loudly_where_outputs_are_wrong() -> None:
     assert bench._verdict(found).endswith("NO, THEY ARE WRONG (worst inf of the bound, at 8 tokens, b)")
 
 
+def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = argparse.Namespace(json=str(tmp_path / "lines"))
+    found = bench.result(bench.Side("macko", 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
+    monkeypatch.setattr(engines, "_measure", lambda *args: args[-1].send({"results": [found], "about": {"vllm": "1"}}))
+    assert engines._forked("macko", "", options, {}) == [found]
+    assert "macko, decode batch 2 prompt 8:  500.000 ms,      4.0 tokens/s, weights 3.00 kB" in capsys.readouterr().out
+    monkeypatch.setattr(engines, "_measure", lambda *args: time.sleep(60))
+    monkeypatch.setattr(engines, "TIMEOUT", 0.1)
+    assert engines._forked("fp8", "", options, {}) == []  # killed: the next side needs its memory
+    assert not multiprocessing.active_children()
+    assert "fp8: no times" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [(line["model"], line["ms"], line["vllm"]) for line in lines] == [("macko", 500, "1")]
+
+
 @needs_transformers
 def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_times", None)
@@ -591,15 +614,6 @@ def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama)
 def test_doctor_is_python_m_macko(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("macko.__main__.main", lambda: 7)
     assert main(["doctor"]) == 7
-
-
-def test_pieces_of_a_text() -> None:
-    tokens = torch.arange(100)
-    assert [piece[0, 0].item() for piece in pieces(tokens, 3, 20)] == [0, 40, 80]
-    assert len(pieces(tokens, 128, 30)) == 3
-    assert pieces(tokens, 1, 100)[0].tolist() == [tokens.tolist()]
-    with pytest.raises(ValueError, match="has 100 tokens"):
-        pieces(tokens, 4, 101)
 
 
 def test_patterns_found_in_a_mask() -> None:

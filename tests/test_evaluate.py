@@ -25,6 +25,7 @@ def test_windows_lie_behind_each_other() -> None:
     tokens = torch.arange(23)
     assert [w.tolist() for w in windows(tokens, 10)] == [[[*range(10)]], [[*range(10, 20)]]]
     assert [int(w[0, 0]) for w in windows(tokens, 2, 4)] == [0, 4, 10, 16]
+    assert [w.tolist() for w in windows(tokens, 23, 128)] == [[tokens.tolist()]]
     with pytest.raises(ValueError, match="23 tokens, less than one window of 24"):
         windows(tokens, 24)
 
@@ -133,6 +134,13 @@ def test_eval_of_dense_and_packed_folders(
     assert [json.loads(line)["model"] for line in Path(lines).read_text().splitlines()] == list(found)
     assert main(["eval", dense, "--data", str(text), "--lengths", "999"]) == 1
     assert "--lengths has 999" in capsys.readouterr().err
+    monkeypatch.setattr("macko.cli._model", None)  # refused before any work
+    assert main(["eval", dense, "--data", str(text), "--json", str(tmp_path)]) == 1
+    assert "Is a directory" in capsys.readouterr().err
+    (Path(dense) / "tokenizer.json").unlink()
+    (Path(dense) / "tokenizer_config.json").unlink()
+    assert main(["eval", dense, "--data", str(text)]) == 1
+    assert f"{dense} has no tokenizer" in capsys.readouterr().err
 
 
 def test_grids_hold_their_ends_and_zero() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from macko import MackoWeight, _library, ops, reference
+from macko import MackoWeight, _library, ops
+from tests import reference
 from tests.common import (
     CPU_DTYPES,
     HALVES,

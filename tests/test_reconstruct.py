@@ -181,6 +181,16 @@ def test_a_submodule_that_is_called_twice_is_fitted_with_its_block() -> None:
     assert all(fit.error_after < fit.error_before for fit in report.fits)
 
 
+def test_blocks_that_are_layers_themselves_are_fitted() -> None:
+    model = Blocks()
+    model.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+    model.forward = nn.Sequential(*model.layers).forward  # type: ignore[method-assign]
+    rng = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 16, 12, generator=rng) for _ in range(4)]
+    report = macko.prune_(model, 0.5, calibration=given, ignore=["stem"], reconstruct=QUICK)
+    assert [fit.name for fit in report.fits] == ["layers.0", "layers.1", "layers.2"]
+
+
 @pytest.mark.parametrize("options", [{"reconstruct": "submodule"}, {"sparsity": "auto:0.5"}])
 def test_without_a_chain_of_blocks_nothing_is_changed(options: dict[str, Any]) -> None:
     for model in (Blocks(between=torch.tanh), nn.Sequential(nn.Linear(12, 8))):
@@ -198,6 +208,7 @@ def test_refuses_what_it_does_not_know() -> None:
         ({"sparsity": "auto:0.5"}, "sparsity 'auto:0.5' needs calibration"),
         ({"sparsity": "0.5"}, "sparsity is '0.5', expected a number, or auto:0.5"),
         ({"sparsity": "auto:50"}, "sparsity is 'auto:50', expected"),
+        ({"sparsity": "auto:0.0", "calibration": batches()}, "sparsity is 'auto:0.0', expected"),
         ({"sparsity": "auto:0.5", "pattern": "2:4"}, "pattern 2:4 has the same share in every layer"),
     ]
     for options, message in refused:

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import macko.ops as ops
-from macko import reference
 from macko.formats import MackoWeight, SellWeight
-from tests import layouts
+from tests import layouts, reference
 from tests.common import (
     HALVES,
     MASKS,

@@ -7,7 +7,7 @@ import torch
 
 from macko import EcWeight, MackoWeight
 from macko.formats import PackedWeight, SlideWeight
-from macko.shards import cols_slice, rows_slice
+from macko.shards import sliced
 from tests.common import assert_same_bits, device_dtypes, random_weight
 
 
@@ -30,33 +30,33 @@ def test_a_cut_within_a_byte_and_a_chunk(device: str, dtype: torch.dtype, bits: 
     for start in range(62):
         for stop in (start, min(61, start + 1), (start + 61) // 2, 61):
             if start <= stop:
-                assert_same_weight(rows_slice(whole, start, stop), MackoWeight.from_dense(w[start:stop], bits))
+                assert_same_weight(sliced(whole, 0, start, stop), MackoWeight.from_dense(w[start:stop], bits))
     for start, stop in ((0, 50), (50, 101), (17, 18), (40, 40)):
-        assert_same_weight(cols_slice(whole, start, stop), MackoWeight.from_dense(w[:, start:stop].contiguous(), bits))
+        assert_same_weight(sliced(whole, 1, start, stop), MackoWeight.from_dense(w[:, start:stop].contiguous(), bits))
 
 
 def test_the_whole_is_not_copied() -> None:
     whole = MackoWeight.from_dense(random_weight(8, 16, 0.5, torch.float16))
-    assert rows_slice(whole, 0, 8) is whole
-    assert cols_slice(whole, 0, 16) is whole
+    assert sliced(whole, 0, 0, 8) is whole
+    assert sliced(whole, 1, 0, 16) is whole
 
 
 def test_a_format_that_files_hold_too() -> None:
     w = random_weight(64, 96, 0.2, torch.float16)
     whole = EcWeight.from_dense(w, delta_bits=8, lanes=4)
-    assert_same_weight(rows_slice(whole, 3, 20), EcWeight.from_dense(w[3:20], delta_bits=8, lanes=4))
-    assert_same_weight(cols_slice(whole, 3, 20), EcWeight.from_dense(w[:, 3:20].contiguous(), delta_bits=8, lanes=4))
+    assert_same_weight(sliced(whole, 0, 3, 20), EcWeight.from_dense(w[3:20], delta_bits=8, lanes=4))
+    assert_same_weight(sliced(whole, 1, 3, 20), EcWeight.from_dense(w[:, 3:20].contiguous(), delta_bits=8, lanes=4))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     w = random_weight(64, 96, 0.2, torch.float16)
     whole = MackoWeight.from_dense(w)
     with pytest.raises(ValueError, match="rows 60 to 65 of a weight that has 64"):
-        rows_slice(whole, 60, 65)
+        sliced(whole, 0, 60, 65)
     with pytest.raises(ValueError, match="columns 5 to 4 of a weight that has 96"):
-        cols_slice(whole, 5, 4)
+        sliced(whole, 1, 5, 4)
     quantised = SlideWeight.from_dense(w, n=0, element=0)
-    for cut in (rows_slice, cols_slice):
+    for dim, size in enumerate(quantised.shape):
         with pytest.raises(ValueError, match="slide dense int8 cannot be cut"):
-            cut(quantised, 0, 32)
-        assert cut(quantised, 0, 64 if cut is rows_slice else 96) is quantised
+            sliced(quantised, dim, 0, 32)
+        assert sliced(quantised, dim, 0, size) is quantised

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import macko
 import macko.ops as ops
-from macko import SparseLinear, choose, reference, times
+from macko import SparseLinear, choose, times
 from macko.choose import Options, pack
 from macko.convert import check_shards
 from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
 from macko.tune import measure_slide
+from tests import reference
 from tests.common import HALVES, Plan, assert_same_bits, device_dtypes, devices, needs_capture
 from tests.layouts import LAYOUTS
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
-from macko import reference
 from macko.choose import Options, choose
 from macko.formats import MackoWeight, TileWeight
-from tests import layouts
+from tests import layouts, reference
 from tests.common import (
     HALVES,
     MASKS,

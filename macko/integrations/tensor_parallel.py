@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..linear import SparseLinear
-from ..shards import cols_slice, gathered, rows_slice
+from ..shards import gathered, sliced
 
 
 def check(model: Any) -> None:
@@ -81,7 +81,7 @@ def cut(model: Any, name: str, layer: SparseLinear) -> None:
     size = whole.shape[dim]
     width = -(-size // mesh.size())  # as torch.chunk and DTensor cut
     start = min(mesh.get_local_rank() * width, size)
-    layer._hold((rows_slice, cols_slice)[dim](whole, start, min(start + width, size)))
+    layer._hold(sliced(whole, dim, start, min(start + width, size)))
     layer._hf_quantized_needs_local_tp = True
 
 

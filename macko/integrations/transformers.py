@@ -16,7 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..choose import Options
-from ..convert import CONVERTED, MIN_SPARSITY, convert_weight, warn_if_unchanged
+from ..convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
 from ..files import VERSION, Checkpoint, check_about, join, open_tensors
 from ..formats import saved_as
 from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
@@ -49,8 +49,7 @@ class MackoConfig(QuantizationConfigMixin):
         self.quant_method = "macko"  # type: ignore[assignment]
         check_about({"version": version, "layers": layers}, "quantization_config")
         Options(format)
-        if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
-            raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
+        check_min_sparsity(min_sparsity)
         several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
         self.ignore: list[Any] = list(ignore) if several else [ignore]
         if not all(isinstance(name, str) for name in self.ignore):
@@ -251,10 +250,9 @@ class MackoHfQuantizer(HfQuantizer):
     def _format_on(self, device: torch.device) -> str:
         """The format that the config asks for, or "auto", with a warning, where that does not run on the device."""
         format = self.quantization_config.format
-        if device.type in (*(types := Options(format).device_types), "meta"):
+        if device.type == "meta" or not (reason := Options(format).not_on(device)):
             return format
-        runs = " and ".join(types)
-        warnings.warn(f'format="{format}" runs on {runs} only, the model is on {device}: held as "auto"', stacklevel=2)
+        warnings.warn(f'format {reason}, the model is on {device}: held as "auto"', stacklevel=2)
         return "auto"
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

@@ -12,7 +12,6 @@ of the engine by its name, so it is one of a module.
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 from collections.abc import Callable, Iterable
 from itertools import accumulate
@@ -29,12 +28,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
 from ..choose import Options, pack
-from ..convert import MIN_SPARSITY, convert_weight
+from ..convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..files import VERSION, check_about
 from ..formats import MackoWeight, PackedWeight, saved_as
-from ..layers import IGNORED
+from ..layers import IGNORED, matching
 from ..ops import call
-from ..shards import cols_slice, rows_slice
+from ..shards import sliced
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
 
@@ -67,8 +66,7 @@ class MackoConfig(QuantizationConfig):
     ) -> None:
         super().__init__()
         check_about({"version": version, "layers": layers}, "quantization_config")
-        if not isinstance(min_sparsity, (int, float)) or not 0 <= min_sparsity <= 1:
-            raise ValueError(f"min_sparsity is {min_sparsity!r}, expected 0 to 1")
+        check_min_sparsity(min_sparsity)
         self.options = Options(format, tokens)
         self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
         self.min_sparsity, self.version = min_sparsity, version
@@ -131,10 +129,9 @@ class MackoConfig(QuantizationConfig):
                     "them or none (ignore=...), or serve the dense model with --quantization macko"
                 )
             return Packed(self, prefix, dense, list(parts.values())) if parts else dense
-        for pattern in self.ignore:
-            if any(pattern in (n, n.rpartition(".")[2]) or fnmatch.fnmatchcase(n, pattern) for n in (prefix, *names)):
-                logger.debug("%s stays dense: ignored by %r", prefix, pattern)
-                return dense
+        if ignored := matching(self.ignore, (prefix, *names)):
+            logger.debug("%s stays dense: ignored by %r", prefix, ignored[0])
+            return dense
         return dense if is_head and self.tied else Arriving(self, prefix, dense)
 
     def _leave_experts(self, layer: nn.Module, prefix: str) -> None:
@@ -165,10 +162,9 @@ class _Method(LinearMethodBase):
     def options(self, device: torch.device) -> Options:
         """What the layout is chosen by on the device."""
         options = self.config.options
-        if device.type in options.device_types:
+        if not (reason := options.not_on(device)):
             return options
-        runs = " and ".join(options.device_types)
-        logger.warning_once(f"format {options.format} runs on {runs} only, the model is on {device.type}: held as auto")
+        logger.warning_once(f"format {reason}, the model is on {device.type}: held as auto")
         return Options(tokens=options.tokens)
 
     def hold(self, layer: nn.Module, packed: PackedWeight) -> None:
@@ -298,12 +294,12 @@ class Packed(_Method):
         """This rank's parts of what one layer of the checkpoint has for these places of the stack."""
         if isinstance(layer, ParallelLMHead):  # behind its last row is padding
             indices = layer.shard_indices
-            return [rows_slice(whole, indices.org_vocab_start_index, indices.org_vocab_end_index)]
+            return [sliced(whole, 0, indices.org_vocab_start_index, indices.org_vocab_end_index)]
         rank, ranks = layer.tp_rank, layer.tp_size
         if whole.cols != self.cols:
             if whole.cols != self.cols * ranks:
                 raise ValueError(f"the checkpoint has {whole.cols} columns, vLLM wants {self.cols} for each of {ranks}")
-            whole = cols_slice(whole, rank * self.cols, (rank + 1) * self.cols)
+            whole = sliced(whole, 1, rank * self.cols, (rank + 1) * self.cols)
         rows = [self.rows[place] for place in places]
         if whole.rows == sum(rows):
             return [whole]
@@ -316,4 +312,4 @@ class Packed(_Method):
             stop - size + rank // by * count
             for stop, size, by, count in zip(accumulate(wholes), wholes, shared, rows, strict=True)
         ]
-        return [rows_slice(whole, start, start + count) for start, count in zip(starts, rows, strict=True)]
+        return [sliced(whole, 0, start, start + count) for start, count in zip(starts, rows, strict=True)]

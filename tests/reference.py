@@ -1,0 +1,238 @@
+"""The definition of the formats: slow, obvious PyTorch, bit exact for bytes and float64 for sums."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from macko.formats import SellWeight
+
+
+def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """The macko format (csrc/macko/macko.h) of w [rows, cols]. Integers all the way, so that a NaN keeps its bits."""
+    bits = w.cpu().contiguous().view(torch.int16 if w.element_size() == 2 else torch.int32)
+    values, deltas, row_ptr = [], [], [0]
+    for row, kept in zip(bits.tolist(), (bits & torch.iinfo(bits.dtype).max != 0).tolist(), strict=True):
+        skipped = 0
+        last = max((col for col, keep in enumerate(kept) if keep), default=-1)
+        for value, keep in zip(row[: last + 1], kept, strict=False):
+            if keep or skipped == 2**delta_bits - 1:
+                values.append(value if keep else 0)
+                deltas.append(skipped)
+                skipped = 0
+            else:
+                skipped += 1
+        row_ptr.append(len(values))
+    padding = [0] * (-len(values) % 8)
+    shifts = torch.arange(0, 8, delta_bits)
+    packed = (torch.tensor(deltas + padding, dtype=torch.int64).view(-1, len(shifts)) << shifts).sum(1)
+    stored = torch.tensor(values + padding, dtype=bits.dtype).view(w.dtype)
+    return stored, packed.to(torch.uint8), torch.tensor(row_ptr, dtype=torch.int32)
+
+
+def unpack(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4) -> Tensor:
+    """The dense [rows, cols] matrix of values' dtype."""
+    unpacked = deltas.cpu().long()[:, None] >> torch.arange(0, 8, delta_bits) & 2**delta_bits - 1
+    stops = row_ptr.tolist()
+    w = torch.zeros(len(stops) - 1, cols, dtype=values.dtype)
+    for row, (start, stop) in enumerate(pairwise(stops)):
+        w[row, (unpacked.flatten()[start:stop] + 1).cumsum(0) - 1] = values.cpu()[start:stop]
+    return w
+
+
+def sell_unpack(sell: SellWeight) -> Tensor:
+    """The dense [rows, cols] matrix, read as csrc/sell/sell.h says; asserts that padding is where it has to be."""
+    data, bases, blocks, perm = sell.tensors().values()
+    cols, gap_bits, warps, head = sell.cols, sell.gap_bits, sell.warps, sell.head
+    slots = data.cpu().view(torch.int16).view(-1, 512 + 32 * gap_bits)
+    columns = bases.cpu().view(-1, 32).long() & 0xFFFF
+    lane = torch.arange(32)
+    w = torch.zeros(perm.shape[1], cols, dtype=torch.int16)
+    for block, (slot, group_at, row, rows, chunks, long_chunks, steps, _) in enumerate(blocks.tolist()):
+        groups, long_groups = -(-rows * chunks // 32), -(-rows * long_chunks // 32)
+        order = [list(range(warp, groups, warps)) for warp in range(warps)]
+        lengths = [sum(steps - (g >= long_groups) for g in mine) for mine in order]
+        lengths[1::2] = lengths[::2]  # a pair of warps has the slots of its first one
+        tail = len(blocks) * head * warps + slot
+        for group in range(groups):
+            warp, task = group % warps, group * 32 + lane
+            chunk, own_row = task // rows, row + task % rows
+            start = group_at + group - warps + len(blocks) * warps if group >= warps else block * warps + group
+            at = columns[start].clone() - 1
+            first = sum(steps - (g >= long_groups) for g in order[warp] if g < group)
+            for step in range(steps - (group >= long_groups)):
+                stage = first + step
+                place = (stage * len(blocks) + block) * warps + warp
+                if stage >= head:
+                    place = tail + warp + sum(min(length, stage) - min(length, head) for length in lengths)
+                values = slots[place, :512].view(2, 32, 8)
+                gaps = _sell_gaps(slots[place, 512:], gap_bits)
+                for entry in range(16):
+                    at += gaps[:, entry] + 1
+                    value = values[entry // 8, :, entry % 8]
+                    kept = (value & 0x7FFF) != 0
+                    assert (kept <= (chunk < chunks)).all()
+                    assert (at[kept] < cols).all()
+                    w[perm[0].cpu().long()[own_row[kept]], at[kept]] = value[kept]
+    return w.view(data.dtype)
+
+
+def _sell_gaps(words: Tensor, gap_bits: int) -> Tensor:
+    """Gaps [32 lanes, 16] of a slot's int16 words behind its values."""
+    planes = words[: gap_bits // 2 * 64].reshape(-1, 32, 2).view(torch.uint8).view(gap_bits // 2, 32, 4).long()
+    fields = (planes << 8 * torch.arange(gap_bits // 2)[:, None, None]).sum(0)  # [lane, pair]
+    if gap_bits % 2:
+        nibbles = words[gap_bits // 2 * 64 :].long()[:, None] >> 4 * torch.tensor([0, 2, 1, 3]) & 15
+        fields |= nibbles << 8 * (gap_bits // 2)
+    four = fields[:, :, None] >> gap_bits * torch.arange(4) & 2**gap_bits - 1  # [lane, pair, field]
+    return four.view(32, 4, 2, 2).transpose(1, 2).reshape(32, 16)
+
+
+def bitmap_pack(
+    values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The bitmap layout (csrc/bitmap/bitmap.h) of a macko matrix."""
+    w = unpack(values, deltas, row_ptr, cols, delta_bits)
+    kept = torch.nn.functional.pad(w != 0, (0, -cols % 64)).view(w.shape[0], -(-cols // 64) * 8, 8)
+    bits = (kept * 2 ** torch.arange(8)).sum(2).to(torch.uint8)
+    pointers = torch.nn.functional.pad((w != 0).sum(1).cumsum(0), (1, 0)).int()
+    return torch.cat([w[w != 0], w.new_zeros(32)]), bits, pointers
+
+
+def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
+    """data and offsets of the tile layout (csrc/tile/tile.h) of a dense 16-bit matrix."""
+    blocks, slabs = -(-w.shape[0] // 64), -(-w.shape[1] // 256)
+    full = torch.zeros(blocks * 64, slabs * 256, dtype=torch.int16)
+    full[: w.shape[0], : w.shape[1]] = torch.where(w == 0, 0, w).cpu().view(torch.int16)
+    # [row block, slice, e / 2, lane / 4, slab, tile, stream, j / 2 % 2, j % 2, lane % 4, e % 2]
+    elements = full.view(blocks, 4, 2, 8, slabs, 4, 2, 2, 2, 4, 2).permute(0, 4, 1, 3, 9, 6, 5, 7, 8, 2, 10)
+    elements = elements.reshape(blocks * slabs, 4, 32, 2, 4, 4, 4)  # [slab, slice, lane, stream, tile, j % 4, e]
+    places = 8 * torch.arange(4) + torch.arange(8).view(2, 1, 4, 1)
+    masks = ((elements != 0).long() << places).sum((3, 5, 6)).permute(0, 3, 1, 2)
+    pieces, offsets = [torch.zeros(0, dtype=torch.int16)], [0]
+    for slab, mask in zip(elements, masks, strict=True):
+        spills, slice_offsets = torch.zeros(4, 32, 2, dtype=torch.int16), [0] * 64
+        values = torch.zeros(0, 32, 2, dtype=torch.int16)
+        for slice_ in range(4):
+            columns = {}
+            for stream in range(2):
+                heads, tails = ([own[own != 0] for own in slab[slice_, :, stream, tiles]] for tiles in ([0, 1], [2, 3]))
+                shortest = sorted(range(32), key=[len(own) for own in heads].__getitem__)
+                longest = sorted(range(32), key=[-len(own) for own in tails].__getitem__)
+                for lane, column in zip(longest, shortest, strict=True):
+                    spills[slice_, lane, stream] = len(heads[column]) * 128 + column * 4 + stream * 2
+                    columns[column, stream] = torch.cat([heads[column], tails[lane]])
+            slice_offsets[slice_] = len(values)
+            lanes = torch.nn.utils.rnn.pad_sequence(
+                [columns[lane, stream] for lane in range(32) for stream in range(2)]
+            )
+            values = torch.cat([values, lanes.view(-1, 32, 2)])
+        head = [
+            mask.flatten().int().view(torch.int16),
+            spills.flatten(),
+            torch.tensor(slice_offsets, dtype=torch.int16),
+        ]
+        pieces.append(torch.cat([*head, values.flatten()]))
+        offsets.append(offsets[-1] + len(pieces[-1]) // 64)
+    return torch.cat(pieces).view(w.dtype), torch.tensor(offsets, dtype=torch.int32)
+
+
+def slide_column(window: int, n: int) -> int:
+    """First column of window v of a row: n - 1 windows a group of 2n columns, two columns apart."""
+    group, place = divmod(window, n - 1)
+    return group * 2 * n + 2 * place
+
+
+def slide_depth(cols: int, n: int) -> int:
+    """Expanded columns of a weight with that many columns: n = 0 is dense, else the pattern (2n-2):2n."""
+    expanded = -(-cols // (2 * n)) * 4 * (n - 1) if n else cols
+    return max(1, -(-expanded // 128)) * 128
+
+
+def slide_expand(w: Tensor, n: int) -> Tensor:
+    """The 2:4 weight [rows, depth]: each window takes the first two non-zeros of its four columns not yet taken."""
+    rows, cols = w.shape
+    left = torch.zeros(rows, cols + 2 * n)
+    left[:, :cols] = w
+    expanded = torch.zeros(rows, slide_depth(cols, n))
+    if not n:
+        expanded[:, :cols] = left
+        return expanded.to(w.dtype)
+    for window in range(-(-cols // (2 * n)) * (n - 1)):
+        here = left[:, slide_column(window, n) :][:, :4]
+        nonzero = here != 0
+        taken = nonzero & (nonzero.cumsum(1) <= 2)
+        expanded[:, 4 * window : 4 * window + 4][taken] = here[taken]
+        here[taken] = 0
+    assert not left.any(), f"w does not fit the pattern {2 * n - 2}:{2 * n}"
+    return expanded.to(w.dtype)
+
+
+def slide_lift(x: Tensor, n: int) -> Tensor:
+    """x [..., cols] in expanded columns: lifted[4 v + d] = x[slide_column(v) + d], zeros behind."""
+    bits = x.cpu().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    padded = torch.nn.functional.pad(bits, (0, 2 * n))
+    lifted = bits.new_zeros(*x.shape[:-1], slide_depth(x.shape[-1], n))
+    if not n:
+        lifted[..., : x.shape[-1]] = bits
+        return lifted.view(x.dtype)
+    for window in range(-(-x.shape[-1] // (2 * n)) * (n - 1)):
+        start = slide_column(window, n)
+        lifted[..., 4 * window : 4 * window + 4] = padded[..., start : start + 4]
+    return lifted.view(x.dtype)
+
+
+def slide_quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes [..., cols] and float32 scales [...]: scale = absmax / Q, code = round(x * (Q / absmax))."""
+    most = 127.0 if dtype == torch.int8 else 448.0
+    wide = x.cpu().float()
+    absmax = wide.abs().amax(-1, keepdim=True) if x.shape[-1] else wide.new_zeros(*x.shape[:-1], 1)
+    before = torch.where(absmax < 2.0**-64, 2.0**64, 1.0)
+    factor = torch.where(absmax == 0, 0.0, torch.tensor(most) / (absmax * before))  # a float / tensor is no division
+    scaled = (wide * before * factor).clamp(-most, most)
+    codes = scaled.nan_to_num().round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
+    return codes, (absmax / most).squeeze(-1)
+
+
+def slide_pack(codes: Tensor, n: int) -> Tensor:
+    """The packed bytes (csrc/slide/slide.h) of a weight [rows, cols] that is of its final type."""
+    size = codes.element_size()
+    expanded = slide_expand(codes, n)
+    tile_cols = 128 // size
+    blocks, k_tiles = -(-codes.shape[0] // 64), -(-expanded.shape[1] // (2 * tile_cols)) * 2
+    full = torch.zeros(blocks * 64, k_tiles * tile_cols, dtype=codes.dtype)
+    full[: expanded.shape[0], : expanded.shape[1]] = expanded
+    tiles = full.view(blocks, 64, k_tiles, tile_cols).transpose(1, 2)
+    row = torch.arange(64)[:, None]
+    if not n:
+        chunks = tiles.contiguous().view(torch.uint8).view(blocks, k_tiles, 64, 8, 16)
+        return chunks[:, :, row, torch.arange(8) ^ row % 8].reshape(blocks, k_tiles, -1)
+    windows = tiles.reshape(*tiles.shape[:3], -1, 4)
+    values = torch.zeros(*windows.shape[:-1], 2, dtype=codes.dtype)
+    places = torch.zeros(*windows.shape[:-1], dtype=torch.int64)
+    for index in torch.cartesian_prod(*map(torch.arange, windows.shape[:-1])).tolist():
+        window = windows[tuple(index)]
+        kept = window.float().nonzero().flatten().tolist()
+        pair = kept if len(kept) == 2 else [0, 3] if kept == [3] else [*kept, 3] if kept else [0, 1]
+        values[tuple(index)] = window[pair]
+        places[tuple(index)] = pair[0] | pair[1] << 2
+    chunks = values.view(torch.uint8).view(blocks, k_tiles, 64, 4, 16)
+    chunks = chunks[:, :, row, torch.arange(4) ^ row // 2 % 4].reshape(blocks, k_tiles, -1)
+    # [.., warp, row + 8, row, window] -> the order of the 32-bit words that threads hold
+    if size == 1:
+        places = places.view(blocks, k_tiles, 4, 2, 8, 2, 2, 8).permute(0, 1, 5, 2, 4, 6, 3, 7)
+    else:
+        places = places.view(blocks, k_tiles, 4, 2, 8, 2, 2, 4).permute(0, 1, 2, 4, 5, 6, 3, 7)
+    nibbles = places.reshape(blocks, k_tiles, -1, 2)
+    return torch.cat([chunks, (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8)], -1)
+
+
+def slide_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """In float64: quantise x as codes is, multiply, scale by token and by row, add the bias."""
+    q, token_scale = (
+        (x.cpu(), torch.ones(x.shape[:-1])) if codes.element_size() == 2 else slide_quantise(x, codes.dtype)
+    )
+    y = (q.double() @ codes.cpu().double().t()) * token_scale.double()[..., None] * scale.cpu().double()
+    return y if bias is None else y + bias.cpu().double()

@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         (eval, "perplexity of a model, and how far it is from the dense one", _eval_arguments),
         (doctor, "what is installed, and a self-test (python -m macko)", lambda add: None),
     ):
-        command = commands.add_parser(run.__name__, help=text, description=text.capitalize() + ".")
+        command = commands.add_parser(run.__name__, help=text, description=f"{text[0].upper()}{text[1:]}.")
         command.set_defaults(run=run)
         arguments(command.add_argument)
     return parser
@@ -101,8 +101,8 @@ def _prune_arguments(add: Any) -> None:
     share = "share of zeros (default 0.5, or what the pattern says); auto:0.5: more where they hurt less"
     add("--sparsity", type=_sparsity, help=share)
     add("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
-    add("--method", choices=METHODS, default="wanda")
-    fitted = "fit what is left of attention and MLP (or of each block) to the dense outputs: loses less, takes longer"
+    add("--method", choices=METHODS, default="wanda", help="default: wanda")
+    fitted = "fit what is left of attention and MLP (or of each block) to the dense outputs: loses less; for a GPU"
     add("--reconstruct", choices=RECIPES, nargs="?", const="submodule", help=fitted)
     add("--calibration", metavar="FILE", help="a text to calibrate on (all but plain magnitude)")
     add("--samples", type=_count, default=128, help="pieces of the text (default 128)")
@@ -232,6 +232,8 @@ def _text(path: str, option: str = "--calibration") -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path} is no text in UTF-8: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read: {error.strerror}") from None
 
 
 def _digest(text: str) -> str:

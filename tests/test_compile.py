@@ -28,6 +28,7 @@ class WithAdapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["bitmap", "macko", "ec"])
 def test_a_step_of_training_has_no_break_and_no_warning(format: str, caplog: pytest.LogCaptureFixture) -> None:
     """An op of the gradient whose output's size depended on data would break the graph, and torch would warn."""

@@ -94,6 +94,7 @@ def test_embeddings_ignore_padding() -> None:
     assert embeddings(Encoder(0), [batch], Encoder(1))["cosine"] < 0.99
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_eval_of_dense_and_packed_folders(
     tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -176,6 +177,7 @@ def test_rounding_in_sparsegpts_order_beats_rounding_behind_it() -> None:
     assert (sparsegpt(sparse, 0.0, None, gram, integers(3))[sparse == 0] == 0).all()  # the mask is kept
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from benchmarks import quality, report

@@ -150,6 +150,7 @@ def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert (got.double() - wanted).abs().max() <= 6 * wanted.abs().max() * torch.finfo(dtype).eps
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_what_stays() -> None:
     """More tokens, a bias that is there, other shapes, another norm: each node is what it was."""

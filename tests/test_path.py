@@ -59,6 +59,7 @@ def test_a_plan_ends_where_it_ends() -> None:
     assert _library._plan == outside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"), [("MACKO_CPU", "avx"), ("MACKO_COPY", "x"), ("MACKO_PLAN", "cpu=scalar,zork=1")]
 )
@@ -69,6 +70,7 @@ def test_what_the_environment_says_wrongly_is_named(name: str, value: str) -> No
     assert all(part in ran.stderr for part in (name, value, "expected"))
 
 
+@pytest.mark.slow
 def test_the_environment_is_read() -> None:
     environment = {**os.environ, "MACKO_CPU": "avx2", "MACKO_PLAN": "pdl=1,cpu=scalar"}
     code = "from macko import _library; print(_library.cpu_path)"

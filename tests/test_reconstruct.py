@@ -29,6 +29,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     return {name: weight != 0 for name, weight in model.state_dict().items() if weight.dim() == 2}
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize(("method", "pattern"), [("magnitude", None), ("wanda", None), ("sparsegpt", "2:4")])
 def test_a_language_model_loses_less_with_the_same_zeros(
@@ -76,6 +77,7 @@ def test_same_bits_again_and_the_callers_settings_stay(dtype: torch.dtype, unit:
         assert_same_bits(made[1][name], tensor)
 
 
+@pytest.mark.slow
 def test_targets_are_the_dense_models_and_inputs_the_pruned_ones() -> None:
     """So what the first blocks lost is made up for: the last error is less than where each is fitted to itself."""
     dense, model, alone = Blocks(), Blocks(), Blocks()

@@ -59,6 +59,7 @@ def ties(rows: int, cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return w.to(dtype), torch.full((rows,), half, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "dtype"), [case for case in device_dtypes() if torch.float32 not in case])
 def test_a_bias_is_added_before_the_only_rounding(device: str, dtype: torch.dtype) -> None:
     """Product 1 + eps / 2, bias eps / 2: 1 + eps. Rounded before the bias, and again after, that is 1.

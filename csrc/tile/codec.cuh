@@ -37,7 +37,7 @@ struct sparse16 {
         tile_streams streams;
         uint32_t before;
 
-        __device__ __forceinline__ few_reader(int tile, int slice, int lane) {
+        __device__ __forceinline__ few_reader(const constants &, int tile, int slice, int lane) {
             const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
             words = held((slice * MACKO_TILE_LANES + lane) * 4);
             tile_words = held(words + tile * MACKO_TILE_MASK_BYTES);
@@ -92,6 +92,8 @@ struct sparse16 {
         tile_streams streams;
         uint32_t values[2][2][MACKO_TILE_QUAD], mask_at;
 
+        __device__ __forceinline__ explicit many_reader(const constants &) {
+        }
         __device__ __forceinline__ void load(tile_lane &tile, int j, int set, const constants &weights) {
 #pragma unroll
             for (int i = 0; i < 2; i++) tile.load(j + i, values[set][i], weights);

@@ -158,7 +158,7 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
     using SHAPE = few_shape<TOKENS>;
     constexpr int AT_ONCE = 4, ABOUT = 32, PREFETCHED = 2;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
-    const uint32_t began = nanoseconds();
+    uint32_t began = nanoseconds();
     // Before anything else a block asks where its first slabs are, and has what lies about where they should be
     // prefetched to L2 until that is known.
     const bool fewer = cluster >= task.more;
@@ -244,7 +244,12 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
         }
         __syncwarp();
         // Weights may be fetched before the kernel before this one is done (PDL), tokens not.
-        if (count == 0) sm90::pdl_wait();
+        if (count == 0) {
+            sm90::pdl_wait();
+#ifdef F2
+            began = nanoseconds() - i * pace;
+#endif
+        }
         if (lane < task.boxes)
             sm90::tma_load(at + task.tokens_at + lane * SHAPE::TOKEN_BYTES, &task.x,
                            task.boxes == 1 ? 0 : (slab * MACKO_TILE_SLAB_TILES + lane) * MACKO_TILE_COLS, 0,
@@ -302,7 +307,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         sm90::smem_descriptor<128>(memory.stages + task.tokens_at + tile_index * SHAPE::TOKEN_BYTES);
     const stage_position begin{memory.full, 0, memory.stages + CODEC::BASE};
     const uint32_t tokens_offset = held((uint32_t)descriptor - (begin.slab >> 4));
-    typename CODEC::few_reader reader(tile_index, slice, lane);
+    typename CODEC::few_reader reader(task.weights, tile_index, slice, lane);
     const uint32_t full_end = memory.full + task.stages * 8;
     const auto release = [&](uint32_t full) {
         if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));

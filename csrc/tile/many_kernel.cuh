@@ -580,7 +580,7 @@ __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t s
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         sm90::warpgroup_fence_operand(sums);
         // A tile is prepared while the one before it is multiplied.
-        typename CODEC::many_reader reader;
+        typename CODEC::many_reader reader(task.weights);
         const auto open_slab = [&] {
             reader.open(slabs_at + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * task.stages.slab_bytes, slice,
                         thread % WARP);

@@ -37,10 +37,10 @@ constexpr int MAX_CLUSTER = 8;
 constexpr int MAX_STAGES = 16;
 constexpr int BARRIER_BYTES = 1024; // at the beginning of shared memory
 constexpr int MIN_STAGES = 3;       // one is multiplied, one prepared, one waits for its last product
-// Bytes a ns of an H200's memory, of which a kernel gets 0.93. Where there is much to do, more than that is asked for, or
+// Bytes a ns, what a kernel gets of an H200's memory. Where there is much to do, more than that is asked for, or
 // it would be missing wherever a block is late; where there is little, the first stage counts. A slower memory is asked
 // too fast, which is as if there were no pace. (CUDA 13 does not tell a memory's clock any more.)
-constexpr double MEMORY_RATE = 4917;
+constexpr double MEMORY_RATE = 4680;
 constexpr int WARPGROUP =
     MACKO_FEW_WARPGROUP; // threads; of all warpgroups the same thread has the same sums, each of its tile
 
@@ -64,7 +64,7 @@ struct few_task {
     int cluster;                        // blocks of a cluster
     few_partition partition[2];         // of the clusters with a row block more, and of the others
     int boxes;                          // TMA loads of a stage's tokens
-    int tokens;
+    int tokens, token_bytes;            // bytes of a tile's tokens, filled up to whole swizzle atoms of eight
     const void *bias;
     void *y;
     int64_t rows;
@@ -79,7 +79,6 @@ struct few_shape {
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
-    static constexpr int TOKEN_BYTES = TOKENS * MACKO_TILE_COLS * 2; // of a tile
     // Where there are many sums, those of a whole row block meet in several passes, and those of a split one take the
     // place of the stages.
     static constexpr bool MANY_SUMS = TOKENS > 32;
@@ -158,7 +157,7 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
     using SHAPE = few_shape<TOKENS>;
     constexpr int AT_ONCE = 4, ABOUT = 32, PREFETCHED = 2;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
-    uint32_t began = nanoseconds();
+    const uint32_t began = nanoseconds();
     // Before anything else a block asks where its first slabs are, and has what lies about where they should be
     // prefetched to L2 until that is known.
     const bool fewer = cluster >= task.more;
@@ -239,19 +238,14 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
         while (nanoseconds() - began < i * pace) {
         }
         if (lane == 0) {
-            sm90::barrier_arrive_expect_tx(barrier, bytes + MACKO_TILE_SLAB_TILES * SHAPE::TOKEN_BYTES);
+            sm90::barrier_arrive_expect_tx(barrier, bytes + MACKO_TILE_SLAB_TILES * task.token_bytes);
             sm90::bulk_copy(at, task.data + (int64_t)begin * MACKO_TILE_UNIT, bytes, barrier, policy);
         }
         __syncwarp();
         // Weights may be fetched before the kernel before this one is done (PDL), tokens not.
-        if (count == 0) {
-            sm90::pdl_wait();
-#ifdef F2
-            began = nanoseconds() - i * pace;
-#endif
-        }
+        if (count == 0) sm90::pdl_wait();
         if (lane < task.boxes)
-            sm90::tma_load(at + task.tokens_at + lane * SHAPE::TOKEN_BYTES, &task.x,
+            sm90::tma_load(at + task.tokens_at + lane * task.token_bytes, &task.x,
                            task.boxes == 1 ? 0 : (slab * MACKO_TILE_SLAB_TILES + lane) * MACKO_TILE_COLS, 0,
                            task.boxes == 1 ? slab * MACKO_TILE_SLAB_TILES : 0, barrier);
         __syncwarp();
@@ -304,7 +298,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     const few_work work(task, cluster, rank);
     // The upper half of a descriptor is the same for all stages, the lower one has a fixed distance from the slab.
     const uint64_t descriptor =
-        sm90::smem_descriptor<128>(memory.stages + task.tokens_at + tile_index * SHAPE::TOKEN_BYTES);
+        sm90::smem_descriptor<128>(memory.stages + task.tokens_at + tile_index * task.token_bytes);
     const stage_position begin{memory.full, 0, memory.stages + CODEC::BASE};
     const uint32_t tokens_offset = held((uint32_t)descriptor - (begin.slab >> 4));
     typename CODEC::few_reader reader(task.weights, tile_index, slice, lane);
@@ -537,11 +531,12 @@ struct few_plan {
 };
 
 template <class CODEC, int TOKENS>
-cudaError_t choose_plan(int row_blocks, int slabs, int widest, const device_info &device, few_plan *plan) {
+cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, const device_info &device,
+                        few_plan *plan) {
     using SHAPE = few_shape<TOKENS>;
-    // Behind the last value (MACKO_TILE_OVERREAD) is what may be read.
+    // Behind the last value (MACKO_TILE_OVERREAD) is what may be read, and so is behind the last token: the sums.
     plan->tokens_at = (int)ceil_div(widest * MACKO_TILE_UNIT, 1024) * 1024;
-    plan->stage_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * SHAPE::TOKEN_BYTES;
+    plan->stage_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * token_bytes;
     plan->time = 1e30;
     for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= slabs; blocks++) {
         int clusters;
@@ -581,18 +576,20 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, const device_info
 // The plan, kept for the next time: choosing takes longer than a launch, and a model asks for the same ones again and
 // again.
 template <class CODEC, int TOKENS>
-cudaError_t plan_of(int row_blocks, int slabs, int widest, const device_info &device, few_plan *plan) {
+cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, const device_info &device,
+                    few_plan *plan) {
     constexpr size_t MOST = 4096;
     static std::mutex mutex;
-    static std::map<std::array<int, 4>, few_plan> known;
+    static std::map<std::array<int, 5>, few_plan> known;
     const std::lock_guard<std::mutex> lock(mutex);
-    const std::array<int, 4> key = {device.index, row_blocks, slabs, widest};
+    const std::array<int, 5> key = {device.index, row_blocks, slabs, widest, token_bytes};
     if (const auto found = known.find(key); found != known.end()) {
         *plan = found->second;
         return cudaSuccess;
     }
     *plan = {};
-    if (const cudaError_t error = choose_plan<CODEC, TOKENS>(row_blocks, slabs, widest, device, plan)) return error;
+    if (const cudaError_t error = choose_plan<CODEC, TOKENS>(row_blocks, slabs, widest, token_bytes, device, plan))
+        return error;
     if (known.size() >= MOST) known.clear();
     known[key] = *plan;
     return cudaSuccess;
@@ -603,9 +600,11 @@ cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, in
                    void *y, const device_info &device, cudaStream_t stream) {
     using SHAPE = few_shape<TOKENS>;
     const int slabs = (int)macko_tile_slabs(w.cols), row_blocks = (int)macko_tile_row_blocks(w.rows);
+    // Not all TOKENS: rows of a box that are not in the tensor take long to fill (H200, 33 tokens of 64: by half again).
+    const int tokens_8 = (int)ceil_div(tokens, 8) * 8, token_bytes = tokens_8 * MACKO_TILE_COLS * 2;
     few_plan plan;
     cudaError_t error = allow_all_shared_memory<tile_few_kernel<CODEC, TOKENS>>(device);
-    if (!error) error = plan_of<CODEC, TOKENS>(row_blocks, slabs, w.widest, device, &plan);
+    if (!error) error = plan_of<CODEC, TOKENS>(row_blocks, slabs, w.widest, token_bytes, device, &plan);
     if (error) return error;
     few_task<CODEC> task{};
     task.offsets = w.offsets;
@@ -629,6 +628,7 @@ cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, in
     task.tokens_at = plan.tokens_at;
     task.cluster = plan.cluster;
     task.tokens = (int)tokens;
+    task.token_bytes = token_bytes;
     task.bias = bias;
     task.y = y;
     task.rows = w.rows;
@@ -640,9 +640,9 @@ cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, in
     error = task.boxes == 1 ? sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
                                                     {MACKO_TILE_COLS, tokens, w.cols / MACKO_TILE_COLS},
                                                     {x_stride * 2, MACKO_TILE_COLS * 2},
-                                                    {MACKO_TILE_COLS, TOKENS, MACKO_TILE_SLAB_TILES})
+                                                    {MACKO_TILE_COLS, tokens_8, MACKO_TILE_SLAB_TILES})
                             : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {w.cols, tokens, 1},
-                                                    {x_stride * 2, x_stride * 2}, {MACKO_TILE_COLS, TOKENS, 1});
+                                                    {x_stride * 2, x_stride * 2}, {MACKO_TILE_COLS, tokens_8, 1});
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;

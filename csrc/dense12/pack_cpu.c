@@ -103,32 +103,42 @@ int macko_dense12_listed_cpu(const uint16_t *w, int64_t rows, int64_t cols, cons
     return most;
 }
 
+/* A part, whose slab is zeros, but for what its list says; gives how many entries the list has now. */
+static uint32_t write_part(const macko_dense12_matrix *m, const uint16_t *w, const uint8_t codes[128], int64_t slab,
+                           int part, uint32_t listed, uint8_t *begin) {
+    const origin here = part_origin(slab_origin(m->cols, slab), part);
+    for (int first = 0; first < PLACES; first += STEP_ELEMENTS) {
+        uint32_t word = 0;
+        for (int i = 0; i < STEP_ELEMENTS; i++) {
+            const origin at = place_of(here, first + i);
+            if (at.row >= m->rows || at.col >= m->cols) continue;
+            const uint16_t value = w[at.row * m->cols + at.col];
+            const uint32_t code = codes[high_of(value)];
+            if (code == NO_CODE) {
+                const uint32_t entry = (uint32_t)value << 16 | (uint32_t)(first + i);
+                store_32(begin + MACKO_DENSE12_LIST_AT + 4 * listed++, entry);
+                continue;
+            }
+            begin[low_at(part, first + i)] = (uint8_t)value;
+            word |= code << code_bit(i) | (uint32_t)(value >> 15) << sign_bit(i);
+        }
+        store_32(begin + codes_at(part, first), word);
+    }
+    return listed;
+}
+
 void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
                              int64_t last) {
     const int64_t slabs = macko_tile_slabs(m->cols), size = (int64_t)m->slab_units * MACKO_TILE_UNIT;
     uint8_t codes[128];
     find_codes(m->table, codes);
     for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
-        const origin from = slab_origin(m->cols, slab);
         uint8_t *const begin = data + slab * size;
         uint32_t listed = 0;
         memset(begin, 0, (size_t)size);
         for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
-            const origin here = part_origin(from, part);
             const uint32_t part_first = listed;
-            for (int place = 0; place < PLACES; place++) {
-                const origin at = place_of(here, place);
-                if (at.row >= m->rows || at.col >= m->cols) continue;
-                const uint16_t value = w[at.row * m->cols + at.col];
-                const int code = codes[high_of(value)], i = place & 7;
-                if (code == NO_CODE) {
-                    store_32(begin + MACKO_DENSE12_LIST_AT + 4 * listed++, (uint32_t)value << 16 | (uint32_t)place);
-                    continue;
-                }
-                uint8_t *const word = begin + codes_at(part, place);
-                begin[low_at(part, place)] = (uint8_t)value;
-                store_32(word, load_32(word) | (uint32_t)code << code_bit(i) | (uint32_t)(value >> 15) << sign_bit(i));
-            }
+            listed = write_part(m, w, codes, slab, part, listed, begin);
             store_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part, listed << 16 | part_first);
         }
     }

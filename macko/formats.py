@@ -872,7 +872,6 @@ class Dense12Weight(PackedWeight):
         7: f"{_at}, byte {{found}}: not zero behind the list",
         8: "slab_units is {of.slab_units}, the fullest slab needs {found}",
     }
-    limits: ClassVar[Mapping[str, Sequence[int]]] = {"table_low": range(2**32), "table_high": range(2**32)}
 
     data: Tensor
     rows: int

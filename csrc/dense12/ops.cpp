@@ -32,8 +32,8 @@ macko_dense12_matrix matrix_of(const char *op, const Packed &p) {
         fail(op, "data has ", data.numel(), " elements, expected ", slabs * units * MACKO_TILE_UNIT / 2,
              " for a matrix of ", rows, " x ", cols, " in slabs of ", units, " units");
     for (const int word : {1, 2})
-        if (p.own(word) < 0 || p.own(word) > UINT32_MAX)
-            fail(op, "half ", word - 1, " of the table is ", p.own(word), ", expected 0 to ", UINT32_MAX);
+        if (p.own(word) < 0 || p.own(word) > INT32_LIMIT) // bytes under 128
+            fail(op, word == 1 ? "table_low is " : "table_high is ", p.own(word), ", expected 0 to ", INT32_LIMIT);
     check_memory(op, all);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
             rows,

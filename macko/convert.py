@@ -82,9 +82,11 @@ def sparsify_(
     options = Options(format, tokens, pattern, dtype, keep_dense)  # type: ignore[arg-type]  # another str is refused
     least = (0.0 if format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
     check_min_sparsity(least)
-    found = _linears_of(model, "sparsify_", ignore, filter_fn)
+    _refuse_one_layer(model, "sparsify_")
     convert = partial(convert_layer, options=options, min_sparsity=least)
-    return _report(model, "sparsify_", _convert_all(model, found, convert, device, merge, progress))
+    report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
+    warn_if_unchanged(report, "sparsify_")
+    return report
 
 
 def compress_(
@@ -115,26 +117,18 @@ def compress_(
     Raises:
         ValueError: as sparsify_.
     """
-    found = _linears_of(model, "compress_", ignore, filter_fn)
+    _refuse_one_layer(model, "compress_")
     convert = partial(_compress_layer, options=Options(tokens=tokens))
-    return _report(model, "compress_", _convert_all(model, found, convert, device, merge, progress))
+    report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
+    warn_if_unchanged(report, "compress_")
+    return report
 
 
-def _linears_of(model: nn.Module, what: str, ignore: Iterable[str], filter_fn: Filter | None) -> list[FoundLinear]:
+def _refuse_one_layer(model: nn.Module, what: str) -> None:
     if isinstance(model, nn.Linear):
         raise ValueError(
             f"{what} replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
         )
-    return find_linears(model, ignore, filter_fn)
-
-
-def _report(model: nn.Module, what: str, rows: list[LayerReport]) -> Report:
-    """Of a model that was converted; tells those who want to know of it."""
-    for converted in CONVERTED.values():
-        converted(model)
-    report = Report(rows + unpackable(model))
-    warn_if_unchanged(report, what)
-    return report
 
 
 def check_min_sparsity(share: float) -> None:
@@ -150,8 +144,8 @@ def _convert_all(
     device: torch.device | str | None,
     merge: bool,
     progress: bool,
-) -> list[LayerReport]:
-    """The rows of all layers, converted in place; whatever stops it leaves the model as it was."""
+) -> Report:
+    """What became of all layers, converted in place; whatever stops it leaves the model as it was."""
     tied, device = tied_parameters(model), None if device is None else torch.device(device)
     rows: list[LayerReport] = []
     with contextlib.ExitStack() as undo:
@@ -172,7 +166,9 @@ def _convert_all(
             for row in rows:
                 row.merged_with = merged.get(row.name, [])
         undo.pop_all()  # nothing is to be undone
-    return rows
+    for converted in CONVERTED.values():
+        converted(model)
+    return Report(rows + unpackable(model))
 
 
 def warn_if_unchanged(report: Report, what: str) -> None:
@@ -240,7 +236,7 @@ def _compress_layer(
     if layer.left_out or _why_not(weight, layer.name, options, target, tied):
         return row, None
     if reason := not_dense12(weight, target):
-        row.reason = "" if sparse else reason
+        row.reason = row.reason and reason
         return row, sparse
     shorter, packed = convert_layer(layer, Options(Dense12Weight.format), 0.0, device, tied)
     return (row, sparse) if sparse and not packed else (shorter, packed)

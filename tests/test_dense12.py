@@ -729,3 +729,105 @@ def test_compress_on_this_gpu() -> None:
         model.gate_proj(x), dense.gate_proj.weight.cpu(), x.cpu(), chain=chain(model.gate_proj.packed, dense.gate_proj.weight.cpu())
     )  # fmt: skip
     assert {layer.format for layer in layers_of(model.cpu()).values()} == {"dense12"}
+
+
+# transformers and PEFT.
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def llama(transformers: Any, tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def assert_same_state(got: nn.Module, wanted: nn.Module) -> None:
+    state, other = got.state_dict(), wanted.state_dict()
+    assert state.keys() == other.keys()
+    for name, tensor in state.items():
+        assert_same_bits(tensor, other[name])
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_save_pretrained_writes_a_dense_model(tmp_path: Path, merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    dense = llama(transformers)
+    model = copy.deepcopy(dense)
+    macko.compress_(model, merge=merge, progress=False)
+    assert len(layers_of(model)) == 8  # lm_head too
+    torch.testing.assert_close(model(IDS).logits, dense(IDS).logits, rtol=0.05, atol=0.05)
+    model.save_pretrained(tmp_path / "model")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    assert getattr(config, "quantization_config", None) is None
+    assert not (tmp_path / "model/README.md").exists()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not layers_of(loaded)
+    assert_same_state(loaded, dense)
+    assert_same_state(macko.load_model(llama(transformers), tmp_path / "model"), dense)
+    assert_same_state(model, dense)  # it is as it was
+    assert len(layers_of(model)) == 8
+
+
+def test_packed_beside_layers_that_files_hold_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    dense = llama(transformers)
+    dense.model.layers[0].mlp.up_proj.weight.data[:, ::3] = 0
+    dense.model.layers[0].mlp.up_proj.weight.data[:, 1::3] = 0
+    model = copy.deepcopy(dense)
+    macko.compress_(model, progress=False)
+    assert model.model.layers[0].mlp.up_proj.format != "dense12"
+    model.save_pretrained(tmp_path / "model")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert set(layers_of(loaded)) == {"model.layers.0.mlp.up_proj"}
+    for name, parameter in loaded.named_parameters():
+        assert_same_bits(parameter, dense.get_parameter(name))
+    macko.compress_(loaded, progress=False)
+    assert_same_state(loaded, model)
+
+
+def test_tied_embeddings_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    report = macko.compress_(llama(transformers, tied=True), progress=False)
+    assert {row.name: row.reason for row in report if row.format == "dense"} == {
+        "lm_head": "its weight is shared with model.embed_tokens.weight"
+    }
+
+
+def test_made_as_a_model_is_read(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    dense = llama(transformers)
+    dense.save_pretrained(tmp_path)
+    config = macko.MackoConfig(format="dense12", ignore=[])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert {layer.format for layer in layers_of(model).values()} == {"dense12"}
+    assert len(layers_of(model)) == 8
+    assert_same_state(model, dense)
+    model.dequantize()
+    assert not layers_of(model)
+    assert_same_bits(model.lm_head.weight, dense.lm_head.weight)
+
+
+def test_an_adapter_trains_on_it() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    dense = llama(transformers)
+    base = copy.deepcopy(dense)
+    macko.sparsify_(base, format="dense12", ignore=(), progress=False)
+    models = []
+    for whole in (base, dense):
+        torch.manual_seed(1)
+        models.append(peft.get_peft_model(whole, peft.LoraConfig(r=4, target_modules=["up_proj", "q_proj"])))
+        models[-1](input_ids=IDS, labels=IDS).loss.backward()
+    wanted = {name: p.grad for name, p in models[1].named_parameters() if p.requires_grad}
+    for name, parameter in models[0].named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=0.1, atol=1e-3)
+    with pytest.raises(RuntimeError, match="the weight of a SparseLinear is packed"):
+        models[0].merge_and_unload()

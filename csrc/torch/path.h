@@ -100,7 +100,7 @@ static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, mack
         return d.has_limit || tokens <= MACKO_TILE_MMA_TOKENS ? MACKO_PATH_FEW : MACKO_PATH_DENSE_ROWS;
     case MACKO_LAYOUT_DENSE12:
         if (!d.has_wgmma || !w.cols || tokens > (d.has_limit ? d.limit : INT32_MAX)) return MACKO_PATH_DENSE_ROWS;
-        return w.rows && tokens > MACKO_TILE_FEW_TOKENS ? MACKO_PATH_MANY : MACKO_PATH_FEW;
+        return tokens <= MACKO_TILE_FEW_TOKENS || !w.rows ? MACKO_PATH_FEW : MACKO_PATH_MANY;
     case MACKO_LAYOUT_EC: return tokens == 1 ? MACKO_PATH_SPMV : MACKO_PATH_DENSE_ROWS;
     case MACKO_LAYOUT_SLIDE:
         return w.sparse_to && (tokens < w.sparse_from || tokens > w.sparse_to) ? MACKO_PATH_DENSE_TILES

@@ -59,7 +59,7 @@ def honest() -> list[PackedWeight]:
         for rows, cols, density in shapes if dtype == torch.float16 else shapes[:2]:
             w = random_weight(rows, cols, density, dtype)
             made += [MackoWeight.from_dense(w, bits) for bits in (2, 4, 8)]
-            made += [kind.from_dense(w) for kind in others]
+            made += [kind.from_dense(w) for kind in others if dtype in kind.dtypes]
             made.append(EcWeight.paper(w))
             if dtype != torch.float32:
                 made.append(FORMATS["tile"].from_dense(w))

@@ -21,7 +21,8 @@ SHAPES = ((64, 256), (129, 1000), (1000, 129), (63, 255), (200, 1001))
 
 
 def formats_on(device: str, dtype: torch.dtype) -> list[type[PackedWeight]]:
-    kinds = [kind for kind in FORMATS.values() if device in kind.device_types and kind is not SlideWeight]
+    kinds = [kind for kind in FORMATS.values() if device in kind.device_types and dtype in kind.dtypes]
+    kinds.remove(SlideWeight)
     if device == "cpu" and dtype in HALVES:
         kinds.append(FORMATS["tile"])  # for tests of files; no CPU is faster with it
     return kinds

@@ -21,7 +21,8 @@
     LAYOUT(SELL, sell_layout)                                                                                          \
     LAYOUT(TILE, tile_layout)                                                                                          \
     LAYOUT(EC, ec_layout)                                                                                              \
-    LAYOUT(SLIDE, slide_layout)
+    LAYOUT(SLIDE, slide_layout)                                                                                        \
+    LAYOUT(DENSE12, dense12_layout)
 
 #define MACKO_LAYOUT_ID(id, layout) MACKO_LAYOUT_##id,
 typedef enum macko_layout_id { MACKO_LAYOUTS(MACKO_LAYOUT_ID) MACKO_NUM_LAYOUTS } macko_layout_id;
@@ -30,8 +31,8 @@ typedef enum macko_layout_id { MACKO_LAYOUTS(MACKO_LAYOUT_ID) MACKO_NUM_LAYOUTS 
 typedef enum macko_path {
     MACKO_PATH_SPMV,        /* from packed bytes, for one token (bitmap: a few): FMAs, memory bound */
     MACKO_PATH_SPMM,        /* the same for several */
-    MACKO_PATH_FEW,         /* tile: tensor cores, memory bound */
-    MACKO_PATH_MANY,        /* tile: tensor cores, compute bound */
+    MACKO_PATH_FEW,         /* tile, dense12: tensor cores, memory bound */
+    MACKO_PATH_MANY,        /* tile, dense12: tensor cores, compute bound */
     MACKO_PATH_SPARSE,      /* slide: the packed weight */
     MACKO_PATH_DENSE_TILES, /* slide: the dense one beside it */
     MACKO_PATH_DENSE_ROWS,  /* unpacked, then the library's product */
@@ -97,6 +98,9 @@ static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, mack
         if (!d.is_gpu || !w.cols || (d.has_limit && tokens > d.limit)) return MACKO_PATH_DENSE_ROWS;
         if (d.has_wgmma && w.rows && tokens > MACKO_TILE_FEW_TOKENS && tokens <= INT32_MAX) return MACKO_PATH_MANY;
         return d.has_limit || tokens <= MACKO_TILE_MMA_TOKENS ? MACKO_PATH_FEW : MACKO_PATH_DENSE_ROWS;
+    case MACKO_LAYOUT_DENSE12:
+        if (!d.has_wgmma || !w.cols || tokens > (d.has_limit ? d.limit : INT32_MAX)) return MACKO_PATH_DENSE_ROWS;
+        return tokens <= MACKO_TILE_FEW_TOKENS || !w.rows ? MACKO_PATH_FEW : MACKO_PATH_MANY;
     case MACKO_LAYOUT_EC: return tokens == 1 ? MACKO_PATH_SPMV : MACKO_PATH_DENSE_ROWS;
     case MACKO_LAYOUT_SLIDE:
         return w.sparse_to && (tokens < w.sparse_from || tokens > w.sparse_to) ? MACKO_PATH_DENSE_TILES

@@ -409,9 +409,9 @@ def run_once(device: torch.device, minutes: float, only: str, turn: Turn, counts
     todo = named(problems(device, True, 0, torch.Tensor.contiguous), only)
     while time.monotonic() < end and (number := turn()) < len(todo):
         problem = todo[number]
-        print(problem.name, file=sys.stderr, flush=True)  # the last one of a process that hangs
         with _library.plan(problem.plan):
             for case in problem.cases():
+                print(case.name, file=sys.stderr, flush=True)  # the last one, where it hangs
                 wrong = torch.zeros((), dtype=torch.int64, device=device)
                 compared(case, wrong)
                 counts.add(case.name, "eager", 1, case.wanted.numel(), [wrong])

@@ -100,6 +100,7 @@ def test_a_race_and_one_that_is_known(compute_sanitizer: Path, monkeypatch: pyte
     assert line["known"] == {"a reason": 2}
 
 
+@pytest.mark.slow
 def test_racecheck_runs_with_the_library_made_for_it(compute_sanitizer: Path) -> None:
     lanes = sanitize.package_with(compute_sanitizer / "lanes")
     assert (lanes / "macko/_C_cuda.abi3.so").read_bytes() == b"for racecheck"
@@ -125,14 +126,28 @@ def test_a_process_that_dies_is_no_clean_run(compute_sanitizer: Path) -> None:
     assert (line["products"], line["broken"]) == (0, 2)
 
 
-def test_a_process_that_hangs_is_ended_and_its_problem_is_left(
+HANGS = STAND_IN.replace("pwd >&2", 'mkdir "$0.hangs" && sleep 1000')  # the first one
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_killed_and_its_problems_are_left(
     compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process did its part."""
-    hangs = STAND_IN.replace("pwd >&2", 'mkdir "$0.hangs" && sleep 1000')
-    (compute_sanitizer / "compute-sanitizer").write_text(hangs)
+    (compute_sanitizer / "compute-sanitizer").write_text(HANGS)
     monkeypatch.setattr(sanitize, "GRACE", 0.02)
     status, line = run(compute_sanitizer, "memcheck", CLEAN, "--minutes", "0")
     assert status == 1
     assert (line["broken"], line["problems"], line["problems_left"]) == (1, 3, 3)
+    assert line["seconds"] < 100
+
+
+@pytest.mark.slow
+def test_another_process_goes_on_behind_one_that_hangs(
+    compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (compute_sanitizer / "compute-sanitizer").write_text(HANGS)
+    monkeypatch.setattr(sanitize, "STALL", 1)
+    status, line = run(compute_sanitizer, "memcheck", CLEAN)
+    assert status == 1
+    assert (line["broken"], line["problems"], line["problems_left"]) == (1, 6, 0)
     assert line["seconds"] < 100

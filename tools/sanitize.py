@@ -26,13 +26,15 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
 #: Minutes that the last problems may take beyond --minutes, and a process to start.
 GRACE = 1.5
+#: Seconds without a new case after which a process hangs; as many it may take to start.
+STALL = 90
 
 
 class Known(NamedTuple):
@@ -90,59 +92,85 @@ def package_with(lanes: Path) -> Path:
     return lanes.resolve()
 
 
+class Job(NamedTuple):
+    process: subprocess.Popen[bytes]
+    output: Path
+    log: Path
+
+    def hangs(self) -> bool:
+        """It names each case when it begins."""
+        return self.process.poll() is None and time.time() - self.output.stat().st_mtime > STALL
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def line(self) -> dict[str, Any] | None:
+        """What it says at its end."""
+        last = self.output.read_text(errors="replace").rstrip().rpartition("\n")[2]
+        return json.loads(last) if last.startswith("{") else None
+
+
 class Run:
     """One tool over the small problems, in processes that take turns at them."""
 
     def __init__(self, tool: str, jobs: int, folder: Path, options: argparse.Namespace) -> None:
-        self.tool, self.jobs, self.begun = tool, jobs, time.monotonic()
+        self.tool, self.jobs, self.folder, self.options = tool, jobs, folder, options
+        self.where = package_with(options.lanes) if tool == "racecheck" else ROOT
+        self.begun = time.monotonic()
+        self.started: list[Job] = []
+        for _ in range(jobs):
+            self.start()
+
+    def start(self) -> None:
+        output = self.folder / f"{self.tool}.{len(self.started)}"
+        log = output.with_suffix(output.suffix + ".log")
         # initcheck has to see what other kernels write; the others need to look at ours only.
-        names = [] if tool == "initcheck" else ["--kernel-name", "kns=_cuda_cu_,kns=macko"]
-        suite = [sys.executable, "-m", "tests.stress", "--once", "--minutes", str(options.minutes)]
-        suite += ["--only", options.only, "--turns", str(folder / f"{tool}.turns")]
-        where = package_with(options.lanes) if tool == "racecheck" else ROOT
+        names = [] if self.tool == "initcheck" else ["--kernel-name", "kns=_cuda_cu_,kns=macko"]
+        minutes = self.options.minutes - (time.monotonic() - self.begun) / 60
+        suite = [sys.executable, "-m", "tests.stress", "--once", "--minutes", str(minutes)]
+        suite += ["--only", self.options.only, "--turns", str(self.folder / f"{self.tool}.turns")]
         environment = {
             **os.environ,
-            "PYTHONPATH": str(where),
+            "PYTHONPATH": str(self.where),
             "MACKO_COMMIT": commit(),
             "OMP_NUM_THREADS": "1",  # what is wanted is computed on the CPU, by as many processes as it has cores
             # Each tensor is an allocation of its own, so that a step over its end is one over an allocation's.
             "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         }
-        self.files = [folder / f"{tool}.{i}" for i in range(jobs)]
-        self.running = []
-        for file in self.files:
-            log = ["--log-file", str(file.with_suffix(file.suffix + ".log"))]
-            with file.open("w") as output:  # a pipe that nobody reads meanwhile would fill up
-                self.running.append(
-                    subprocess.Popen(
-                        [options.sanitizer, "--tool", tool, *names, *log, *suite],
-                        cwd=where,
-                        env=environment,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+        with output.open("w") as file:  # a pipe that nobody reads meanwhile would fill up
+            process = subprocess.Popen(
+                [self.options.sanitizer, "--tool", self.tool, *names, "--log-file", str(log), *suite],
+                cwd=self.where,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started.append(Job(process, output, log))
+
+    def wait(self, until: float) -> None:
+        """A process that hangs is killed, and another one goes on with the problems behind."""
+        while any(job.process.poll() is None for job in self.started):
+            is_over = time.monotonic() > until
+            for job in list(self.started):
+                if job.hangs() or (is_over and job.process.poll() is None):
+                    job.kill()
+                    if not is_over:
+                        self.start()
+            time.sleep(0.2)
 
     def line(self, until: float) -> dict[str, object]:
-        """Waits for the processes, which are killed where they hang."""
-        for process in self.running:
-            try:
-                process.wait(max(0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        self.wait(until)
         seconds = round(time.monotonic() - self.begun)
-        logs = [file.with_suffix(file.suffix + ".log") for file in self.files]
+        logs = [job.log for job in self.started]
         found = [report for log in logs if log.exists() for report in reports(log.read_text(errors="replace"))]
-        lines, broken = [], []
-        for process, file in zip(self.running, self.files, strict=True):
-            output = file.read_text(errors="replace").strip()
-            last = output.rpartition("\n")[2]
-            if last.startswith("{"):
-                lines.append(json.loads(last))
-            if process.returncode or not last.startswith("{"):
-                broken.append(f"exit status {process.returncode}: {output[-1500:]}")
+        lines = [line for job in self.started if (line := job.line())]
+        broken = [
+            f"exit status {job.process.returncode}: {job.output.read_text(errors='replace')[-1500:]}"
+            for job in self.started
+            if job.process.returncode or not job.line()
+        ]
         errors = [report for report in found if is_ours(report)]
         known = {r: k.why for r in errors for k in KNOWN if k.tool == self.tool and k.report in r}
         done = sum(line["problems"] for line in lines)

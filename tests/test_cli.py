@@ -64,6 +64,7 @@ def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "model.layers.0.mlp.up_proj" in printed
     assert "14 of 15 layers changed" in printed
+    assert re.search(rf"{sparse}: files of [\d.]+ kB, 0\.\d+ of the [\d.]+ kB of IN\. .* in memory", printed)
     for folder in (pruned, sparse):
         assert (Path(folder) / "tokenizer_notes.txt").read_text() == "kept"
     assert (Path(pruned) / "README.md").read_text() == "of the dense one"
@@ -100,14 +101,19 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
         (["prune", str(dense), "/proc", "--method", "magnitude"], "is a mount point"),
         (["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")], "nowhere: there is no such folder"),
         (["convert", "nowhere", str(tmp_path / "out")], "nowhere: there is no such folder"),
-        (["convert", str(dense), str(tmp_path / "out"), "--format", "elves"], "format is 'elves'"),
+        (["convert", str(dense), str(tmp_path / "out"), "--format", "elves"], ": --format is 'elves'"),
         (["prune", str(dense), str(tmp_path / "out")], "--method wanda needs --calibration FILE"),
-        (["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"], "pattern is '4:2'"),
+        (
+            ["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"],
+            ": --pattern is '4:2'",
+        ),
+        (["prune", str(dense), str(other), "--sparsity", "0.3", "--pattern", "2:4"], "but --sparsity is 0.3"),
+        (["convert", str(dense), str(tmp_path / "out"), "--min-sparsity", "2"], ": --min-sparsity is 2.0, expected 0"),
         (["inspect", str(tmp_path)], "has no *.safetensors"),
         (["bench", "random:elves"], "expected a folder, or random:"),
         (["bench", str(dense), "--engine", "vllm", "--sparsity", "0.5"], "--engine vllm takes a folder that is pruned"),
         (["bench", "random:tiny", "--engine", "vllm", "--sides", "elves"], "--sides has elves, expected some of dense"),
-        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], "format is 'elves'"),
+        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], ": --format is 'elves'"),
         (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "{"], "--engine-args is '{', expected a JSON"),
         (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "[1]"], "--engine-args is '[1]', expected a"),
     ):
@@ -576,7 +582,7 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
 def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_times", None)
     for more, message in (
-        (["--format", "elves"], "format is 'elves'"),
+        (["--format", "elves"], ": --format is 'elves'"),
         (["--sparsity", "0.5", "50"], "sparsity is 50"),
         (["--json", str(dense)], "Is a directory"),
         (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens are 152"),

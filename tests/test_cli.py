@@ -323,6 +323,7 @@ def broken_save(error: BaseException) -> Callable[..., None]:
     ],
     ids=["ctrl_c", "full_disk", "full_disk_of_python"],
 )
+@pytest.mark.slow
 def test_what_stops_the_writing_leaves_no_half_of_it(
     command: str, overwrite: bool, error: BaseException, code: int, said: str, dense: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -423,6 +424,7 @@ def test_a_name_on_the_hub_is_resolved_or_refused_before_any_work(
 
 @needs_transformers
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.slow
 def test_an_interrupted_prune_resumes_to_the_same_bits(
     method: str, dense: Path, text: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -469,6 +471,7 @@ def test_an_interrupted_prune_resumes_to_the_same_bits(
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_without_resume_it_starts_anew_and_says_so(
     dense: Path, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,6 +523,7 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -734,6 +738,7 @@ def test_formats_of_compressed_tensors() -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("two_four", [False, True])
+@pytest.mark.slow
 def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, capsys: Any) -> None:
     from transformers import AutoModelForCausalLM
 

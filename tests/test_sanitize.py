@@ -126,7 +126,7 @@ def test_a_process_that_dies_is_no_clean_run(compute_sanitizer: Path) -> None:
     assert (line["products"], line["broken"]) == (0, 2)
 
 
-HANGS = STAND_IN.replace("pwd >&2", 'mkdir "$0.hangs" && sleep 1000')  # the first one
+HANGS = STAND_IN.replace("pwd >&2", 'mkdir "$0.hangs" && echo a case && sleep 1000')  # the first one
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
 #: Minutes that the last problems may take beyond --minutes, and a process to start.
 GRACE = 1.5
-#: Seconds without a new case after which a process hangs; as many it may take to start.
-STALL = 90
+#: Seconds that a process may take to its first case, and from one to the next: then it hangs.
+START, STALL = 240, 100
 
 
 class Known(NamedTuple):
@@ -99,7 +99,8 @@ class Job(NamedTuple):
 
     def hangs(self) -> bool:
         """It names each case when it begins."""
-        return self.process.poll() is None and time.time() - self.output.stat().st_mtime > STALL
+        said = self.output.stat()
+        return self.process.poll() is None and time.time() - said.st_mtime > (STALL if said.st_size else START)
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +152,31 @@ def test_another_process_goes_on_behind_one_that_hangs(
     assert status == 1
     assert (line["broken"], line["problems"], line["problems_left"]) == (1, 6, 0)
     assert line["seconds"] < 100
+
+
+#: x claims more elements than its allocation has.
+PAST_THE_END = """\
+import torch, macko
+w = torch.zeros(1, 1 << 22, dtype=torch.float16, device="cuda")
+w[0, ::1000] = 1
+packed = macko.MackoWeight.from_dense(w)
+there = torch.zeros(64, dtype=torch.float16, device="cuda")
+class X:
+    __cuda_array_interface__ = dict(shape=(1 << 22,), typestr="<f2", data=(there.data_ptr(), False), version=3)
+packed.linear(torch.as_tensor(X(), device="cuda"))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_memcheck_looks_at_our_kernels(tmp_path: Path) -> None:
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        pytest.skip("there is no compute-sanitizer")
+    log = tmp_path / "log"
+    command = [tool, "--tool", "memcheck", *sanitize.OURS, "--log-file", str(log), sys.executable, "-c", PAST_THE_END]
+    environment = {**os.environ, "PYTHONPATH": str(sanitize.ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = [report for report in sanitize.reports(log.read_text()) if sanitize.is_ours(report)]
+    assert any("Invalid __global__ read" in report and "spmv_cuda.cu" in report for report in found), said.stderr

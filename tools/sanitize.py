@@ -37,6 +37,10 @@ GRACE = 1.5
 START, STALL = 240, 100
 
 
+#: Kernels of macko's by what is in their mangled names; those in no namespace have their file's.
+OURS = ["--kernel-name", "kns=_cuda_cu_", "--kernel-name", "kns=macko"]
+
+
 class Known(NamedTuple):
     """A report that is no error: of which tool, what is in it, and why."""
 
@@ -127,7 +131,7 @@ class Run:
         output = self.folder / f"{self.tool}.{len(self.started)}"
         log = output.with_suffix(output.suffix + ".log")
         # initcheck has to see what other kernels write; the others need to look at ours only.
-        names = [] if self.tool == "initcheck" else ["--kernel-name", "kns=_cuda_cu_,kns=macko"]
+        names = [] if self.tool == "initcheck" else OURS
         minutes = self.options.minutes - (time.monotonic() - self.begun) / 60
         suite = [sys.executable, "-m", "tests.stress", "--once", "--minutes", str(minutes)]
         suite += ["--only", self.options.only, "--turns", str(self.folder / f"{self.tool}.turns")]

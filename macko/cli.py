@@ -63,9 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             text, code = "interrupted", 130
         except EXPECTED as error:
-            text, code = " ".join(str(error).split()) or type(error).__name__, 1
+            text, code = _as_options(" ".join(str(error).split()), options) or type(error).__name__, 1
     print(f"macko {options.command}: {text}{options.hint}", file=sys.stderr)
     return code
+
+
+def _as_options(text: str, options: argparse.Namespace) -> str:
+    """A message of the package that begins with an argument's name, with the options by their names here."""
+    names = "|".join(vars(options).keys() - {"command", "run", "hint", "source", "target"})
+    if not re.match(rf"({names}) ", text):
+        return text
+    return re.sub(
+        rf"(?<![\w-])({names})(?= is | has | needs | auto| \d)", lambda m: f"--{m[1].replace('_', '-')}", text
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -257,7 +267,8 @@ def convert(options: argparse.Namespace) -> None:
         config.format = options.format
         _save(model, model.hf_quantizer.report, options, source, work / "result")
         before, after = (sum(f.stat().st_size for f in _weight_files(folder)) for folder in (source, work / "result"))
-    print(f"{options.target}: {format_bytes(after)}, {after / max(1, before):.3f} of {format_bytes(before)}")
+    share = f"{after / max(1, before):.3f} of the {format_bytes(before)} of IN"
+    print(f"{options.target}: files of {format_bytes(after)}, {share}. The table says what the layers hold in memory.")
     if elsewhere:
         print(f"It is to be loaded on another device: {elsewhere}")
 

@@ -259,8 +259,8 @@ def _refused(path: Path) -> Iterator[None]:
     """ValueError with the file's name for what safetensors, or torch about a tensor's shape, says of a broken one."""
     try:
         yield
-    except (RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (RuntimeError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{path}: {str(error).partition(chr(10))[0]}") from None
 
 
 def _json(text: str, where: Path) -> dict[str, Any]:

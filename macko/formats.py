@@ -23,6 +23,12 @@ from . import ops
 OWN_PART = 10 << 20
 #: What a size can be at all: rows, columns and counts are int32 where they are stored.
 SIZES = range(2**31)
+#: Types of tensors that torch passes to an op of its stable interface; of others, as float4, it says so in C++.
+_PASSED = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64),
+)
 
 _Result = TypeVar("_Result")
 #: Dtype and sizes of a tensor.
@@ -212,6 +218,8 @@ class PackedWeight:
                 return f"{name} is {tensor!r}, expected a Tensor"
             if tensor.layout != torch.strided or tensor.is_nested:
                 return f"{name} is a sparse or nested tensor, expected a strided one"
+            if tensor.dtype not in _PASSED:
+                return f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, which no format holds"
             if tensor.data_ptr() % tensor.element_size():
                 return (
                     f"{name} begins at an address that is no multiple of its {tensor.element_size()} bytes an element"

@@ -124,6 +124,7 @@ def ints(*values: int) -> torch.Tensor:
         ({"deltas": octets(0x10, 0xF0, 0x04, 1)}, "entry 6, behind the last one"),
         ({"deltas": octets(0x10, 0xF0, 0x04)}, "deltas has 3 bytes, expected 4"),
         ({"deltas": torch.zeros(4, dtype=torch.int8)}, "deltas has dtype int8"),
+        ({"deltas": octets(0, 0, 0, 0).view(torch.float4_e2m1fn_x2)}, "deltas has dtype float4_e2m1fn_x2, which"),
         ({"row_ptr": torch.zeros(4, dtype=torch.int64)}, "row_ptr has dtype int64"),
         ({"values": halves(1, 2, 3)}, "values has 3 entries, expected a multiple of 8"),
         ({"delta_bits": 3}, "delta_bits is 3"),

@@ -88,6 +88,7 @@ def assert_packs(w: Tensor, device: str, delta_bits: int = 4) -> TileWeight:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.slow
 def test_bytes_and_round_trip_of_every_mask(device: str, dtype: torch.dtype) -> None:
     for kind in MASKS:
         for density in (0.02, 0.5):

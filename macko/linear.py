@@ -320,6 +320,7 @@ class SparseLinear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
+        packed: PackedWeight | None
         held, extra, dense = self._format, f"{prefix}_extra_state", state_dict.get(f"{prefix}weight")
         own = [prefix + name for name in self._buffers]
         try:

@@ -140,7 +140,7 @@ def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
-    """The dense12 layout (csrc/dense12/dense12.h) of a bfloat16 matrix: data; slab_units, the table's halves, listed."""
+    """Data and sizes (slab_units, the table's halves, listed) of the dense12 layout (csrc/dense12/dense12.h) of w."""
     (rows, cols), bits = w.shape, w.cpu().contiguous().view(torch.int16).long() & 0xFFFF
     counts = (bits >> 8 & 127).flatten().bincount(minlength=128).tolist()
     commonest = sorted((high for high in range(1, 128) if counts[high]), key=lambda high: (-counts[high], high))

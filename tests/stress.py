@@ -34,7 +34,7 @@ from torch import Tensor
 import macko
 from benchmarks.timing import append_jsonl, commit
 from macko import EcWeight, MackoWeight, _library
-from macko.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.formats import BitmapWeight, Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 #: Rows, columns and density. Of eight columns, for norms and gates; rings of stages that wrap several times, by columns
@@ -51,6 +51,7 @@ KNOBS: dict[str, Sequence[str]] = {
     "sell": ("", OLD_COPIES, "stream_tokens=1000000"),
     "tile": ("", OLD_COPIES, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
     "slide": ("", OLD_COPIES),
+    "dense12": ("", *(f"tile_gemm={way}" for way in GEMM_WAYS)),
 }
 TOKENS = {
     "macko": (1, 3, 33),
@@ -59,6 +60,7 @@ TOKENS = {
     "tile": (1, 12, 30, 64, 65, 200, 700),
     "ec": (1, 33),
     "slide": (1, 40, 300),
+    "dense12": (1, 12, 30, 64, 65, 200, 700),
 }
 
 
@@ -157,6 +159,13 @@ def slide(w: Tensor, n: int, element: int, largest: int) -> SlideWeight:
     return SlideWeight.from_dense(w, n, 3 if element == 2 and w.dtype == torch.bfloat16 else element)
 
 
+def with_list(w: Tensor, random: torch.Generator) -> Dense12Weight:
+    """A dense12 weight with w's signs. It has powers of 4, seven of them so often that the eighth, 1, is listed."""
+    powers = 4 ** torch.randint(1, 8, w.shape, device=w.device, generator=random)
+    rare = torch.rand(*w.shape, device=w.device, generator=random) < 0.005
+    return Dense12Weight.from_dense((w.sign() * torch.where(rare, 1, powers)).to(w.dtype))
+
+
 def packed_bytes(kind: type[PackedWeight], w: Tensor) -> Tensor:
     return bytes_of(kind.from_dense(w))
 
@@ -192,7 +201,7 @@ def cases_of(
             gate = placed(integers((count, cols), 0, 1, 1, random).mul(16).to(dtype))
             gated = partial(packed.gated_linear, gate, x, bias)
             yield Case(f"{name}, {count} tokens, gate", gated, exact(gate * x, w, bias, dtype))
-    if rows == cols and not largest:  # the second waits for what the first one writes
+    if rows == cols and not largest and "list" not in name:  # the second waits for what the first one writes
         x = placed(integers((1, cols), -1, 1, 0.1, random).to(dtype))
         wanted = exact(exact(x, w, None, dtype), w, None, dtype)
         yield Case(f"{name}, 1 token, twice", lambda: packed.linear(packed.linear(x)), wanted)
@@ -202,7 +211,8 @@ def cases_of(
 
 def packing_cases(w: Tensor, name: str, small: bool) -> list[Case]:
     there = w.cpu() if small else w  # large ones are compared with themselves, which takes less time
-    packs = [(kind, bytes_of(kind.from_dense(there)).to(w.device)) for kind in (MackoWeight, TileWeight, EcWeight)]
+    kinds = [kind for kind in (MackoWeight, TileWeight, EcWeight, Dense12Weight) if w.dtype in kind.dtypes]
+    packs = [(kind, bytes_of(kind.from_dense(there)).to(w.device)) for kind in kinds]
     if w.is_cuda:
         packs.append((SellWeight, bytes_of(SellWeight.from_dense(w))))
     return [
@@ -233,6 +243,9 @@ def problems(
         for name, (n, element, largest) in SLIDES.items():
             if SlideWeight.runs(device, torch.float8_e4m3fn if element == 1 else dtype):
                 made.append((name, partial(slide, w, n, element, largest), None, largest))
+        if dtype in Dense12Weight.dtypes:
+            made.append(("dense12", partial(Dense12Weight.from_dense, w), w, 0))
+            made.append(("dense12 with a list", partial(with_list, w, random), None, 0))
         for name, make, dense, largest in made:
             varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
             for keys in KNOBS.get(name.partition(" ")[0], ("",)) if varied else ("",):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
+from macko.cli import main
 from macko.formats import Dense12Weight
 from tests import reference
 from tests.common import (
@@ -186,7 +189,7 @@ def test_other_dtypes_are_refused() -> None:
         torch.ops.macko.pack(torch.ones(2, 2).half(), Dense12Weight.number, [])
     with pytest.raises(RuntimeError, match=r"w has shape \[4\], expected 2"):
         torch.ops.macko.pack(torch.ones(4).bfloat16(), Dense12Weight.number, [])
-    with pytest.raises(RuntimeError, match="lay_out.*dense12"):
+    with pytest.raises(RuntimeError, match=r"lay_out: .*dense12"):
         torch.ops.macko.lay_out(*macko.MackoWeight.from_dense(torch.ones(2, 2)).packed, Dense12Weight.number, [])
 
 
@@ -483,7 +486,7 @@ def test_errors_name_the_argument(device: str) -> None:
         made.linear(x, x[0, :29])
     with pytest.raises(RuntimeError, match="table_low is -1, expected 0 to"):
         dataclasses.replace(made, table_low=-1).linear(x)
-    with pytest.raises(RuntimeError, match="data has .* elements, expected"):
+    with pytest.raises(RuntimeError, match=r"data has .* elements, expected"):
         dataclasses.replace(made, cols=300).linear(x)
 
 
@@ -580,8 +583,8 @@ def test_saved_as_the_dense_model_and_loaded_into_either(tmp_path: Path) -> None
     assert_same_weights(other, dense)
     with pytest.raises(RuntimeError, match=r"up_proj: size mismatch: the state has shape \[2, 256\], the layer \[512"):
         other.load_state_dict({**state, "up_proj.weight": torch.zeros(2, 256).bfloat16()})
+    spread = (2.0 ** torch.randint(-90, 90, (512, 256))).bfloat16()
     with pytest.raises(RuntimeError, match="up_proj: the table of dense12"):
-        spread = (2.0 ** torch.randint(-90, 90, (512, 256))).bfloat16()
         other.load_state_dict({**state, "up_proj.weight": spread})
 
 
@@ -724,10 +727,8 @@ def test_compress_on_this_gpu() -> None:
     report = macko.compress_(model, progress=False)
     formats = {row.name: row.format for row in report}
     assert formats == {"gate_proj": "dense12", "up_proj": "dense12", "down_proj": "dense12", "lm_head": "dense"}
-    x = random_vector(5, 1024, dtype=torch.bfloat16).cuda()
-    assert_close_spmv(
-        model.gate_proj(x), dense.gate_proj.weight.cpu(), x.cpu(), chain=chain(model.gate_proj.packed, dense.gate_proj.weight.cpu())
-    )  # fmt: skip
+    x, w = random_vector(5, 1024, dtype=torch.bfloat16), dense.gate_proj.weight.detach().cpu()
+    assert_close(model.gate_proj(x.cuda()).detach(), model.gate_proj.packed, w, x)
     assert {layer.format for layer in layers_of(model.cpu()).values()} == {"dense12"}
 
 
@@ -831,3 +832,47 @@ def test_an_adapter_trains_on_it() -> None:
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=0.1, atol=1e-3)
     with pytest.raises(RuntimeError, match="the weight of a SparseLinear is packed"):
         models[0].merge_and_unload()
+
+
+# Commands.
+
+
+def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    w, spread = weight(512, 512, 0.001), (2.0 ** torch.randint(-90, 90, (128, 256))).bfloat16()
+    made = packed(w, "cpu")
+    save_file({"a.weight": w, "b.weight": spread, "embed.weight": w + 0}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    share = f"{made.listed / w.numel():.4%}"
+    assert lines["a.weight"].endswith(f"{made.nbytes / 1e3:.2f} kB ({share})")
+    assert lines["b.weight"].endswith(" -")
+    assert not lines["embed.weight"].endswith("%)")
+    after = made.nbytes + spread.nbytes
+    assert f"{after / 1e3:.2f} kB of {(w.nbytes + spread.nbytes) / 1e3:.2f} kB, {share} of the weights" in lines["as"]
+    save_file({"a.weight": w.half()}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "dense12" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_bench_of_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"]
+    out = tmp_path / "lines.jsonl"
+    assert main(["bench", "random:tiny", "--format", "dense12", *sizes, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "29 of 29 layers changed" in printed  # lm_head too
+    assert "dense12, outputs of each layer equal to dense but for rounding: yes" in printed
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["model"] for line in lines} == {"dense", "dense12"}
+    assert {(line["sparsity"], line["dtype"], line["format"]) for line in lines} == {(0.0, "bfloat16", "dense12")}
+    assert main(["bench", "random:tiny", "--format", "dense12", "--dtype", "float16", *sizes]) == 1
+    assert "the dense12 format holds bfloat16, the weight is float16" in capsys.readouterr().err
+
+
+def test_commands_that_write_or_serve_refuse_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    assert main(["convert", "in", str(tmp_path / "out"), "--format", "dense12"]) == 1
+    assert "its file is the dense model" in capsys.readouterr().err
+    assert main(["bench", "random:tiny", "--engine", "vllm", "--format", "dense12"]) == 1
+    assert "no engine holds it yet" in capsys.readouterr().err

@@ -90,7 +90,7 @@ enum {
  * 29.8 / 21.0, 40.0 / 28.9, 143 / 93.
  */
 static inline int64_t macko_few_tokens(macko_path_weight w) {
-    return w.layout == MACKO_LAYOUT_TILE && w.rows <= 4096 ? 64 : 32;
+    return w.rows <= 4096 && (w.layout == MACKO_LAYOUT_TILE || w.cols <= 4096) ? 64 : 32;
 }
 
 static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, macko_path_device d) {

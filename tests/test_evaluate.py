@@ -192,7 +192,7 @@ def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_p
         quality.main()
     text = (tmp_path / "quality.jsonl").read_text()
     lines = report.load_quality(tmp_path / "quality.jsonl")
-    assert len(text.splitlines()) == len(lines) == 1 + 3 + 1 + 1 + 2 + 1
+    assert len(text.splitlines()) == len(lines) == 1 + 5 + 3 + 1 + 1 + 0
     assert all(line["commit"] and 0 < line["bytes"] <= 2 for line in lines)
     assert lines[0]["perplexity_ratio"] == 1
     assert "| 70% |" in report.quality_methods_table(lines)

@@ -38,7 +38,7 @@ from benchmarks.timing import append_jsonl, commit
 from macko.evaluate import language, windows
 from macko.grids import Grid, float8, integers, nearest
 from macko.layers import IGNORED, find_linears, packed_share
-from macko.prune import METHODS, STATISTICS, sparsegpt
+from macko.prune import METHODS, SPARSEGPT_BLOCK, STATISTICS, sparsegpt
 from macko.reconstruct import Recipe
 
 #: Of each size: the model, tokens in a piece, pieces in a step, the largest learning rate, megabytes of text.
@@ -64,39 +64,38 @@ HELD_OUT = 20
 
 
 def corpus(megabytes: float) -> tuple[list[str], list[str]]:
-    """Texts to train on and texts to judge by: files of this machine, each once, in an order by their contents."""
+    """Texts to train on and texts to judge by: files of this machine, each once, in an order by hashes."""
     paths = sysconfig.get_paths()
     library, packages = Path(paths["stdlib"]), Path(paths["purelib"])
-    own = [path for path in sorted(library.rglob("*.py")) if not {"site-packages", "test"} & {*path.parts}]
+    own = [path for path in library.rglob("*.py") if not {"site-packages", "test"} & {*path.parts}]
     others = [
-        path for path in sorted(packages.rglob("*"))
+        path for path in packages.rglob("*")
         if path.suffix in (".py", ".md", ".rst") or path.name.startswith(("LICENSE", "METADATA"))
     ]  # fmt: skip
-    seen: set[str] = set()
+    seen: set[bytes] = set()
 
-    def read(files: list[Path]) -> dict[str, str]:
-        texts = {}
-        for path in files:
-            if path.is_file() and 200 < path.stat().st_size < 400_000:
+    def hashed(text: str) -> bytes:
+        return hashlib.sha256(text.encode()).digest()
+
+    def read(files: list[Path], root: Path, characters: float) -> list[str]:
+        texts = []
+        for path in sorted(files, key=lambda path: hashed(str(path.relative_to(root)))):
+            if characters > 0 and path.is_file() and 200 < path.stat().st_size < 400_000:
                 text = path.read_text(encoding="utf-8", errors="ignore")
-                digest = hashlib.sha256(text.encode()).hexdigest()
-                if digest not in seen:
+                if (digest := hashed(text)) not in seen:
                     seen.add(digest)
-                    texts[digest] = text
+                    texts.append(text)
+                    characters -= len(text)
         return texts
 
-    texts = read(own)
-    held = [text for digest, text in sorted(texts.items()) if int(digest[-8:], 16) % HELD_OUT == 0]
-    train = [text for digest, text in sorted(texts.items()) if int(digest[-8:], 16) % HELD_OUT]
-    left = megabytes * 1e6 - sum(map(len, train))
-    for _, text in sorted(read(others).items() if left > 0 else ()):
-        if (left := left - len(text)) < 0:
-            break
-        train.append(text)
-    # In an order by their contents, or the last steps would see one package.
-    train.sort(key=lambda text: hashlib.sha256(text[:1000].encode()).digest())
-    total = itertools.accumulate(map(len, train))
-    return [text for text, end in zip(train, total, strict=True) if end < megabytes * 1e6] or train[:1], held
+    # By their contents, so that a file is held out or not wherever it lies.
+    texts = sorted(read(own, library, math.inf), key=hashed)
+    held = [text for text in texts if hashed(text)[-1] < 256 // HELD_OUT]
+    train = [text for text in texts if hashed(text)[-1] >= 256 // HELD_OUT]
+    train += read(others, packages, megabytes * 1e6 - sum(map(len, train)))
+    train.sort(key=hashed)  # or the last steps would see one package
+    ends = itertools.accumulate(map(len, train))
+    return [text for text, end in zip(train, ends, strict=True) if end < megabytes * 1e6] or train[:1], held
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
@@ -231,36 +230,41 @@ def variants() -> list[Variant]:
         fitted = {"": "", "submodule": ", fitted", "block": ", fitted by block"}[unit]
         return [Variant(f"{m}{fitted}", m, reconstruct=unit, **case, **more) for case in cases for m in methods]
 
-    def rounded(prefix: str, bits: str, rounding: str, *how: Any, **more: Any) -> Variant:
-        return Variant(f"{prefix}{bits}", *how, rounding=rounding, **GRIDS[bits], **more)
+    def rounded(prefix: str, bits: str, rounding: str, method: str = "", share: float | None = 0.0, **more: Any) -> Any:
+        by_column = {"group": SPARSEGPT_BLOCK} if rounding in ("at once", "behind") else {}
+        return Variant(f"{prefix}{bits}", method, share, rounding=rounding, **{**GRIDS[bits], **by_column}, **more)
 
     def auto(unit: str) -> list[Variant]:
         name = "sparsegpt, auto" + (", fitted by block" if unit else "")
         return [Variant(name, "sparsegpt", share, reconstruct=unit, auto=True) for share in (0.5, 0.7)]
 
-    joint, half = "sparsegpt, fitted by block, ", ("sparsegpt", 0.5, None, "block")
+    block: dict[str, Any] = {"reconstruct": "block"}
+    joint, half = "sparsegpt, fitted by block, ", ("sparsegpt", 0.5)
     return [
         *of(bars, everything), *of(bars, ["sparsegpt"], "block"), *of(bars, ["sparsegpt"], "submodule"),
         *(rounded("", bits, "nearest") for bits in GRIDS),
-        *(rounded("GPTQ ", bits, "at once", "sparsegpt", 0.0) for bits in ("int4", "int3")),
-        rounded(joint, "int4", "fitted", *half), rounded(f"{joint}then ", "int8", "behind", *half),
-        rounded(f"{joint}then ", "fp8", "behind", *half), *auto(""), *auto("block"),
-        *of(bars, ["wanda"], "block"), rounded("fitted by block, ", "int3", "fitted", "magnitude", 0.0, None, "block"),
+        *(rounded("GPTQ ", bits, "at once", "sparsegpt") for bits in ("int4", "int3")),
+        rounded(joint, "int4", "fitted", *half, **block), rounded(f"{joint}then ", "int8", "behind", *half, **block),
+        rounded(f"{joint}then ", "fp8", "behind", *half, **block), *auto(""), *auto("block"),
+        *of(bars, ["wanda"], "block"), rounded("fitted by block, ", "int3", "fitted", "magnitude", **block),
         *of(bars[:1], everything[1:], seed=1), *of(bars[:1], ["sparsegpt"], "block", seed=1),
         *of(bars[:1], ["sparsegpt"], "submodule", seed=1), *of(bars, ["magnitude"], "block"),
-        *(rounded("sparsegpt, at once ", bits, "at once", "sparsegpt", 0.5) for bits in ("int8", "int4")),
-        rounded(joint, "int4", "fitted", "sparsegpt", None, "2:4", "block"),
-        rounded(joint, "int4", "fitted", *half, seed=1), rounded("GPTQ ", "int3", "at once", "sparsegpt", 0.0, seed=1),
+        *(rounded("sparsegpt, at once ", bits, "at once", *half) for bits in ("int8", "int4")),
+        rounded(joint, "int4", "fitted", "sparsegpt", None, pattern="2:4", **block),
+        rounded(joint, "int4", "fitted", *half, **block, seed=1),
+        rounded("GPTQ ", "int3", "at once", "sparsegpt", seed=1),
         *of([{"sparsity": 0.3}], everything), *of([{"sparsity": 0.3}], ["sparsegpt"], "block"),
         *of(bars[1:], everything[1:], seed=1), *of(bars[1:], ["sparsegpt"], "block", seed=1),
-        rounded("fitted by block, ", "int4", "fitted", "magnitude", 0.0, None, "block"),
+        rounded("fitted by block, ", "int4", "fitted", "magnitude", **block),
         *of(bars, ["wanda", "magnitude"], "submodule"), *of(bars[1:], ["sparsegpt"], "submodule", seed=1),
     ]  # fmt: skip
 
 
 def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) -> tuple[Any, dict[str, Any]]:
-    """A copy of the model made smaller, its weights rounded to float16, and what prune_ said."""
+    """A float32 copy of the model made smaller, its weights rounded to float16, and what prune_ said."""
     smaller, about = copy.deepcopy(model), {}
+    if model.device.type == "cuda":  # products of float16 take a CPU long
+        cast(smaller, torch.float16)
     METHODS["rounded"] = partial(sparsegpt, grid=variant.grid)  # a method is a plain function
     STATISTICS["rounded"] = STATISTICS["sparsegpt"]
     prune = partial(macko.prune_, smaller, calibration=batches, progress=False)
@@ -284,17 +288,23 @@ def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) ->
             weight = layer.module.weight
             weight.data.copy_(nearest(weight.data, variant.grid, variant.group))
     del METHODS["rounded"], STATISTICS["rounded"]
-    for parameter in smaller.parameters():
-        parameter.data = parameter.data.half().to(parameter.dtype)
+    cast(smaller, torch.float16)
+    cast(smaller, torch.float32)  # to be judged
     return smaller, about
+
+
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """The parameters alone: buffers have angles, which float16 is too short for."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def prepare(args: argparse.Namespace, size: dict[str, Any], device: torch.device, say: Any) -> tuple[Any, Any]:
     """The model, trained, and its data: tokens to train on and held out, and what the training was."""
     folder, known = args.out / "model", args.out / "model" / "data.pt"
     if known.exists():
-        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-        return model.eval(), torch.load(known)
+        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.to(device).eval(), torch.load(known)
     texts, held_texts = corpus(size["megabytes"])
     tokenizer = make_tokenizer(texts, size["config"]["vocab_size"])
     tokens, held = tokens_of(tokenizer, texts), tokens_of(tokenizer, held_texts)
@@ -328,7 +338,8 @@ class Judge:
 
     def there(self, variant: Variant) -> bool:
         """Whether a line of it is there, of this commit, model and data."""
-        lines = [json.loads(text) for text in self.lines.read_text().splitlines()] if self.lines.exists() else []
+        text = self.lines.read_text() if self.lines.exists() else ""
+        lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())  # the last may be half written
         wanted = {**{key: getattr(variant, key) for key in KEYS}, **self.about}
         return any(all(line.get(key) == value for key, value in wanted.items()) for line in lines)
 
@@ -350,7 +361,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="44m")
     parser.add_argument("--train-seconds", type=float, default=200)
     parser.add_argument("--seconds", type=float, default=520, help="begin no line after so long")
-    parser.add_argument("--calibration", type=int, default=256, help="pieces of the training text to calibrate on")
+    parser.add_argument("--calibration", type=int, default=512, help="pieces of the training text to calibrate on")
     parser.add_argument("--held-out", type=int, default=400, help="pieces of held-out text to judge by, at most")
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
     parser.add_argument("--steps", type=int, default=Recipe.steps)

@@ -841,7 +841,7 @@ def plot_slide(linears: SlideLines, path: Path) -> None:
 
 def load_quality(path: Path) -> list[Line]:
     """Lines of benchmarks.quality, dense first; of those of the same variant the last one counts."""
-    keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto")
+    keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto", "seed")
     found = {tuple(line[key] for key in keys): line for line in map(json.loads, path.read_text().splitlines())}
     return list(found.values())
 

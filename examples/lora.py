@@ -59,7 +59,8 @@ def load(
     read = text.read_text(encoding="utf-8")
     if folder:
         tokens = AutoTokenizer.from_pretrained(folder)(read, return_tensors="pt").input_ids[0]
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device), tokens
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return model.to(device), tokens
     tokens, model = torch.tensor(list(read.encode())), small_llama().to(device)
     train(model, tokens, steps, length, 3e-3, "training a base")
     return model.to(dtype), tokens

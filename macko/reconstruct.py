@@ -44,7 +44,7 @@ class Recipe:
     tokens: int = 4096
     #: Of the order of the batches.
     seed: int = 0
-    #: Rounds what is kept (macko.grids) in every step, so that the other weights make up for that too, and in the end.
+    #: Rounds what is kept (macko.grids) in the second half of the steps, so that the weights make up for that too.
     grid: Grid | None = None
     #: Columns of a row that share a scale of the grid; None: all.
     group: int | None = None
@@ -208,9 +208,13 @@ def _fit(
         rate = recipe.lr * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / len(order))) / 2
         for group in optimizer.param_groups:
             group["lr"] = rate * group["scale"]
+        on_grid = recipe.grid is not None and 2 * step >= len(order)
         with torch.enable_grad():
             for i in batch:
-                given = {n: _straight(m * kept[n], recipe).to(weights[n].dtype) for n, m in masters.items()}
+                used = {n: m * kept[n] for n, m in masters.items()}
+                if on_grid:  # the rounded weight, with the gradient of the one that is not
+                    used = {n: w + (recipe.rounded(w.detach()) - w.detach()) for n, w in used.items()}
+                given = {n: w.to(weights[n].dtype) for n, w in used.items()}
                 (error(i, given) * (scale / len(batch))).backward(inputs=list(masters.values()))
         optimizer.step()
         optimizer.zero_grad()
@@ -224,11 +228,6 @@ def _fit(
     for name, weight in weights.items():
         weight.copy_(start[name])
     return before, before
-
-
-def _straight(weight: Tensor, recipe: Recipe) -> Tensor:
-    """The rounded weight, with the gradient of the one that is not."""
-    return weight if recipe.grid is None else weight + (recipe.rounded(weight.detach()) - weight.detach())
 
 
 @contextmanager

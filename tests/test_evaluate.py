@@ -192,9 +192,9 @@ def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_p
         quality.main()
     text = (tmp_path / "quality.jsonl").read_text()
     lines = report.load_quality(tmp_path / "quality.jsonl")
-    assert len(text.splitlines()) == len(lines) == 1 + 3 + 1 + 1 + 2 + 1
+    assert len(text.splitlines()) == len(lines) == 1 + 3 + 3 + 3 + 4
     assert all(line["commit"] and 0 < line["bytes"] <= 2 for line in lines)
     assert lines[0]["perplexity_ratio"] == 1
     assert "| 70% |" in report.quality_methods_table(lines)
-    assert "sparsegpt and int4 at once, 50%" in report.quality_all_table(lines)
+    assert "sparsegpt, at once int4, 50%" in report.quality_all_table(lines)
     assert "Llama of 0.1 million weights" in report.quality_where(lines)

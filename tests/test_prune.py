@@ -340,17 +340,9 @@ def test_says_what_state_an_interruption_leaves(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("between", [lambda x: x, torch.tanh], ids=["chain", "no_chain"])
 @pytest.mark.parametrize("left", [0, 1, 3])
 def test_the_bar_ends_where_it_said(
-    method: str, between: Callable[[torch.Tensor], torch.Tensor], left: int, monkeypatch: pytest.MonkeyPatch
+    method: str, between: Callable[[torch.Tensor], torch.Tensor], left: int, bars: list[Any]
 ) -> None:
     """Work that is counted wrong makes a wrong estimate; of a resumed run too."""
-    bars: list[Any] = []
-    tqdm = macko.prune.tqdm
-
-    def recorded(**options: Any) -> Any:
-        bars.append(tqdm(**options))
-        return bars[-1]
-
-    monkeypatch.setattr("macko.prune.tqdm", recorded)
     batches = [random_vector(10, 12, dtype=torch.float32, seed=seed) for seed in range(3)]
     done: dict[str, torch.Tensor] = {}
     macko.prune_(Blocks(between), 0.5, method, calibration=batches, done=done)

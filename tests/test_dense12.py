@@ -542,7 +542,10 @@ def test_a_layer_is_the_dense_one_for_every_caller(device: str) -> None:
     assert_same_bits(model.up_proj.to_linear().weight, dense.up_proj.weight)
     with pytest.raises(TypeError, match="dense12 weight is bfloat16 and cannot become float16"):
         model.half()
-    assert_same_weights(model.to("meta").to_empty(device="cpu") and again.cpu(), dense.cpu())
+    assert_same_weights(again.cpu(), dense.cpu())
+    for name, tensor in again.to("meta").state_dict().items():
+        assert tensor.is_meta
+        assert tensor.shape == dense.state_dict()[name].shape
 
 
 def test_to_macko_and_back() -> None:
@@ -653,6 +656,17 @@ def test_compiled_with_a_gradient() -> None:
             torch.autograd.grad((out * out).sum(), [x], retain_graph=True) for out in (y, wanted)
         )
         torch.testing.assert_close(grad, wanted_grad)
+
+
+def test_a_sum_behind_one_token_is_its_bias() -> None:
+    """What macko.fuse does with any layout's product."""
+    from tests.test_fuse import compiled
+
+    dense = nn.Linear(96, 96, bias=False).bfloat16()
+    layer, x = SparseLinear.from_linear(dense, "dense12"), random_vector(1, 96, dtype=torch.bfloat16)
+    y, names = compiled(lambda x: x + layer(x), x)
+    assert names == ["linear"]
+    assert_close_library(y, dense.weight.detach(), x, x[0])
 
 
 def gains_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,7 +369,7 @@ def test_large_shapes(rows: int, cols: int) -> None:
 @needs_capture
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300])
 def test_graph_of_layers(tokens: int) -> None:
-    layers = [packed(weight(512, 512, seed=i)) for i in range(8)]
+    layers = [packed(weight(512, 512, 0.0, seed=i)) for i in range(8)]
     x, bias = random_vector(tokens, 512, dtype=torch.bfloat16).cuda(), random_vector(512, dtype=torch.bfloat16).cuda()
     assert_graph_of_layers(layers, x, bias, bare=3)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +230,19 @@ def test_bench_times_each_side(tmp_path: Path) -> None:
     assert len({line["peak_bytes"] for line in lines}) == 2
     assert lines[-1]["peak_bytes"] < lines[0]["peak_bytes"]  # of the dummies half were pruned and all were packed
     assert all(0 < line["weights_s"] < line["start_s"] for line in lines)
+
+
+def test_what_the_docs_say_to_paste_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text()
+    pasted = re.search(r"^    python -m benchmarks.engines --make tiny.*?(?=^- )", page, re.MULTILINE | re.DOTALL)
+    assert pasted is not None
+    program = textwrap.dedent(pasted[0]).replace("skip_tokenizer_init=True", f"skip_tokenizer_init=True, **{MORE}")
+    path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    command = ["bash", "-ec", f'python() {{ {sys.executable} "$@"; }}\n{program}']
+    env = {**os.environ, **QUIET, "PYTHONPATH": path}
+    process = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r"^\[\d+(, \d+)*\]$", process.stdout, re.MULTILINE)  # the tokens
 
 
 # ---- Without an engine -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ its kernels and the sums over GPUs, and not Python. On a CPU a step is a call, a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -59,9 +60,10 @@ def loaded(folder: str) -> tuple[Any, dict[str, Any]]:
     start = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **where).eval()
     wait()
-    line = {"what": "load", "ms": (time.perf_counter() - start) * 1e3}
-    held = {t.data_ptr(): t for p in (*model.parameters(), *model.buffers()) for t in [getattr(p, "_local_tensor", p)]}
-    line["held_bytes"] = sum(t.numel() * t.element_size() for t in held.values())
+    line: dict[str, Any] = {"what": "load", "ms": (time.perf_counter() - start) * 1e3}
+    parts = (getattr(whole, "_local_tensor", whole) for whole in (*model.parameters(), *model.buffers()))
+    held = {part.data_ptr(): part.numel() * part.element_size() for part in parts}
+    line["held_bytes"] = sum(held.values())
     layers = [m for m in model.modules() if isinstance(m, macko.SparseLinear)]
     line["packed_bytes"], line["packed_layers"] = sum(m.packed.nbytes for m in layers), len(layers)
     line["peak_bytes"] = torch.cuda.max_memory_allocated() if ON_GPU else None
@@ -93,7 +95,7 @@ def step_of(model: Any, batch: int) -> tuple[Callable[[], Any], Callable[[], Non
     from transformers import StaticCache
 
     length = PROMPT + STEPS
-    cache = StaticCache(config=model.config, max_cache_len=length)
+    cache: Any = StaticCache(config=model.config, max_cache_len=length)
     ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     place = torch.full((1, 1), PROMPT, device=model.device)
     mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=model.device)
@@ -192,7 +194,7 @@ def main() -> None:
             for found in continuous(model):
                 say(found)
         del model
-        bench.gc.collect()
+        gc.collect()
         if ON_GPU:
             torch.cuda.empty_cache()
     if dist.is_initialized():

@@ -860,11 +860,6 @@ def engines_where(lines: list[Line]) -> str:
     )
 
 
-def engine_side(line: Line) -> str:
-    kept = "" if line["format"] == "auto" or line["model"] != "macko" else f" {line['format']}"
-    return ENGINE_SIDES.get(line["model"], line["model"]) + kept
-
-
 #: What the sides of --engine vllm are called, in the order of tables.
 ENGINE_SIDES = {
     "dense": "dense",
@@ -875,14 +870,17 @@ ENGINE_SIDES = {
 }
 
 
+def engine_side(line: Line) -> str:
+    kept = "" if line["format"] == "auto" or line["model"] != "macko" else f" {line['format']}"
+    return ENGINE_SIDES[line["model"]] + kept
+
+
 def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> str:
     """A row a side: milliseconds, and times as fast as dense of the same run, by batch or by prompt."""
     by = "batch" if what == "decode" else "prompt_tokens"
     mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == (what, ranks, compiled)]
     mine = [x for x in mine if x["source"].startswith("random:") and x["ms"]]
-    sides = sorted(
-        {engine_side(x): list(ENGINE_SIDES).index(x["model"]) for x in mine}.items(), key=lambda item: item[1]
-    )
+    sides = {engine_side(x): None for x in sorted(mine, key=lambda x: list(ENGINE_SIDES).index(x["model"]))}
     columns = sorted({x[by] for x in mine})
     found = {(engine_side(x), x[by]): x for x in mine}
     rows = []

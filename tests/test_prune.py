@@ -398,6 +398,21 @@ def test_the_report_counts_zeros_where_bytes_say_nothing() -> None:
     assert "before" in str(macko.sparsify_(wide))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_report_says_how_many_exponents_seven_values_hold(dtype: torch.dtype) -> None:
+    """Powers of four differ in the upper bits of the exponent, those of two between them in the lowest alone."""
+    both = nn.Sequential(*(nn.Linear(16, 1, bias=False) for _ in range(2))).to(dtype)
+    both[0].weight.data = (2.0 ** torch.arange(16)).to(dtype)[None]
+    both[1].weight.data = torch.full((1, 16), 3.0, dtype=dtype)
+    assert ", in bfloat16; the least of 0, 87.5000%" in str(macko.prune_(both, 0.0))
+    assert "hold 93.7500% of the weights left" in str(macko.prune_(both, 0.0))
+    assert "hold 100.0000% of the weights left" in str(macko.prune_(both, 0.5))
+    both[1].weight.data.zero_()
+    assert "the least of 0, 100.0000%" in str(macko.prune_(both, 0.0))
+    both[0].weight.data.zero_()
+    assert "exponents" not in str(macko.prune_(both, 0.0))
+
+
 @needs_transformers
 def test_methods_that_look_at_data_lose_less(tiny_llama: TinyLlama) -> None:
     loss = {"dense": tiny_llama.loss(tiny_llama.model)}

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     sm90::pdl_wait(); // from here on, x may be read
     interleave<T, N>(x, launch.tokens, cols, x_shared, threadIdx.x, consumer_warps * WARP);
     wait_copies<0>();
-    __syncthreads();
+    meet();
     const macko_sell_block b = load_block(&headers[consumer_group]);
 
     // A result is a row and a token. 2^log_lanes lanes add up one: lane l of a warp works on result l % together of the warp.
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
         advance();
     }
-    named_barrier_sync(1 + consumer_group, threads);
+    named_barrier_sync(CONSUMERS + consumer_group, threads);
 
     const uint32_t sum_bytes = stride * N * 4 << log_lanes; // from one sum of a lane to its next
     uint32_t at = own_sums;

@@ -47,7 +47,7 @@ __device__ __forceinline__ void stage_normalised(uint4 *x_shared, const T *x, co
         copy_async<16>(shared_address(x_shared + i), (const uint4 *)norm.weight + i);
     const float sum = row.squares();
     if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = sum;
-    named_barrier_sync(1, threads); // of the consumers
+    named_barrier_sync(CONSUMERS, threads);
     float total = 0;
     for (int w = 0; w < threads / WARP; w++) total += partial[w];
     const float scale = rsqrtf(total / cols + norm.eps);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
 
         // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
         asm volatile("cp.async.wait_group 0;" ::: "memory");
-        __syncthreads(); // with the producer: x but for late_x, the header and the barriers are ready
+        meet(); // with the producer: x but for late_x, the header and the barriers are ready
         const macko_sell_block b = load_block(&header);
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
                 release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
                 advance();
             }
-        named_barrier_sync(1, threads); // of the consumers
+        named_barrier_sync(CONSUMERS, threads);
 
         // Epilogue. The other block of the SM still decodes, and each load or shuffle queues after its gathers: so loads go
         // out several at once, and shuffles are few.

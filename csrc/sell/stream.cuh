@@ -162,19 +162,26 @@ inline sell_pipeline pipeline_of(const macko_sell_matrix &m, int stages, int bef
     return {stages, macko_sell_min(before_pdl_wait, stages), macko_sell_min(before_x, stages), NO_SPLIT};
 }
 
+// Named barriers of threads: of the consumers of each group, and of all threads of a block. The roles meet at different
+// places of the code, which __syncthreads does not allow.
+enum { CONSUMERS = 1, ROLES = 3 };
+__device__ __forceinline__ void meet() {
+    named_barrier_sync(ROLES, blockDim.x);
+}
+
 /*
  * The producer warp: keeps the pipeline full for the m.warps consumer warps.
  *
- *     producer    first stages | pdl_wait | late_x, stages up to before_x  | __syncthreads | wait empty, fetch, ...
- *     consumers   header, bases, zeros after x | pdl_wait | first part of x | __syncthreads | wait full, decode, release, ...
+ *     producer    first stages | pdl_wait | late_x, stages up to before_x  | meet | wait empty, fetch, ...
+ *     consumers   header, bases, zeros after x | pdl_wait | first part of x | meet | wait full, decode, release, ...
  *                 weights only                           | may be written by the previous kernel
  *
  * Each stage has two mbarriers: full[stage] counts the bytes of its copy, empty[stage] the warps that released it. The two
- * sides meet at one __syncthreads: then all barriers are initialised, and the block's header and x (but for late_x) lie in
+ * sides meet once: then all barriers are initialised, and the block's header and x (but for late_x) lie in
  * shared memory. late_x, the second part of x, is waited for before any stage is filled a second time: so a consumer waits
  * for it only where a lane may need it within the first pipeline.stages steps.
  *
- * Before the __syncthreads nothing may depend on the header, which takes half a microsecond to arrive, and 1.5 once memory is
+ * Before they meet nothing may depend on the header, which takes half a microsecond to arrive, and 1.5 once memory is
  * busy: the stages fetched there are those of the head, at fixed places. The header comes through shared memory, as the
  * compiler would move what depends on a register up, above the first fetches.
  */
@@ -207,7 +214,7 @@ __device__ __forceinline__ void sell_produce(const macko_sell_matrix &m, int blo
             barrier_init(empty + 8 * stage, m.warps * sm90::WARP_ARRIVALS);
     }
     __syncwarp();
-    __syncthreads();
+    meet();
     const macko_sell_block b = load_block(&header);
     const uint8_t *next = m.data + macko_sell_tail_slot(&b, m.num_blocks, m.warps, m.head) * SLOT;
     const int own_steps = lane < m.warps ? macko_sell_steps_of_warp(&b, m.warps, lane) : 0;

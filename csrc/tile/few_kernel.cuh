@@ -79,6 +79,8 @@ struct few_shape {
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
+    // How often a consumer warpgroup releases a stage: racecheck wants it of every thread (sm90::WARP_ARRIVALS).
+    static constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? WARPGROUP : 1;
     // Where there are many sums, those of a whole row block meet in several passes, and those of a split one take the
     // place of the stages.
     static constexpr bool MANY_SUMS = TOKENS > 32;
@@ -139,10 +141,10 @@ __device__ __forceinline__ void make_barriers(const few_task<CODEC> &task, const
     using SHAPE = few_shape<TOKENS>;
     for (int stage = warp; stage < task.stages; stage += PRODUCERS) {
         sm90::barrier_init(memory.full + stage * 8, 1);
-        sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS);
+        sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS * SHAPE::RELEASES);
     }
     if (warp == 0) {
-        sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS);
+        sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS * SHAPE::RELEASES);
         sm90::barrier_init(memory.sums_full, 1);
         sm90::barrier_init(memory.sums_full + 8, 1);
         sm90::barrier_init(memory.may_send, task.cluster);
@@ -304,7 +306,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     typename CODEC::few_reader reader(task.weights, tile_index, slice, lane);
     const uint32_t full_end = memory.full + task.stages * 8;
     const auto release = [&](uint32_t full) {
-        if (first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
+        if (SHAPE::RELEASES > 1 || first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
     const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
     wait_for_barriers(SHAPE::THREADS);

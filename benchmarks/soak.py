@@ -127,13 +127,17 @@ def decode(model: Any, scenario: Scenario, prompts: Tensor, count: int, stream: 
 
 
 def held(device: torch.device) -> tuple[int, int]:
-    """Bytes that tensors hold on the GPU, and the process on the host."""
+    """Bytes that were asked for on the GPU, and that the process holds on the host.
+
+    Not memory_allocated(): that counts whole blocks, up to 1 MB larger than what was asked for, and how much larger
+    depends on the blocks that lay free when the files were read again.
+    """
     gc.collect()
     on_gpu = 0
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        on_gpu = torch.cuda.memory_allocated()
+        on_gpu = torch.cuda.memory_stats()["requested_bytes.all.current"]
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return on_gpu, pages * 4096
 

@@ -124,7 +124,42 @@ def test_a_process_that_dies_is_no_clean_run(compute_sanitizer: Path) -> None:
     (compute_sanitizer / "compute-sanitizer").write_text("#!/bin/sh\nexit 3\n")
     status, line = run(compute_sanitizer, "memcheck", CLEAN)
     assert status == 1
-    assert (line["products"], line["broken"]) == (0, 2)
+    assert (line["products"], line["broken"]) == (0, ["exit status 3 at no case"] * 2)
+
+
+DIES = """echo another case
+echo a case
+echo 'Traceback (most recent call last):'
+exit 6"""
+
+
+def test_another_process_goes_on_behind_one_that_dies(
+    compute_sanitizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its case is named, and the first lines of its log are shown."""
+    tool = compute_sanitizer / "compute-sanitizer"
+    tool.write_text(STAND_IN.replace("pwd >&2", f'if mkdir "$0.died"; then\n{DIES}\nfi 2>&1'))
+    options = ("--jobs", "1", "--logs", str(compute_sanitizer / "logs"))
+    status, line = run(compute_sanitizer, "memcheck", UNINITIALISED, *options)
+    assert status == 1
+    assert (line["broken"], line["problems"], line["problems_left"]) == (["exit status 6 at a case"], 3, 3)
+    said = capsys.readouterr().out
+    assert "memcheck, exit status 6 at a case:\n========= COMPUTE-SANITIZER\n" in said
+    assert "Traceback" in said
+    assert (compute_sanitizer / "logs/memcheck.0.log").read_text() == UNINITIALISED
+
+
+def test_errors_that_were_not_printed(compute_sanitizer: Path) -> None:
+    log = CLEAN.replace("0 errors", "102 errors") + "========= ERROR SUMMARY: 2 errors were not printed. Use more.\n"
+    status, line = run(compute_sanitizer, "initcheck", log)
+    assert status == 1
+    assert (line["errors"], line["unprinted"]) == ({}, 4)
+
+
+def test_shares_of_the_processes() -> None:
+    assert sanitize.shares_of(["memcheck", "initcheck", "synccheck", "racecheck"], 14) == [2, 8, 2, 2]
+    assert sanitize.shares_of(["initcheck"], 14) == [14]
+    assert sanitize.shares_of(["memcheck", "initcheck"], 1) == [1, 1]
 
 
 HANGS = STAND_IN.replace("pwd >&2", 'mkdir "$0.hangs" && echo a case && sleep 1000')  # the first one
@@ -138,7 +173,7 @@ def test_a_process_that_hangs_is_killed_and_its_problems_are_left(
     monkeypatch.setattr(sanitize, "GRACE", 0.02)
     status, line = run(compute_sanitizer, "memcheck", CLEAN, "--minutes", "0")
     assert status == 1
-    assert (line["broken"], line["problems"], line["problems_left"]) == (1, 3, 3)
+    assert (line["broken"], line["problems"], line["problems_left"]) == (["exit status -9 at a case"], 3, 3)
     assert line["seconds"] < 100
 
 
@@ -147,10 +182,10 @@ def test_another_process_goes_on_behind_one_that_hangs(
     compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (compute_sanitizer / "compute-sanitizer").write_text(HANGS)
-    monkeypatch.setattr(sanitize, "STALL", 1)
-    status, line = run(compute_sanitizer, "memcheck", CLEAN)
+    monkeypatch.setitem(sanitize.STALL, "memcheck", 1)
+    status, line = run(compute_sanitizer, "memcheck", CLEAN, "--jobs", "1")
     assert status == 1
-    assert (line["broken"], line["problems"], line["problems_left"]) == (1, 6, 0)
+    assert (line["broken"], line["problems"], line["problems_left"]) == (["exit status -9 at a case"], 3, 3)
     assert line["seconds"] < 100
 
 

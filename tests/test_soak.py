@@ -58,3 +58,15 @@ def test_cycles_on_a_gpu(tmp_path: Path) -> None:
     line = soak.soak(tmp_path, "tiny", torch.device("cuda", 0), 0, 8, 0)
     assert line["differ"] == {}
     assert line["gpu_bytes"][0] == line["gpu_bytes"][1]
+
+
+@pytest.mark.gpu
+def test_what_the_allocator_did_not_cut_is_no_growth() -> None:
+    from benchmarks import soak
+
+    device, size = torch.device("cuda", 0), (21 << 20) + (1 << 19)  # its block is one of 22 MB
+    before, _ = soak.held(device)
+    whole = torch.cuda.memory_allocated()
+    tensor = torch.empty(size, dtype=torch.uint8, device=device)
+    assert torch.cuda.memory_allocated() - whole == 22 << 20
+    assert soak.held(device)[0] - before == tensor.numel()

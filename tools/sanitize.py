@@ -5,14 +5,16 @@
 
 What runs are the small problems of tests/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap; every
 layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. The tools run at
-once, each in its part of --jobs processes, which take turns at its problems and begin none after --minutes. A line of
-tool, commit, seconds and errors is appended to --out. Exit status 1: an error of a kernel of macko's that is not in
-KNOWN, a wrong product, a process that did not end well, or a problem for which there was no time.
+once, each in its part of --jobs processes, which take turns at its problems and begin none after --minutes. Where one
+dies or hangs, its case and the first lines of its log are shown, and another process goes on behind it. A line of tool,
+commit, seconds and errors is appended to --out. Exit status 1: an error of a kernel of macko's that is not in KNOWN, or
+one that was not printed, a wrong product, a process that did not end well, or a problem for which there was no time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -24,7 +26,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +34,21 @@ TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
 #: Minutes that the last problems may take beyond --minutes, and a process to start.
 GRACE = 1.5
-#: Seconds that a process may take to its first case, and from one to the next: then it hangs.
-START, STALL = 240, 100
+#: Seconds that a process may take to its first case, and from one to the next if not 100: then it hangs.
+START, STALL = 240, {"initcheck": 300}
+#: Parts of the processes that a tool has at first, if not 1. initcheck is by far the slowest.
+SHARE = {"initcheck": 4}
+#: Lines of a log that are shown of a process that died first, and of the others.
+FIRST_LOG, OTHER_LOGS = 60, 6
 
+FAILURE = re.compile(r"^(?:Traceback|terminate called|Fatal Python error)", re.MULTILINE)
+#: Errors beyond --print-limit: nobody knows whose.
+UNPRINTED = re.compile(r"(\d+) errors? (?:was|were) not printed")
 
 #: Kernels of macko's by what is in their mangled names; those in no namespace have their file's.
 OURS = ["--kernel-name", "kns=_cuda_cu_", "--kernel-name", "kns=macko"]
+#: initcheck has to see what other kernels write, and so reports their reads, too: they must not use the limit up.
+LOOK = {"initcheck": ["--print-limit", "10000", "--show-backtrace", "no"]}
 
 
 class Known(NamedTuple):
@@ -101,19 +111,38 @@ class Job(NamedTuple):
     output: Path
     log: Path
 
-    def hangs(self) -> bool:
+    def runs(self) -> bool:
+        return self.process.poll() is None
+
+    def hangs(self, stall: float) -> bool:
         """It names each case when it begins."""
         said = self.output.stat()
-        return self.process.poll() is None and time.time() - said.st_mtime > (STALL if said.st_size else START)
+        return self.runs() and time.time() - said.st_mtime > (stall if said.st_size else START)
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def said(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def logged(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
     def line(self) -> dict[str, Any] | None:
         """What it says at its end."""
-        last = self.output.read_text(errors="replace").rstrip().rpartition("\n")[2]
+        last = self.said().rstrip().rpartition("\n")[2]
         return json.loads(last) if last.startswith("{") else None
+
+    def case(self) -> str:
+        """The one that it named last, before what it said when it died; empty: none."""
+        return FAILURE.split(self.said(), maxsplit=1)[0].rstrip().rpartition("\n")[2]
+
+    def why(self, lines: int) -> str:
+        """The first lines of its log, less the host's frames, and of what it said when it died."""
+        log = [line for line in self.logged().splitlines() if "Host Frame" not in line][:lines]
+        failure = FAILURE.search(self.said())
+        return "\n".join([*log, *(self.said()[failure.start() :].splitlines()[:lines] if failure else ())])
 
 
 class Run:
@@ -122,7 +151,8 @@ class Run:
     def __init__(self, tool: str, jobs: int, folder: Path, options: argparse.Namespace) -> None:
         self.tool, self.jobs, self.folder, self.options = tool, jobs, folder, options
         self.where = package_with(options.lanes) if tool == "racecheck" else ROOT
-        self.begun = time.monotonic()
+        self.begun = self.ended = time.monotonic()
+        self.is_over = False  #: no process more is of use
         self.started: list[Job] = []
         for _ in range(jobs):
             self.start()
@@ -130,11 +160,10 @@ class Run:
     def start(self) -> None:
         output = self.folder / f"{self.tool}.{len(self.started)}"
         log = output.with_suffix(output.suffix + ".log")
-        # initcheck has to see what other kernels write; the others need to look at ours only.
-        names = [] if self.tool == "initcheck" else OURS
         minutes = self.options.minutes - (time.monotonic() - self.begun) / 60
-        suite = [sys.executable, "-m", "tests.stress", "--once", "--minutes", str(minutes)]
-        suite += ["--only", self.options.only, "--turns", str(self.folder / f"{self.tool}.turns")]
+        command = [self.options.sanitizer, "--tool", self.tool, *LOOK.get(self.tool, OURS), "--log-file", str(log)]
+        command += [sys.executable, "-m", "tests.stress", "--once", "--minutes", str(minutes)]
+        command += ["--only", self.options.only, "--turns", str(self.folder / f"{self.tool}.turns")]
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.where),
@@ -145,7 +174,7 @@ class Run:
         }
         with output.open("w") as file:  # a pipe that nobody reads meanwhile would fill up
             process = subprocess.Popen(
-                [self.options.sanitizer, "--tool", self.tool, *names, "--log-file", str(log), *suite],
+                command,
                 cwd=self.where,
                 env=environment,
                 stdout=file,
@@ -154,28 +183,25 @@ class Run:
             )
         self.started.append(Job(process, output, log))
 
-    def wait(self, until: float) -> None:
-        """A process that hangs is killed, and another one goes on with the problems behind."""
-        while any(job.process.poll() is None for job in self.started):
-            is_over = time.monotonic() > until
-            for job in list(self.started):
-                if job.hangs() or (is_over and job.process.poll() is None):
-                    job.kill()
-                    if not is_over:
-                        self.start()
-            time.sleep(0.2)
+    def running(self) -> int:
+        return sum(job.runs() for job in self.started)
 
-    def line(self, until: float) -> dict[str, object]:
-        self.wait(until)
-        seconds = round(time.monotonic() - self.begun)
-        logs = [job.log for job in self.started]
-        found = [report for log in logs if log.exists() for report in reports(log.read_text(errors="replace"))]
+    def look(self, is_late: bool) -> None:
+        """Kills what hangs. Another process is of use unless one found no problem or no time left, or had no case."""
+        for job in self.started:
+            if job.runs() and (is_late or job.hangs(STALL.get(self.tool, 100))):
+                job.kill()
+        self.is_over |= is_late or any(not job.runs() and (job.line() or not job.case()) for job in self.started)
+        if self.running():
+            self.ended = time.monotonic()
+
+    def broken(self) -> list[Job]:
+        return [job for job in self.started if job.process.returncode or not job.line()]
+
+    def line(self) -> dict[str, Any]:
+        logs = [job.logged() for job in self.started]
+        found = [report for log in logs for report in reports(log)]
         lines = [line for job in self.started if (line := job.line())]
-        broken = [
-            f"exit status {job.process.returncode}: {job.output.read_text(errors='replace')[-1500:]}"
-            for job in self.started
-            if job.process.returncode or not job.line()
-        ]
         errors = [report for report in found if is_ours(report)]
         known = {r: k.why for r in errors for k in KNOWN if k.tool == self.tool and k.report in r}
         done = sum(line["problems"] for line in lines)
@@ -184,7 +210,7 @@ class Run:
             "tool": self.tool,
             "commit": commit(),
             "device": lines[0]["device"] if lines else "unknown",
-            "seconds": seconds,
+            "seconds": round(self.ended - self.begun),
             "jobs": self.jobs,
             "products": sum(line["products"] for line in lines),
             "by_layout": dict(sum((Counter(line["by_layout"]) for line in lines), Counter())),
@@ -194,8 +220,32 @@ class Run:
             "errors": dict(Counter(place_of(report) for report in errors if report not in known)),
             "known": dict(Counter(known[report] for report in errors if report in known)),
             "of_others": len(found) - len(errors),
-            "broken": broken,
+            "unprinted": sum(int(count) for log in logs for count in UNPRINTED.findall(log)),
+            "broken": [f"exit status {job.process.returncode} at {job.case() or 'no case'}" for job in self.broken()],
         }
+
+
+def wait_for(runs: Sequence[Run], jobs: int, until: float) -> None:
+    """What dies or hangs costs one problem: another process goes on with those behind it. And where a tool has ended,
+    the slower ones get its processes."""
+    while True:
+        is_late = time.monotonic() > until
+        for run in runs:
+            run.look(is_late)
+        waiting, running = [run for run in runs if not run.is_over], sum(run.running() for run in runs)
+        if waiting and running < jobs:
+            min(waiting, key=lambda run: (run.running() - run.jobs, -SHARE.get(run.tool, 1))).start()
+        elif running:
+            time.sleep(0.2)
+        else:
+            return
+
+
+def shares_of(tools: Sequence[str], jobs: int) -> list[int]:
+    """Processes of each tool, by SHARE; at least one."""
+    weights = [SHARE.get(tool, 1) for tool in tools]
+    ends = [jobs * sum(weights[: i + 1]) // sum(weights) for i in range(len(tools))]
+    return [max(1, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -209,25 +259,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lanes", type=Path, default=ROOT / "build/lanes", help=f"has a macko/_C_cuda made with {LANES}"
     )
+    parser.add_argument("--logs", help="a new folder that keeps what processes and tools said; default: none")
     parser.add_argument("--out", help="where lines are appended; default: benchmarks/results/<device>/sanitize.jsonl")
     options = parser.parse_args(arguments)
     options.sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(options.sanitizer).exists():
         parser.error("there is no compute-sanitizer: it is in the CUDA toolkit")
     bad, until = False, time.monotonic() + (options.minutes + GRACE) * 60
-    with tempfile.TemporaryDirectory() as folder:
-        shares = [len(range(i, options.jobs, len(options.tools))) or 1 for i in range(len(options.tools))]
-        runs = [Run(tool, jobs, Path(folder), options) for tool, jobs in zip(options.tools, shares, strict=True)]
-        with ThreadPoolExecutor(len(runs)) as pool:
-            lines = list(pool.map(lambda run: run.line(until), runs))
+    with contextlib.ExitStack() as stack:
+        folder = Path(options.logs or stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        shares = shares_of(options.tools, options.jobs)
+        runs = [Run(tool, jobs, folder, options) for tool, jobs in zip(options.tools, shares, strict=True)]
+        wait_for(runs, options.jobs, until)
+        lines = [run.line() for run in runs]
+        for run in runs:
+            for count, job in enumerate(run.broken()):
+                print(f"{run.tool}, exit status {job.process.returncode} at {job.case() or 'no case'}:")
+                print(job.why(OTHER_LOGS if count else FIRST_LOG))
     for line in lines:
         print(json.dumps(line), flush=True)
         device = str(line["device"]).lower().removeprefix("nvidia ").replace(" ", "-")
         out = Path(options.out or Path("benchmarks/results", device, "sanitize.jsonl"))
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**line, "broken": len(line["broken"])}) + "\n")  # type: ignore[arg-type]
-        bad |= bool(line["errors"] or line["wrong"] or line["broken"] or line["problems_left"] or not line["products"])
+            file.write(json.dumps(line) + "\n")
+        failures = ("errors", "unprinted", "wrong", "broken", "problems_left")
+        bad |= any(line[key] for key in failures) or not line["products"]
     return 1 if bad else 0
 
 

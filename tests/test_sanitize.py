@@ -166,12 +166,9 @@ HANGS = STAND_IN.replace("pwd >&2", 'mkdir "$0.hangs" && echo a case && sleep 10
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_killed_and_its_problems_are_left(
-    compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_hangs_is_killed_and_its_problems_are_left(compute_sanitizer: Path) -> None:
     (compute_sanitizer / "compute-sanitizer").write_text(HANGS)
-    monkeypatch.setattr(sanitize, "GRACE", 0.02)
-    status, line = run(compute_sanitizer, "memcheck", CLEAN, "--minutes", "0")
+    status, line = run(compute_sanitizer, "memcheck", CLEAN, "--minutes", "0", "--grace", "0.02")
     assert status == 1
     assert (line["broken"], line["problems"], line["problems_left"]) == (["exit status -9 at a case"], 3, 3)
     assert line["seconds"] < 100

@@ -32,8 +32,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
-#: Minutes that the last problems may take beyond --minutes, and a process to start.
-GRACE = 1.5
 #: Seconds that a process may take to its first case, and from one to the next if not 100: then it hangs.
 START, STALL = 240, {"initcheck": 300}
 #: Parts of the processes that a tool has at first, if not 1. initcheck is by far the slowest.
@@ -255,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--jobs", type=int, default=max(4, min(16, (os.cpu_count() or 1) - 2)), help="processes at once, of all tools"
     )
     parser.add_argument("--minutes", type=float, default=8, help="what is begun then ends")
+    parser.add_argument("--grace", type=float, default=1.5, metavar="MINUTES", help="then what still runs is killed")
     parser.add_argument("--only", default="", metavar="TEXT", help="problems that have it in their name")
     parser.add_argument(
         "--lanes", type=Path, default=ROOT / "build/lanes", help=f"has a macko/_C_cuda made with {LANES}"
@@ -265,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(options.sanitizer).exists():
         parser.error("there is no compute-sanitizer: it is in the CUDA toolkit")
-    bad, until = False, time.monotonic() + (options.minutes + GRACE) * 60
+    bad, until = False, time.monotonic() + (options.minutes + options.grace) * 60
     with contextlib.ExitStack() as stack:
         folder = Path(options.logs or stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)

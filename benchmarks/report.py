@@ -957,6 +957,7 @@ def whole_model_table(path: Path) -> str:
 
 #: In the place of a table without lines.
 NOT_MEASURED = "Not measured yet: `python -m benchmarks.{}` writes the lines."
+PLANE = "![quality lost by bytes a weight]({}images/quality.svg)"
 #: What the plane shows of what was pruned and not rounded, with a marker each.
 DRAWN = {"magnitude": "v", "wanda": "^", "sparsegpt": "o", BLOCK: "*", "sparsegpt, auto, fitted by block": "P"}
 
@@ -1109,7 +1110,8 @@ def main() -> None:
         "quality bars": lambda: quality_bars_table(measured) if measured else none,
         "quality methods": lambda: quality_methods_table(measured) if measured else none,
         "quality all": lambda: quality_all_table(measured) if measured else none,
-        "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,
+        "quality plot": lambda: PLANE.format("") if measured else none,
+        "quality plane": lambda: PLANE.format("docs/") if measured else none,
     }
     if measured:
         plot_quality(measured, bench, IMAGES / "quality.svg")

@@ -851,6 +851,143 @@ def plot_slide(linears: SlideLines, path: Path) -> None:
     save(figure, path)
 
 
+def load_engines(path: Path) -> list[Line]:
+    """Lines of `macko bench --engine vllm`; of those that measured the same thing the last one counts."""
+    found: dict[tuple[Any, ...], Line] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        line["compiled"] = line["engine_args"].get("compilation_config", {}).get("mode") != 0
+        line["ranks"] = line["engine_args"].get("tensor_parallel_size", 1)
+        names = ("what", "batch", "prompt_tokens", "model", "compiled", "ranks", "source", "format")
+        found[tuple(line[name] for name in names)] = line
+    return list(found.values())
+
+
+def engines_where(lines: list[Line]) -> str:
+    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
+    line = lines[-1]
+    return textwrap.fill(
+        f"{line['device']}, vLLM {line['vllm']}, torch {line['torch']}, {line['engine_args']['dtype']}, commit "
+        f"{commits}, attention by {line['engine_args'].get('attention_backend', 'its default')}.",
+        110,
+    )
+
+
+#: What the sides of --engine vllm are called, in the order of tables.
+ENGINE_SIDES = {
+    "dense": "dense",
+    "macko": "macko",
+    "fp8": "fp8 W8A8",
+    "fp8-w8a16": "fp8 W8A16",
+    "int4": "int4, groups of 128",
+}
+
+
+def engine_side(line: Line) -> str:
+    kept = "" if line["format"] == "auto" or line["model"] != "macko" else f" {line['format']}"
+    return ENGINE_SIDES[line["model"]] + kept
+
+
+def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> str:
+    """A row a side: milliseconds, and times as fast as dense of the same run, by batch or by prompt."""
+    by = "batch" if what == "decode" else "prompt_tokens"
+    mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == (what, ranks, compiled)]
+    mine = [x for x in mine if x["source"].startswith("random:") and x["ms"]]
+    sides = {engine_side(x): None for x in sorted(mine, key=lambda x: list(ENGINE_SIDES).index(x["model"]))}
+    columns = sorted({x[by] for x in mine})
+    found = {(engine_side(x), x[by]): x for x in mine}
+    rows = []
+    for side in sides:
+        of_side = [x for x in mine if engine_side(x) == side]
+        cells = [side, f"{of_side[-1]['peak_bytes'] / 1e9:.2f}"]
+        for column in columns:
+            line, dense = found.get((side, column)), found.get(("dense", column))
+            ratio = f" ({dense['ms'] / line['ms']:.2f}x)" if line and dense and side != "dense" else ""
+            cells.append(f"{line['ms']:.2f}{ratio}" if line else "-")
+        rows.append(cells)
+    name = "{} sequences" if what == "decode" else "prompt of {}"
+    return table(["ms", "GB" + (" a GPU" if ranks > 1 else ""), *(name.format(n) for n in columns)], rows)
+
+
+def engines_loading_table(lines: list[Line]) -> str:
+    """Seconds of the weights from the files to the GPU, and over dense."""
+    found = {(x["model"], Path(x["source"]).name): x for x in lines if not x["source"].startswith("random:")}
+    dense = next((x for x in found.values() if x["model"] == "dense"), None)
+    rows = []
+    for (model, folder), line in found.items():
+        over = f"{line['weights_s'] / dense['weights_s']:.2f}x" if dense else "-"
+        name = f"{model}, from a {'packed' if folder == 'sparse' else 'dense'} folder"
+        rows.append(
+            [name, f"{line['weights_s']:.2f}", over, f"{line['start_s']:.1f}", f"{line['peak_bytes'] / 1e9:.2f}"]
+        )
+    return table(["side", "weights, s", "over dense", "all of starting, s", "weights, GB"], rows)
+
+
+def plot_engines(lines: list[Line], path: Path) -> None:
+    """Times as fast as dense against the batch, on one GPU, without and with vLLM's compile."""
+    import matplotlib.pyplot as plt
+
+    modes = [mode for mode in (False, True) if any(x["compiled"] == mode for x in lines)]
+    figure, panels = plt.subplots(1, len(modes), figsize=(4.2 * len(modes), 3.4), sharey=True, squeeze=False)
+    for panel, mode in zip(panels[0], modes, strict=True):
+        mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == ("decode", 1, mode) and x["ms"]]
+        mine = [x for x in mine if x["source"].startswith("random:")]
+        dense = {x["batch"]: x["ms"] for x in mine if x["model"] == "dense"}
+        for name, label in ENGINE_SIDES.items():
+            own = sorted((x["batch"], dense[x["batch"]] / x["ms"]) for x in mine
+                         if x["model"] == name and x["format"] == "auto" and x["batch"] in dense)  # fmt: skip
+            if own:
+                panel.plot(*zip(*own, strict=True), marker="o", label=label, color="black" if name == "dense" else None)
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("sequences at once")
+        panel.set_title("compiled" if mode else "CUDA graphs, not compiled", fontsize=10)
+    panels[0][0].set_ylabel("speed over dense")
+    panels[0][0].legend(fontsize=8)
+    save(figure, path)
+
+
+def transformers_table(path: Path) -> str:
+    """Of benchmarks.engines: dense and packed, on one GPU and two."""
+    found = latest(path, "what", "folder", "ranks", "rank", "batch")
+    rows = []
+    batches = sorted({key[4] for key in found if key[0] == "decode"})
+    for folder, ranks in sorted({(key[1], key[2]) for key in found}, key=lambda each: (each[1], each[0])):
+        load = found["load", folder, ranks, 0, None]
+        cells = [f"{folder}, {ranks} GPU{'s' if ranks > 1 else ''}", f"{load['held_bytes'] / 1e9:.2f}",
+                 f"{(load['peak_bytes'] or 0) / 1e9:.2f}", f"{load['ms'] / 1e3:.2f}"]  # fmt: skip
+        for batch in batches:
+            own, dense = (found.get(("decode", name, ranks, 0, batch)) for name in (folder, "dense"))
+            ratio = f" ({dense['ms'] / own['ms']:.2f}x)" if own and dense and folder != "dense" else ""
+            cells.append(f"{own['ms']:.2f}{ratio}" if own else "-")
+        rows.append(cells)
+    head = ["", "GB a GPU", "peak of loading, GB", "loading, s", *(f"{batch} seq., ms" for batch in batches)]
+    return table(head, rows)
+
+
+def continuous_table(path: Path) -> str:
+    """Tokens a second of transformers' continuous batching."""
+    found = latest(path, "folder", "batch", what="continuous")
+    batches = sorted({key[1] for key in found})
+    rows = [[folder, *(f"{found[folder, n]['tokens_per_s']:.0f}" for n in batches)] for folder in ("dense", "sparse")]
+    return table(["tokens/s", *(f"{n} requests" for n in batches)], rows)
+
+
+def shards_table(path: Path) -> str:
+    """Of benchmarks.spmm at the shapes of shards: bytes over dense, and speed over dense by tokens."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    found = {(x["rows"], x["cols"], x["kernel"], x["tokens"]): x for x in lines}
+    counts = sorted({x["tokens"] for x in lines})
+    rows = []
+    for shape in dict.fromkeys((x["rows"], x["cols"]) for x in lines):
+        for kernel in ("sell", "tile"):
+            if (first := found.get((*shape, kernel, counts[0]))) is None:
+                continue
+            of = [found.get((*shape, kernel, n)) for n in counts]
+            share = first["held_bytes"] / (2 * shape[0] * shape[1])
+            speeds = [f"{x['dense_us'] / x['median_us']:.2f}x" if x else "-" for x in of]
+            rows.append([f"{shape[0]} x {shape[1]}", kernel, f"{share:.2f}", *speeds])
+    return table(["rows x cols", "layout", "of dense bytes", *(f"{n} tokens" for n in counts)], rows)
+
+
 def load_quality(path: Path, what: str = "quality") -> list[Line]:
     """Lines of benchmarks.quality of such a model, dense first; of those of the same variant the last one counts."""
     keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto", "seed")
@@ -1115,6 +1252,20 @@ def main() -> None:
     }
     if measured:
         plot_quality(measured, bench, IMAGES / "quality.svg")
+    if (vllm_path := path.parent / "vllm.jsonl").exists():
+        vllm = load_engines(vllm_path)
+        plot_engines(vllm, IMAGES / "engines.svg")
+        parts |= {
+            "engines where": lambda: engines_where(vllm),
+            "engines loading": lambda: engines_loading_table(vllm),
+            "engines two": lambda: engines_table(vllm, "decode", 2, False),
+            "engines transformers": lambda: transformers_table(path.parent / "transformers.jsonl"),
+            "engines continuous": lambda: continuous_table(path.parent / "transformers.jsonl"),
+            "engines shards": lambda: shards_table(path.parent / "shards.jsonl"),
+        }
+        for what, mode in ((what, mode) for what in ("decode", "prefill") for mode in (False, True)):
+            name = f"engines {what}{' compiled' if mode else ''}"
+            parts[name] = partial(engines_table, vllm, what, 1, mode)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)
     for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):

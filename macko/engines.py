@@ -1,4 +1,4 @@
-"""`macko bench --engine vllm`: a model in vLLM dense, packed by macko, and in vLLM's own fp8.
+"""`macko bench --engine vllm`: a model in vLLM dense, packed by macko, and in vLLM's own fp8 and int4.
 
 vLLM is imported once, and each side runs in a fork of that process, with the engine in it: nothing touches CUDA before.
 """
@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 from typing import Any
 
 import torch
@@ -22,8 +23,24 @@ from torch import Tensor, nn
 from . import bench
 from .bench import Result, Side
 
+#: What config.json says of a checkpoint by GPTQ, whose weights may then be any bits. Without the names of what is
+#: quantized vLLM looks for them in files, of which dummies have none, and leaves every layer dense, without a word.
+_GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False,
+    "modules_in_block_to_quantize": [
+        *(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ],
+}  # fmt: skip
 #: Options of vLLM's LLM by side.
-SIDES: dict[str, dict[str, Any]] = {"dense": {}, "macko": {"quantization": "macko"}, "fp8": {"quantization": "fp8"}}
+SIDES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "macko": {"quantization": "macko"},
+    "fp8": {"quantization": "fp8"},
+    "fp8-w8a16": {"quantization": "fp8"},
+    "int4": {"hf_overrides": {"quantization_config": _GPTQ}},
+}
+#: What else the environment of a side has.
+_OF_SIDE = {"fp8-w8a16": {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}}
 #: A side takes so many seconds at most: compiling for a new shape takes minutes.
 TIMEOUT = 540
 _ENVIRONMENT = {
@@ -33,6 +50,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() would start CUDA else
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # ranks too have what was put into vLLM here
 }
 
 
@@ -52,6 +70,8 @@ def run(options: argparse.Namespace, source: str) -> None:
         raise ValueError("--engine vllm takes a folder that is pruned, or random: and one --sparsity")
     if unknown := [side for side in options.sides if side not in SIDES]:
         raise ValueError(f"--sides has {', '.join(unknown)}, expected some of {', '.join(SIDES)}")
+    if "int4" in options.sides and not is_random:
+        raise ValueError("--sides has int4, which is of random: alone: its weights are no model's")
     given = _engine_args(options.engine_args)
     bench.check(options)
     if importlib.util.find_spec("vllm") is None:
@@ -104,24 +124,31 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
 
 def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[str, Any], pipe: Any) -> None:
     """Runs one side and sends its results, and what the engine was told."""
+    os.environ.update(_OF_SIDE.get(name, {}))
     import vllm
     from vllm import LLM
 
+    _time_loading()
     sparsity = (options.sparsity or [0.5])[0]
     prunes = given.get("load_format") == "dummy" and name == "macko"
     if prunes:
         _prune_dummies(sparsity)
     side = Side(name, sparsity if prunes else 0.0, None)
     longest = max(options.prompt_tokens) + options.new_tokens + 1
+    # All prompts of a batch in one step, where they are not many tokens: decoding begins for all at once.
+    prompts = min(max(options.batch) * options.prompt_tokens[0], 8192)
     engine = {
         "dtype": options.dtype or ("float16" if torch.cuda.is_available() else "bfloat16"), "max_model_len": longest,
-        "max_num_seqs": max(options.batch), "max_num_batched_tokens": max(longest, 2048),
+        "max_num_seqs": max(options.batch), "max_num_batched_tokens": max(longest, prompts, 2048),
         "enable_prefix_caching": False, "seed": 0, **SIDES[name], **given,
     }  # fmt: skip
+    engine["hf_overrides"] = {**SIDES[name].get("hf_overrides", {}), **given.get("hf_overrides", {})}
     if options.format != "auto" and name == "macko":
-        engine["hf_overrides"] = {**engine.get("hf_overrides", {}), "macko": {"format": options.format}}
+        engine["hf_overrides"]["macko"] = {"format": options.format}
+    start = time.perf_counter()
     llm = LLM(folder, **engine)
-    held = max(llm.apply_model(_bytes))
+    started = time.perf_counter() - start
+    held, loading = (max(found) for found in zip(*llm.apply_model(_bytes_and_seconds), strict=True))
     on_gpu = torch.cuda.is_available()
     results = []
     for batch in options.batch:
@@ -133,7 +160,9 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     for prompt in options.prompt_tokens:
         seconds = min(bench._times(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
         results.append(bench.result(side, "prefill", 1, prompt, prompt, seconds, held))
+    print(f"{name}: the weights took {loading:.1f} s, all of starting {started:.1f} s", flush=True)
     about = {"engine": "vllm", "vllm": vllm.__version__, "engine_args": engine}
+    about |= {"weights_s": loading, "start_s": started}
     about |= bench.about_run(options, "source", "format")
     pipe.send({"results": results, "about": about})
 
@@ -146,10 +175,27 @@ def _generate(llm: Any, batch: int, prompt_tokens: int, new_tokens: int) -> None
     llm.generate(prompts, params, use_tqdm=False)
 
 
-def _bytes(model: nn.Module) -> int:
-    """Bytes of all weights that the model holds."""
+def _time_loading() -> None:
+    """Lets vLLM note on each model how long its weights took from the files to the form that they are used in."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    load = BaseModelLoader.load_model
+
+    def load_model(self: Any, *args: Any, **more: Any) -> nn.Module:
+        start = time.perf_counter()
+        model = load(self, *args, **more)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        model.macko_loading_s = time.perf_counter() - start
+        return model
+
+    BaseModelLoader.load_model = load_model
+
+
+def _bytes_and_seconds(model: nn.Module) -> tuple[int, float]:
+    """Bytes of all weights that the model holds, and the seconds that they took to load."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(t.numel() * t.element_size() for t in tensors.values()), model.macko_loading_s  # type: ignore[return-value]
 
 
 def _prune_dummies(sparsity: float) -> None:

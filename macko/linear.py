@@ -222,7 +222,7 @@ class SparseLinear(nn.Linear):
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         packed = self.packed
-        if packed.device.type != "meta":
+        if packed.device.type != "meta" and not packed.saved_dense:  # which would have to be unpacked
             density = packed.density
             text += f", density={density:.3f} ({1 - density:.1%} sparse)"
         return f"{text}, format={packed.format}, dtype={packed.dtype}, bytes={packed.nbytes}"

@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 def snippets(page: Path) -> list[tuple[int, str, str]]:
     """The Python of a page: its line, itself, and what the comment before its fence says that it needs."""
     text = page.read_text()
-    found = re.finditer(r"^(?:<!-- needs: (.+) -->\n)?```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.finditer(r"^(?:<!-- needs: ([^\n]+) -->\n)?```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text.count("\n", 0, match.start(2)), match[2], match[1] or "") for match in found]
 
 

@@ -732,12 +732,63 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+SHARDED_ADAPTER = """
+import sys
+import peft, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+import macko
+from transformers import AutoModelForCausalLM
+
+sparse, store, rank = *sys.argv[1:3], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+batches = torch.arange(24).view(2, 2, 6) * 7 % 90
+
+def adapted():
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(sparse, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+def trained(model, own):
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.05)  # whose steps are as large as gradients are
+    losses = []
+    for _ in range(3):
+        loss = sum(model(input_ids=batch, labels=batch).loss for batch in own) / len(own)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return params
+
+wanted = trained(adapted(), batches)  # in one process, of the batches of both
+model = adapted()
+held = {name: t.data_ptr() for name, t in model.named_buffers()}
+layers = model.base_model.model.model.layers
+for layer in (*layers, model):
+    fully_shard(layer, mesh=mesh)
+got = trained(model, batches[rank : rank + 1])
+assert all(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in got)
+for part, whole in zip(got, wanted, strict=True):
+    torch.testing.assert_close(part.full_tensor(), whole)
+packed = [m for m in model.modules() if isinstance(m, macko.SparseLinear)]
+assert len(packed) == 14
+assert {name: t.data_ptr() for name, t in model.named_buffers()} == held  # whole on each process, and not moved
+dist.destroy_process_group()
+"""
+
 TENSOR_PARALLEL = """
 import copy, sys
 import pytest, torch
 import torch.distributed as dist
 import macko
 from macko.formats import MackoWeight
+from macko.integrations import tensor_parallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from tests.common import assert_close_spmv, assert_same_bits
@@ -757,6 +808,16 @@ layers = {name: layer for name, layer in whole.named_modules() if isinstance(lay
 config = {"quantization_config": macko.MackoConfig(ignore=())}
 two = {"distributed_config": DistributedConfig(tp_size=2)}
 wanted = tokens(load(dense, **two))
+
+whole_at_once = []
+cut = tensor_parallel.cut
+
+def counting(model, name, layer):
+    others = [m for m in model.modules() if isinstance(m, macko.SparseLinear) and m.device.type != "meta"]
+    whole_at_once.append(sum(m.packed.shape == (m.out_features, m.in_features) for m in others))
+    cut(model, name, layer)
+
+tensor_parallel.cut = counting
 for folder, options in ((sparse, two), (dense, config | two), (sparse, {"tp_plan": "auto"})):
     model = load(folder, **options)
     assert torch.equal(tokens(model), wanted)
@@ -790,6 +851,7 @@ for folder, options in ((sparse, two), (dense, config | two), (sparse, {"tp_plan
     again = load(f"{store}.saved").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.state_dict().items())
     dist.barrier()
+assert whole_at_once == [1] * 2 * len(layers)  # of a packed folder one layer at a time is read before it is cut
 dist.destroy_process_group()
 """
 
@@ -815,6 +877,14 @@ def two_processes(program: str, *arguments: str) -> None:
 @pytest.mark.slow
 def test_two_processes_distributed_checkpoints(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     two_processes(DISTRIBUTED, str(pruned[1]), str(saved(pruned, tmp_path / "sparse")), str(tmp_path / "store"))
+
+
+@pytest.mark.slow
+def test_two_processes_train_an_adapter_sharded_on_a_sparse_base_as_one_does(
+    pruned: tuple[Any, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    two_processes(SHARDED_ADAPTER, str(saved(pruned, tmp_path / "sparse")), str(tmp_path / "store"))
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +34,8 @@ pytestmark = [
 NEAR = 2 * 8 * 2**-8
 ENGINE = {"dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 8, "skip_tokenizer_init": True, "seed": 0}
 #: More of them, as JSON, where a machine needs it: {"attention_backend": "TRITON_ATTN"}.
-ENGINE |= json.loads(os.environ.get("MACKO_VLLM_ENGINE", "{}"))
+MORE = json.loads(os.environ.get("MACKO_VLLM_ENGINE", "{}"))
+ENGINE |= MORE
 #: Its environment: no network, and two ranks share two cores.
 QUIET = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -213,10 +216,12 @@ def test_a_file_that_lacks_a_tensor_is_refused_by_the_name_of_the_layer(run: Cal
 
 def test_bench_times_each_side(tmp_path: Path) -> None:
     sizes = ["--batch", "1", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--dtype", "float16"]
-    given = ["--engine", "vllm", "--sides", "dense", "macko", "--engine-args", json.dumps({"enforce_eager": True})]
-    command = [sys.executable, "-m", "macko", "bench", "random:tiny", *sizes, *given, "--json", "lines"]
+    engine = json.dumps({**MORE, "enforce_eager": True})
+    path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    given = ["--engine", "vllm", "--sides", "dense", "macko", "--engine-args", engine, "--json", "lines"]
+    command = [sys.executable, "-m", "macko", "bench", "random:tiny", *sizes, *given]
     process = subprocess.run(
-        command, env={**os.environ, **QUIET, "PYTHONPATH": os.getcwd()}, cwd=tmp_path, capture_output=True, text=True
+        command, env={**os.environ, **QUIET, "PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stdout + process.stderr
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
@@ -224,6 +229,20 @@ def test_bench_times_each_side(tmp_path: Path) -> None:
     assert [(x["model"], x["what"], x["batch"]) for x in lines] == [(m, *w) for m in ("dense", "macko") for w in wanted]
     assert len({line["peak_bytes"] for line in lines}) == 2
     assert lines[-1]["peak_bytes"] < lines[0]["peak_bytes"]  # of the dummies half were pruned and all were packed
+    assert all(0 < line["weights_s"] < line["start_s"] for line in lines)
+
+
+def test_what_the_docs_say_to_paste_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text()
+    pasted = re.search(r"^    python -m benchmarks.engines --make tiny.*?(?=^- )", page, re.MULTILINE | re.DOTALL)
+    assert pasted is not None
+    program = textwrap.dedent(pasted[0]).replace("skip_tokenizer_init=True", f"skip_tokenizer_init=True, **{MORE}")
+    path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    command = ["bash", "-ec", f'python() {{ {sys.executable} "$@"; }}\n{program}']
+    env = {**os.environ, **QUIET, "PYTHONPATH": path}
+    process = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r"^\[\d+(, \d+)*\]$", process.stdout, re.MULTILINE)  # the tokens
 
 
 # ---- Without an engine -----------------------------------------------------------------------------------------------

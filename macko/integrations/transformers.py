@@ -6,7 +6,8 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,6 +157,7 @@ class MackoHfQuantizer(HfQuantizer):
             sparse = _Loading.from_packed(packed, linear.bias)
             sparse._is_hf_initialized = True  # or transformers would give it random weights
             model.set_submodule(name, sparse)
+            sparse.when_whole = partial(_cut, model, name)
             self._dtypes[name] = linear.weight.dtype
             self._packed_names |= {join(name, key) for key in tensors}
         known = model._keys_to_ignore_on_load_unexpected or ()
@@ -229,13 +231,11 @@ class MackoHfQuantizer(HfQuantizer):
         tensor_parallel.check(model)
         for name, module in model.named_modules():
             if type(module) is _Loading:
+                if missing := module.missing():
+                    raise ValueError(f"{name}: the checkpoint has no {missing[0]}")
                 module.__class__ = SparseLinear  # type: ignore[assignment]
-                for key, tensor in (*module.named_buffers(), *module.named_parameters()):
-                    if not getattr(tensor, "_is_hf_initialized", False):
-                        raise ValueError(f"{name}: the checkpoint has no {key}")
                 try:
                     module.packed.validate()
-                    tensor_parallel.cut(model, name, module)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
                 if module.dtype != self._dtypes[name]:
@@ -267,6 +267,32 @@ class _Loading(SparseLinear):
 
     get_extra_state = nn.Module.get_extra_state  # type: ignore[assignment]
     set_extra_state = nn.Module.set_extra_state
+
+    #: Called with the layer once, when transformers has set the last of its tensors.
+    when_whole: Callable[[SparseLinear], None] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, Tensor) and self.when_whole is not None and not self.missing():
+            self.__dict__.pop("when_whole")(self)
+
+    def missing(self) -> list[str]:
+        """The tensors that are still to come."""
+        tensors = (*self.named_buffers(), *self.named_parameters())
+        return [name for name, tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)]
+
+
+def _cut(model: Any, name: str, layer: SparseLinear) -> None:
+    """Leaves a layer that is read this process' part of it, before the next one is, where it shall have a part."""
+    if tensor_parallel.cut_dim(model, name) is None:
+        return
+    try:
+        layer.packed.validate()
+        tensor_parallel.cut(model, name, layer)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    for tensor in layer.buffers():
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _mark(model: nn.Module) -> None:

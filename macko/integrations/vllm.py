@@ -239,7 +239,8 @@ class Packed(_Method):
     def _loader(self, layer: nn.Module, name: str) -> Callable[..., None]:
         def weight_loader(param: nn.Parameter, loaded: Tensor, shard: Any = None) -> None:
             if name != "weight":
-                self.pieces.setdefault(shard, {})[name] = loaded.clone()  # a loader may use its memory again
+                # A copy: a loader may use its memory again.
+                self.pieces.setdefault(shard, {})[name] = loaded.to(param.device, copy=True)
             elif loaded.numel():
                 raise ValueError(f"{self.name}: the files hold its weight packed, and a dense one too")
             if not self.header and self._complete():
@@ -280,7 +281,8 @@ class Packed(_Method):
         for shard, (kind, sizes, names) in zip(self._shards(), self.parts, strict=True):
             piece = self.pieces.pop(shard)
             whole = kind(**{name: piece[name] for name in names}, **sizes)  # type: ignore[arg-type]
-            whole = whole.to(device) if whole.dtype == self.dtype else whole
+            if whole.dtype != self.dtype:
+                whole = whole.to("cpu")  # a GPU has no kernels for float32
             whole.validate()
             cut += self._cut(layer, whole.to(device, self.dtype), self._places(shard))
         options = self.options(device)

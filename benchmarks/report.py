@@ -336,9 +336,7 @@ def bench_where(lines: list[Line]) -> str:
 HEADLINE = {("tile", "default"), ("auto", "max")}
 
 
-def headline_table(
-    lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]], quality: list[Line]
-) -> str:
+def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
     """What half of the weights being zero is worth to a model, by tokens at once and by what it is held for."""
     found: dict[tuple[str, int, str, float], Line] = {}
     for line in lines:
@@ -362,18 +360,9 @@ def headline_table(
         ["a prompt of 128 tokens", gain("prefill", 128, "tile"), gain("prefill", 128, "auto")],
         ["a prompt of 2048 tokens", gain("prefill", 2048, "tile"), gain("prefill", 2048, "auto")],
         ["memory", f"**{after:.1f} GB** instead of {before:.1f}", "the same"],
-        ["quality", headline_quality(quality), "the same"],
+        ["quality", "packing costs none, pruning less where it is fitted ([how much](docs/quality.md))", "the same"],
     ]
     return table(["speed over dense", "`sparsify_(model)`", "`sparsify_(model, tokens=1)`"], rows)
-
-
-def headline_quality(lines: list[Line]) -> str:
-    """What half of the weights being zero costs, as it is fitted here and as it is pruned alone."""
-    found = {line["name"]: line for line in lines if zeros_of(line) == "50%" and not line["seed"]}
-    if not {BLOCK, "wanda"} <= {*found}:
-        return "what pruning cost it, nothing more"
-    share = lost(found[BLOCK]) / lost(found["wanda"])
-    return f"packing costs none; pruning, fitted, **{share:.2f}** of Wanda's loss ([a small Llama](docs/quality.md))"
 
 
 def layout_of(line: Line) -> str:
@@ -1095,7 +1084,6 @@ def whole_model_table(path: Path) -> str:
 
 #: In the place of a table without lines.
 NOT_MEASURED = "Not measured yet: `python -m benchmarks.{}` writes the lines."
-PLANE = "![quality lost by bytes a weight]({}images/quality.svg)"
 #: What the plane shows of what was pruned and not rounded, with a marker each.
 DRAWN = {"magnitude": "v", "wanda": "^", "sparsegpt": "o", BLOCK: "*", "sparsegpt, auto, fitted by block": "P"}
 
@@ -1205,7 +1193,7 @@ def main() -> None:
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
         "models": lambda: models_table(path.parent / "models.jsonl"),
-        "headline": lambda: headline_table(bench, tokens, measured),
+        "headline": lambda: headline_table(bench, tokens),
         "bench summary": lambda: bench_summary(bench),
         "bench where": lambda: bench_where(bench),
         "bench decode": lambda: bench_table(bench, "decode"),
@@ -1249,8 +1237,7 @@ def main() -> None:
         "quality bars": lambda: quality_bars_table(measured) if measured else none,
         "quality methods": lambda: quality_methods_table(measured) if measured else none,
         "quality all": lambda: quality_all_table(measured) if measured else none,
-        "quality plot": lambda: PLANE.format("") if measured else none,
-        "quality plane": lambda: PLANE.format("docs/") if measured else none,
+        "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,
     }
     if measured:
         plot_quality(measured, bench, IMAGES / "quality.svg")

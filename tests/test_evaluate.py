@@ -249,3 +249,14 @@ def test_a_bar_that_is_missed_with_one_seed_does_not_hold() -> None:
     first, second, *_ = report.quality_bars_table(lines).splitlines()[2:]
     assert first.endswith("| 0.5 | 0.400, 0.600 | **no** | 0.400, 0.600 |")
     assert second.endswith("| 0.4 |  | not measured |  |")
+
+
+def test_two_blocks_say_what_the_whole_model_takes(tmp_path: Path) -> None:
+    from benchmarks import report
+
+    path = tmp_path / "models.jsonl"
+    line = {"step": "wanda, fitted by block, 2 blocks, from the CPU", "seconds": 30.0, "peak_bytes": 12_340_000_000}
+    path.write_text(json.dumps({**line, "step": "save dense"}) + "\n")
+    assert "Not measured yet" in report.whole_model_table(path)
+    path.write_text(json.dumps({**line, "tokens": 262144, "blocks": 2, "of_blocks": 32}) + "\n")
+    assert "| wanda, fitted by block | 262144 | 30.0 | 8.0 | 12.3 |" in report.whole_model_table(path)

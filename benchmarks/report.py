@@ -224,11 +224,11 @@ def break_even(points: list[tuple[float, float]]) -> str:
     return f"above {points[-1][0]:.2f}" if points[-1][1] >= 1 else f"below {points[0][0]:.2f}"
 
 
-def load_tokens(path: Path) -> dict[tuple[float, int, str], dict[tuple[int, int], float]]:
+def load_tokens(path: Path, dtype: str = "float16") -> dict[tuple[float, int, str], dict[tuple[int, int], float]]:
     """Speed-ups of benchmarks.spmm by shape, for each (density, tokens, kernel)."""
     found: dict[tuple[float, int, str], dict[tuple[int, int], float]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        if "dense_us" in line and line["dtype"] == "float16":
+        if "dense_us" in line and line["dtype"] == dtype:
             speedups = found.setdefault((line["density"], line["tokens"], line["kernel"]), {})
             speedups[line["rows"], line["cols"]] = line["dense_us"] / line["median_us"]
     # What a sell layer does where only its two ways were timed: the stream, and from 32 tokens on dense rows.
@@ -257,6 +257,34 @@ def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float
             cells.append(f"{geomean(speedups):.2f}x ({min(speedups):.2f}x)" if speedups else "")
         rows.append([f"{tokens}", *cells, f"{len(found[0.5, tokens, 'tile'])}"])
     return table(["tokens", *columns.values(), "shapes"], rows)
+
+
+def lossless_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+    """dense12 over dense bfloat16: geometric mean over shapes, and in brackets the least."""
+    rows = []
+    for tokens in sorted({key[1] for key in found if key[2] == "dense12" and key[1]}):
+        cells = []
+        for name in ("dense12", "dense12_alone"):
+            speedups = found.get((1.0, tokens, name), {}).values()
+            cells.append(f"{geomean(speedups):.2f}x ({min(speedups):.2f}x)" if speedups else "")
+        rows.append([f"{tokens}", *cells, f"{len(found[1.0, tokens, 'dense12'])}"])
+    return table(["tokens", "dense12", "dense12, launched alone", "shapes"], rows)
+
+
+def lossless_model_table(path: Path) -> str:
+    """Decoding with dense12, over the dense model of the same run."""
+    if not path.exists():
+        return "Not measured yet."
+    found = {(line["batch"], line["model"]): line for line in load_bench(path) if line["what"] == "decode"}
+    rows = []
+    for batch in sorted({batch for batch, _ in found}):
+        dense, held = found[batch, "dense"], found[batch, "dense12"]
+        rows.append([
+            f"{batch}", f"{dense['ms']:.2f}", f"{held['ms']:.2f}", f"{dense['ms'] / held['ms']:.2f}x",
+            f"{dense['peak_bytes'] / 1e9:.1f}", f"{held['peak_bytes'] / 1e9:.1f}",
+        ])  # fmt: skip
+    head = ["sequences", "dense, ms a token", "dense12, ms a token", "over dense", "dense, GB", "dense12, GB"]
+    return table(head, rows)
 
 
 def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
@@ -1185,6 +1213,7 @@ def main() -> None:
     plot_densities(problems, IMAGES / "spmv_density.svg")
     plot_floor(problems, IMAGES / "spmv_floor.svg")
     tokens = load_tokens(path.parent / "spmm.jsonl")
+    lossless = path.parent / "lossless.jsonl"
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
     bench = load_bench(path.parent / "bench.jsonl")
     plot_bench(bench, IMAGES / "llama.svg")
@@ -1201,6 +1230,9 @@ def main() -> None:
         "spmv densities": lambda: densities_table(problems),
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
+        "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),
+        "lossless where": lambda: bench_where(load_bench(lossless)) if lossless.exists() else "",
+        "lossless model": lambda: lossless_model_table(lossless),
         "models": lambda: models_table(path.parent / "models.jsonl"),
         "headline": lambda: headline_table(bench, tokens, measured),
         "bench summary": lambda: bench_summary(bench),

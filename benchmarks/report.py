@@ -976,6 +976,27 @@ def shards_table(path: Path) -> str:
     return table(["rows x cols", "layout", "of dense bytes", *(f"{n} tokens" for n in counts)], rows)
 
 
+def engines_parts(folder: Path) -> dict[str, Callable[[], str]]:
+    """The tables of docs/engines.md, and its plot; those whose lines are not there say so."""
+    vllm_path, transformers, shards = (folder / f"{name}.jsonl" for name in ("vllm", "transformers", "shards"))
+    vllm = load_engines(vllm_path) if vllm_path.exists() else []
+    parts = {
+        "engines where": (vllm_path, lambda: engines_where(vllm)),
+        "engines plot": (vllm_path, lambda: "![speed over dense by sequences at once](images/engines.svg)"),
+        "engines loading": (vllm_path, lambda: engines_loading_table(vllm)),
+        "engines two": (vllm_path, lambda: engines_table(vllm, "decode", 2, False)),
+        "engines transformers": (transformers, lambda: transformers_table(transformers)),
+        "engines continuous": (transformers, lambda: continuous_table(transformers)),
+        "engines shards": (shards, lambda: shards_table(shards)),
+    }
+    for what, mode in ((what, mode) for what in ("decode", "prefill") for mode in (False, True)):
+        name = f"engines {what}{' compiled' if mode else ''}"
+        parts[name] = (vllm_path, partial(engines_table, vllm, what, 1, mode))
+    if vllm:
+        plot_engines(vllm, IMAGES / "engines.svg")
+    return {name: make if path.exists() else lambda: "Not measured yet." for name, (path, make) in parts.items()}
+
+
 def load_quality(path: Path) -> list[Line]:
     """Lines of benchmarks.quality, dense first; of those of the same variant the last one counts."""
     keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto")
@@ -1145,20 +1166,7 @@ def main() -> None:
     }
     if measured:
         plot_quality(measured, IMAGES / "quality.svg")
-    if (vllm_path := path.parent / "vllm.jsonl").exists():
-        vllm = load_engines(vllm_path)
-        plot_engines(vllm, IMAGES / "engines.svg")
-        parts |= {
-            "engines where": lambda: engines_where(vllm),
-            "engines loading": lambda: engines_loading_table(vllm),
-            "engines two": lambda: engines_table(vllm, "decode", 2, False),
-            "engines transformers": lambda: transformers_table(path.parent / "transformers.jsonl"),
-            "engines continuous": lambda: continuous_table(path.parent / "transformers.jsonl"),
-            "engines shards": lambda: shards_table(path.parent / "shards.jsonl"),
-        }
-        for what, mode in ((what, mode) for what in ("decode", "prefill") for mode in (False, True)):
-            name = f"engines {what}{' compiled' if mode else ''}"
-            parts[name] = partial(engines_table, vllm, what, 1, mode)
+    parts |= engines_parts(path.parent)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)
     for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):

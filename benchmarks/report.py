@@ -880,6 +880,8 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> s
     by = "batch" if what == "decode" else "prompt_tokens"
     mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == (what, ranks, compiled)]
     mine = [x for x in mine if x["source"].startswith("random:") and x["ms"]]
+    if not mine:
+        return "Not measured yet."
     sides = {engine_side(x): None for x in sorted(mine, key=lambda x: list(ENGINE_SIDES).index(x["model"]))}
     columns = sorted({x[by] for x in mine})
     found = {(engine_side(x), x[by]): x for x in mine}
@@ -899,6 +901,8 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> s
 def engines_loading_table(lines: list[Line]) -> str:
     """Seconds of the weights from the files to the GPU, and over dense."""
     found = {(x["model"], Path(x["source"]).name): x for x in lines if not x["source"].startswith("random:")}
+    if not found:
+        return "Not measured yet."
     dense = next((x for x in found.values() if x["model"] == "dense"), None)
     rows = []
     for (model, folder), line in found.items():

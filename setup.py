@@ -272,8 +272,9 @@ def sources(*suffixes: str) -> list[str]:
 
 
 CPU = Extension("macko._C", sources(".c", ".cpp"), py_limited_api=True)
-# What both libraries have of C: the module, the knobs, and a plan that is pure arithmetic, so that a CPU can test it.
-CUDA_SOURCES = ["csrc/torch/module.c", "csrc/core/knobs.c", "csrc/tile/many_plan.c", *sources(".cpp", ".cu")]
+# What both libraries have of C: the module, the knobs, a plan and a table: pure arithmetic, which a CPU can test.
+C_OF_BOTH = ["csrc/torch/module.c", "csrc/core/knobs.c", "csrc/tile/many_plan.c", "csrc/dense12/table.c"]
+CUDA_SOURCES = [*C_OF_BOTH, *sources(".cpp", ".cu")]
 CUDA = Extension("macko._C_cuda", CUDA_SOURCES, py_limited_api=True)
 if sys.platform != "linux":
     raise SystemExit(f"macko builds on Linux, this is {sys.platform}.")

@@ -12,7 +12,7 @@ import argparse
 import gc
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="7b")
     parser.add_argument("--folder", default="/dev/shm/macko", help="where the checkpoints go and are removed again")
     parser.add_argument("--out", default="benchmarks/results/gpu/models.jsonl")
-    parser.add_argument("--blocks", type=int, default=2, help="blocks to prune by wanda and sparsegpt")
-    parser.add_argument("--tokens", type=int, default=16384, help="calibration tokens, in pieces of 2048")
+    parser.add_argument("--blocks", type=int, default=2, help="blocks to prune with calibration")
+    parser.add_argument("--tokens", type=int, default=262144, help="calibration tokens, in pieces of 2048")
+    parser.add_argument("--only-prune", action="store_true", help="no checkpoints, only pruning with calibration")
     args = parser.parse_args()
-    folder = Path(args.folder)
     about = {**provenance(), "size": args.size}
 
     @contextmanager
@@ -55,67 +55,73 @@ def main() -> None:
         sizes = "  ".join(f"{key} {value / 1e9:6.2f} GB" for key, value in memory.items())
         print(f"{name:32} {seconds:7.2f} s  {sizes}  {more or ''}", flush=True)
 
+    torch.manual_seed(0)
+    if not args.only_prune:
+        try:
+            files(SIZES[args.size], Path(args.folder), step)
+        finally:
+            shutil.rmtree(args.folder, ignore_errors=True)
+    prune_some(SIZES[args.size], args.blocks, args.tokens, step)
+
+
+def files(size: dict[str, Any], folder: Path, step: Callable[..., Any]) -> None:
+    """Saving, loading and converting the whole model."""
+
     def load(path: Path, **options: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16, device_map="cuda", **options)
 
     def bytes_of(path: Path) -> int:
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
-    torch.manual_seed(0)
-    try:
-        with torch.device("cuda"):
-            model: Any = LlamaForCausalLM._from_config(LlamaConfig(**SIZES[args.size]), dtype=torch.float16).eval()
-        with step("prune by magnitude, on the GPU"):
-            macko.prune_(model, 0.5, progress=False)
-        tokens = torch.randint(model.config.vocab_size, (1, 64), device="cuda")
-        with torch.no_grad():
-            wanted = model(tokens).logits
-        with step("save dense", bytes=0) as more:
-            model.save_pretrained(folder / "dense")
-            more["bytes"] = bytes_of(folder / "dense")
+    with torch.device("cuda"):
+        model: Any = LlamaForCausalLM._from_config(LlamaConfig(**size), dtype=torch.float16).eval()
+    with step("prune by magnitude, on the GPU"):
+        macko.prune_(model, 0.5, progress=False)
+    tokens = torch.randint(model.config.vocab_size, (1, 64), device="cuda")
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    with step("save dense", bytes=0) as more:
+        model.save_pretrained(folder / "dense")
+        more["bytes"] = bytes_of(folder / "dense")
+    del model
+    for again in ("", ", again"):
+        with step(f"load dense{again}"):
+            model = load(folder / "dense")
         del model
-        for again in ("", ", again"):
-            with step(f"load dense{again}"):
-                model = load(folder / "dense")
-            del model
-        for again in ("", ", again"):
-            model = None
-            with step(f"load dense and convert{again}"):
-                model = load(folder / "dense", quantization_config=macko.MackoConfig())
-        with torch.no_grad():
-            error = (model(tokens).logits - wanted).abs().max().item()
-        with step("save sparse", bytes=0, logit_error=error, largest_logit=wanted.abs().max().item()) as more:
-            model.save_pretrained(folder / "sparse")
-            more["bytes"] = bytes_of(folder / "sparse")
-        state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-        del model
-        for again in ("", ", again"):
-            model = None
-            with step(f"load sparse{again}"):
-                model = load(folder / "sparse")
-        same = all(torch.equal(tensor.cpu(), state[name]) for name, tensor in model.state_dict().items())
-        print("bit-equal after the round trip:", same, flush=True)
-        if not same:
-            raise SystemExit("the round trip changed a weight")
-        del model, state
+    for again in ("", ", again"):
+        model = None
+        with step(f"load dense and convert{again}"):
+            model = load(folder / "dense", quantization_config=macko.MackoConfig())
+    with torch.no_grad():
+        error = (model(tokens).logits - wanted).abs().max().item()
+    with step("save sparse", bytes=0, logit_error=error, largest_logit=wanted.abs().max().item()) as more:
+        model.save_pretrained(folder / "sparse")
+        more["bytes"] = bytes_of(folder / "sparse")
+    state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    del model
+    for again in ("", ", again"):
+        model = None
+        with step(f"load sparse{again}"):
+            model = load(folder / "sparse")
+    same = all(torch.equal(tensor.cpu(), state[name]) for name, tensor in model.state_dict().items())
+    print("bit-equal after the round trip:", same, flush=True)
+    if not same:
+        raise SystemExit("the round trip changed a weight")
+    del model, state
 
-        shutil.rmtree(folder / "sparse")
-        dense = AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float16)
-        batches = list(torch.randint(dense.config.vocab_size, (args.tokens // 2048, 1, 2048)))
-        first = tuple(f"model.layers.{i}." for i in range(args.blocks))
-        ways = ((0.6, "wanda", None), (0.6, "sparsegpt", None), (0.7, "wanda", "submodule"), (0.8, "wanda", "block"))
-        for share, method, fitted in ways:  # each has something to prune
-            name = f"{method}, fitted by {fitted}" if fitted else method
-            with step(f"{name}, {args.blocks} blocks, from the CPU", tokens=args.tokens):
-                cut = dense.model.layers
-                dense.model.layers = cut[: args.blocks]
-                macko.prune_(
-                    dense, share, method, calibration=batches, device="cuda", progress=False, reconstruct=fitted,
-                    filter_fn=lambda module, name: name.startswith(first),
-                )  # fmt: skip
-                dense.model.layers = cut
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+def prune_some(size: dict[str, Any], blocks: int, tokens: int, step: Callable[..., Any]) -> None:
+    """Half of the weights of so many blocks, each method on dense ones; the model waits on the CPU."""
+    config = LlamaConfig(**{**size, "num_hidden_layers": blocks})
+    batches = list(torch.randint(config.vocab_size, (tokens // 2048, 1, 2048)))
+    of = LlamaConfig(**size).num_hidden_layers
+    for method, fitted in (("wanda", None), ("sparsegpt", None), ("sparsegpt", "submodule"), ("sparsegpt", "block")):
+        with torch.device("cuda"):
+            model: Any = LlamaForCausalLM._from_config(config, dtype=torch.float16).eval()
+        model = model.cpu()
+        name = f"{method}, fitted by {fitted}" if fitted else method
+        with step(f"{name}, {blocks} blocks, from the CPU", tokens=tokens, blocks=blocks, of_blocks=of):
+            macko.prune_(model, 0.5, method, calibration=batches, device="cuda", progress=False, reconstruct=fitted)
 
 
 if __name__ == "__main__":

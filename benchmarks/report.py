@@ -303,7 +303,8 @@ def models_table(path: Path) -> str:
     """Steps of benchmarks.models; the last line of each counts."""
     steps = {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
     rows = [
-        [name, f"{line['seconds']:.2f}", f"{line['peak_bytes'] / 1e9:.2f}", f"{line['held_bytes'] / 1e9:.2f}",
+        [name + (f", {line['tokens']} tokens" if "tokens" in line else ""),
+         f"{line['seconds']:.2f}", f"{line['peak_bytes'] / 1e9:.2f}", f"{line['held_bytes'] / 1e9:.2f}",
          f"{line['bytes'] / 1e9:.2f}" if "bytes" in line else ""]
         for name, line in steps.items()
     ]  # fmt: skip
@@ -335,7 +336,9 @@ def bench_where(lines: list[Line]) -> str:
 HEADLINE = {("tile", "default"), ("auto", "max")}
 
 
-def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+def headline_table(
+    lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]], quality: list[Line]
+) -> str:
     """What half of the weights being zero is worth to a model, by tokens at once and by what it is held for."""
     found: dict[tuple[str, int, str, float], Line] = {}
     for line in lines:
@@ -359,9 +362,18 @@ def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[
         ["a prompt of 128 tokens", gain("prefill", 128, "tile"), gain("prefill", 128, "auto")],
         ["a prompt of 2048 tokens", gain("prefill", 2048, "tile"), gain("prefill", 2048, "auto")],
         ["memory", f"**{after:.1f} GB** instead of {before:.1f}", "the same"],
-        ["quality", "what pruning cost it, nothing more", "the same"],
+        ["quality", headline_quality(quality), "the same"],
     ]
     return table(["speed over dense", "`sparsify_(model)`", "`sparsify_(model, tokens=1)`"], rows)
+
+
+def headline_quality(lines: list[Line]) -> str:
+    """What half of the weights being zero costs, as it is fitted here and as it is pruned alone."""
+    found = {line["name"]: line for line in lines if zeros_of(line) == "50%" and not line["seed"]}
+    if not {BLOCK, "wanda"} <= {*found}:
+        return "what pruning cost it, nothing more"
+    more = [f"{lost(found[name]):+.1%}" for name in (BLOCK, "wanda")]
+    return f"packing costs none; pruning, fitted: perplexity **{more[0]}**, by wanda alone {more[1]} (another model)"
 
 
 def layout_of(line: Line) -> str:
@@ -1001,79 +1013,167 @@ def engines_parts(folder: Path) -> dict[str, Callable[[], str]]:
     return {name: make if path.exists() else lambda: "Not measured yet." for name, (path, make) in parts.items()}
 
 
-def load_quality(path: Path) -> list[Line]:
-    """Lines of benchmarks.quality, dense first; of those of the same variant the last one counts."""
-    keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto")
-    found = {tuple(line[key] for key in keys): line for line in map(json.loads, path.read_text().splitlines())}
-    return list(found.values())
+def load_quality(path: Path, what: str = "quality") -> list[Line]:
+    """Lines of benchmarks.quality of such a model, dense first; of those of the same variant the last one counts."""
+    keys = ("name", "method", "sparsity", "pattern", "reconstruct", "auto", "seed")
+    lines = [line for line in map(json.loads, path.read_text().splitlines()) if line["what"] == what]
+    found = {tuple(line[key] for key in keys): line for line in lines}
+    return sorted(found.values(), key=lambda line: (line["seed"], line["name"] != "dense"))
 
 
 def quality_where(lines: list[Line]) -> str:
-    line = next(line for line in lines if line["name"] == "dense")
+    line = lines[0]
     commits = " and ".join(dict.fromkeys(each["commit"] for each in lines))
     return textwrap.fill(
         f"A Llama of {line['weights'] / 1e6:.1f} million weights after {line['trained_tokens'] / 1e6:.0f} million "
-        f"tokens; perplexity {line['perplexity']:.2f} on {line['tokens']} held-out tokens, in windows of "
-        f"{line['length']}; calibrated on {line['calibration_tokens']} tokens. {line['device']}, torch "
-        f"{line['torch']}, commit {commits}.",
+        f"tokens; perplexity {line['perplexity']:.2f} on {line['tokens']} held-out tokens of "
+        f"{line['characters_a_token']:.1f} characters, in windows of {line['length']}; calibrated on "
+        f"{line['calibration_tokens']} tokens. {line['device']}, torch {line['torch']}, commit {commits}.",
         110,
     )
 
 
-def quality_methods_table(lines: list[Line]) -> str:
-    """Perplexity over dense's: a row a share of zeros, a column a method."""
-    methods, fits = ("magnitude", "wanda", "sparsegpt"), ("", ", fitted", ", fitted by block")
-    found = {
-        (line["pattern"] or f"{line['sparsity'] or 0:.0%}", line["name"]): line["perplexity_ratio"] for line in lines
-    }
-    columns = [method + fit for fit in fits for method in methods]
-    columns = [column for column in columns if any(name == column for _, name in found)]
+def zeros_of(line: Line) -> str:
+    return str(line["pattern"] or (f"{line['sparsity']:.0%}" if line["sparsity"] else ""))
+
+
+def lost(line: Line) -> float:
+    """Of perplexity, over the dense model's."""
+    return float(line["perplexity_ratio"]) - 1
+
+
+BLOCK = "sparsegpt, fitted by block"
+#: What the library is to reach: so much of the other's loss at most. (model, zeros, other model, its zeros, most)
+BARS = [
+    (BLOCK, "50%", "sparsegpt", "50%", 0.5),
+    (BLOCK, "50%", "wanda", "50%", 0.4),
+    (BLOCK, "70%", "sparsegpt", "70%", 0.5),
+    (BLOCK, "2:4", "sparsegpt", "2:4", 0.5),
+    ("sparsegpt, fitted", "50%", "sparsegpt", "50%", 0.5),
+    ("sparsegpt, fitted", "50%", "wanda", "50%", 0.4),
+    ("sparsegpt, fitted", "70%", "sparsegpt", "70%", 0.5),
+    ("sparsegpt, fitted", "2:4", "sparsegpt", "2:4", 0.5),
+    (f"{BLOCK}, then int8", "50%", BLOCK, "50%", 1.02),
+    (f"{BLOCK}, int4", "50%", "int3", "", 1.0),
+    (f"{BLOCK}, int4", "50%", "GPTQ int3", "", 1.0),
+    ("sparsegpt, auto", "50%", "sparsegpt", "50%", 1.0),
+    ("sparsegpt, auto", "70%", "sparsegpt", "70%", 1.0),
+    ("sparsegpt, auto, fitted by block", "50%", BLOCK, "50%", 1.0),
+    ("sparsegpt, auto, fitted by block", "70%", BLOCK, "70%", 1.0),
+]
+
+
+def quality_bars_table(lines: list[Line]) -> str:
+    """Each bar, what was measured of it with each seed, and whether it holds with all of them."""
+    found = {(line["name"], zeros_of(line), line["seed"]): line for line in lines}
+    seeds = sorted({line["seed"] for line in lines})
     rows = []
-    for share in ("30%", "50%", "70%", "2:4"):
-        cells = [found.get((share, column)) for column in columns]
-        least = min((cell for cell in cells if cell), default=None)
-        rows.append([share, *("" if c is None else f"**{c:.3f}**" if c == least else f"{c:.3f}" for c in cells)])
-    return table(["zeros", *columns], rows)
+    for name, zeros, other, other_zeros, most in BARS:
+        pairs = [(found.get((name, zeros, s)), found.get((other, other_zeros, s))) for s in seeds]
+        shares = [lost(own) / lost(of) for own, of in pairs if own and of]
+        holds = "not measured" if not shares else "yes" if max(shares) <= most else "**no**"
+        measured = ", ".join(f"{share:.3f}" for share in shares)
+        rows.append([f"{name}, {zeros}", f"{other}, {other_zeros}".rstrip(", "), f"{most:g}", measured, holds])
+    return table(["loss of", "over that of", "at most", "measured, by seed", "holds"], rows)
+
+
+def quality_methods_table(lines: list[Line]) -> str:
+    """Perplexity over dense's: a row a mask, a column a way to fit what is left."""
+    found = {(zeros_of(line), line["name"]): line["perplexity_ratio"] for line in lines if not line["seed"]}
+    fits = {"": "as pruned", ", fitted": "fitted", ", fitted by block": "fitted by block"}
+    rows = []
+    for zeros in ("30%", "50%", "70%", "2:4"):
+        for method in ("magnitude", "wanda", "sparsegpt", "sparsegpt, auto"):
+            cells = [found.get((zeros, method + fit)) for fit in fits]
+            if any(cells):
+                rows.append([zeros, method, *(f"{ratio:.4f}" if ratio else "" for ratio in cells)])
+    return table(["zeros", "chosen by", *fits.values()], rows)
 
 
 def quality_all_table(lines: list[Line]) -> str:
     rows = []
-    for line in sorted(lines, key=lambda line: -line["bytes"]):
-        name = line["name"] + (f", {line['pattern']}" if line["pattern"] else "")
-        name += f", {line['sparsity']:.0%}" if line["sparsity"] else ""
-        rows.append(
-            [name, f"{line['bytes']:.2f}", f"{line['perplexity_ratio']:.4f}", f"{line['kl']:.4f}",
-             f"{line['agreement']:.1%}", f"{line['seconds']:.0f}"]
-        )  # fmt: skip
+    for line in sorted(lines, key=lambda line: (-line["bytes"], line["perplexity_ratio"])):
+        if not line["seed"]:
+            rows.append(
+                [f"{line['name']}, {zeros_of(line)}".rstrip(", "), f"{line['bytes']:.2f}",
+                 f"{line['perplexity_ratio']:.4f}", f"{line['kl']:.4f}", f"{line['agreement']:.1%}",
+                 f"{line['seconds']:.0f}"]
+            )  # fmt: skip
     head = ["model", "bytes a weight", "perplexity over dense's", "KL, nats", "same likeliest token", "seconds to make"]
     return table(head, rows)
 
 
-def plot_quality(lines: list[Line], path: Path) -> None:
-    """Quality lost against bytes a weight."""
+def whole_model_table(path: Path) -> str:
+    """What the blocks that benchmarks.models pruned say of the whole model."""
+    rows = []
+    for line in {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}.values():
+        if "of_blocks" in line:
+            minutes = line["seconds"] * line["of_blocks"] / line["blocks"] / 60
+            rows.append(
+                [line["step"].rpartition(f", {line['blocks']} blocks")[0], str(line["tokens"]),
+                 f"{line['seconds']:.1f}", f"{minutes:.1f}", f"{line['peak_bytes'] / 1e9:.1f}"]
+            )  # fmt: skip
+    head = ["method", "calibration tokens", "seconds for two blocks", "minutes for all 32", "peak GPU memory, GB"]
+    return table(head, rows) if rows else NOT_MEASURED.format("models")
+
+
+#: In the place of a table without lines.
+NOT_MEASURED = "Not measured yet: `python -m benchmarks.{}` writes the lines."
+#: What the plane shows of what was pruned and not rounded, with a marker each.
+DRAWN = {"magnitude": "v", "wanda": "^", "sparsegpt": "o", BLOCK: "*", "sparsegpt, auto, fitted by block": "P"}
+
+
+def encoder_table(lines: list[Line]) -> str:
+    rows = [
+        [f"{line['name']}, {zeros_of(line)}".rstrip(", "), f"{line['bytes']:.2f}", f"{line['cosine']:.4f}",
+         f"{line['rank_correlation']:.4f}"]
+        for line in sorted(lines, key=lambda line: (-line["bytes"], -line["cosine"])) if not line["seed"]
+    ]  # fmt: skip
+    return table(["model", "bytes a weight", "cosine to dense", "rank correlation"], rows)
+
+
+def kind_of(line: Line) -> tuple[str, str]:
+    """What a line of quality is drawn as, and its marker; "" where it is not."""
+    if not line["rounding"]:
+        return (line["name"], DRAWN.get(line["name"], "o")) if line["name"] in ("dense", *DRAWN) else ("", "")
+    if line["sparsity"] or line["pattern"]:
+        return ("pruned, fitted and rounded", "X") if line["reconstruct"] else ("pruned and rounded at once", "x")
+    kinds = {"nearest": ("rounded to nearest", "D"), "at once": ("GPTQ", "s")}
+    return kinds.get(line["rounding"], ("rounded, fitted by block", "p"))
+
+
+def speeds_of(bench: list[Line]) -> dict[float, float]:
+    """Tokens a second of one sequence by the share of zeros, in 16 bits and compiled at their best."""
+    found = [line for line in bench if (line["what"], line["compile"], line.get("batch")) == ("decode", "max", 1)]
+    return {line["sparsity"]: 1000 / line["ms"] for line in found if layout_of(line) == "sell"}
+
+
+def plot_quality(lines: list[Line], bench: list[Line], path: Path) -> None:
+    """Quality lost against bytes a weight; as large as it is fast, where that was measured."""
     import matplotlib.pyplot as plt
 
-    def kind(line: Line) -> str:
-        if not line["method"] or line["sparsity"] == 0.0:
-            return "GPTQ" if line["method"] else "rounded to nearest"
-        if " at once" in line["name"] or " then " in line["name"]:
-            return "pruned and rounded"
-        return line["name"]
-
-    figure, axis = plt.subplots(figsize=(7, 4.5))
-    least = 1e-4  # what loses less is drawn there
-    for name in dict.fromkeys(kind(line) for line in lines if line["name"] != "dense"):
-        points = sorted(
-            (line["bytes"], max(least, line["perplexity_ratio"] - 1)) for line in lines
-            if line["name"] != "dense" and kind(line) == name
-        )  # fmt: skip
-        marker = "*" if "fitted" in name else "s" if "round" in name or name == "GPTQ" else "o"
-        axis.plot(*zip(*points, strict=True), marker, label=name, markersize=7)
+    speeds, least = speeds_of(bench), 1e-4  # what loses less is drawn there
+    figure, axis = plt.subplots(figsize=(9, 5.5))
+    drawn: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        if not line["seed"] and kind_of(line)[0]:
+            drawn.setdefault(kind_of(line), []).append(line)
+    for (kind, marker), own in drawn.items():
+        points = [(line["bytes"], max(least, lost(line))) for line in own]
+        known = [not line["rounding"] and not line["pattern"] and speeds.get(line["sparsity"] or 0.0) for line in own]
+        sizes = [0.4 * speed if speed else 25 for speed in known]
+        axis.scatter(*zip(*points, strict=True), s=sizes, marker=marker, alpha=0.8, label=kind)
+        for line, at in zip(own, points, strict=True):
+            bits = line["name"].split()[-1] if line["rounding"] else ""
+            text = f"{bits} {zeros_of(line)}".strip()
+            axis.annotate(text, at, xytext=(5, 3), textcoords="offset points", fontsize=6)
     axis.set_yscale("log")
-    axis.set_xlabel("bytes a weight")
-    axis.set_ylabel("perplexity over dense's, less 1")
+    axis.set_xlabel("bytes a weight (left is smaller)")
+    axis.set_ylabel("perplexity over dense's, less 1 (down is better)")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    legend = axis.legend(fontsize=7)
+    for handle in legend.legend_handles:
+        handle.set_sizes([25])
     save(figure, path)
 
 
@@ -1113,6 +1213,10 @@ def main() -> None:
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
     bench = load_bench(path.parent / "bench.jsonl")
     plot_bench(bench, IMAGES / "llama.svg")
+    quality = path.parent / "quality.jsonl"
+    measured, encoder = ([], []) if not quality.exists() else (
+        load_quality(quality), load_quality(quality, "embeddings")
+    )  # fmt: skip
     cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
@@ -1123,7 +1227,7 @@ def main() -> None:
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
         "models": lambda: models_table(path.parent / "models.jsonl"),
-        "headline": lambda: headline_table(bench, tokens),
+        "headline": lambda: headline_table(bench, tokens, measured),
         "bench summary": lambda: bench_summary(bench),
         "bench where": lambda: bench_where(bench),
         "bench decode": lambda: bench_table(bench, "decode"),
@@ -1159,17 +1263,18 @@ def main() -> None:
             parts[f"slide llama {name}"] = partial(slide_table, slide, name, llama=True)
             parts[f"slide {name}"] = partial(slide_table, slide, name)
             parts[f"slide {name} us"] = partial(slide_times_table, slide, name)
-    quality = path.parent / "quality.jsonl"
-    measured = load_quality(quality) if quality.exists() else []
-    none = "Not measured yet: `python -m benchmarks.quality OUT` writes the lines."
+    none = NOT_MEASURED.format("quality OUT")
     parts |= {
         "quality where": lambda: quality_where(measured) if measured else none,
+        "quality 7b": lambda: whole_model_table(path.parent / "models.jsonl"),
+        "quality encoder": lambda: encoder_table(encoder) if encoder else none,
+        "quality bars": lambda: quality_bars_table(measured) if measured else none,
         "quality methods": lambda: quality_methods_table(measured) if measured else none,
         "quality all": lambda: quality_all_table(measured) if measured else none,
         "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,
     }
     if measured:
-        plot_quality(measured, IMAGES / "quality.svg")
+        plot_quality(measured, bench, IMAGES / "quality.svg")
     parts |= engines_parts(path.parent)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)

@@ -6,8 +6,8 @@
 A cycle decodes in every scenario, in another order each time: batches of 1 to 33, eagerly, on a stream of its own, or
 by a CUDA graph captured anew, with and without an adapter. Then the model is dropped and read again from its files.
 What the first cycle gave is what each later one has to give, token by token; the memory held once the model is read
-must not grow from the second cycle on. Ends with a JSON line, which --out appends to a file. Exit status 1:
-a token differed, or memory grew.
+must not grow from the second cycle on. It stops after --minutes, but not before the third cycle. Ends with a JSON line,
+which is appended to --out. Exit status 1: a token differed, or memory grew.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def held(device: torch.device) -> tuple[int, int]:
 
 
 def soak(folder: Path, size: str, device: torch.device, minutes: float, tokens: int, seed: int) -> dict[str, Any]:
-    """What happened, as the line has it. At least three cycles, however few the minutes."""
+    """What happened, as the line has it. Two whole cycles and the start of a third, however few the minutes."""
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     adapters = importlib.util.find_spec("peft") is not None
     ways = ("eager", "stream", "graph") if device.type == "cuda" else ("eager",)
@@ -152,24 +152,32 @@ def soak(folder: Path, size: str, device: torch.device, minutes: float, tokens: 
     first: dict[Scenario, Tensor] = {}
     differ: dict[str, int] = {}
     memory: list[tuple[int, int]] = []
-    decoded = 0
+    decoded, compared = 0, 0
+
+    def is_over(cycle: int) -> bool:
+        return cycle >= 2 and time.monotonic() - begun > minutes * 60
+
     for cycle in itertools.count():
         model = load(folder, device, dtype, adapters)
         memory.append(held(device))
         order.shuffle(scenarios)
+        print(f"cycle {cycle}, after {time.monotonic() - begun:.0f} s: {memory[-1]} bytes", file=sys.stderr, flush=True)
         for scenario in scenarios:
             batch = scenario.batch
             if batch not in prompts:
                 prompts[batch] = torch.randint(model.config.vocab_size, (batch, PROMPT_TOKENS), generator=draw)
             found = decode(model, scenario, prompts[batch].to(device), tokens, stream)
             decoded += found.numel()
+            compared += scenario in first
             wrong = int((found != first.setdefault(scenario, found)).sum())
             if wrong:
                 name = f"cycle {cycle}, {scenario}"
                 differ[name] = wrong
                 print(f"{name}: {wrong} of {found.numel()} tokens differ", flush=True)
+            if is_over(cycle):
+                break
         del model
-        if cycle >= 2 and time.monotonic() - begun > minutes * 60:
+        if is_over(cycle):
             break
     on_gpu, on_host = zip(*memory[1:], strict=True)
     return {
@@ -182,6 +190,7 @@ def soak(folder: Path, size: str, device: torch.device, minutes: float, tokens: 
         "seconds": round(time.monotonic() - begun),
         "cycles": cycle + 1,
         "scenarios": len(scenarios),
+        "compared": compared,
         "tokens": decoded,
         "differ": differ,
         "distinct": len({tuple(t.flatten().tolist()) for t in first.values()}),
@@ -193,21 +202,22 @@ def soak(folder: Path, size: str, device: torch.device, minutes: float, tokens: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20, help="at least three cycles run")
+    parser.add_argument("--minutes", type=float, default=20, help="at least two cycles and a scenario run")
     parser.add_argument("--size", choices=SIZES, default="7b")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=24, help="that each scenario decodes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where the model's files go and are removed again; default: a temporary one")
-    parser.add_argument("--out", help="a file to append the line to")
+    parser.add_argument("--out", help="where the line is appended; default: benchmarks/results/<device>/soak.jsonl")
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message=".*generation flags.*")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
         line = soak(Path(folder), args.size, device, args.minutes, args.tokens, args.seed)
     print(json.dumps(line))
-    if args.out:
-        append_jsonl(args.out, **line)
+    if args.out != "":
+        name = line["device"].lower().removeprefix("nvidia ").replace(" ", "-")
+        append_jsonl(args.out or Path("benchmarks/results", name, "soak.jsonl"), **line)
     return 1 if line["differ"] or line["grew"] else 0
 
 

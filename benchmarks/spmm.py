@@ -3,11 +3,12 @@
     python -m benchmarks.spmm --gpu                     # sell and tile: eight shapes, 1 to 4096 tokens, two densities
     python -m benchmarks.spmm --gpu --kernels stream,stream_alone,tiles --tokens 1,2,4,8,16
     python -m benchmarks.spmm --gpu --kernels tile,tile_128x256x1x1,tile_128x256x2x2 --tokens 128,256,512
+    python -m benchmarks.spmm --gpu --kernels dense12,dense12_alone --dtype bfloat16 --densities 1
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
-pruned one, whose zeros take less power; sell and tile, what a layer of that format does; parts of what sell may
-choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the library's product); and ways to run
-tile with more than 64 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such layers, but for
+pruned one, whose zeros take less power; sell, tile and dense12 (bfloat16), what a layer of that format does; parts of
+what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the library's product); and
+ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such layers, but for
 those that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64.
 Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to benchmarks/results/<gpu>/spmm.jsonl.
 """
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library
-from macko.formats import MackoWeight, PackedWeight, SellWeight, TileWeight
+from macko.formats import Dense12Weight, MackoWeight, PackedWeight, SellWeight, TileWeight
 
 from .spmv import DTYPES, EIGHT, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
@@ -38,14 +39,16 @@ VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, range]] = {
     "sell": (SellWeight, "", range(1, 1 << 30)),
     "tile": (TileWeight, "", range(1, 1 << 30)),
     "tile_alone": (TileWeight, "pdl=0", range(1, 1 << 30)),
+    "dense12": (Dense12Weight, "", range(1, 1 << 30)),
+    "dense12_alone": (Dense12Weight, "pdl=0", range(1, 1 << 30)),
     "stream": (SellWeight, "stream_tokens=16", range(1, 17)),
     "stream_alone": (SellWeight, "stream_tokens=16,pdl=0", range(1, 9)),
     "tiles": (SellWeight, "stream_tokens=1", range(2, 1 << 30)),
 }
-#: tile in each way to run more than 64 tokens that csrc/tile/many_plan.h knows, where it fits (else as it chooses).
+#: tile in each way to run many tokens that csrc/tile/many_plan.h knows, where it fits (else as it chooses).
 VARIANTS |= {
-    f"tile_{size}x{split}": (TileWeight, f"tile_gemm={size}x{split}", range(65, 1 << 30))
-    for size in ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
+    f"tile_{size}x{split}": (TileWeight, f"tile_gemm={size}x{split}", range(33, 1 << 30))
+    for size in ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2")
     for split in range(3)
 }
 
@@ -126,7 +129,7 @@ def main() -> None:
             canonical = MackoWeight.from_dense(w)
             for kernel in args.kernels.split(","):
                 kind, knobs, sizes = VARIANTS[kernel]
-                packed = kind.from_macko(canonical) if kind else None
+                packed = (kind.from_macko(canonical) if kind.is_layout else kind.from_dense(w)) if kind else None
                 rotated = packed_copies(packed) if packed else []
                 products: list[Callable[[Tensor], Tensor]] = [c.linear for c in rotated]
                 if not packed:

@@ -21,10 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import macko
-from examples.lora import README, loss, small_llama, train
+from examples.lora import README, load, loss, train
 from macko.layers import IGNORED, find_linears
 
 
@@ -97,14 +97,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
 
-    text = args.text.read_text(encoding="utf-8")
-    if args.folder:
-        tokens = AutoTokenizer.from_pretrained(args.folder)(text, return_tensors="pt").input_ids[0]
-        model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
-        model = model.to(device)
-    else:
-        tokens, model = torch.tensor(list(text.encode())), small_llama().to(device)
-        train(model, tokens, args.base_steps, args.length, 3e-3, "training a base")
+    model, tokens = load(args.folder, args.text, args.length, args.base_steps, device, torch.float32)
 
     def say(what: str) -> None:
         print(f"{what:28} loss {loss(model, tokens, args.length):.3f}, {zeros(model)} zeros")

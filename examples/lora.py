@@ -52,6 +52,20 @@ def train(model: Any, tokens: Tensor, steps: int, length: int, lr: float, name: 
     model.eval()
 
 
+def load(
+    folder: str | None, text: Path, length: int, steps: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Tensor]:
+    """A checkpoint and its tokens of a text, or the small Llama after so many steps on it, and its bytes."""
+    read = text.read_text(encoding="utf-8")
+    if folder:
+        tokens = AutoTokenizer.from_pretrained(folder)(read, return_tensors="pt").input_ids[0]
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return model.to(device), tokens
+    tokens, model = torch.tensor(list(read.encode())), small_llama().to(device)
+    train(model, tokens, steps, length, 3e-3, "training a base")
+    return model.to(dtype), tokens
+
+
 def loss(model: Any, tokens: Tensor, length: int) -> float:
     """Mean cross entropy over the text."""
     pieces = tokens[: len(tokens) // length * length].view(-1, length)[:32].to(model.device)
@@ -77,17 +91,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
 
-    text = args.text.read_text(encoding="utf-8")
-    if args.folder:
-        tokens = AutoTokenizer.from_pretrained(args.folder)(text, return_tensors="pt").input_ids[0]
-        model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.bfloat16)
-        model = model.to(device)
-    else:
+    if not args.folder:
         torch.set_num_threads(1)  # so small a model only waits for the other threads
-        tokens = torch.tensor(list(text.encode()))
-        model = small_llama().to(device)
-        train(model, tokens, 400, args.length, 3e-3, "training a base")
-        model = model.to(torch.bfloat16)
+    model, tokens = load(args.folder, args.text, args.length, 400, device, torch.bfloat16)
     print(f"dense                  loss {loss(model, tokens, args.length):.3f}")
     macko.prune_(model, args.sparsity)
     print(f"{args.sparsity:.0%} of it pruned      loss {loss(model, tokens, args.length):.3f}")

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import integrations, ops
-from .convert import sparsify_
+from .convert import compress_, sparsify_
 from .files import load_model, save_model
 from .formats import FORMATS, EcWeight, MackoWeight
 from .layers import LayerReport, Report
@@ -27,6 +27,7 @@ __all__ = [
     "Report",
     "SparseLinear",
     "autotune",
+    "compress_",
     "load_model",
     "merge_",
     "ops",

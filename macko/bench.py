@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from . import reference
 from .choose import Options
 from .convert import sparsify_
+from .formats import FORMATS
 from .fuse import Fuse
-from .layers import Report, columns, format_bytes
+from .layers import IGNORED, Report, columns, format_bytes
 from .linear import SparseLinear
 from .merge import split_
 from .prune import asked_for, prune_
@@ -51,7 +52,7 @@ Line = dict[str, Any]
 class Side:
     """A model as it is compared."""
 
-    model: str  #: "dense" or "sparse"; of an engine the side
+    model: str  #: "dense" or "sparse", or "dense12", which has no zeros to tell; of an engine the side
     sparsity: float  #: share of zeros in its layers
     tokens: int | None  #: what sparsify_ was told
 
@@ -103,9 +104,11 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.compile is None:
         options.compile = "default" if device.type == "cuda" else "no"
-    dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" else "bfloat16"))
+    any_weight = _takes_any_weight(options)
+    dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
     model = _load(source, device, dtype)
-    sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if options.source[:7] == "random:" else []))
+    prunes = options.source[:7] == "random:" and not any_weight
+    sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if prunes else []))
     prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []
     about = about_run(options, "source", "format", "merge", "compile", "new_tokens")
@@ -123,17 +126,15 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
 
     for index, sparsity in enumerate(sparsities or [None]):
         _make_dense(model)
-        if sparsity is not None:
+        if sparsity:
             prune_(model, sparsity)
         dense_logits, dense_bits = _logits(model, prompts[:1]), _bits(model)
         if index == 0:
             measure(Side("dense", 0.0, None), [])
         _make_dense(model)
-        report = sparsify_(model, format=options.format, merge=options.merge, tokens=options.tokens)
-        if not report.changed:
-            raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity")
+        report = _convert(model, options)
         zeros, weights = Report(report.changed).zeros
-        side = Side("sparse", round(zeros / weights, 3), options.tokens)
+        side = Side(options.format if any_weight else "sparse", round(zeros / weights, 3), options.tokens)
         logits = _logits(model, prompts[:1])
         error, largest = (logits - dense_logits).abs().max().item(), dense_logits.abs().max().item()
         print(str(report).splitlines()[-1])
@@ -144,6 +145,22 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         measure(side, [line])
     if results:
         print(_table(results))
+
+
+def _takes_any_weight(options: argparse.Namespace) -> bool:
+    """Whether the format is one for weights with or without zeros."""
+    return options.format in FORMATS and FORMATS[options.format].saved_dense
+
+
+def _convert(model: Any, options: argparse.Namespace) -> Report:
+    """sparsify_ as asked for; where zeros do not count lm_head too. ValueError where nothing changes."""
+    ignore = () if _takes_any_weight(options) else IGNORED
+    report = sparsify_(model, format=options.format, merge=options.merge, tokens=options.tokens, ignore=ignore)
+    if not report.changed and not ignore:
+        raise ValueError(f"{options.source}: {report.layers[0].reason}")
+    if not report.changed:
+        raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity")
+    return report
 
 
 def _prompts(options: argparse.Namespace, source: str, model: Any) -> Tensor:

@@ -15,6 +15,7 @@ from .formats import (
     SLIDE_ELEMENTS,
     SLIDE_PATTERNS,
     BitmapWeight,
+    Dense12Weight,
     EcWeight,
     MackoWeight,
     PackedWeight,
@@ -43,6 +44,10 @@ PATTERN_FILLED = 0.9
 SELL_WITHIN = 1.05
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95
+#: Weights of a layer from which on it gains as dense12: below, a product's fixed costs outweigh the bytes.
+DENSE12_WEIGHTS = 1024 * 1024
+#: Bytes of dense12 over those of dense, but for lists: what a sparse layer has to be below to be held as sparse.
+DENSE12_SHARE = 0.75
 #: A layout is taken up to so many times the canonical bytes, or of the dense ones: it fills up matrices of few rows or
 #: columns to whole blocks. (On an H200 sell holds 2048 x 2048 at density 0.5 in more than 1.05 times, and is worth it.)
 LAYOUT_BYTES, LAYOUT_SHARE = 1.05, 0.75
@@ -211,6 +216,17 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight
     return MackoWeight
+
+
+def not_dense12(weight: Tensor, device: torch.device) -> str:
+    """Why a dense weight would not gain on this device as dense12, or nothing."""
+    if weight.dtype not in Dense12Weight.dtypes:
+        return f"dense12 is for bfloat16, it is {str(weight.dtype).removeprefix('torch.')}"
+    if device.type != "cuda" or not _runs_wgmma(device):
+        return f"dense12 gains on a GPU of compute capability 9.0 only, it is on {device}"
+    if weight.numel() < DENSE12_WEIGHTS:
+        return f"under {DENSE12_WEIGHTS} weights dense12 would not pay"
+    return ""
 
 
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:

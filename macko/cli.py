@@ -29,7 +29,7 @@ from .choose import Options
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
-from .formats import FORMATS
+from .formats import FORMATS, Dense12Weight
 from .integrations import require_transformers
 from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
@@ -63,9 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             text, code = "interrupted", 130
         except EXPECTED as error:
-            text, code = " ".join(str(error).split()) or type(error).__name__, 1
+            text, code = _as_options(" ".join(str(error).split()), options) or type(error).__name__, 1
     print(f"macko {options.command}: {text}{options.hint}", file=sys.stderr)
     return code
+
+
+def _as_options(text: str, options: argparse.Namespace) -> str:
+    """A message of the package that begins with an argument's name, with the options by their names here."""
+    names = "|".join(vars(options).keys() - {"command", "run", "hint", "source", "target"})
+    if not re.match(rf"({names}) ", text):
+        return text
+    return re.sub(
+        rf"(?<![\w-])({names})(?= is | has | needs | auto| \d)", lambda m: f"--{m[1].replace('_', '-')}", text
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,9 +124,10 @@ def _prune_arguments(add: Any) -> None:
 
 def _convert_arguments(add: Any) -> None:
     _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
-    own_files = " and ".join(name for name, kind in FORMATS.items() if name != "macko" and not kind.is_layout)
+    kinds = {name: kind for name, kind in FORMATS.items() if not kind.saved_dense}
+    own_files = " and ".join(name for name, kind in kinds.items() if name != "macko" and not kind.is_layout)
     held = f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
-    add("--format", default="auto", help=f"{held}auto, smallest, mixed, or one of {', '.join(FORMATS)}")
+    add("--format", default="auto", help=f"{held}auto, smallest, mixed, or one of {', '.join(kinds)}")
     add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
     add("--device", help="where to pack (default: a GPU if there is one)")
 
@@ -140,13 +151,13 @@ def _bench_arguments(add: Any) -> None:
     add("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
     pruned = "prune by magnitude first, to each of these (default 0.5 for random:)"
     add("--sparsity", type=float, nargs="+", help=pruned)
-    add("--format", default="auto", help="as of convert")
+    add("--format", default="auto", help="as of convert, or dense12: bfloat16 weights with zeros or none, lm_head too")
     add("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
     add("--batch", type=_count, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
     lengths = "lengths to time the prefill of; decode: the first"
     add("--prompt-tokens", type=_count, nargs="+", default=[128], help=lengths)
     add("--new-tokens", type=_count, default=32)
-    add("--dtype", choices=_DTYPES, help="default: float16, on a CPU bfloat16")
+    add("--dtype", choices=_DTYPES, help="default: float16, on a CPU and for dense12 bfloat16")
     add("--tokens", type=_count, help="as of sparsify_: how many a layer gets at a time, if you know")
     compiled = "a static cache and torch.compile, as generate() does by itself (default, but on a CPU), or at its best"
     add("--compile", choices=("no", "default", "fast", "max"), nargs="?", const="fast", help=compiled)
@@ -248,6 +259,8 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity)
+    if options.format in FORMATS and FORMATS[options.format].saved_dense:
+        raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
     _check_dense(source)
@@ -258,7 +271,8 @@ def convert(options: argparse.Namespace) -> None:
         config.format = options.format
         _save(model, model.hf_quantizer.report, options, source, work / "result")
         before, after = (sum(f.stat().st_size for f in _weight_files(folder)) for folder in (source, work / "result"))
-    print(f"{options.target}: {format_bytes(after)}, {after / max(1, before):.3f} of {format_bytes(before)}")
+    share = f"{after / max(1, before):.3f} of the {format_bytes(before)} of IN"
+    print(f"{options.target}: files of {format_bytes(after)}, {share}. The table says what the layers hold in memory.")
     if elsewhere:
         print(f"It is to be loaded on another device: {elsewhere}")
 
@@ -268,8 +282,8 @@ def inspect(options: argparse.Namespace) -> None:
     known = times(options.gpu) if options.gpu else times_of() if torch.cuda.is_available() else None
     us = [0.0, 0.0]
     titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", ">decode, at best")
-    table = [(*titles, f">on {known.gpu if known else 'a GPU'}")]
-    total = [0, 0]
+    table = [(*titles, f">on {known.gpu if known else 'a GPU'}", ">as dense12 (listed)")]
+    total, short = [0, 0], [0, 0, 0, 0]
     with Checkpoint(_folder(options.source, or_file=True)) as file:
         for name, dense, form, size in _matrices(file):
             density = density_of(dense) or 0.0
@@ -287,15 +301,35 @@ def inspect(options: argparse.Namespace) -> None:
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
-            table.append((name, *row, format_bytes(after), gain, expected))
+            shorter, counts = _as_dense12(dense) if "embed" not in name else ("", [0] * 4)
+            short = [sum(pair) for pair in zip(short, counts, strict=True)]
+            table.append((name, *row, format_bytes(after), gain, expected, shorter))
     expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
-    table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected))
-    print(columns(table))
+    table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected, ""))
+    print(columns(table if short[0] else [row[:-1] for row in table]))
+    if short[0]:
+        before, after, weights, listed = short
+        print(
+            f"as dense12 (lossless, any weight in bfloat16; macko.compress_): {format_bytes(after)} of "
+            f"{format_bytes(before)}, {listed / max(1, weights):.4%} of the weights listed."
+        )
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
     if known:
         how = "measured times where there are some, else a model fitted to those"
         how = how if known.measured else "a model fitted to another GPU's times; macko tune measures"
         print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
+
+
+def _as_dense12(dense: Tensor) -> tuple[str, list[int]]:
+    """What inspect says of a matrix as dense12, and bytes of dense and as it, its weights, those listed."""
+    if dense.dtype not in Dense12Weight.dtypes:
+        return "", [0, 0, 0, 0]
+    try:
+        packed = Dense12Weight.from_dense(dense)
+    except ValueError:  # its exponents are too far apart
+        return "-", [dense.nbytes, dense.nbytes, 0, 0]
+    about = f"{format_bytes(packed.nbytes)} ({packed.listed / max(1, dense.numel()):.4%})"
+    return about, [dense.nbytes, min(dense.nbytes, packed.nbytes), dense.numel(), packed.listed]
 
 
 def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
@@ -353,6 +387,8 @@ def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
     require_transformers()
     if options.engine == "vllm":
+        if options.format in FORMATS and FORMATS[options.format].saved_dense:
+            raise ValueError(f"--format {options.format}: no engine holds it yet, --engine transformers does")
         from .engines import run
     else:
         from .bench import run

@@ -1,4 +1,4 @@
-"""sparsify_: the linear layers of a model as SparseLinear, in place."""
+"""sparsify_ and compress_: the linear layers of a model as SparseLinear, in place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import Options, expected_us, pack, slide_note, worst_of
-from .formats import SLIDE_PATTERNS, PackedWeight
+from .choose import DENSE12_SHARE, Options, expected_us, not_dense12, pack, slide_note, worst_of
+from .formats import FORMATS, SLIDE_PATTERNS, Dense12Weight, PackedWeight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
 from .merge import merge_
@@ -62,7 +63,7 @@ def sparsify_(
         ignore: layers to leave dense: full names, last components of names, or globs over full names.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
-            default: 0 for format "slide", else 0.25.
+            default: 0 for format "slide", else 0.25. "dense12" does not look at zeros.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
         pattern, dtype, tokens, keep_dense: what formats that choose go by, and slide: see macko.choose.Options.
@@ -81,17 +82,53 @@ def sparsify_(
     options = Options(format, tokens, pattern, dtype, keep_dense)  # type: ignore[arg-type]  # another str is refused
     least = (0.0 if format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
     check_min_sparsity(least)
-    if isinstance(model, nn.Linear):
-        raise ValueError(
-            "sparsify_ replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
-        )
-    found = find_linears(model, ignore, filter_fn)
-    rows = _convert_all(model, found, options, least, None if device is None else torch.device(device), merge, progress)
-    for converted in CONVERTED.values():
-        converted(model)
-    report = Report(rows + unpackable(model))
+    _refuse_one_layer(model, "sparsify_")
+    convert = partial(convert_layer, options=options, min_sparsity=least)
+    report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
     warn_if_unchanged(report, "sparsify_")
     return report
+
+
+def compress_(
+    model: nn.Module,
+    *,
+    ignore: Iterable[str] = (),
+    filter_fn: Filter | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    tokens: int | None = None,
+    merge: bool = False,
+) -> Report:
+    """Holds the weights of a bfloat16 model's linear layers in fewer bytes, in place and lossless, zeros or none.
+
+    Layers that hold enough zeros are packed as sparsify_ packs them, if that takes fewer bytes than 1.5 a weight. All
+    others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on a GPU of compute capability 9.0,
+    where it is faster than dense. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
+    Tied embeddings and layers too small to gain stay dense; the report says so. Otherwise as sparsify_.
+
+    Args:
+        model, filter_fn, device, progress, merge: as in sparsify_.
+        ignore: layers to leave, as in sparsify_; none by default.
+        tokens: as in sparsify_, for layers that hold enough zeros.
+
+    Returns:
+        A Report: of a dense12 layer its note says what share of its weights is listed.
+
+    Raises:
+        ValueError: as sparsify_.
+    """
+    _refuse_one_layer(model, "compress_")
+    convert = partial(_compress_layer, options=Options(tokens=tokens))
+    report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
+    warn_if_unchanged(report, "compress_")
+    return report
+
+
+def _refuse_one_layer(model: nn.Module, what: str) -> None:
+    if isinstance(model, nn.Linear):
+        raise ValueError(
+            f"{what} replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
+        )
 
 
 def check_min_sparsity(share: float) -> None:
@@ -103,20 +140,19 @@ def check_min_sparsity(share: float) -> None:
 def _convert_all(
     model: nn.Module,
     found: list[FoundLinear],
-    options: Options,
-    min_sparsity: float,
-    device: torch.device | None,
+    convert: Callable[..., tuple[LayerReport, SparseLinear | None]],
+    device: torch.device | str | None,
     merge: bool,
     progress: bool,
-) -> list[LayerReport]:
-    """The rows of all layers, converted in place; whatever stops it leaves the model as it was."""
-    tied = tied_parameters(model)
+) -> Report:
+    """What became of all layers, converted in place; whatever stops it leaves the model as it was."""
+    tied, device = tied_parameters(model), None if device is None else torch.device(device)
     rows: list[LayerReport] = []
     with contextlib.ExitStack() as undo:
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:
                 bar.set_description(layer.name, refresh=False)
-                row, sparse = convert_layer(layer, options, min_sparsity, device, tied)
+                row, sparse = convert(layer, device=device, tied=tied)
                 about = (row.shape, row.density, row.format, 0, 0, f"is {row.name}")
                 rows += [row, *(LayerReport(name, *about) for name in layer.aliases)]
                 if sparse is not None:
@@ -130,7 +166,9 @@ def _convert_all(
             for row in rows:
                 row.merged_with = merged.get(row.name, [])
         undo.pop_all()  # nothing is to be undone
-    return rows
+    for converted in CONVERTED.values():
+        converted(model)
+    return Report(rows + unpackable(model))
 
 
 def warn_if_unchanged(report: Report, what: str) -> None:
@@ -184,6 +222,26 @@ def convert_layer(
     return row, sparse
 
 
+def _compress_layer(
+    layer: FoundLinear, options: Options, device: torch.device | None, tied: dict[int, list[str]]
+) -> tuple[LayerReport, SparseLinear | None]:
+    """What convert_layer gives where that takes fewer bytes than dense12; else dense12 where it gains."""
+    row, sparse = convert_layer(layer, options, MIN_SPARSITY, device, tied)
+    if sparse is not None and row.bytes_after < DENSE12_SHARE * row.bytes_before:
+        return row, sparse
+    if isinstance(layer.module, SparseLinear) or _weight_out_of_reach(layer):
+        return row, None
+    weight = layer.module.weight
+    target = device or weight.device
+    if layer.left_out or _why_not(weight, layer.name, options, target, tied):
+        return row, None
+    if reason := not_dense12(weight, target):
+        row.reason = row.reason and reason
+        return row, sparse
+    shorter, packed = convert_layer(layer, Options(Dense12Weight.format), 0.0, device, tied)
+    return (row, sparse) if sparse and not packed else (shorter, packed)
+
+
 def convert_weight(
     name: str, weight: Tensor, options: Options, min_sparsity: float
 ) -> tuple[LayerReport, SparseLinear | None]:
@@ -220,7 +278,7 @@ def _why_not(weight: Tensor, layer: str, options: Options, target: torch.device,
 
 def _why_not_worth(density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:
     """Why a weight is not packed, or nothing: of what is known before it is."""
-    if 1 - density < min_sparsity:
+    if 1 - density < min_sparsity and not (options.format in FORMATS and FORMATS[options.format].saved_dense):
         return f"under {min_sparsity:.0%} sparse it would not pay"
     sparse_us = {name: time for name, time in us.items() if name != "dense"}
     if options.format == "auto" and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
@@ -241,6 +299,8 @@ def _packed(dense: Tensor, row: LayerReport, options: Options) -> PackedWeight |
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     row.note = slide_note(dense, packed, options)
     if packed.nbytes < row.bytes_before:
+        if isinstance(packed, Dense12Weight):
+            row.note = f"{packed.listed / max(1, dense.numel()):.3%} of its weights listed"
         return packed
     row.reason = row.note or f"as {packed.format} it would take {packed.nbytes} bytes, dense {row.bytes_before}"
     return None

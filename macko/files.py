@@ -1,4 +1,4 @@
-"""Models with sparse layers in safetensors files: the canonical format, never an execution layout.
+"""Models with sparse layers in safetensors files: the canonical format, never an execution layout; dense12 as dense.
 
 Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hugging Face folder: under
 "quantization_config" of config.json), the version of the files and for each packed layer its format and sizes:
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .choose import AUTO, Options
-from .formats import MackoWeight, PackedWeight, saved_as
+from .formats import FORMATS, MackoWeight, PackedWeight, saved_as
 from .layers import tied_parameters
 from .linear import SparseLinear, as_extra_state
 
@@ -35,7 +35,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes all parameters and buffers of a model to one safetensors file, packed weights as they are.
 
     Args:
-        model: any module; its SparseLinear layers are written in the canonical format.
+        model: any module; its SparseLinear layers are written in the canonical format, those of dense12 as dense ones.
         path: the file to write. It is replaced only when the new one is complete.
 
     Raises:
@@ -131,7 +131,7 @@ def packed_state(
                 layers[name] = json.loads(bytes(extra.tolist()))
                 if (layers[name]["rows"], layers[name]["cols"]) != (module.out_features, module.in_features):
                     raise ValueError(f"{name} holds one process' part of its weight: save the model by save_pretrained")
-            elif any(key.startswith(join(name, "")) for key in state):
+            elif not FORMATS[module.format].saved_dense and any(key.startswith(join(name, "")) for key in state):
                 raise ValueError(f"the state has tensors of {name}, which is sparse, without {name}._extra_state")
     return state, layers
 
@@ -259,8 +259,8 @@ def _refused(path: Path) -> Iterator[None]:
     """ValueError with the file's name for what safetensors, or torch about a tensor's shape, says of a broken one."""
     try:
         yield
-    except (RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (RuntimeError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{path}: {str(error).partition(chr(10))[0]}") from None
 
 
 def _json(text: str, where: Path) -> dict[str, Any]:

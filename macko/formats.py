@@ -23,6 +23,12 @@ from . import ops
 OWN_PART = 10 << 20
 #: What a size can be at all: rows, columns and counts are int32 where they are stored.
 SIZES = range(2**31)
+#: Types of tensors that torch passes to an op of its stable interface; of others, as float4, it says so in C++.
+_PASSED = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64),
+)
 
 _Result = TypeVar("_Result")
 #: Dtype and sizes of a tensor.
@@ -50,6 +56,10 @@ class PackedWeight:
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     #: An execution layout is made from the canonical format, held in its place, and never saved.
     is_layout: ClassVar[bool] = False
+    #: Dtypes of the weights it holds.
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
+    #: Made from any dense weight, zeros or none, where it is loaded; saved as that weight, NAME.weight.
+    saved_dense: ClassVar[bool] = False
     #: Its fields in their order, which torch.compile could not ask a dataclass for.
     tensor_names: ClassVar[tuple[str, ...]] = ()
     size_names: ClassVar[tuple[str, ...]] = ()
@@ -208,6 +218,8 @@ class PackedWeight:
                 return f"{name} is {tensor!r}, expected a Tensor"
             if tensor.layout != torch.strided or tensor.is_nested:
                 return f"{name} is a sparse or nested tensor, expected a strided one"
+            if tensor.dtype not in _PASSED:
+                return f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, which no format holds"
             if tensor.data_ptr() % tensor.element_size():
                 return (
                     f"{name} begins at an address that is no multiple of its {tensor.element_size()} bytes an element"
@@ -838,6 +850,98 @@ class SlideWeight(PackedWeight):
         return super().to_dense().float()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dense12Weight(PackedWeight):
+    """A dense bfloat16 weight in 12 bits an element, bit for bit; csrc/dense12/dense12.h specifies the bytes.
+
+    It is made from any weight whose exponents lie close enough, and saved as that dense weight. The same bytes on every
+    device; a CPU multiplies it too, more slowly than the dense one.
+
+    Attributes:
+        data: [slabs * slab_units * 64], bfloat16: bytes and codes of elements, and those listed, slab after slab.
+        rows, cols: shape of the dense weight.
+        slab_units: of 128 bytes, of each slab. table_low, table_high: upper exponent bits by code, a byte each.
+        listed: elements that the table lacks.
+    """
+
+    format: ClassVar[str] = "dense12"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    saved_dense: ClassVar[bool] = True
+    values_name: ClassVar[str] = "data"
+    parts_from: ClassVar[int | None] = 65  # as csrc/torch/path.h; OWN_PART says where it pays
+    _at: ClassVar[str] = "slab {entry} of row block {place}"
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "byte {found} of its table: expected 0, then rising bytes under 128, then zeros",
+        2: f"{_at}: part {{found}} of its list does not begin where the one before it ends, or ends behind the slab",
+        3: f"{_at}: entry {{found}} of its list is not behind the one before it, or is of no place",
+        4: f"{_at}: entry {{found}} of its list has a code, is outside of the matrix, or what stands there is not +0.0",
+        5: f"{_at}, byte {{found}}: an element outside of the matrix is not +0.0",
+        6: f"{_at}, byte {{found}}: a code is not the lowest of its exponent",
+        7: f"{_at}, byte {{found}}: not zero behind the list",
+        8: "slab_units is {of.slab_units}, the fullest slab needs {found}",
+    }
+
+    data: Tensor
+    rows: int
+    cols: int
+    slab_units: int
+    table_low: int
+    table_high: int
+    listed: int
+
+    @classmethod
+    def from_dense(cls, w: Tensor) -> Self:  # type: ignore[override]
+        """Packs w [rows, cols].
+
+        Raises:
+            ValueError: w is not bfloat16, or its exponents are too far apart: says how many elements the table lacks.
+        """
+        if w.dtype not in cls.dtypes:
+            raise ValueError(f"the dense12 format holds bfloat16, the weight is {str(w.dtype).removeprefix('torch.')}")
+        try:
+            tensors, header = torch.ops.macko.pack(w, cls.number, [])
+        except RuntimeError as error:
+            if "the table of dense12" not in str(error):
+                raise
+            raise ValueError(str(error).removeprefix("macko::pack: ")) from None
+        return cls(*tensors, *header.tolist()[1:])
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """A canonical weight in this format, by way of a dense one."""
+        return cls.from_dense(weight.to_dense())
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any() * 64)]
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
+        """The same weight elsewhere.
+
+        Raises:
+            TypeError: the dtype is not bfloat16.
+        """
+        if dtype not in (None, *self.dtypes):
+            name = str(dtype).removeprefix("torch.")
+            raise TypeError(f"a dense12 weight is bfloat16 and cannot become {name}: convert the dense weight")
+        return super().to(device)
+
+    def _options(self) -> dict[str, int]:
+        return {}  # its sizes follow from the weight
+
+    def _check_sizes(self, found: int) -> None:
+        if found != self.listed:
+            self._refuse(f"listed is {self.listed}, its lists have {found}")
+
+    @property
+    def stored(self) -> int:
+        """Elements, all of them."""
+        return self.rows * self.cols
+
+    def _values(self) -> Tensor:
+        return self.to_dense()
+
+
 def sparsest_pattern(w: Tensor) -> int:
     """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or 0."""
     for n in SLIDE_PATTERNS.values():
@@ -849,7 +953,8 @@ def sparsest_pattern(w: Tensor) -> int:
 
 #: Every format by name, in the order of csrc/torch/packed.h.
 FORMATS: dict[str, type[PackedWeight]] = {
-    kind.format: kind for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight)
+    kind.format: kind
+    for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight, Dense12Weight)
 }
 for _number, _kind in enumerate(FORMATS.values()):
     _kind.number = _number
@@ -901,8 +1006,9 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     if not isinstance(about, Mapping):
         raise ValueError(f"expected a format and its sizes, which are whole numbers, got {about!r}")
     kind = format_named(about.get("format"))  # type: ignore[arg-type]
-    if kind.is_layout:
-        raise ValueError(f"{kind.format} is an execution layout, never saved: files hold the canonical format")
+    if kind.is_layout or kind.saved_dense:
+        held = "the dense weight" if kind.saved_dense else "the canonical format"
+        raise ValueError(f"{kind.format} is an execution layout, never saved: files hold {held}")
     sizes = {name: size for name, size in about.items() if name != "format"}
     if bad := {name: size for name, size in sizes.items() if type(size) is not int or size not in SIZES}:
         raise ValueError(f"expected integers, whole numbers from 0 to {SIZES[-1]}, got {bad}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: grid(columns [rows, group]) -> round(values [..., rows]) -> the nearest values of the grid.
 Grid = Callable[[Tensor], Callable[[Tensor], Tensor]]
@@ -47,10 +47,8 @@ def _scale(range_: Tensor, steps: float) -> Tensor:
 
 def nearest(weight: Tensor, grid: Grid, group: int | None = None) -> Tensor:
     """A weight [rows, cols], rounded to the nearest values of a grid; group: columns of a scale, default all."""
-    w, cols = weight.float(), weight.shape[1]
-    out = torch.empty_like(w)
-    for start in range(0, cols, group or max(1, cols)):
-        columns = slice(start, min(cols, start + (group or cols)))
-        rounded = grid(w[:, columns])
-        out[:, columns] = rounded(w[:, columns].t()).t()
-    return out.to(weight.dtype)
+    rows, cols = weight.shape
+    group = min(group or cols, cols) or 1
+    groups = nn.functional.pad(weight.float(), (0, -cols % group)).view(-1, group)  # zeros are on every grid
+    rounded = grid(groups)(groups.t()).t().reshape(rows, -1)
+    return rounded[:, :cols].to(weight.dtype)

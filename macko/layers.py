@@ -111,7 +111,7 @@ class LayerReport:
     us_after: float | None = None
     #: Names of the layers that are one matrix with it (macko.merge_); bytes and times are of the layer by itself.
     merged_with: list[str] = dataclasses.field(default_factory=list)
-    #: Why slide takes its dense kernel for it.
+    #: Why slide takes its dense kernel for it; of dense12 what share is listed.
     note: str = ""
     #: Where it is slower than dense: at how many tokens most, and dense time over its time there.
     worst: tuple[int, float] | None = None
@@ -183,7 +183,8 @@ class Report:
             gain = f"{layer.us_before / layer.us_after:.2f}x" if layer.us_before and layer.us_after else ""
             sizes = (layer.format, format_bytes(layer.bytes_before), format_bytes(layer.bytes_after), gain)
             others = ", ".join(name.rpartition(".")[2] for name in layer.merged_with)
-            note = layer.reason or layer.note or (f"one matrix with {others}" if others else "")
+            merged = f"one matrix with {others}" if others else ""
+            note = layer.reason or ", ".join(filter(None, (layer.note, merged)))
             about = (layer.name or "(the model)", "x".join(map(str, layer.shape)), density_text(layer.density))
             rows.append((*about, *(sizes if sized else ()), note))
         changed = f"{len(self.changed)} of {len(self.layers)} layers changed"

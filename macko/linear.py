@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from .choose import AUTO, Options, pack
-from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices
+from .formats import FORMATS, MackoWeight, PackedWeight, SlideWeight, saved_as, slices
 from .ops import call
 
 #: Element types of a packed weight's values.
@@ -83,7 +83,8 @@ class SparseLinear(nn.Linear):
 
     The packed tensors are its buffers, under the names of the format's fields, so it moves, copies, pickles and saves
     as any module. Its state_dict holds them, the bias, and the format's name and sizes as JSON bytes (`_extra_state`);
-    what is loaded is validated first, and may have another number of entries, or another format, than it had.
+    what is loaded is validated first, and may have another number of entries, or another format, than it had. In the
+    format dense12 its state_dict is that of the nn.Linear, and a dense weight can be loaded.
 
     Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`. Types which macko
     has no kernels for are refused with a TypeError.
@@ -169,9 +170,10 @@ class SparseLinear(nn.Linear):
         """
         wanted, packed = Options(format), self.packed
         self._options = wanted.again and (self._options or wanted.again)
-        own_choice = not packed.is_layout and not isinstance(packed, MackoWeight)  # ec and slide
+        own_choice = not packed.is_layout and not isinstance(packed, MackoWeight)  # ec, slide and dense12
         if not own_choice if wanted.again else packed.format != format:
-            self._hold(pack(packed.to_macko(), self._options or wanted))
+            dense = packed.saved_dense or (format in FORMATS and FORMATS[format].saved_dense)
+            self._hold(pack(packed.to_dense() if dense else packed.to_macko(), self._options or wanted))
         return self
 
     @property
@@ -220,7 +222,7 @@ class SparseLinear(nn.Linear):
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         packed = self.packed
-        if packed.device.type != "meta":
+        if packed.device.type != "meta" and not packed.saved_dense:  # which would have to be unpacked
             density = packed.density
             text += f", density={density:.3f} ({1 - density:.1%} sparse)"
         return f"{text}, format={packed.format}, dtype={packed.dtype}, bytes={packed.nbytes}"
@@ -271,8 +273,17 @@ class SparseLinear(nn.Linear):
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As any module; an execution layout goes as the canonical format, on the CPU to spare the device."""
+        """As any module; an execution layout goes as the canonical format, on the CPU to spare the device.
+
+        What is saved dense goes as nn.Linear's weight, there too.
+        """
         held = self.packed
+        if held.saved_dense:
+            on_meta = held.device.type == "meta"
+            destination[f"{prefix}weight"] = self.weight if on_meta else held.to_dense().cpu()
+            if self.bias is not None:
+                destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+            return
         if held.is_layout and held.device.type != "meta":
             self._hold(held.to_macko().to("cpu"))
         elif held.is_layout:
@@ -309,12 +320,15 @@ class SparseLinear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
+        packed: PackedWeight | None
         held, extra, dense = self._format, f"{prefix}_extra_state", state_dict.get(f"{prefix}weight")
         own = [prefix + name for name in self._buffers]
         try:
-            if isinstance(dense, Tensor) and dense.numel():
-                raise ValueError("the state has a dense weight, and this layer is sparse: load it before sparsify_")
-            packed = self._read(state_dict, prefix)
+            if isinstance(dense, Tensor) and (dense.numel() or (held.saved_dense and extra not in state_dict)):
+                packed = self._pack_loaded(dense, bool(local_metadata.get("assign_to_params_buffers")))
+                state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
+            else:
+                packed = self._read(state_dict, prefix)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
             return
@@ -341,6 +355,16 @@ class SparseLinear(nn.Linear):
                 self.reformat_()
             elif held.is_layout and self.device.type in held.device_types:
                 self._hold(held.from_macko(self.packed))
+
+    def _pack_loaded(self, dense: Tensor, assigned: bool) -> PackedWeight:
+        """The dense weight of a state_dict as this layer holds it, where files hold it dense."""
+        if not self._format.saved_dense:
+            raise ValueError("the state has a dense weight, and this layer is sparse: load it before sparsify_")
+        if dense.shape != (self.out_features, self.in_features):
+            wanted = [self.out_features, self.in_features]
+            raise ValueError(f"size mismatch: the state has shape {list(dense.shape)}, the layer {wanted}")
+        target = dense.device if self.device.type == "meta" else self.device
+        return pack(dense.detach().to(target, dense.dtype if assigned else self.dtype), Options(self.format))
 
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
         """The validated packed weight of a state_dict, or None where it has nothing of one."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .choose import Options, pack
-from .formats import MackoWeight
+from .formats import MackoWeight, PackedWeight
 from .linear import HOOKS, SparseLinear
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
@@ -85,11 +85,13 @@ class MergedLinear(SparseLinear):
         return self._whole.part(input, self._index)
 
     @property
-    def packed(self) -> MackoWeight:
-        """This layer's rows, packed anew in the canonical format."""
+    def packed(self) -> PackedWeight:
+        """This layer's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
         if self.device.type == "meta":
             return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
-        return MackoWeight.smallest(self._whole.packed.to_dense().split(self._whole._part_rows)[self._index])  # type: ignore[no-untyped-call]
+        whole = self._whole.packed
+        rows = whole.to_dense().split(self._whole._part_rows)[self._index]  # type: ignore[no-untyped-call]
+        return type(whole).from_dense(rows) if whole.saved_dense else MackoWeight.smallest(rows)
 
     @property
     def format(self) -> str:
@@ -105,8 +107,9 @@ class MergedLinear(SparseLinear):
 
     def split(self) -> SparseLinear:
         """The layer by itself, in the format of the whole or one chosen anew, with this layer's hooks."""
-        options = self._whole._options or Options(self.format)
-        layer = SparseLinear.from_packed(pack(self.packed, options), options=options).train(self.training)
+        options, packed = self._whole._options or Options(self.format), self.packed
+        packed = pack(packed, options) if isinstance(packed, MackoWeight) else packed
+        layer = SparseLinear.from_packed(packed, options=options).train(self.training)
         vars(layer).update({name: vars(self)[name] for name in HOOKS})
         return layer
 
@@ -158,7 +161,11 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
                 kinds = {(one.format, one.dtype, one.device, one.in_features, one._options) for one in layers}
                 if len(kinds) > 1:
                     continue
-                for name, layer in zip(names, _merge(layers, last), strict=True):
+                try:
+                    together = _merge(layers, last)
+                except ValueError:  # the format holds each of them, and not all of them as one
+                    continue
+                for name, layer in zip(names, together, strict=True):
                     undo.callback(_split_at, parent, name)
                     setattr(parent, name, layer)
                 merged.append([f"{path}.{name}".removeprefix(".") for name in names])
@@ -174,7 +181,8 @@ def _split_at(parent: nn.Module, name: str) -> None:
 def _can_merge(layer: object) -> bool:
     if type(layer) is not SparseLinear or layer.bias is not None:
         return False
-    if not isinstance(layer.packed, MackoWeight) and not layer.packed.is_layout:
+    packed = layer.packed
+    if not isinstance(packed, MackoWeight) and not packed.is_layout and not packed.saved_dense:
         return False  # slide may hold quantised values, and is saved as it is
     return "forward" not in vars(layer) and not any(vars(layer)[name] for name in HOOKS)
 
@@ -183,7 +191,7 @@ def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
     dense = torch.cat([layer.packed.to_dense() for layer in layers])
     first = layers[0]
     options = first._options or Options(first.format)
-    packed = pack(MackoWeight.smallest(dense), options)
+    packed = pack(dense if first.packed.saved_dense else MackoWeight.smallest(dense), options)
     whole = _Whole.from_packed(packed, options=options).train(first.training)
     whole._part_rows, whole._last = tuple(layer.out_features for layer in layers), last
     return [MergedLinear(whole, index).train(layer.training) for index, layer in enumerate(layers)]

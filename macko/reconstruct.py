@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .calibrate import Call, Reached, given_hidden, hidden_of, outputs_of, weights_in, with_hidden
+from .grids import Grid, nearest
 from .layers import Fit, FoundLinear
 
 
@@ -43,10 +44,17 @@ class Recipe:
     tokens: int = 4096
     #: Of the order of the batches.
     seed: int = 0
+    #: Rounds what is kept (macko.grids) in the second half of the steps, so that the weights make up for that too.
+    grid: Grid | None = None
+    #: Columns of a row that share a scale of the grid; None: all.
+    group: int | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in ("submodule", "block"):
             raise ValueError(f"unit is {self.unit!r}, expected 'submodule' or 'block'")
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return weight if self.grid is None else nearest(weight, self.grid, self.group)
 
     def order(self, count: int, tokens: int) -> list[list[int]]:
         """Which of `count` batches of so many tokens go into each step."""
@@ -133,7 +141,7 @@ class Fitter:
             inputs = calls if unit is block else _inputs(block, unit, calls)
             step = (end - bar.n) // len(order) // len(self._units)
             with _deterministic():
-                errors = _fit(unit, weights, inputs, targets, order, self.recipe.lr, partial(bar.update, step))
+                errors = _fit(unit, weights, inputs, targets, order, self.recipe, partial(bar.update, step))
             self.fits.append(Fit(full, *errors))
         bar.update(end - bar.n)
         self._units, self._targets = [], []
@@ -160,60 +168,65 @@ def _fit(
     calls: list[Call],
     targets: list[Tensor],
     order: list[list[int]],
-    lr: float,
+    recipe: Recipe,
     stepped: Callable[[], Any],
 ) -> tuple[float, float]:
     """Fits the weights, by their names in the submodule; the relative squared error before and after.
 
-    What is zero stays zero, what is not stays that. Where the error over all calls is no smaller in the end, the
-    weights are as they were.
+    What is zero stays zero, what is not stays that, unless a grid rounds it to zero. Where the error over all calls is
+    no smaller in the end, the weights are as they were, or the nearest on the grid.
     """
     kept = {name: weight.detach() != 0 for name, weight in weights.items()}
-    start = {name: weight.detach().clone() for name, weight in weights.items()}
-    masters = {name: weight.to(torch.float32, copy=True).requires_grad_() for name, weight in start.items()}
+    masters = {name: weight.detach().to(torch.float32, copy=True).requires_grad_() for name, weight in weights.items()}
+    start = {name: recipe.rounded(weight.detach().clone()) for name, weight in weights.items()}
+    for name, weight in weights.items():
+        weight.copy_(start[name])
     energy = sum(float(target.float().square().sum()) for target in targets)
     if not energy > 0 or not math.isfinite(energy):
         return 0.0, 0.0
 
-    def error(i: int, given: dict[str, Tensor]) -> Tensor:
-        made = hidden_of(functional_call(unit, given, *calls[i]))
-        return (made.float() - targets[i].float()).square().sum()
-
     def whole() -> float:
-        return sum(float(error(i, {})) for i in range(len(calls))) / energy
+        return sum(float(_error(unit, {}, call, target)) for call, target in zip(calls, targets, strict=True)) / energy
 
     before = whole()
-    groups = []
-    for name, master in masters.items():
-        values = master.detach()[kept[name]]
-        if values.numel():
-            groups.append({"params": [master], "scale": float(values.square().mean().sqrt())})
+    sizes = {name: float(master.detach().square().sum() / kept[name].sum()) for name, master in masters.items()}
+    groups = [{"params": [masters[name]], "scale": math.sqrt(size)} for name, size in sizes.items() if size > 0]
     if not groups:
         return before, before
-    optimizer = torch.optim.Adam(groups, lr=lr, betas=(0.9, 0.99))
+    optimizer = torch.optim.Adam(groups, lr=recipe.lr, betas=(0.9, 0.99))
     # Adam asks for no scale; float16 does: the gradients of a product are to be neither too small for it nor too large.
     elements, tokens = targets[0].numel(), targets[0].numel() // targets[0].shape[-1]
     scale = 1 / math.sqrt(energy / (elements * len(calls)) * tokens)
     for step, batch in enumerate(order):
-        rate = lr * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / len(order))) / 2
+        rate = recipe.lr * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / len(order))) / 2
         for group in optimizer.param_groups:
             group["lr"] = rate * group["scale"]
+        on_grid = recipe.grid is not None and 2 * step >= len(order)
         with torch.enable_grad():
             for i in batch:
-                given = {n: (m * kept[n]).to(weights[n].dtype) for n, m in masters.items()}
-                (error(i, given) * (scale / len(batch))).backward(inputs=list(masters.values()))
+                used = {name: master * kept[name] for name, master in masters.items()}
+                if on_grid:  # the rounded weight, with the gradient of the one that is not
+                    used = {name: w + (recipe.rounded(w.detach()) - w.detach()) for name, w in used.items()}
+                given = {name: w.to(weights[name].dtype) for name, w in used.items()}
+                (_error(unit, given, calls[i], targets[i]) * (scale / len(batch))).backward(inputs=[*masters.values()])
         optimizer.step()
         optimizer.zero_grad()
         stepped()
     for name, weight in weights.items():
-        new = (masters[name].detach() * kept[name]).to(weight.dtype)
+        new = recipe.rounded(masters[name].detach() * kept[name]).to(weight.dtype)
         # A kept weight that would round to zero stays what it was: masks are exact.
-        weight.copy_(torch.where(kept[name] & (new == 0), start[name], new))
+        weight.copy_(torch.where(kept[name] & (new == 0), start[name], new) if recipe.grid is None else new)
     if (after := whole()) < before:
         return before, after
     for name, weight in weights.items():
         weight.copy_(start[name])
     return before, before
+
+
+def _error(unit: nn.Module, given: dict[str, Tensor], call: Call, target: Tensor) -> Tensor:
+    """The squared error of what the submodule makes with the weights given."""
+    made = hidden_of(functional_call(unit, given, *call))
+    return (made.float() - target.float()).square().sum()
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from macko import _library
+from macko import _library, prune
 from tests.common import Plan, cpu_paths
 from tests.tiny_llama import TinyLlama, train
 
@@ -44,6 +45,20 @@ def cpu_path(request: pytest.FixtureRequest, plan: Plan) -> str:
     """Runs a test once on each vector path of the CPU."""
     plan(f"cpu={request.param}")
     return request.param
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The bars of prune_, each as it is made."""
+    made: list[Any] = []
+    tqdm = prune.tqdm
+
+    def recorded(**options: Any) -> Any:
+        made.append(tqdm(**options))
+        return made[-1]
+
+    monkeypatch.setattr(prune, "tqdm", recorded)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@
 
 A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file. It
 is read in a process that has little memory and little time. What passes validation is unpacked and multiplied too. The
-run ends with one JSON line, which --out appends to a file; `--only N` runs one case here, to look at its traceback.
+run ends with one JSON line, which --out appends to a file, also where SIGTERM or Ctrl-C ends it: its cases are those
+so far. `--only N` runs one case here, to look at its traceback.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import os
 import random
 import re
 import resource
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter
@@ -59,7 +62,7 @@ def honest() -> list[PackedWeight]:
         for rows, cols, density in shapes if dtype == torch.float16 else shapes[:2]:
             w = random_weight(rows, cols, density, dtype)
             made += [MackoWeight.from_dense(w, bits) for bits in (2, 4, 8)]
-            made += [kind.from_dense(w) for kind in others]
+            made += [kind.from_dense(w) for kind in others if dtype in kind.dtypes]
             made.append(EcWeight.paper(w))
             if dtype != torch.float32:
                 made.append(FORMATS["tile"].from_dense(w))
@@ -399,6 +402,7 @@ def kind_of(error: BaseException) -> str:
 
 def work(seed: int, first: int, stop: int, step: int, at: Any, counts: Any, log: str, config: Any) -> None:
     """Cases first, first + step, ... below stop; writes what fails to the log."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who watches ends it
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     weights = honest()
@@ -419,7 +423,10 @@ def work(seed: int, first: int, stop: int, step: int, at: Any, counts: Any, log:
 
 
 def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, int], list[tuple[int, str]]]:
-    """Runs all cases; how many were refused and accepted, and the failures."""
+    """Runs all cases, or until a signal; how many were refused and accepted, and the failures."""
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
     context, config = get_context("fork"), mackoconfig()
     failures: list[tuple[int, str]] = []
     stop = start + cases
@@ -435,7 +442,7 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, in
             return process
 
         running = {worker: begin(worker, start + worker) for worker in range(workers)}
-        while running:
+        while running and not ended.is_set():
             time.sleep(0.05)
             for worker, process in list(running.items()):
                 case, since = int(places[worker][0]), places[worker][1]
@@ -454,6 +461,9 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, in
                     running[worker] = begin(worker, case + workers)
                 else:
                     del running[worker]
+        for process in running.values():
+            process.kill()
+            process.join()
         failures += [tuple(json.loads(line)) for line in log]
         refused, accepted = (sum(count[i] for count in counts) for i in range(2))
     return {"refused": refused, "accepted": accepted}, sorted(failures)
@@ -499,7 +509,7 @@ def main() -> int:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     line = {
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "cases": options.cases,
+        "cases": sum(outcomes.values()) + len(failures),
         "seed": options.seed,
         "start": options.start,
         "seconds": math.ceil(time.monotonic() - begun),

@@ -1,12 +1,13 @@
 """Exact products, again and again, with every kernel in every way to launch it: a race gives one wrong in thousands.
 
-    python -m tests.stress                      # ten minutes on each GPU; --minutes, --gpus, --only tile
+    python -m tests.stress                      # ten minutes on each GPU; --minutes, --gpus, --jobs, --only tile
     python -m tests.stress --device cpu --minutes 0.1
-    python -m tests.stress --once --shard 0/8   # each small case once: what tools/sanitize.py runs under a tool
+    python -m tests.stress --once               # each small case once: what tools/sanitize.py runs under a tool
 
 Weights and tokens are small integers, so every order of summation gives the same bits. All that a product reads has NaN
-around it, and what it writes held NaN before. Results are compared on the device, which is never waited for between two
-products, and counted there. A line of counts a device is appended to --out. Exit status 1: an element was wrong.
+around it, and what it writes held NaN before. Results are compared on the device, element by element, which is never
+waited for between two products, and counted there. A line of counts a device is appended to --out. Exit status 1: an
+element was wrong.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -31,12 +34,13 @@ from torch import Tensor
 import macko
 from benchmarks.timing import append_jsonl, commit
 from macko import EcWeight, MackoWeight, _library
-from macko.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.formats import BitmapWeight, Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
-#: Rows, columns and density. Less than a tile and a chunk; odd everywhere; rings of stages that wrap several times, by
-#: columns and by rows; a weight that L2 holds, so that copies are fast; one that it does not.
-SMALL = {"no tile": (63, 255, 0.5), "odd": (200, 1001, 0.3), "of eight": (136, 520, 0.9), "wide": (72, 9000, 0.5)}
+#: Rows, columns and density. Of eight columns, for norms and gates; rings of stages that wrap several times, by columns
+#: and by rows; odd everywhere; less than a tile and a chunk; a weight that L2 holds, so that copies are fast; one that
+#: it does not. The first come first where time is short.
+SMALL = {"of eight": (136, 520, 0.9), "wide": (72, 9000, 0.5), "odd": (200, 1001, 0.3), "no tile": (63, 255, 0.5)}
 LARGE = {"tall": (20_011, 264, 0.5), "in L2": (4096, 4096, 0.5), "beyond L2": (11_008, 8192, 0.4)}
 #: Products of a GPU between two looks at the clock, and of one graph.
 BATCH = 64
@@ -47,6 +51,7 @@ KNOBS: dict[str, Sequence[str]] = {
     "sell": ("", OLD_COPIES, "stream_tokens=1000000"),
     "tile": ("", OLD_COPIES, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
     "slide": ("", OLD_COPIES),
+    "dense12": ("", *(f"tile_gemm={way}" for way in GEMM_WAYS)),
 }
 TOKENS = {
     "macko": (1, 3, 33),
@@ -55,6 +60,7 @@ TOKENS = {
     "tile": (1, 12, 30, 64, 65, 200, 700),
     "ec": (1, 33),
     "slide": (1, 40, 300),
+    "dense12": (1, 12, 30, 64, 65, 200, 700),
 }
 
 
@@ -71,20 +77,26 @@ class Problem(NamedTuple):
     cases: Callable[[], list[Case]]
 
 
+#: Number of the next problem, each number once, also among processes.
+Turn = Callable[[], int]
+
+
 class Counts:
     """Products, elements and wrong elements; the latter on the device until they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.products, self.elements, self.wrong = device, 0, 0, 0
-        self.rounds, self.left = 0, 0  # of all problems; problems for which there was no time
+        self.problems, self.left = 0, 0  # done; of the first round, those not done
         self.failures: Counter[str] = Counter()
         self.by_way: Counter[str] = Counter()
+        self.by_layout: Counter[str] = Counter()
 
     def add(self, name: str, way: str, products: int, elements: int, wrong: Sequence[Tensor]) -> None:
         """Waits for the device."""
         bad = sum(int(count) for count in wrong)
         self.products, self.elements, self.wrong = self.products + products, self.elements + elements, self.wrong + bad
         self.by_way[way] += products
+        self.by_layout[name.partition(" ")[0]] += products
         if bad:
             self.failures[f"{name}, {way}"] += bad
 
@@ -147,6 +159,13 @@ def slide(w: Tensor, n: int, element: int, largest: int) -> SlideWeight:
     return SlideWeight.from_dense(w, n, 3 if element == 2 and w.dtype == torch.bfloat16 else element)
 
 
+def with_list(w: Tensor, random: torch.Generator) -> Dense12Weight:
+    """A dense12 weight with w's signs. It has powers of 4, seven of them so often that the eighth, 1, is listed."""
+    powers = 4 ** torch.randint(1, 8, w.shape, device=w.device, generator=random)
+    rare = torch.rand(*w.shape, device=w.device, generator=random) < 0.005
+    return Dense12Weight.from_dense((w.sign() * torch.where(rare, 1, powers)).to(w.dtype))
+
+
 def packed_bytes(kind: type[PackedWeight], w: Tensor) -> Tensor:
     return bytes_of(kind.from_dense(w))
 
@@ -182,7 +201,7 @@ def cases_of(
             gate = placed(integers((count, cols), 0, 1, 1, random).mul(16).to(dtype))
             gated = partial(packed.gated_linear, gate, x, bias)
             yield Case(f"{name}, {count} tokens, gate", gated, exact(gate * x, w, bias, dtype))
-    if rows == cols and not largest:  # the second waits for what the first one writes
+    if rows == cols and not largest and "list" not in name:  # the second waits for what the first one writes
         x = placed(integers((1, cols), -1, 1, 0.1, random).to(dtype))
         wanted = exact(exact(x, w, None, dtype), w, None, dtype)
         yield Case(f"{name}, 1 token, twice", lambda: packed.linear(packed.linear(x)), wanted)
@@ -192,7 +211,8 @@ def cases_of(
 
 def packing_cases(w: Tensor, name: str, small: bool) -> list[Case]:
     there = w.cpu() if small else w  # large ones are compared with themselves, which takes less time
-    packs = [(kind, bytes_of(kind.from_dense(there)).to(w.device)) for kind in (MackoWeight, TileWeight, EcWeight)]
+    kinds = [kind for kind in (MackoWeight, TileWeight, EcWeight, Dense12Weight) if w.dtype in kind.dtypes]
+    packs = [(kind, bytes_of(kind.from_dense(there)).to(w.device)) for kind in kinds]
     if w.is_cuda:
         packs.append((SellWeight, bytes_of(SellWeight.from_dense(w))))
     return [
@@ -213,8 +233,8 @@ def problems(
         packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})  # type: ignore[type-var]
         return list(cases_of(full, packed, w, random, largest, placed))
 
-    for dtype, (shape, (rows, cols, density)) in itertools.product(
-        (torch.float16, torch.bfloat16), (SMALL if small else LARGE).items()
+    for (shape, (rows, cols, density)), dtype in itertools.product(
+        (SMALL if small else LARGE).items(), (torch.float16, torch.bfloat16)
     ):
         w = integers((rows, cols), -2, 2, density, random).to(dtype)
         about = f"{shape} {rows}x{cols} {str(dtype).removeprefix('torch.')}"
@@ -223,6 +243,9 @@ def problems(
         for name, (n, element, largest) in SLIDES.items():
             if SlideWeight.runs(device, torch.float8_e4m3fn if element == 1 else dtype):
                 made.append((name, partial(slide, w, n, element, largest), None, largest))
+        if dtype in Dense12Weight.dtypes:
+            made.append(("dense12", partial(Dense12Weight.from_dense, w), w, 0))
+            made.append(("dense12 with a list", partial(with_list, w, random), None, 0))
         for name, make, dense, largest in made:
             varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
             for keys in KNOBS.get(name.partition(" ")[0], ("",)) if varied else ("",):
@@ -340,46 +363,73 @@ def run_ways(cases: Sequence[Case], seconds: float, counts: Counts, end: float =
             counts.add(case.name, way, products, products * case.wanted.numel(), [wrong])
 
 
-def run_for(device: torch.device, minutes: float, seed: int, only: str, counts: Counts) -> None:
-    """Small and large problems by turns, with another seed each round, until the time is over.
+def turn_of(path: Path) -> Turn:
+    """Counts calls of all processes that count in this file."""
+    path.touch()
+
+    def turn() -> int:
+        with path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            number = int(file.read() or 0)
+            file.seek(0)
+            file.write(str(number + 1))
+        return number
+
+    return turn
+
+
+def named(all_problems: Iterator[Problem], only: str) -> list[Problem]:
+    found = [problem for problem in all_problems if only in problem.name]
+    if not found:
+        raise SystemExit(f"no problem has {only!r} in its name")
+    return found
+
+
+def by_turns(device: torch.device, seed: int) -> Iterator[Problem]:
+    """Small and large problems; of a CPU small ones."""
+    sizes = (True, False) if device.type == "cuda" else (True,)
+    for both in itertools.zip_longest(*(problems(device, small, seed) for small in sizes)):
+        yield from filter(None, both)
+
+
+def run_for(device: torch.device, minutes: float, seed: int, only: str, turn: Turn, counts: Counts) -> None:
+    """Round by round, with another seed each, until the time is over.
 
     A way to launch a case takes a slice of which a round has some 20,000 on a GPU; at least one batch of products.
     """
     end = time.monotonic() + minutes * 60
     slice_s = minutes * 60 / 40_000 if device.type == "cuda" else 0.0
-    for round_ in itertools.count(seed):
-        begun = counts.products
-        sizes = (True, False) if device.type == "cuda" else (True,)
-        for both in itertools.zip_longest(*(problems(device, small, round_) for small in sizes)):
-            for problem in filter(None, both):
-                if only in problem.name:
-                    with _library.plan(problem.plan):
-                        run_ways(problem.cases(), slice_s, counts, end)
-                if time.monotonic() > end:
-                    return
-        if counts.products == begun:
-            raise SystemExit(f"no problem has {only!r} in its name")
-        counts.rounds += 1
+    todo, round_, number = named(by_turns(device, seed), only), 0, turn()
+    counts.left = len(todo)
+    while time.monotonic() < end:
+        if number // len(todo) > round_:
+            round_ = number // len(todo)
+            todo = named(by_turns(device, seed + round_), only)
+        problem = todo[number % len(todo)]
+        with _library.plan(problem.plan):
+            run_ways(problem.cases(), slice_s, counts, end)
+        counts.problems += time.monotonic() < end  # else it is not whole
+        number = turn()
+    counts.left = max(0, counts.left - counts.problems)
 
 
-def run_once(device: torch.device, minutes: float, only: str, shard: tuple[int, int], counts: Counts) -> None:
-    """Each case of the small problems, or of every so many-th, once, eagerly, while there is time.
+def run_once(device: torch.device, minutes: float, only: str, turn: Turn, counts: Counts) -> None:
+    """Each case of the small problems once, eagerly, while there is time.
 
     Tensors have nothing around: so a tool sees their ends.
     """
     end = time.monotonic() + minutes * 60
-    for number, problem in enumerate(problems(device, True, 0, torch.Tensor.contiguous)):
-        if only not in problem.name or number % shard[1] != shard[0]:
-            continue
-        if time.monotonic() > end:
-            counts.left += 1
-            continue
+    todo = named(problems(device, True, 0, torch.Tensor.contiguous), only)
+    while time.monotonic() < end and (number := turn()) < len(todo):
+        problem = todo[number]
         with _library.plan(problem.plan):
             for case in problem.cases():
+                print(case.name, file=sys.stderr, flush=True)  # the last one, where it hangs
                 wrong = torch.zeros((), dtype=torch.int64, device=device)
                 compared(case, wrong)
                 counts.add(case.name, "eager", 1, case.wanted.numel(), [wrong])
-    counts.rounds += not counts.left
+        counts.problems += 1
+    counts.left = len(todo) - counts.problems
 
 
 @contextlib.contextmanager
@@ -395,68 +445,102 @@ def whole_sums() -> Iterator[None]:
 
 
 def stress(
-    device: torch.device, minutes: float, seed: int = 0, only: str = "", shard: tuple[int, int] | None = None
+    device: torch.device,
+    minutes: float,
+    seed: int = 0,
+    only: str = "",
+    once: bool = False,
+    turn: Turn | None = None,
 ) -> dict[str, Any]:
-    """What was run on the device, as the line has it."""
+    """What was run on the device, as the line has it. turn: numbers of problems, where other processes have some."""
     counts, begun = Counts(device), time.monotonic()
+    turn = turn or itertools.count().__next__
     with whole_sums(), torch.no_grad():
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if shard:
-            run_once(device, minutes, only, shard, counts)
+        if once:
+            run_once(device, minutes, only, turn, counts)
         else:
-            run_for(device, minutes, seed, only, counts)
+            run_for(device, minutes, seed, only, turn, counts)
     return {
         "what": "stress",
         "commit": commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "seconds": round(time.monotonic() - begun, 1),
         "seed": seed,
-        "rounds": counts.rounds,
+        "jobs": 1,
+        "problems": counts.problems,
         "problems_left": counts.left,
         "products": counts.products,
         "elements": counts.elements,
         "wrong": counts.wrong,
         "by_way": dict(counts.by_way),
-        "wrong_cases": dict(counts.failures),
+        "by_layout": dict(counts.by_layout),
+        "wrong_cases": dict(counts.failures.most_common(20)),
     }
 
 
-def _on_gpu(index: int, options: argparse.Namespace, results: Any) -> None:
-    results.put(stress(torch.device("cuda", index), options.minutes, options.seed, options.only))
+def together(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One line of processes that took turns at the same problems."""
+    line = dict(lines[0])
+    for key in ("jobs", "problems", "products", "elements", "wrong"):
+        line[key] = sum(each[key] for each in lines)
+    for key in ("by_way", "by_layout", "wrong_cases"):
+        line[key] = dict(sum((Counter(each[key]) for each in lines), Counter()))
+    line["seconds"] = max(each["seconds"] for each in lines)
+    first_round = max(each["problems"] + each["problems_left"] for each in lines)
+    line["problems_left"] = max(0, first_round - line["problems"])
+    return line
+
+
+def _on_gpu(index: int, options: argparse.Namespace, turns: Path, results: Any) -> None:
+    device = torch.device("cuda", index)
+    torch.set_num_threads(1)
+    results.put((index, stress(device, options.minutes, options.seed, options.only, turn=turn_of(turns))))
+
+
+def on_gpus(gpus: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line each, of --jobs processes."""
+    spawn = torch.multiprocessing.get_context("spawn")
+    results = spawn.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            spawn.Process(target=_on_gpu, args=(i, options, Path(folder, str(i)), results))
+            for i in range(gpus)
+            for _ in range(options.jobs)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise SystemExit(f"exit statuses {[worker.exitcode for worker in workers]}")
+    found = [results.get() for _ in workers]
+    return [together([line for on, line in found if on == i]) for i in range(gpus)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description="Exact products by the ten thousand.")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--gpus", type=int, default=0, help="at once, a process each; default: all")
+    parser.add_argument("--gpus", type=int, default=0, help="at once; default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="processes a GPU, that share the problems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="TEXT", help="problems that have it in their name")
     parser.add_argument("--once", action="store_true", help="the small problems once, in one process")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="with --once: every N-th problem")
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="with --once: who counts there shares the problems")
     parser.add_argument("--out", help="where lines are appended; default: benchmarks/results/<device>/stress.jsonl")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and macko._library.cuda_missing:
         parser.error(macko._library.cuda_missing)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if options.once:
-        first, shards = map(int, options.shard.split("/"))
-        lines = [stress(device, options.minutes, only=options.only, shard=(first, shards))]
-    elif options.device == "cpu" or (gpus := options.gpus or torch.cuda.device_count()) == 1:
+        turn = turn_of(options.turns) if options.turns else None
+        lines = [stress(device, options.minutes, only=options.only, once=True, turn=turn)]
+    elif options.device == "cpu":
         lines = [stress(device, options.minutes, options.seed, options.only)]
     else:
-        spawn = torch.multiprocessing.get_context("spawn")
-        results = spawn.SimpleQueue()
-        workers = [spawn.Process(target=_on_gpu, args=(i, options, results)) for i in range(gpus)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if any(worker.exitcode for worker in workers):
-            print(f"exit statuses {[worker.exitcode for worker in workers]}", file=sys.stderr)
-            return 1
-        lines = [results.get() for _ in workers]
+        lines = on_gpus(options.gpus or torch.cuda.device_count(), options)
     for line in lines:
         print(json.dumps(line))
         folder = line["device"].lower().removeprefix("nvidia ").replace(" ", "-")

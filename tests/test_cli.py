@@ -7,6 +7,7 @@ import copy
 import fcntl
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import signal
@@ -64,6 +65,7 @@ def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "model.layers.0.mlp.up_proj" in printed
     assert "14 of 15 layers changed" in printed
+    assert re.search(rf"{sparse}: files of [\d.]+ kB, 0\.\d+ of the [\d.]+ kB of IN\. .* in memory", printed)
     for folder in (pruned, sparse):
         assert (Path(folder) / "tokenizer_notes.txt").read_text() == "kept"
     assert (Path(pruned) / "README.md").read_text() == "of the dense one"
@@ -100,14 +102,19 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
         (["prune", str(dense), "/proc", "--method", "magnitude"], "is a mount point"),
         (["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")], "nowhere: there is no such folder"),
         (["convert", "nowhere", str(tmp_path / "out")], "nowhere: there is no such folder"),
-        (["convert", str(dense), str(tmp_path / "out"), "--format", "elves"], "format is 'elves'"),
+        (["convert", str(dense), str(tmp_path / "out"), "--format", "elves"], ": --format is 'elves'"),
         (["prune", str(dense), str(tmp_path / "out")], "--method wanda needs --calibration FILE"),
-        (["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"], "pattern is '4:2'"),
+        (
+            ["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"],
+            ": --pattern is '4:2'",
+        ),
+        (["prune", str(dense), str(other), "--sparsity", "0.3", "--pattern", "2:4"], "but --sparsity is 0.3"),
+        (["convert", str(dense), str(tmp_path / "out"), "--min-sparsity", "2"], ": --min-sparsity is 2.0, expected 0"),
         (["inspect", str(tmp_path)], "has no *.safetensors"),
         (["bench", "random:elves"], "expected a folder, or random:"),
         (["bench", str(dense), "--engine", "vllm", "--sparsity", "0.5"], "--engine vllm takes a folder that is pruned"),
         (["bench", "random:tiny", "--engine", "vllm", "--sides", "elves"], "--sides has elves, expected some of dense"),
-        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], "format is 'elves'"),
+        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], ": --format is 'elves'"),
         (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "{"], "--engine-args is '{', expected a JSON"),
         (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "[1]"], "--engine-args is '[1]', expected a"),
     ):
@@ -317,6 +324,7 @@ def broken_save(error: BaseException) -> Callable[..., None]:
     ],
     ids=["ctrl_c", "full_disk", "full_disk_of_python"],
 )
+@pytest.mark.slow
 def test_what_stops_the_writing_leaves_no_half_of_it(
     command: str, overwrite: bool, error: BaseException, code: int, said: str, dense: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -417,6 +425,7 @@ def test_a_name_on_the_hub_is_resolved_or_refused_before_any_work(
 
 @needs_transformers
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.slow
 def test_an_interrupted_prune_resumes_to_the_same_bits(
     method: str, dense: Path, text: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -463,6 +472,7 @@ def test_an_interrupted_prune_resumes_to_the_same_bits(
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_without_resume_it_starts_anew_and_says_so(
     dense: Path, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +524,7 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,28 +566,43 @@ def test_bench_says_loudly_where_outputs_are_wrong() -> None:
     assert bench._verdict(found).endswith("NO, THEY ARE WRONG (worst inf of the bound, at 8 tokens, b)")
 
 
+def sends_a_line(side: str, folder: str, options: argparse.Namespace, given: Any, pipe: Any) -> None:
+    found = bench.result(bench.Side(side, 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
+    pipe.send({"results": [found], "about": {"vllm": "1", "NVML": os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]}})
+
+
+def never_ends(*args: Any) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.slow
 def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = argparse.Namespace(json=str(tmp_path / "lines"))
-    found = bench.result(bench.Side("macko", 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
-    monkeypatch.setattr(engines, "_measure", lambda *args: args[-1].send({"results": [found], "about": {"vllm": "1"}}))
-    assert engines._forked("macko", "", options, {}) == [found]
+    options, forks = argparse.Namespace(json=str(tmp_path / "lines")), tmp_path / "forks"
+    watched = [forks]
+    os.register_at_fork(after_in_child=lambda: [path.touch() for path in watched])
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(engines, "_measure", sends_a_line)
+    found = engines._forked("macko", "", options, {})
+    assert [(result.model, result.ms) for result in found] == [("macko", 500)]
     assert "macko, decode batch 2 prompt 8:  500.000 ms,      4.0 tokens/s, weights 3.00 kB" in capsys.readouterr().out
-    monkeypatch.setattr(engines, "_measure", lambda *args: time.sleep(60))
+    monkeypatch.setattr(engines, "_measure", never_ends)
     monkeypatch.setattr(engines, "TIMEOUT", 0.1)
     assert engines._forked("fp8", "", options, {}) == []  # killed: the next side needs its memory
     assert not multiprocessing.active_children()
     assert "fp8: no times" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    assert [(line["model"], line["ms"], line["vllm"]) for line in lines] == [("macko", 500, "1")]
+    assert [(line["model"], line["ms"], line["vllm"], line["NVML"]) for line in lines] == [("macko", 500, "1", "1")]
+    assert not forks.exists()  # this process may have touched CUDA: a fork of it could not
+    watched.clear()
 
 
 @needs_transformers
 def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_times", None)
     for more, message in (
-        (["--format", "elves"], "format is 'elves'"),
+        (["--format", "elves"], ": --format is 'elves'"),
         (["--sparsity", "0.5", "50"], "sparsity is 50"),
         (["--json", str(dense)], "Is a directory"),
         (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens are 152"),
@@ -728,6 +754,7 @@ def test_formats_of_compressed_tensors() -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("two_four", [False, True])
+@pytest.mark.slow
 def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, capsys: Any) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -295,15 +295,16 @@ def test_more_than_2_31_elements() -> None:
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(131_072, 17_000), (3_000_000, 720)])
-@pytest.mark.parametrize("format", ["macko", "sell", "tile", "ec"])
+@pytest.mark.parametrize("format", ["macko", "sell", "tile", "ec", "dense12"])
 def test_products_of_more_than_2_31_numbers(format: str, rows: int, tokens: int) -> None:
     if torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("needs 24 GB of free GPU memory")
     generator = torch.Generator("cuda").manual_seed(0)
-    w = torch.randint(-2, 3, (rows, 64), generator=generator, device="cuda").half()
-    x = torch.randint(-2, 3, (tokens, 64), generator=generator, device="cuda").half()
+    dtype = FORMATS[format].dtypes[0]
+    w = torch.randint(-2, 3, (rows, 64), generator=generator, device="cuda").to(dtype)
+    x = torch.randint(-2, 3, (tokens, 64), generator=generator, device="cuda").to(dtype)
     y = FORMATS[format].from_dense(w).linear(x)
     for token in (0, tokens // 2, tokens - 1):
-        assert torch.equal(y[token], (w.float() @ x[token].float()).half())
+        assert torch.equal(y[token], (w.float() @ x[token].float()).to(dtype))
     for row in (0, rows // 2, rows - 1):
-        assert torch.equal(y[:, row], (x.float() @ w[row].float()).half())
+        assert torch.equal(y[:, row], (x.float() @ w[row].float()).to(dtype))

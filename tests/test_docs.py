@@ -29,10 +29,8 @@ def snippets(page: Path) -> list[tuple[int, str, str]]:
 def runs() -> list:
     """Pages with Python, and those again that have some for a GPU."""
     kinds = {page: {needs for _, _, needs in snippets(page)} for page in PAGES}
-    slow = pytest.mark.slow  # README's first snippet has layers of a real size
-    found = [
-        pytest.param(p, False, id=p.name, marks=[slow] if p.name == "README.md" else []) for p in PAGES if kinds[p]
-    ]
+    slow = {"README.md": [pytest.mark.slow], "quality.md": [pytest.mark.slow]}  # layers of a real size; it trains
+    found = [pytest.param(p, False, id=p.name, marks=slow.get(p.name, [])) for p in PAGES if kinds[p]]
     return found + [
         pytest.param(p, True, id=f"{p.name}-gpu", marks=pytest.mark.gpu) for p in PAGES if "gpu" in kinds[p]
     ]

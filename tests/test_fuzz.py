@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -15,5 +17,22 @@ def test_mutated_files_are_refused_or_read() -> None:
     line = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, done.stdout
     assert line["failures"] == {}
-    assert line["refused"] + line["accepted"] == 2000
+    assert line["refused"] + line["accepted"] == line["cases"] == 2000
     assert line["accepted"] > 20
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_counts_what_it_did(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    out = tmp_path / "line"
+    command = [sys.executable, "-m", "tests.fuzz", "--cases", "1000000", "--workers", "2", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while process.poll() is None and not children.read_text():
+            time.sleep(0.1)
+        time.sleep(5)
+        process.terminate()
+        assert process.wait(60) == 0
+    line = json.loads(out.read_text())
+    assert line["failures"] == {}
+    assert 0 < line["cases"] == line["refused"] + line["accepted"] < 1_000_000

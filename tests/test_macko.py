@@ -536,6 +536,7 @@ def test_no_grad_gives_the_same_without_a_gradient(device: str) -> None:
 
 
 @on_devices
+@pytest.mark.slow
 def test_compiles_whole_with_dynamic_shapes(device: str) -> None:
     w = random_weight(24, 40, 0.4, torch.float16).to(device)
     packed, bias = ops.pack(w), random_vector(24, dtype=torch.float16).to(device)

@@ -73,9 +73,9 @@ class ToyWeight(PackedWeight):
 """
 #: All that changes outside of the layout's own file: (file, what stands there once, what stands there then).
 ROWS = [
-    ("csrc/torch/path.h", "LAYOUT(SLIDE, slide_layout)", "LAYOUT(SLIDE, slide_layout) LAYOUT(TOY, toy_layout)"),
+    ("csrc/torch/path.h", "LAYOUT(DENSE12, dense12_layout)", "LAYOUT(DENSE12, dense12_layout) LAYOUT(TOY, toy_layout)"),
     ("macko/formats.py", "#: Every format by name, ", CLASS + "#: Every format by name, "),
-    ("macko/formats.py", "EcWeight, SlideWeight)", "EcWeight, SlideWeight, ToyWeight)"),
+    ("macko/formats.py", "SlideWeight, Dense12Weight)", "SlideWeight, Dense12Weight, ToyWeight)"),
 ]
 
 USE = r"""

@@ -171,13 +171,23 @@ def test_sell_streams_as_long_as_dense_rows_take_longer(room: Room, device: tupl
 
 
 def test_tile_has_a_kernel_for_few_and_one_for_many(room: Room) -> None:
-    assert room("tile", HOPPER) == {0: "few", 65: "many", END: "dense rows"}
+    assert room("tile", HOPPER) == room("tile", HOPPER, rows=1) == {0: "few", 65: "many", END: "dense rows"}
+    assert room("tile", HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
     assert room("tile", OTHER_GPU) == {0: "few", 513: "dense rows"}
     assert room("tile", HOPPER, rows=0) == {0: "few", 513: "dense rows"}
     assert room("tile", CPU) == room("tile", HOPPER, cols=0) == {0: "dense rows"}
     assert room("tile", HOPPER, limit=0) == room("tile", OTHER_GPU, limit=0) == {0: "few", 1: "dense rows"}
     assert room("tile", HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}
     assert room("tile", OTHER_GPU, limit=1000) == {0: "few", 1001: "dense rows"}
+
+
+def test_dense12_has_them_with_wgmma_alone(room: Room) -> None:
+    assert room("dense12", HOPPER) == {0: "few", 65: "many", END: "dense rows"}
+    assert room("dense12", HOPPER, cols=4097) == {0: "few", 33: "many", END: "dense rows"}
+    assert room("dense12", HOPPER, rows=0) == {0: "few", END: "dense rows"}
+    assert room("dense12", CPU) == room("dense12", OTHER_GPU) == room("dense12", HOPPER, cols=0) == {0: "dense rows"}
+    assert room("dense12", HOPPER, limit=0) == {0: "few", 1: "dense rows"}
+    assert room("dense12", HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=DEVICES.get)

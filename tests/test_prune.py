@@ -340,17 +340,9 @@ def test_says_what_state_an_interruption_leaves(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("between", [lambda x: x, torch.tanh], ids=["chain", "no_chain"])
 @pytest.mark.parametrize("left", [0, 1, 3])
 def test_the_bar_ends_where_it_said(
-    method: str, between: Callable[[torch.Tensor], torch.Tensor], left: int, monkeypatch: pytest.MonkeyPatch
+    method: str, between: Callable[[torch.Tensor], torch.Tensor], left: int, bars: list[Any]
 ) -> None:
     """Work that is counted wrong makes a wrong estimate; of a resumed run too."""
-    bars: list[Any] = []
-    tqdm = macko.prune.tqdm
-
-    def recorded(**options: Any) -> Any:
-        bars.append(tqdm(**options))
-        return bars[-1]
-
-    monkeypatch.setattr("macko.prune.tqdm", recorded)
     batches = [random_vector(10, 12, dtype=torch.float32, seed=seed) for seed in range(3)]
     done: dict[str, torch.Tensor] = {}
     macko.prune_(Blocks(between), 0.5, method, calibration=batches, done=done)
@@ -404,6 +396,21 @@ def test_the_report_counts_zeros_where_bytes_say_nothing() -> None:
     wide = nn.Sequential(nn.Linear(512, 64))
     macko.prune_(wide, 0.7)
     assert "before" in str(macko.sparsify_(wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_report_says_how_many_exponents_seven_values_hold(dtype: torch.dtype) -> None:
+    """Powers of four differ in the upper bits of the exponent, those of two between them in the lowest alone."""
+    both = nn.Sequential(*(nn.Linear(16, 1, bias=False) for _ in range(2))).to(dtype)
+    both[0].weight.data = (2.0 ** torch.arange(16)).to(dtype)[None]
+    both[1].weight.data = torch.full((1, 16), 3.0, dtype=dtype)
+    assert ", in bfloat16; the least of 0, 87.5000%" in str(macko.prune_(both, 0.0))
+    assert "hold 93.7500% of the weights left" in str(macko.prune_(both, 0.0))
+    assert "hold 100.0000% of the weights left" in str(macko.prune_(both, 0.5))
+    both[1].weight.data.zero_()
+    assert "the least of 0, 100.0000%" in str(macko.prune_(both, 0.0))
+    both[0].weight.data.zero_()
+    assert "exponents" not in str(macko.prune_(both, 0.0))
 
 
 @needs_transformers

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import macko
 from macko.allocate import BOUND, Curve, between, least
+from macko.grids import integers, nearest
+from macko.layers import find_linears
 from macko.prune import METHODS
 from macko.reconstruct import Recipe
 from tests.common import CPU_DTYPES, assert_same_bits, random_vector
@@ -110,6 +112,28 @@ def test_a_kept_weight_that_rounds_to_zero_stays(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.optim, "Adam", ToZero)
     macko.prune_(model, 0.5, calibration=batches(), ignore=["stem"], reconstruct=QUICK)
     assert int((model.layers[0].up.weight[0] == tiny).sum()) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fit_on_a_grid_ends_on_it_and_beats_rounding_behind_it(dtype: torch.dtype) -> None:
+    """Zeros stay, a row and group has as many values as the grid, and the error counted is that of the rounded."""
+    grid, given = integers(3, offset=True), [batch.to(dtype) for batch in batches()]
+    recipe = dataclasses.replace(QUICK, steps=40, unit="block", grid=grid, group=8)
+    fitted, behind = Blocks().to(dtype), Blocks().to(dtype)
+    options: dict[str, Any] = {"calibration": given, "ignore": ["stem"]}
+    report = macko.prune_(fitted, 0.5, **options, reconstruct=recipe)
+    macko.prune_(behind, 0.5, **options, reconstruct=dataclasses.replace(recipe, grid=None))
+    assert all(fit.error_after < fit.error_before for fit in report.fits)
+    for layer in find_linears(behind, ["stem"], None):
+        if layer.left_out:
+            continue
+        weight, new = layer.module.weight.data, fitted.get_submodule(layer.name).weight
+        assert not new[weight == 0].any()
+        assert all(len(row.unique()) <= 8 for group in new.split(8, dim=1) for row in group)
+        weight.copy_(nearest(weight, grid, 8))
+    dense = Blocks().to(dtype)
+    lost = [sum(float((model(x) - dense(x)).detach().float().norm()) for x in given) for model in (fitted, behind)]
+    assert lost[0] < lost[1]
 
 
 def test_what_fits_worse_is_not_taken() -> None:
@@ -236,15 +260,7 @@ def test_resumed_to_the_same_bits(count: int) -> None:
 
 @pytest.mark.parametrize("options", [{"reconstruct": QUICK}, {"sparsity": "auto:0.5"}])
 @pytest.mark.parametrize("method", ["magnitude", "wanda"])
-def test_the_bar_ends_where_it_said(method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    bars: list[Any] = []
-    tqdm = macko.prune.tqdm
-
-    def recorded(**more: Any) -> Any:
-        bars.append(tqdm(**more))
-        return bars[-1]
-
-    monkeypatch.setattr("macko.prune.tqdm", recorded)
+def test_the_bar_ends_where_it_said(method: str, options: dict[str, Any], bars: list[Any]) -> None:
     macko.prune_(Blocks(), method=method, calibration=batches(), **options)
     assert [bar.n for bar in bars] == [bar.total for bar in bars]
 

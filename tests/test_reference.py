@@ -97,6 +97,7 @@ def one_by_one(terms: Tensor) -> Tensor:
 
 @all_dtypes
 @pytest.mark.parametrize("order", ["as they are", "by value", "by size", "largest first"])
+@pytest.mark.slow
 def test_accepts_sums_in_any_order(order: str, dtype: torch.dtype) -> None:
     """One chain of 4096 additions is the worst order of all for random signs; sorted terms have the largest sums."""
     w, x, _ = problem(dtype)
@@ -120,6 +121,7 @@ def test_is_four_times_the_error_at_most(by_torch: bool, dtype: torch.dtype) -> 
     assert ((wanted.to(dtype).double() - wanted).abs() / bound).max() >= 1 / 4
 
 
+@pytest.mark.slow
 def test_float32_is_bounded_by_a_thousandth_of_a_result_and_not_by_less_than_an_order_takes() -> None:
     """Four times the error is not to be had where any order counts: rising values take a sixteenth of it or more."""
     w, x, _ = problem(torch.float32)

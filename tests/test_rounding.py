@@ -10,9 +10,9 @@ from torch import Tensor
 
 import macko
 from macko import FORMATS
-from macko.formats import PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.formats import Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
 from tests import layouts
-from tests.common import CPU_DTYPES, HALVES, assert_same_bits, device_dtypes, random_vector, random_weight
+from tests.common import CPU_DTYPES, HALVES, assert_same_bits, device_dtypes, devices, random_vector, random_weight
 
 #: Around the ends of what one launch takes: sell's passes, tile's shapes, blocks of rows on the CPU; prefill.
 TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64, 65, 128, 192, 300)
@@ -21,7 +21,8 @@ SHAPES = ((64, 256), (129, 1000), (1000, 129), (63, 255), (200, 1001))
 
 
 def formats_on(device: str, dtype: torch.dtype) -> list[type[PackedWeight]]:
-    kinds = [kind for kind in FORMATS.values() if device in kind.device_types and kind is not SlideWeight]
+    kinds = [kind for kind in FORMATS.values() if device in kind.device_types and dtype in kind.dtypes]
+    kinds.remove(SlideWeight)
     if device == "cpu" and dtype in HALVES:
         kinds.append(FORMATS["tile"])  # for tests of files; no CPU is faster with it
     return kinds
@@ -29,7 +30,7 @@ def formats_on(device: str, dtype: torch.dtype) -> list[type[PackedWeight]]:
 
 def sums_itself(kind: type[PackedWeight], device: str, tokens: int) -> bool:
     """Whether no GEMM of a library makes the sums: cuBLAS may round the product of odd sizes before it adds a bias."""
-    return device == "cpu" or kind is TileWeight or tokens == 1
+    return device == "cpu" or kind in (TileWeight, Dense12Weight) or tokens == 1
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,21 @@ def test_bias_of_a_matrix_larger_than_the_workspace_is_added_before_the_only_rou
         assert (y == 1 + torch.finfo(dtype).eps).all(), kind.__name__
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_dense_rows_have_the_bits_of_torchs_own_product(dtype: torch.dtype) -> None:
+    """So a bias is rounded as often as F.linear does it: where the result is one piece, the call is the same."""
+    for rows, cols in SHAPES:
+        w, bias = random_weight(rows, cols, 0.5, dtype).cuda(), random_vector(rows, dtype=dtype).cuda()
+        x = random_vector(300, cols, dtype=dtype).cuda()
+        for kind in (macko.MackoWeight, SellWeight, macko.EcWeight):
+            packed = kind.from_dense(w)
+            for tokens in (65, 128, 192, 300):  # sell's stream takes no more than 64
+                for bias_or_none in (bias, None):
+                    wanted = torch.nn.functional.linear(x[:tokens], w, bias_or_none)
+                    assert_same_bits(packed.linear(x[:tokens], bias_or_none), wanted)
+
+
 #: Numbers of tokens, first and last, among which a token's bits do not change: docs/kernels.md, "Bits". Beyond, and for
 #: other layouts, the library's product or a schedule made for so many tokens may add in another order.
 SAME_BITS = {
@@ -143,6 +159,19 @@ def test_a_token_has_the_same_bits_with_few_others_and_with_many(cpu_path: str, 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_token_has_the_same_bits_with_few_others_and_with_many_on_a_gpu(dtype: torch.dtype) -> None:
     assert_same_bits_in_ranges("cuda", dtype)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_token_has_the_same_bits_with_any_number_of_others_in_int8(device: str) -> None:
+    """Its sums are exact, those of the dense weight beside it too."""
+    w = random_weight(200, 1032, 0.9, torch.bfloat16).to(device)
+    w[:, 1::8] = w[:, 3::8] = 0
+    x = random_vector(300, 1032, dtype=torch.bfloat16).to(device)
+    bias = random_vector(200, dtype=torch.bfloat16).to(device)
+    packed = SlideWeight.from_dense(w, 4, 0, sparse_from=5, sparse_to=100)
+    wanted = packed.linear(x, bias)
+    for tokens in TOKENS:
+        assert_same_bits(packed.linear(x[:tokens], bias), wanted[:tokens])
 
 
 @pytest.mark.gpu

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,12 +34,13 @@ UNINITIALISED = """\
 ========= ERROR SUMMARY: 2 errors
 """
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
-#: Takes the arguments of compute-sanitizer, and writes the log that lies beside it, once a process.
+#: Takes the arguments of compute-sanitizer, and writes the log that lies beside it. Each process does 3 of 6 problems.
 STAND_IN = """\
 #!/bin/sh
 while [ "$1" != --log-file ]; do shift; done
 cp "$(dirname "$0")/log" "$2"
-echo '{"products": 3, "problems_left": 0, "wrong": 0, "commit": "abc", "device": "NVIDIA H200"}'
+pwd >&2
+echo '{"products": 3, "by_layout": {"tile": 3}, "problems": 3, "problems_left": 3, "wrong": 0, "device": "NVIDIA H200"}'
 """
 
 
@@ -45,13 +50,16 @@ def compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.write_text(STAND_IN)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("NVCC_APPEND_FLAGS", raising=False)
+    monkeypatch.setenv("MACKO_COMMIT", "abc")
+    (tmp_path / "lanes/macko").mkdir(parents=True)
+    (tmp_path / "lanes/macko/_C_cuda.abi3.so").write_bytes(b"for racecheck")
     return tmp_path
 
 
-def run(folder: Path, tool: str, log: str) -> tuple[int, dict]:
+def run(folder: Path, tools: str, log: str, *options: str) -> tuple[int, dict]:
     (folder / "log").write_text(log)
-    status = sanitize.main([tool, "--jobs", "2", "--out", str(folder / "lines")])
+    others = ["--jobs", "2", "--out", str(folder / "lines"), "--lanes", str(folder / "lanes"), *options]
+    status = sanitize.main([*tools.split(), *others])
     return status, json.loads((folder / "lines").read_text().splitlines()[-1])
 
 
@@ -60,6 +68,20 @@ def test_a_clean_run(compute_sanitizer: Path) -> None:
     assert status == 0
     assert line["errors"] == {}
     assert (line["products"], line["commit"], line["tool"]) == (6, "abc", "memcheck")
+    assert (line["problems"], line["problems_left"]) == (6, 0)
+
+
+def test_problems_that_nobody_took(compute_sanitizer: Path) -> None:
+    status, line = run(compute_sanitizer, "memcheck", CLEAN, "--jobs", "1")
+    assert status == 1
+    assert (line["problems"], line["problems_left"]) == (3, 3)
+
+
+def test_tools_at_once_share_the_processes(compute_sanitizer: Path) -> None:
+    status, _ = run(compute_sanitizer, "memcheck synccheck racecheck", CLEAN, "--jobs", "6")
+    assert status == 0
+    lines = [json.loads(line) for line in (compute_sanitizer / "lines").read_text().splitlines()]
+    assert [(line["tool"], line["jobs"]) for line in lines] == [("memcheck", 2), ("synccheck", 2), ("racecheck", 2)]
 
 
 def test_an_error_of_a_kernel_of_ours_and_one_of_the_librarys(compute_sanitizer: Path) -> None:
@@ -70,7 +92,6 @@ def test_an_error_of_a_kernel_of_ours_and_one_of_the_librarys(compute_sanitizer:
 
 
 def test_a_race_and_one_that_is_known(compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", f"-D{sanitize.LANES}")
     status, line = run(compute_sanitizer, "racecheck", RACE)
     assert status == 1
     assert [place.rpartition(" in ")[2] for place in line["errors"]] == ["spmv_cuda.cu:287"]
@@ -80,16 +101,82 @@ def test_a_race_and_one_that_is_known(compute_sanitizer: Path, monkeypatch: pyte
     assert line["known"] == {"a reason": 2}
 
 
-def test_racecheck_of_a_build_that_it_cannot_follow(
-    compute_sanitizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run(compute_sanitizer, "racecheck", CLEAN)
-    assert "racecheck needs a build made with NVCC_APPEND_FLAGS" in capsys.readouterr().err
+@pytest.mark.slow
+def test_racecheck_runs_with_the_library_made_for_it(compute_sanitizer: Path) -> None:
+    lanes = sanitize.package_with(compute_sanitizer / "lanes")
+    assert (lanes / "macko/_C_cuda.abi3.so").read_bytes() == b"for racecheck"
+    said = subprocess.run(
+        [sys.executable, "-c", "import tests.stress, macko; print(macko.__file__)"],
+        cwd=lanes,
+        env={**os.environ, "PYTHONPATH": str(lanes)},
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.strip() == str(lanes / "macko/__init__.py"), said.stderr
+
+
+def test_racecheck_without_the_library_made_for_it(compute_sanitizer: Path) -> None:
+    with pytest.raises(SystemExit, match=r"racecheck needs .* made with NVCC_APPEND_FLAGS"):
+        run(compute_sanitizer, "racecheck", CLEAN, "--lanes", str(compute_sanitizer))
 
 
 def test_a_process_that_dies_is_no_clean_run(compute_sanitizer: Path) -> None:
     (compute_sanitizer / "compute-sanitizer").write_text("#!/bin/sh\nexit 3\n")
     status, line = run(compute_sanitizer, "memcheck", CLEAN)
     assert status == 1
-    assert line["products"] == 0
+    assert (line["products"], line["broken"]) == (0, 2)
+
+
+HANGS = STAND_IN.replace("pwd >&2", 'mkdir "$0.hangs" && echo a case && sleep 1000')  # the first one
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_killed_and_its_problems_are_left(
+    compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (compute_sanitizer / "compute-sanitizer").write_text(HANGS)
+    monkeypatch.setattr(sanitize, "GRACE", 0.02)
+    status, line = run(compute_sanitizer, "memcheck", CLEAN, "--minutes", "0")
+    assert status == 1
+    assert (line["broken"], line["problems"], line["problems_left"]) == (1, 3, 3)
+    assert line["seconds"] < 100
+
+
+@pytest.mark.slow
+def test_another_process_goes_on_behind_one_that_hangs(
+    compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (compute_sanitizer / "compute-sanitizer").write_text(HANGS)
+    monkeypatch.setattr(sanitize, "STALL", 1)
+    status, line = run(compute_sanitizer, "memcheck", CLEAN)
+    assert status == 1
+    assert (line["broken"], line["problems"], line["problems_left"]) == (1, 6, 0)
+    assert line["seconds"] < 100
+
+
+#: x claims more elements than its allocation has.
+PAST_THE_END = """\
+import torch, macko
+w = torch.zeros(1, 1 << 22, dtype=torch.float16, device="cuda")
+w[0, ::1000] = 1
+packed = macko.MackoWeight.from_dense(w)
+there = torch.zeros(64, dtype=torch.float16, device="cuda")
+class X:
+    __cuda_array_interface__ = dict(shape=(1 << 22,), typestr="<f2", data=(there.data_ptr(), False), version=3)
+packed.linear(torch.as_tensor(X(), device="cuda"))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_memcheck_looks_at_our_kernels(tmp_path: Path) -> None:
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        pytest.skip("there is no compute-sanitizer")
+    log = tmp_path / "log"
+    command = [tool, "--tool", "memcheck", *sanitize.OURS, "--log-file", str(log), sys.executable, "-c", PAST_THE_END]
+    environment = {**os.environ, "PYTHONPATH": str(sanitize.ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = [report for report in sanitize.reports(log.read_text()) if sanitize.is_ours(report)]
+    assert any("Invalid __global__ read" in report and "spmv_cuda.cu" in report for report in found), said.stderr

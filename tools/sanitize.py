@@ -1,12 +1,13 @@
 """Runs every kernel under the tools of compute-sanitizer, on one GPU, and keeps what they say.
 
     python tools/sanitize.py memcheck initcheck synccheck
-    NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES python tools/sanitize.py racecheck    # of a build made so
+    python tools/sanitize.py racecheck --lanes build/lanes    # of a CUDA library made for it, as `make sanitize` does
 
 What runs are the small problems of tests/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap; every
-layout, width, kernel of older GPUs, packing, unpacking, norm and gate. --jobs processes share them, and begin none that
-would not be over within --minutes. A line of tool, commit, seconds and errors is appended to --out. Exit status 1: an
-error of a kernel of macko's that is not in KNOWN, a wrong product, or a process that did not end well.
+layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. The tools run at
+once, each in its part of --jobs processes, which take turns at its problems and begin none after --minutes. A line of
+tool, commit, seconds and errors is appended to --out. Exit status 1: an error of a kernel of macko's that is not in
+KNOWN, a wrong product, a process that did not end well, or a problem for which there was no time.
 """
 
 from __future__ import annotations
@@ -16,18 +17,28 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
+#: Minutes that the last problems may take beyond --minutes, and a process to start.
+GRACE = 1.5
+#: Seconds that a process may take to its first case, and from one to the next: then it hangs.
+START, STALL = 240, 100
+
+
+#: Kernels of macko's by what is in their mangled names; those in no namespace have their file's.
+OURS = ["--kernel-name", "kns=_cuda_cu_", "--kernel-name", "kns=macko"]
 
 
 class Known(NamedTuple):
@@ -38,7 +49,7 @@ class Known(NamedTuple):
     why: str
 
 
-#: None where racecheck looks at a build with LANES; docs/kernels.md says why it cannot follow any other.
+#: None where racecheck looks at a library made with LANES; docs/kernels.md says why it cannot follow any other.
 KNOWN: tuple[Known, ...] = ()
 
 
@@ -66,86 +77,156 @@ def place_of(report: str) -> str:
     return f"{title[:160]}{f' in {at[1]}' if at else ''}"
 
 
-def command(tool: str, log: Path, shard: str, minutes: float, sanitizer: str) -> list[str]:
-    # initcheck has to see what other kernels write; the others need to look at ours only.
-    names = [] if tool == "initcheck" else ["--kernel-name", "kns=_cuda_cu_,kns=macko"]
-    suite = [sys.executable, "-m", "tests.stress", "--once", "--shard", shard, "--minutes", str(minutes)]
-    return [sanitizer, "--tool", tool, *names, "--log-file", str(log), *suite]
+def commit() -> str:
+    said = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return os.environ.get("MACKO_COMMIT") or said.stdout.strip() or "unknown"
 
 
-def sanitize(tool: str, jobs: int, minutes: float, sanitizer: str, only: str) -> dict[str, object]:
-    """One tool over all shards at once."""
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        # Each tensor is an allocation of its own, so that a step over its end is one over an allocation's.
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        logs = [Path(folder, f"{i}.log") for i in range(jobs)]
-        running = [
-            subprocess.Popen(
-                [*command(tool, log, f"{i}/{jobs}", minutes, sanitizer), "--only", only],
-                cwd=ROOT,
+def package_with(lanes: Path) -> Path:
+    """A folder with the package and tests as they are here, and the CUDA library of `lanes`."""
+    libraries = list(lanes.glob("macko/_C_cuda.*so"))
+    if not libraries:
+        raise SystemExit(
+            f"racecheck needs {lanes}/macko/_C_cuda.abi3.so, made with NVCC_APPEND_FLAGS=-D{LANES} (make sanitize): "
+            "it does not see that one lane arrives at a barrier for its warp"
+        )
+    ignored = shutil.ignore_patterns("__pycache__", "_C_cuda.*", "results")
+    for name in ("macko", "benchmarks", "tests"):
+        shutil.copytree(ROOT / name, lanes / name, ignore=ignored, dirs_exist_ok=True)
+    return lanes.resolve()
+
+
+class Job(NamedTuple):
+    process: subprocess.Popen[bytes]
+    output: Path
+    log: Path
+
+    def hangs(self) -> bool:
+        """It names each case when it begins."""
+        said = self.output.stat()
+        return self.process.poll() is None and time.time() - said.st_mtime > (STALL if said.st_size else START)
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def line(self) -> dict[str, Any] | None:
+        """What it says at its end."""
+        last = self.output.read_text(errors="replace").rstrip().rpartition("\n")[2]
+        return json.loads(last) if last.startswith("{") else None
+
+
+class Run:
+    """One tool over the small problems, in processes that take turns at them."""
+
+    def __init__(self, tool: str, jobs: int, folder: Path, options: argparse.Namespace) -> None:
+        self.tool, self.jobs, self.folder, self.options = tool, jobs, folder, options
+        self.where = package_with(options.lanes) if tool == "racecheck" else ROOT
+        self.begun = time.monotonic()
+        self.started: list[Job] = []
+        for _ in range(jobs):
+            self.start()
+
+    def start(self) -> None:
+        output = self.folder / f"{self.tool}.{len(self.started)}"
+        log = output.with_suffix(output.suffix + ".log")
+        # initcheck has to see what other kernels write; the others need to look at ours only.
+        names = [] if self.tool == "initcheck" else OURS
+        minutes = self.options.minutes - (time.monotonic() - self.begun) / 60
+        suite = [sys.executable, "-m", "tests.stress", "--once", "--minutes", str(minutes)]
+        suite += ["--only", self.options.only, "--turns", str(self.folder / f"{self.tool}.turns")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.where),
+            "MACKO_COMMIT": commit(),
+            "OMP_NUM_THREADS": "1",  # what is wanted is computed on the CPU, by as many processes as it has cores
+            # Each tensor is an allocation of its own, so that a step over its end is one over an allocation's.
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        }
+        with output.open("w") as file:  # a pipe that nobody reads meanwhile would fill up
+            process = subprocess.Popen(
+                [self.options.sanitizer, "--tool", self.tool, *names, "--log-file", str(log), *suite],
+                cwd=self.where,
                 env=environment,
-                stdout=subprocess.PIPE,
+                stdout=file,
                 stderr=subprocess.STDOUT,
-                text=True,
+                start_new_session=True,
             )
-            for i, log in enumerate(logs)
-        ]
-        outputs = [process.communicate()[0] for process in running]
+        self.started.append(Job(process, output, log))
+
+    def wait(self, until: float) -> None:
+        """A process that hangs is killed, and another one goes on with the problems behind."""
+        while any(job.process.poll() is None for job in self.started):
+            is_over = time.monotonic() > until
+            for job in list(self.started):
+                if job.hangs() or (is_over and job.process.poll() is None):
+                    job.kill()
+                    if not is_over:
+                        self.start()
+            time.sleep(0.2)
+
+    def line(self, until: float) -> dict[str, object]:
+        self.wait(until)
+        seconds = round(time.monotonic() - self.begun)
+        logs = [job.log for job in self.started]
         found = [report for log in logs if log.exists() for report in reports(log.read_text(errors="replace"))]
-    lines, broken = [], []
-    for process, output in zip(running, outputs, strict=True):
-        last = output.strip().splitlines()[-1] if output.strip() else ""
-        if process.returncode or not last.startswith("{"):
-            broken.append(f"exit status {process.returncode}: {output[-1500:]}")
-        if last.startswith("{"):
-            lines.append(json.loads(last))
-    errors = [report for report in found if is_ours(report)]
-    known = {r: k.why for r in errors for k in KNOWN if k.tool == tool and k.report in r}
-    return {
-        "what": "sanitize",
-        "tool": tool,
-        "commit": lines[0]["commit"] if lines else "unknown",
-        "device": lines[0]["device"] if lines else "unknown",
-        "seconds": round(time.monotonic() - begun),
-        "jobs": jobs,
-        "products": sum(line["products"] for line in lines),
-        "problems_left": sum(line["problems_left"] for line in lines),
-        "wrong": sum(line["wrong"] for line in lines),
-        "errors": dict(Counter(place_of(report) for report in errors if report not in known)),
-        "known": dict(Counter(known[report] for report in errors if report in known)),
-        "of_others": len(found) - len(errors),
-        "broken": broken,
-    }
+        lines = [line for job in self.started if (line := job.line())]
+        broken = [
+            f"exit status {job.process.returncode}: {job.output.read_text(errors='replace')[-1500:]}"
+            for job in self.started
+            if job.process.returncode or not job.line()
+        ]
+        errors = [report for report in found if is_ours(report)]
+        known = {r: k.why for r in errors for k in KNOWN if k.tool == self.tool and k.report in r}
+        done = sum(line["problems"] for line in lines)
+        return {
+            "what": "sanitize",
+            "tool": self.tool,
+            "commit": commit(),
+            "device": lines[0]["device"] if lines else "unknown",
+            "seconds": seconds,
+            "jobs": self.jobs,
+            "products": sum(line["products"] for line in lines),
+            "by_layout": dict(sum((Counter(line["by_layout"]) for line in lines), Counter())),
+            "problems": done,
+            "problems_left": lines[0]["problems"] + lines[0]["problems_left"] - done if lines else None,
+            "wrong": sum(line["wrong"] for line in lines),
+            "errors": dict(Counter(place_of(report) for report in errors if report not in known)),
+            "known": dict(Counter(known[report] for report in errors if report in known)),
+            "of_others": len(found) - len(errors),
+            "broken": broken,
+        }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tools", nargs="+", choices=TOOLS)
     parser.add_argument(
-        "--jobs", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)), help="processes at once"
+        "--jobs", type=int, default=max(4, min(16, (os.cpu_count() or 1) - 2)), help="processes at once, of all tools"
     )
-    parser.add_argument("--minutes", type=float, default=8, help="of each tool; what is begun then ends")
+    parser.add_argument("--minutes", type=float, default=8, help="what is begun then ends")
     parser.add_argument("--only", default="", metavar="TEXT", help="problems that have it in their name")
+    parser.add_argument(
+        "--lanes", type=Path, default=ROOT / "build/lanes", help=f"has a macko/_C_cuda made with {LANES}"
+    )
     parser.add_argument("--out", help="where lines are appended; default: benchmarks/results/<device>/sanitize.jsonl")
-    args = parser.parse_args(arguments)
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(sanitizer).exists():
+    options = parser.parse_args(arguments)
+    options.sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(options.sanitizer).exists():
         parser.error("there is no compute-sanitizer: it is in the CUDA toolkit")
-    if "racecheck" in args.tools and LANES not in os.environ.get("NVCC_APPEND_FLAGS", ""):
-        parser.error(
-            f"racecheck needs a build made with NVCC_APPEND_FLAGS=-D{LANES}, and the same in its environment: "
-            "it does not see that one lane arrives at a barrier for its warp"
-        )
-    bad = False
-    for tool in args.tools:
-        line = sanitize(tool, args.jobs, args.minutes, sanitizer, args.only)
+    bad, until = False, time.monotonic() + (options.minutes + GRACE) * 60
+    with tempfile.TemporaryDirectory() as folder:
+        shares = [len(range(i, options.jobs, len(options.tools))) or 1 for i in range(len(options.tools))]
+        runs = [Run(tool, jobs, Path(folder), options) for tool, jobs in zip(options.tools, shares, strict=True)]
+        with ThreadPoolExecutor(len(runs)) as pool:
+            lines = list(pool.map(lambda run: run.line(until), runs))
+    for line in lines:
         print(json.dumps(line), flush=True)
-        folder = str(line["device"]).lower().removeprefix("nvidia ").replace(" ", "-")
-        out = Path(args.out or Path("benchmarks/results", folder, "sanitize.jsonl"))
+        device = str(line["device"]).lower().removeprefix("nvidia ").replace(" ", "-")
+        out = Path(options.out or Path("benchmarks/results", device, "sanitize.jsonl"))
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({name: value for name, value in line.items() if name != "broken"}) + "\n")
+            file.write(json.dumps({**line, "broken": len(line["broken"])}) + "\n")  # type: ignore[arg-type]
         bad |= bool(line["errors"] or line["wrong"] or line["broken"] or line["problems_left"] or not line["products"])
     return 1 if bad else 0
 

@@ -1,169 +1,20 @@
-// More than 64 tokens on CUDA (sm_90a): the plan for a device, kept for the next time, and the launch.
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <map>
-#include <mutex>
-
-#include "many_kernel.cuh"
-
-namespace macko {
-namespace {
-
-// body(index, shape) for each shape that is compiled, in the order of MACKO_TILE_MANY_SHAPES.
-template <class BODY>
-void for_shapes(const BODY &body) {
-    int index = 0;
-#define MACKO_TILE_SHAPE(tokens, row_blocks, split_k) body(index++, many_shape<tokens, row_blocks, split_k>());
-    MACKO_TILE_MANY_SHAPES(MACKO_TILE_SHAPE)
-#undef MACKO_TILE_SHAPE
-}
-
-bool fits(macko_tile_many_shape shape, const macko_tile_matrix &m, const device_info &device) {
-    macko_tile_many_stages stages;
-    return macko_tile_many_fit_stages(shape, m.widest, device.shared_bytes, &stages);
-}
-
-// How many clusters of each shape run at once. Each block takes an SM.
-template <typename T>
-cudaError_t find_clusters(const macko_tile_matrix &m, const device_info &device, macko_tile_many_problem *problem) {
-    cudaError_t error = cudaSuccess;
-    for_shapes([&](int index, auto shape) {
-        using SHAPE = decltype(shape);
-        constexpr auto KERNEL = tile_many_kernel<T, SHAPE>;
-        if (!error) error = allow_all_shared_memory<KERNEL>(device);
-        if (!error && fits(SHAPE::plain(), m, device))
-            error = max_active_clusters<KERNEL, MACKO_TILE_CLUSTER_BLOCKS>(device, MACKO_TILE_CLUSTER_BLOCKS,
-                                                                           SHAPE::THREADS, device.shared_bytes - 1024,
-                                                                           &problem->clusters[index]);
-    });
-    return error;
-}
-
-struct many_args {
-    const macko_tile_matrix &m;
-    int64_t tokens;
-    const void *x;
-    int64_t x_stride;
-    const void *bias;
-    void *y;
-    const macko_tile_many_plan &plan;
-    void *workspace;
-    cudaStream_t stream;
-};
-
-std::atomic<uint64_t> launches; // of all kernels: no two have the same epoch
-
-template <typename T, class SHAPE>
-cudaError_t launch(const many_args &args, const device_info &device) {
-    const macko_tile_matrix &m = args.m;
-    const macko_tile_many_plan &plan = args.plan;
-    many_task task{};
-    task.data = m.data;
-    task.offsets = m.offsets;
-    task.bias = args.bias;
-    task.y_plain = m.rows % 8 || (uintptr_t)args.y % 16 ? args.y : nullptr;
-    task.rows = m.rows;
-    task.tokens = (int)args.tokens;
-    task.schedule = plan.schedule;
-    task.units = (int)std::min<int64_t>(m.units, INT32_MAX);
-    task.mean = (float)m.units / macko_tile_count(m.rows, m.cols);
-    task.flags = (uint64_t *)args.workspace;
-    task.partials =
-        (float4 *)((uint8_t *)args.workspace + macko_tile_many_flag_bytes(SHAPE::plain(), plan.schedule.clusters));
-    task.epoch = ++launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
-    if (!macko_tile_many_fit_stages(SHAPE::plain(), m.widest, device.shared_bytes, &task.stages))
-        return cudaErrorInvalidValue;
-    // A box that reaches beyond the last token takes longer, so the last ones have another (H200: clearly).
-    task.last_tokens = (int)(args.tokens - (plan.schedule.token_tiles - 1) * (int64_t)SHAPE::TOKENS);
-    const auto map_tokens = [&](CUtensorMap *map, int box) {
-        return sm90::make_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
-                                     args.x_stride * 2, MACKO_TILE_COLS, box);
-    };
-    cudaError_t error = map_tokens(&task.x, SHAPE::BOX);
-    task.last_x = task.x;
-    if (const int last_box = task.last_tokens % SHAPE::BOX; !error && last_box)
-        error = map_tokens(&task.last_x, last_box);
-    if (!error && !task.y_plain)
-        error = sm90::make_tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
-                                      MACKO_TILE_ROWS, SHAPE::OUT_TOKENS);
-    if (error) return error;
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {MACKO_TILE_CLUSTER_BLOCKS, 1, 1};
-    attributes[1] = pdl_attribute();
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(plan.schedule.clusters * MACKO_TILE_CLUSTER_BLOCKS));
-    config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = macko_tile_many_shared_bytes(SHAPE::plain(), task.stages);
-    config.stream = args.stream;
-    config.attrs = attributes;
-    config.numAttrs = may_use_pdl(args.stream, SHAPE::THREADS) ? 2 : 1;
-    return cudaLaunchKernelEx(&config, tile_many_kernel<T, SHAPE>, task);
-}
-
-template <typename T>
-cudaError_t run(const many_args &args, const device_info &device) {
-    cudaError_t error = cudaErrorInvalidValue;
-    const macko_tile_many_shape wanted = args.plan.shape;
-    for_shapes([&](int, auto shape) {
-        using SHAPE = decltype(shape);
-        if (wanted.tokens == SHAPE::TOKENS && wanted.row_blocks == SHAPE::ROW_BLOCKS &&
-            wanted.split_k == SHAPE::SPLIT_K)
-            error = launch<T, SHAPE>(args, device);
-    });
-    return error;
-}
-
-} // namespace
-} // namespace macko
+// More than 64 tokens on CUDA for the tile layout.
+#include "many_launch.cuh"
+#include "tile.h"
 
 cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens, macko_tile_many_plan *plan) {
     using namespace macko;
-    *plan = {};
-    device_info device;
-    if (const cudaError_t error = current_device(&device)) return error;
-    const int *forced = macko_knob(MACKO_KNOB_TILE_GEMM); // taken where it can be
-    // A plan takes longer than a launch, so plans are kept: a model asks for the same ones again and again.
-    constexpr size_t MOST = 4096;
-    static std::mutex mutex;
-    static std::map<std::array<int64_t, 7>, macko_tile_many_plan> known;
-    int64_t fitting = 0; // which shapes: all that a plan depends on of the largest slab
-    for_shapes([&](int, auto shape) { fitting = fitting * 2 + fits(decltype(shape)::plain(), *m, device); });
-    // What it depends on: of the tokens, how many tiles they fill, which follows from those of 64.
-    const std::array<int64_t, 7> key = {device.index,
-                                        m->dtype,
-                                        macko_tile_row_blocks(m->rows),
-                                        m->cols,
-                                        fitting,
-                                        ceil_div(tokens, 64),
-                                        macko_tile_tokens_exceed_l2(tokens, m->cols)};
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = known.find(key); !forced && found != known.end()) {
-        *plan = found->second;
-        return cudaSuccess;
-    }
-    macko_tile_many_problem problem = {m->rows, m->cols, tokens, {}};
-    if (const cudaError_t failed = m->dtype == MACKO_F16 ? find_clusters<__half>(*m, device, &problem)
-                                                         : find_clusters<__nv_bfloat16>(*m, device, &problem))
-        return failed;
-    if (forced) {
-        const macko_tile_many_way way = {forced[0], forced[1], forced[2], forced[3]};
-        if (macko_tile_many_choose(&problem, &way, plan)) return cudaSuccess;
-    }
-    if (!macko_tile_many_choose(&problem, nullptr, plan)) return cudaErrorInvalidValue;
-    if (known.size() >= MOST) known.clear();
-    known[key] = *plan;
-    return cudaSuccess;
+    return m->dtype == MACKO_F16 ? plan_many<sparse16<__half>>(m->rows, m->cols, m->widest, tokens, plan)
+                                 : plan_many<sparse16<__nv_bfloat16>>(m->rows, m->cols, m->widest, tokens, plan);
 }
 
 cudaError_t macko_tile_many_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
                                  const void *bias, void *y, const macko_tile_many_plan *plan, void *workspace,
                                  cudaStream_t stream) {
     using namespace macko;
-    if (!m->rows || !tokens) return cudaSuccess;
-    device_info device;
-    if (const cudaError_t error = current_device(&device)) return error;
-    const many_args args = {*m, tokens, x, x_stride, bias, y, *plan, workspace, stream};
-    return m->dtype == MACKO_F16 ? run<__half>(args, device) : run<__nv_bfloat16>(args, device);
+    const auto run = [&](auto codec) {
+        const many_weight<decltype(codec)> weight = {m->data, m->offsets, m->rows, m->cols, m->widest, m->units, {}};
+        return launch_many(weight, tokens, x, x_stride, bias, y, *plan, workspace, stream);
+    };
+    return m->dtype == MACKO_F16 ? run(sparse16<__half>()) : run(sparse16<__nv_bfloat16>());
 }

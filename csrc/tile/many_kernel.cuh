@@ -23,13 +23,13 @@
 
 #include "../core/cuda.cuh"
 #include "../core/pipeline.cuh"
-#include "decode.cuh"
+#include "codec.cuh"
 #include "many_plan.h"
-#include "multiply.cuh"
 
 namespace macko {
 namespace {
 
+template <class CODEC>
 struct many_task {
     CUtensorMap x,
         last_x;    // boxes of MACKO_TILE_COLS columns by BOX tokens, and by those that the last token tile has of one
@@ -41,13 +41,14 @@ struct many_task {
     int64_t rows;
     int tokens, last_tokens; // last: of the last token tile
     macko_tile_schedule schedule;
-    int units;  // of data, where known; else 0
-    float mean; // of them in a slab
+    int units;      // of data, where known; else 0
+    float mean;     // of them in a slab
+    int slab_units; // of every slab, if SAME_SIZE
     macko_tile_many_stages stages;
     float4 *partials; // [share][2][ROW_BLOCKS][OUT_SUMS / 4][128]: of tiles that another cluster fixes up
     uint64_t *flags;  // [share][2][ROW_BLOCKS]: `epoch` once they are there
     uint64_t epoch;   // a number of this launch alone, so no flag has to be cleared before
-    tile_weights weights;
+    typename CODEC::constants weights;
 };
 
 template <int TOKENS_, int ROW_BLOCKS_, int SPLIT_K_>
@@ -111,13 +112,13 @@ template <class SHAPE>
 __device__ __forceinline__ int partials_index(const macko_tile_share &share, int index, int warpgroup) {
     return (index * MACKO_TILE_CLUSTER_BLOCKS + share.rank) * SHAPE::ROW_BLOCKS + warpgroup;
 }
-template <class SHAPE>
-__device__ __forceinline__ float4 *partials_of(const many_task &task, const macko_tile_share &share, int index,
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ float4 *partials_of(const many_task<CODEC> &task, const macko_tile_share &share, int index,
                                                int warpgroup) {
     return task.partials + (int64_t)partials_index<SHAPE>(share, index, warpgroup) * (SHAPE::PARTIAL_BYTES / 16);
 }
-template <class SHAPE>
-__device__ __forceinline__ uint64_t *flag_of(const many_task &task, const macko_tile_share &share, int index,
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ uint64_t *flag_of(const many_task<CODEC> &task, const macko_tile_share &share, int index,
                                              int warpgroup) {
     return task.flags + partials_index<SHAPE>(share, index, warpgroup);
 }
@@ -186,8 +187,8 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
 // ---- Producers: a warp each ----
 
 // Gives a consumer warpgroup the next stage as scratch memory, for sums or output: full without a copy.
-template <class SHAPE>
-__device__ __forceinline__ void lend_stage(const many_task &task, uint32_t smem, sm90::pipeline_state &x) {
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ void lend_stage(const many_task<CODEC> &task, uint32_t smem, sm90::pipeline_state &x) {
     sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
     if (threadIdx.x % WARP == 0) sm90::barrier_arrive(smem + SHAPE::X_FULL + x.stage * 8);
     __syncwarp();
@@ -197,8 +198,8 @@ __device__ __forceinline__ void lend_stage(const many_task &task, uint32_t smem,
 // The end of the x pipeline. No block may leave while its neighbour multicasts to it: all has come once all stages have
 // been released. (A barrier of the cluster would have to order what all threads have written, in the whole GPU.) With
 // split-K blocks fetch for themselves, and what each sends the other is waited for at every exchange.
-template <class SHAPE>
-__device__ __forceinline__ void producer_tail(const many_task &task, uint32_t smem, sm90::pipeline_state x) {
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ void producer_tail(const many_task<CODEC> &task, uint32_t smem, sm90::pipeline_state x) {
     for (int i = 0; SHAPE::MULTICAST > 1 && i < task.stages.x; i++) {
         sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
         x.advance(task.stages.x);
@@ -207,8 +208,8 @@ __device__ __forceinline__ void producer_tail(const many_task &task, uint32_t sm
 
 // Partial sums that other clusters have of the tile that this one fixes up, share by share, into the x pipeline. By
 // bulk copies: consumers have no registers for many loads at once. They begin while the last products run.
-template <class SHAPE>
-__device__ __forceinline__ void fetch_partials(const many_task &task, uint32_t smem) {
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ void fetch_partials(const many_task<CODEC> &task, uint32_t smem) {
     const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
     start_wait();
     macko_tile_segment segment{};
@@ -253,8 +254,8 @@ __device__ __forceinline__ void fetch_partials(const many_task &task, uint32_t s
 }
 
 // Tokens of all slabs, a box a tile, and the other stages of the x pipeline up to the fix-up.
-template <class SHAPE>
-__device__ __forceinline__ void fetch_tokens(const many_task &task, uint32_t smem) {
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint32_t smem) {
     const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
     const int lane = threadIdx.x % WARP;
     sm90::pipeline_state x;
@@ -319,8 +320,8 @@ __device__ __forceinline__ void fetch_tokens(const many_task &task, uint32_t sme
 }
 
 // Slabs, a lane for each row block. The first offsets, whose place the plan knows, are asked for before all else.
-template <class SHAPE>
-__device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem) {
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32_t smem) {
     const macko_tile_schedule &schedule = task.schedule;
     const int lane = threadIdx.x % WARP, of_row = min(lane, SHAPE::ROW_BLOCKS - 1) * schedule.slabs;
     int from = 0, to = 0;
@@ -331,14 +332,19 @@ __device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem
         return at;
     };
     const auto ask = [&](int slab) {
-        from = task.offsets[in_matrix(slab)];
-        to = task.offsets[in_matrix(slab) + 1];
+        if (CODEC::SAME_SIZE) {
+            from = in_matrix(slab) * task.slab_units;
+            to = from + task.slab_units;
+        } else {
+            from = task.offsets[in_matrix(slab)];
+            to = task.offsets[in_matrix(slab) + 1];
+        }
     };
     const int first_slab = schedule.first_slabs[blockIdx.x];
     if (first_slab >= 0) {
         const int slab = in_matrix(first_slab);
         // Until the offsets have come, what lies about where the first slab should be is prefetched to L2.
-        if (task.units && lane < SHAPE::ROW_BLOCKS) {
+        if (!CODEC::SAME_SIZE && task.units && lane < SHAPE::ROW_BLOCKS) {
             constexpr int ABOUT = 32;
             const int begin = max(0, min((int)((float)slab * task.mean), task.units) - ABOUT);
             sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_TILE_UNIT,
@@ -386,8 +392,8 @@ __device__ __forceinline__ void fetch_slabs(const many_task &task, uint32_t smem
 // ---- The store warp: consumers would wait for their stores ----
 
 // Raises the flags of this block's partial sums, and stores the output.
-template <class SHAPE>
-__device__ __forceinline__ void store_outputs(const many_task &task, uint32_t smem) {
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ void store_outputs(const many_task<CODEC> &task, uint32_t smem) {
     const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
     start_wait();
     const int lane = threadIdx.x % WARP;
@@ -436,8 +442,8 @@ __device__ __forceinline__ void add_sums(float *sums, uint32_t from) {
 }
 
 // Fix-up: adds what the other shares have of the tile, in their order.
-template <class SHAPE, class RELEASE>
-__device__ __forceinline__ void fix_up(const many_task &task, uint32_t smem, int others, int warpgroup,
+template <class SHAPE, class CODEC, class RELEASE>
+__device__ __forceinline__ void fix_up(const many_task<CODEC> &task, uint32_t smem, int others, int warpgroup,
                                        sm90::pipeline_state &x, float (&sums)[SHAPE::SUMS], const RELEASE &release) {
     constexpr int FIX_UP_BYTES = SHAPE::FIX_UP_BYTES;
 #pragma unroll 1
@@ -460,8 +466,8 @@ __device__ __forceinline__ void fix_up(const many_task &task, uint32_t smem, int
 // Split-K: the two blocks of a cluster have sums of the same output tile. Each sends the other those of the other's
 // tokens, a warpgroup's to a stage of the other's x pipeline; its own are the first then. The other's pipeline is
 // `ahead` of this one.
-template <class SHAPE, class RELEASE>
-__device__ __forceinline__ void exchange_partials(const many_task &task, uint32_t smem, int rank, int warpgroup,
+template <class SHAPE, class CODEC, class RELEASE>
+__device__ __forceinline__ void exchange_partials(const many_task<CODEC> &task, uint32_t smem, int rank, int warpgroup,
                                                   uint32_t segments, sm90::pipeline_state &x, int ahead,
                                                   float (&sums)[SHAPE::SUMS], const RELEASE &release) {
     constexpr int OUT_SUMS = SHAPE::OUT_SUMS;
@@ -498,10 +504,11 @@ __device__ __forceinline__ void exchange_partials(const many_task &task, uint32_
 // The epilogue: bias, rounding, and by stmatrix into the stage of the x pipeline that was lent for it, as [token][64
 // rows], swizzled by 128 bytes. The store warp goes on from there. Where y cannot be stored by TMA, plain stores follow
 // at once.
-template <typename T, class SHAPE>
-__device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, const macko_tile_share &share, int tile,
-                                         int warpgroup, int thread, sm90::pipeline_state &x,
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t smem, const macko_tile_share &share,
+                                         int tile, int warpgroup, int thread, sm90::pipeline_state &x,
                                          const float (&sums)[SHAPE::SUMS]) {
+    using T = typename CODEC::T;
     // Asked for anew: there are no registers to keep them in while products run.
     const int lane = held(threadIdx.x) % WARP,
               warp = macko_tile_uniform(held(threadIdx.x) % MACKO_TILE_WARPGROUP / WARP);
@@ -541,8 +548,8 @@ __device__ __forceinline__ void epilogue(const many_task &task, uint32_t smem, c
 // slabs, then whole slabs are multiplied (the main loop); sums are exchanged (split-K), given away or fixed up
 // (Stream-K), put out. The main loop and what gives away are no functions of their own: ptxas orders their instructions
 // in another way then.
-template <typename T, class SHAPE>
-__device__ __forceinline__ void consume(const many_task &task, uint32_t smem, const macko_tile_share &share,
+template <class SHAPE, class CODEC>
+__device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t smem, const macko_tile_share &share,
                                         int warpgroup) {
     constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS;
     const int thread = threadIdx.x % MACKO_TILE_WARPGROUP, slice = macko_tile_uniform(thread / WARP);
@@ -572,47 +579,31 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         sm90::warpgroup_fence_operand(sums);
-        // A tile is prepared while the one before it is multiplied: its mask is read and counted, its values are found,
-        // and the first ones loaded.
-        tile_lane here, next;
-        tile_streams streams;
-        uint32_t values[2][2][MACKO_TILE_QUAD], mask_at;
+        // A tile is prepared while the one before it is multiplied.
+        typename CODEC::many_reader reader(task.weights);
         const auto open_slab = [&] {
-            const uint32_t at = slabs_at + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * task.stages.slab_bytes;
-            streams.begin(at, slice, thread % WARP);
-            mask_at = tile_lane::mask_at(at, 0, slice, thread % WARP);
+            reader.open(slabs_at + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * task.stages.slab_bytes, slice,
+                        thread % WARP);
         };
         const auto wait_for_slab = [&] {
             sm90::barrier_wait(smem + SHAPE::SLAB_FULL + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * 8,
                                slabs.phase);
         };
-        const auto load = [&](tile_lane &lane, int j, int set) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) lane.load(j + i, values[set][i], task.weights);
-        };
         if (half_slabs) {
             wait_for_slab();
             open_slab();
-            if (macko_tile_begins_inside(&segment)) {
-                mask_at += MACKO_TILE_HALF_SLAB_TILES * MACKO_TILE_MASK_BYTES;
-                streams.spill();
-            }
-            next.read(mask_at);
-            next.count(task.weights);
-            next.find(task.weights, streams);
-            load(next, 0, 0);
+            if (macko_tile_begins_inside(&segment)) reader.skip_half();
+            reader.prepare_first(task.weights);
         }
         const auto multiply_tile = [&](int in_slab, bool more) {
-            here = next;
-            mask_at += MACKO_TILE_MASK_BYTES;
-            if (in_slab == MACKO_TILE_HALF_SLAB_TILES - 1) streams.spill();
+            reader.advance(in_slab == MACKO_TILE_HALF_SLAB_TILES - 1);
             if (in_slab == MACKO_TILE_SLAB_TILES - 1) open_slab();
             const uint64_t b = tokens + x.stage * (SHAPE::STAGE_BYTES >> 4);
             const auto multiply = [&](auto step) {
                 constexpr int STEP = decltype(step)::value;
-                if (STEP < 3) load(here, 2 * STEP + 2, (STEP + 1) % 2);
+                reader.template load_next<STEP>(task.weights);
                 if (STEP == 0) {
-                    next.read(mask_at);
+                    reader.template prepare<STEP>(task.weights);
                     sm90::consumer_wait(smem + SHAPE::X_FULL, x);
                 }
                 if (STEP == 1 && in_slab == MACKO_TILE_SLAB_TILES - 2 &&
@@ -620,13 +611,12 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
                     slabs.advance(task.stages.slabs);
                     wait_for_slab();
                 }
-                if (STEP == 1) next.count(task.weights);
-                if (STEP == 2) next.find(task.weights, streams);
-                if (STEP == 3) load(next, 0, 0);
+                if (STEP > 0) reader.template prepare<STEP>(task.weights);
                 // The products that read these registers last.
                 if (STEP % 2 == 0) sm90::warpgroup_wait<1>();
                 if (STEP == 2) release(last_stage); // all products of the tile before have ended
-                tile_multiply<T, TOKENS, STEP>(sums, here, values[STEP % 2], a, b);
+                reader.template make<STEP>(a[STEP], task.weights);
+                multiply_pair<typename CODEC::T, TOKENS, STEP>(sums, a, b);
             };
             multiply(std::integral_constant<int, 0>());
             multiply(std::integral_constant<int, 1>());
@@ -689,15 +679,15 @@ __device__ __forceinline__ void consume(const many_task &task, uint32_t smem, co
         }
         if (segment.fixes_up)
             fix_up<SHAPE>(task, smem, macko_tile_contributors(&share, segment.tile), warpgroup, x, sums, release);
-        epilogue<T, SHAPE>(task, smem, share, segment.tile, warpgroup, thread, x, sums);
+        epilogue<SHAPE>(task, smem, share, segment.tile, warpgroup, thread, x, sums);
         done();
     }
 }
 
 #endif
 
-template <typename T, class SHAPE>
-__global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_many_kernel(const __grid_constant__ many_task task) {
+template <class CODEC, class SHAPE>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_many_kernel(const __grid_constant__ many_task<CODEC> task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t smem = held(shared_address(shared));
@@ -714,7 +704,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_many_kernel(const __gr
         const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
         sm90::warpgroup_reg_alloc<SHAPE::REGISTERS>();
         start_wait();
-        consume<T, SHAPE>(task, smem, share, warpgroup);
+        consume<SHAPE>(task, smem, share, warpgroup);
         return;
     }
     sm90::warpgroup_reg_dealloc<SHAPE::PRODUCER_REGISTERS>();

@@ -4,28 +4,10 @@
 #include <vector>
 
 #include "../macko/ops.h"
-#include "tile.h"
-#ifdef USE_CUDA
-#include "../core/device.h"
-#include "../torch/dense_rows.h"
-#include "many_plan.h"
-#else
-#include "../torch/rows.h"
-#endif
+#include "products.h"
 
 namespace macko {
 namespace {
-
-#ifdef USE_CUDA
-macko_path path_of(const macko_tile_matrix &m, int64_t tokens) {
-    device_info device{};
-    STD_CUDA_CHECK(current_device(&device));
-    const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
-    return macko_path_of(
-        {.layout = MACKO_LAYOUT_TILE, .rows = m.rows, .cols = m.cols}, tokens,
-        {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
-}
-#endif
 
 macko_dtype check_half(const char *op, const char *name, const Tensor &t) {
     const macko_dtype dtype = check_value_dtype(op, name, t);
@@ -68,49 +50,21 @@ macko_tile_matrix piece_of(macko_tile_matrix m, int64_t first, int64_t rows) {
     return m;
 }
 
+// For what tile's slabs have in common (products.h).
+struct Tile {
+    using Matrix = macko_tile_matrix;
+    static constexpr macko_layout_id layout = MACKO_LAYOUT_TILE;
+    static constexpr auto matrix_of = macko::matrix_of;
+    static constexpr auto piece_of = macko::piece_of;
 #ifdef USE_CUDA
-// x as TMA takes it: rows of 16-byte chunks, stride elements apart.
-struct Tokens {
-    Tensor x;
-    int64_t stride;
-};
-Tokens tokens_of(const Tensor &x_any, int64_t tokens, int64_t cols) {
-    const int64_t padding = (8 - cols % 8) % 8;
-    const auto is_aligned = [](const Tensor &t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; };
-    if (!padding && x_any.is_contiguous() && is_aligned(x_any))
-        return {x_any, cols}; // each reshape is 1 us of the host
-    const auto fits = [&](const Tensor &t) {
-        return t.stride(1) == 1 && (tokens == 1 || t.stride(0) % 8 == 0) && is_aligned(t) && (tokens > 1 || !padding);
-    };
-    Tensor x = torch::stable::reshape(x_any, {tokens, cols});
-    if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
-    if (!padding && !fits(x)) x = torch::stable::clone(x); // contiguous as it came, but not aligned as TMA wants it
-    return {x, tokens == 1 ? cols + padding : x.stride(0)};
-}
-
-// y, of tokens * m.rows elements, = x W^T + bias.
-void multiply(macko_path path, const macko_tile_matrix &m, int64_t tokens, const Tokens &given,
-              const std::optional<Tensor> &bias, Tensor &y) {
-    const void *x = given.x.const_data_ptr();
-    const cudaStream_t stream = current_stream(y);
-    if (path == MACKO_PATH_FEW) {
-        STD_CUDA_CHECK(macko_tile_few_cuda(&m, tokens, x, given.stride, data_of(bias), y.mutable_data_ptr(), stream));
-    } else {
-        macko_tile_many_plan plan;
-        STD_CUDA_CHECK(macko_tile_many_plan_cuda(&m, tokens, &plan));
-        Tensor workspace = torch::stable::new_empty(y, {plan.workspace_bytes / 2});
-        STD_CUDA_CHECK(macko_tile_many_cuda(&m, tokens, x, given.stride, data_of(bias), y.mutable_data_ptr(), &plan,
-                                            workspace.mutable_data_ptr(), stream));
-    }
-}
-
-// What unpacks rows on the stream of data's device.
-auto unpacking(const macko_tile_matrix &m, const Tensor &data) {
-    return [&m, stream = current_stream(data)](int64_t first, int64_t count, void *w) {
-        STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, first, count, w, stream));
-    };
-}
+    static constexpr auto unpack = macko_tile_unpack_cuda;
+    static constexpr auto few = macko_tile_few_cuda;
+    static constexpr auto many_plan = macko_tile_many_plan_cuda;
+    static constexpr auto many = macko_tile_many_cuda;
+#else
+    static constexpr auto unpack = macko_tile_unpack_cpu;
 #endif
+};
 
 Made lay_out(const Packed &canonical, const Ints &) {
     const char *op = "lay_out";
@@ -202,21 +156,6 @@ Made lay_out(const Packed &canonical, const Ints &) {
     return {{data, offsets}, {MACKO_LAYOUT_TILE, rows, cols, totals.widest, totals.stored, canonical.own(0)}};
 }
 
-Tensor dense(const Packed &p, bool) {
-    const macko_tile_matrix m = matrix_of("dense", p);
-    const Tensor &data = p[0];
-    const DeviceOf guard(data);
-    Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
-#ifdef USE_CUDA
-    STD_CUDA_CHECK(macko_tile_unpack_cuda(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
-#else
-    for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
-        macko_tile_unpack_cpu(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * m.cols);
-    });
-#endif
-    return w;
-}
-
 Tensor check(const Packed &p) {
     const macko_tile_matrix m = matrix_of("check", p);
 #ifdef USE_CUDA
@@ -229,74 +168,17 @@ Tensor check(const Packed &p) {
 #endif
 }
 
-Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
-    const char *op = "linear";
-    const macko_tile_matrix m = matrix_of(op, p);
-    const Tensor &data = p[0];
-    const int64_t rows = m.rows, cols = m.cols;
-    check_tokens(op, x_any, "data", data, cols);
-    const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), rows);
-    const DeviceOf guard(data);
-    const int64_t tokens = num_tokens(x_any);
-#ifdef USE_CUDA
-    const macko_path path = path_of(m, tokens);
-    if (path == MACKO_PATH_DENSE_ROWS) return linear_by_dense_rows(x_any, {rows}, bias, unpacking(m, data))[0];
-    Tensor y = torch::stable::new_empty(data, with_last(x_any, rows));
-    multiply(path, m, tokens, tokens_of(x_any, tokens, cols), bias, y);
-    return y;
-#else
-    Tensor y = torch::stable::new_empty(data, {tokens, rows});
-    linear_by_blocks(torch::stable::reshape(x_any, {tokens, cols}), rows, bias, y,
-                     [&](int64_t begin, int64_t end, void *w) {
-                         macko_tile_unpack_cpu(&m, begin, end - begin, w);
-                         return macko_fault{};
-                     });
-    return torch::stable::reshape(y, with_last(x_any, rows));
-#endif
-}
-
-#ifdef USE_CUDA
-std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &part_rows) {
-    const char *op = "linear_parts";
-    const macko_tile_matrix m = matrix_of(op, p);
-    const Tensor &data = p[0];
-    const int64_t rows = m.rows, cols = m.cols;
-    check_tokens(op, x, "data", data, cols);
-    check_parts(op, part_rows, rows);
-    const DeviceOf guard(data);
-    const int64_t tokens = num_tokens(x);
-    std::vector<macko_tile_matrix> pieces;
-    std::vector<macko_path> paths;
-    int64_t first = 0;
-    for (const int64_t count : part_rows) {
-        pieces.push_back(piece_of(m, first, count));
-        paths.push_back(path_of(pieces.back(), tokens));
-        // Parts that do not begin where a row block does go through dense rows, which can be cut anywhere.
-        if (count && (first % MACKO_TILE_ROWS || paths.back() == MACKO_PATH_DENSE_ROWS))
-            return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking(m, data));
-        first += count;
-    }
-    const Tokens prepared = tokens_of(x, tokens, cols);
-    std::vector<Tensor> parts;
-    for (size_t i = 0; i < pieces.size(); i++) {
-        parts.push_back(torch::stable::new_empty(data, with_last(x, part_rows[i])));
-        if (part_rows[i]) multiply(paths[i], pieces[i], tokens, prepared, std::nullopt, parts.back());
-    }
-    return parts;
-}
-#endif
-
 } // namespace
 
 const Layout tile_layout = {.name = "tile",
                             .tensors = 2,
                             .own = 3,
                             .lay_out = lay_out,
-                            .dense = dense,
+                            .dense = dense<Tile>,
                             .check = check,
-                            .linear = linear,
+                            .linear = linear<Tile>,
 #ifdef USE_CUDA
-                            .linear_parts = linear_parts
+                            .linear_parts = linear_parts<Tile>
 #endif
 };
 

@@ -41,6 +41,7 @@ struct Made {
     operator Packed() const & {
         return {tensors, header};
     }
+    operator Packed() && = delete; // a view of what is about to go
 };
 
 // What is null, a layout does not do on this device.

@@ -42,7 +42,7 @@ def _wrap(save: Any) -> Any:
         if getattr(self, "_hf_peft_config_loaded", False):  # saves the adapters alone
             return save(*call.args, **call.kwargs)
         with _as_it_is(self, given.get("state_dict")) as (state, layers):
-            if layers:
+            if state is not None:
                 given["state_dict"] = state
             result = save(*call.args, **call.kwargs)
         writes = getattr(self, "should_save_on_this_rank", bool)  # not in every transformers 5

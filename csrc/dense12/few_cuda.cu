@@ -1,0 +1,14 @@
+// Up to 64 tokens on CUDA for dense12: tile's kernel with another codec.
+#include "../tile/few_kernel.cuh"
+#include "codec.cuh"
+
+cudaError_t macko_dense12_few_cuda(const macko_dense12_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
+                                   const void *bias, void *y, cudaStream_t stream) {
+    using namespace macko;
+    if (!m->rows || !tokens) return cudaSuccess;
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    const few_weight<dense12> weight = {
+        m->data, nullptr, m->rows, m->cols, m->slab_units, (float)m->slab_units, false, {{m->table[0], m->table[1]}}};
+    return launch_few(weight, tokens, x, x_stride, bias, y, device, stream);
+}

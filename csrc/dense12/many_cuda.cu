@@ -1,0 +1,16 @@
+// More than 64 tokens on CUDA for dense12: tile's kernel with another codec.
+#include "../tile/many_launch.cuh"
+#include "codec.cuh"
+
+cudaError_t macko_dense12_many_plan_cuda(const macko_dense12_matrix *m, int64_t tokens, macko_tile_many_plan *plan) {
+    return macko::plan_many<macko::dense12>(m->rows, m->cols, m->slab_units, tokens, plan);
+}
+
+cudaError_t macko_dense12_many_cuda(const macko_dense12_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
+                                    const void *bias, void *y, const macko_tile_many_plan *plan, void *workspace,
+                                    cudaStream_t stream) {
+    using namespace macko;
+    const many_weight<dense12> weight = {
+        m->data, nullptr, m->rows, m->cols, m->slab_units, 0, {{m->table[0], m->table[1]}}};
+    return launch_many(weight, tokens, x, x_stride, bias, y, *plan, workspace, stream);
+}

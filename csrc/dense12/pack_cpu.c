@@ -1,0 +1,254 @@
+/* The dense12 layout from dense rows, its dense rows, and its checks: the order of dense12.h. */
+#include <string.h>
+
+#include "dense12.h"
+
+enum {
+    SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES,
+    STEP_ELEMENTS = 8, /* of a lane */
+    PLACES = MACKO_DENSE12_STEPS * MACKO_TILE_LANES * STEP_ELEMENTS,
+    LANE_BITS = 3, /* where a place of the list has its lane, and its step */
+    STEP_BITS = 8,
+    NO_CODE = 255,
+};
+
+static inline uint32_t load_32(const uint8_t *p) {
+    uint32_t value;
+    memcpy(&value, p, sizeof value);
+    return value;
+}
+
+static inline void store_32(uint8_t *p, uint32_t value) {
+    memcpy(p, &value, sizeof value);
+}
+
+static inline int64_t min_int64(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* Where the first element of a slab, or of a slice of a tile (a part of the list), is in the matrix. */
+typedef struct origin {
+    int64_t row, col;
+} origin;
+static inline origin slab_origin(int64_t cols, int64_t slab) {
+    const int64_t slabs = macko_tile_slabs(cols);
+    return (origin){slab / slabs * MACKO_TILE_ROWS, slab % slabs * MACKO_TILE_SLAB_COLS};
+}
+static inline origin part_origin(origin slab, int part) {
+    return (origin){slab.row + part % MACKO_TILE_SLICES * SLICE_ROWS,
+                    slab.col + part / MACKO_TILE_SLICES * MACKO_TILE_COLS};
+}
+
+/* A place of the list: step << STEP_BITS | lane << LANE_BITS | i. */
+static inline origin place_of(origin part, int place) {
+    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_TILE_LANES - 1), i = place & 7;
+    return (origin){part.row + macko_tile_row(lane, i % MACKO_TILE_QUAD),
+                    part.col + macko_tile_col(lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD)};
+}
+
+/* Bytes of the slab where the place has its low byte, and its step's codes. */
+static inline int low_at(int part, int place) {
+    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_TILE_LANES - 1), i = place & 7;
+    return part * MACKO_DENSE12_SLICE_BYTES + (step / 2 * MACKO_TILE_LANES + lane) * MACKO_DENSE12_CHUNK +
+           step % 2 * STEP_ELEMENTS + i;
+}
+static inline int codes_at(int part, int place) {
+    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_TILE_LANES - 1);
+    return part * MACKO_DENSE12_SLICE_BYTES + (2 * MACKO_TILE_LANES + lane) * MACKO_DENSE12_CHUNK + step * 4;
+}
+
+/* Bits of a word of codes. */
+static inline int code_bit(int i) {
+    return 4 * i;
+}
+static inline int sign_bit(int i) {
+    return i < 4 ? 8 * i + 7 : 8 * (i - 4) + 3;
+}
+
+static inline int high_of(uint16_t value) {
+    return value >> 8 & 127;
+}
+static inline int table_byte(const uint32_t table[2], int code) {
+    return table[code / 4] >> 8 * (code % 4) & 255;
+}
+
+/* The lowest code of each high byte, or NO_CODE. */
+static void find_codes(const uint32_t table[2], uint8_t codes[128]) {
+    memset(codes, NO_CODE, 128);
+    for (int code = MACKO_DENSE12_TABLE - 1; code >= 0; code--) codes[table_byte(table, code) & 127] = (uint8_t)code;
+}
+
+void macko_dense12_count_cpu(const uint16_t *w, int64_t rows, int64_t cols, int64_t first, int64_t last,
+                             int64_t counts[128]) {
+    const int64_t end = min_int64(rows, last * MACKO_TILE_ROWS) * cols;
+    for (int64_t i = first * MACKO_TILE_ROWS * cols; i < end; i++) counts[high_of(w[i])]++;
+}
+
+int macko_dense12_listed_cpu(const uint16_t *w, int64_t rows, int64_t cols, const uint32_t table[2], int64_t first,
+                             int64_t last, int64_t *total) {
+    const int64_t slabs = macko_tile_slabs(cols);
+    uint8_t codes[128];
+    int most = 0;
+    find_codes(table, codes);
+    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+        const origin from = slab_origin(cols, slab);
+        const int64_t row_end = min_int64(rows, from.row + MACKO_TILE_ROWS);
+        const int64_t col_end = min_int64(cols, from.col + MACKO_TILE_SLAB_COLS);
+        int listed = 0;
+        for (int64_t row = from.row; row < row_end; row++)
+            for (int64_t col = from.col; col < col_end; col++) listed += codes[high_of(w[row * cols + col])] == NO_CODE;
+        if (listed > most) most = listed;
+        *total += listed;
+    }
+    return most;
+}
+
+/* A part, whose slab is zeros, but for what its list says; gives how many entries the list has now. */
+static uint32_t write_part(const macko_dense12_matrix *m, const uint16_t *w, const uint8_t codes[128], int64_t slab,
+                           int part, uint32_t listed, uint8_t *begin) {
+    const origin here = part_origin(slab_origin(m->cols, slab), part);
+    for (int first = 0; first < PLACES; first += STEP_ELEMENTS) {
+        uint32_t word = 0;
+        for (int i = 0; i < STEP_ELEMENTS; i++) {
+            const origin at = place_of(here, first + i);
+            if (at.row >= m->rows || at.col >= m->cols) continue;
+            const uint16_t value = w[at.row * m->cols + at.col];
+            const uint32_t code = codes[high_of(value)];
+            if (code == NO_CODE) {
+                const uint32_t entry = (uint32_t)value << 16 | (uint32_t)(first + i);
+                store_32(begin + MACKO_DENSE12_LIST_AT + 4 * listed++, entry);
+                continue;
+            }
+            begin[low_at(part, first + i)] = (uint8_t)value;
+            word |= code << code_bit(i) | (uint32_t)(value >> 15) << sign_bit(i);
+        }
+        store_32(begin + codes_at(part, first), word);
+    }
+    return listed;
+}
+
+void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
+                             int64_t last) {
+    const int64_t slabs = macko_tile_slabs(m->cols), size = (int64_t)m->slab_units * MACKO_TILE_UNIT;
+    uint8_t codes[128];
+    find_codes(m->table, codes);
+    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+        uint8_t *const begin = data + slab * size;
+        uint32_t listed = 0;
+        memset(begin, 0, (size_t)size);
+        for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
+            const uint32_t part_first = listed;
+            listed = write_part(m, w, codes, slab, part, listed, begin);
+            store_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part, listed << 16 | part_first);
+        }
+    }
+}
+
+/* What stands in a place, and not in the list. */
+static uint16_t load_place(const macko_dense12_matrix *m, const uint8_t *slab, int part, int place) {
+    const uint32_t word = load_32(slab + codes_at(part, place));
+    const int i = place & 7, high = table_byte(m->table, word >> code_bit(i) & 7);
+    return (uint16_t)((word >> sign_bit(i) & 1) << 15 | high << 8 | slab[low_at(part, place)]);
+}
+
+void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int64_t count, uint16_t *w) {
+    const int64_t slabs = macko_tile_slabs(m->cols), stop = first + count,
+                  size = (int64_t)m->slab_units * MACKO_TILE_UNIT;
+    if (!count) return;
+    for (int64_t slab = first / MACKO_TILE_ROWS * slabs; slab < macko_tile_row_blocks(stop) * slabs; slab++) {
+        const uint8_t *const begin = m->data + slab * size;
+        for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
+            const origin here = part_origin(slab_origin(m->cols, slab), part);
+            if (here.row >= stop || here.row + SLICE_ROWS <= first) continue;
+            for (int place = 0; place < PLACES; place++) {
+                const origin at = place_of(here, place);
+                if (at.row >= first && at.row < stop && at.col < m->cols)
+                    w[(at.row - first) * m->cols + at.col] = load_place(m, begin, part, place);
+            }
+            const uint32_t bounds = load_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part);
+            for (uint32_t k = bounds & 0xffff; k < bounds >> 16; k++) {
+                const uint32_t entry = load_32(begin + MACKO_DENSE12_LIST_AT + 4 * k);
+                const origin at = place_of(here, entry & (PLACES - 1));
+                if (at.row >= first && at.row < stop && at.col < m->cols)
+                    w[(at.row - first) * m->cols + at.col] = (uint16_t)(entry >> 16);
+            }
+        }
+    }
+}
+
+/* Of a slab whose bytes are there: its list. found without a fault: its entries. */
+static macko_fault check_list(const macko_dense12_matrix *m, int64_t slab, const uint8_t codes[128]) {
+    const int64_t block = slab / macko_tile_slabs(m->cols);
+    const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_TILE_UNIT;
+    const uint32_t room = (uint32_t)(m->slab_units * MACKO_TILE_UNIT - MACKO_DENSE12_LIST_AT) / 4;
+    uint32_t end = 0;
+    for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
+        const uint32_t bounds = load_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part);
+        if ((bounds & 0xffff) != end || bounds >> 16 < end || bounds >> 16 > room)
+            return (macko_fault){MACKO_DENSE12_PART, block, slab, part};
+        end = bounds >> 16;
+    }
+    for (int kind = MACKO_DENSE12_ENTRY; kind <= MACKO_DENSE12_LISTED; kind++)
+        for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
+            const uint32_t bounds = load_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part);
+            const origin here = part_origin(slab_origin(m->cols, slab), part);
+            int before = -1;
+            for (uint32_t k = bounds & 0xffff; k < bounds >> 16; k++) {
+                const uint32_t entry = load_32(begin + MACKO_DENSE12_LIST_AT + 4 * k);
+                const int place = entry & 0xffff;
+                int bad = place <= before || place >= PLACES;
+                if (kind == MACKO_DENSE12_LISTED) {
+                    const origin at = place_of(here, place);
+                    bad = codes[high_of((uint16_t)(entry >> 16))] != NO_CODE || at.row >= m->rows ||
+                          at.col >= m->cols || load_place(m, begin, part, place);
+                }
+                if (bad) return (macko_fault){kind, block, slab, k};
+                before = place;
+            }
+        }
+    return (macko_fault){MACKO_DENSE12_OK, block, slab, end};
+}
+
+/* Of a slab whose list is whole: its elements, and what is behind the list. */
+static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, int64_t listed) {
+    const int64_t block = slab / macko_tile_slabs(m->cols);
+    const origin from = slab_origin(m->cols, slab);
+    const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_TILE_UNIT;
+    if (from.row + MACKO_TILE_ROWS > m->rows || from.col + MACKO_TILE_SLAB_COLS > m->cols)
+        for (int i = 0; i < MACKO_DENSE12_PARTS * PLACES; i++) {
+            const int part = i / PLACES, place = i % PLACES, low = low_at(part, place);
+            const origin at = place_of(part_origin(from, part), place);
+            if ((at.row >= m->rows || at.col >= m->cols) && load_place(m, begin, part, place))
+                return (macko_fault){MACKO_DENSE12_OUTSIDE, block, slab, begin[low] ? low : codes_at(part, place)};
+        }
+    for (int i = 0; i < MACKO_DENSE12_PARTS * PLACES; i++) {
+        const int part = i / PLACES, place = i % PLACES, byte = codes_at(part, place);
+        const int code = load_32(begin + byte) >> code_bit(place & 7) & 7;
+        if (code && !table_byte(m->table, code)) return (macko_fault){MACKO_DENSE12_CODE, block, slab, byte};
+    }
+    for (int64_t byte = MACKO_DENSE12_LIST_AT + 4 * listed; byte < (int64_t)m->slab_units * MACKO_TILE_UNIT; byte++)
+        if (begin[byte]) return (macko_fault){MACKO_DENSE12_ZERO, block, slab, byte};
+    return (macko_fault){MACKO_DENSE12_OK, block, slab, listed};
+}
+
+macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m) {
+    const int64_t count = macko_tile_count(m->rows, m->cols);
+    int64_t listed = 0, most = 0;
+    uint8_t codes[128];
+    for (int code = 0; code < MACKO_DENSE12_TABLE; code++) {
+        const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
+        if (high > 127 || (code ? high && (high <= before || (code > 1 && !before)) : high))
+            return (macko_fault){MACKO_DENSE12_TABLE_ORDER, 0, -1, code};
+    }
+    find_codes(m->table, codes);
+    for (int64_t slab = 0; slab < count; slab++) {
+        macko_fault fault = check_list(m, slab, codes);
+        if (!fault.kind) fault = check_elements(m, slab, fault.found);
+        if (fault.kind) return fault;
+        listed += fault.found;
+        if (fault.found > most) most = fault.found;
+    }
+    if (count && macko_dense12_units((int)most) != m->slab_units)
+        return (macko_fault){MACKO_DENSE12_WIDEST, 0, -1, macko_dense12_units((int)most)};
+    return (macko_fault){MACKO_DENSE12_OK, 0, -1, listed};
+}

@@ -1,0 +1,153 @@
+// How values are written in a slab, as the kernels ask it: of a codec, which is a struct of
+//
+//     T            what is multiplied, __half or __nv_bfloat16
+//     constants    what a launch tells of the weight besides its bytes
+//     SAME_SIZE    whether all slabs are of one size, so that nobody has to look up where one begins
+//     BASE         byte of a slab to which the readers' addresses refer
+//     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before it
+//                  is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
+//     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
+//
+// This file has the codec of the tile layout itself, masks and 16 bits a value (tile.h); that of dense12 is in
+// ../dense12/codec.cuh. Reader functions are templates of the step, and of which of two tiles is meant (0 or 1).
+#pragma once
+
+#include "../core/cuda.cuh"
+#include "../core/wgmma.cuh"
+#include "decode.cuh"
+
+namespace macko {
+
+template <typename T_>
+struct sparse16 {
+    using T = T_;
+    using constants = tile_weights;
+    static constexpr bool SAME_SIZE = false;
+    static constexpr int BASE = MACKO_TILE_VALUES_AT; // masks and offsets lie at fixed distances before it
+
+    struct few_reader {
+        // Offsets of a lane's words of its slice, of this tile, and of its slice's first row.
+        uint32_t words, tile_words, first;
+        // Warpgroups differ by masks, not by branches, which would take more instructions. A stream begins at the lane's
+        // column (tiles 0 and 1, the head) or at its spill offset (tiles 2 and 3, the tail); after the values of the
+        // tile before in tiles 1 and 3.
+        uint32_t spill_mask, column, words_before, low, high;
+        tile_lane lanes[2];
+        uint32_t values[2][2][MACKO_TILE_QUAD];
+        tile_streams streams;
+        uint32_t before;
+
+        __device__ __forceinline__ few_reader(const constants &, int tile, int slice, int lane) {
+            const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
+            words = held((slice * MACKO_TILE_LANES + lane) * 4);
+            tile_words = held(words + tile * MACKO_TILE_MASK_BYTES);
+            first = held(slice * 2);
+            spill_mask = held(tail ? ~0u : 0);
+            column = held(tail ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
+            words_before = held(odd ? tile_words - MACKO_TILE_MASK_BYTES : tile_words);
+            low = held(odd ? MACKO_TILE_STREAM_BITS : 0);
+            high = held(low << 4);
+        }
+        // Its mask is read and counted, its values are found, and the first ones loaded.
+        template <int STEP, int TILE>
+        __device__ __forceinline__ void prepare(uint32_t slab, const constants &weights) {
+            tile_lane &tile = lanes[TILE];
+            if (STEP == 0) { // all loads
+                read_16(streams.values, slab - MACKO_TILE_VALUES_AT + MACKO_TILE_SLICES_AT + first);
+                read_32(streams.spills, slab - MACKO_TILE_VALUES_AT + MACKO_TILE_SPILLS_AT + words);
+                read_32(before, slab - MACKO_TILE_VALUES_AT + words_before);
+                tile.read(slab - MACKO_TILE_VALUES_AT + tile_words);
+            } else if (STEP == 1) {
+                streams.values = slab + streams.values * MACKO_TILE_ROW_BYTES;
+                streams.spills = (streams.spills & spill_mask) | column;
+                streams.spill();
+                streams.at[0] += __popc(before & low) * MACKO_TILE_ROW_BYTES;
+                streams.at[1] += __popc(before & high) * MACKO_TILE_ROW_BYTES;
+            } else if (STEP == 2) {
+                tile.count(weights);
+            } else {
+                tile.find(weights, streams);
+                tile.load(0, values[0][0], weights);
+                tile.load(1, values[0][1], weights);
+            }
+        }
+        template <int STEP, int TILE>
+        __device__ __forceinline__ void load_next(uint32_t, const constants &weights) {
+            if (STEP == 3) return;
+            lanes[TILE].load(2 * STEP + 2, values[(STEP + 1) % 2][0], weights);
+            lanes[TILE].load(2 * STEP + 3, values[(STEP + 1) % 2][1], weights);
+        }
+        template <int STEP, int TILE>
+        __device__ __forceinline__ void make(uint32_t (&a)[4], const constants &) {
+            lanes[TILE].place(2 * STEP, values[STEP % 2][0], a[0], a[1]);
+            lanes[TILE].place(2 * STEP + 1, values[STEP % 2][1], a[2], a[3]);
+        }
+        __device__ __forceinline__ void move_1_to_0() {
+            lanes[0] = lanes[1];
+        }
+    };
+
+    struct many_reader {
+        tile_lane here, next;
+        tile_streams streams;
+        uint32_t values[2][2][MACKO_TILE_QUAD], mask_at;
+
+        __device__ __forceinline__ explicit many_reader(const constants &) {
+        }
+        __device__ __forceinline__ void load(tile_lane &tile, int j, int set, const constants &weights) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) tile.load(j + i, values[set][i], weights);
+        }
+        // A slab from its first tile on.
+        __device__ __forceinline__ void open(uint32_t slab, int slice, int lane) {
+            streams.begin(slab, slice, lane);
+            mask_at = tile_lane::mask_at(slab, 0, slice, lane);
+        }
+        __device__ __forceinline__ void skip_half() {
+            mask_at += MACKO_TILE_SLAB_TILES / 2 * MACKO_TILE_MASK_BYTES;
+            streams.spill();
+        }
+        // Without a tile before it.
+        __device__ __forceinline__ void prepare_first(const constants &weights) {
+            next.read(mask_at);
+            next.count(weights);
+            next.find(weights, streams);
+            load(next, 0, 0, weights);
+        }
+        // To the tile that is prepared. to_second_half: what is prepared next is in it.
+        __device__ __forceinline__ void advance(bool to_second_half) {
+            here = next;
+            mask_at += MACKO_TILE_MASK_BYTES;
+            if (to_second_half) streams.spill();
+        }
+        template <int STEP>
+        __device__ __forceinline__ void prepare(const constants &weights) {
+            if (STEP == 0) next.read(mask_at);
+            if (STEP == 1) next.count(weights);
+            if (STEP == 2) next.find(weights, streams);
+            if (STEP == 3) load(next, 0, 0, weights);
+        }
+        template <int STEP>
+        __device__ __forceinline__ void load_next(const constants &weights) {
+            if (STEP < 3) load(here, 2 * STEP + 2, (STEP + 1) % 2, weights);
+        }
+        template <int STEP>
+        __device__ __forceinline__ void make(uint32_t (&a)[4], const constants &) {
+            here.place(2 * STEP, values[STEP % 2][0], a[0], a[1]);
+            here.place(2 * STEP + 1, values[STEP % 2][1], a[2], a[3]);
+        }
+    };
+};
+
+// After every second step the products of both with the tile's tokens at b. Two together, as the warps of a warpgroup wait
+// for each other at every wgmma.
+template <typename T, int TOKENS, int STEP>
+__device__ __forceinline__ void multiply_pair(float (&sums)[TOKENS / 2], const uint32_t (&a)[4][4], uint64_t b) {
+    if (STEP % 2 == 0) return;
+    sm90::warpgroup_arrive();
+    sm90::wgmma<T, TOKENS>::registers(sums, a[STEP & 2], b + 2 * (STEP & 2));
+    sm90::wgmma<T, TOKENS>::registers(sums, a[STEP], b + 2 * STEP);
+    sm90::warpgroup_commit_batch();
+}
+
+} // namespace macko

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,10 +102,24 @@ def _engine_args(text: str) -> dict[str, Any]:
 def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any]) -> list[Result]:
     """What a process of its own finds, written to options.json; nothing, and a line that says so, where it fails."""
     # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_SLOW)
+    found = _in_process("forkserver", side, folder, options, given)
+    if found.get("no_cuda"):  # importing vLLM has asked for them too
+        found = _in_process("spawn", side, folder, options, given)
+    if not found:
+        print(f"{side}: no times", flush=True)
+    results: list[Result] = found.get("results", [])
+    bench.show(results, memory="weights")
+    bench.append(options.json, ({**dataclasses.asdict(result), **found["about"]} for result in results))
+    return results
+
+
+def _in_process(method: str, *what: Any) -> dict[str, Any]:
+    """What _run sends from a process that is started so; nothing where it fails or takes too long."""
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(_SLOW)
     theirs, ours = context.Pipe()
-    process = context.Process(target=_measure, args=(side, folder, options, given, ours))
+    process = context.Process(target=_run, args=(_measure, *what, ours))
     process.start()
     ours.close()
     found: dict[str, Any] = {}
@@ -116,12 +131,15 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
     process.join(5 if found else 0)
     process.kill()
     process.join()  # or it might still hold memory when the next one begins
-    if not found:
-        print(f"{side}: no times", flush=True)
-    results: list[Result] = found.get("results", [])
-    bench.show(results, memory="weights")
-    bench.append(options.json, ({**dataclasses.asdict(result), **found["about"]} for result in results))
-    return results
+    return found
+
+
+def _run(measure: Callable[..., None], *what: Any) -> None:
+    """Measures, where the process can use CUDA; else says that it cannot."""
+    if torch.cuda._is_in_bad_fork():
+        what[-1].send({"no_cuda": True})
+    else:
+        measure(*what)
 
 
 def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[str, Any], pipe: Any) -> None:

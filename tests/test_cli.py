@@ -571,6 +571,11 @@ def sends_a_line(side: str, folder: str, options: argparse.Namespace, given: Any
     pipe.send({"results": [found], "about": {"vllm": "1", "NVML": os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]}})
 
 
+def cannot_fork(measure: Any, *what: Any) -> None:
+    torch.cuda._is_in_bad_fork = lambda: "forkserver" in type(multiprocessing.current_process()).__name__.lower()
+    engines._run(measure, *what)
+
+
 def never_ends(*args: Any) -> None:
     time.sleep(60)
 
@@ -587,6 +592,10 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
     found = engines._forked("macko", "", options, {})
     assert [(result.model, result.ms) for result in found] == [("macko", 500)]
     assert "macko, decode batch 2 prompt 8:  500.000 ms,      4.0 tokens/s, weights 3.00 kB" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # where vLLM's import touches CUDA a fork of that is of no use either
+        patch.setattr(engines, "_run", cannot_fork)
+        assert engines._forked("fp8", "", argparse.Namespace(json=None), {})[0].model == "fp8"
+    capsys.readouterr()
     monkeypatch.setattr(engines, "_measure", never_ends)
     monkeypatch.setattr(engines, "TIMEOUT", 0.1)
     assert engines._forked("fp8", "", options, {}) == []  # killed: the next side needs its memory

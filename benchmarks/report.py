@@ -920,6 +920,8 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> s
     by = "batch" if what == "decode" else "prompt_tokens"
     mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == (what, ranks, compiled)]
     mine = [x for x in mine if x["source"].startswith("random:") and x["ms"]]
+    if not mine:
+        return "Not measured yet."
     sides = {engine_side(x): None for x in sorted(mine, key=lambda x: list(ENGINE_SIDES).index(x["model"]))}
     columns = sorted({x[by] for x in mine})
     found = {(engine_side(x), x[by]): x for x in mine}
@@ -939,6 +941,8 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> s
 def engines_loading_table(lines: list[Line]) -> str:
     """Seconds of the weights from the files to the GPU, and over dense."""
     found = {(x["model"], Path(x["source"]).name): x for x in lines if not x["source"].startswith("random:")}
+    if not found:
+        return "Not measured yet."
     dense = next((x for x in found.values() if x["model"] == "dense"), None)
     rows = []
     for (model, folder), line in found.items():
@@ -1014,6 +1018,27 @@ def shards_table(path: Path) -> str:
             speeds = [f"{x['dense_us'] / x['median_us']:.2f}x" if x else "-" for x in of]
             rows.append([f"{shape[0]} x {shape[1]}", kernel, f"{share:.2f}", *speeds])
     return table(["rows x cols", "layout", "of dense bytes", *(f"{n} tokens" for n in counts)], rows)
+
+
+def engines_parts(folder: Path) -> dict[str, Callable[[], str]]:
+    """The tables of docs/engines.md, and its plot; those whose lines are not there say so."""
+    vllm_path, transformers, shards = (folder / f"{name}.jsonl" for name in ("vllm", "transformers", "shards"))
+    vllm = load_engines(vllm_path) if vllm_path.exists() else []
+    parts = {
+        "engines where": (vllm_path, lambda: engines_where(vllm)),
+        "engines plot": (vllm_path, lambda: "![speed over dense by sequences at once](images/engines.svg)"),
+        "engines loading": (vllm_path, lambda: engines_loading_table(vllm)),
+        "engines two": (vllm_path, lambda: engines_table(vllm, "decode", 2, False)),
+        "engines transformers": (transformers, lambda: transformers_table(transformers)),
+        "engines continuous": (transformers, lambda: continuous_table(transformers)),
+        "engines shards": (shards, lambda: shards_table(shards)),
+    }
+    for what, mode in ((what, mode) for what in ("decode", "prefill") for mode in (False, True)):
+        name = f"engines {what}{' compiled' if mode else ''}"
+        parts[name] = (vllm_path, partial(engines_table, vllm, what, 1, mode))
+    if vllm:
+        plot_engines(vllm, IMAGES / "engines.svg")
+    return {name: make if path.exists() else lambda: "Not measured yet." for name, (path, make) in parts.items()}
 
 
 def load_quality(path: Path, what: str = "quality") -> list[Line]:
@@ -1282,20 +1307,7 @@ def main() -> None:
     }
     if measured:
         plot_quality(measured, bench, IMAGES / "quality.svg")
-    if (vllm_path := path.parent / "vllm.jsonl").exists():
-        vllm = load_engines(vllm_path)
-        plot_engines(vllm, IMAGES / "engines.svg")
-        parts |= {
-            "engines where": lambda: engines_where(vllm),
-            "engines loading": lambda: engines_loading_table(vllm),
-            "engines two": lambda: engines_table(vllm, "decode", 2, False),
-            "engines transformers": lambda: transformers_table(path.parent / "transformers.jsonl"),
-            "engines continuous": lambda: continuous_table(path.parent / "transformers.jsonl"),
-            "engines shards": lambda: shards_table(path.parent / "shards.jsonl"),
-        }
-        for what, mode in ((what, mode) for what in ("decode", "prefill") for mode in (False, True)):
-            name = f"engines {what}{' compiled' if mode else ''}"
-            parts[name] = partial(engines_table, vllm, what, 1, mode)
+    parts |= engines_parts(path.parent)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)
     for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):

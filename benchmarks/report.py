@@ -364,9 +364,7 @@ def bench_where(lines: list[Line]) -> str:
 HEADLINE = {("tile", "default"), ("auto", "max")}
 
 
-def headline_table(
-    lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]], quality: list[Line]
-) -> str:
+def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
     """What half of the weights being zero is worth to a model, by tokens at once and by what it is held for."""
     found: dict[tuple[str, int, str, float], Line] = {}
     for line in lines:
@@ -390,18 +388,9 @@ def headline_table(
         ["a prompt of 128 tokens", gain("prefill", 128, "tile"), gain("prefill", 128, "auto")],
         ["a prompt of 2048 tokens", gain("prefill", 2048, "tile"), gain("prefill", 2048, "auto")],
         ["memory", f"**{after:.1f} GB** instead of {before:.1f}", "the same"],
-        ["quality", headline_quality(quality), "the same"],
+        ["quality", "packing costs none, pruning less where it is fitted ([how much](docs/quality.md))", "the same"],
     ]
     return table(["speed over dense", "`sparsify_(model)`", "`sparsify_(model, tokens=1)`"], rows)
-
-
-def headline_quality(lines: list[Line]) -> str:
-    """What half of the weights being zero costs, as it is fitted here and as it is pruned alone."""
-    found = {line["name"]: line for line in lines if zeros_of(line) == "50%" and not line["seed"]}
-    if not {BLOCK, "wanda"} <= {*found}:
-        return "what pruning cost it, nothing more"
-    more = [f"{lost(found[name]):+.1%}" for name in (BLOCK, "wanda")]
-    return f"packing costs none; pruning, fitted: perplexity **{more[0]}**, by wanda alone {more[1]} (another model)"
 
 
 def layout_of(line: Line) -> str:
@@ -1101,8 +1090,9 @@ def quality_bars_table(lines: list[Line]) -> str:
         shares = [lost(own) / lost(of) for own, of in pairs if own and of]
         holds = "not measured" if not shares else "yes" if max(shares) <= most else "**no**"
         measured = ", ".join(f"{share:.3f}" for share in shares)
-        rows.append([f"{name}, {zeros}", f"{other}, {other_zeros}".rstrip(", "), f"{most:g}", measured, holds])
-    return table(["loss of", "over that of", "at most", "measured, by seed", "holds"], rows)
+        kl = ", ".join(f"{own['kl'] / of['kl']:.3f}" for own, of in pairs if own and of)
+        rows.append([f"{name}, {zeros}", f"{other}, {other_zeros}".rstrip(", "), f"{most:g}", measured, holds, kl])
+    return table(["loss of", "over that of", "at most", "measured, by seed", "holds", "in KL"], rows)
 
 
 def quality_methods_table(lines: list[Line]) -> str:
@@ -1190,7 +1180,8 @@ def plot_quality(lines: list[Line], bench: list[Line], path: Path) -> None:
         points = [(line["bytes"], max(least, lost(line))) for line in own]
         known = [not line["rounding"] and not line["pattern"] and speeds.get(line["sparsity"] or 0.0) for line in own]
         sizes = [0.4 * speed if speed else 25 for speed in known]
-        axis.scatter(*zip(*points, strict=True), s=sizes, marker=marker, alpha=0.8, label=kind)
+        x, y = zip(*points, strict=True)
+        axis.scatter(x, y, s=sizes, marker=marker, alpha=0.8, label=kind)
         for line, at in zip(own, points, strict=True):
             bits = line["name"].split()[-1] if line["rounding"] else ""
             text = f"{bits} {zeros_of(line)}".strip()
@@ -1200,7 +1191,8 @@ def plot_quality(lines: list[Line], bench: list[Line], path: Path) -> None:
     axis.set_ylabel("perplexity over dense's, less 1 (down is better)")
     axis.grid(alpha=0.3)
     legend = axis.legend(fontsize=7)
-    for handle in legend.legend_handles:
+    handles: Any = legend.legend_handles
+    for handle in handles:
         handle.set_sizes([25])
     save(figure, path)
 
@@ -1242,11 +1234,10 @@ def main() -> None:
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
     bench = load_bench(path.parent / "bench.jsonl")
     plot_bench(bench, IMAGES / "llama.svg")
-    quality = path.parent / "quality.jsonl"
-    measured, encoder = ([], []) if not quality.exists() else (
-        load_quality(quality), load_quality(quality, "embeddings")
-    )  # fmt: skip
     cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
+    quality, own = path.parent / "quality.jsonl", cpu.parent / "quality.jsonl"
+    measured = load_quality(quality) if quality.exists() else []
+    encoder = load_quality(own, "embeddings") if own.exists() else []
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
@@ -1259,7 +1250,7 @@ def main() -> None:
         "lossless where": lambda: bench_where(load_bench(lossless)) if lossless.exists() else "",
         "lossless model": lambda: lossless_model_table(lossless),
         "models": lambda: models_table(path.parent / "models.jsonl"),
-        "headline": lambda: headline_table(bench, tokens, measured),
+        "headline": lambda: headline_table(bench, tokens),
         "bench summary": lambda: bench_summary(bench),
         "bench where": lambda: bench_where(bench),
         "bench decode": lambda: bench_table(bench, "decode"),

@@ -250,7 +250,7 @@ def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float
         (0.3, "sell"): "sell, density 0.3",
     }
     rows = []
-    for tokens in sorted({key[1] for key in found}):
+    for tokens in sorted({key[1] for key in found if len(found.get((0.5, key[1], "tile"), ())) in (4, 8)}):
         cells = []
         for density, name in columns:
             speedups = found.get((density, tokens, name), {}).values()

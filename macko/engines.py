@@ -1,6 +1,7 @@
 """`macko bench --engine vllm`: a model in vLLM dense, packed by macko, and in vLLM's own fp8 and int4.
 
-vLLM is imported once, and each side runs in a fork of that process, with the engine in it: nothing touches CUDA before.
+vLLM is imported once, in a process that never touches CUDA, and each side runs in a fork of that one, with the engine
+in it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import json
 import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 #: What else the environment of a side has.
 _OF_SIDE = {"fp8-w8a16": {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}}
+#: What of vLLM takes long to import.
+_SLOW = ["vllm.model_executor.models.llama", "vllm.v1.worker.gpu_model_runner"]
 #: A side takes so many seconds at most: compiling for a new shape takes minutes.
 TIMEOUT = 540
 _ENVIRONMENT = {
@@ -77,8 +80,6 @@ def run(options: argparse.Namespace, source: str) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("--engine vllm: vLLM is not installed beside macko")
     os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
-    for slow in ("model_executor.models.llama", "v1.worker.gpu_model_runner"):  # to import
-        importlib.import_module(f"vllm.{slow}")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         if is_random:
@@ -100,9 +101,25 @@ def _engine_args(text: str) -> dict[str, Any]:
 
 def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any]) -> list[Result]:
     """What a process of its own finds, written to options.json; nothing, and a line that says so, where it fails."""
-    context = multiprocessing.get_context("fork")
+    # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that.
+    found = _in_process("forkserver", side, folder, options, given)
+    if found.get("no_cuda"):  # importing vLLM has asked for them too
+        found = _in_process("spawn", side, folder, options, given)
+    if not found:
+        print(f"{side}: no times", flush=True)
+    results: list[Result] = found.get("results", [])
+    bench.show(results, memory="weights")
+    bench.append(options.json, ({**dataclasses.asdict(result), **found["about"]} for result in results))
+    return results
+
+
+def _in_process(method: str, *what: Any) -> dict[str, Any]:
+    """What _run sends from a process that is started so; nothing where it fails or takes too long."""
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(_SLOW)
     theirs, ours = context.Pipe()
-    process = context.Process(target=_measure, args=(side, folder, options, given, ours))
+    process = context.Process(target=_run, args=(_measure, *what, ours))
     process.start()
     ours.close()
     found: dict[str, Any] = {}
@@ -114,12 +131,15 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
     process.join(5 if found else 0)
     process.kill()
     process.join()  # or it might still hold memory when the next one begins
-    if not found:
-        print(f"{side}: no times", flush=True)
-    results: list[Result] = found.get("results", [])
-    bench.show(results, memory="weights")
-    bench.append(options.json, ({**dataclasses.asdict(result), **found["about"]} for result in results))
-    return results
+    return found
+
+
+def _run(measure: Callable[..., None], *what: Any) -> None:
+    """Measures, where the process can use CUDA; else says that it cannot."""
+    if torch.cuda._is_in_bad_fork():
+        what[-1].send({"no_cuda": True})
+    else:
+        measure(*what)
 
 
 def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[str, Any], pipe: Any) -> None:

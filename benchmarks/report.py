@@ -923,7 +923,7 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> s
             ratio = f" ({dense['ms'] / line['ms']:.2f}x)" if line and dense and side != "dense" else ""
             cells.append(f"{line['ms']:.2f}{ratio}" if line else "-")
         rows.append(cells)
-    name = "{} sequences" if what == "decode" else "prompt of {}"
+    name = "{} seq." if what == "decode" else "prompt of {}"
     return table(["ms", "GB" + (" a GPU" if ranks > 1 else ""), *(name.format(n) for n in columns)], rows)
 
 
@@ -988,13 +988,16 @@ def continuous_table(path: Path) -> str:
     """Tokens a second of transformers' continuous batching."""
     found = latest(path, "folder", "batch", what="continuous")
     batches = sorted({key[1] for key in found})
-    rows = [[folder, *(f"{found[folder, n]['tokens_per_s']:.0f}" for n in batches)] for folder in ("dense", "sparse")]
-    return table(["tokens/s", *(f"{n} requests" for n in batches)], rows)
+    rows = []
+    for folder in ("dense", "sparse"):
+        of = [found.get((folder, n)) for n in batches]
+        rows.append([folder, *(f"{line['tokens_per_s']:.0f}" if line else "-" for line in of)])
+    return table(["tokens/s", *(f"{n} request{'s' * (n > 1)}" for n in batches)], rows)
 
 
 def shards_table(path: Path) -> str:
     """Of benchmarks.spmm at the shapes of shards: bytes over dense, and speed over dense by tokens."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines = [x for x in map(json.loads, path.read_text().splitlines()) if "dense_us" in x]
     found = {(x["rows"], x["cols"], x["kernel"], x["tokens"]): x for x in lines}
     counts = sorted({x["tokens"] for x in lines})
     rows = []
@@ -1006,7 +1009,7 @@ def shards_table(path: Path) -> str:
             share = first["held_bytes"] / (2 * shape[0] * shape[1])
             speeds = [f"{x['dense_us'] / x['median_us']:.2f}x" if x else "-" for x in of]
             rows.append([f"{shape[0]} x {shape[1]}", kernel, f"{share:.2f}", *speeds])
-    return table(["rows x cols", "layout", "of dense bytes", *(f"{n} tokens" for n in counts)], rows)
+    return table(["rows x cols", "layout", "of dense bytes", *(f"{n} token{'s' * (n > 1)}" for n in counts)], rows)
 
 
 def engines_parts(folder: Path) -> dict[str, Callable[[], str]]:

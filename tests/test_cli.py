@@ -586,7 +586,7 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
 ) -> None:
     options, forks = argparse.Namespace(json=str(tmp_path / "lines")), tmp_path / "forks"
     watched = [forks]
-    os.register_at_fork(after_in_child=lambda: [path.touch() for path in watched])
+    os.register_at_fork(after_in_child=lambda: [path.write_text("") for path in watched])
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     monkeypatch.setattr(engines, "_measure", sends_a_line)
     found = engines._forked("macko", "", options, {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2, help="blocks to prune with calibration")
     parser.add_argument("--tokens", type=int, default=262144, help="calibration tokens, in pieces of 2048")
     parser.add_argument("--only-prune", action="store_true", help="no checkpoints, only pruning with calibration")
+    parser.add_argument("--only", default="", help="a regular expression of the methods with calibration")
     args = parser.parse_args()
     about = {**provenance(), "size": args.size}
 
@@ -61,7 +63,7 @@ def main() -> None:
             files(SIZES[args.size], Path(args.folder), step)
         finally:
             shutil.rmtree(args.folder, ignore_errors=True)
-    prune_some(SIZES[args.size], args.blocks, args.tokens, step)
+    prune_some(SIZES[args.size], args.blocks, args.tokens, args.only, step)
 
 
 def files(size: dict[str, Any], folder: Path, step: Callable[..., Any]) -> None:
@@ -110,16 +112,18 @@ def files(size: dict[str, Any], folder: Path, step: Callable[..., Any]) -> None:
     del model, state
 
 
-def prune_some(size: dict[str, Any], blocks: int, tokens: int, step: Callable[..., Any]) -> None:
+def prune_some(size: dict[str, Any], blocks: int, tokens: int, only: str, step: Callable[..., Any]) -> None:
     """Half of the weights of so many blocks, each method on dense ones; the model waits on the CPU."""
     config = LlamaConfig(**{**size, "num_hidden_layers": blocks})
     batches = list(torch.randint(config.vocab_size, (tokens // 2048, 1, 2048)))
     of = LlamaConfig(**size).num_hidden_layers
     for method, fitted in (("wanda", None), ("sparsegpt", None), ("sparsegpt", "submodule"), ("sparsegpt", "block")):
+        name = f"{method}, fitted by {fitted}" if fitted else method
+        if not re.search(only, name):
+            continue
         with torch.device("cuda"):
             model: Any = LlamaForCausalLM._from_config(config, dtype=torch.float16).eval()
         model = model.cpu()
-        name = f"{method}, fitted by {fitted}" if fitted else method
         with step(f"{name}, {blocks} blocks, from the CPU", tokens=tokens, blocks=blocks, of_blocks=of):
             macko.prune_(model, 0.5, method, calibration=batches, device="cuda", progress=False, reconstruct=fitted)
 

@@ -224,11 +224,11 @@ def break_even(points: list[tuple[float, float]]) -> str:
     return f"above {points[-1][0]:.2f}" if points[-1][1] >= 1 else f"below {points[0][0]:.2f}"
 
 
-def load_tokens(path: Path) -> dict[tuple[float, int, str], dict[tuple[int, int], float]]:
+def load_tokens(path: Path, dtype: str = "float16") -> dict[tuple[float, int, str], dict[tuple[int, int], float]]:
     """Speed-ups of benchmarks.spmm by shape, for each (density, tokens, kernel)."""
     found: dict[tuple[float, int, str], dict[tuple[int, int], float]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        if "dense_us" in line and line["dtype"] == "float16":
+        if "dense_us" in line and line["dtype"] == dtype:
             speedups = found.setdefault((line["density"], line["tokens"], line["kernel"]), {})
             speedups[line["rows"], line["cols"]] = line["dense_us"] / line["median_us"]
     # What a sell layer does where only its two ways were timed: the stream, and from 32 tokens on dense rows.
@@ -250,13 +250,41 @@ def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float
         (0.3, "sell"): "sell, density 0.3",
     }
     rows = []
-    for tokens in sorted({key[1] for key in found}):
+    for tokens in sorted({key[1] for key in found if len(found.get((0.5, key[1], "tile"), ())) in (4, 8)}):
         cells = []
         for density, name in columns:
             speedups = found.get((density, tokens, name), {}).values()
             cells.append(f"{geomean(speedups):.2f}x ({min(speedups):.2f}x)" if speedups else "")
         rows.append([f"{tokens}", *cells, f"{len(found[0.5, tokens, 'tile'])}"])
     return table(["tokens", *columns.values(), "shapes"], rows)
+
+
+def lossless_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+    """dense12 over dense bfloat16: geometric mean over shapes, and in brackets the least."""
+    rows = []
+    for tokens in sorted({key[1] for key in found if key[2] == "dense12" and key[1]}):
+        cells = []
+        for name in ("dense12", "dense12_alone"):
+            speedups = found.get((1.0, tokens, name), {}).values()
+            cells.append(f"{geomean(speedups):.2f}x ({min(speedups):.2f}x)" if speedups else "")
+        rows.append([f"{tokens}", *cells, f"{len(found[1.0, tokens, 'dense12'])}"])
+    return table(["tokens", "dense12", "dense12, launched alone", "shapes"], rows)
+
+
+def lossless_model_table(path: Path) -> str:
+    """Decoding with dense12, over the dense model of the same run."""
+    if not path.exists():
+        return "Not measured yet."
+    found = {(line["batch"], line["model"]): line for line in load_bench(path) if line["what"] == "decode"}
+    rows = []
+    for batch in sorted({batch for batch, _ in found}):
+        dense, held = found[batch, "dense"], found[batch, "dense12"]
+        rows.append([
+            f"{batch}", f"{dense['ms']:.2f}", f"{held['ms']:.2f}", f"{dense['ms'] / held['ms']:.2f}x",
+            f"{dense['peak_bytes'] / 1e9:.1f}", f"{held['peak_bytes'] / 1e9:.1f}",
+        ])  # fmt: skip
+    head = ["sequences", "dense, ms a token", "dense12, ms a token", "over dense", "dense, GB", "dense12, GB"]
+    return table(head, rows)
 
 
 def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
@@ -336,9 +364,7 @@ def bench_where(lines: list[Line]) -> str:
 HEADLINE = {("tile", "default"), ("auto", "max")}
 
 
-def headline_table(
-    lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]], quality: list[Line]
-) -> str:
+def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
     """What half of the weights being zero is worth to a model, by tokens at once and by what it is held for."""
     found: dict[tuple[str, int, str, float], Line] = {}
     for line in lines:
@@ -362,18 +388,9 @@ def headline_table(
         ["a prompt of 128 tokens", gain("prefill", 128, "tile"), gain("prefill", 128, "auto")],
         ["a prompt of 2048 tokens", gain("prefill", 2048, "tile"), gain("prefill", 2048, "auto")],
         ["memory", f"**{after:.1f} GB** instead of {before:.1f}", "the same"],
-        ["quality", headline_quality(quality), "the same"],
+        ["quality", "packing costs none, pruning less where it is fitted ([how much](docs/quality.md))", "the same"],
     ]
     return table(["speed over dense", "`sparsify_(model)`", "`sparsify_(model, tokens=1)`"], rows)
-
-
-def headline_quality(lines: list[Line]) -> str:
-    """What half of the weights being zero costs, as it is fitted here and as it is pruned alone."""
-    found = {line["name"]: line for line in lines if zeros_of(line) == "50%" and not line["seed"]}
-    if not {BLOCK, "wanda"} <= {*found}:
-        return "what pruning cost it, nothing more"
-    more = [f"{lost(found[name]):+.1%}" for name in (BLOCK, "wanda")]
-    return f"packing costs none; pruning, fitted: perplexity **{more[0]}**, by wanda alone {more[1]} (another model)"
 
 
 def layout_of(line: Line) -> str:
@@ -892,6 +909,8 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> s
     by = "batch" if what == "decode" else "prompt_tokens"
     mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == (what, ranks, compiled)]
     mine = [x for x in mine if x["source"].startswith("random:") and x["ms"]]
+    if not mine:
+        return "Not measured yet."
     sides = {engine_side(x): None for x in sorted(mine, key=lambda x: list(ENGINE_SIDES).index(x["model"]))}
     columns = sorted({x[by] for x in mine})
     found = {(engine_side(x), x[by]): x for x in mine}
@@ -904,13 +923,15 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> s
             ratio = f" ({dense['ms'] / line['ms']:.2f}x)" if line and dense and side != "dense" else ""
             cells.append(f"{line['ms']:.2f}{ratio}" if line else "-")
         rows.append(cells)
-    name = "{} sequences" if what == "decode" else "prompt of {}"
+    name = "{} seq." if what == "decode" else "prompt of {}"
     return table(["ms", "GB" + (" a GPU" if ranks > 1 else ""), *(name.format(n) for n in columns)], rows)
 
 
 def engines_loading_table(lines: list[Line]) -> str:
     """Seconds of the weights from the files to the GPU, and over dense."""
     found = {(x["model"], Path(x["source"]).name): x for x in lines if not x["source"].startswith("random:")}
+    if not found:
+        return "Not measured yet."
     dense = next((x for x in found.values() if x["model"] == "dense"), None)
     rows = []
     for (model, folder), line in found.items():
@@ -967,13 +988,16 @@ def continuous_table(path: Path) -> str:
     """Tokens a second of transformers' continuous batching."""
     found = latest(path, "folder", "batch", what="continuous")
     batches = sorted({key[1] for key in found})
-    rows = [[folder, *(f"{found[folder, n]['tokens_per_s']:.0f}" for n in batches)] for folder in ("dense", "sparse")]
-    return table(["tokens/s", *(f"{n} requests" for n in batches)], rows)
+    rows = []
+    for folder in ("dense", "sparse"):
+        of = [found.get((folder, n)) for n in batches]
+        rows.append([folder, *(f"{line['tokens_per_s']:.0f}" if line else "-" for line in of)])
+    return table(["tokens/s", *(f"{n} request{'s' * (n > 1)}" for n in batches)], rows)
 
 
 def shards_table(path: Path) -> str:
     """Of benchmarks.spmm at the shapes of shards: bytes over dense, and speed over dense by tokens."""
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines = [x for x in map(json.loads, path.read_text().splitlines()) if "dense_us" in x]
     found = {(x["rows"], x["cols"], x["kernel"], x["tokens"]): x for x in lines}
     counts = sorted({x["tokens"] for x in lines})
     rows = []
@@ -985,7 +1009,28 @@ def shards_table(path: Path) -> str:
             share = first["held_bytes"] / (2 * shape[0] * shape[1])
             speeds = [f"{x['dense_us'] / x['median_us']:.2f}x" if x else "-" for x in of]
             rows.append([f"{shape[0]} x {shape[1]}", kernel, f"{share:.2f}", *speeds])
-    return table(["rows x cols", "layout", "of dense bytes", *(f"{n} tokens" for n in counts)], rows)
+    return table(["rows x cols", "layout", "of dense bytes", *(f"{n} token{'s' * (n > 1)}" for n in counts)], rows)
+
+
+def engines_parts(folder: Path) -> dict[str, Callable[[], str]]:
+    """The tables of docs/engines.md, and its plot; those whose lines are not there say so."""
+    vllm_path, transformers, shards = (folder / f"{name}.jsonl" for name in ("vllm", "transformers", "shards"))
+    vllm = load_engines(vllm_path) if vllm_path.exists() else []
+    parts = {
+        "engines where": (vllm_path, lambda: engines_where(vllm)),
+        "engines plot": (vllm_path, lambda: "![speed over dense by sequences at once](images/engines.svg)"),
+        "engines loading": (vllm_path, lambda: engines_loading_table(vllm)),
+        "engines two": (vllm_path, lambda: engines_table(vllm, "decode", 2, False)),
+        "engines transformers": (transformers, lambda: transformers_table(transformers)),
+        "engines continuous": (transformers, lambda: continuous_table(transformers)),
+        "engines shards": (shards, lambda: shards_table(shards)),
+    }
+    for what, mode in ((what, mode) for what in ("decode", "prefill") for mode in (False, True)):
+        name = f"engines {what}{' compiled' if mode else ''}"
+        parts[name] = (vllm_path, partial(engines_table, vllm, what, 1, mode))
+    if vllm:
+        plot_engines(vllm, IMAGES / "engines.svg")
+    return {name: make if path.exists() else lambda: "Not measured yet." for name, (path, make) in parts.items()}
 
 
 def load_quality(path: Path, what: str = "quality") -> list[Line]:
@@ -1048,8 +1093,9 @@ def quality_bars_table(lines: list[Line]) -> str:
         shares = [lost(own) / lost(of) for own, of in pairs if own and of]
         holds = "not measured" if not shares else "yes" if max(shares) <= most else "**no**"
         measured = ", ".join(f"{share:.3f}" for share in shares)
-        rows.append([f"{name}, {zeros}", f"{other}, {other_zeros}".rstrip(", "), f"{most:g}", measured, holds])
-    return table(["loss of", "over that of", "at most", "measured, by seed", "holds"], rows)
+        kl = ", ".join(f"{own['kl'] / of['kl']:.3f}" for own, of in pairs if own and of)
+        rows.append([f"{name}, {zeros}", f"{other}, {other_zeros}".rstrip(", "), f"{most:g}", measured, holds, kl])
+    return table(["loss of", "over that of", "at most", "measured, by seed", "holds", "in KL"], rows)
 
 
 def quality_methods_table(lines: list[Line]) -> str:
@@ -1137,7 +1183,8 @@ def plot_quality(lines: list[Line], bench: list[Line], path: Path) -> None:
         points = [(line["bytes"], max(least, lost(line))) for line in own]
         known = [not line["rounding"] and not line["pattern"] and speeds.get(line["sparsity"] or 0.0) for line in own]
         sizes = [0.4 * speed if speed else 25 for speed in known]
-        axis.scatter(*zip(*points, strict=True), s=sizes, marker=marker, alpha=0.8, label=kind)
+        x, y = zip(*points, strict=True)
+        axis.scatter(x, y, s=sizes, marker=marker, alpha=0.8, label=kind)
         for line, at in zip(own, points, strict=True):
             bits = line["name"].split()[-1] if line["rounding"] else ""
             text = f"{bits} {zeros_of(line)}".strip()
@@ -1147,7 +1194,8 @@ def plot_quality(lines: list[Line], bench: list[Line], path: Path) -> None:
     axis.set_ylabel("perplexity over dense's, less 1 (down is better)")
     axis.grid(alpha=0.3)
     legend = axis.legend(fontsize=7)
-    for handle in legend.legend_handles:
+    handles: Any = legend.legend_handles
+    for handle in handles:
         handle.set_sizes([25])
     save(figure, path)
 
@@ -1185,14 +1233,14 @@ def main() -> None:
     plot_densities(problems, IMAGES / "spmv_density.svg")
     plot_floor(problems, IMAGES / "spmv_floor.svg")
     tokens = load_tokens(path.parent / "spmm.jsonl")
+    lossless = path.parent / "lossless.jsonl"
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
     bench = load_bench(path.parent / "bench.jsonl")
     plot_bench(bench, IMAGES / "llama.svg")
-    quality = path.parent / "quality.jsonl"
-    measured, encoder = ([], []) if not quality.exists() else (
-        load_quality(quality), load_quality(quality, "embeddings")
-    )  # fmt: skip
     cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
+    quality, own = path.parent / "quality.jsonl", cpu.parent / "quality.jsonl"
+    measured = load_quality(quality) if quality.exists() else []
+    encoder = load_quality(own, "embeddings") if own.exists() else []
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
@@ -1201,8 +1249,11 @@ def main() -> None:
         "spmv densities": lambda: densities_table(problems),
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
+        "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),
+        "lossless where": lambda: bench_where(load_bench(lossless)) if lossless.exists() else "",
+        "lossless model": lambda: lossless_model_table(lossless),
         "models": lambda: models_table(path.parent / "models.jsonl"),
-        "headline": lambda: headline_table(bench, tokens, measured),
+        "headline": lambda: headline_table(bench, tokens),
         "bench summary": lambda: bench_summary(bench),
         "bench where": lambda: bench_where(bench),
         "bench decode": lambda: bench_table(bench, "decode"),
@@ -1250,20 +1301,7 @@ def main() -> None:
     }
     if measured:
         plot_quality(measured, bench, IMAGES / "quality.svg")
-    if (vllm_path := path.parent / "vllm.jsonl").exists():
-        vllm = load_engines(vllm_path)
-        plot_engines(vllm, IMAGES / "engines.svg")
-        parts |= {
-            "engines where": lambda: engines_where(vllm),
-            "engines loading": lambda: engines_loading_table(vllm),
-            "engines two": lambda: engines_table(vllm, "decode", 2, False),
-            "engines transformers": lambda: transformers_table(path.parent / "transformers.jsonl"),
-            "engines continuous": lambda: continuous_table(path.parent / "transformers.jsonl"),
-            "engines shards": lambda: shards_table(path.parent / "shards.jsonl"),
-        }
-        for what, mode in ((what, mode) for what in ("decode", "prefill") for mode in (False, True)):
-            name = f"engines {what}{' compiled' if mode else ''}"
-            parts[name] = partial(engines_table, vllm, what, 1, mode)
+    parts |= engines_parts(path.parent)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)
     for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):

@@ -8,9 +8,10 @@
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
 pruned one, whose zeros take less power; sell, tile and dense12 (bfloat16), what a layer of that format does; parts of
 what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the library's product); and
-ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such layers, but for
-those that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the bound of float64.
-Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to benchmarks/results/<gpu>/spmm.jsonl.
+ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such
+layers, but for those that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the
+bound of float64. Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to
+benchmarks/results/<gpu>/spmm.jsonl.
 """
 
 from __future__ import annotations

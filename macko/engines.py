@@ -1,6 +1,7 @@
 """`macko bench --engine vllm`: a model in vLLM dense, packed by macko, and in vLLM's own fp8 and int4.
 
-vLLM is imported once, and each side runs in a fork of that process, with the engine in it: nothing touches CUDA before.
+vLLM is imported once, in a process that never touches CUDA, and each side runs in a fork of that one, with the engine
+in it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import json
 import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 #: What else the environment of a side has.
 _OF_SIDE = {"fp8-w8a16": {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}}
+#: What of vLLM takes long to import.
+_SLOW = ["vllm.model_executor.models.llama", "vllm.v1.worker.gpu_model_runner"]
 #: A side takes so many seconds at most: compiling for a new shape takes minutes.
 TIMEOUT = 540
 _ENVIRONMENT = {
@@ -77,8 +80,6 @@ def run(options: argparse.Namespace, source: str) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("--engine vllm: vLLM is not installed beside macko")
     os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
-    for slow in ("model_executor.models.llama", "v1.worker.gpu_model_runner"):  # to import
-        importlib.import_module(f"vllm.{slow}")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         if is_random:
@@ -100,9 +101,25 @@ def _engine_args(text: str) -> dict[str, Any]:
 
 def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any]) -> list[Result]:
     """What a process of its own finds, written to options.json; nothing, and a line that says so, where it fails."""
-    context = multiprocessing.get_context("fork")
+    # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that.
+    found = _in_process("forkserver", side, folder, options, given)
+    if found.get("no_cuda"):  # importing vLLM has asked for them too
+        found = _in_process("spawn", side, folder, options, given)
+    if not found:
+        print(f"{side}: no times", flush=True)
+    results: list[Result] = found.get("results", [])
+    bench.show(results, memory="weights")
+    bench.append(options.json, ({**dataclasses.asdict(result), **found["about"]} for result in results))
+    return results
+
+
+def _in_process(method: str, *what: Any) -> dict[str, Any]:
+    """What _run sends from a process that is started so; nothing where it fails or takes too long."""
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(_SLOW)
     theirs, ours = context.Pipe()
-    process = context.Process(target=_measure, args=(side, folder, options, given, ours))
+    process = context.Process(target=_run, args=(_measure, *what, ours))
     process.start()
     ours.close()
     found: dict[str, Any] = {}
@@ -114,12 +131,15 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
     process.join(5 if found else 0)
     process.kill()
     process.join()  # or it might still hold memory when the next one begins
-    if not found:
-        print(f"{side}: no times", flush=True)
-    results: list[Result] = found.get("results", [])
-    bench.show(results, memory="weights")
-    bench.append(options.json, ({**dataclasses.asdict(result), **found["about"]} for result in results))
-    return results
+    return found
+
+
+def _run(measure: Callable[..., None], *what: Any) -> None:
+    """Measures, where the process can use CUDA; else says that it cannot."""
+    if torch.cuda._is_in_bad_fork():
+        what[-1].send({"no_cuda": True})
+    else:
+        measure(*what)
 
 
 def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[str, Any], pipe: Any) -> None:
@@ -148,7 +168,10 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     start = time.perf_counter()
     llm = LLM(folder, **engine)
     started = time.perf_counter() - start
-    held, loading = (max(found) for found in zip(*llm.apply_model(_bytes_and_seconds), strict=True))
+    ranks = llm.apply_model(_bytes_and_seconds)
+    held, loading = max(size for size, _ in ranks), max((each for _, each in ranks if each), default=None)
+    if prunes and loading is None:  # vLLM says what its ranks are, on a CPU for one
+        raise RuntimeError("vLLM's ranks are no forks, so their random weights have no zeros: give a folder")
     on_gpu = torch.cuda.is_available()
     results = []
     for batch in options.batch:
@@ -160,7 +183,8 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     for prompt in options.prompt_tokens:
         seconds = min(bench._times(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
         results.append(bench.result(side, "prefill", 1, prompt, prompt, seconds, held))
-    print(f"{name}: the weights took {loading:.1f} s, all of starting {started:.1f} s", flush=True)
+    weights = "" if loading is None else f"the weights took {loading:.1f} s, "
+    print(f"{name}: {weights}all of starting {started:.1f} s", flush=True)
     about = {"engine": "vllm", "vllm": vllm.__version__, "engine_args": engine}
     about |= {"weights_s": loading, "start_s": started}
     about |= bench.about_run(options, "source", "format")
@@ -192,10 +216,10 @@ def _time_loading() -> None:
     BaseModelLoader.load_model = load_model
 
 
-def _bytes_and_seconds(model: nn.Module) -> tuple[int, float]:
-    """Bytes of all weights that the model holds, and the seconds that they took to load."""
+def _bytes_and_seconds(model: Any) -> tuple[int, float | None]:
+    """Bytes of all weights that the model holds, and the seconds that they took to load, if a fork of ours did it."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values()), model.macko_loading_s  # type: ignore[return-value]
+    return sum(t.numel() * t.element_size() for t in tensors.values()), getattr(model, "macko_loading_s", None)
 
 
 def _prune_dummies(sparsity: float) -> None:

@@ -7,6 +7,7 @@ import copy
 import fcntl
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import signal
@@ -565,21 +566,45 @@ def test_bench_says_loudly_where_outputs_are_wrong() -> None:
     assert bench._verdict(found).endswith("NO, THEY ARE WRONG (worst inf of the bound, at 8 tokens, b)")
 
 
+def sends_a_line(side: str, folder: str, options: argparse.Namespace, given: Any, pipe: Any) -> None:
+    found = bench.result(bench.Side(side, 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
+    pipe.send({"results": [found], "about": {"vllm": "1", "NVML": os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]}})
+
+
+def cannot_fork(measure: Any, *what: Any) -> None:
+    torch.cuda._is_in_bad_fork = lambda: "forkserver" in type(multiprocessing.current_process()).__name__.lower()
+    engines._run(measure, *what)
+
+
+def never_ends(*args: Any) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.slow
 def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = argparse.Namespace(json=str(tmp_path / "lines"))
-    found = bench.result(bench.Side("macko", 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
-    monkeypatch.setattr(engines, "_measure", lambda *args: args[-1].send({"results": [found], "about": {"vllm": "1"}}))
-    assert engines._forked("macko", "", options, {}) == [found]
+    options, forks = argparse.Namespace(json=str(tmp_path / "lines")), tmp_path / "forks"
+    watched = [forks]
+    os.register_at_fork(after_in_child=lambda: [path.write_text("") for path in watched])
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(engines, "_measure", sends_a_line)
+    found = engines._forked("macko", "", options, {})
+    assert [(result.model, result.ms) for result in found] == [("macko", 500)]
     assert "macko, decode batch 2 prompt 8:  500.000 ms,      4.0 tokens/s, weights 3.00 kB" in capsys.readouterr().out
-    monkeypatch.setattr(engines, "_measure", lambda *args: time.sleep(60))
+    with monkeypatch.context() as patch:  # where vLLM's import touches CUDA a fork of that is of no use either
+        patch.setattr(engines, "_run", cannot_fork)
+        assert engines._forked("fp8", "", argparse.Namespace(json=None), {})[0].model == "fp8"
+    capsys.readouterr()
+    monkeypatch.setattr(engines, "_measure", never_ends)
     monkeypatch.setattr(engines, "TIMEOUT", 0.1)
     assert engines._forked("fp8", "", options, {}) == []  # killed: the next side needs its memory
     assert not multiprocessing.active_children()
     assert "fp8: no times" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    assert [(line["model"], line["ms"], line["vllm"]) for line in lines] == [("macko", 500, "1")]
+    assert [(line["model"], line["ms"], line["vllm"], line["NVML"]) for line in lines] == [("macko", 500, "1", "1")]
+    assert not forks.exists()  # this process may have touched CUDA: a fork of it could not
+    watched.clear()
 
 
 @needs_transformers

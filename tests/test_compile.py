@@ -28,7 +28,14 @@ class WithAdapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    """What torch imports to compile anything warns, once: not within a test, whatever ran before it."""
+    torch.compile(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("format", ["bitmap", "macko", "ec"])
 def test_a_step_of_training_has_no_break_and_no_warning(format: str, caplog: pytest.LogCaptureFixture) -> None:
     """An op of the gradient whose output's size depended on data would break the graph, and torch would warn."""

@@ -235,16 +235,28 @@ def test_every_bar_holds_for_a_model_that_learned_its_text(tiny_llama: TinyLlama
             judge.line(variant)
     rows = report.quality_bars_table(report.load_quality(lines)).splitlines()[2:]
     assert len(rows) == len(report.BARS)
-    assert all(row.endswith("| yes |") for row in rows), "\n".join(rows)
+    assert all(row.split(" | ")[4] == "yes" for row in rows), "\n".join(rows)
 
 
 def test_a_bar_that_is_missed_with_one_seed_does_not_hold() -> None:
     from benchmarks import report
 
     def line(name: str, ratio: float, seed: int = 0) -> dict[str, Any]:
-        return {"name": name, "sparsity": 0.5, "pattern": None, "seed": seed, "perplexity_ratio": ratio}
+        about = {"sparsity": 0.5, "pattern": None, "perplexity_ratio": ratio, "kl": ratio - 1}
+        return {"name": name, "seed": seed, **about}
 
     lines = [line("sparsegpt", 1.1), line("sparsegpt", 1.1, 1), line(report.BLOCK, 1.04), line(report.BLOCK, 1.06, 1)]
     first, second, *_ = report.quality_bars_table(lines).splitlines()[2:]
-    assert first.endswith("| 0.5 | 0.400, 0.600 | **no** |")
-    assert second.endswith("| 0.4 |  | not measured |")
+    assert first.endswith("| 0.5 | 0.400, 0.600 | **no** | 0.400, 0.600 |")
+    assert second.endswith("| 0.4 |  | not measured |  |")
+
+
+def test_two_blocks_say_what_the_whole_model_takes(tmp_path: Path) -> None:
+    from benchmarks import report
+
+    path = tmp_path / "models.jsonl"
+    line = {"step": "wanda, fitted by block, 2 blocks, from the CPU", "seconds": 30.0, "peak_bytes": 12_340_000_000}
+    path.write_text(json.dumps({**line, "step": "save dense"}) + "\n")
+    assert "Not measured yet" in report.whole_model_table(path)
+    path.write_text(json.dumps({**line, "tokens": 262144, "blocks": 2, "of_blocks": 32}) + "\n")
+    assert "| wanda, fitted by block | 262144 | 30.0 | 8.0 | 12.3 |" in report.whole_model_table(path)

@@ -134,14 +134,15 @@ SAME_BITS = {
     ("cpu", "bitmap"): ((1, 2), (3, 4), (5, 8), (9, 16), (17, 32)),
     ("cuda", "sell"): ((1, 1), (2, 2), (3, 4), (5, 8)),
     ("cuda", "tile"): ((1, 8), (9, 16), (17, 32), (33, 64)),
+    ("cuda", "dense12"): ((1, 8), (9, 16), (17, 32), (33, 64)),
 }
 
 
 def assert_same_bits_in_ranges(device: str, dtype: torch.dtype) -> None:
-    for rows, cols in ((70, 904), (300, 2050)):
+    for rows, cols in ((70, 904), (300, 2050), (4160, 600)):
         w, x = random_weight(rows, cols, 0.5, dtype).to(device), random_vector(64, cols, dtype=dtype).to(device)
         for (on, name), ranges in SAME_BITS.items():
-            if on != device:
+            if on != device or dtype not in FORMATS[name].dtypes:
                 continue
             packed = FORMATS[name].from_dense(w)
             for first, last in ranges:

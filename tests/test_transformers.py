@@ -783,7 +783,7 @@ dist.destroy_process_group()
 """
 
 TENSOR_PARALLEL = """
-import copy, sys
+import copy, os, sys
 import pytest, torch
 import torch.distributed as dist
 import macko
@@ -815,11 +815,13 @@ cut = tensor_parallel.cut
 def counting(model, name, layer):
     others = [m for m in model.modules() if isinstance(m, macko.SparseLinear) and m.device.type != "meta"]
     whole_at_once.append(sum(m.packed.shape == (m.out_features, m.in_features) for m in others))
+    assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "1"  # or all of the file would be read ahead
     cut(model, name, layer)
 
 tensor_parallel.cut = counting
 for folder, options in ((sparse, two), (dense, config | two), (sparse, {"tp_plan": "auto"})):
     model = load(folder, **options)
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
     assert torch.equal(tokens(model), wanted)
     bytes = 0
     for name, layer in layers.items():

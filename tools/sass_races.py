@@ -44,14 +44,15 @@ class Known(NamedTuple):
 KNOWN = (
     Known("multiply_8<", "release_stage(", "sell: x lies beside the stages and is not written again"),
     Known("delta = __funnelshift_r(", "cluster.sync()", "ec: stages are a warp's own, the blocks meet for their sums"),
-    Known("tile.load(", "release(previous)", "few: they are of the stage behind the one that is released"),
-    Known("prepare(step, next", "release(previous)", "few: they are of the stage behind the one that is released"),
-    Known("tile.load(", "memory.may_send", "few: behind the last stage it is prepared again, for nothing"),
-    Known("lane.load(j + i", "X_EMPTY + stage * 8", "many: they are of slabs, what is released are tokens"),
+    Known("reader.template load_next<STEP, TILE>(", "release(previous)", "few: of the stage behind the released one"),
+    Known("reader.template prepare<", "release(previous)", "few: of the stage behind the released one"),
+    Known("reader.template make<STEP, TILE>(", "release(previous)", "few: of the stage behind the released one"),
+    Known("reader.template prepare<", "memory.may_send", "few: behind the last stage it is prepared for nothing"),
+    Known("reader.", "X_EMPTY + stage * 8", "many: they are of slabs, what is released are tokens"),
     Known("multiply_tile(", "release(last_stage)", "many: the stage had tokens, which tensor cores alone read"),
-    Known("load(next, 0, 0)", "release_slab(stage)", "many: they are of the slab behind the one that is released"),
-    Known("lane.load(j + i", "named_barrier_arrive(", "many: a warpgroup waits for the other, or a store for sums"),
-    Known("lane.load(j + i", "barrier_arrive_expect_tx(exchanged", "many: that announces bytes for a stage of tokens"),
+    Known("reader.template prepare<STEP>(", "release_slab(stage)", "many: of the slab behind the released one"),
+    Known("reader.", "named_barrier_arrive(", "many: a warpgroup waits for the other, or a store for sums"),
+    Known("reader.", "barrier_arrive_expect_tx(exchanged", "many: that announces bytes for a stage of tokens"),
 )
 ARRIVALS = ("SYNCS.ARRIVE", "BAR.ARV", "UCGABAR_ARV")
 LOADS = ("LDS", "LDSM")

@@ -40,13 +40,14 @@ extern "C" {
 
 enum {
     MACKO_DENSE12_TABLE = 8,
-    MACKO_DENSE12_STEPS = 4,                              /* of a tile */
-    MACKO_DENSE12_CHUNK = 16,                             /* bytes; a lane has three in a slice of a tile */
+    MACKO_DENSE12_STEPS = 4,  /* of a tile */
+    MACKO_DENSE12_CHUNK = 16, /* bytes; a lane has three in a slice of a tile */
     MACKO_DENSE12_SLICE_BYTES = 3 * MACKO_DENSE12_CHUNK * MACKO_TILE_LANES,
     MACKO_DENSE12_PARTS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES,
     MACKO_DENSE12_PARTS_AT = MACKO_DENSE12_PARTS * MACKO_DENSE12_SLICE_BYTES,
     MACKO_DENSE12_LIST_AT = MACKO_DENSE12_PARTS_AT + MACKO_DENSE12_PARTS * 4,
-    MACKO_DENSE12_MOST_UNITS = MACKO_TILE_ROWS * MACKO_TILE_SLAB_COLS * 2 / MACKO_TILE_UNIT, /* of a slab: as a dense one */
+    MACKO_DENSE12_MOST_UNITS = MACKO_TILE_ROWS * MACKO_TILE_SLAB_COLS * 2 /
+        MACKO_TILE_UNIT, /* of a slab: as a dense one */
     MACKO_DENSE12_MOST_LISTED = (MACKO_DENSE12_MOST_UNITS * MACKO_TILE_UNIT - MACKO_DENSE12_LIST_AT) / 4,
 };
 
@@ -83,12 +84,12 @@ enum {
     MACKO_DENSE12_OK = 0,
     MACKO_DENSE12_TABLE_ORDER, /* the table is not 0, then rising, then zeros, all under 128; found: the byte's place */
     MACKO_DENSE12_PART,        /* parts of the list do not follow each other, or end behind the slab; found: the part */
-    MACKO_DENSE12_ENTRY,       /* an entry is not behind the one before it in its part, or says more than a place; found: it */
-    MACKO_DENSE12_LISTED,      /* an entry's value has a code, or its place is outside of the matrix or is not +0.0; found: it */
-    MACKO_DENSE12_OUTSIDE,     /* an element outside of the matrix is not +0.0; found: byte of the slab */
-    MACKO_DENSE12_CODE,        /* a code is not the lowest that stands for its e[7:1]; found: byte of the slab */
-    MACKO_DENSE12_ZERO,        /* bytes behind the list are not zero; found: byte of the slab */
-    MACKO_DENSE12_WIDEST,      /* no slab needs so many units; found: how many */
+    MACKO_DENSE12_ENTRY, /* an entry is not behind the one before it in its part, or says more than a place; found: it */
+    MACKO_DENSE12_LISTED, /* an entry's value has a code, or its place is outside of the matrix or is not +0.0; found: it */
+    MACKO_DENSE12_OUTSIDE, /* an element outside of the matrix is not +0.0; found: byte of the slab */
+    MACKO_DENSE12_CODE,    /* a code is not the lowest that stands for its e[7:1]; found: byte of the slab */
+    MACKO_DENSE12_ZERO,    /* bytes behind the list are not zero; found: byte of the slab */
+    MACKO_DENSE12_WIDEST,  /* no slab needs so many units; found: how many */
 };
 
 /* What packing cannot have made, first of all where reading would be unsafe. found without a fault: elements listed. */

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
             for (int other = 0; other < MACKO_TILE_SLAB_TILES - 1; other++)
                 sums[octet][i] += others[((other * OCTETS + octet) * 4 + i) * 128 + slice * WARP + lane];
         store_four(task, (int64_t)blockIdx.x * MACKO_TILE_ROWS, slice * WARP + lane, first_token / 8 + octet,
-                      sums[octet]);
+                   sums[octet]);
     }
 #endif
 }
@@ -139,7 +139,7 @@ cudaError_t run(const macko_tile_matrix &m, int64_t tokens, const void *x, int64
     if (const cudaError_t error = current_device(&device)) return error;
     if (has_wgmma(device.major)) {
         const float mean = (float)m.units / macko_tile_count(m.rows, m.cols);
-        const few_weight<sparse16<T>> w = {m.data, m.offsets, m.rows, m.cols, m.widest, mean, m.units > 0, {}};
+        const few_weight<sparse16<T>> w = {m.data, m.offsets, m.rows, m.cols, m.widest, mean, m.whole, {}};
         return launch_few(w, tokens, x, x_stride, bias, y, device, stream);
     }
     const auto run = tokens <= 8    ? launch_mma<T, 1>

@@ -536,9 +536,11 @@ template <class CODEC, int TOKENS>
 cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, const device_info &device,
                         few_plan *plan) {
     using SHAPE = few_shape<TOKENS>;
+    // Which blocks do what does not depend on the tokens, so that a token's bits do not; how many stages there are does.
     // Behind the last value (MACKO_TILE_OVERREAD) is what may be read, and so is behind the last token: the sums.
     plan->tokens_at = (int)ceil_div(widest * MACKO_TILE_UNIT, 1024) * 1024;
-    plan->stage_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * token_bytes;
+    const int least_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * token_bytes,
+              most_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * TOKENS * MACKO_TILE_COLS * 2;
     plan->time = 1e30;
     for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= slabs; blocks++) {
         int clusters;
@@ -551,12 +553,18 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
         const int area = shares.split * (shares.halves ? 1 : 2) * WARPGROUP * TOKENS * 2;
         const int areas = SHAPE::MANY_SUMS ? 0 : area * (1 + shares.crosses);
         const int room = device.shared_bytes - BARRIER_BYTES - SHAPE::SUMS_BYTES - areas;
-        const int stages = std::min(room / plan->stage_bytes, MAX_STAGES);
+        int stages = std::min(room / most_bytes, MAX_STAGES), stage_bytes = most_bytes;
         const double time = shares.time * (stages < 5 ? 1.15 : 1); // (H200, 32 tokens)
         // Where they take the place of stages, no share may go on with another row block.
-        const bool fits = !SHAPE::MANY_SUMS || !shares.split ||
-                          (!shares.crosses && SHAPE::SUMS_BYTES * SHAPE::PASSES + area <= stages * plan->stage_bytes);
-        if (!fits || stages < MIN_STAGES || time >= plan->time * 0.99) continue;
+        const auto fits = [&](int bytes) {
+            return !SHAPE::MANY_SUMS || !shares.split ||
+                   (!shares.crosses && SHAPE::SUMS_BYTES * SHAPE::PASSES + area <= bytes);
+        };
+        if (!fits(stages * stage_bytes) || stages < MIN_STAGES || time >= plan->time * 0.99) continue;
+        if (const int more = std::min(room / least_bytes, MAX_STAGES); fits(more * least_bytes)) {
+            stages = more;
+            stage_bytes = least_bytes;
+        }
         plan->time = time;
         plan->grid = clusters * blocks;
         plan->cluster = blocks;
@@ -570,7 +578,8 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
             plan->most[i] = shares.stages[i];
         }
         plan->stages = stages;
-        plan->shared_bytes = device.shared_bytes - room + stages * plan->stage_bytes;
+        plan->stage_bytes = stage_bytes;
+        plan->shared_bytes = device.shared_bytes - room + stages * stage_bytes;
     }
     return plan->cluster ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -578,8 +587,7 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
 // The plan, kept for the next time: choosing takes longer than a launch, and a model asks for the same ones again and
 // again.
 template <class CODEC, int TOKENS>
-cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, const device_info &device,
-                    few_plan *plan) {
+cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, const device_info &device, few_plan *plan) {
     constexpr size_t MOST = 4096;
     static std::mutex mutex;
     static std::map<std::array<int, 5>, few_plan> known;

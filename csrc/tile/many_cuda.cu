@@ -13,7 +13,8 @@ cudaError_t macko_tile_many_cuda(const macko_tile_matrix *m, int64_t tokens, con
                                  cudaStream_t stream) {
     using namespace macko;
     const auto run = [&](auto codec) {
-        const many_weight<decltype(codec)> weight = {m->data, m->offsets, m->rows, m->cols, m->widest, m->units, {}};
+        const many_weight<decltype(codec)> weight = {
+            m->data, m->offsets, m->rows, m->cols, m->widest, m->whole ? m->units : 0, {}};
         return launch_many(weight, tokens, x, x_stride, bias, y, *plan, workspace, stream);
     };
     return m->dtype == MACKO_F16 ? run(sparse16<__half>()) : run(sparse16<__nv_bfloat16>());

@@ -70,7 +70,6 @@ struct many_args {
     cudaStream_t stream;
 };
 
-
 template <class CODEC, class SHAPE>
 cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     const many_weight<CODEC> &m = args.weight;
@@ -148,12 +147,9 @@ cudaError_t plan_many(int64_t rows, int64_t cols, int widest, int64_t tokens, ma
     int64_t fitting = 0; // which shapes: all that a plan depends on of the largest slab
     for_shapes([&](int, auto shape) { fitting = fitting * 2 + fits(decltype(shape)::plain(), widest, device); });
     // What it depends on: of the tokens, how many tiles they fill, which follows from those of 64.
-    const std::array<int64_t, 6> key = {device.index,
-                                        macko_tile_row_blocks(rows),
-                                        cols,
-                                        fitting,
-                                        ceil_div(tokens, 64),
-                                        macko_tile_tokens_exceed_l2(tokens, cols)};
+    const std::array<int64_t, 6> key = {
+        device.index, macko_tile_row_blocks(rows), cols,
+        fitting,      ceil_div(tokens, 64),        macko_tile_tokens_exceed_l2(tokens, cols)};
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto found = known.find(key); !forced && found != known.end()) {
         *plan = found->second;

@@ -185,7 +185,7 @@ static void consider_shape(search *s, macko_tile_many_shape shape, int at_once, 
     const int64_t half_slabs = divide_up(p->cols, MACKO_TILE_HALF_SLAB_COLS),
                   clusters = min_of(at_once, MACKO_TILE_MOST_CLUSTERS);
     if (!clusters) return;
-    if (half_slabs < shape.split_k) return; /* one of the two blocks would never have any */
+    if (half_slabs < shape.split_k) return;                   /* one of the two blocks would never have any */
     if (!way && shape.tokens == 64 && p->tokens > 64) return; /* memory is the limit: as long as 128 take */
     if (way && (way->rows != shape.row_blocks * MACKO_TILE_ROWS || way->tokens != shape.tokens ||
                 way->split_k != shape.split_k))

@@ -15,7 +15,8 @@ extern "C" {
 #endif
 
 /* The shapes that are compiled: tokens, row blocks, split_k. */
-#define MACKO_TILE_MANY_SHAPES(X) X(256, 2, 1) X(256, 2, 2) X(192, 2, 1) X(192, 2, 2) X(128, 2, 2) X(128, 3, 2) X(64, 2, 2) X(64, 3, 2)
+#define MACKO_TILE_MANY_SHAPES(X)                                                                                      \
+    X(256, 2, 1) X(256, 2, 2) X(192, 2, 1) X(192, 2, 2) X(128, 2, 2) X(128, 3, 2) X(64, 2, 2) X(64, 3, 2)
 enum { MACKO_TILE_MANY_NUM_SHAPES = 8 };
 
 /* Shared memory of a block: barriers, the stages of the tokens' pipeline, and those of the slabs', a slab of each row

@@ -39,14 +39,16 @@ macko_tile_matrix matrix_of(const char *op, const Packed &p) {
             cols,
             int32_t(widest),
             dtype,
-            data.numel() * 2 / MACKO_TILE_UNIT};
+            data.numel() * 2 / MACKO_TILE_UNIT,
+            true};
 }
 
 // The matrix's rows from the row block of `first` on: the offsets of its slabs are those of a whole one.
 macko_tile_matrix piece_of(macko_tile_matrix m, int64_t first, int64_t rows) {
     m.offsets += first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols);
+    m.units = m.units * macko_tile_row_blocks(rows) / std::max<int64_t>(1, macko_tile_row_blocks(m.rows));
     m.rows = rows;
-    m.units = 0; // its first slab is not the first of data
+    m.whole = false;
     return m;
 }
 
@@ -110,7 +112,8 @@ Made lay_out(const Packed &canonical, const Ints &) {
     check_units(totals.units);
     Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
+    const macko_tile_matrix m = {bytes,        offset_data,  rows, cols, int32_t(totals.widest),
+                                 source.dtype, totals.units, true};
     for_pieces(step < rows, [&](int64_t first, int64_t count) {
         const macko_tile_matrix piece = piece_of(m, first, count);
         return macko_tile_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
@@ -141,7 +144,8 @@ Made lay_out(const Packed &canonical, const Ints &) {
     }
     Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
+    const macko_tile_matrix m = {bytes,        offset_data,  rows, cols, int32_t(totals.widest),
+                                 source.dtype, totals.units, true};
     for_blocks([&](int64_t block, int64_t count, const void *dense) {
         const macko_tile_matrix piece = piece_of(m, block * MACKO_TILE_ROWS, count);
         macko_tile_write_cpu(&piece, dense, bytes, 0, 1);

@@ -51,6 +51,8 @@
 #ifndef MACKO_TILE_H
 #define MACKO_TILE_H
 
+#include <stdbool.h>
+
 #include "../core/types.h"
 
 #ifdef __CUDACC__
@@ -92,7 +94,8 @@ typedef struct macko_tile_matrix {
     int64_t rows, cols;
     int32_t widest;    /* units of the largest slab: what a kernel has to hold; 0 where there are none */
     macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
-    int64_t units;     /* of data, for a kernel to guess where slabs are and prefetch them; 0: unknown */
+    int64_t units;     /* about, of all slabs: for the pace at which a kernel asks for them */
+    bool whole;        /* data is of these rows alone: so a kernel can guess where slabs are, and prefetch them */
 } macko_tile_matrix;
 
 MACKO_TILE_FN int64_t macko_tile_row_blocks(int64_t rows) {

@@ -35,6 +35,11 @@ def check(model: Any) -> None:
         )
 
 
+def is_asked(model: Any) -> bool:
+    """Whether tensor parallelism is asked for, which begins while the model is loaded."""
+    return (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1 or _is_parallel(model)
+
+
 def _is_parallel(model: Any) -> bool:
     return (getattr(model, "_tp_size", None) or 1) > 1
 

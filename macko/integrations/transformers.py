@@ -25,6 +25,10 @@ from ..linear import SparseLinear
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
 
+#: In the environment: transformers reads a tensor when its turn has come. Else threads read ahead, in the time that a
+#: layer takes to be cut all that there is: an H200 held the whole of a 7B, of which half was its part.
+_NO_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
+
 
 @register_quantization_config("macko")
 class MackoConfig(QuantizationConfigMixin):
@@ -87,6 +91,7 @@ class MackoHfQuantizer(HfQuantizer):
         self._dtypes: dict[str, torch.dtype] = {}
         #: Bytes of a packed weight over those of the dense one, as far as known before it is read.
         self._share = 1.0
+        self._async: str | None = None
 
     def is_serializable(self) -> bool:
         return True
@@ -108,6 +113,9 @@ class MackoHfQuantizer(HfQuantizer):
         tensor_parallel.check(model)
         if self.pre_quantized:
             self._place_packed(model, checkpoint_files or [])
+            if tensor_parallel.is_asked(model):
+                self._async = os.environ.get(_NO_ASYNC)
+                os.environ[_NO_ASYNC] = "1"
             return
         tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
         for layer in find_linears(model, self.quantization_config.ignore, None):
@@ -229,6 +237,9 @@ class MackoHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         tensor_parallel.check(model)
+        if self.pre_quantized and tensor_parallel.is_asked(model):
+            del os.environ[_NO_ASYNC]
+            os.environ |= {_NO_ASYNC: self._async} if self._async is not None else {}
         for name, module in model.named_modules():
             if type(module) is _Loading:
                 if missing := module.missing():

@@ -803,6 +803,9 @@ def test_save_pretrained_writes_a_dense_model(tmp_path: Path, merge: bool, monke
     assert_same_state(macko.load_model(llama(transformers), tmp_path / "model"), dense)
     assert_same_state(model, dense)  # it is as it was
     assert len(layers_of(model)) == 8
+    model.dequantize()  # its config says its dtype as a text by now
+    assert not layers_of(model)
+    assert_same_state(model, dense)
 
 
 def test_packed_beside_layers_that_files_hold_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,6 +346,8 @@ class SparseLinear(nn.Linear):
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
+        if held.saved_dense and packed is None:  # what the state lacks is what files hold
+            missing_keys[:] = [f"{prefix}weight" if key in own else key for key in missing_keys]
         if packed is not None:
             # The empty weight of a packed folder, and the layout's own tensors, which torch.distributed.checkpoint adds
             known = {f"{prefix}weight", *own}

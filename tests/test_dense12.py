@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -598,6 +599,10 @@ def test_saved_as_the_dense_model_and_loaded_into_either(tmp_path: Path) -> None
     assert_same_weights(other, dense)
     with pytest.raises(RuntimeError, match=r"up_proj: size mismatch: the state has shape \[2, 256\], the layer \[512"):
         other.load_state_dict({**state, "up_proj.weight": torch.zeros(2, 256).bfloat16()})
+    lacking = {name: tensor for name, tensor in state.items() if name != "up_proj.weight"}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up_proj.weight"\.'):
+        other.load_state_dict(lacking)
+    assert other.load_state_dict(lacking, strict=False).missing_keys == ["up_proj.weight"]
     spread = (2.0 ** torch.randint(-90, 90, (512, 256))).bfloat16()
     with pytest.raises(RuntimeError, match="up_proj: the table of dense12"):
         other.load_state_dict({**state, "up_proj.weight": spread})
@@ -798,6 +803,9 @@ def test_save_pretrained_writes_a_dense_model(tmp_path: Path, merge: bool, monke
     assert_same_state(macko.load_model(llama(transformers), tmp_path / "model"), dense)
     assert_same_state(model, dense)  # it is as it was
     assert len(layers_of(model)) == 8
+    model.dequantize()  # its config says its dtype as a text by now
+    assert not layers_of(model)
+    assert_same_state(model, dense)
 
 
 def test_packed_beside_layers_that_files_hold_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -839,6 +847,28 @@ def test_made_as_a_model_is_read(tmp_path: Path) -> None:
     model.dequantize()
     assert not layers_of(model)
     assert_same_bits(model.lm_head.weight, dense.lm_head.weight)
+
+
+def test_layers_that_files_hold_packed_beside_it_are_not_read_as_dense12(tmp_path: Path) -> None:
+    """The config says dense12, which one of them could not even be held in."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    dense = llama(transformers)
+    up_proj = dense.model.layers[0].mlp.up_proj
+    up_proj.weight.data = (2.0 ** torch.randint(-90, 90, (512, 256))).bfloat16() * (torch.rand(512, 256) < 0.3)
+    dense.save_pretrained(tmp_path / "dense")
+    config = macko.MackoConfig(format="dense12", ignore=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    macko.sparsify_(model, progress=False)
+    model.save_pretrained(tmp_path / "packed")
+    assert model.config.quantization_config.format == "dense12"  # as it was
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert {name: layer.format for name, layer in layers_of(loaded).items()} == {
+        "model.layers.0.mlp.up_proj": model.model.layers[0].mlp.up_proj.format
+    }
+    loaded.dequantize()
+    assert_same_state(loaded, dense)
 
 
 def test_an_adapter_trains_on_it() -> None:

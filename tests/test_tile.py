@@ -594,6 +594,21 @@ int check_plans(uint64_t seed, int count, macko_tile_many_problem *p, macko_tile
     return 0;
 }
 
+/* 33 and 64 tokens have the same plan, also where L2 holds the ones and not the others. */
+int check_up_to_64(void) {
+    for (int64_t rows = 64; rows <= 30000; rows = rows * 3 / 2 + 17)
+        for (int64_t cols = 2000; cols < 200000; cols = cols * 5 / 4 + 13) {
+            macko_tile_many_problem p = {rows, cols, 33, {66, 66, 66, 66, 66, 66, 66, 66}};
+            macko_tile_many_plan few, more;
+            EXPECT(50, macko_tile_many_choose(&p, NULL, &few));
+            p.tokens = 64;
+            EXPECT(51, macko_tile_many_choose(&p, NULL, &more));
+            EXPECT(52, !memcmp(&few.shape, &more.shape, sizeof few.shape));
+            EXPECT(53, !memcmp(&few.schedule, &more.schedule, sizeof few.schedule));
+        }
+    return 0;
+}
+
 /* Whatever the largest slab is, what is planned fits, and what does not fit is refused for that. */
 int check_stages(int shared_bytes) {
     for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
@@ -728,6 +743,10 @@ def test_plans_cover_every_half_slab_once_and_wait_for_nobody_later(plans: ctype
 @pytest.mark.parametrize("kilobytes", [48, 99, 163, 227])
 def test_planned_stages_fit_shared_memory(plans: ctypes.CDLL, kilobytes: int) -> None:
     assert plans.check_stages(kilobytes * 1024) == 0
+
+
+def test_a_plan_does_not_depend_on_how_many_of_64_tokens_there_are(plans: ctypes.CDLL) -> None:
+    assert plans.check_up_to_64() == 0
 
 
 # What comes from outside.

@@ -84,9 +84,10 @@ bool macko_tile_many_choose(const macko_tile_many_problem *problem, const macko_
 MACKO_TILE_FN int64_t macko_tile_many_flag_bytes(macko_tile_many_shape shape, int shares) {
     return (shares * MACKO_TILE_CLUSTER_BLOCKS * shape.row_blocks * 8 + 127) / 128 * 128;
 }
-/* What a plan depends on besides the numbers of tiles: whether L2 does not hold the tokens beside the rest. */
+/* What a plan depends on besides the numbers of tiles: whether L2 does not hold the tokens beside the rest. Up to 64 are as
+ * good as 64, so that a token's bits do not depend on how many there are. */
 MACKO_TILE_FN bool macko_tile_tokens_exceed_l2(int64_t tokens, int64_t cols) {
-    return tokens * cols > 6 << 20;
+    return (tokens < 64 ? 64 : tokens) * cols > 6 << 20;
 }
 
 #ifdef __cplusplus

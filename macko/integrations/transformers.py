@@ -266,7 +266,9 @@ class MackoHfQuantizer(HfQuantizer):
         warnings.warn(f'format {reason}, the model is on {device}: held as "auto"', stacklevel=2)
         return "auto"
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        if isinstance(dtype, str):  # once it has been saved a config says it so
+            dtype = getattr(torch, dtype)
         for name, module in list(model.named_modules()):
             if isinstance(module, SparseLinear):
                 model.set_submodule(name, module.to_linear().to(dtype))

@@ -1,4 +1,4 @@
-// More than 64 tokens on CUDA for dense12: tile's kernel with another codec.
+// Many tokens (torch/path.h) on CUDA for dense12: tile's kernel with another codec.
 #include "../tile/many_launch.cuh"
 #include "codec.cuh"
 

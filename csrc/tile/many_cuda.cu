@@ -1,4 +1,4 @@
-// More than 64 tokens on CUDA for the tile layout.
+// Many tokens (torch/path.h) on CUDA for the tile layout.
 #include "many_launch.cuh"
 #include "tile.h"
 

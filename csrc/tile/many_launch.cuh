@@ -1,4 +1,4 @@
-// More than 64 tokens on CUDA (sm_90a): the plan for a device, kept for the next time, and the launch, of any codec.
+// Many tokens on CUDA (sm_90a): the plan for a device, kept for the next time, and the launch, of any codec.
 #pragma once
 
 #include <algorithm>

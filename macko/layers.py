@@ -34,7 +34,7 @@ class FoundLinear:
 
 
 def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | None) -> list[FoundLinear]:
-    """Every nn.Linear of the model, in the model's order, subclasses too.
+    """Every nn.Linear of the model, in the model's order, subclasses too; those of a peft adapter are left out.
 
     Args:
         ignore: full names, last components of names, or globs over full names. A UserWarning names what matches no
@@ -54,12 +54,20 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
         else:
             found[id(module)] = FoundLinear(name, module, place, [], None)
     unmatched = set(ignore) - set(IGNORED)
+    # A new adapter's second matrix is all zeros: pruned or packed it would never be trained. (Names as peft has them.)
+    adapters = tuple(
+        f"{name}.{part}.".lstrip(".")
+        for name, module in model.named_modules()
+        for part in getattr(module, "adapter_layer_names", ())
+    )
     for layer in found.values():
         names = [layer.name, *layer.aliases]
         ignored = matching(ignore, names)
         unmatched -= set(ignored)
         if ignored:
             layer.left_out = f"ignored by {ignored[0]!r}"
+        elif layer.name.startswith(adapters):
+            layer.left_out = "an adapter's"
         elif filter_fn is not None and not filter_fn(layer.module, layer.name):
             layer.left_out = "left out by filter_fn"
     if unmatched:

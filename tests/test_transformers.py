@@ -990,6 +990,21 @@ def test_gradients_of_an_adapter_are_those_on_the_dense_base(pruned: tuple[Any, 
             torch.testing.assert_close(parameter.grad, wanted[name])
 
 
+def test_a_new_adapter_is_neither_pruned_nor_packed(pruned: tuple[Any, Path]) -> None:
+    """Its second matrix is all zeros until it has been trained."""
+    model = with_adapter(load(pruned[1]))
+    trained = {name: p.clone() for name, p in model.named_parameters() if p.requires_grad}
+    macko.prune_(model, 0.6)
+    report = macko.sparsify_(model)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trained)
+    for name, parameter in trained.items():
+        assert_same_bits(model.get_parameter(name), parameter)
+    assert "an adapter's" in str(report)
+    bases = [module for name, module in model.named_modules() if name.endswith("base_layer")]
+    assert bases
+    assert all(isinstance(module, macko.SparseLinear) for module in bases)
+
+
 @pytest.mark.parametrize("options", [{}, {"safe_merge": True}])
 def test_merging_an_adapter_is_refused_with_the_reason(pruned: tuple[Any, Path], options: Any) -> None:
     model = with_adapter(load(pruned[1], quantization_config=macko.MackoConfig()))

@@ -396,7 +396,8 @@ def kind_of(error: BaseException) -> str:
         if "macko" in Path(code.co_filename).parts:
             place = f"{Path(code.co_filename).name}:{trace.tb_lineno} {code.co_name}"
         trace = trace.tb_next
-    words = re.sub(r"\S*/", "", re.sub(r"[0-9]+", "N", str(error)))[:60].replace("\n", " ")  # no folders of this machine
+    text = re.sub(r"\S*/", "", str(error))  # no folders of this machine
+    words = re.sub(r"[0-9]+", "N", text)[:60].replace("\n", " ")
     return f"{type(error).__name__} in {place}: {words}"
 
 

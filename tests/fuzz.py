@@ -75,6 +75,10 @@ def honest() -> list[PackedWeight]:
         w = random_weight(70, 130, 1.0, torch.bfloat16 if element == 3 else torch.float16)
         w[:, ::2] = 0
         made.append(SlideWeight.from_dense(w, n, element, sparse_from=3, sparse_to=9 * (n == 4)))
+    w = random_weight(70, 300, 1.0, torch.bfloat16)
+    w[:60:20, ::64] *= 2.0**40
+    w[64:68, 256:260] *= 2.0**40  # the last slab's list has no room left
+    made.append(FORMATS["dense12"].from_dense(w))
     perm = torch.arange(9, dtype=torch.int32).expand(2, 9).contiguous()
     block = torch.tensor([[0, 0, 0, 9, 0, 0, 1, 0]], dtype=torch.int32)
     made.append(SellWeight(torch.zeros(0).half(), torch.zeros(256).short(), block, perm, 9, 20, 3, 8, 0, 0))
@@ -473,18 +477,20 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, in
 def write_corpus(folder: Path) -> None:
     """The honest weights for tests/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = ["macko", "bitmap", "ec", "tile"]
+    kinds = ["macko", "bitmap", "ec", "tile", "dense12"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
         arrays = [
             bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()
         ]
-        extra = weight.sizes().get("widest" if weight.format == "tile" else "delta_bits", 0)
+        sizes = weight.sizes()
+        extra = sizes.get({"tile": "widest", "dense12": "slab_units"}.get(weight.format, "delta_bits"), 0)
+        table = [sizes.get("table_low", 0), sizes.get("table_high", 0)]
         if isinstance(weight, EcWeight):
             extra = weight.tile_ptr.shape[1] - 1
         dtype = (torch.float16, torch.bfloat16, torch.float32).index(weight.dtype)
         lengths = [len(array) for array in arrays] + [0] * (8 - len(arrays))
-        header = [kinds.index(weight.format), dtype, *weight.shape, extra, len(arrays), *lengths]
-        (folder / f"{number:03d}").write_bytes(struct.pack("<14q", *header) + b"".join(arrays))
+        header = [kinds.index(weight.format), dtype, *weight.shape, extra, *table, len(arrays), *lengths]
+        (folder / f"{number:03d}").write_bytes(struct.pack("<16q", *header) + b"".join(arrays))
 
 
 def main() -> int:

@@ -16,14 +16,16 @@
 #include "../contrib/ec/ec.h"
 #include "../csrc/bitmap/bitmap.h"
 #include "../csrc/core/knobs.h"
+#include "../csrc/dense12/dense12.h"
 #include "../csrc/macko/macko.h"
 #include "../csrc/tile/tile.h"
 
-enum { MACKO, BITMAP, EC, TILE, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
+enum { MACKO, BITMAP, EC, TILE, DENSE12, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
 
 /* What a corpus file begins with; the arrays follow in the order of the format's dataclass. */
 typedef struct header {
-    int64_t kind, dtype, rows, cols, extra; /* extra: delta_bits, tiles (ec) or widest (tile) */
+    int64_t kind, dtype, rows, cols, extra; /* extra: delta_bits, tiles (ec), widest (tile), slab_units (dense12) */
+    int64_t table[2];                       /* of dense12 */
     int64_t num_arrays, bytes[MAX_ARRAYS];
 } header;
 
@@ -60,13 +62,38 @@ static int64_t edge(int64_t near) {
     return below(2) ? (int64_t)((uint64_t)near + (uint64_t)below(3) - 1) : edges[below(sizeof edges / sizeof *edges)];
 }
 
+/* dense12: the parts of a list and its entries, which are a hundredth of a slab. Whether there is one. */
+static int change_list(input *in) {
+    if (in->h.kind != DENSE12 || in->h.extra < macko_dense12_units(0) || in->h.extra > MACKO_DENSE12_MOST_UNITS)
+        return 0;
+    const int64_t size = in->h.extra * MACKO_TILE_UNIT, words = (size - MACKO_DENSE12_PARTS_AT) / 4;
+    if (in->h.bytes[0] < size) return 0;
+    uint8_t *at = in->arrays[0] + below(in->h.bytes[0] / size) * size + MACKO_DENSE12_PARTS_AT;
+    at += 4 * below(below(2) ? MACKO_DENSE12_PARTS : words);
+    uint32_t word;
+    if (!below(4)) { /* that of the one before it, once more */
+        memcpy(at, at - 4, 4);
+        return 1;
+    }
+    memcpy(&word, at, 4);
+    word = below(2) ? word ^ (uint32_t)1 << below(32) : word + ((uint32_t)below(3) - 1) * (below(2) ? 1 : 0x10000);
+    memcpy(at, &word, 4);
+    return 1;
+}
+
 static void change(input *in) {
+    if (below(2) && change_list(in)) return;
     const int64_t which = below(in->h.num_arrays), bytes = in->h.bytes[which];
     uint8_t *array = in->arrays[which];
     switch (below(12)) {
     case 0: in->h.rows = edge(in->h.rows); return;
     case 1: in->h.cols = edge(in->h.cols); return;
-    case 2: in->h.extra = edge(in->h.extra); return;
+    case 2:
+        if (in->h.kind == DENSE12 && below(2))
+            in->h.table[below(2)] ^= (int64_t)1 << below(32);
+        else
+            in->h.extra = edge(in->h.extra);
+        return;
     case 3: { /* shorter or longer, by whole elements mostly */
         static const int64_t steps[] = {1, 2, 4, 8, 16, 64, 128, 256};
         const int64_t step = steps[below(8)] * (below(2) ? 1 : -1), length = bytes + step < 0 ? 0 : bytes + step;
@@ -259,6 +286,45 @@ static macko_fault try_tile(const input *in) {
     return fault;
 }
 
+/* Rows that begin and end within row blocks: no more is written than asked for, and what all of them have. */
+static void unpack_some(const macko_dense12_matrix *m, const uint16_t *w) {
+    const int64_t first = below(m->rows + 1), count = below(m->rows - first + 1), bytes = count * m->cols * 2;
+    uint16_t *some = exactly(bytes);
+    macko_dense12_unpack_cpu(m, first, count, some);
+    must(!memcmp(some, w + first * m->cols, (size_t)bytes), "dense12: some rows are not those of all");
+    free(some);
+}
+
+static macko_fault try_dense12(const input *in) {
+    const header *h = &in->h;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype != MACKO_BF16)
+        return fault;
+    const int64_t slabs = macko_tile_count(h->rows, h->cols), unit = MACKO_TILE_UNIT;
+    if (h->extra < (slabs ? macko_dense12_units(0) : 0) || h->extra > (slabs ? MACKO_DENSE12_MOST_UNITS : 0) ||
+        h->bytes[0] % unit || h->bytes[0] / unit != slabs * h->extra)
+        return fault;
+    for (int i = 0; i < 2; i++)
+        if (h->table[i] < 0 || h->table[i] > INT32_MAX) return fault;
+    const macko_dense12_matrix m = {
+        in->arrays[0], h->rows, h->cols, (int32_t)h->extra, {(uint32_t)h->table[0], (uint32_t)h->table[1]}};
+    fault = macko_dense12_check_cpu(&m);
+    if (fault.kind || !small(m.rows, m.cols)) return fault;
+    uint16_t *w = exactly(m.rows * m.cols * 2);
+    uint8_t *data = exactly(h->bytes[0]);
+    macko_dense12_unpack_cpu(&m, 0, m.rows, w);
+    unpack_some(&m, w);
+    int64_t listed = 0;
+    const int64_t blocks = macko_tile_row_blocks(m.rows);
+    const int most = macko_dense12_listed_cpu(w, m.rows, m.cols, m.table, 0, blocks, &listed);
+    must(!slabs || macko_dense12_units(most) == m.slab_units, "dense12: packed anew it has another slab_units");
+    must(listed == fault.found, "dense12: packed anew it lists another number of elements");
+    macko_dense12_write_cpu(&m, w, data, 0, blocks);
+    must(!memcmp(data, m.data, (size_t)h->bytes[0]), "dense12: packed anew it has other bytes");
+    free(w), free(data);
+    return fault;
+}
+
 static input *load(const char *path) {
     FILE *file = fopen(path, "rb");
     input *in = exactly(sizeof *in);
@@ -273,7 +339,7 @@ static input *load(const char *path) {
 }
 
 static void run(const input *from, int changes) {
-    static macko_fault (*const tries[KINDS])(const input *) = {try_macko, try_bitmap, try_ec, try_tile};
+    static macko_fault (*const tries[KINDS])(const input *) = {try_macko, try_bitmap, try_ec, try_tile, try_dense12};
     static const char *const paths[] = {"cpu=scalar", "cpu=avx2", "cpu=avx512"};
     input in = {.h = from->h};
     for (int64_t i = 0; i < in.h.num_arrays; i++) {
@@ -312,8 +378,8 @@ int main(int count, char **arguments) {
     for (; cases % 256 || time(NULL) < stop; cases++) run(corpus[below(num_inputs)], 1 + (int)below(3));
     printf("%lld cases; accepted, refused:", (long long)cases);
     for (int kind = 0; kind < KINDS; kind++)
-        printf(" %s %lld, %lld;", (const char *[]){"macko", "bitmap", "ec", "tile"}[kind], (long long)accepted[kind],
-               (long long)refused[kind]);
+        printf(" %s %lld, %lld;", (const char *[]){"macko", "bitmap", "ec", "tile", "dense12"}[kind],
+               (long long)accepted[kind], (long long)refused[kind]);
     printf("\n");
     for (int i = 0; i < num_inputs; i++) {
         for (int64_t k = 0; k < corpus[i]->h.num_arrays; k++) free(corpus[i]->arrays[k]);

@@ -495,7 +495,7 @@ class TileWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    parts_from: ClassVar[int | None] = 65  # as csrc/torch/path.h; OWN_PART says where it pays
+    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
         1: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
@@ -868,7 +868,7 @@ class Dense12Weight(PackedWeight):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
     saved_dense: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    parts_from: ClassVar[int | None] = 65  # as csrc/torch/path.h; OWN_PART says where it pays
+    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
         1: "byte {found} of its table: expected 0, then rising bytes under 128, then zeros",

@@ -17,7 +17,7 @@ __device__ __forceinline__ void read_128(uint32_t (&to)[4], uint32_t from) {
 // What a lane has of a tile, but for the low bytes.
 struct dense12_lane {
     uint32_t codes[MACKO_DENSE12_STEPS];
-    // The warp's part of the list: the next entry, or MACKO_DENSE12_NONE, where it stands and where the part ends.
+    // The warp's part of the list: the next entry, or NONE, where it stands and where the part ends.
     uint32_t entry, entry_at, list_end;
     static constexpr uint32_t NONE = ~0u; // of no step
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from . import reference
 from .choose import Options
 from .convert import sparsify_
-from .formats import FORMATS
+from .formats import takes_any_weight
 from .fuse import Fuse
 from .layers import IGNORED, Report, columns, format_bytes
 from .linear import SparseLinear
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.compile is None:
         options.compile = "default" if device.type == "cuda" else "no"
-    any_weight = _takes_any_weight(options)
+    any_weight = takes_any_weight(options.format)
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
     model = _load(source, device, dtype)
     prunes = options.source[:7] == "random:" and not any_weight
@@ -147,14 +147,9 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         print(_table(results))
 
 
-def _takes_any_weight(options: argparse.Namespace) -> bool:
-    """Whether the format is one for weights with or without zeros."""
-    return options.format in FORMATS and FORMATS[options.format].saved_dense
-
-
 def _convert(model: Any, options: argparse.Namespace) -> Report:
     """sparsify_ as asked for; where zeros do not count lm_head too. ValueError where nothing changes."""
-    ignore = () if _takes_any_weight(options) else IGNORED
+    ignore = () if takes_any_weight(options.format) else IGNORED
     report = sparsify_(model, format=options.format, merge=options.merge, tokens=options.tokens, ignore=ignore)
     if not report.changed and not ignore:
         raise ValueError(f"{options.source}: {report.layers[0].reason}")

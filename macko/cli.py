@@ -29,7 +29,7 @@ from .choose import Options
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
-from .formats import FORMATS, Dense12Weight
+from .formats import FORMATS, Dense12Weight, takes_any_weight
 from .integrations import require_transformers
 from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
@@ -259,7 +259,7 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity)
-    if options.format in FORMATS and FORMATS[options.format].saved_dense:
+    if takes_any_weight(options.format):
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
@@ -387,7 +387,7 @@ def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
     require_transformers()
     if options.engine == "vllm":
-        if options.format in FORMATS and FORMATS[options.format].saved_dense:
+        if takes_any_weight(options.format):
             raise ValueError(f"--format {options.format}: no engine holds it yet, --engine transformers does")
         from .engines import run
     else:

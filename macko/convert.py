@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
 from .choose import DENSE12_SHARE, Options, expected_us, not_dense12, pack, slide_note, worst_of
-from .formats import FORMATS, SLIDE_PATTERNS, Dense12Weight, PackedWeight
+from .formats import SLIDE_PATTERNS, Dense12Weight, PackedWeight, takes_any_weight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
 from .merge import merge_
@@ -278,7 +278,7 @@ def _why_not(weight: Tensor, layer: str, options: Options, target: torch.device,
 
 def _why_not_worth(density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:
     """Why a weight is not packed, or nothing: of what is known before it is."""
-    if 1 - density < min_sparsity and not (options.format in FORMATS and FORMATS[options.format].saved_dense):
+    if 1 - density < min_sparsity and not takes_any_weight(options.format):
         return f"under {min_sparsity:.0%} sparse it would not pay"
     sparse_us = {name: time for name, time in us.items() if name != "dense"}
     if options.format == "auto" and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):

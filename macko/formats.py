@@ -996,6 +996,11 @@ def format_named(name: str, *others: str) -> type[PackedWeight]:
     return FORMATS[name]
 
 
+def takes_any_weight(format: str) -> bool:
+    """Whether a format, or what chooses one, is for weights with zeros or none, and saved as the dense weight."""
+    return format in FORMATS and FORMATS[format].saved_dense
+
+
 def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]:
     """What a file says of a packed weight, as {"format": "macko", "rows": 72, ...}: class, sizes, names of the tensors.
 

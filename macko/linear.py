@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from .choose import AUTO, Options, pack
-from .formats import FORMATS, MackoWeight, PackedWeight, SlideWeight, saved_as, slices
+from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices, takes_any_weight
 from .ops import call
 
 #: Element types of a packed weight's values.
@@ -172,7 +172,7 @@ class SparseLinear(nn.Linear):
         self._options = wanted.again and (self._options or wanted.again)
         own_choice = not packed.is_layout and not isinstance(packed, MackoWeight)  # ec, slide and dense12
         if not own_choice if wanted.again else packed.format != format:
-            dense = packed.saved_dense or (format in FORMATS and FORMATS[format].saved_dense)
+            dense = packed.saved_dense or takes_any_weight(format)
             self._hold(pack(packed.to_dense() if dense else packed.to_macko(), self._options or wanted))
         return self
 

@@ -268,7 +268,7 @@ static macko_fault try_tile(const input *in) {
     const macko_tile_matrix m = {
         in->arrays[0],         (const int32_t *)in->arrays[1], h->rows, h->cols, (int32_t)h->extra,
         (macko_dtype)h->dtype, h->bytes[0] / MACKO_TILE_UNIT,  true};
-    fault = macko_tile_check_cpu(&m, m.units);
+    fault = macko_tile_check_cpu(&m);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     uint16_t *w = exactly(m.rows * m.cols * 2);
     macko_tile_unpack_cpu(&m, 0, m.rows, w);

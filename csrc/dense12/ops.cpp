@@ -9,7 +9,7 @@
 namespace macko {
 namespace {
 
-// Of a hundred elements at most one is listed: a product adds them up one by one.
+// Of a hundred elements at most one is listed: a product puts them in their places one by one.
 constexpr int64_t ELEMENTS_A_LISTED = 100;
 
 void check_bfloat16(const char *op, const char *name, const Tensor &t) {
@@ -62,6 +62,7 @@ struct Dense12 {
     static constexpr auto many = macko_dense12_many_cuda;
 #else
     static constexpr auto unpack = macko_dense12_unpack_cpu;
+    static constexpr auto check = macko_dense12_check_cpu;
 #endif
 };
 
@@ -159,18 +160,6 @@ Made pack(const Tensor &w_any, const Ints &) {
     return {{data}, {MACKO_LAYOUT_DENSE12, rows, cols, c.m.slab_units, c.m.table[0], c.m.table[1], c.listed}};
 }
 
-Tensor check(const Packed &p) {
-    const macko_dense12_matrix m = matrix_of("check", p);
-#ifdef USE_CUDA
-    (void)m;
-    return check_on_cpu(p);
-#else
-    Tensor found = new_fault(p[0]);
-    *fault_in(found) = macko_dense12_check_cpu(&m);
-    return found;
-#endif
-}
-
 } // namespace
 
 const Layout dense12_layout = {.name = "dense12",
@@ -178,7 +167,7 @@ const Layout dense12_layout = {.name = "dense12",
                                .own = 4,
                                .pack = pack,
                                .dense = dense<Dense12>,
-                               .check = check,
+                               .check = check<Dense12>,
                                .linear = linear<Dense12>,
 #ifdef USE_CUDA
                                .linear_parts = linear_parts<Dense12>

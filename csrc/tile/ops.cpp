@@ -65,6 +65,7 @@ struct Tile {
     static constexpr auto many = macko_tile_many_cuda;
 #else
     static constexpr auto unpack = macko_tile_unpack_cpu;
+    static constexpr auto check = macko_tile_check_cpu;
 #endif
 };
 
@@ -160,18 +161,6 @@ Made lay_out(const Packed &canonical, const Ints &) {
     return {{data, offsets}, {MACKO_LAYOUT_TILE, rows, cols, totals.widest, totals.stored, canonical.own(0)}};
 }
 
-Tensor check(const Packed &p) {
-    const macko_tile_matrix m = matrix_of("check", p);
-#ifdef USE_CUDA
-    (void)m;
-    return check_on_cpu(p);
-#else
-    Tensor found = new_fault(p[0]);
-    *fault_in(found) = macko_tile_check_cpu(&m, p[0].numel() * 2 / MACKO_TILE_UNIT);
-    return found;
-#endif
-}
-
 } // namespace
 
 const Layout tile_layout = {.name = "tile",
@@ -179,7 +168,7 @@ const Layout tile_layout = {.name = "tile",
                             .own = 3,
                             .lay_out = lay_out,
                             .dense = dense<Tile>,
-                            .check = check,
+                            .check = check<Tile>,
                             .linear = linear<Tile>,
 #ifdef USE_CUDA
                             .linear_parts = linear_parts<Tile>

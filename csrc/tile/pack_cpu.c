@@ -251,7 +251,7 @@ static macko_fault check_slab(const macko_tile_matrix *m, int64_t slab) {
     return (macko_fault){MACKO_TILE_OK, 0, -1, stored};
 }
 
-macko_fault macko_tile_check_cpu(const macko_tile_matrix *m, int64_t units) {
+macko_fault macko_tile_check_cpu(const macko_tile_matrix *m) {
     const int64_t count = macko_tile_count(m->rows, m->cols), slabs = macko_tile_slabs(m->cols);
     int64_t widest = 0;
     if (m->offsets[0]) return (macko_fault){MACKO_TILE_OFFSETS, 0, 0, m->offsets[0]};
@@ -262,7 +262,7 @@ macko_fault macko_tile_check_cpu(const macko_tile_matrix *m, int64_t units) {
         if (here > widest) widest = here;
     }
     if (widest != m->widest) return (macko_fault){MACKO_TILE_WIDEST, 0, -1, widest};
-    if (m->offsets[count] != units) return (macko_fault){MACKO_TILE_END, 0, count, m->offsets[count]};
+    if (m->offsets[count] != m->units) return (macko_fault){MACKO_TILE_END, 0, count, m->offsets[count]};
     int64_t stored = 0;
     for (int64_t slab = 0; slab < count; slab++) {
         const macko_fault fault = check_slab(m, slab);

@@ -1,5 +1,5 @@
-// The ops that layouts of tile's slabs have in common (tile, dense12): rows as dense ones, and products. A Kind says
-// whose they are: its matrix and its layout, how the ops' arguments become a matrix, a piece of one, and the kernels.
+// The ops that layouts of tile's slabs have in common (tile, dense12): rows as dense ones, checks, and products. A Kind
+// says whose they are: its matrix and its layout, how the ops' arguments become a matrix, a piece of one, the kernels.
 #pragma once
 
 #include <vector>
@@ -87,6 +87,18 @@ Tensor dense(const Packed &p, bool) {
     });
 #endif
     return w;
+}
+
+template <typename Kind>
+Tensor check(const Packed &p) {
+    [[maybe_unused]] const typename Kind::Matrix m = Kind::matrix_of("check", p);
+#ifdef USE_CUDA
+    return check_on_cpu(p);
+#else
+    Tensor found = new_fault(p[0]);
+    *fault_in(found) = Kind::check(&m);
+    return found;
+#endif
 }
 
 template <typename Kind>

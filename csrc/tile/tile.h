@@ -94,7 +94,7 @@ typedef struct macko_tile_matrix {
     int64_t rows, cols;
     int32_t widest;    /* units of the largest slab: what a kernel has to hold; 0 where there are none */
     macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
-    int64_t units;     /* about, of all slabs: for the pace at which a kernel asks for them */
+    int64_t units;     /* of all slabs, in a part of a matrix about: for the pace at which a kernel asks for them */
     bool whole;        /* data is of these rows alone: so a kernel can guess where slabs are, and prefetch them */
 } macko_tile_matrix;
 
@@ -154,9 +154,9 @@ enum {
     MACKO_TILE_ZERO,    /* a zero is stored, or one is not +0.0 where no value is; found: byte of the slab */
 };
 
-/* What packing cannot have made, first of all where reading would be unsafe. units: those of data. found without a fault:
- * the values of the matrix. */
-macko_fault macko_tile_check_cpu(const macko_tile_matrix *m, int64_t units);
+/* What packing cannot have made, first of all where reading would be unsafe. m->units are those of data. found without a
+ * fault: the values of the matrix. */
+macko_fault macko_tile_check_cpu(const macko_tile_matrix *m);
 
 #ifdef __CUDACC__
 #define MACKO_TILE_CUDA

@@ -23,7 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..files import join, packed_state
-from ..formats import FORMATS
+from ..formats import takes_any_weight
 from ..layers import format_bytes
 from ..linear import SparseLinear
 from . import tensor_parallel
@@ -80,7 +80,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
     if _method(own) != "macko":  # then it says so for as long as the model is saved
         noted = getattr(model.config, "quantization_config", None)
         about = copy.copy(noted) if isinstance(noted, MackoConfig) else MackoConfig()
-    if about.format in FORMATS and FORMATS[about.format].saved_dense:
+    if takes_any_weight(about.format):
         about = copy.copy(about)  # what the files hold packed is not to be held so
         about.format = "auto"
     known = about.layers

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -239,6 +239,11 @@ def load_tokens(path: Path, dtype: str = "float16") -> dict[tuple[float, int, st
     return found
 
 
+def mean_and_least(speedups: Collection[float]) -> str:
+    """The geometric mean over shapes, and in brackets the least; nothing of none."""
+    return f"{geomean(speedups):.2f}x ({min(speedups):.2f}x)" if speedups else ""
+
+
 def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
     """Geometric mean over shapes, and in brackets the least."""
     columns = {
@@ -254,7 +259,7 @@ def tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float
         cells = []
         for density, name in columns:
             speedups = found.get((density, tokens, name), {}).values()
-            cells.append(f"{geomean(speedups):.2f}x ({min(speedups):.2f}x)" if speedups else "")
+            cells.append(mean_and_least(speedups))
         rows.append([f"{tokens}", *cells, f"{len(found[0.5, tokens, 'tile'])}"])
     return table(["tokens", *columns.values(), "shapes"], rows)
 
@@ -266,7 +271,7 @@ def lossless_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
         cells = []
         for name in ("dense12", "dense12_alone"):
             speedups = found.get((1.0, tokens, name), {}).values()
-            cells.append(f"{geomean(speedups):.2f}x ({min(speedups):.2f}x)" if speedups else "")
+            cells.append(mean_and_least(speedups))
         rows.append([f"{tokens}", *cells, f"{len(found[1.0, tokens, 'dense12'])}"])
     return table(["tokens", "dense12", "dense12, launched alone", "shapes"], rows)
 
@@ -274,7 +279,7 @@ def lossless_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
 def lossless_model_table(path: Path) -> str:
     """Decoding with dense12, over the dense model of the same run."""
     if not path.exists():
-        return "Not measured yet."
+        return NO_LINES
     found = {(line["batch"], line["model"]): line for line in load_bench(path) if line["what"] == "decode"}
     rows = []
     for batch in sorted({batch for batch, _ in found}):
@@ -910,7 +915,7 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> s
     mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == (what, ranks, compiled)]
     mine = [x for x in mine if x["source"].startswith("random:") and x["ms"]]
     if not mine:
-        return "Not measured yet."
+        return NO_LINES
     sides = {engine_side(x): None for x in sorted(mine, key=lambda x: list(ENGINE_SIDES).index(x["model"]))}
     columns = sorted({x[by] for x in mine})
     found = {(engine_side(x), x[by]): x for x in mine}
@@ -931,7 +936,7 @@ def engines_loading_table(lines: list[Line]) -> str:
     """Seconds of the weights from the files to the GPU, and over dense."""
     found = {(x["model"], Path(x["source"]).name): x for x in lines if not x["source"].startswith("random:")}
     if not found:
-        return "Not measured yet."
+        return NO_LINES
     dense = next((x for x in found.values() if x["model"] == "dense"), None)
     rows = []
     for (model, folder), line in found.items():
@@ -1030,7 +1035,7 @@ def engines_parts(folder: Path) -> dict[str, Callable[[], str]]:
         parts[name] = (vllm_path, partial(engines_table, vllm, what, 1, mode))
     if vllm:
         plot_engines(vllm, IMAGES / "engines.svg")
-    return {name: make if path.exists() else lambda: "Not measured yet." for name, (path, make) in parts.items()}
+    return {name: make if path.exists() else lambda: NO_LINES for name, (path, make) in parts.items()}
 
 
 def load_quality(path: Path, what: str = "quality") -> list[Line]:
@@ -1138,8 +1143,9 @@ def whole_model_table(path: Path) -> str:
     return table(head, rows) if rows else NOT_MEASURED.format("models")
 
 
-#: In the place of a table without lines.
+#: In the place of a table without lines; and where its page has the command already.
 NOT_MEASURED = "Not measured yet: `python -m benchmarks.{}` writes the lines."
+NO_LINES = "Not measured yet."
 #: What the plane shows of what was pruned and not rounded, with a marker each.
 DRAWN = {"magnitude": "v", "wanda": "^", "sparsegpt": "o", BLOCK: "*", "sparsegpt, auto, fitted by block": "P"}
 

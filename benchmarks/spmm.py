@@ -6,7 +6,7 @@
     python -m benchmarks.spmm --gpu --kernels dense12,dense12_alone --dtype bfloat16 --densities 1
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
-pruned one, whose zeros take less power; sell, tile and dense12 (bfloat16), what a layer of that format does; parts of
+pruned one, whose zeros take less power; sell, tile and dense12, what a layer of that format does; parts of
 what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the library's product); and
 ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such
 layers, but for those that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the
@@ -113,6 +113,8 @@ def main() -> None:
         rows, cols = map(int, shape.split("x"))
         generator = torch.Generator(device="cuda").manual_seed(rows * 7 + cols)
         dense = torch.randn(rows, cols, device="cuda", dtype=dtype, generator=generator)
+        if "dense12" in args.kernels:  # of float16 it holds what was bfloat16
+            dense = dense.bfloat16().to(dtype)
         inputs = {n: torch.randn(n, cols, device="cuda", dtype=dtype, generator=generator) for n in numbers}
         weights = [tensors[0] for tensors in copies([dense])]
         dense_us = {}

@@ -221,7 +221,7 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
 def not_dense12(weight: Tensor, device: torch.device) -> str:
     """Why a dense weight would not gain on this device as dense12, or nothing."""
     if weight.dtype not in Dense12Weight.dtypes:
-        return f"dense12 is for bfloat16, it is {str(weight.dtype).removeprefix('torch.')}"
+        return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
     if device.type != "cuda" or not _runs_wgmma(device):
         return f"dense12 gains on a GPU of compute capability 9.0 only, it is on {device}"
     if weight.numel() < DENSE12_WEIGHTS:

@@ -852,26 +852,26 @@ class SlideWeight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense12Weight(PackedWeight):
-    """A dense bfloat16 weight in 12 bits an element, bit for bit; csrc/dense12/dense12.h specifies the bytes.
+    """A dense weight in 12 bits an element, bit for bit; csrc/dense12/dense12.h specifies the bytes.
 
-    It is made from any weight whose exponents lie close enough, and saved as that dense weight. The same bytes on every
-    device; a CPU multiplies it too, more slowly than the dense one.
+    It is made from any bfloat16 weight whose exponents lie close enough, or such a one that was converted to float16,
+    and saved as that dense weight. The same bytes on every device; a CPU multiplies it too, more slowly than the dense.
 
     Attributes:
-        data: [slabs * slab_units * 64], bfloat16: bytes and codes of elements, and those listed, slab after slab.
+        data: [slabs * slab_units * 64], of w's dtype: bytes and codes of elements, and those listed, slab after slab.
         rows, cols: shape of the dense weight.
         slab_units: of 128 bytes, of each slab. table_low, table_high: upper exponent bits by code, a byte each.
         listed: elements that the table lacks.
     """
 
     format: ClassVar[str] = "dense12"
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     saved_dense: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
     parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
-        1: "byte {found} of its table: expected 0, then rising bytes under 128, then zeros",
+        1: "byte {found} of its table: expected 0, then rising bytes under 128 (float16: 16), then zeros",
         2: f"{_at}: part {{found}} of its list does not begin where the one before it ends, or ends behind the slab",
         3: f"{_at}: entry {{found}} of its list is not behind the one before it, or is of no place",
         4: f"{_at}: entry {{found}} of its list has a code, is outside of the matrix, or what stands there is not +0.0",
@@ -894,10 +894,12 @@ class Dense12Weight(PackedWeight):
         """Packs w [rows, cols].
 
         Raises:
-            ValueError: w is not bfloat16, or its exponents are too far apart: says how many elements the table lacks.
+            ValueError: w has another dtype, or its exponents are too far apart, or it is float16 and was never
+                bfloat16: says how many elements the table lacks.
         """
         if w.dtype not in cls.dtypes:
-            raise ValueError(f"the dense12 format holds bfloat16, the weight is {str(w.dtype).removeprefix('torch.')}")
+            name = str(w.dtype).removeprefix("torch.")
+            raise ValueError(f"the dense12 format holds bfloat16 and float16, the weight is {name}")
         try:
             tensors, header = torch.ops.macko.pack(w, cls.number, [])
         except RuntimeError as error:
@@ -919,11 +921,11 @@ class Dense12Weight(PackedWeight):
         """The same weight elsewhere.
 
         Raises:
-            TypeError: the dtype is not bfloat16.
+            TypeError: it is another dtype.
         """
-        if dtype not in (None, *self.dtypes):
-            name = str(dtype).removeprefix("torch.")
-            raise TypeError(f"a dense12 weight is bfloat16 and cannot become {name}: convert the dense weight")
+        if dtype not in (None, self.dtype):
+            own, name = (str(kind).removeprefix("torch.") for kind in (self.dtype, dtype))
+            raise TypeError(f"a dense12 weight of {own} cannot become {name}: convert the dense weight")
         return super().to(device)
 
     def _options(self) -> dict[str, int]:

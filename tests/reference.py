@@ -142,7 +142,13 @@ def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
 def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
     """Data and sizes (slab_units, the table's halves, listed) of the dense12 layout (csrc/dense12/dense12.h) of w."""
     (rows, cols), bits = w.shape, w.cpu().contiguous().view(torch.int16).long() & 0xFFFF
-    counts = (bits >> 8 & 127).flatten().bincount(minlength=128).tolist()
+    half = w.dtype == torch.float16
+
+    def split(bits: Tensor) -> Tensor:
+        return (bits & 0x8000 | (bits & 0x7FFF) >> 3) if half else bits
+
+    coded = bits[bits & 7 == 0] if half else bits
+    counts = (split(coded) >> 8 & 127).flatten().bincount(minlength=128).tolist()
     commonest = sorted((high for high in range(1, 128) if counts[high]), key=lambda high: (-counts[high], high))
     table = torch.tensor([0, *sorted(commonest[:7]), *[0] * (7 - len(commonest))], dtype=torch.uint8)
     blocks, slabs = -(-rows // 64), -(-cols // 256)
@@ -151,9 +157,10 @@ def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
     # [row block, slice, i / 2 % 2, lane / 4, slab, tile, step, i / 4, lane % 4, i % 2]
     full = full.view(blocks, 4, 2, 8, slabs, 4, 4, 2, 4, 2).permute(0, 4, 5, 1, 6, 3, 8, 7, 2, 9)
     elements = full.reshape(blocks * slabs, 16, 4, 32, 8)  # [slab, part of the list, step, lane, i]
-    same = (elements >> 8 & 127)[..., None] == table
-    listed, codes = ~same.any(-1), same.int().argmax(-1)  # the first of several
-    placed = torch.where(listed, 0, elements)
+    same = (split(elements) >> 8 & 127)[..., None] == table
+    listed = ~same.any(-1) | half & (elements & 7 != 0)
+    codes = torch.where(listed, 0, same.int().argmax(-1))  # the first of several
+    placed = torch.where(listed, 0, split(elements))
     words = (codes << 4 * torch.arange(8) | placed >> 15 << torch.tensor([7, 15, 23, 31, 3, 11, 19, 27])).sum(-1)
     lows = (placed & 255).to(torch.uint8).view(-1, 16, 2, 2, 32, 8).transpose(3, 4).reshape(len(words), 16, 1024)
     words = words.transpose(2, 3).reshape(len(words), 16, 128).to(torch.uint32).view(torch.uint8)
@@ -167,7 +174,7 @@ def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
         tail = torch.cat([parts, entries]).to(torch.uint32).view(torch.uint8)
         data[slab, :24576] = torch.cat([lows[slab], words[slab]], 1).flatten()
         data[slab, 24576 : 24576 + len(tail)] = tail
-    return data.flatten().view(torch.bfloat16), [size // 128, *table.view(torch.int32).tolist(), int(listed.sum())]
+    return data.flatten().view(w.dtype), [size // 128, *table.view(torch.int32).tolist(), int(listed.sum())]
 
 
 def slide_column(window: int, n: int) -> int:

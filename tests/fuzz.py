@@ -60,7 +60,7 @@ def honest() -> list[PackedWeight]:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         shapes = ((72, 40, 0.4), (3, 700, 0.05), (1, 1, 1.0), (0, 5, 0.0), (5, 0, 0.0))
         for rows, cols, density in shapes if dtype == torch.float16 else shapes[:2]:
-            w = random_weight(rows, cols, density, dtype)
+            w = random_weight(rows, cols, density, dtype).bfloat16().to(dtype)  # what dense12 holds in float16, too
             made += [MackoWeight.from_dense(w, bits) for bits in (2, 4, 8)]
             made += [kind.from_dense(w) for kind in others if dtype in kind.dtypes]
             made.append(EcWeight.paper(w))

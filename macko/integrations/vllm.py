@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from ..choose import Options, pack
 from ..convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..files import VERSION, check_about
-from ..formats import MackoWeight, PackedWeight, saved_as
+from ..formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
 from ..layers import IGNORED, matching
 from ..ops import call
 from ..shards import sliced
@@ -128,7 +128,10 @@ class MackoConfig(QuantizationConfig):
                     f"{prefix} is one matrix in vLLM, of {', '.join(parts)}, packed, and {others}, dense: pack all of "
                     "them or none (ignore=...), or serve the dense model with --quantization macko"
                 )
-            return Packed(self, prefix, dense, list(parts.values())) if parts else dense
+            if parts:
+                return Packed(self, prefix, dense, list(parts.values()))
+            if not takes_any_weight(self.options.format):
+                return dense
         if ignored := matching(self.ignore, (prefix, *names)):
             logger.debug("%s stays dense: ignored by %r", prefix, ignored[0])
             return dense
@@ -286,6 +289,8 @@ class Packed(_Method):
             whole.validate()
             cut += self._cut(layer, whole.to(device, self.dtype), self._places(shard))
         options = self.options(device)
+        if takes_any_weight(options.format):  # which is for what the files hold dense
+            options = Options(tokens=options.tokens)
         if len(cut) == 1 and cut[0].rows == sum(self.rows):
             # ec and slide are what somebody chose
             return pack(cut[0].to_macko(), options) if isinstance(cut[0], MackoWeight) or not options.again else cut[0]

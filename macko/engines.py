@@ -194,13 +194,14 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     weights = "" if loading is None else f"the weights took {loading:.1f} s, "
     print(f"{name}: {weights}all of starting {started:.1f} s", flush=True)
     about = {"engine": "vllm", "vllm": vllm.__version__, "engine_args": engine}
+    config = llm.model_config.hf_text_config
+    about |= {"layers": config.num_hidden_layers, "hidden": config.hidden_size}
     about |= {"weights_s": loading, "start_s": started}
     about |= bench.about_run(options, "source", "format")
 
     def send(result: Result) -> None:
         pipe.send((result, {**dataclasses.asdict(result), **about}))
 
-    pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
     for batch in options.batch:
         prompt, new = options.prompt_tokens[0], options.new_tokens
         more, less = (lambda count=count: _generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
@@ -210,6 +211,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     for prompt in options.prompt_tokens:
         seconds = min(bench._times(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
         send(bench.result(side, "prefill", 1, prompt, prompt, seconds, held))
+    pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
 
 
 def _tokens(llm: Any, options: argparse.Namespace) -> Line:

@@ -154,6 +154,12 @@ def test_the_layout_can_be_chosen_and_a_layer_that_gains_nothing_is_named(run: C
     assert "macko packs" not in got.log
 
 
+def test_a_dense_folder_in_twelve_bits(run: Callable[..., Any]) -> None:
+    got = run("dense", quantization="macko", hf_overrides={"macko": {"format": "dense12", "ignore": []}})
+    assert_same(got, run("dense"))
+    assert "macko packs linear layers: dense12" in got.log
+
+
 @pytest.mark.parametrize("case", ["dense", "packed"])
 def test_two_ranks_have_their_rows_and_columns(run: Callable[..., Any], case: str) -> None:
     options = {"quantization": "macko"} if case == "dense" else {}
@@ -225,10 +231,11 @@ def test_bench_times_each_side(tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    wanted = [("decode", 1), ("decode", 2), ("prefill", 1)]
+    wanted = [("decode", 1), ("decode", 2), ("prefill", 1), ("tokens", 1)]
     assert [(x["model"], x["what"], x["batch"]) for x in lines] == [(m, *w) for m in ("dense", "macko") for w in wanted]
-    assert len({line["peak_bytes"] for line in lines}) == 2
-    assert lines[-1]["peak_bytes"] < lines[0]["peak_bytes"]  # of the dummies half were pruned and all were packed
+    assert all(len(line["token_ids"]) == len(line["margins"]) == 4 for line in lines if line["what"] == "tokens")
+    dense, *_, packed = (line["peak_bytes"] for line in lines if line["what"] != "tokens")
+    assert packed < dense  # of the dummies half were pruned and all were packed
     assert all(0 < line["weights_s"] < line["start_s"] for line in lines)
 
 
@@ -265,6 +272,18 @@ def test_siblings_of_which_some_are_packed_are_refused_by_name() -> None:
     config = config_of({"a.q_proj": ABOUT, "a.v_proj": ABOUT})
     with pytest.raises(ValueError, match=r"a\.qkv_proj is one matrix .* a\.q_proj, a\.v_proj, packed, and a\.k"):
         config.get_quant_method(QKVParallelLinear.__new__(QKVParallelLinear), "a.qkv_proj")
+
+
+def test_what_is_dense_beside_packed_layers_stays_so_but_in_a_format_for_any_weight() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    layer = RowParallelLinear.__new__(RowParallelLinear)
+    with set_current_vllm_config(VllmConfig()):
+        for format, kind in (("auto", "UnquantizedLinearMethod"), ("dense12", "Arriving")):
+            config = config_of({"a.o_proj": ABOUT}, format=format)
+            found = (config.get_quant_method(layer, f"a.{name}") for name in ("o_proj", "down_proj"))
+            assert [type(method).__name__ for method in found] == ["Packed", kind]
 
 
 def test_packed_experts_are_refused_by_name() -> None:

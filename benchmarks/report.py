@@ -889,7 +889,8 @@ def engines_where(lines: list[Line]) -> str:
     commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
     line = lines[-1]
     return textwrap.fill(
-        f"{line['device']}, vLLM {line['vllm']}, torch {line['torch']}, commit {commits}, attention by {line['engine_args'].get('attention_backend', 'its default')}.",
+        f"{line['device']}, vLLM {line['vllm']}, torch {line['torch']}, commit {commits}, attention by "
+        f"{line['engine_args'].get('attention_backend', 'its default')}.",
         110,
     )
 

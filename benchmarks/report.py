@@ -938,21 +938,24 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool, hidd
     return table(["ms", "GB" + (" a GPU" if ranks > 1 else ""), *(name.format(n) for n in columns)], rows)
 
 
+#: What is loaded, by the width of its layers.
+ENGINE_MODELS = {4096: "7B", 8192: "8 layers of 70B"}
+
+
 def engines_loading_table(lines: list[Line]) -> str:
-    """Seconds of the weights from the files to the GPU, and over dense."""
-    mine = (x for x in lines if not x["source"].startswith("random:") and (x["ranks"], x["hidden"]) == (1, 4096))
-    found = {(x["model"], Path(x["source"]).name): x for x in mine if x["what"] == "decode"}
-    if not found:
+    """Seconds of the weights from the files to the GPUs, and over dense of the same model on as many."""
+    mine = [x for x in lines if not x["source"].startswith("random:") and x["what"] == "decode"]
+    if not mine:
         return NO_LINES
-    dense = next((x for x in found.values() if x["model"] == "dense"), None)
+    found = {(x["hidden"], x["ranks"], x["model"], Path(x["source"]).name): x for x in mine}
     rows = []
-    for (model, folder), line in found.items():
+    for (hidden, ranks, model, folder), line in sorted(found.items()):
+        dense = found.get((hidden, ranks, "dense", "dense"))
         over = f"{line['weights_s'] / dense['weights_s']:.2f}x" if dense else "-"
         name = f"{model}, from a {'packed' if folder == 'sparse' else 'dense'} folder"
-        rows.append(
-            [name, f"{line['weights_s']:.2f}", over, f"{line['start_s']:.1f}", f"{line['peak_bytes'] / 1e9:.2f}"]
-        )
-    return table(["side", "weights, s", "over dense", "all of starting, s", "weights, GB"], rows)
+        size = f"{line['peak_bytes'] / 1e9:.2f}"
+        rows.append([ENGINE_MODELS[hidden], str(ranks), name, f"{line['weights_s']:.2f}", over, size])
+    return table(["model", "GPUs", "side", "weights, s", "over dense", "weights, GB a GPU"], rows)
 
 
 def plot_engines(lines: list[Line], path: Path) -> None:

@@ -148,7 +148,7 @@ def _tune_arguments(add: Any) -> None:
 
 
 def _bench_arguments(add: Any) -> None:
-    add("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
+    add("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:70b, random:tiny")
     pruned = "prune by magnitude first, to each of these (default 0.5 for random:)"
     add("--sparsity", type=float, nargs="+", help=pruned)
     add("--format", default="auto", help="as of convert, or dense12: bfloat16 weights with zeros or none, lm_head too")
@@ -387,8 +387,6 @@ def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
     require_transformers()
     if options.engine == "vllm":
-        if takes_any_weight(options.format):
-            raise ValueError(f"--format {options.format}: no engine holds it yet, --engine transformers does")
         from .engines import run
     else:
         from .bench import run

@@ -41,8 +41,10 @@ RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 #: and by rows; odd everywhere; less than a tile and a chunk; a weight that L2 holds, so that copies are fast; one that
 #: it does not. The first come first where time is short.
 SMALL = {"of eight": (136, 520, 0.9), "wide": (72, 9000, 0.5), "odd": (200, 1001, 0.3), "no tile": (63, 255, 0.5)}
-#: Of SMALL, what fills no tile and wraps every ring, once in each type: for tools that take seconds a product.
-LEAN = (("of eight", torch.float16), ("wide", torch.bfloat16))
+#: Of SMALL, what fills no tile and wraps rings, once in each type: for a tool that takes seconds a product. Of the wide
+#: one tile's kernels, which take a time that grows with the columns there (40 s a product), get so many.
+LEAN, LEAN_COLS = (("of eight", torch.float16), ("wide", torch.bfloat16)), 2600
+OTHER_KERNELS = ("macko", "sell", "ec", "slide")
 LARGE = {"tall": (20_011, 264, 0.5), "in L2": (4096, 4096, 0.5), "beyond L2": (11_008, 8192, 0.4)}
 #: Products of a GPU between two looks at the clock, and of one graph.
 BATCH = 64
@@ -269,6 +271,12 @@ def problems(
                 made.append((name, partial(slide, w, n, element, largest, device), None, largest))
         if dtype in Dense12Weight.dtypes:
             made.append(("dense12 with a list", partial(with_list, w, random, device), None, 0))
+        if lean and cols > LEAN_COLS:
+            narrow = w[:, :LEAN_COLS].contiguous()
+            made = [each for each in made if each[0].startswith(OTHER_KERNELS)]
+            wide = packings(narrow.to(device), small).items()
+            made += [(name, make, narrow, 0) for name, make in wide if not name.startswith(OTHER_KERNELS)]
+            made.append(("dense12 with a list", partial(with_list, narrow, random, device), None, 0))
         for name, make, dense, largest in made:
             varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
             for keys in KNOBS.get(name.partition(" ")[0], ("",)) if varied else ("",):

@@ -161,8 +161,8 @@ def test_errors_that_were_not_printed(compute_sanitizer: Path) -> None:
 
 
 def test_shares_of_the_processes() -> None:
-    assert sanitize.shares_of(["memcheck", "initcheck", "synccheck", "racecheck"], 28) == [3, 12, 3, 10]
-    assert sanitize.shares_of(["initcheck"], 14) == [14]
+    assert sanitize.shares_of(["memcheck", "initcheck", "synccheck", "racecheck"], 28) == [4, 5, 5, 14]
+    assert sanitize.shares_of(["racecheck"], 14) == [14]
     assert sanitize.shares_of(["memcheck", "initcheck"], 1) == [1, 1]
 
 

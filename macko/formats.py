@@ -65,8 +65,10 @@ class PackedWeight:
     size_names: ClassVar[tuple[str, ...]] = ()
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
-    #: Whether its product of one token makes a norm, or waits for a gate, itself: what macko.fuse asks.
-    makes_input: ClassVar[bool] = False
+    #: What macko.fuse asks: whether its products on a GPU fetch weights before their input is there (PDL), and whether
+    #: that of one token makes a norm itself.
+    overlaps: ClassVar[bool] = False
+    makes_norm: ClassVar[bool] = False
     #: From how many tokens on parts of a product may be tensors of their own, for a launch or more each.
     parts_from: ClassVar[int | None] = None
     #: What is wrong with a weight, by the kind of fault that the op `check` gives (the format's header has them).
@@ -141,8 +143,8 @@ class PackedWeight:
         """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
 
         Args:
-            gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. Both the silu and the product
-                are rounded, as modules do it.
+            gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. They may be halves of one
+                product. Both the silu and the product are rounded, as modules do it.
         """
         return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 
@@ -368,7 +370,8 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    makes_input: ClassVar[bool] = True
+    overlaps: ClassVar[bool] = True
+    makes_norm: ClassVar[bool] = True
     parts_from: ClassVar[int | None] = 65  # more than macko_stream_tokens (csrc/torch/path.h) can say
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **PackedWeight.limits, "cols": range(2**16), "gap_bits": range(2, 7), "warps": range(2, 13, 2), "head": range(5)
@@ -495,6 +498,7 @@ class TileWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
+    overlaps: ClassVar[bool] = True
     parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
@@ -868,6 +872,7 @@ class Dense12Weight(PackedWeight):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
     saved_dense: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
+    overlaps: ClassVar[bool] = True
     parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {

@@ -7,8 +7,9 @@ that are named after a paper's format take what the paper's reader would expect.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -322,7 +323,17 @@ def _(packed: Sequence[Tensor], header: Sequence[int]) -> Tensor:
     return packed[0].new_empty(4, dtype=torch.int64)
 
 
+@cache
+def _fuse() -> None:
+    """Behind the first product that is traced, and not at import: Inductor takes a second to import."""
+    if os.environ.get("MACKO_FUSE") != "0":
+        from .fuse import use_by_default
+
+        use_by_default()
+
+
 def _product(op: str, sizes: Callable[..., tuple[Tensor, Any, Any]], *args: Any) -> Tensor:
+    _fuse()
     x, rows, cols = sizes(*args)
     wanted = x.dim() >= 1 and x.shape[-1] == cols
     torch._check(wanted, lambda: f"macko::{op}: x has shape {list(x.shape)}, expected [..., {cols}]")
@@ -339,6 +350,11 @@ _PRODUCTS: dict[str, Callable[..., tuple[Tensor, Any, Any]]] = {
 }
 for _op, _sizes in _PRODUCTS.items():
     torch.library.register_fake(f"macko::{_op}", partial(_product, _op, _sizes))
+
+
+@torch.library.register_fake("macko::rms_norm")
+def _(x: Tensor, weight: Tensor, eps: float, other: Tensor | None = None) -> list[Tensor]:
+    return [x.new_empty(x.shape) for _ in range(1 if other is None else 2)]
 
 
 @torch.library.register_fake("macko::linear_parts")
@@ -385,5 +401,6 @@ _differentiable("linear", lambda x, tensors, header, bias=None: (tensors, header
 _differentiable("spmv", lambda *args: _canonical(*args[:4], *args[5:]), x=4)
 _differentiable("ec_spmv", lambda *args: _ec(args[:10]), x=10)
 _without_gradients("linear_parts", "split what linear gives")
+_without_gradients("rms_norm", "make it by torch")
 _without_gradients("norm_linear", "make its input before linear")
 _without_gradients("gated_linear", "make its input before linear")

@@ -66,6 +66,12 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, packed: list[Tensor], *ot
     return linear(norm(x), packed, *others)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, other: Tensor | None = None) -> list[Tensor]:
+    norm = Norm(len(weight), weight.dtype, eps)
+    norm.weight.data = weight
+    return [norm(x)] if other is None else [norm(x + other), x + other]
+
+
 def gated_linear(gate: Tensor, up: Tensor, packed: list[Tensor], *others: Any) -> Tensor:
     return linear(nn.functional.silu(gate) * up, packed, *others)
 
@@ -76,18 +82,20 @@ def linear(x: Tensor, packed: list[Tensor], header: list[int], bias: Tensor | No
 
 
 @pytest.fixture
-def on_the_cpu() -> Iterator[None]:
-    """Ops of sell for CPU tensors, as the functions above."""
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ops of a GPU's layouts for CPU tensors, as the functions above."""
+    monkeypatch.setattr(macko.fuse, "_DEVICE", "cpu")
     with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one already, which says why there is none
         library.impl("linear", linear, "CPU", allow_override=True)
+        library.impl("rms_norm", rms_norm, "CPU", allow_override=True)
         library.impl("norm_linear", norm_linear, "CPU", allow_override=True)
         library.impl("gated_linear", gated_linear, "CPU", allow_override=True)
         yield
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.macko.linear(x, [w] * 4, [LAYOUTS.index("sell"), *w.shape, 3, 8, 4, 0, 4], bias)
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None, layout: str = "sell") -> Tensor:
+    return torch.ops.macko.linear(x, [w] * 4, [LAYOUTS.index(layout), *w.shape, 3, 8, 4, 0, 4], bias)
 
 
 def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
@@ -103,6 +111,65 @@ def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
     backend = aot_autograd(fw_compiler=run, decompositions=select_decomp_table())
     with torch.no_grad():
         return torch.compile(model, backend=backend, fullgraph=True)(*inputs), list(watched.seen)
+
+
+class Block(nn.Module):
+    """A decoder's, without the attention between: q and k of one norm, gate and up as one matrix or two."""
+
+    def __init__(self, dtype: torch.dtype, layout: str, merged: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm(64, dtype) for _ in range(3))
+        shapes = [(64, 64), (64, 64), (64, 64), (160, 64), (64, 80)]
+        self.w = [random_weight(*shape, 0.5, dtype, seed=seed) for seed, shape in enumerate(shapes)]
+        self.merged, self.layout = merged, layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, o, gate_up, down = self.w
+        normed = self.norms[0](x)
+        h = x + self.product(self.product(normed, q) + self.product(normed, k), o)
+        normed = self.norms[1](h)
+        if self.merged:
+            both = self.product(normed, gate_up)
+            gate, up = both[..., :80], both[..., 80:]
+        else:
+            gate, up = self.product(normed, gate_up[:80]), self.product(normed, gate_up[80:])
+        h = h + self.product(nn.functional.silu(gate) * up, down)
+        return self.norms[2](h)  # which a dense layer uses
+
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
+        return product(x, w, layout=self.layout)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 64])
+@pytest.mark.parametrize("layout", ["sell", "tile", "dense12"])
+def test_a_block(layout: str, tokens: int, merged: bool) -> None:
+    """One norm for all who use it, with the sum in front of it; of one token sums are biases. To the bits of modules,
+    but for these."""
+    block, x = Block(torch.bfloat16, layout, merged), random_vector(tokens, 1, 64, dtype=torch.bfloat16)
+    y, names = compiled(block, x)
+    both = 1 if merged else 2
+    if tokens > 1:
+        qk = ["rms_norm", "linear", "linear", "add", "linear"]
+        assert names == [*qk, "rms_norm", *["linear"] * both, "gated_linear", "add", "add"]
+        assert_same_bits(y, block(x))
+        return
+    if layout == "sell":
+        assert names == ["norm_linear", "norm_linear", "linear", *["norm_linear"] * both, "gated_linear", "add"]
+    else:
+        assert names == ["rms_norm", *["linear"] * 3, "rms_norm", *["linear"] * both, "gated_linear", "add"]
+    # Of its norms' input, up to 4 times as large as what they give, up to three roundings differ.
+    assert_near(y, block(x).double(), torch.bfloat16)
+
+
+def test_on_a_cpu_norms_and_gates_stay() -> None:
+    """No kernel of macko's makes them there."""
+    block, x = Block(torch.bfloat16, "tile", True), torch.zeros(2, 64, dtype=torch.bfloat16)
+    with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("linear", linear, "CPU", allow_override=True)
+        assert {*compiled(block, x)[1]} == {"linear", "add"}
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -162,8 +229,10 @@ def test_what_stays() -> None:
         assert_same_bits(y, model(*inputs))
         return names
 
-    two = random_vector(2, 64, dtype=torch.float16)
-    assert kept(lambda x: product(norm(x), w), two) == ["add", "linear"]
+    many = random_vector(65, 64, dtype=torch.float16)
+    assert kept(lambda x: product(norm(x), w), many) == ["add", "linear"]
+    assert kept(lambda x: product(norm(x), w, layout="macko"), x) == ["add", "linear"]
+    assert kept(lambda x, y: product(x, w) + y, many[:2], y.expand(2, 40)) == ["linear", "add"]
     assert kept(lambda x, y: product(x, w, y[0]) + y, x, y) == ["linear", "add"]
     assert kept(lambda x: product(x, w) + 1, x) == ["linear", "add"]
     assert kept(lambda x, y: product(x, w) + y, x, torch.ones(3, 40).half()) == ["linear", "add"]

@@ -14,6 +14,7 @@ MACKO_FUSE=0 in the environment leaves it out. To set it next to others, or for 
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from . import formats
 from .formats import FORMATS
@@ -63,20 +65,21 @@ class Fuse(CustomGraphPass):
     Of one token sums with the output, by every layout; norms and gates before, and of more tokens sums before norms, on
     a GPU where the layout's product overlaps with what makes its input. Results are rounded to the dtype where modules
     round them, but for one token's sums, once; in float32 between, the norm's sum has another order, and silu a faster
-    exp. Graphs of more tokens at once, or of a number that is not known when they are compiled, and without sparse
-    layers stay as they are.
+    exp. Graphs of more tokens at once, or of a number that depends on data, and without sparse layers stay as they are.
+    Where it may change later, as of a batch, its first value counts, and kernels take any.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=macko.linear.default):
             y = _value(node)
-            if y is None or not 0 < (tokens := y.shape[:-1].numel()) <= _MOST_TOKENS:
+            if y is None or not 0 < (tokens := math.prod(map(_size, y.shape[:-1]))) <= _MOST_TOKENS:
                 continue
-            linear, layout = (_take_sum(node) if tokens == 1 else node), int(node.args[2][0])
+            layout, one = int(node.args[2][0]), all(isinstance(size, int) for size in y.shape) and tokens == 1
+            linear = _take_sum(node) if one else node
             if linear.kwargs or layout not in _OVERLAP or y.device.type != _DEVICE:
                 continue
             if norm := _matched(_NORM, linear.args[0]):
-                _take_norm(linear, norm, layout in _MAKE_NORM and tokens == 1)
+                _take_norm(linear, norm, one and layout in _MAKE_NORM)
             elif (gate := _matched(_GATE, linear.args[0])) and _alike(_value(gate["other"]), _value(gate["x"])):
                 _insert(linear, macko.gated_linear.default, gate["x"], gate["other"], *linear.args[1:])
         graph.eliminate_dead_code()
@@ -92,13 +95,20 @@ def use_by_default() -> None:
 
 
 def _value(node: Any) -> Tensor | None:
-    """What stands for the tensor of a graph's node while it is compiled; None where sizes are not known yet."""
+    """What stands for the tensor of a graph's node while it is compiled; None where sizes depend on data."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape) else None
+    return value if isinstance(value, Tensor) and not free_unbacked_symbols(value) else None
+
+
+def _size(size: Any) -> int:
+    """A size, or of one that may change what it is while the graph is compiled."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    if a is None or b is None or (a.dim(), a.dtype, a.device) != (b.dim(), b.dtype, b.device):
+        return False
+    return all(statically_known_true(of_a == of_b) for of_a, of_b in zip(a.shape, b.shape, strict=True))
 
 
 def _take_sum(linear: fx.Node) -> fx.Node:
@@ -126,7 +136,11 @@ def _matched(patterns: tuple[CallFunction, ...], node: Any) -> dict[str, Any] | 
         if isinstance(match := pattern.match(node), Match):
             found = match.kwargs
             x = _value(found["x"])
-            return found if x is not None and x.dtype == found["dtype"] and x.shape[-1] % 8 == 0 else None
+            return (
+                found
+                if x is not None and x.dtype == found["dtype"] and statically_known_true(x.shape[-1] % 8 == 0)
+                else None
+            )
     return None
 
 
@@ -137,7 +151,7 @@ def _take_norm(linear: fx.Node, found: dict[str, Any], in_product: bool) -> None
     """
     x, weight, eps = found["x"], found["weight"], found["eps"]
     value = _value(x)
-    if value is None or not _alike(_value(weight), value.reshape(-1)[: value.shape[-1]]) or not isinstance(eps, float):
+    if value is None or not _alike(_value(weight), value.new_empty(value.shape[-1])) or not isinstance(eps, float):
         return
     if in_product:
         _insert(linear, macko.norm_linear.default, x, weight, eps, *linear.args[1:])

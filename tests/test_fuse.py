@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -161,6 +164,21 @@ def test_a_block(layout: str, tokens: int, merged: bool) -> None:
         assert names == ["rms_norm", *["linear"] * 3, "rms_norm", *["linear"] * both, "gated_linear", "add"]
     # Of its norms' input, up to 4 times as large as what they give, up to three roundings differ.
     assert_near(y, block(x).double(), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_batch_that_may_change() -> None:
+    """As for the number that it was compiled with, where sums are no biases. Not for one of many tokens."""
+    block, x = Block(torch.bfloat16, "tile", True), random_vector(3, 1, 64, dtype=torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0)
+    y, names = compiled(block, x)
+    assert names == [
+        "rms_norm", *["linear"] * 2, "add", "linear", "rms_norm", "linear", "gated_linear", "add", "add",
+    ]  # fmt: skip
+    assert_same_bits(y, block(x))
+    many = random_vector(65, 1, 64, dtype=torch.bfloat16)
+    torch._dynamo.mark_dynamic(many, 0)
+    assert {*compiled(block, many)[1]} == {"linear", "add"}
 
 
 def test_on_a_cpu_norms_and_gates_stay() -> None:
@@ -390,8 +408,57 @@ def test_norm_and_gate_before_every_layout(weight: type[PackedWeight], tokens: i
         normed = packed.norm_linear(4 * signs[:1].to(dtype).cuda(), factor.to(dtype).cuda(), 0.0)
         assert_same_bits(normed + 0, ((signs[:1] * factor).double() @ w.double().T).to(dtype) + 0)
         gate, up = torch.full((2, tokens, cols), 64.0), signs / 64
-        gated = packed.gated_linear(gate.to(dtype).cuda(), up.to(dtype).cuda(), torch.ones(70).to(dtype).cuda())
-        assert_same_bits(gated + 0, (signs.double() @ w.double().T + 1).to(dtype) + 0)
+        bias, wanted = torch.ones(70).to(dtype).cuda(), (signs.double() @ w.double().T + 1).to(dtype) + 0
+        gated = packed.gated_linear(gate.to(dtype).cuda(), up.to(dtype).cuda(), bias)
+        assert_same_bits(gated + 0, wanted)
+        both = torch.cat([gate, up], -1).to(dtype).cuda()  # halves of one product
+        assert_same_bits(packed.gated_linear(both[..., :cols], both[..., cols:], bias) + 0, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rms_norm(dtype: torch.dtype) -> None:
+    """Of signs exact, alone and as the sum of two; of others the sum has the bits of torch's, and the norm those of the
+    norm of that."""
+    op = torch.ops.macko.rms_norm
+    for cols in COLS:
+        for tokens in (1, 5, 64):
+            signs = torch.where(torch.rand(tokens, 1, cols) < 0.5, -1, 1).to(dtype).cuda()
+            weight = (torch.arange(cols) % 5).to(dtype).cuda()
+            assert_same_bits(op(4 * signs, weight, 0.0)[0] + 0, signs * weight + 0)
+            part = torch.randint(-3, 4, signs.shape).to(dtype).cuda()
+            normed, total = op(signs - part, weight, 0.0, part)
+            assert_same_bits(total, signs)
+            assert_same_bits(normed + 0, signs * weight + 0)
+            a, b = (random_vector(tokens, cols, dtype=dtype, seed=seed).cuda() for seed in (1, 2))
+            normed, total = op(a, weight, EPS, b)
+            assert_same_bits(total, a + b)
+            assert_same_bits(normed, op(total, weight, EPS)[0])
+
+
+@pytest.mark.gpu
+def test_rms_norm_errors_opcheck_and_views() -> None:
+    op = torch.ops.macko.rms_norm
+    x, weight = random_vector(3, 256, dtype=torch.float16).cuda(), torch.ones(256).half().cuda()
+    torch.library.opcheck(op, (x, weight, EPS))
+    torch.library.opcheck(op, (x, weight, EPS, x + 1))
+    assert_same_bits(op(x.expand(2, 3, 256), weight, EPS)[0][1], op(x, weight, EPS)[0])
+    shifted = torch.cat([weight[:3], x.flatten()])[3:].view(3, 256)
+    assert_same_bits(op(shifted, weight, EPS, x)[0], op(x, weight, EPS, shifted)[0])
+    with pytest.raises(RuntimeError, match="weight has 255 elements, the matrix has 256 columns"):
+        op(x, weight[1:], EPS)
+    with pytest.raises(RuntimeError, match=r"other has shape \[2, 256\], x has \[3, 256\]"):
+        op(x, weight, EPS, x[:2])
+    with pytest.raises(RuntimeError, match="other has dtype bfloat16, expected float16"):
+        op(x, weight, EPS, x.bfloat16())
+    with pytest.raises(RuntimeError, match="other is on cpu, x is on cuda:0"):
+        op(x, weight, EPS, x.cpu())
+    with pytest.raises(RuntimeError, match="cols is 255, expected a multiple of 8"):
+        op(x[:, 1:], weight[1:], EPS)
+    with pytest.raises(RuntimeError, match="x has dtype float32, expected float16 or bfloat16"):
+        op(x.float(), weight.float(), EPS)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        op(x.clone().requires_grad_(), weight, EPS)[0].sum().backward()
 
 
 @pytest.mark.gpu
@@ -493,12 +560,18 @@ def test_a_chain_many_times() -> None:
 @pytest.mark.gpu
 @needs_capture
 @needs_transformers
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("compile", ["default", "fast"])
 @pytest.mark.parametrize(("format", "batch"), [("sell", 1), ("tile", 1), ("tile", 3)])
-def test_generate_compiled(format: str, batch: int) -> None:
-    """A Llama whose step of a token is compiled with the pass: with its kernels, and the tokens of eager mode."""
+def test_generate_compiled(format: str, batch: int, compile: str, merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama whose step of a token is compiled with the pass, by default and as an option: with its kernels, and the
+    tokens of eager mode."""
     from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
     from macko.bench import COMPILED, FOR_SPARSE
+
+    if compile == "default" and not merge:
+        pytest.skip("as the others")
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -507,18 +580,51 @@ def test_generate_compiled(format: str, batch: int) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).half().cuda().eval()
     macko.prune_(model, 0.5)
-    assert len(macko.sparsify_(model, format=format, merge=True).changed) == 14
+    assert len(macko.sparsify_(model, format=format, merge=merge).changed) == 14
     prompt = torch.arange(8, device="cuda").expand(batch, 8)
     more = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     eager = model.generate(prompt, **more)
     torch._dynamo.reset()
     watched = Watched()
-    options = {"triton.cudagraphs": True, **COMPILED["fast"], **FOR_SPARSE, "post_grad_custom_pre_pass": watched}
-    compiled = CompileConfig(mode=None, options={**options, "fx_graph_cache": False})  # type: ignore[arg-type]
-    found = model.generate(prompt, cache_implementation="static", compile_config=compiled, **more)
-    assert torch.equal(found, eager)
-    layer = ["norm_linear", "linear", "norm_linear", "gated_linear"] if format == "sell" else ["linear"] * 4
-    assert [name for name in watched.seen if name.endswith("linear")] == layer * 2
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    settings: dict[str, Any] = {"cache_implementation": "static", **more}
+    if compile == "fast":
+        options = {"triton.cudagraphs": True, **COMPILED["fast"], **FOR_SPARSE, "post_grad_custom_pre_pass": watched}
+        settings["compile_config"] = CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
+    else:
+        monkeypatch.setattr(torch._inductor.config, "post_grad_custom_pre_pass", watched)
+    assert torch.equal(model.generate(prompt, **settings), eager)
+    in_product = format == "sell"
+    qkv, both = ["linear"] * (1 if merge else 3), ["linear"] * (1 if merge else 2)
+    if in_product:
+        layer = [*("norm_" + name for name in qkv), "linear", *("norm_" + name for name in both), "gated_linear"]
+    else:
+        layer = ["rms_norm", *qkv, "linear", "rms_norm", *both, "gated_linear"]
+    assert [name for name in watched.seen if name.endswith(("linear", "norm"))] == layer * 2
+
+
+@pytest.mark.slow
+def test_by_default() -> None:
+    """In a process of its own: the pass is there once a sparse layer is compiled, not for import, and not where it is
+    unwanted or there is another."""
+    code = """
+import torch, macko
+from torch._inductor import config
+mine = object() if OTHER else None
+config.post_grad_custom_pre_pass = mine
+layer, x = macko.SparseLinear(64, 64), torch.ones(1, 64)
+with torch.no_grad():
+    layer(x)
+    assert config.post_grad_custom_pre_pass is mine
+    torch.compile(layer, backend="eager")(x)
+print(type(config.post_grad_custom_pre_pass).__name__)
+"""
+    for other, said, wanted in ((False, "1", "Fuse"), (False, "0", "NoneType"), (True, "1", "object")):
+        ran = subprocess.run(
+            [sys.executable, "-c", code.replace("OTHER", str(other))],
+            capture_output=True, text=True, check=False, env={**os.environ, "MACKO_FUSE": said},
+        )  # fmt: skip
+        assert ran.stdout.strip() == wanted, ran.stderr
 
 
 @needs_transformers

@@ -40,8 +40,11 @@ def _any() -> Any:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-def slices(y: Tensor, part_rows: Sequence[int]) -> list[Tensor]:
-    """y [..., rows] in parts. Not by split: its outputs may not be changed in place where a gradient is wanted."""
+def slices(y: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+    """y [..., rows] in parts. By split, in 2 us less of the host, without gradients only: its outputs may not be
+    changed in place where one is wanted."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return torch.split_with_sizes(y, part_rows, -1)  # type: ignore[arg-type]
     stops = itertools.accumulate(part_rows)
     return [y[..., stop - rows : stop] for rows, stop in zip(part_rows, stops, strict=True)]
 
@@ -150,11 +153,15 @@ class PackedWeight:
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""
+        return self._own_parts(x, part_rows) if self.gives_parts(x, part_rows) else slices(self.linear(x), part_rows)
+
+    @classmethod
+    def gives_parts(cls, x: Tensor, part_rows: Sequence[int]) -> bool:
+        """Whether parts of the product are worth it to be tensors of their own."""
+        if cls.parts_from is None or not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
+            return False
         tokens = x.shape[:-1].numel()
-        may = self.parts_from is not None and x.is_cuda and tokens >= self.parts_from
-        if may and tokens * min(part_rows) >= OWN_PART and not (torch.is_grad_enabled() and x.requires_grad):
-            return self._own_parts(x, part_rows)
-        return slices(self.linear(x), part_rows)
+        return tokens >= cls.parts_from and tokens * min(part_rows) >= OWN_PART
 
     def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         return torch.ops.macko.linear_parts(x, *self.packed, part_rows)

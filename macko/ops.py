@@ -7,9 +7,8 @@ that are named after a paper's format take what the paper's reader would expect.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -323,17 +322,14 @@ def _(packed: Sequence[Tensor], header: Sequence[int]) -> Tensor:
     return packed[0].new_empty(4, dtype=torch.int64)
 
 
-@cache
-def _fuse() -> None:
-    """Behind the first product that is traced, and not at import: Inductor takes a second to import."""
-    if os.environ.get("MACKO_FUSE") != "0":
-        from .fuse import use_by_default
-
-        use_by_default()
+#: What the first product that is traced calls, once: macko puts its pass for Inductor here, which takes a second to
+#: import, so not at import.
+TRACED: list[Callable[[], None]] = []
 
 
 def _product(op: str, sizes: Callable[..., tuple[Tensor, Any, Any]], *args: Any) -> Tensor:
-    _fuse()
+    while TRACED:
+        TRACED.pop()()
     x, rows, cols = sizes(*args)
     wanted = x.dim() >= 1 and x.shape[-1] == cols
     torch._check(wanted, lambda: f"macko::{op}: x has shape {list(x.shape)}, expected [..., {cols}]")

@@ -72,11 +72,11 @@ class Fuse(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=macko.linear.default):
             y = _value(node)
-            if y is None or not 0 < (tokens := math.prod(map(_size, y.shape[:-1]))) <= _MOST_TOKENS:
+            if node.kwargs or y is None or not 0 < (tokens := math.prod(map(_size, y.shape[:-1]))) <= _MOST_TOKENS:
                 continue
-            layout, one = int(node.args[2][0]), all(isinstance(size, int) for size in y.shape) and tokens == 1
+            layout, one = node.args[2][0], all(isinstance(size, int) for size in y.shape) and tokens == 1
             linear = _take_sum(node) if one else node
-            if linear.kwargs or layout not in _OVERLAP or y.device.type != _DEVICE:
+            if layout not in _OVERLAP or y.device.type != _DEVICE:
                 continue
             if norm := _matched(_NORM, linear.args[0]):
                 _take_norm(linear, norm, one and layout in _MAKE_NORM)
@@ -101,8 +101,8 @@ def _value(node: Any) -> Tensor | None:
 
 
 def _size(size: Any) -> int:
-    """A size, or of one that may change what it is while the graph is compiled."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """A size, or of one that may change what it is while the graph is compiled; 0 where nobody says."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
@@ -115,7 +115,7 @@ def _take_sum(linear: fx.Node) -> fx.Node:
     """linear(x) + other -> linear(x, bias=other)."""
     x_and_packed, bias = linear.args[:3], linear.args[3:]
     add = next(iter(linear.users), linear)
-    if any(bias) or linear.kwargs or len(linear.users) > 1 or add.target is not aten.add.Tensor or add.kwargs:
+    if any(bias) or len(linear.users) > 1 or add.target is not aten.add.Tensor or add.kwargs:
         return linear
     other = add.args[1] if add.args[0] is linear else add.args[0]
     value = _value(other)

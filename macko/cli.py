@@ -153,9 +153,9 @@ def _bench_arguments(add: Any) -> None:
     add("--sparsity", type=float, nargs="+", help=pruned)
     add("--format", default="auto", help="as of convert, or dense12: bfloat16 weights with zeros or none, lm_head too")
     add("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
-    add("--batch", type=_count, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
+    add("--batch", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="sequences to decode at once")
     lengths = "lengths to time the prefill of; decode: the first"
-    add("--prompt-tokens", type=_count, nargs="+", default=[128], help=lengths)
+    add("--prompt-tokens", type=_count, nargs="+", default=[128, 32, 512, 2048], help=lengths)
     add("--new-tokens", type=_count, default=32)
     add("--dtype", choices=_DTYPES, help="default: float16, on a CPU and for dense12 bfloat16")
     add("--tokens", type=_count, help="as of sparsify_: how many a layer gets at a time, if you know")

@@ -942,6 +942,88 @@ class Dense12Weight(PackedWeight):
         return self.to_dense()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sparse11Weight(PackedWeight):
+    """A bfloat16 macko weight as tile, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
+
+    Lossless: `to_macko` gives what it was made from. Held instead of the canonical tensors, never saved. The same bytes
+    on every device; a CPU multiplies it too, more slowly than canonical or bitmap.
+
+    Attributes:
+        data: [units * 64], bfloat16: codes and low bytes, and values that are listed, slab after slab.
+        offsets: [slabs + 1], int32, in units of 128 bytes.
+        rows, cols: shape of the dense weight.
+        widest: units of the largest slab. table_low, table_high: high bytes by code.
+        entries: non-zeros held. listed: of them those that the table lacks.
+        delta_bits: of the canonical weight that it was made from.
+    """
+
+    format: ClassVar[str] = "sparse11"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    is_layout: ClassVar[bool] = True
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    values_name: ClassVar[str] = "data"
+    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {
+        **PackedWeight.limits, "table_low": range(2**32), "table_high": range(2**32)
+    }  # fmt: skip
+    _at: ClassVar[str] = "slab {entry} of row block {place}"
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "byte {found} of its table: expected 0, then rising bytes, then zeros",
+        2: "offsets[{entry}] is {found}, expected 0 at the start and 53 to 246 more than the one before",
+        3: "widest is {of.widest}, the largest slab has {found}",
+        4: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
+        5: f"{_at}, byte {{found}}: a code of no high byte, or of an element outside of the matrix",
+        6: f"{_at}, byte {{found}}: not the start of these values",
+        7: f"{_at}, byte {{found}}: not where a part's values or its places in the list begin, or not zero behind them",
+        8: f"{_at}, byte {{found}}: not behind the place before it in the list, or of no place",
+        9: f"{_at}, byte {{found}}: a listed value is zero or has a code, or its place has one or is outside",
+        10: f"{_at} has another size than the {{found}} units that its codes and its list say",
+        11: f"{_at}, byte {{found}}: a zero is stored, or what is no value is not zero",
+    }
+
+    data: Tensor
+    offsets: Tensor
+    rows: int
+    cols: int
+    widest: int
+    table_low: int
+    table_high: int
+    entries: int
+    listed: int
+    delta_bits: int = 4
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """Lays out a macko weight.
+
+        Raises:
+            ValueError: it is not bfloat16, or its exponents are too far apart: says how many values the table lacks.
+        """
+        if weight.dtype not in cls.dtypes:
+            name = str(weight.dtype).removeprefix("torch.")
+            raise ValueError(f"the sparse11 format holds bfloat16, the weight is {name}")
+        try:
+            return cls._laid_out(weight)
+        except RuntimeError as error:
+            if "the table of sparse11" not in str(error):
+                raise
+            raise ValueError(str(error).removeprefix("macko::lay_out: ")) from None
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
+
+    def _check_sizes(self, found: int) -> None:
+        if found != self.entries:
+            self._refuse(f"entries is {self.entries}, it has {found} values")
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all."""
+        return self.entries / max(1, self.rows * self.cols)
+
+
 def sparsest_pattern(w: Tensor) -> int:
     """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or 0."""
     for n in SLIDE_PATTERNS.values():
@@ -954,7 +1036,9 @@ def sparsest_pattern(w: Tensor) -> int:
 #: Every format by name, in the order of csrc/torch/packed.h.
 FORMATS: dict[str, type[PackedWeight]] = {
     kind.format: kind
-    for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight, Dense12Weight)
+    for kind in (
+        *(MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight, Dense12Weight, Sparse11Weight),
+    )
 }
 for _number, _kind in enumerate(FORMATS.values()):
     _kind.number = _number

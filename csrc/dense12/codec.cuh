@@ -90,8 +90,8 @@ struct dense12 {
             if (STEP == 0) read_128(low[1], slab + own + CHUNK);
         }
         template <int STEP, int TILE>
-        __device__ __forceinline__ void make(uint32_t (&a)[4], const constants &) {
-            lanes[TILE].make<STEP>(a, low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table, lane);
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            lanes[TILE].make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table, lane);
         }
         __device__ __forceinline__ void move_1_to_0() {
             lanes[0] = lanes[1];
@@ -142,8 +142,8 @@ struct dense12 {
             if (STEP == 0) read_128(low[1], here_at + CHUNK);
         }
         template <int STEP>
-        __device__ __forceinline__ void make(uint32_t (&a)[4], const constants &) {
-            here.make<STEP>(a, low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table, lane);
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            here.make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table, lane);
         }
     };
 };

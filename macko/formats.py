@@ -167,10 +167,10 @@ class PackedWeight:
         if kind:
             text = self.faults.get(kind, "at {place}, entry {entry}: fault {kind}, found {found}")
             self._refuse(text.format(kind=kind, place=place, entry=entry, found=found, of=self))
-        self._check_sizes(found)
+        self._check_sizes(found, entry)
 
-    def _check_sizes(self, found: int) -> None:
-        """ValueError where a size is not what the content says; found: what the check counted."""
+    def _check_sizes(self, found: int, entry: int) -> None:
+        """ValueError where a size is not what the content says; found and entry: what the check counted."""
 
     @property
     def stored(self) -> int:
@@ -520,7 +520,7 @@ class TileWeight(PackedWeight):
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
         return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
 
-    def _check_sizes(self, found: int) -> None:
+    def _check_sizes(self, found: int, entry: int) -> None:
         if found != self.entries:
             self._refuse(f"entries is {self.entries}, it has {found} values")
 
@@ -929,7 +929,7 @@ class Dense12Weight(PackedWeight):
     def _options(self) -> dict[str, int]:
         return {}  # its sizes follow from the weight
 
-    def _check_sizes(self, found: int) -> None:
+    def _check_sizes(self, found: int, entry: int) -> None:
         if found != self.listed:
             self._refuse(f"listed is {self.listed}, its lists have {found}")
 
@@ -944,7 +944,7 @@ class Dense12Weight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sparse11Weight(PackedWeight):
-    """A bfloat16 macko weight as tile, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
+    """As tile, of bfloat16, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
 
     Lossless: `to_macko` gives what it was made from. Held instead of the canonical tensors, never saved. The same bytes
     on every device; a CPU multiplies it too, more slowly than canonical or bitmap.
@@ -1014,9 +1014,11 @@ class Sparse11Weight(PackedWeight):
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
         return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
 
-    def _check_sizes(self, found: int) -> None:
+    def _check_sizes(self, found: int, entry: int) -> None:
         if found != self.entries:
             self._refuse(f"entries is {self.entries}, it has {found} values")
+        if entry != self.listed:
+            self._refuse(f"listed is {self.listed}, its lists have {entry}")
 
     @property
     def density(self) -> float:

@@ -214,15 +214,15 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
             for slice_ in range(4):
                 own = (places << 16 | slab[tile, slice_])[lists[tile, slice_]].tolist()
                 parts.append(begins[slice_] | (at + 4 * len(entries) if own else 6720) << 16)
-                entries += [*own, 2**32 - 1] if own else []
-        head = [*parts, 2**32 - 1, *[0] * 15]
+                entries += [*own, *[2**32 - 1] * (2 - len(own) % 2)] if own else []
+        head = [*parts, *[2**32 - 1] * 2, *[0] * 14]
         as_bytes = [torch.tensor(t, dtype=torch.int64).to(torch.uint32).view(torch.uint8) for t in (head, entries)]
         piece = torch.cat([words.flatten().to(torch.uint32).view(torch.uint8), starts.flatten(), as_bytes[0]])
         piece = torch.cat([piece, values.flatten(), as_bytes[1]])
         pieces.append(torch.nn.functional.pad(piece, (0, -len(piece) % 128)))
         offsets.append(offsets[-1] + len(pieces[-1]) // 128)
     data = torch.cat([torch.zeros(0, dtype=torch.uint8), *pieces])
-    widest = max((b - a for a, b in zip(offsets, offsets[1:], strict=False)), default=0)
+    widest = max(torch.tensor(offsets).diff().tolist(), default=0)
     halves = torch.tensor(table, dtype=torch.uint8).view(torch.uint32).tolist()
     sizes = [widest, *halves, int((bits != 0).sum()), int(listed.sum())]
     return data.view(torch.bfloat16), torch.tensor(offsets, dtype=torch.int32), sizes

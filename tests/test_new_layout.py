@@ -73,9 +73,9 @@ class ToyWeight(PackedWeight):
 """
 #: All that changes outside of the layout's own file: (file, what stands there once, what stands there then).
 ROWS = [
-    ("csrc/torch/path.h", "LAYOUT(DENSE12, dense12_layout)", "LAYOUT(DENSE12, dense12_layout) LAYOUT(TOY, toy_layout)"),
+    ("csrc/torch/path.h", "LAYOUT(SPARSE11, sparse11_layout)", "LAYOUT(SPARSE11, sparse11_layout) LAYOUT(TOY, toy_layout)"),
     ("macko/formats.py", "#: Every format by name, ", CLASS + "#: Every format by name, "),
-    ("macko/formats.py", "SlideWeight, Dense12Weight)", "SlideWeight, Dense12Weight, ToyWeight)"),
+    ("macko/formats.py", "Dense12Weight, Sparse11Weight)", "Dense12Weight, Sparse11Weight, ToyWeight)"),
 ]
 
 USE = r"""

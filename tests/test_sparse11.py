@@ -1,4 +1,4 @@
-"""The sparse11 layout: bytes by its specification, every value's bits back, products for any number of tokens, faults."""
+"""The sparse11 layout: bytes by its specification, every value's bits back, products of any tokens, faults."""
 
 from __future__ import annotations
 
@@ -110,12 +110,7 @@ def test_round_trip_of_any_shape(
     device: str, rows: int, cols: int, density: float, listed: float, kind: str, delta_bits: int, seed: int
 ) -> None:
     w = weight(rows, cols, density, listed, kind if rows * cols else "uniform", seed)
-    *_, entries, lacking = reference.sparse11_pack(w)[2]
-    if lacking > entries // 100:
-        with pytest.raises(ValueError, match=f"lacks {lacking} of {entries} values"):
-            packed(w, device)
-    else:
-        assert_packs(w, device, delta_bits)
+    assert_packs(w, device, delta_bits)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -176,14 +171,16 @@ def test_columns_of_streams_that_spill_as_much_as_can_be(device: str) -> None:
 @pytest.mark.parametrize("device", devices())
 def test_what_has_too_many_exponents_is_refused(device: str) -> None:
     spread = (2.0 ** torch.randint(-90, 90, (64, 300))).bfloat16()
-    with pytest.raises(ValueError, match=r"^the table of sparse11, .*, lacks \d+ of 19200 values.*at most 192, and 2048"):
+    with pytest.raises(
+        ValueError, match=r"^the table of sparse11, .*, lacks \d+ of 19200 values.*expected at most 2048"
+    ):
         packed(spread, device)
     w = weight(2048, 512, 0.5, 0.0)
     w[:8, :256] = (2.0 ** torch.randint(-90, 90, (8, 256))).bfloat16()
     made = assert_packs(w, device)
     assert 1800 < made.listed <= 2048
     w[8:12, :256] = (2.0 ** torch.randint(-90, 90, (4, 256))).bfloat16()
-    with pytest.raises(ValueError, match=r"at most \d+ in a slab of 64 x 256; .*2048 in a slab"):
+    with pytest.raises(ValueError, match=r"of one slab of 64 x 256 \d+, expected at most 2048"):
         packed(w, device)
 
 
@@ -251,7 +248,10 @@ def test_exact_products_with_listed_values(device: str, kind: str, rows: int, co
     w, x, y = exact_problem(rows, cols, kind)
     made = packed(w, device)
     there = w[:, x != 0]
-    assert made.listed == {"none": 0, "some": int(((there != 0) & (there != 1)).sum()), "all": int((there != 0).sum())}[kind]
+    assert (
+        made.listed
+        == {"none": 0, "some": int(((there != 0) & (there != 1)).sum()), "all": int((there != 0).sum())}[kind]
+    )
     scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(200)[:, None]
     xs, ys = (x * scale).bfloat16(), (y * scale).bfloat16()
     for count in TOKENS if device == "cuda" else (1, 65):
@@ -415,8 +415,10 @@ def test_validate_names_what_is_wrong() -> None:
         f"{at}, byte {list_at}: a listed value is zero": word(list_at, entry & ~0x7FFF),
         f"{at}, byte {end - 1}: a zero is stored, or what": changed(made, end - 1, 1),
         f"{at} has another size than the": dataclasses.replace(
-            made, data=torch.cat([made.data[: end // 2], torch.zeros(64).bfloat16(), made.data[end // 2 :]]),
-            offsets=offsets + (torch.arange(5, dtype=torch.int32) > 0), widest=made.widest + 1,
+            made,
+            data=torch.cat([made.data[: end // 2], torch.zeros(64).bfloat16(), made.data[end // 2 :]]),
+            offsets=offsets + (torch.arange(5, dtype=torch.int32) > 0),
+            widest=made.widest + 1,
         ),
         "entries is 7, it has": dataclasses.replace(made, entries=7),
         "table_low is -1, expected 0 to": dataclasses.replace(made, table_low=-1),

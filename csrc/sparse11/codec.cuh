@@ -50,11 +50,11 @@ struct sparse11_numbers {
 struct sparse11_lane {
     static constexpr int STEPS = MACKO_SPARSE11_STEPS;
     static constexpr uint32_t ONES = 0x11111111;
-    uint32_t codes[STEPS]; // first as they lie in the slab, then a nibble an element
-    uint32_t have[STEPS];  // bit 3 of an element's nibble: it has a value
-    uint32_t at[STEPS + 1]; // bits of the column before a step's values
-    uint32_t column;        // where it begins
-    uint32_t entry, entry_at; // the next one of the warp's part of the list, and where it stands
+    uint32_t codes[STEPS];          // first as they lie in the slab, then a nibble an element
+    uint32_t have[STEPS];           // bit 3 of an element's nibble: it has a value
+    uint32_t at[STEPS + 1];         // bits of the column before a step's values
+    uint32_t column;                // where it begins
+    uint32_t entry, next, entry_at; // of the warp's part of the list: the next two, and where they stand
 
     __device__ __forceinline__ void read_codes(uint32_t from) {
 #pragma unroll
@@ -62,7 +62,7 @@ struct sparse11_lane {
     }
     __device__ __forceinline__ void find_list(uint32_t slab, uint32_t part) {
         entry_at = slab + (part >> 16);
-        read_32(entry, entry_at);
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(entry), "=r"(next) : "r"(entry_at) : "memory");
     }
     // at[0] is known.
     __device__ __forceinline__ void count(const sparse11_numbers &numbers) {
@@ -100,22 +100,25 @@ struct sparse11_lane {
     // The listed values of steps STEP - 1 and STEP, one by one: few steps have any.
     template <int STEP>
     __device__ __forceinline__ void put_listed(uint32_t (&a)[4][4]) {
+        if (entry >= (uint32_t)(STEP + 1) << 24) return;
+        const uint32_t lane = (threadIdx.x % WARP) << 19;
         const auto put = [&](uint32_t (&to)[4]) {
-            const uint32_t element = (entry >> 16 & 0xff) - threadIdx.x % WARP * 8, half = entry & 1 << 16 ? 0x5410 : 0x3254;
+            const uint32_t pair = (entry ^ lane) & 0xfe0000, half = entry & 1 << 16 ? 0x5410 : 0x3254;
 #pragma unroll
             for (int i = 0; i < 4; i++) // asm: an index that is not known would put `a` into local memory
                 asm("{ .reg .pred p;\nsetp.eq.u32 p, %1, %4;\n@p prmt.b32 %0, %0, %2, %3; }"
                     : "+r"(to[i])
-                    : "r"(element & ~1u), "r"(entry), "r"(half), "r"(2 * i));
+                    : "r"(pair), "r"(entry), "r"(half), "r"(i << 17));
         };
-        while (entry < (uint32_t)(STEP + 1) << 24) {
+        do {
             if (entry < (uint32_t)STEP << 24)
                 put(a[STEP - 1]);
             else
                 put(a[STEP]);
+            entry = next; // the one behind it is on its way while this one is put
             entry_at += 4;
-            read_32(entry, entry_at);
-        }
+            if (entry != MACKO_SPARSE11_END) read_32(next, entry_at + 4);
+        } while (entry < (uint32_t)(STEP + 1) << 24);
     }
 };
 

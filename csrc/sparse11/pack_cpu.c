@@ -192,11 +192,11 @@ void macko_sparse11_histogram_cpu(const uint16_t *w, int64_t rows, int64_t cols,
     for (int64_t i = first * MACKO_TILE_ROWS * cols; i < end; i++) counts[w[i] >> 8] += (w[i] & (SIGN - 1)) != 0;
 }
 
-/* Words of the list: values, and an end for each part that has some. */
+/* Words of a part's list. */
 static int list_words(const uint8_t codes[PART_PLACES]) {
     int listed = 0;
     for (int place = 0; place < PART_PLACES; place++) listed += codes[place] == NO_CODE;
-    return listed + (listed > 0);
+    return macko_sparse11_words(listed);
 }
 
 void macko_sparse11_count_cpu(const uint16_t *w, int64_t rows, int64_t cols, const uint32_t table[2], int64_t first,
@@ -254,7 +254,7 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
             values_at += (uint32_t)plan.rows * MACKO_SPARSE11_ROW_BYTES;
         }
         uint32_t list_at = values_at;
-        store_32(begin + MACKO_SPARSE11_END_AT, MACKO_SPARSE11_END);
+        for (int i = 0; i < 2; i++) store_32(begin + MACKO_SPARSE11_END_AT + 4 * i, MACKO_SPARSE11_END);
         for (int part = 0; part < MACKO_SPARSE11_PARTS; part++) {
             const uint8_t *const part_codes = own[part % MACKO_TILE_SLICES][part / MACKO_TILE_SLICES];
             const uint32_t part_at = list_at;
@@ -264,10 +264,8 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
                 store_32(begin + list_at, (uint32_t)place << PLACE_BIT | w[at.row * m->cols + at.col]);
                 list_at += 4;
             }
-            if (list_at > part_at) {
-                store_32(begin + list_at, MACKO_SPARSE11_END);
-                list_at += 4;
-            }
+            const uint32_t part_end = part_at + 4 * (uint32_t)list_words(part_codes);
+            for (; list_at < part_end; list_at += 4) store_32(begin + list_at, MACKO_SPARSE11_END);
             store_32(begin + MACKO_SPARSE11_PARTS_AT + part * 4,
                      value_begins[part % MACKO_TILE_SLICES] |
                          (list_at > part_at ? part_at : (uint32_t)MACKO_SPARSE11_END_AT) << 16);
@@ -290,8 +288,7 @@ void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, in
             if (here.row >= stop || here.row + SLICE_ROWS <= first) continue;
             load_codes(begin, part, codes);
             for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
-                const uint8_t *const starts =
-                    begin + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4;
+                const uint8_t *const starts = begin + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4;
                 int k = tile % HALF_TILES ? starts[2 + tile / HALF_TILES] : 0;
                 for (int n = 0; n < MACKO_SPARSE11_STEPS * STEP_ELEMENTS; n++) {
                     const int place = nth_place(lane, n);
@@ -305,16 +302,14 @@ void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, in
             }
             for (const uint8_t *entry = begin + (places >> 16); load_32(entry) != MACKO_SPARSE11_END; entry += 4) {
                 const origin at = place_of(here, (int)(load_32(entry) >> PLACE_BIT));
-                if (at.row >= first && at.row < stop)
-                    w[(at.row - first) * m->cols + at.col] = (uint16_t)load_32(entry);
+                if (at.row >= first && at.row < stop) w[(at.row - first) * m->cols + at.col] = (uint16_t)load_32(entry);
             }
         }
     }
 }
 
 /* Of a slab whose bytes are there. found without a fault: its values; *listed: of them those in its list. */
-static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, const uint8_t codes[256],
-                              int64_t *listed) {
+static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, const uint8_t codes[256], int64_t *listed) {
     const int64_t block = slab / macko_tile_slabs(m->cols);
     const origin from = slab_origin(m->cols, slab);
     const uint8_t *const begin = m->data + (int64_t)m->offsets[slab] * MACKO_TILE_UNIT;
@@ -330,8 +325,7 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
         for (int place = 0; place < PART_PLACES; place++) {
             const origin element = place_of(part_origin(from, part), place);
             const int code = part_codes[place], lane = place / STEP_ELEMENTS % MACKO_TILE_LANES;
-            if (code &&
-                (element.row >= m->rows || element.col >= m->cols || !table_byte(m->table, code)))
+            if (code && (element.row >= m->rows || element.col >= m->cols || !table_byte(m->table, code)))
                 return FAULT(MACKO_SPARSE11_CODE, codes_at(begin, part, lane, 0) - begin);
         }
     }
@@ -340,9 +334,10 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
         value_begins[slice] = at;
         at += (uint32_t)plans[slice].rows * MACKO_SPARSE11_ROW_BYTES;
     }
-    if (at > size) return FAULT(MACKO_SPARSE11_COUNT, macko_sparse11_units((int)(at - MACKO_SPARSE11_VALUES_AT) / 128, 0));
+    if (at > size)
+        return FAULT(MACKO_SPARSE11_COUNT, macko_sparse11_units((int)(at - MACKO_SPARSE11_VALUES_AT) / 128, 0));
     for (int i = 0; i < MACKO_TILE_SLICES * MACKO_TILE_LANES * 4; i++) {
-        const uint8_t(*const starts)[4] = plans[i / (MACKO_TILE_LANES * 4)].starts;
+        const uint8_t (*const starts)[4] = plans[i / (MACKO_TILE_LANES * 4)].starts;
         if (begin[MACKO_SPARSE11_STARTS_AT + i] != starts[i / 4 % MACKO_TILE_LANES][i % 4])
             return FAULT(MACKO_SPARSE11_START, MACKO_SPARSE11_STARTS_AT + i);
     }
@@ -353,25 +348,26 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
         int64_t before = -1;
         if ((word & 0xffff) != value_begins[part % MACKO_TILE_SLICES] || (lists && word >> 16 != at))
             return FAULT(MACKO_SPARSE11_PART, byte);
-        for (; lists; at += 4) {
-            if (at + 4 > size) return FAULT(MACKO_SPARSE11_ENTRY, at);
+        if (!lists) continue;
+        int count = 0;
+        for (; at + 4 <= size && load_32(begin + at) != MACKO_SPARSE11_END; at += 4, count++) {
             const uint32_t entry = load_32(begin + at), place = entry >> PLACE_BIT;
-            if (entry == MACKO_SPARSE11_END && before >= 0) break;
             if (place >= PART_PLACES || place <= before) return FAULT(MACKO_SPARSE11_ENTRY, at);
             const origin element = place_of(part_origin(from, part), (int)place);
             const int code = code_of((uint16_t)entry, codes);
             if (code != NO_CODE || part_codes[place] || element.row >= m->rows || element.col >= m->cols)
                 return FAULT(MACKO_SPARSE11_LISTED, at);
             before = place;
-            ++*listed;
-            stored++;
         }
-        at += lists ? 4 : 0;
+        const uint32_t end = (word >> 16) + 4 * (uint32_t)macko_sparse11_words(count);
+        for (; at < end || !count; at += 4)
+            if (!count || at + 4 > size || load_32(begin + at) != MACKO_SPARSE11_END)
+                return FAULT(MACKO_SPARSE11_ENTRY, at);
+        *listed += count;
+        stored += count;
     }
-    if (load_32(begin + MACKO_SPARSE11_END_AT) != MACKO_SPARSE11_END)
-        return FAULT(MACKO_SPARSE11_PART, MACKO_SPARSE11_END_AT);
-    for (uint32_t byte = MACKO_SPARSE11_END_AT + 4; byte < MACKO_SPARSE11_VALUES_AT; byte++)
-        if (begin[byte]) return FAULT(MACKO_SPARSE11_PART, byte);
+    for (uint32_t byte = MACKO_SPARSE11_END_AT; byte < MACKO_SPARSE11_VALUES_AT; byte++)
+        if (begin[byte] != (byte < MACKO_SPARSE11_END_AT + 8 ? 0xff : 0)) return FAULT(MACKO_SPARSE11_PART, byte);
     if ((at + MACKO_TILE_UNIT - 1) / MACKO_TILE_UNIT * MACKO_TILE_UNIT != size)
         return FAULT(MACKO_SPARSE11_COUNT, (at + MACKO_TILE_UNIT - 1) / MACKO_TILE_UNIT);
     for (; at < size; at++)

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
         const int count = __reduce_add_sync(FULL_WARP, __popc(own.listed[tile]));
-        own_words += count + (count > 0);
+        own_words += macko_sparse11_words(count);
         own_listed += count;
         own_stored += __popc(own.stream[tile]);
     }
@@ -198,9 +198,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // A warp puts its slice's values together in shared memory, in which each lane's column has a bank of its own.
-__global__ void __launch_bounds__(THREADS)
-    write_slabs(const int32_t *offsets, int64_t rows, int64_t cols, const uint16_t *w, sparse11_table table,
-                uint8_t *data) {
+__global__ void __launch_bounds__(THREADS) write_slabs(const int32_t *offsets, int64_t rows, int64_t cols,
+                                                       const uint16_t *w, sparse11_table table, uint8_t *data) {
     constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_TILE_SLICES;
     __shared__ uint4 rooms[MACKO_TILE_SLICES][MOST_ROWS * ROW_CHUNKS];
     __shared__ uint8_t codes[HIGHS];
@@ -263,7 +262,7 @@ __global__ void __launch_bounds__(THREADS)
     // The list. A thread for each part's word; then each warp the places of its own parts.
     const auto part_at = [&](int part) { // where its places begin
         int at = list_at;
-        for (int other = 0; other < part; other++) at += listed[other] ? (listed[other] + 1) * 4 : 0;
+        for (int other = 0; other < part; other++) at += macko_sparse11_words(listed[other]) * 4;
         return at;
     };
     uint32_t *const parts = (uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT);
@@ -272,7 +271,7 @@ __global__ void __launch_bounds__(THREADS)
         parts[part] = values_at | (listed[part] ? part_at(part) : (int)MACKO_SPARSE11_END_AT) << 16;
     }
     if (from.slice == 0 && from.lane >= MACKO_SPARSE11_PARTS)
-        parts[from.lane] = from.lane == MACKO_SPARSE11_PARTS ? MACKO_SPARSE11_END : 0;
+        parts[from.lane] = from.lane < MACKO_SPARSE11_PARTS + 2 ? MACKO_SPARSE11_END : 0;
     const int end = (offset[1] - offset[0]) * MACKO_TILE_UNIT;
     if (from.slice == 1)
         for (int at = part_at(MACKO_SPARSE11_PARTS) + from.lane * 4; at < end; at += WARP * 4)
@@ -297,13 +296,13 @@ __global__ void __launch_bounds__(THREADS)
                     if (!(mask >> i & 1)) continue;
                     const int64_t r = from.row + macko_tile_row(from.lane, i % MACKO_TILE_QUAD);
                     const int64_t c = from.col + tile * MACKO_TILE_COLS +
-                        macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD);
+                                      macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD);
                     *to++ = (uint32_t)(step << 8 | from.lane << 3 | i) << 16 | w[r * cols + c];
                 }
             }
             next += all;
         }
-        if (from.lane == 0) *next = MACKO_SPARSE11_END;
+        if (from.lane < macko_sparse11_words(listed[part]) - listed[part]) next[from.lane] = MACKO_SPARSE11_END;
     }
 }
 
@@ -349,15 +348,15 @@ __global__ void __launch_bounds__(THREADS)
                 value[i] = 0;
                 if (code) {
                     value[i] = values[place / 4 * MACKO_SPARSE11_ROW_BYTES + place % 4] |
-                        (__byte_perm(m.table[0], m.table[1], code) & 255) << 8;
+                               (__byte_perm(m.table[0], m.table[1], code) & 255) << 8;
                     place++;
                 }
             }
 #pragma unroll
             for (int i = 0; i < STEP_ELEMENTS; i += 2)
                 *(uint32_t *)(room + macko_tile_row(from.lane, i % MACKO_TILE_QUAD) * DENSE_STRIDE +
-                              macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, 0)) =
-                    value[i] | value[i + 1] << 16;
+                              macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, 0)) = value[i] | value[i + 1]
+                                                                                                             << 16;
         }
         __syncwarp();
         const uint32_t *const list = (const uint32_t *)(slab + (where >> 16));

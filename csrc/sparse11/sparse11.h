@@ -14,7 +14,7 @@
  *   0                       6144              6656                     6784
  *   | codes                 | starts          | parts                  | values             | list         | zeros
  *   | u32 [tile][slice]     | u8 [slice]      | u32 [tile][slice],     | rows of 128 bytes, | u32 [places] |
- *   |     [3][lane]         |    [lane][4]    | an end, then zeros     | slice after slice  |              |
+ *   |     [3][lane]         |    [lane][4]    | 2 ends, then zeros     | slice after slice  |              |
  *
  *   codes        of element i of step b < 3: bits 4 i .. 4 i + 2 of word b. Of element i of step 3: bit k is bit 4 i + 3
  *                of word k. Code 0: no value here, or one that is listed
@@ -32,10 +32,10 @@
  *                the shortest first; of equal ones that of the lower lane first. A slice has as many rows as its longest
  *                column takes. What no value takes is 0
  *   parts        of a tile and slice: the byte of the slab where the slice's values begin, and << 16 the byte of the slab
- *                where the part's places in the list begin. The word behind them is MACKO_SPARSE11_END, of parts that list
- *                nothing
+ *                where the part's places in the list begin. The two words behind them are MACKO_SPARSE11_END, the list of
+ *                parts that have none
  *   list         of each part with values that have no code: a word each, step << 24 | lane << 19 | i << 16 | value, the
- *                lower first, then MACKO_SPARSE11_END
+ *                lower first, then MACKO_SPARSE11_END, once or twice so that their number is even
  */
 #ifndef MACKO_SPARSE11_H
 #define MACKO_SPARSE11_H
@@ -62,9 +62,8 @@ enum {
     MACKO_SPARSE11_ROW_BYTES = MACKO_TILE_LANES * 4,
     MACKO_SPARSE11_MOST_ROWS = MACKO_TILE_SLICES * MACKO_TILE_SLAB_TILES * 32 / 4, /* of values of a slab */
     MACKO_SPARSE11_MOST_LISTED = 2048,                                             /* of a slab */
-    MACKO_SPARSE11_MOST_UNITS =
-        (MACKO_SPARSE11_VALUES_AT + MACKO_SPARSE11_MOST_ROWS * MACKO_SPARSE11_ROW_BYTES +
-         4 * (MACKO_SPARSE11_MOST_LISTED + MACKO_SPARSE11_PARTS) + MACKO_TILE_UNIT - 1) /
+    MACKO_SPARSE11_MOST_UNITS = (MACKO_SPARSE11_VALUES_AT + MACKO_SPARSE11_MOST_ROWS * MACKO_SPARSE11_ROW_BYTES +
+                                 4 * (MACKO_SPARSE11_MOST_LISTED + 2 * MACKO_SPARSE11_PARTS) + MACKO_TILE_UNIT - 1) /
         MACKO_TILE_UNIT, /* of a slab: bytes of it fit 16 bits */
 };
 
@@ -81,7 +80,12 @@ typedef struct macko_sparse11_matrix {
 /* Units of a slab with so many rows of values, and words of its list. */
 MACKO_TILE_FN int macko_sparse11_units(int value_rows, int words) {
     return (MACKO_SPARSE11_VALUES_AT + value_rows * MACKO_SPARSE11_ROW_BYTES + words * 4 + MACKO_TILE_UNIT - 1) /
-        MACKO_TILE_UNIT;
+           MACKO_TILE_UNIT;
+}
+
+/* Words of the list of a part that has so many values in it. */
+MACKO_TILE_FN int macko_sparse11_words(int listed) {
+    return listed ? (listed + 2) / 2 * 2 : 0;
 }
 
 /* Element of a step that is the nth in a stream. */
@@ -91,10 +95,10 @@ MACKO_TILE_FN int macko_sparse11_nth(int n) {
 
 /* What packing has to tell the host before it can allocate data. */
 typedef struct macko_sparse11_totals {
-    int64_t units;           /* of data; over INT32_MAX the matrix is too large */
-    int64_t widest;          /* units of the largest slab */
-    int64_t stored, listed;  /* values, and those in lists */
-    int64_t fullest;         /* values in the list of a slab, at most */
+    int64_t units;          /* of data; over INT32_MAX the matrix is too large */
+    int64_t widest;         /* units of the largest slab */
+    int64_t stored, listed; /* values, and those in lists */
+    int64_t fullest;        /* values in the list of a slab, at most */
 } macko_sparse11_totals;
 
 /* The table for a matrix of whose values counts[h] have the high byte h. */
@@ -119,19 +123,19 @@ enum {
     MACKO_SPARSE11_OK = 0,
     MACKO_SPARSE11_TABLE_ORDER, /* the table is not 0, then rising, then zeros; found: the byte's place */
     MACKO_SPARSE11_OFFSETS, /* offsets[entry] is not 0 at the start, or no slab's units after the one before; found: it */
-    MACKO_SPARSE11_WIDEST,  /* the largest slab has not m->widest units; found: how many */
+    MACKO_SPARSE11_WIDEST,     /* the largest slab has not m->widest units; found: how many */
     MACKO_SPARSE11_END_OFFSET, /* the last offset is not the size of data; found: the offset */
     MACKO_SPARSE11_CODE,       /* a code of no high byte, or outside of the matrix; found: byte of the slab */
     MACKO_SPARSE11_START,      /* a start is not what the codes say; found: byte of the slab */
-    MACKO_SPARSE11_PART,       /* a part does not begin where it should, or no zeros follow them; found: byte of the slab */
-    MACKO_SPARSE11_ENTRY,  /* in the list: not behind the one before it, or more than a place; found: byte of the slab */
+    MACKO_SPARSE11_PART,  /* a part does not begin where it should, or no zeros follow them; found: byte of the slab */
+    MACKO_SPARSE11_ENTRY, /* in the list: not behind the one before it, or more than a place; found: byte of the slab */
     MACKO_SPARSE11_LISTED, /* a listed value is zero or has a code, or its place has one or is outside; found: likewise */
-    MACKO_SPARSE11_COUNT,  /* the slab has another size than its codes and list say; found: the units that they say */
-    MACKO_SPARSE11_ZERO,   /* not zero where no value is; found: byte of the slab */
+    MACKO_SPARSE11_COUNT, /* the slab has another size than its codes and list say; found: the units that they say */
+    MACKO_SPARSE11_ZERO,  /* not zero where no value is; found: byte of the slab */
 };
 
-/* What packing cannot have made, first of all where reading would be unsafe. m->units are those of data. found without a
- * fault: the values of the matrix. */
+/* What packing cannot have made, first of all where reading would be unsafe. m->units are those of data. Without a
+ * fault found are the values of the matrix, and entry those of them that are listed. */
 macko_fault macko_sparse11_check_cpu(const macko_sparse11_matrix *m);
 
 #ifdef MACKO_TILE_CUDA

@@ -188,13 +188,13 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     listed = (codes == 0) & (elements != 0)
     places = torch.arange(1024).view(4, 32, 8)
     pieces, offsets = [], [0]
-    for slab, code, lists in zip(elements, codes, listed, strict=True):
+    for held, code, lists in zip(elements, codes, listed, strict=True):
         words = (code[:, :, :3] << 4 * torch.arange(8)).sum(-1)
         words += ((code[:, :, 3:] >> torch.arange(3).view(3, 1, 1) & 1) << 4 * torch.arange(8) + 3).sum(-1)
         starts, values, begins = torch.zeros(4, 32, 4, dtype=torch.uint8), torch.zeros(0, 32, 4, dtype=torch.uint8), []
         for slice_ in range(4):
             in_order = [0, 1, 2, 3, 7, 6, 5, 4]
-            own, has = ([t[:, slice_, :, lane][..., in_order] for lane in range(32)] for t in (slab, code != 0))
+            own, has = ([t[:, slice_, :, lane][..., in_order] for lane in range(32)] for t in (held, code != 0))
             heads, tails = ([o[t][h[t]] & 255 for o, h in zip(own, has, strict=True)] for t in (slice(2), slice(2, 4)))
             shortest = sorted(range(32), key=[len(head) for head in heads].__getitem__)
             longest = sorted(range(32), key=[-len(tail) for tail in tails].__getitem__)
@@ -205,16 +205,18 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
                 columns[column] = torch.cat([heads[column], tails[lane]])
             height = max(-(-len(column) // 4) for column in columns.values())
             room = torch.zeros(32, height * 4, dtype=torch.uint8)
-            for lane, column in columns.items():
-                room[lane, : len(column)] = column
+            for lane, stream in columns.items():
+                room[lane, : len(stream)] = stream
             begins.append(6784 + values.numel())
             values = torch.cat([values, room.view(32, height, 4).transpose(0, 1)])
-        parts, entries, at = [], [], 6784 + values.numel()
+        parts: list[int] = []
+        entries: list[int] = []
+        at = 6784 + values.numel()
         for tile in range(4):
             for slice_ in range(4):
-                own = (places << 16 | slab[tile, slice_])[lists[tile, slice_]].tolist()
-                parts.append(begins[slice_] | (at + 4 * len(entries) if own else 6720) << 16)
-                entries += [*own, *[2**32 - 1] * (2 - len(own) % 2)] if own else []
+                lacking = (places << 16 | held[tile, slice_])[lists[tile, slice_]].tolist()
+                parts.append(begins[slice_] | (at + 4 * len(entries) if lacking else 6720) << 16)
+                entries += [*lacking, *[2**32 - 1] * (2 - len(lacking) % 2)] if lacking else []
         head = [*parts, *[2**32 - 1] * 2, *[0] * 14]
         as_bytes = [torch.tensor(t, dtype=torch.int64).to(torch.uint32).view(torch.uint8) for t in (head, entries)]
         piece = torch.cat([words.flatten().to(torch.uint32).view(torch.uint8), starts.flatten(), as_bytes[0]])

@@ -1240,6 +1240,12 @@ def fill(document: Path, parts: dict[str, Callable[[], str]]) -> None:
     text = document.read_text()
     if unknown := {*re.findall(r"<!-- report: (.+?) -->", text)} - {*parts}:
         raise ValueError(f"{document} asks for {sorted(unknown)}, which no report makes")
+    if torn := [
+        line
+        for line in text.splitlines()
+        if re.search(r"report: .*-->|<!-- report:|<!--$", line) and not line.startswith("<!-- report: ")
+    ]:
+        raise ValueError(f"{document}: a comment that names a part has a line of its own, not {torn[0]!r}")
     for name, make in parts.items():
         pattern = re.compile(rf"(<!-- report: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if pattern.search(text):

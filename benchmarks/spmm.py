@@ -7,8 +7,8 @@
     python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
-pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (bfloat16; not for the mask
-uniform), what a layer of that format does; parts of
+pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),
+what a layer of that format does; parts of
 what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the library's product); and
 ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such
 layers, but for those that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the
@@ -118,6 +118,8 @@ def main() -> None:
         rows, cols = map(int, shape.split("x"))
         generator = torch.Generator(device="cuda").manual_seed(rows * 7 + cols)
         dense = torch.randn(rows, cols, device="cuda", dtype=dtype, generator=generator)
+        if "dense12" in args.kernels:  # of float16 it holds what was bfloat16
+            dense = dense.bfloat16().to(dtype)
         inputs = {n: torch.randn(n, cols, device="cuda", dtype=dtype, generator=generator) for n in numbers}
         weights = [tensors[0] for tensors in copies([dense])]
         dense_us = {}

@@ -182,6 +182,10 @@ def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
     exact = SPARSE11 and options.values == "exact" and weight.dtype in Sparse11Weight.dtypes
     if not exact or not _runs_wgmma(weight.device) or weight.density < SPARSE11_DENSITY:
         return None
+    if weight.dtype == torch.float16:  # most of it was never bfloat16
+        some = weight.values[: 1 << 16].view(torch.int16) & 7
+        if int(some.count_nonzero()) > SPARSE11_LISTED * some.numel():
+            return None
     return _held(Sparse11Weight, weight)
 
 
@@ -274,7 +278,7 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
 def not_dense12(weight: Tensor, device: torch.device) -> str:
     """Why a dense weight would not gain on this device as dense12, or nothing."""
     if weight.dtype not in Dense12Weight.dtypes:
-        return f"dense12 is for bfloat16, it is {str(weight.dtype).removeprefix('torch.')}"
+        return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
     if device.type != "cuda" or not _runs_wgmma(device):
         return f"dense12 gains on a GPU of compute capability 9.0 only, it is on {device}"
     if weight.numel() < DENSE12_WEIGHTS:

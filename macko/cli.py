@@ -306,11 +306,11 @@ def inspect(options: argparse.Namespace) -> None:
             table.append((name, *row, format_bytes(after), gain, expected, shorter))
     expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
     table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected, ""))
-    print(columns(table if short[0] else [row[:-1] for row in table]))
-    if short[0]:
+    print(columns(table if short[2] else [row[:-1] for row in table]))
+    if short[2]:
         before, after, weights, listed = short
         print(
-            f"as dense12 (lossless, any weight in bfloat16; macko.compress_): {format_bytes(after)} of "
+            f"as dense12 (lossless, zeros or none; macko.compress_): {format_bytes(after)} of "
             f"{format_bytes(before)}, {listed / max(1, weights):.4%} of the weights listed."
         )
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
@@ -326,7 +326,7 @@ def _as_dense12(dense: Tensor) -> tuple[str, list[int]]:
         return "", [0, 0, 0, 0]
     try:
         packed = Dense12Weight.from_dense(dense)
-    except ValueError:  # its exponents are too far apart
+    except ValueError:  # its exponents are too far apart, or it was never bfloat16
         return "-", [dense.nbytes, dense.nbytes, 0, 0]
     about = f"{format_bytes(packed.nbytes)} ({packed.listed / max(1, dense.numel()):.4%})"
     return about, [dense.nbytes, min(dense.nbytes, packed.nbytes), dense.numel(), packed.listed]

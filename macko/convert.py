@@ -100,11 +100,12 @@ def compress_(
     tokens: int | None = None,
     merge: bool = False,
 ) -> Report:
-    """Holds the weights of a bfloat16 model's linear layers in fewer bytes, in place and lossless, zeros or none.
+    """Holds the weights of a model's linear layers in fewer bytes, in place and lossless, zeros or none.
 
     Layers that hold enough zeros are packed as sparsify_ packs them, if that takes fewer bytes than 1.5 a weight. All
     others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on a GPU of compute capability 9.0,
-    where it is faster than dense. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
+    where it is faster than dense. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
+    Llama-2 were. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
     Tied embeddings and layers too small to gain stay dense; the report says so. Otherwise as sparsify_.
 
     Args:

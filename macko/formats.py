@@ -852,26 +852,26 @@ class SlideWeight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense12Weight(PackedWeight):
-    """A dense bfloat16 weight in 12 bits an element, bit for bit; csrc/dense12/dense12.h specifies the bytes.
+    """A dense weight in 12 bits an element, bit for bit; csrc/dense12/dense12.h specifies the bytes.
 
-    It is made from any weight whose exponents lie close enough, and saved as that dense weight. The same bytes on every
-    device; a CPU multiplies it too, more slowly than the dense one.
+    It is made from any bfloat16 weight whose exponents lie close enough, or such a one that was converted to float16,
+    and saved as that dense weight. The same bytes on every device; a CPU multiplies it too, more slowly than the dense.
 
     Attributes:
-        data: [slabs * slab_units * 64], bfloat16: bytes and codes of elements, and those listed, slab after slab.
+        data: [slabs * slab_units * 64], of w's dtype: bytes and codes of elements, and those listed, slab after slab.
         rows, cols: shape of the dense weight.
         slab_units: of 128 bytes, of each slab. table_low, table_high: upper exponent bits by code, a byte each.
         listed: elements that the table lacks.
     """
 
     format: ClassVar[str] = "dense12"
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     saved_dense: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
     parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
-        1: "byte {found} of its table: expected 0, then rising bytes under 128, then zeros",
+        1: "byte {found} of its table: expected 0, then rising bytes under 128 (float16: 16), then zeros",
         2: f"{_at}: part {{found}} of its list does not begin where the one before it ends, or ends behind the slab",
         3: f"{_at}: entry {{found}} of its list is not behind the one before it, or is of no place",
         4: f"{_at}: entry {{found}} of its list has a code, is outside of the matrix, or what stands there is not +0.0",
@@ -894,10 +894,12 @@ class Dense12Weight(PackedWeight):
         """Packs w [rows, cols].
 
         Raises:
-            ValueError: w is not bfloat16, or its exponents are too far apart: says how many elements the table lacks.
+            ValueError: w has another dtype, or its exponents are too far apart, or it is float16 and was never
+                bfloat16: says how many elements the table lacks.
         """
         if w.dtype not in cls.dtypes:
-            raise ValueError(f"the dense12 format holds bfloat16, the weight is {str(w.dtype).removeprefix('torch.')}")
+            name = str(w.dtype).removeprefix("torch.")
+            raise ValueError(f"the dense12 format holds bfloat16 and float16, the weight is {name}")
         try:
             tensors, header = torch.ops.macko.pack(w, cls.number, [])
         except RuntimeError as error:
@@ -919,11 +921,11 @@ class Dense12Weight(PackedWeight):
         """The same weight elsewhere.
 
         Raises:
-            TypeError: the dtype is not bfloat16.
+            TypeError: it is another dtype.
         """
-        if dtype not in (None, *self.dtypes):
-            name = str(dtype).removeprefix("torch.")
-            raise TypeError(f"a dense12 weight is bfloat16 and cannot become {name}: convert the dense weight")
+        if dtype not in (None, self.dtype):
+            own, name = (str(kind).removeprefix("torch.") for kind in (self.dtype, dtype))
+            raise TypeError(f"a dense12 weight of {own} cannot become {name}: convert the dense weight")
         return super().to(device)
 
     def _options(self) -> dict[str, int]:
@@ -944,13 +946,14 @@ class Dense12Weight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sparse11Weight(PackedWeight):
-    """As tile, of bfloat16, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
+    """As tile, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
 
-    Lossless: `to_macko` gives what it was made from. Held instead of the canonical tensors, never saved. The same bytes
-    on every device; a CPU multiplies it too, more slowly than canonical or bitmap.
+    For bfloat16, and float16 that was converted from it. Lossless: `to_macko` gives what it was made from. Held instead
+    of the canonical tensors, never saved. The same bytes on every device; a CPU multiplies it too, more slowly than
+    canonical or bitmap.
 
     Attributes:
-        data: [units * 64], bfloat16: codes and low bytes, and values that are listed, slab after slab.
+        data: [units * 64], of the weight's dtype: codes and low bytes, and values that are listed, slab after slab.
         offsets: [slabs + 1], int32, in units of 128 bytes.
         rows, cols: shape of the dense weight.
         widest: units of the largest slab. table_low, table_high: high bytes by code.
@@ -961,7 +964,7 @@ class Sparse11Weight(PackedWeight):
     format: ClassVar[str] = "sparse11"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     values_name: ClassVar[str] = "data"
     parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
@@ -969,7 +972,7 @@ class Sparse11Weight(PackedWeight):
     }  # fmt: skip
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
-        1: "byte {found} of its table: expected 0, then rising bytes, then zeros",
+        1: "byte {found} of its table: expected 0, then rising bytes (float16: under 32), then zeros",
         2: "offsets[{entry}] is {found}, expected 0 at the start and 53 to 246 more than the one before",
         3: "widest is {of.widest}, the largest slab has {found}",
         4: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
@@ -998,11 +1001,12 @@ class Sparse11Weight(PackedWeight):
         """Lays out a macko weight.
 
         Raises:
-            ValueError: it is not bfloat16, or its exponents are too far apart: says how many values the table lacks.
+            ValueError: it has another dtype, or its exponents are too far apart, or it is float16 and was never
+                bfloat16: says how many values the table lacks.
         """
         if weight.dtype not in cls.dtypes:
             name = str(weight.dtype).removeprefix("torch.")
-            raise ValueError(f"the sparse11 format holds bfloat16, the weight is {name}")
+            raise ValueError(f"the sparse11 format holds bfloat16 and float16, the weight is {name}")
         try:
             return cls._laid_out(weight)
         except RuntimeError as error:
@@ -1013,6 +1017,13 @@ class Sparse11Weight(PackedWeight):
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
         return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
+        """As of other layouts; the canonical weight where this format does not hold what another dtype gives."""
+        try:
+            return super().to(device, dtype)
+        except ValueError:
+            return self.to_macko().to(device, dtype)
 
     def _check_sizes(self, found: int, entry: int) -> None:
         if found != self.entries:

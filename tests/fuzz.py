@@ -60,7 +60,7 @@ def honest() -> list[PackedWeight]:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         shapes = ((72, 40, 0.4), (3, 700, 0.05), (1, 1, 1.0), (0, 5, 0.0), (5, 0, 0.0))
         for rows, cols, density in shapes if dtype == torch.float16 else shapes[:2]:
-            w = random_weight(rows, cols, density, dtype)
+            w = random_weight(rows, cols, density, dtype).bfloat16().to(dtype)  # what dense12 holds in float16, too
             made += [MackoWeight.from_dense(w, bits) for bits in (2, 4, 8)]
             made += [kind.from_dense(w) for kind in others if dtype in kind.dtypes]
             made.append(EcWeight.paper(w))
@@ -80,7 +80,7 @@ def honest() -> list[PackedWeight]:
     w[64:68, 256:260] *= 2.0**40  # the last slab's list has no room left
     made.append(FORMATS["dense12"].from_dense(w))
     w[:, ::2] = 0
-    made.append(FORMATS["sparse11"].from_dense(w))
+    made += [FORMATS["sparse11"].from_dense(w.to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
     perm = torch.arange(9, dtype=torch.int32).expand(2, 9).contiguous()
     block = torch.tensor([[0, 0, 0, 9, 0, 0, 1, 0]], dtype=torch.int32)
     made.append(SellWeight(torch.zeros(0).half(), torch.zeros(256).short(), block, perm, 9, 20, 3, 8, 0, 0))

@@ -299,7 +299,8 @@ static void unpack_some(const macko_dense12_matrix *m, const uint16_t *w) {
 static macko_fault try_dense12(const input *in) {
     const header *h = &in->h;
     macko_fault fault = {-1, 0, 0, 0};
-    if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype != MACKO_BF16)
+    if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX ||
+        (h->dtype != MACKO_BF16 && h->dtype != MACKO_F16))
         return fault;
     const int64_t slabs = macko_tile_count(h->rows, h->cols), unit = MACKO_TILE_UNIT;
     if (h->extra < (slabs ? macko_dense12_units(0) : 0) || h->extra > (slabs ? MACKO_DENSE12_MOST_UNITS : 0) ||
@@ -308,7 +309,8 @@ static macko_fault try_dense12(const input *in) {
     for (int i = 0; i < 2; i++)
         if (h->table[i] < 0 || h->table[i] > INT32_MAX) return fault;
     const macko_dense12_matrix m = {
-        in->arrays[0], h->rows, h->cols, (int32_t)h->extra, {(uint32_t)h->table[0], (uint32_t)h->table[1]}};
+        in->arrays[0],        h->rows, h->cols, (int32_t)h->extra, {(uint32_t)h->table[0], (uint32_t)h->table[1]},
+        (macko_dtype)h->dtype};
     fault = macko_dense12_check_cpu(&m);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     uint16_t *w = exactly(m.rows * m.cols * 2);
@@ -317,7 +319,7 @@ static macko_fault try_dense12(const input *in) {
     unpack_some(&m, w);
     int64_t listed = 0;
     const int64_t blocks = macko_tile_row_blocks(m.rows);
-    const int most = macko_dense12_listed_cpu(w, m.rows, m.cols, m.table, 0, blocks, &listed);
+    const int most = macko_dense12_listed_cpu(&m, w, 0, blocks, &listed);
     must(!slabs || macko_dense12_units(most) == m.slab_units, "dense12: packed anew it has another slab_units");
     must(listed == fault.found, "dense12: packed anew it lists another number of elements");
     macko_dense12_write_cpu(&m, w, data, 0, blocks);
@@ -329,8 +331,7 @@ static macko_fault try_dense12(const input *in) {
 static macko_fault try_sparse11(const input *in) {
     const header *h = &in->h;
     macko_fault fault = {-1, 0, 0, 0};
-    if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype != MACKO_BF16)
-        return fault;
+    if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
     const int64_t slabs = macko_tile_count(h->rows, h->cols), least = slabs ? macko_sparse11_units(0, 0) : 0;
     if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_TILE_UNIT || h->bytes[0] < slabs * least * MACKO_TILE_UNIT)
         return fault;
@@ -344,7 +345,8 @@ static macko_fault try_sparse11(const input *in) {
                                      (int32_t)h->extra,
                                      {(uint32_t)h->table[0], (uint32_t)h->table[1]},
                                      h->bytes[0] / MACKO_TILE_UNIT,
-                                     true};
+                                     true,
+                                     (macko_dtype)h->dtype};
     fault = macko_sparse11_check_cpu(&m);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     const int64_t blocks = macko_tile_row_blocks(m.rows);
@@ -357,7 +359,7 @@ static macko_fault try_sparse11(const input *in) {
     int32_t *offsets = exactly((slabs + 1) * 4);
     uint8_t *data = exactly(h->bytes[0]);
     macko_sparse11_totals totals = {0};
-    macko_sparse11_count_cpu(w, m.rows, m.cols, m.table, 0, blocks, offsets, &totals);
+    macko_sparse11_count_cpu(&m, w, 0, blocks, offsets, &totals);
     must(totals.stored == fault.found, "sparse11: packed anew it has another number of values");
     offsets[0] = 0;
     for (int64_t slab = 0; slab < slabs; slab++) offsets[slab + 1] += offsets[slab];

@@ -142,7 +142,13 @@ def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
 def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
     """Data and sizes (slab_units, the table's halves, listed) of the dense12 layout (csrc/dense12/dense12.h) of w."""
     (rows, cols), bits = w.shape, w.cpu().contiguous().view(torch.int16).long() & 0xFFFF
-    counts = (bits >> 8 & 127).flatten().bincount(minlength=128).tolist()
+    half = w.dtype == torch.float16
+
+    def split(bits: Tensor) -> Tensor:
+        return (bits & 0x8000 | (bits & 0x7FFF) >> 3) if half else bits
+
+    coded = bits[bits & 7 == 0] if half else bits
+    counts = (split(coded) >> 8 & 127).flatten().bincount(minlength=128).tolist()
     commonest = sorted((high for high in range(1, 128) if counts[high]), key=lambda high: (-counts[high], high))
     table = torch.tensor([0, *sorted(commonest[:7]), *[0] * (7 - len(commonest))], dtype=torch.uint8)
     blocks, slabs = -(-rows // 64), -(-cols // 256)
@@ -151,9 +157,10 @@ def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
     # [row block, slice, i / 2 % 2, lane / 4, slab, tile, step, i / 4, lane % 4, i % 2]
     full = full.view(blocks, 4, 2, 8, slabs, 4, 4, 2, 4, 2).permute(0, 4, 5, 1, 6, 3, 8, 7, 2, 9)
     elements = full.reshape(blocks * slabs, 16, 4, 32, 8)  # [slab, part of the list, step, lane, i]
-    same = (elements >> 8 & 127)[..., None] == table
-    listed, codes = ~same.any(-1), same.int().argmax(-1)  # the first of several
-    placed = torch.where(listed, 0, elements)
+    same = (split(elements) >> 8 & 127)[..., None] == table
+    listed = ~same.any(-1) | half & (elements & 7 != 0)
+    codes = torch.where(listed, 0, same.int().argmax(-1))  # the first of several
+    placed = torch.where(listed, 0, split(elements))
     words = (codes << 4 * torch.arange(8) | placed >> 15 << torch.tensor([7, 15, 23, 31, 3, 11, 19, 27])).sum(-1)
     lows = (placed & 255).to(torch.uint8).view(-1, 16, 2, 2, 32, 8).transpose(3, 4).reshape(len(words), 16, 1024)
     words = words.transpose(2, 3).reshape(len(words), 16, 128).to(torch.uint32).view(torch.uint8)
@@ -167,14 +174,16 @@ def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
         tail = torch.cat([parts, entries]).to(torch.uint32).view(torch.uint8)
         data[slab, :24576] = torch.cat([lows[slab], words[slab]], 1).flatten()
         data[slab, 24576 : 24576 + len(tail)] = tail
-    return data.flatten().view(torch.bfloat16), [size // 128, *table.view(torch.int32).tolist(), int(listed.sum())]
+    return data.flatten().view(w.dtype), [size // 128, *table.view(torch.int32).tolist(), int(listed.sum())]
 
 
 def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Data, offsets and sizes (widest, the table's halves, entries, listed) of sparse11 (csrc/sparse11/sparse11.h)."""
     (rows, cols), bits = w.shape, w.cpu().contiguous().view(torch.int16).long() & 0xFFFF
     bits = torch.where(bits & 0x7FFF == 0, 0, bits)
-    counts = (bits[bits != 0] >> 8).bincount(minlength=256).tolist()
+    half = w.dtype == torch.float16
+    coded = bits[(bits != 0) & (bits & 7 == 0)] >> 3 if half else bits[bits != 0]
+    counts = (coded >> 8).bincount(minlength=256).tolist()
     commonest = sorted((high for high in range(1, 256) if counts[high]), key=lambda high: (-counts[high], high))
     table = [0, *sorted(commonest[:7]), *[0] * (7 - len(commonest))]
     blocks, slabs = -(-rows // 64), -(-cols // 256)
@@ -183,19 +192,21 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     # [row block, slice, i / 2 % 2, lane / 4, slab, tile, step, i / 4, lane % 4, i % 2]
     full = full.view(blocks, 4, 2, 8, slabs, 4, 4, 2, 4, 2).permute(0, 4, 5, 1, 6, 3, 8, 7, 2, 9)
     elements = full.reshape(blocks * slabs, 4, 4, 4, 32, 8)  # [slab, tile, slice, step, lane, i]
-    codes = ((elements >> 8)[..., None] == torch.tensor(table)) & (torch.tensor(table) != 0)
+    split = elements >> 3 if half else elements
+    codes = ((split >> 8)[..., None] == torch.tensor(table)) & (torch.tensor(table) != 0)
     codes = codes.int().argmax(-1)  # 0 where there is none
+    codes = torch.where(elements & 7 != 0, 0, codes) if half else codes
     listed = (codes == 0) & (elements != 0)
     places = torch.arange(1024).view(4, 32, 8)
     pieces, offsets = [], [0]
-    for held, code, lists in zip(elements, codes, listed, strict=True):
+    for held, low, code, lists in zip(elements, split & 255, codes, listed, strict=True):
         words = (code[:, :, :3] << 4 * torch.arange(8)).sum(-1)
         words += ((code[:, :, 3:] >> torch.arange(3).view(3, 1, 1) & 1) << 4 * torch.arange(8) + 3).sum(-1)
         starts, values, begins = torch.zeros(4, 32, 4, dtype=torch.uint8), torch.zeros(0, 32, 4, dtype=torch.uint8), []
         for slice_ in range(4):
             in_order = [0, 1, 2, 3, 7, 6, 5, 4]
-            own, has = ([t[:, slice_, :, lane][..., in_order] for lane in range(32)] for t in (held, code != 0))
-            heads, tails = ([o[t][h[t]] & 255 for o, h in zip(own, has, strict=True)] for t in (slice(2), slice(2, 4)))
+            own, has = ([t[:, slice_, :, lane][..., in_order] for lane in range(32)] for t in (low, code != 0))
+            heads, tails = ([o[t][h[t]] for o, h in zip(own, has, strict=True)] for t in (slice(2), slice(2, 4)))
             shortest = sorted(range(32), key=[len(head) for head in heads].__getitem__)
             longest = sorted(range(32), key=[-len(tail) for tail in tails].__getitem__)
             columns = {}
@@ -216,8 +227,8 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
             for slice_ in range(4):
                 lacking = (places << 16 | held[tile, slice_])[lists[tile, slice_]].tolist()
                 parts.append(begins[slice_] | (at + 4 * len(entries) if lacking else 6720) << 16)
-                entries += [*lacking, *[2**32 - 1] * (2 - len(lacking) % 2)] if lacking else []
-        head = [*parts, *[2**32 - 1] * 2, *[0] * 14]
+                entries += [*lacking, 2**32 - 1] if lacking else []
+        head = [*parts, 2**32 - 1, *[0] * 15]
         as_bytes = [torch.tensor(t, dtype=torch.int64).to(torch.uint32).view(torch.uint8) for t in (head, entries)]
         piece = torch.cat([words.flatten().to(torch.uint32).view(torch.uint8), starts.flatten(), as_bytes[0]])
         piece = torch.cat([piece, values.flatten(), as_bytes[1]])
@@ -227,7 +238,7 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     widest = max(torch.tensor(offsets).diff().tolist(), default=0)
     halves = torch.tensor(table, dtype=torch.uint8).view(torch.uint32).tolist()
     sizes = [widest, *halves, int((bits != 0).sum()), int(listed.sum())]
-    return data.view(torch.bfloat16), torch.tensor(offsets, dtype=torch.int32), sizes
+    return data.view(w.dtype), torch.tensor(offsets, dtype=torch.int32), sizes
 
 
 def slide_column(window: int, n: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -40,18 +41,27 @@ SHAPES = (
     *((1, 1), (1, 1024), (500, 1), (0, 16), (5, 0), (7, 30), (64, 64), (65, 130), (33, 203), (64, 256), (201, 512)),
     *((130, 320), (40, 1001)),
 )
+#: What is float16 was bfloat16 before, but where a test says so.
+DTYPES = (torch.bfloat16, torch.float16)
 #: On both sides of each kernel's ends.
 TOKENS = (1, 3, 8, 9, 16, 17, 33, 64, 65, 200, 1000)
 #: Where each part of a slab begins, in bytes; docs of the bytes are in csrc/dense12/dense12.h.
 PARTS_AT, LIST_AT = 24576, 24640
 
 
-def weight(rows: int, cols: int, listed: float = 0.005, seed: int = 0) -> Tensor:
-    """Normal values, and so large a share of others, small and large, of which the table lacks most."""
+def weight(rows: int, cols: int, listed: float = 0.005, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal values, and so large a share of others, small and large, of which the table lacks most.
+
+    In float16, where eight values are half of all exponents there are, also some with lower bits than bfloat16 has.
+    """
     random = torch.Generator().manual_seed(seed)
     w = torch.randn(rows, cols, generator=random) / 30
     others = w.sign() * 2.0 ** torch.randint(-60, 9, w.shape, generator=random)
-    w = torch.where(torch.rand(w.shape, generator=random) < listed, others, w).bfloat16()
+    rare = torch.rand(w.shape, generator=random) < listed
+    w = torch.where(rare, others, w).bfloat16().to(dtype)
+    if dtype == torch.float16:
+        w = torch.where(w.abs() < 2.0**-14, 0.25, w)  # no denormals: their lower bits are anything
+        w.view(torch.int16)[rare] |= 5
     return torch.where(w == 0, 1, w)
 
 
@@ -88,12 +98,13 @@ def assert_close(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) ->
 # Bytes.
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", devices())
-def test_bytes_and_round_trip_of_every_shape(device: str) -> None:
+def test_bytes_and_round_trip_of_every_shape(device: str, dtype: torch.dtype) -> None:
     for rows, cols in SHAPES:
-        made = assert_packs(weight(rows, cols, 0.0), device)
+        made = assert_packs(weight(rows, cols, 0.0, dtype=dtype), device)
         assert made.nbytes == -(-rows // 64) * -(-cols // 256) * made.slab_units * 128
-    assert assert_packs(weight(200, 700), device).listed > 100
+    assert assert_packs(weight(200, 700, dtype=dtype), device).listed > 100
 
 
 @pytest.mark.slow
@@ -115,39 +126,45 @@ def test_round_trip_of_any_shape_and_range_of_exponents(
     others = torch.randint(2**16, (rows, cols), generator=random)
     bits = (rest & 128) << 8 | exponent << 7 | rest & 127
     bits = torch.where(torch.rand(rows, cols, generator=random) < listed, others, bits)
-    w = bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)
-    table = reference.dense12_pack(w)[1]
-    if table[3] > w.numel() // 100:
-        with pytest.raises(ValueError, match=f"lacks {table[3]} of {w.numel()} elements"):
-            packed(w, device)
-    else:
-        assert_packs(w, device)
+    for dtype in DTYPES:
+        if dtype == torch.float16:
+            bits = bits << 3 & 0x7FF8 | bits & 0x8000 | torch.where(others < 200, others & 7, 0)
+        w = bits.to(torch.int32).to(torch.int16).view(dtype)
+        table = reference.dense12_pack(w)[1]
+        if table[3] > w.numel() // 100:
+            with pytest.raises(ValueError, match=f"lacks {table[3]} of {w.numel()} elements"):
+                packed(w, device)
+        else:
+            assert_packs(w, device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", devices())
-def test_all_bit_patterns(device: str) -> None:
+def test_all_bit_patterns(device: str, dtype: torch.dtype) -> None:
     """Those of one exponent and its neighbours alone, and all of them scattered among others."""
     patterns = torch.arange(2**16).to(torch.int32).to(torch.int16)
-    for own in patterns.view(128, 512):
-        made = assert_packs(own.view(torch.bfloat16).view(8, 64), device)
+    whole = patterns[patterns & 7 == 0] if dtype == torch.float16 else patterns
+    for own in whole.view(-1, 512):
+        made = assert_packs(own.view(dtype).view(8, 64), device)
         assert not made.listed
-    w = weight(2048, 4096, 0.0)
+    w = weight(2048, 4096, 0.0, dtype=dtype)
     places = torch.randperm(w.numel(), generator=torch.Generator().manual_seed(1))[: 2**16]
     w.view(torch.int16).view(-1)[places] = patterns
     made = assert_packs(w, device)
-    assert 2**16 * 120 // 128 < made.listed < w.numel() // 100
+    assert 2**16 * 7 // 8 < made.listed < w.numel() // 100
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", devices())
-def test_zeros_denormals_nan_and_inf_keep_their_bits(device: str) -> None:
-    zero = assert_packs(torch.zeros(70, 300).bfloat16(), device)
+def test_zeros_denormals_nan_and_inf_keep_their_bits(device: str, dtype: torch.dtype) -> None:
+    zero = assert_packs(torch.zeros(70, 300, dtype=dtype), device)
     assert (zero.slab_units, zero.table_low, zero.table_high, zero.listed) == (193, 0, 0, 0)
     assert not zero.data.view(torch.uint8)[:PARTS_AT].any()
-    w = weight(100, 600, 0.0)
+    w = weight(100, 600, 0.0, dtype=dtype)
     w[3], w[7], w[:, 5] = 0.0, -0.0, -0.0
-    w[9, :8] = bits_of(0x0001, 0x8001, 0x007F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF)
+    w[9, :9] = bits_of(0x0001, 0x8001, 0x007F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x7C00).view(dtype)
     made = assert_packs(w, device)
-    assert made.listed >= 5  # Inf and NaN; denormals have zero's code
+    assert made.listed >= 4  # most of Inf and NaN; denormals have zero's code
 
 
 def test_the_table_has_the_commonest_and_of_equal_ones_the_lower() -> None:
@@ -179,15 +196,24 @@ def test_what_has_too_many_exponents_is_refused(device: str) -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    for dtype in (torch.float16, torch.float32, torch.int16):
-        with pytest.raises(ValueError, match="the dense12 format holds bfloat16, the weight is "):
+    for dtype in (torch.float32, torch.int16):
+        with pytest.raises(ValueError, match="the dense12 format holds bfloat16 and float16, the weight is "):
             Dense12Weight.from_dense(torch.ones(2, 2, dtype=dtype))
-    with pytest.raises(RuntimeError, match="w has dtype float16, dense12 holds bfloat16"):
-        torch.ops.macko.pack(torch.ones(2, 2).half(), Dense12Weight.number, [])
+    with pytest.raises(RuntimeError, match="w has dtype float32, dense12 holds bfloat16 and float16"):
+        torch.ops.macko.pack(torch.ones(2, 2), Dense12Weight.number, [])
     with pytest.raises(RuntimeError, match=r"w has shape \[4\], expected 2"):
         torch.ops.macko.pack(torch.ones(4).bfloat16(), Dense12Weight.number, [])
     with pytest.raises(RuntimeError, match=r"lay_out: .*dense12"):
         torch.ops.macko.lay_out(*macko.MackoWeight.from_dense(torch.ones(2, 2)).packed, Dense12Weight.number, [])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_float16_that_was_never_bfloat16_is_refused(device: str) -> None:
+    w = weight(64, 300, 0.0, dtype=torch.float16)
+    assert not packed(w, device).listed
+    w[:20] += w[:20] / 256  # one bit more than a bfloat16 has, of half of them
+    with pytest.raises(ValueError, match=r"or bfloat16, whose mantissa has 7 bits, lacks \d+ of 19200 elements"):
+        packed(w, device)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -229,41 +255,47 @@ def test_products_of_every_shape(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(300, 1001), (1025, 2056), (64, 256), (130, 4096)])
-def test_random_products_with_listed_elements(rows: int, cols: int) -> None:
-    w, bias = weight(rows, cols, 0.005), random_vector(rows, dtype=torch.bfloat16)
+def test_random_products_with_listed_elements(rows: int, cols: int, dtype: torch.dtype) -> None:
+    w, bias = weight(rows, cols, 0.005, dtype=dtype), random_vector(rows, dtype=dtype)
     made = packed(w)
     for count in TOKENS:
-        x = random_vector(count, cols, dtype=torch.bfloat16)
+        x = random_vector(count, cols, dtype=dtype)
         assert_close(made.linear(x.cuda(), bias.cuda()), w, x, bias)
 
 
-def exact_problem(rows: int, cols: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def exact_problem(
+    rows: int, cols: int, kind: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
     """Small integers w in the columns where x is not zero. kind: which of them the table lacks.
 
     The other columns have seven exponents so often that those of integers are not among the commonest ("all"), or six
     and that of 1 ("some").
     """
-    w, x, y = integer_problem(rows, cols, 1.0, torch.bfloat16)
+    w, x, y = (t.to(dtype) for t in integer_problem(rows, cols, 1.0, torch.bfloat16))  # few columns, for both
     if kind != "none":
-        common = [*range(20, 62, 6)][: 7 if kind == "all" else 6]
-        highs = torch.tensor([*common, *([63] if kind == "some" else [])])
-        filling = highs[torch.randint(len(highs), w.shape, generator=torch.Generator().manual_seed(2))] << 8 | 0x80
-        w = torch.where(x != 0, w, filling.to(torch.int16).view(torch.bfloat16))
+        half = dtype == torch.float16
+        common = [*((1, 2, 3, 4, 5, 6, 9) if half else range(20, 62, 6))][: 7 if kind == "all" else 6]
+        highs = torch.tensor([*common, *([7 if half else 63] if kind == "some" else [])])
+        filling = highs[torch.randint(len(highs), w.shape, generator=torch.Generator().manual_seed(2))]
+        filling = filling << 11 if half else filling << 8 | 0x80
+        w = torch.where(x != 0, w, filling.to(torch.int16).view(dtype))
     return w, x, y
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("kind", ["none", "some", "all"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(130, 2200), (301, 2307), (64, 4096)])
-def test_exact_products_with_listed_elements(device: str, kind: str, rows: int, cols: int) -> None:
-    w, x, y = exact_problem(rows, cols, kind)
+def test_exact_products_with_listed_elements(device: str, kind: str, rows: int, cols: int, dtype: torch.dtype) -> None:
+    w, x, y = exact_problem(rows, cols, kind, dtype)
     made = packed(w, device)
     assert made.listed == {
         "none": 0, "some": int((w[:, x != 0].abs() > 1).sum()), "all": int((x != 0).sum()) * rows
     }[kind]  # fmt: skip
     scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(200)[:, None]
-    xs, ys = (x * scale).bfloat16(), (y * scale).bfloat16()
+    xs, ys = (x * scale).to(dtype), (y * scale).to(dtype)
     for count in TOKENS if device == "cuda" else (1, 65):
         assert_same_bits(made.linear(xs[:count].to(device)) + 0, ys[:count] + 0)
 
@@ -272,8 +304,8 @@ def test_exact_products_with_listed_elements(device: str, kind: str, rows: int, 
 @pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0"])
 def test_every_path_gives_the_same(keys: str, plan: Plan) -> None:
     plan(keys)
-    for kind in ("none", "some", "all"):
-        w, x, y = exact_problem(300, 2307, kind)
+    for kind, dtype in itertools.product(("none", "some", "all"), DTYPES):
+        w, x, y = exact_problem(300, 2307, kind, dtype)
         made = packed(w)
         for count in (1, 8, 64, 65, 300):
             assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
@@ -444,7 +476,8 @@ def test_validate_names_what_is_wrong() -> None:
         "slab_units is 192, expected 193 to 256": dataclasses.replace(made, slab_units=192),
         "slab_units is 257, expected 193 to 256": dataclasses.replace(made, slab_units=257),
         "slab_units is 0, expected 193 to 256": dataclasses.replace(made, slab_units=0),
-        "data has dtype float16, dense12 holds bfloat16": dataclasses.replace(made, data=made.data.half()),
+        "data has dtype float32, dense12 holds bfloat16": dataclasses.replace(made, data=made.data.float()),
+        "byte 2 of its table: .* under 128 .float16: 16": dataclasses.replace(made, data=made.data.view(torch.float16)),
         "data begins 2 bytes past a multiple of 16": dataclasses.replace(
             made, data=torch.cat([made.data[:1], made.data])[1:]
         ),
@@ -553,7 +586,7 @@ def test_a_layer_is_the_dense_one_for_every_caller(device: str) -> None:
     again = copy.deepcopy(model)
     assert_same_weights(again, dense)
     assert_same_bits(model.up_proj.to_linear().weight, dense.up_proj.weight)
-    with pytest.raises(TypeError, match="dense12 weight is bfloat16 and cannot become float16"):
+    with pytest.raises(TypeError, match="dense12 weight of bfloat16 cannot become float16"):
         model.half()
     assert_same_weights(again.cpu(), dense.cpu())
     for name, tensor in again.to("meta").state_dict().items():
@@ -738,7 +771,7 @@ def test_compress_leaves_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> 
 def test_compress_where_nothing_gains() -> None:
     for model, reason in (
         (Mlp(), "dense12 gains on a GPU of compute capability 9.0 only, it is on cpu"),
-        (Mlp().half(), "dense12 is for bfloat16, it is float16"),
+        (Mlp().float(), "dense12 is for bfloat16 and float16, it is float32"),
     ):
         with pytest.warns(UserWarning, match=f"compress_ changed none of 4 layers, all of them because: {reason}"):
             report = macko.compress_(model, progress=False)
@@ -907,6 +940,9 @@ def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{after / 1e3:.2f} kB of {(w.nbytes + spread.nbytes) / 1e3:.2f} kB, {share} of the weights" in lines["as"]
     save_file({"a.weight": w.half()}, tmp_path / "model.safetensors")
     assert main(["inspect", str(tmp_path)]) == 0
+    assert f"{made.nbytes / 1e3:.2f} kB" in capsys.readouterr().out
+    save_file({"a.weight": w.half() * 1.01}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
     assert "dense12" not in capsys.readouterr().out
 
 
@@ -923,7 +959,7 @@ def test_bench_of_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {line["model"] for line in lines} == {"dense", "dense12"}
     assert {(line["sparsity"], line["dtype"], line["format"]) for line in lines} == {(0.0, "bfloat16", "dense12")}
     assert main(["bench", "random:tiny", "--format", "dense12", "--dtype", "float16", *sizes]) == 1
-    assert "the dense12 format holds bfloat16, the weight is float16" in capsys.readouterr().err
+    assert "or bfloat16, whose mantissa has 7 bits, lacks" in capsys.readouterr().err
 
 
 def test_commands_that_write_or_serve_refuse_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ __device__ __forceinline__ void read_128(uint32_t (&to)[4], uint32_t from) {
 }
 
 // What a lane has of a tile, but for the low bytes.
+template <typename T>
 struct dense12_lane {
     uint32_t codes[MACKO_DENSE12_STEPS];
     // The warp's part of the list: the next entry, or NONE, where it stands and where the part ends.
@@ -35,12 +36,16 @@ struct dense12_lane {
     __device__ __forceinline__ void make(uint32_t (&a)[4], uint32_t low0, uint32_t low1, const uint32_t (&table)[2],
                                          int lane) {
         const uint32_t word = codes[STEP], code = word & 0x77777777u;
-        const uint32_t high0 = byte_permute(table[0], table[1], code) | (word & 0x80808080u);
-        const uint32_t high1 = byte_permute(table[0], table[1], code >> 16) | (word << 4 & 0x80808080u);
-        a[0] = byte_permute(low0, high0, 0x5140);
-        a[1] = byte_permute(low0, high0, 0x7362);
-        a[2] = byte_permute(low1, high1, 0x5140);
-        a[3] = byte_permute(low1, high1, 0x7362);
+        // Of float16 the sign stands behind e[4:1] until the zeros at the end move it to its place.
+        constexpr bool HALF = std::is_same_v<T, __half>;
+        constexpr uint32_t SIGNS = HALF ? 0x10101010u : 0x80808080u;
+        constexpr int ZEROS = HALF ? 3 : 0;
+        const uint32_t high0 = byte_permute(table[0], table[1], code) | (word >> ZEROS & SIGNS);
+        const uint32_t high1 = byte_permute(table[0], table[1], code >> 16) | (word << (4 - ZEROS) & SIGNS);
+        a[0] = byte_permute(low0, high0, 0x5140) << ZEROS;
+        a[1] = byte_permute(low0, high0, 0x7362) << ZEROS;
+        a[2] = byte_permute(low1, high1, 0x5140) << ZEROS;
+        a[3] = byte_permute(low1, high1, 0x7362) << ZEROS;
         // Elements of the list: one in some thousand, so most warps have none in most steps.
         while ((entry >> 8 & 0xff) == STEP) {
             const uint32_t element = (entry & 0xff) - lane * 8, half = entry & 1 ? 0x7610 : 0x3276; // upper or lower
@@ -55,8 +60,9 @@ struct dense12_lane {
     }
 };
 
+template <typename VALUE>
 struct dense12 {
-    using T = __nv_bfloat16;
+    using T = VALUE;
     struct constants {
         uint32_t table[2];
     };
@@ -70,7 +76,7 @@ struct dense12 {
         uint32_t own, part_at; // offsets in a slab: of the lane's bytes, of the warp's word for the list
         uint32_t table[2];
         int lane;
-        dense12_lane lanes[2];
+        dense12_lane<T> lanes[2];
         uint32_t low[2][4], part;
 
         __device__ __forceinline__ few_reader(const constants &weights, int tile, int slice, int lane) : lane(lane) {
@@ -91,7 +97,8 @@ struct dense12 {
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
-            lanes[TILE].make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table, lane);
+            lanes[TILE].template make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1],
+                                            table, lane);
         }
         __device__ __forceinline__ void move_1_to_0() {
             lanes[0] = lanes[1];
@@ -102,7 +109,7 @@ struct dense12 {
         uint32_t slab, tile_at, part_at; // the tile that is prepared: the lane's bytes, the warp's word for the list
         uint32_t table[2];
         int lane;
-        dense12_lane here, next;
+        dense12_lane<T> here, next;
         uint32_t here_at, low[2][4], part;
 
         __device__ __forceinline__ explicit many_reader(const constants &weights) {
@@ -143,7 +150,8 @@ struct dense12 {
         }
         template <int STEP>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
-            here.make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table, lane);
+            here.template make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table,
+                                     lane);
         }
     };
 };

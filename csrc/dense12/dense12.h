@@ -1,5 +1,6 @@
 /*
- * The dense12 layout: a dense bfloat16 matrix in 12 bits an element, bit for bit. This header is its only specification.
+ * The dense12 layout: a dense matrix of bfloat16, or of float16 numbers that were once bfloat16, in 12 bits an element, bit
+ * for bit. This header is its only specification.
  *
  * Trained weights of a matrix lie within few powers of two: seven values of a bfloat16's upper exponent bits, e[7:1],
  * hold all but some in ten thousand. So an element is a sign and a code of three bits, which names e[7:1] by a table, and
@@ -7,6 +8,9 @@
  * order of elements are those of the tile layout (../tile/tile.h), so the same kernels multiply it.
  *
  *   bfloat16     | s | e7 .. e1 | e0 | m6 .. m0 |      the high byte is s and e[7:1], the low one e[0] and the mantissa
+ *   float16      | s | e4 .. e1 | e0 | m9 .. m3 | 000 |  is taken as | s | 000 | e4 .. e1 | e0 | m9 .. m3 |, so e[7:1] is
+ *                e[4:1]. What has other bits at the end is in the list: released weights were trained as bfloat16, and
+ *                have none, but for denormals
  *
  *   bytes of a slab: MACKO_DENSE12_LIST_AT + 64 and more, a multiple of 128, the same for all slabs of a matrix
  *   0                                                         24576                24640
@@ -56,6 +60,7 @@ typedef struct macko_dense12_matrix {
     int64_t rows, cols;
     int32_t slab_units; /* of every slab */
     uint32_t table[2];  /* the eight bytes, the first one lowest */
+    macko_dtype dtype;  /* MACKO_BF16 or MACKO_F16 */
 } macko_dense12_matrix;
 
 /* Units of a slab that lists so many elements. */
@@ -63,17 +68,28 @@ MACKO_TILE_FN int macko_dense12_units(int listed) {
     return (MACKO_DENSE12_LIST_AT + 4 * listed + MACKO_TILE_UNIT - 1) / MACKO_TILE_UNIT;
 }
 
-/* The table for a matrix of whose elements counts[h] have h in the lower seven bits of the high byte. */
+/* An element as the layout takes it apart, and back; of float16 those without lower bits. */
+MACKO_TILE_FN uint32_t macko_dense12_split(macko_dtype dtype, uint32_t value) {
+    return dtype == MACKO_F16 ? (value & 0x8000) | (value & 0x7fff) >> 3 : value;
+}
+MACKO_TILE_FN uint32_t macko_dense12_join(macko_dtype dtype, uint32_t split) {
+    return dtype == MACKO_F16 ? (split & 0x8000) | (split & 0xfff) << 3 : split;
+}
+MACKO_TILE_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value) {
+    return dtype == MACKO_F16 && value & 7;
+}
+
+/* The table for a matrix of whose elements counts[h] have h as e[7:1]; those with lower bits are not counted. */
 void macko_dense12_table(const int64_t counts[128], uint32_t table[2]);
 
 /*
  * CPU, the reference order; row blocks [first, last) each, so that threads can share the work. count adds to counts;
  * listed says how many elements the fullest slab lists, and adds all of them to *total. write fills all of the slabs.
  */
-void macko_dense12_count_cpu(const uint16_t *w, int64_t rows, int64_t cols, int64_t first, int64_t last,
+void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
                              int64_t counts[128]);
-int macko_dense12_listed_cpu(const uint16_t *w, int64_t rows, int64_t cols, const uint32_t table[2], int64_t first,
-                             int64_t last, int64_t *total);
+int macko_dense12_listed_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
+                             int64_t *total);
 void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
                              int64_t last);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
@@ -82,7 +98,7 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
 /* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
 enum {
     MACKO_DENSE12_OK = 0,
-    MACKO_DENSE12_TABLE_ORDER, /* the table is not 0, then rising, then zeros, all under 128; found: the byte's place */
+    MACKO_DENSE12_TABLE_ORDER, /* the table is not 0, then rising, then zeros, all e[7:1]; found: the byte's place */
     MACKO_DENSE12_PART,        /* parts of the list do not follow each other, or end behind the slab; found: the part */
     MACKO_DENSE12_ENTRY, /* an entry is not behind the one before it in its part, or says more than a place; found: it */
     MACKO_DENSE12_LISTED, /* an entry's value has a code, or its place is outside of the matrix or is not +0.0; found: it */
@@ -102,12 +118,12 @@ macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m);
  * pointers but for the struct. Packing: count, the host makes the table; listed, the host allocates; write.
  */
 
-/* counts[h] += elements of the dense w [rows, cols] with h in the lower seven bits of the high byte. */
-cudaError_t macko_dense12_count_cuda(const void *w, int64_t rows, int64_t cols, uint64_t counts[128],
+/* counts[h] += elements of the dense w [m->rows, m->cols] with h as e[7:1], but for those with lower bits. */
+cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, uint64_t counts[128],
                                      cudaStream_t stream);
 /* found[0] = max(found[0], elements that the fullest slab lists), found[1] += all that are listed. */
-cudaError_t macko_dense12_listed_cuda(const void *w, int64_t rows, int64_t cols, const uint32_t table[2],
-                                      uint64_t found[2], cudaStream_t stream);
+cudaError_t macko_dense12_listed_cuda(const macko_dense12_matrix *m, const void *w, uint64_t found[2],
+                                      cudaStream_t stream);
 /* The slabs of the dense w [m->rows, m->cols] into data. */
 cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */

@@ -12,9 +12,10 @@ namespace {
 // Of a hundred elements at most one is listed: a product puts them in their places one by one.
 constexpr int64_t ELEMENTS_A_LISTED = 100;
 
-void check_bfloat16(const char *op, const char *name, const Tensor &t) {
-    if (t.scalar_type() != ScalarType::BFloat16)
-        fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", dense12 holds bfloat16");
+macko_dtype check_half(const char *op, const char *name, const Tensor &t) {
+    if (t.scalar_type() != ScalarType::BFloat16 && t.scalar_type() != ScalarType::Half)
+        fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", dense12 holds bfloat16 and float16");
+    return check_value_dtype(op, name, t);
 }
 
 // The struct over the tensor, once it has passed every check that needs no look at its content.
@@ -23,7 +24,7 @@ macko_dense12_matrix matrix_of(const char *op, const Packed &p) {
     const int64_t rows = p.rows(), cols = p.cols(), units = p.own(0);
     const Wanted all[] = {{"data", data, ScalarType::Undefined, 1, 16}};
     check_kinds(op, all);
-    check_bfloat16(op, "data", data);
+    const macko_dtype dtype = check_half(op, "data", data);
     check_sizes(op, p);
     const int64_t slabs = macko_tile_count(rows, cols);
     const int least = slabs ? macko_dense12_units(0) : 0, most = slabs ? MACKO_DENSE12_MOST_UNITS : 0;
@@ -39,7 +40,8 @@ macko_dense12_matrix matrix_of(const char *op, const Packed &p) {
             rows,
             cols,
             int32_t(units),
-            {uint32_t(p.own(1)), uint32_t(p.own(2))}};
+            {uint32_t(p.own(1)), uint32_t(p.own(2))},
+            dtype};
 }
 
 // The matrix's rows from the row block of `first` on.
@@ -91,16 +93,16 @@ struct Numbers {
 };
 #endif
 
-Counted count(const Tensor &w) {
-    Counted c{{nullptr, w.size(0), w.size(1), 0, {}}, 0, 0};
+Counted count(const Tensor &w, macko_dtype dtype) {
+    Counted c{{nullptr, w.size(0), w.size(1), 0, {}, dtype}, 0, 0};
     macko_dense12_matrix &m = c.m;
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(w);
     Numbers counts(w, 128), found(w, 2);
-    STD_CUDA_CHECK(macko_dense12_count_cuda(w.const_data_ptr(), m.rows, m.cols, counts.device(), stream));
+    STD_CUDA_CHECK(macko_dense12_count_cuda(&m, w.const_data_ptr(), counts.device(), stream));
     counts.fetch(stream);
     macko_dense12_table(counts.here.data(), m.table);
-    STD_CUDA_CHECK(macko_dense12_listed_cuda(w.const_data_ptr(), m.rows, m.cols, m.table, found.device(), stream));
+    STD_CUDA_CHECK(macko_dense12_listed_cuda(&m, w.const_data_ptr(), found.device(), stream));
     found.fetch(stream);
     c.fullest = found.here[0], c.listed = found.here[1];
 #else
@@ -110,14 +112,14 @@ Counted count(const Tensor &w) {
     int64_t counts[128] = {};
     for_rows(blocks, MACKO_TILE_ROWS * m.cols, [&](int64_t first, int64_t last) {
         int64_t own[128] = {};
-        macko_dense12_count_cpu(dense, m.rows, m.cols, first, last, own);
+        macko_dense12_count_cpu(&m, dense, first, last, own);
         const std::lock_guard<std::mutex> lock(mutex);
         for (int high = 0; high < 128; high++) counts[high] += own[high];
     });
     macko_dense12_table(counts, m.table);
     for_rows(blocks, MACKO_TILE_ROWS * m.cols, [&](int64_t first, int64_t last) {
         int64_t listed = 0;
-        const int64_t fullest = macko_dense12_listed_cpu(dense, m.rows, m.cols, m.table, first, last, &listed);
+        const int64_t fullest = macko_dense12_listed_cpu(&m, dense, first, last, &listed);
         const std::lock_guard<std::mutex> lock(mutex);
         c.fullest = std::max(c.fullest, fullest);
         c.listed += listed;
@@ -129,7 +131,7 @@ Counted count(const Tensor &w) {
 Made pack(const Tensor &w_any, const Ints &) {
     const char *op = "pack";
     check_backend(op, "w", w_any);
-    check_bfloat16(op, "w", w_any);
+    const macko_dtype dtype = check_half(op, "w", w_any);
     check_dim(op, "w", w_any, 2);
     const int64_t rows = w_any.size(0), cols = w_any.size(1), slabs = macko_tile_count(rows, cols);
     for (const int64_t size : {rows, cols})
@@ -137,11 +139,12 @@ Made pack(const Tensor &w_any, const Ints &) {
             fail(op, "w has shape ", shape_name(w_any), ", expected at most ", INT32_LIMIT, " rows and columns");
     const DeviceOf guard(w_any);
     const Tensor w = as_aligned(w_any);
-    Counted c = count(w);
+    Counted c = count(w, dtype);
     const int64_t most = rows * cols / ELEMENTS_A_LISTED;
     if (c.listed > most || c.fullest > MACKO_DENSE12_MOST_LISTED)
-        fail(op, "the table of dense12, eight values of the upper exponent bits, lacks ", c.listed, " of ", rows * cols,
-             " elements, at most ", c.fullest, " in a slab of 64 x 256; expected at most ", most, ", and ",
+        fail(op, "the table of dense12, eight values of the upper exponent bits,",
+             dtype == MACKO_F16 ? " or bfloat16, whose mantissa has 7 bits," : "", " lacks ", c.listed, " of ",
+             rows * cols, " elements, at most ", c.fullest, " in a slab of 64 x 256; expected at most ", most, ", and ",
              int(MACKO_DENSE12_MOST_LISTED), " in a slab");
     c.m.slab_units = slabs ? macko_dense12_units(int(c.fullest)) : 0;
     Tensor data = torch::stable::new_empty(w, {slabs * c.m.slab_units * MACKO_TILE_UNIT / 2});

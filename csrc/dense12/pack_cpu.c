@@ -65,8 +65,8 @@ static inline int sign_bit(int i) {
     return i < 4 ? 8 * i + 7 : 8 * (i - 4) + 3;
 }
 
-static inline int high_of(uint16_t value) {
-    return value >> 8 & 127;
+static inline int high_of(uint32_t split) {
+    return split >> 8 & 127;
 }
 static inline int table_byte(const uint32_t table[2], int code) {
     return table[code / 4] >> 8 * (code % 4) & 255;
@@ -78,25 +78,31 @@ static void find_codes(const uint32_t table[2], uint8_t codes[128]) {
     for (int code = MACKO_DENSE12_TABLE - 1; code >= 0; code--) codes[table_byte(table, code) & 127] = (uint8_t)code;
 }
 
-void macko_dense12_count_cpu(const uint16_t *w, int64_t rows, int64_t cols, int64_t first, int64_t last,
-                             int64_t counts[128]) {
-    const int64_t end = min_int64(rows, last * MACKO_TILE_ROWS) * cols;
-    for (int64_t i = first * MACKO_TILE_ROWS * cols; i < end; i++) counts[high_of(w[i])]++;
+static inline int code_of(const uint8_t codes[128], macko_dtype dtype, uint16_t value) {
+    return macko_dense12_has_lower_bits(dtype, value) ? NO_CODE : codes[high_of(macko_dense12_split(dtype, value))];
 }
 
-int macko_dense12_listed_cpu(const uint16_t *w, int64_t rows, int64_t cols, const uint32_t table[2], int64_t first,
-                             int64_t last, int64_t *total) {
-    const int64_t slabs = macko_tile_slabs(cols);
+void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
+                             int64_t counts[128]) {
+    const int64_t end = min_int64(m->rows, last * MACKO_TILE_ROWS) * m->cols;
+    for (int64_t i = first * MACKO_TILE_ROWS * m->cols; i < end; i++)
+        if (!macko_dense12_has_lower_bits(m->dtype, w[i])) counts[high_of(macko_dense12_split(m->dtype, w[i]))]++;
+}
+
+int macko_dense12_listed_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
+                             int64_t *total) {
+    const int64_t slabs = macko_tile_slabs(m->cols);
     uint8_t codes[128];
     int most = 0;
-    find_codes(table, codes);
+    find_codes(m->table, codes);
     for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
-        const origin from = slab_origin(cols, slab);
-        const int64_t row_end = min_int64(rows, from.row + MACKO_TILE_ROWS);
-        const int64_t col_end = min_int64(cols, from.col + MACKO_TILE_SLAB_COLS);
+        const origin from = slab_origin(m->cols, slab);
+        const int64_t row_end = min_int64(m->rows, from.row + MACKO_TILE_ROWS);
+        const int64_t col_end = min_int64(m->cols, from.col + MACKO_TILE_SLAB_COLS);
         int listed = 0;
         for (int64_t row = from.row; row < row_end; row++)
-            for (int64_t col = from.col; col < col_end; col++) listed += codes[high_of(w[row * cols + col])] == NO_CODE;
+            for (int64_t col = from.col; col < col_end; col++)
+                listed += code_of(codes, m->dtype, w[row * m->cols + col]) == NO_CODE;
         if (listed > most) most = listed;
         *total += listed;
     }
@@ -113,13 +119,13 @@ static uint32_t write_part(const macko_dense12_matrix *m, const uint16_t *w, con
             const origin at = place_of(here, first + i);
             if (at.row >= m->rows || at.col >= m->cols) continue;
             const uint16_t value = w[at.row * m->cols + at.col];
-            const uint32_t code = codes[high_of(value)];
+            const uint32_t code = (uint32_t)code_of(codes, m->dtype, value);
             if (code == NO_CODE) {
                 const uint32_t entry = (uint32_t)value << 16 | (uint32_t)(first + i);
                 store_32(begin + MACKO_DENSE12_LIST_AT + 4 * listed++, entry);
                 continue;
             }
-            begin[low_at(part, first + i)] = (uint8_t)value;
+            begin[low_at(part, first + i)] = (uint8_t)macko_dense12_split(m->dtype, value);
             word |= code << code_bit(i) | (uint32_t)(value >> 15) << sign_bit(i);
         }
         store_32(begin + codes_at(part, first), word);
@@ -148,7 +154,8 @@ void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, u
 static uint16_t load_place(const macko_dense12_matrix *m, const uint8_t *slab, int part, int place) {
     const uint32_t word = load_32(slab + codes_at(part, place));
     const int i = place & 7, high = table_byte(m->table, word >> code_bit(i) & 7);
-    return (uint16_t)((word >> sign_bit(i) & 1) << 15 | high << 8 | slab[low_at(part, place)]);
+    const uint32_t split = (word >> sign_bit(i) & 1) << 15 | (uint32_t)high << 8 | slab[low_at(part, place)];
+    return (uint16_t)macko_dense12_join(m->dtype, split);
 }
 
 void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int64_t count, uint16_t *w) {
@@ -199,7 +206,7 @@ static macko_fault check_list(const macko_dense12_matrix *m, int64_t slab, const
                 int bad = place <= before || place >= PLACES;
                 if (kind == MACKO_DENSE12_LISTED) {
                     const origin at = place_of(here, place);
-                    bad = codes[high_of((uint16_t)(entry >> 16))] != NO_CODE || at.row >= m->rows ||
+                    bad = code_of(codes, m->dtype, (uint16_t)(entry >> 16)) != NO_CODE || at.row >= m->rows ||
                           at.col >= m->cols || load_place(m, begin, part, place);
                 }
                 if (bad) return (macko_fault){kind, block, slab, k};
@@ -233,11 +240,12 @@ static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, i
 
 macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m) {
     const int64_t count = macko_tile_count(m->rows, m->cols);
+    const int highest = m->dtype == MACKO_F16 ? 15 : 127;
     int64_t listed = 0, most = 0;
     uint8_t codes[128];
     for (int code = 0; code < MACKO_DENSE12_TABLE; code++) {
         const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
-        if (high > 127 || (code ? high && (high <= before || (code > 1 && !before)) : high))
+        if (high > highest || (code ? high && (high <= before || (code > 1 && !before)) : high))
             return (macko_fault){MACKO_DENSE12_TABLE_ORDER, 0, -1, code};
     }
     find_codes(m->table, codes);

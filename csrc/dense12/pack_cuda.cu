@@ -18,8 +18,13 @@ struct dense12_table {
     uint32_t words[2];
 };
 
-__device__ __forceinline__ int high_of(uint32_t value) {
-    return value >> 8 & (HIGHS - 1);
+__device__ __forceinline__ int high_of(uint32_t split) {
+    return split >> 8 & (HIGHS - 1);
+}
+
+// NO_CODE of an element that is listed.
+__device__ __forceinline__ uint32_t code_of(const uint8_t *codes, macko_dtype dtype, uint32_t value) {
+    return macko_dense12_has_lower_bits(dtype, value) ? NO_CODE : codes[high_of(macko_dense12_split(dtype, value))];
 }
 
 // The lowest code of each e[7:1]; a thread each.
@@ -72,27 +77,31 @@ struct step_elements {
         return pairs[i / 2] >> 16 * (i % 2) & 0xffff;
     }
     // Bit i: element i is listed.
-    __device__ __forceinline__ uint32_t listed(const uint8_t *codes) const {
+    __device__ __forceinline__ uint32_t listed(const uint8_t *codes, macko_dtype dtype) const {
         uint32_t mask = 0;
 #pragma unroll
-        for (int i = 0; i < STEP_ELEMENTS; i++) mask |= (uint32_t)(codes[high_of((*this)[i])] == NO_CODE) << i;
+        for (int i = 0; i < STEP_ELEMENTS; i++) mask |= (uint32_t)(code_of(codes, dtype, (*this)[i]) == NO_CODE) << i;
         return mask;
     }
 };
 
 // Each lane has a column of counters, so no two of a warp count in one bank.
-__global__ void __launch_bounds__(COUNT_THREADS) count_highs(const uint16_t *w, int64_t elements, uint64_t *counts) {
+__global__ void __launch_bounds__(COUNT_THREADS)
+    count_highs(const uint16_t *w, int64_t elements, macko_dtype dtype, uint64_t *counts) {
     __shared__ uint32_t own[HIGHS][WARP];
     const int lane = threadIdx.x % WARP;
     for (int i = threadIdx.x; i < HIGHS * WARP; i += COUNT_THREADS) own[i / WARP][i % WARP] = 0;
     __syncthreads();
     const int64_t first = (int64_t)blockIdx.x * COUNT_THREADS + threadIdx.x,
                   stride = (int64_t)gridDim.x * COUNT_THREADS;
-    const auto add = [&](uint32_t value) { atomicAdd(&own[high_of(value)][lane], 1u); };
+    const auto add = [&](uint32_t value) {
+        if (!macko_dense12_has_lower_bits(dtype, value))
+            atomicAdd(&own[high_of(macko_dense12_split(dtype, value))][lane], 1u);
+    };
     for (int64_t i = first; i < elements / 8; i += stride) {
         const uint4 eight = load_stream((const uint4 *)w + i);
         for (const uint32_t pair : {eight.x, eight.y, eight.z, eight.w}) {
-            add(pair);
+            add(pair & 0xffff);
             add(pair >> 16);
         }
     }
@@ -104,8 +113,8 @@ __global__ void __launch_bounds__(COUNT_THREADS) count_highs(const uint16_t *w, 
     if (sum) atomicAdd((unsigned long long *)&counts[threadIdx.x], (unsigned long long)sum);
 }
 
-__global__ void __launch_bounds__(THREADS)
-    count_listed(const uint16_t *w, int64_t rows, int64_t cols, dense12_table table, uint64_t *found) {
+__global__ void __launch_bounds__(THREADS) count_listed(const uint16_t *w, int64_t rows, int64_t cols,
+                                                        macko_dtype dtype, dense12_table table, uint64_t *found) {
     __shared__ uint8_t codes[HIGHS];
     __shared__ int listed;
     if (threadIdx.x == 0) listed = 0;
@@ -117,7 +126,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
             step_elements elements;
             elements.load(w, rows, cols, from, tile, step);
-            own += __popc(elements.listed(codes));
+            own += __popc(elements.listed(codes, dtype));
         }
     own = __reduce_add_sync(FULL_WARP, own);
     if (from.lane == 0 && own) atomicAdd(&listed, own);
@@ -129,7 +138,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // Writes a lane's elements of a slice of a tile; gives bit 8 step + i of those that are listed.
 __device__ __forceinline__ uint32_t write_elements(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from,
-                                                   int tile, const uint8_t *codes, uint8_t *slab) {
+                                                   int tile, macko_dtype dtype, const uint8_t *codes, uint8_t *slab) {
     uint32_t listed = 0, lows[MACKO_DENSE12_STEPS][2], words[MACKO_DENSE12_STEPS];
 #pragma unroll
     for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
@@ -138,12 +147,12 @@ __device__ __forceinline__ uint32_t write_elements(const uint16_t *w, int64_t ro
         lows[step][0] = lows[step][1] = words[step] = 0;
 #pragma unroll
         for (int i = 0; i < STEP_ELEMENTS; i++) {
-            const uint32_t value = elements[i], code = codes[high_of(value)];
+            const uint32_t value = elements[i], code = code_of(codes, dtype, value);
             if (code == NO_CODE) {
                 listed |= 1u << (8 * step + i);
                 continue;
             }
-            lows[step][i / 4] |= (value & 255) << 8 * (i % 4);
+            lows[step][i / 4] |= (macko_dense12_split(dtype, value) & 255) << 8 * (i % 4);
             words[step] |= code << 4 * i | value >> 15 << (i < 4 ? 8 * i + 7 : 8 * (i - 4) + 3);
         }
     }
@@ -154,8 +163,8 @@ __device__ __forceinline__ uint32_t write_elements(const uint16_t *w, int64_t ro
     return listed;
 }
 
-__global__ void __launch_bounds__(THREADS)
-    write_slabs(const uint16_t *w, int64_t rows, int64_t cols, dense12_table table, int slab_units, uint8_t *data) {
+__global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_t rows, int64_t cols, macko_dtype dtype,
+                                                       dense12_table table, int slab_units, uint8_t *data) {
     __shared__ uint8_t codes[HIGHS];
     __shared__ uint32_t ends[MACKO_DENSE12_PARTS]; // counts, then where the parts of the list end
     find_codes(table, codes);
@@ -164,7 +173,7 @@ __global__ void __launch_bounds__(THREADS)
     uint32_t listed[MACKO_TILE_SLAB_TILES];
 #pragma unroll
     for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
-        listed[tile] = write_elements(w, rows, cols, from, tile, codes, slab);
+        listed[tile] = write_elements(w, rows, cols, from, tile, dtype, codes, slab);
         const uint32_t count = __reduce_add_sync(FULL_WARP, __popc(listed[tile]));
         if (from.lane == 0) ends[tile * MACKO_TILE_SLICES + from.slice] = count;
     }
@@ -219,6 +228,8 @@ __global__ void __launch_bounds__(THREADS)
     const uint8_t *const slab = m.data + slab_index * m.slab_units * MACKO_TILE_UNIT;
     uint16_t *const room = rooms[from.slice];
     const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
+    const int zeros = m.dtype == MACKO_F16 ? 3 : 0; // codec.cuh says what becomes of the sign
+    const uint32_t signs = 0x80808080u >> zeros;
     const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
     for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
         const int64_t begin_col = from.col + tile * MACKO_TILE_COLS;
@@ -235,11 +246,11 @@ __global__ void __launch_bounds__(THREADS)
             for (int four = 0; four < 2; four++) { // the elements of a group
                 const uint32_t word = words[step], bytes = lows[2 * step + four];
                 const uint32_t highs = __byte_perm(m.table[0], m.table[1], word >> 16 * four & 0x7777) |
-                                       ((four ? word << 4 : word) & 0x80808080);
+                                       ((four ? word << (4 - zeros) : word >> zeros) & signs);
                 uint32_t *const to = (uint32_t *)(room + macko_tile_row(from.lane, 0) * DENSE_STRIDE +
                                                   macko_tile_col(from.lane, 2 * step + four, 0));
-                to[0] = __byte_perm(bytes, highs, 0x5140);
-                to[8 * DENSE_STRIDE / 2] = __byte_perm(bytes, highs, 0x7362);
+                to[0] = __byte_perm(bytes, highs, 0x5140) << zeros;
+                to[8 * DENSE_STRIDE / 2] = __byte_perm(bytes, highs, 0x7362) << zeros;
             }
         __syncwarp();
         const uint32_t bounds = ((const uint32_t *)(slab + MACKO_DENSE12_PARTS_AT))[part];
@@ -268,28 +279,29 @@ __global__ void __launch_bounds__(THREADS)
 
 } // namespace
 
-cudaError_t macko_dense12_count_cuda(const void *w, int64_t rows, int64_t cols, uint64_t counts[128],
+cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, uint64_t counts[128],
                                      cudaStream_t stream) {
-    const int64_t blocks = (rows * cols + COUNT_THREADS * 64 - 1) / (COUNT_THREADS * 64), most = 1024;
+    const int64_t elements = m->rows * m->cols, blocks = (elements + COUNT_THREADS * 64 - 1) / (COUNT_THREADS * 64),
+                  most = 1024;
     if (blocks)
-        count_highs<<<(unsigned)(blocks < most ? blocks : most), COUNT_THREADS, 0, stream>>>((const uint16_t *)w,
-                                                                                             rows * cols, counts);
+        count_highs<<<(unsigned)(blocks < most ? blocks : most), COUNT_THREADS, 0, stream>>>(
+            (const uint16_t *)w, elements, m->dtype, counts);
     return cudaGetLastError();
 }
 
-cudaError_t macko_dense12_listed_cuda(const void *w, int64_t rows, int64_t cols, const uint32_t table[2],
-                                      uint64_t found[2], cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(rows, cols);
+cudaError_t macko_dense12_listed_cuda(const macko_dense12_matrix *m, const void *w, uint64_t found[2],
+                                      cudaStream_t stream) {
+    const int64_t slabs = macko_tile_count(m->rows, m->cols);
     if (slabs)
-        count_listed<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, {table[0], table[1]},
-                                                              found);
+        count_listed<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
+                                                              {m->table[0], m->table[1]}, found);
     return cudaGetLastError();
 }
 
 cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
     const int64_t slabs = macko_tile_count(m->rows, m->cols);
     if (slabs)
-        write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols,
+        write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
                                                              {m->table[0], m->table[1]}, m->slab_units, data);
     return cudaGetLastError();
 }

@@ -47,14 +47,17 @@ struct sparse11_numbers {
 };
 
 // What a lane has of a tile.
+template <typename T>
 struct sparse11_lane {
+    static constexpr int ZEROS =
+        std::is_same_v<T, __half> ? 3 : 0; // at the end of a number, which move it to its place
     static constexpr int STEPS = MACKO_SPARSE11_STEPS;
     static constexpr uint32_t ONES = 0x11111111;
-    uint32_t codes[STEPS];          // first as they lie in the slab, then a nibble an element
-    uint32_t have[STEPS];           // bit 3 of an element's nibble: it has a value
-    uint32_t at[STEPS + 1];         // bits of the column before a step's values
-    uint32_t column;                // where it begins
-    uint32_t entry, next, entry_at; // of the warp's part of the list: the next two, and where they stand
+    uint32_t codes[STEPS];    // first as they lie in the slab, then a nibble an element
+    uint32_t have[STEPS];     // bit 3 of an element's nibble: it has a value
+    uint32_t at[STEPS + 1];   // bits of the column before a step's values
+    uint32_t column;          // where it begins
+    uint32_t entry, entry_at; // the next one of the warp's part of the list, and where it stands
 
     __device__ __forceinline__ void read_codes(uint32_t from) {
 #pragma unroll
@@ -62,7 +65,7 @@ struct sparse11_lane {
     }
     __device__ __forceinline__ void find_list(uint32_t slab, uint32_t part) {
         entry_at = slab + (part >> 16);
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(entry), "=r"(next) : "r"(entry_at) : "memory");
+        read_32(entry, entry_at);
     }
     // at[0] is known.
     __device__ __forceinline__ void count(const sparse11_numbers &numbers) {
@@ -92,10 +95,10 @@ struct sparse11_lane {
         const uint32_t low1 = byte_permute(last, 0, (have[step] >> 17) * numbers.last_ranks + 0x7777);
         const uint32_t high0 = byte_permute(numbers.table[0], numbers.table[1], codes[step]);
         const uint32_t high1 = byte_permute(numbers.table[0], numbers.table[1], codes[step] >> 16);
-        a[0] = byte_permute(low0, high0, 0x5140);
-        a[1] = byte_permute(low0, high0, 0x7362);
-        a[2] = byte_permute(low1, high1, 0x5140);
-        a[3] = byte_permute(low1, high1, 0x7362);
+        a[0] = byte_permute(low0, high0, 0x5140) << ZEROS;
+        a[1] = byte_permute(low0, high0, 0x7362) << ZEROS;
+        a[2] = byte_permute(low1, high1, 0x5140) << ZEROS;
+        a[3] = byte_permute(low1, high1, 0x7362) << ZEROS;
     }
     // The listed values of steps STEP - 1 and STEP, one by one: few steps have any.
     template <int STEP>
@@ -115,15 +118,15 @@ struct sparse11_lane {
                 put(a[STEP - 1]);
             else
                 put(a[STEP]);
-            entry = next; // the one behind it is on its way while this one is put
             entry_at += 4;
-            if (entry != MACKO_SPARSE11_END) read_32(next, entry_at + 4);
+            read_32(entry, entry_at);
         } while (entry < (uint32_t)(STEP + 1) << 24);
     }
 };
 
+template <typename VALUE>
 struct sparse11 {
-    using T = __nv_bfloat16;
+    using T = VALUE;
     using constants = sparse11_weights;
     static constexpr bool SAME_SIZE = false;
     static constexpr int BASE = 0;
@@ -135,7 +138,7 @@ struct sparse11 {
         // the tile's values, and a permutation gives which column it is.
         uint32_t before, own_column, select;
         sparse11_numbers numbers;
-        sparse11_lane lanes[2];
+        sparse11_lane<T> lanes[2];
         uint32_t words[MACKO_SPARSE11_STEPS + 1][3], start, part;
 
         __device__ __forceinline__ few_reader(const constants &weights, int tile, int slice, int lane)
@@ -150,7 +153,7 @@ struct sparse11 {
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
-            sparse11_lane &tile = lanes[TILE];
+            sparse11_lane<T> &tile = lanes[TILE];
             if (STEP == 0) {
                 read_32(part, slab + part_at);
                 read_32(start, slab + start_at);
@@ -186,7 +189,7 @@ struct sparse11 {
         // The slab, its slice's values and the lane's start; of the tile that is prepared the lane's codes, the warp's part,
         // and where its values begin.
         uint32_t slab, values, start, codes_at, part_at, column, at;
-        sparse11_lane here, next;
+        sparse11_lane<T> here, next;
         uint32_t words[MACKO_SPARSE11_STEPS + 1][3], part;
 
         __device__ __forceinline__ explicit many_reader(const constants &weights)

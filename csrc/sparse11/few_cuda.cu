@@ -9,7 +9,10 @@ cudaError_t macko_sparse11_few_cuda(const macko_sparse11_matrix *m, int64_t toke
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     const float mean = (float)m->units / macko_tile_count(m->rows, m->cols);
-    const few_weight<sparse11> weight = {m->data,   m->offsets, m->rows,  m->cols,
-                                         m->widest, mean,       m->whole, {{m->table[0], m->table[1]}}};
-    return launch_few(weight, tokens, x, x_stride, bias, y, device, stream);
+    const auto run = [&](auto codec) {
+        const few_weight<decltype(codec)> weight = {m->data,   m->offsets, m->rows,  m->cols,
+                                                    m->widest, mean,       m->whole, {{m->table[0], m->table[1]}}};
+        return launch_few(weight, tokens, x, x_stride, bias, y, device, stream);
+    };
+    return m->dtype == MACKO_F16 ? run(sparse11<__half>()) : run(sparse11<__nv_bfloat16>());
 }

@@ -10,9 +10,11 @@
 namespace macko {
 namespace {
 
-void check_bfloat16(const char *op, const char *name, const Tensor &t) {
-    if (t.scalar_type() != ScalarType::BFloat16)
-        fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", sparse11 holds bfloat16");
+macko_dtype check_dtype(const char *op, const char *name, const Tensor &t) {
+    if (t.scalar_type() == ScalarType::BFloat16) return MACKO_BF16;
+    if (t.scalar_type() != ScalarType::Half)
+        fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", sparse11 holds bfloat16 and float16");
+    return MACKO_F16;
 }
 
 // The struct over the two tensors, once they have passed every check that needs no look at their content.
@@ -21,7 +23,7 @@ macko_sparse11_matrix matrix_of(const char *op, const Packed &p) {
     const int64_t rows = p.rows(), cols = p.cols(), widest = p.own(0);
     const Wanted all[] = {{"data", data, ScalarType::Undefined, 1, 16}, {"offsets", offsets, ScalarType::Int, 1}};
     check_kinds(op, all);
-    check_bfloat16(op, "data", data);
+    const macko_dtype dtype = check_dtype(op, "data", data);
     check_sizes(op, p);
     const int64_t slabs = macko_tile_count(rows, cols);
     if (offsets.numel() != slabs + 1)
@@ -43,7 +45,8 @@ macko_sparse11_matrix matrix_of(const char *op, const Packed &p) {
             int32_t(widest),
             {uint32_t(p.own(1)), uint32_t(p.own(2))},
             data.numel() * 2 / MACKO_TILE_UNIT,
-            true};
+            true,
+            dtype};
 }
 
 // The matrix's rows from the row block of `first` on: the offsets of its slabs are those of a whole one.
@@ -74,7 +77,7 @@ struct Sparse11 {
 
 void check_listed(const macko_sparse11_totals &totals) {
     if (totals.fullest > MACKO_SPARSE11_MOST_LISTED)
-        fail("lay_out", "the table of sparse11, seven signs and upper exponent bits, lacks ", totals.listed, " of ",
+        fail("lay_out", "the table of sparse11, seven signs and upper exponent bits, or bfloat16, whose mantissa has 7 bits, lacks ", totals.listed, " of ",
              totals.stored, " values, of one slab of 64 x 256 ", totals.fullest, ", expected at most ",
              int(MACKO_SPARSE11_MOST_LISTED));
     if (totals.units > INT32_MAX)
@@ -86,13 +89,13 @@ Made lay_out(const Packed &canonical, const Ints &) {
     const char *op = "lay_out";
     const macko_matrix source = checked_matrix(op, canonical);
     const Tensor &values = canonical[0];
-    check_bfloat16(op, "values", values);
+    check_dtype(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
     const int64_t rows = source.rows, cols = source.cols, slabs = macko_tile_count(rows, cols);
     Tensor offsets = torch::stable::new_empty(values, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
-    macko_sparse11_matrix m = {nullptr, offset_data, rows, cols, 0, {}, 0, true};
+    macko_sparse11_matrix m = {nullptr, offset_data, rows, cols, 0, {}, 0, true, source.dtype};
     macko_sparse11_totals totals{};
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(values);
@@ -118,14 +121,16 @@ Made lay_out(const Packed &canonical, const Ints &) {
         STD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
         STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // the host makes the table, and allocates, by them
     };
-    for_pieces(true, [&](int64_t, int64_t count) {
-        return macko_sparse11_histogram_cuda(dense.const_data_ptr(), count, cols, device_counts, stream);
+    for_pieces(true, [&](int64_t first, int64_t count) {
+        const macko_sparse11_matrix piece = piece_of(m, first, count);
+        return macko_sparse11_histogram_cuda(&piece, dense.const_data_ptr(), device_counts, stream);
     });
     int64_t counts[HIGHS];
     fetch(counts, device_counts, sizeof counts);
     macko_sparse11_table(counts, m.table);
     for_pieces(step < rows, [&](int64_t first, int64_t count) {
-        return macko_sparse11_count_cuda(dense.const_data_ptr(), count, cols, m.table,
+        const macko_sparse11_matrix piece = piece_of(m, first, count);
+        return macko_sparse11_count_cuda(&piece, dense.const_data_ptr(),
                                          offset_data + first / MACKO_TILE_ROWS * macko_tile_slabs(cols), device_totals,
                                          stream);
     });
@@ -149,16 +154,18 @@ Made lay_out(const Packed &canonical, const Ints &) {
     };
     std::mutex mutex;
     int64_t counts[256] = {};
-    for_blocks([&](int64_t, int64_t count, const uint16_t *dense) {
+    for_blocks([&](int64_t block, int64_t count, const uint16_t *dense) {
+        const macko_sparse11_matrix piece = piece_of(m, block * MACKO_TILE_ROWS, count);
         int64_t own[256] = {};
-        macko_sparse11_histogram_cpu(dense, count, cols, 0, 1, own);
+        macko_sparse11_histogram_cpu(&piece, dense, 0, 1, own);
         const std::lock_guard<std::mutex> lock(mutex);
         for (int high = 0; high < 256; high++) counts[high] += own[high];
     });
     macko_sparse11_table(counts, m.table);
     for_blocks([&](int64_t block, int64_t count, const uint16_t *dense) {
+        const macko_sparse11_matrix piece = piece_of(m, block * MACKO_TILE_ROWS, count);
         macko_sparse11_totals own{};
-        macko_sparse11_count_cpu(dense, count, cols, m.table, 0, 1, offset_data + block * macko_tile_slabs(cols), &own);
+        macko_sparse11_count_cpu(&piece, dense, 0, 1, offset_data + block * macko_tile_slabs(cols), &own);
         const std::lock_guard<std::mutex> lock(mutex);
         totals.stored += own.stored;
         totals.listed += own.listed;

@@ -64,8 +64,9 @@ static void find_codes(const uint32_t table[2], uint8_t codes[256]) {
 }
 
 /* 0: it is no value. */
-static inline int code_of(uint16_t value, const uint8_t codes[256]) {
-    return value & (SIGN - 1) ? codes[value >> 8] : 0;
+static inline int code_of(macko_dtype dtype, uint16_t value, const uint8_t codes[256]) {
+    if (macko_sparse11_has_low_bits(dtype, value)) return NO_CODE;
+    return value & (SIGN - 1) ? codes[macko_sparse11_split(dtype, value) >> 8] : 0;
 }
 
 /* The codes of a slice of a slab, by tile and place, NO_CODE where a value is listed. */
@@ -134,15 +135,16 @@ static inline int value_at(const uint8_t starts[4], int lane, int half, int k) {
 }
 
 /* The codes of the slice of w, whose first element is at `from`; how many values are listed. */
-static int find_slice(const uint16_t *w, int64_t rows, int64_t cols, origin slab, int slice, const uint8_t codes[256],
-                      slice_codes found) {
+static int find_slice(const macko_sparse11_matrix *m, const uint16_t *w, origin slab, int slice,
+                      const uint8_t codes[256], slice_codes found) {
     int listed = 0;
     for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
         const origin part = part_origin(slab, tile * MACKO_TILE_SLICES + slice);
         for (int place = 0; place < PART_PLACES; place++) {
             const origin at = place_of(part, place);
             found[tile][place] = 0;
-            if (at.row < rows && at.col < cols) found[tile][place] = (uint8_t)code_of(w[at.row * cols + at.col], codes);
+            if (at.row < m->rows && at.col < m->cols)
+                found[tile][place] = (uint8_t)code_of(m->dtype, w[at.row * m->cols + at.col], codes);
             listed += found[tile][place] == NO_CODE;
         }
     }
@@ -186,10 +188,12 @@ static void load_codes(const uint8_t *slab, int part, uint8_t codes[PART_PLACES]
     }
 }
 
-void macko_sparse11_histogram_cpu(const uint16_t *w, int64_t rows, int64_t cols, int64_t first, int64_t last,
+void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
                                   int64_t counts[256]) {
-    const int64_t end = min_int64(rows, last * MACKO_TILE_ROWS) * cols;
-    for (int64_t i = first * MACKO_TILE_ROWS * cols; i < end; i++) counts[w[i] >> 8] += (w[i] & (SIGN - 1)) != 0;
+    const int64_t end = min_int64(m->rows, last * MACKO_TILE_ROWS) * m->cols;
+    for (int64_t i = first * MACKO_TILE_ROWS * m->cols; i < end; i++)
+        counts[macko_sparse11_split(m->dtype, w[i]) >> 8] +=
+            w[i] & (SIGN - 1) && !macko_sparse11_has_low_bits(m->dtype, w[i]);
 }
 
 /* Words of a part's list. */
@@ -199,16 +203,16 @@ static int list_words(const uint8_t codes[PART_PLACES]) {
     return macko_sparse11_words(listed);
 }
 
-void macko_sparse11_count_cpu(const uint16_t *w, int64_t rows, int64_t cols, const uint32_t table[2], int64_t first,
-                              int64_t last, int32_t *offsets, macko_sparse11_totals *totals) {
-    const int64_t slabs = macko_tile_slabs(cols);
+void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
+                              int32_t *offsets, macko_sparse11_totals *totals) {
+    const int64_t slabs = macko_tile_slabs(m->cols);
     uint8_t codes[256];
-    find_codes(table, codes);
+    find_codes(m->table, codes);
     for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
         int value_rows = 0, words = 0, listed = 0;
         for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {
             slice_codes own;
-            listed += find_slice(w, rows, cols, slab_origin(cols, slab), slice, codes, own);
+            listed += find_slice(m, w, slab_origin(m->cols, slab), slice, codes, own);
             const slice_plan plan = plan_slice(own);
             value_rows += plan.rows;
             for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) words += list_words(own[tile]);
@@ -233,7 +237,7 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
         uint32_t values_at = MACKO_SPARSE11_VALUES_AT, value_begins[MACKO_TILE_SLICES];
         memset(begin, 0, (size_t)(m->offsets[slab + 1] - m->offsets[slab]) * MACKO_TILE_UNIT);
         for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {
-            find_slice(w, m->rows, m->cols, from, slice, codes, own[slice]);
+            find_slice(m, w, from, slice, codes, own[slice]);
             const slice_plan plan = plan_slice(own[slice]);
             value_begins[slice] = values_at;
             memcpy(begin + MACKO_SPARSE11_STARTS_AT + slice * sizeof plan.starts, plan.starts, sizeof plan.starts);
@@ -247,14 +251,14 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
                         if (!in_stream(own[slice][tile][place])) continue;
                         const origin at = place_of(part, place);
                         begin[values_at + (uint32_t)value_at(plan.starts[lane], lane, tile / HALF_TILES, k++)] =
-                            (uint8_t)w[at.row * m->cols + at.col];
+                            (uint8_t)macko_sparse11_split(m->dtype, w[at.row * m->cols + at.col]);
                     }
                 }
             }
             values_at += (uint32_t)plan.rows * MACKO_SPARSE11_ROW_BYTES;
         }
         uint32_t list_at = values_at;
-        for (int i = 0; i < 2; i++) store_32(begin + MACKO_SPARSE11_END_AT + 4 * i, MACKO_SPARSE11_END);
+        store_32(begin + MACKO_SPARSE11_END_AT, MACKO_SPARSE11_END);
         for (int part = 0; part < MACKO_SPARSE11_PARTS; part++) {
             const uint8_t *const part_codes = own[part % MACKO_TILE_SLICES][part / MACKO_TILE_SLICES];
             const uint32_t part_at = list_at;
@@ -264,8 +268,10 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
                 store_32(begin + list_at, (uint32_t)place << PLACE_BIT | w[at.row * m->cols + at.col]);
                 list_at += 4;
             }
-            const uint32_t part_end = part_at + 4 * (uint32_t)list_words(part_codes);
-            for (; list_at < part_end; list_at += 4) store_32(begin + list_at, MACKO_SPARSE11_END);
+            if (list_at > part_at) {
+                store_32(begin + list_at, MACKO_SPARSE11_END);
+                list_at += 4;
+            }
             store_32(begin + MACKO_SPARSE11_PARTS_AT + part * 4,
                      value_begins[part % MACKO_TILE_SLICES] |
                          (list_at > part_at ? part_at : (uint32_t)MACKO_SPARSE11_END_AT) << 16);
@@ -296,8 +302,8 @@ void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, in
                     const uint8_t low = values[value_at(starts, lane, tile / HALF_TILES, k++)];
                     const origin at = place_of(here, place);
                     if (at.row >= first && at.row < stop)
-                        w[(at.row - first) * m->cols + at.col] =
-                            (uint16_t)(table_byte(m->table, codes[place]) << 8 | low);
+                        w[(at.row - first) * m->cols + at.col] = (uint16_t)macko_sparse11_join(
+                            m->dtype, (uint32_t)table_byte(m->table, codes[place]) << 8 | low);
                 }
             }
             for (const uint8_t *entry = begin + (places >> 16); load_32(entry) != MACKO_SPARSE11_END; entry += 4) {
@@ -354,20 +360,18 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
             const uint32_t entry = load_32(begin + at), place = entry >> PLACE_BIT;
             if (place >= PART_PLACES || place <= before) return FAULT(MACKO_SPARSE11_ENTRY, at);
             const origin element = place_of(part_origin(from, part), (int)place);
-            const int code = code_of((uint16_t)entry, codes);
+            const int code = code_of(m->dtype, (uint16_t)entry, codes);
             if (code != NO_CODE || part_codes[place] || element.row >= m->rows || element.col >= m->cols)
                 return FAULT(MACKO_SPARSE11_LISTED, at);
             before = place;
         }
-        const uint32_t end = (word >> 16) + 4 * (uint32_t)macko_sparse11_words(count);
-        for (; at < end || !count; at += 4)
-            if (!count || at + 4 > size || load_32(begin + at) != MACKO_SPARSE11_END)
-                return FAULT(MACKO_SPARSE11_ENTRY, at);
+        if (!count || at + 4 > size) return FAULT(MACKO_SPARSE11_ENTRY, at);
+        at += 4;
         *listed += count;
         stored += count;
     }
     for (uint32_t byte = MACKO_SPARSE11_END_AT; byte < MACKO_SPARSE11_VALUES_AT; byte++)
-        if (begin[byte] != (byte < MACKO_SPARSE11_END_AT + 8 ? 0xff : 0)) return FAULT(MACKO_SPARSE11_PART, byte);
+        if (begin[byte] != (byte < MACKO_SPARSE11_END_AT + 4 ? 0xff : 0)) return FAULT(MACKO_SPARSE11_PART, byte);
     if ((at + MACKO_TILE_UNIT - 1) / MACKO_TILE_UNIT * MACKO_TILE_UNIT != size)
         return FAULT(MACKO_SPARSE11_COUNT, (at + MACKO_TILE_UNIT - 1) / MACKO_TILE_UNIT);
     for (; at < size; at++)
@@ -386,7 +390,8 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
                     const int code = own[slice][tile][nth_place(lane, n % (MACKO_SPARSE11_STEPS * STEP_ELEMENTS))];
                     if (!code) continue;
                     const int byte = value_at(plans[slice].starts[lane], lane, half, k++);
-                    if (!(table_byte(m->table, code) & 127) && !values[byte]) /* -0.0 */
+                    if (!(macko_sparse11_join(m->dtype, (uint32_t)table_byte(m->table, code) << 8 | values[byte]) &
+                          (SIGN - 1)))
                         return FAULT(MACKO_SPARSE11_ZERO, value_begins[slice] + (uint32_t)byte);
                 }
             }
@@ -401,7 +406,8 @@ macko_fault macko_sparse11_check_cpu(const macko_sparse11_matrix *m) {
     uint8_t codes[256];
     for (int code = 0; code < MACKO_SPARSE11_TABLE; code++) {
         const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
-        if (code ? high && (high <= before || (code > 1 && !before)) : high)
+        if (high >= 256 >> macko_sparse11_low_bits(m->dtype) ||
+            (code ? high && (high <= before || (code > 1 && !before)) : high))
             return (macko_fault){MACKO_SPARSE11_TABLE_ORDER, 0, -1, code};
     }
     find_codes(m->table, codes);

@@ -16,17 +16,13 @@ constexpr int HALF_MOST = TILES / 2 * STEPS * STEP_ELEMENTS;
 constexpr uint32_t NO_CODE = 255; // of a value that is listed
 constexpr int COUNT_THREADS = 512;
 
-struct sparse11_table {
-    uint32_t words[2];
-};
-
 // The code of each high byte; two a thread.
-__device__ __forceinline__ void find_codes(sparse11_table table, uint8_t *codes) {
+__device__ __forceinline__ void find_codes(const macko_sparse11_matrix &m, uint8_t *codes) {
     for (int high = threadIdx.x; high < HIGHS; high += THREADS) {
         uint32_t code = NO_CODE;
 #pragma unroll
         for (int i = 1; i < MACKO_SPARSE11_TABLE; i++)
-            if (high && (table.words[i / 4] >> 8 * (i % 4) & 255) == high) code = i;
+            if (high && (m.table[i / 4] >> 8 * (i % 4) & 255) == high) code = i;
         codes[high] = (uint8_t)code;
     }
     __syncthreads();
@@ -48,8 +44,9 @@ struct slice_of {
 struct tile_elements {
     uint32_t pairs[STEPS][STEP_ELEMENTS / 2];
 
-    __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from,
+    __device__ __forceinline__ void load(const macko_sparse11_matrix &m, const uint16_t *w, const slice_of &from,
                                          int tile) {
+        const int64_t rows = m.rows, cols = m.cols;
         const bool whole = from.row + SLICE_ROWS <= rows && from.col + MACKO_TILE_SLAB_COLS <= cols && cols % 2 == 0;
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
@@ -73,9 +70,10 @@ struct tile_elements {
         return pairs[step][i / 2] >> 16 * (i % 2) & 0xffff;
     }
     // 0: it is no value.
-    __device__ __forceinline__ uint32_t code(int step, int i, const uint8_t *codes) const {
+    __device__ __forceinline__ uint32_t code(macko_dtype dtype, int step, int i, const uint8_t *codes) const {
         const uint32_t own = value(step, i);
-        return own & 0x7fff ? codes[own >> 8] : 0;
+        if (macko_sparse11_has_low_bits(dtype, own)) return NO_CODE;
+        return own & 0x7fff ? codes[macko_sparse11_split(dtype, own) >> 8] : 0;
     }
 };
 
@@ -83,16 +81,16 @@ struct tile_elements {
 struct slice_masks {
     uint32_t stream[TILES], listed[TILES];
 
-    __device__ __forceinline__ void find(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from,
+    __device__ __forceinline__ void find(const macko_sparse11_matrix &m, const uint16_t *w, const slice_of &from,
                                          const uint8_t *codes) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             tile_elements elements;
-            elements.load(w, rows, cols, from, tile);
+            elements.load(m, w, from, tile);
             stream[tile] = listed[tile] = 0;
 #pragma unroll
             for (int bit = 0; bit < STEPS * STEP_ELEMENTS; bit++) {
-                const uint32_t code = elements.code(bit / STEP_ELEMENTS, bit % STEP_ELEMENTS, codes);
+                const uint32_t code = elements.code(m.dtype, bit / STEP_ELEMENTS, bit % STEP_ELEMENTS, codes);
                 stream[tile] |= (uint32_t)(code && code != NO_CODE) << bit;
                 listed[tile] |= (uint32_t)(code == NO_CODE) << bit;
             }
@@ -136,7 +134,9 @@ struct slice_plan {
 };
 
 // Each lane has a column of counters, so no two of a warp count in one bank.
-__global__ void __launch_bounds__(COUNT_THREADS) count_highs(const uint16_t *w, int64_t elements, uint64_t *counts) {
+__global__ void __launch_bounds__(COUNT_THREADS)
+    count_highs(const macko_sparse11_matrix m, const uint16_t *w, uint64_t *counts) {
+    const int64_t elements = m.rows * m.cols;
     __shared__ uint32_t own[HIGHS][WARP];
     const int lane = threadIdx.x % WARP;
     for (int i = threadIdx.x; i < HIGHS * WARP; i += COUNT_THREADS) own[i / WARP][i % WARP] = 0;
@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(COUNT_THREADS) count_highs(const uint16_t *w, 
     const int64_t first = (int64_t)blockIdx.x * COUNT_THREADS + threadIdx.x,
                   stride = (int64_t)gridDim.x * COUNT_THREADS;
     const auto add = [&](uint32_t value) {
-        if (value & 0x7fff) atomicAdd(&own[value >> 8 & 255][lane], 1u);
+        if (value & 0x7fff && !macko_sparse11_has_low_bits(m.dtype, value))
+            atomicAdd(&own[macko_sparse11_split(m.dtype, value) >> 8][lane], 1u);
     };
     for (int64_t i = first; i < elements / 8; i += stride) {
         const uint4 eight = load_stream((const uint4 *)w + i);
@@ -162,15 +163,14 @@ __global__ void __launch_bounds__(COUNT_THREADS) count_highs(const uint16_t *w, 
 }
 
 __global__ void __launch_bounds__(THREADS)
-    count_slabs(const uint16_t *w, int64_t rows, int64_t cols, sparse11_table table, int32_t *offsets,
-                macko_sparse11_totals *totals) {
+    count_slabs(const macko_sparse11_matrix m, const uint16_t *w, int32_t *offsets, macko_sparse11_totals *totals) {
     __shared__ uint8_t codes[HIGHS];
     __shared__ int value_rows, words, stored, listed;
     if (threadIdx.x == 0) value_rows = words = stored = listed = 0;
-    find_codes(table, codes);
-    const slice_of from(cols);
+    find_codes(m, codes);
+    const slice_of from(m.cols);
     slice_masks own;
-    own.find(w, rows, cols, from, codes);
+    own.find(m, w, from, codes);
     slice_plan plan;
     plan.find(own.stream, from.lane);
     int own_words = 0, own_stored = 0, own_listed = 0;
@@ -198,16 +198,16 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // A warp puts its slice's values together in shared memory, in which each lane's column has a bank of its own.
-__global__ void __launch_bounds__(THREADS) write_slabs(const int32_t *offsets, int64_t rows, int64_t cols,
-                                                       const uint16_t *w, sparse11_table table, uint8_t *data) {
+__global__ void __launch_bounds__(THREADS)
+    write_slabs(const macko_sparse11_matrix m, const uint16_t *w, uint8_t *data) {
     constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_TILE_SLICES;
     __shared__ uint4 rooms[MACKO_TILE_SLICES][MOST_ROWS * ROW_CHUNKS];
     __shared__ uint8_t codes[HIGHS];
     __shared__ int slice_rows[MACKO_TILE_SLICES], listed[MACKO_SPARSE11_PARTS];
-    find_codes(table, codes);
-    const slice_of from(cols);
+    find_codes(m, codes);
+    const slice_of from(m.cols);
     slice_masks own;
-    own.find(w, rows, cols, from, codes);
+    own.find(m, w, from, codes);
     slice_plan plan;
     plan.find(own.stream, from.lane);
     if (from.lane == 0) slice_rows[from.slice] = plan.rows;
@@ -220,20 +220,20 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const int32_t *offsets, i
     for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) room[i] = uint4{};
     __syncthreads();
 
-    const int32_t *const offset = offsets + blockIdx.x;
+    const int32_t *const offset = m.offsets + blockIdx.x;
     uint8_t *const slab = data + (int64_t)offset[0] * MACKO_TILE_UNIT;
     int place = 0, column = from.lane;
     for (int tile = 0; tile < TILES; tile++) {
         if (tile == TILES / 2) place = plan.byte, column = plan.column;
         tile_elements elements;
-        elements.load(w, rows, cols, from, tile);
+        elements.load(m, w, from, tile);
         uint32_t words[WORDS] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
             for (int n = 0; n < STEP_ELEMENTS; n++) {
                 const int i = macko_sparse11_nth(n);
-                uint32_t code = elements.code(step, i, codes);
+                uint32_t code = elements.code(m.dtype, step, i, codes);
                 if (code == NO_CODE) code = 0;
                 if (step < WORDS)
                     words[step % WORDS] |= code << 4 * i;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const int32_t *offsets, i
                     for (int k = 0; k < WORDS; k++) words[k] |= (code >> k & 1) << (4 * i + 3);
                 if (code) {
                     ((uint8_t *)room)[place / 4 * MACKO_SPARSE11_ROW_BYTES + column * 4 + place % 4] =
-                        (uint8_t)elements.value(step, i);
+                        (uint8_t)macko_sparse11_split(m.dtype, elements.value(step, i));
                     place++;
                 }
             }
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const int32_t *offsets, i
         parts[part] = values_at | (listed[part] ? part_at(part) : (int)MACKO_SPARSE11_END_AT) << 16;
     }
     if (from.slice == 0 && from.lane >= MACKO_SPARSE11_PARTS)
-        parts[from.lane] = from.lane < MACKO_SPARSE11_PARTS + 2 ? MACKO_SPARSE11_END : 0;
+        parts[from.lane] = from.lane == MACKO_SPARSE11_PARTS ? MACKO_SPARSE11_END : 0;
     const int end = (offset[1] - offset[0]) * MACKO_TILE_UNIT;
     if (from.slice == 1)
         for (int at = part_at(MACKO_SPARSE11_PARTS) + from.lane * 4; at < end; at += WARP * 4)
@@ -297,12 +297,12 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const int32_t *offsets, i
                     const int64_t r = from.row + macko_tile_row(from.lane, i % MACKO_TILE_QUAD);
                     const int64_t c = from.col + tile * MACKO_TILE_COLS +
                                       macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD);
-                    *to++ = (uint32_t)(step << 8 | from.lane << 3 | i) << 16 | w[r * cols + c];
+                    *to++ = (uint32_t)(step << 8 | from.lane << 3 | i) << 16 | w[r * m.cols + c];
                 }
             }
             next += all;
         }
-        if (from.lane < macko_sparse11_words(listed[part]) - listed[part]) next[from.lane] = MACKO_SPARSE11_END;
+        if (from.lane == 0) *next = MACKO_SPARSE11_END;
     }
 }
 
@@ -347,8 +347,9 @@ __global__ void __launch_bounds__(THREADS)
                     for (int k = 0; k < WORDS; k++) code |= (words[k] >> (4 * i + 3) & 1) << k;
                 value[i] = 0;
                 if (code) {
-                    value[i] = values[place / 4 * MACKO_SPARSE11_ROW_BYTES + place % 4] |
-                               (__byte_perm(m.table[0], m.table[1], code) & 255) << 8;
+                    const uint32_t low = values[place / 4 * MACKO_SPARSE11_ROW_BYTES + place % 4];
+                    const uint32_t high = __byte_perm(m.table[0], m.table[1], code) & 255;
+                    value[i] = macko_sparse11_join(m.dtype, high << 8 | low);
                     place++;
                 }
             }
@@ -385,30 +386,26 @@ __global__ void __launch_bounds__(THREADS)
 
 } // namespace
 
-cudaError_t macko_sparse11_histogram_cuda(const void *w, int64_t rows, int64_t cols, uint64_t counts[256],
+cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, uint64_t counts[256],
                                           cudaStream_t stream) {
-    const int64_t blocks = ceil_div(rows * cols, COUNT_THREADS * 64), most = 1024;
+    const int64_t blocks = ceil_div(m->rows * m->cols, COUNT_THREADS * 64), most = 1024;
     if (blocks)
-        count_highs<<<(unsigned)(blocks < most ? blocks : most), COUNT_THREADS, 0, stream>>>((const uint16_t *)w,
-                                                                                             rows * cols, counts);
+        count_highs<<<(unsigned)(blocks < most ? blocks : most), COUNT_THREADS, 0, stream>>>(*m, (const uint16_t *)w,
+                                                                                             counts);
     return cudaGetLastError();
 }
 
-cudaError_t macko_sparse11_count_cuda(const void *w, int64_t rows, int64_t cols, const uint32_t table[2],
-                                      int32_t *offsets, macko_sparse11_totals *totals, cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(rows, cols);
-    if (slabs)
-        count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, {table[0], table[1]},
-                                                             offsets, totals);
+cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
+                                      macko_sparse11_totals *totals, cudaStream_t stream) {
+    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+    if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, offsets, totals);
     return cudaGetLastError();
 }
 
 cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
                                       cudaStream_t stream) {
     const int64_t slabs = macko_tile_count(m->rows, m->cols);
-    if (slabs)
-        write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(m->offsets, m->rows, m->cols, (const uint16_t *)w,
-                                                             {m->table[0], m->table[1]}, data);
+    if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, data);
     return cudaGetLastError();
 }
 

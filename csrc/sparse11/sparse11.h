@@ -1,6 +1,6 @@
 /*
- * The sparse11 layout: a sparse bfloat16 matrix in 3 bits an element and 8 bits a value, bit for bit. This header is its
- * only specification.
+ * The sparse11 layout: a sparse matrix of bfloat16, or of float16 numbers that were once bfloat16, in 3 bits an element and
+ * 8 bits a value, bit for bit. This header is its only specification.
  *
  * Pruned weights lie within few powers of two, fewer than dense ones: seven high bytes of a bfloat16, which are its sign
  * and e[7:1], hold all but some in a thousand. So an element is a code of three bits, which says that it has no value or
@@ -10,11 +10,15 @@
  * of a tile, and element i of step b of a lane is element i % 4 of group 2 b + i / 4 of tile.h. It depends on no device
  * and converts back bit for bit. Some 0.95 bytes a weight at density 0.5, 1.14 at 0.7.
  *
+ *   bfloat16     | s | e7 .. e1 | e0 | m6 .. m0 |           the high byte is s and e[7:1], the low one e[0] and the mantissa
+ *   float16      | s | e4 .. e1 | e0 | m9 .. m3 | 000 |     is taken as | 000 | s | e4 .. e1 | e0 | m9 .. m3 |. What has
+ *                other bits at the end is in the list
+ *
  *   bytes of a slab
  *   0                       6144              6656                     6784
  *   | codes                 | starts          | parts                  | values             | list         | zeros
  *   | u32 [tile][slice]     | u8 [slice]      | u32 [tile][slice],     | rows of 128 bytes, | u32 [places] |
- *   |     [3][lane]         |    [lane][4]    | 2 ends, then zeros     | slice after slice  |              |
+ *   |     [3][lane]         |    [lane][4]    | an end, then zeros     | slice after slice  |              |
  *
  *   codes        of element i of step b < 3: bits 4 i .. 4 i + 2 of word b. Of element i of step 3: bit k is bit 4 i + 3
  *                of word k. Code 0: no value here, or one that is listed
@@ -32,10 +36,10 @@
  *                the shortest first; of equal ones that of the lower lane first. A slice has as many rows as its longest
  *                column takes. What no value takes is 0
  *   parts        of a tile and slice: the byte of the slab where the slice's values begin, and << 16 the byte of the slab
- *                where the part's places in the list begin. The two words behind them are MACKO_SPARSE11_END, the list of
- *                parts that have none
+ *                where the part's places in the list begin. The word behind them is MACKO_SPARSE11_END, the list of parts
+ *                that have none
  *   list         of each part with values that have no code: a word each, step << 24 | lane << 19 | i << 16 | value, the
- *                lower first, then MACKO_SPARSE11_END, once or twice so that their number is even
+ *                lower first, then MACKO_SPARSE11_END
  */
 #ifndef MACKO_SPARSE11_H
 #define MACKO_SPARSE11_H
@@ -63,7 +67,7 @@ enum {
     MACKO_SPARSE11_MOST_ROWS = MACKO_TILE_SLICES * MACKO_TILE_SLAB_TILES * 32 / 4, /* of values of a slab */
     MACKO_SPARSE11_MOST_LISTED = 2048,                                             /* of a slab */
     MACKO_SPARSE11_MOST_UNITS = (MACKO_SPARSE11_VALUES_AT + MACKO_SPARSE11_MOST_ROWS * MACKO_SPARSE11_ROW_BYTES +
-                                 4 * (MACKO_SPARSE11_MOST_LISTED + 2 * MACKO_SPARSE11_PARTS) + MACKO_TILE_UNIT - 1) /
+                                 4 * (MACKO_SPARSE11_MOST_LISTED + MACKO_SPARSE11_PARTS) + MACKO_TILE_UNIT - 1) /
         MACKO_TILE_UNIT, /* of a slab: bytes of it fit 16 bits */
 };
 
@@ -75,6 +79,7 @@ typedef struct macko_sparse11_matrix {
     uint32_t table[2]; /* the eight bytes, the first one lowest */
     int64_t units;     /* of all slabs, in a part of a matrix about */
     bool whole;        /* data is of these rows alone */
+    macko_dtype dtype; /* MACKO_BF16 or MACKO_F16 */
 } macko_sparse11_matrix;
 
 /* Units of a slab with so many rows of values, and words of its list. */
@@ -85,12 +90,26 @@ MACKO_TILE_FN int macko_sparse11_units(int value_rows, int words) {
 
 /* Words of the list of a part that has so many values in it. */
 MACKO_TILE_FN int macko_sparse11_words(int listed) {
-    return listed ? (listed + 2) / 2 * 2 : 0;
+    return listed ? listed + 1 : 0;
 }
 
 /* Element of a step that is the nth in a stream. */
 MACKO_TILE_FN int macko_sparse11_nth(int n) {
     return n < 4 ? n : 11 - n;
+}
+
+/* A value as the layout takes it apart, and back; of float16 those without lower bits. */
+MACKO_TILE_FN int macko_sparse11_low_bits(macko_dtype dtype) {
+    return dtype == MACKO_F16 ? 3 : 0;
+}
+MACKO_TILE_FN uint32_t macko_sparse11_split(macko_dtype dtype, uint32_t value) {
+    return value >> macko_sparse11_low_bits(dtype);
+}
+MACKO_TILE_FN uint32_t macko_sparse11_join(macko_dtype dtype, uint32_t split) {
+    return split << macko_sparse11_low_bits(dtype);
+}
+MACKO_TILE_FN bool macko_sparse11_has_low_bits(macko_dtype dtype, uint32_t value) {
+    return value & ((1u << macko_sparse11_low_bits(dtype)) - 1);
 }
 
 /* What packing has to tell the host before it can allocate data. */
@@ -101,7 +120,7 @@ typedef struct macko_sparse11_totals {
     int64_t fullest;        /* values in the list of a slab, at most */
 } macko_sparse11_totals;
 
-/* The table for a matrix of whose values counts[h] have the high byte h. */
+/* The table for a matrix of whose values counts[h] have the high byte h; those with lower bits are not counted. */
 void macko_sparse11_table(const int64_t counts[256], uint32_t table[2]);
 
 /*
@@ -109,10 +128,10 @@ void macko_sparse11_table(const int64_t counts[256], uint32_t table[2]);
  * count writes offsets[i + 1] = units of slab i, for its slabs, and adds to stored and listed of the totals; the caller
  * adds the offsets up (offsets[0] = 0). write fills all of the slabs.
  */
-void macko_sparse11_histogram_cpu(const uint16_t *w, int64_t rows, int64_t cols, int64_t first, int64_t last,
+void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
                                   int64_t counts[256]);
-void macko_sparse11_count_cpu(const uint16_t *w, int64_t rows, int64_t cols, const uint32_t table[2], int64_t first,
-                              int64_t last, int32_t *offsets, macko_sparse11_totals *totals);
+void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
+                              int32_t *offsets, macko_sparse11_totals *totals);
 void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
                               int64_t last);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
@@ -121,7 +140,7 @@ void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, in
 /* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
 enum {
     MACKO_SPARSE11_OK = 0,
-    MACKO_SPARSE11_TABLE_ORDER, /* the table is not 0, then rising, then zeros; found: the byte's place */
+    MACKO_SPARSE11_TABLE_ORDER, /* the table is not 0, then rising, then zeros, of float16 under 32; found: the byte's place */
     MACKO_SPARSE11_OFFSETS, /* offsets[entry] is not 0 at the start, or no slab's units after the one before; found: it */
     MACKO_SPARSE11_WIDEST,     /* the largest slab has not m->widest units; found: how many */
     MACKO_SPARSE11_END_OFFSET, /* the last offset is not the size of data; found: the offset */
@@ -147,12 +166,12 @@ macko_fault macko_sparse11_check_cpu(const macko_sparse11_matrix *m);
  * its first slab on.
  */
 
-/* counts[h] += values of the dense w [rows, cols] whose high byte is h. */
-cudaError_t macko_sparse11_histogram_cuda(const void *w, int64_t rows, int64_t cols, uint64_t counts[256],
+/* counts[h] += values of the dense w [m->rows, m->cols] whose high byte is h. */
+cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, uint64_t counts[256],
                                           cudaStream_t stream);
 /* offsets[i + 1] = units of slab i of w; adds to totals->stored and listed, and raises totals->fullest. */
-cudaError_t macko_sparse11_count_cuda(const void *w, int64_t rows, int64_t cols, const uint32_t table[2],
-                                      int32_t *offsets, macko_sparse11_totals *totals, cudaStream_t stream);
+cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
+                                      macko_sparse11_totals *totals, cudaStream_t stream);
 /* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
 cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
                                       cudaStream_t stream);

@@ -77,9 +77,11 @@ struct Sparse11 {
 
 void check_listed(const macko_sparse11_totals &totals) {
     if (totals.fullest > MACKO_SPARSE11_MOST_LISTED)
-        fail("lay_out", "the table of sparse11, seven signs and upper exponent bits, or bfloat16, whose mantissa has 7 bits, lacks ", totals.listed, " of ",
-             totals.stored, " values, of one slab of 64 x 256 ", totals.fullest, ", expected at most ",
-             int(MACKO_SPARSE11_MOST_LISTED));
+        fail("lay_out",
+             "the table of sparse11, seven signs and upper exponent bits, or bfloat16, whose mantissa has 7 bits, "
+             "lacks ",
+             totals.listed, " of ", totals.stored, " values, of one slab of 64 x 256 ", totals.fullest,
+             ", expected at most ", int(MACKO_SPARSE11_MOST_LISTED));
     if (totals.units > INT32_MAX)
         fail("lay_out", "the layout takes ", totals.units, " units of ", MACKO_TILE_UNIT, " bytes, expected at most ",
              INT32_MAX);

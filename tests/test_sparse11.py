@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
-from macko.formats import MackoWeight, Sparse11Weight
+from macko.choose import Options, pack
+from macko.formats import MackoWeight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (
     Plan,
@@ -523,3 +525,49 @@ def test_a_layer_converts_back_and_moves(device: str) -> None:
     assert_same_bits(layer.to_linear().weight, linear.weight)
     assert layer.half().format == ("macko" if device == "cpu" else "sparse11")  # where it runs
     assert macko.FORMATS["sparse11"] is Sparse11Weight
+
+
+# What auto takes.
+
+
+@pytest.fixture
+def tile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU of compute capability 9.0."""
+    monkeypatch.setattr("macko.choose._runs_wgmma", lambda device: True)
+    monkeypatch.setattr("macko.choose.choose", lambda weight, tokens=None: TileWeight)
+
+
+@pytest.mark.usefixtures("tile_is_chosen")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_auto_takes_it_in_place_of_tile_where_few_values_are_listed(dtype: torch.dtype) -> None:
+    w = weight(128, 512, density=0.5, listed=0.001, dtype=dtype)
+    assert pack(w, Options()).format == "sparse11"
+    assert pack(w, Options(values="raw")).format == "tile"
+    assert pack(w, Options("mixed", values="raw")).format == "tile"
+    assert pack(w, Options("tile")).format == "tile"
+    assert pack(weight(128, 512, density=0.3, dtype=dtype), Options()).format == "tile"
+    assert pack(weight(128, 512, density=0.5, listed=0.05, dtype=dtype), Options()).format == "tile"
+    assert pack(w.float().to(torch.float16) * 1.001, Options()).format == "tile"
+
+
+@pytest.mark.usefixtures("tile_is_chosen")
+def test_the_report_says_what_is_listed_and_why_values_stay() -> None:
+    model = nn.ModuleDict({name: nn.Linear(512, 128, bias=False, dtype=BFLOAT16) for name in ("few", "many")})
+    for name, layer in model.items():
+        layer.weight.data = weight(128, 512, listed=0.001 if name == "few" else 0.05)
+    report = macko.sparsify_(model, progress=False)
+    rows = {row.name: row for row in report}
+    assert (rows["few"].format, rows["many"].format) == ("sparse11", "tile")
+    assert re.fullmatch(r"0\.\d{3}% of its values listed", rows["few"].note)
+    assert re.fullmatch(r"values stay at 16 bits: sparse11 would list [45]\.\d% of them", rows["many"].note)
+    raw = copy.deepcopy(model)
+    for name, layer in raw.items():
+        raw[name] = layer.to_linear()
+    assert {row.format for row in macko.sparsify_(raw, values="raw", progress=False)} == {"tile"}
+
+
+def test_values_are_of_formats_that_choose() -> None:
+    with pytest.raises(ValueError, match="values is 'fp8', expected one of exact, raw"):
+        Options(values="fp8")
+    with pytest.raises(ValueError, match=r'values is of formats "auto" and "mixed", the format is \'tile\''):
+        Options("tile", values="raw")

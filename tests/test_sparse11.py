@@ -540,13 +540,13 @@ def tile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tile_is_chosen")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_auto_takes_it_in_place_of_tile_where_few_values_are_listed(dtype: torch.dtype) -> None:
-    w = weight(128, 512, density=0.5, listed=0.001, dtype=dtype)
+    w = weight(128, 512, density=0.5, listed=0.0003, dtype=dtype)
     assert pack(w, Options()).format == "sparse11"
     assert pack(w, Options(values="raw")).format == "tile"
     assert pack(w, Options("mixed", values="raw")).format == "tile"
     assert pack(w, Options("tile")).format == "tile"
     assert pack(weight(128, 512, density=0.3, dtype=dtype), Options()).format == "tile"
-    assert pack(weight(128, 512, density=0.5, listed=0.05, dtype=dtype), Options()).format == "tile"
+    assert pack(weight(128, 512, density=0.5, listed=0.005, dtype=dtype), Options()).format == "tile"
     assert pack(w.float().to(torch.float16) * 1.001, Options()).format == "tile"
 
 
@@ -554,7 +554,7 @@ def test_auto_takes_it_in_place_of_tile_where_few_values_are_listed(dtype: torch
 def test_the_report_says_what_is_listed_and_why_values_stay() -> None:
     model = nn.ModuleDict({name: nn.Linear(512, 128, bias=False, dtype=BFLOAT16) for name in ("few", "many")})
     for name, layer in model.items():
-        layer.weight.data = weight(128, 512, listed=0.001 if name == "few" else 0.05)
+        layer.weight.data = weight(128, 512, listed=0.0003 if name == "few" else 0.05)
     report = macko.sparsify_(model, progress=False)
     rows = {row.name: row for row in report}
     assert (rows["few"].format, rows["many"].format) == ("sparse11", "tile")

@@ -48,13 +48,18 @@ def make(folder: Path, source: str, more: dict[str, Any]) -> None:
     model.save_pretrained(folder / "sparse", max_shard_size="4GB")
 
 
-def loaded(folder: str) -> tuple[Any, dict[str, Any]]:
-    """The model, this process' part of it where there are several, and what loading took."""
+def loaded(folder: str, converts: bool) -> tuple[Any, dict[str, Any]]:
+    """The model, this process' part of it where there are several, and what loading took.
+
+    converts: whether a dense folder is packed as it is read.
+    """
     from transformers import AutoModelForCausalLM
 
     where: dict[str, Any] = {"device_map": "cuda" if ON_GPU else "cpu"}
     if dist.is_initialized():
         where = {"tp_plan": "auto"}
+    if converts:
+        where["quantization_config"] = macko.MackoConfig()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
@@ -161,9 +166,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--make", type=Path, metavar="FOLDER")
-    parser.add_argument("--source", default="random:7b", help="of --make: random:7b or random:tiny")
+    parser.add_argument("--source", default="random:7b", help="of --make: random:7b, random:70b or random:tiny")
     parser.add_argument("--config", type=json.loads, default={}, help="of --make: JSON, in place of its numbers")
-    parser.add_argument("--only", nargs="+", default=["tokens", "decode", "continuous"])
+    parser.add_argument("--convert", action="store_true", help="pack what is dense in the folders as it is read")
+    parser.add_argument("--only", nargs="*", default=["tokens", "decode", "continuous"], help="besides loading")
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.make:
@@ -174,8 +180,9 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if ON_GPU else "gloo")
     for folder in args.folders:
-        about: dict[str, Any] = {"folder": Path(folder).name, "ranks": ranks, "rank": rank}
-        model, line = loaded(folder)
+        name = Path(folder).name + (", converted" if args.convert else "")
+        about: dict[str, Any] = {"folder": name, "ranks": ranks, "rank": rank}
+        model, line = loaded(folder, args.convert)
         about |= {"layers": model.config.num_hidden_layers, "hidden": model.config.hidden_size}
         about |= bench.about_run(args)
 

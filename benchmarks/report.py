@@ -898,7 +898,8 @@ def load_engines(path: Path) -> list[Line]:
     for line in map(json.loads, path.read_text().splitlines()):
         line["compiled"] = line["engine_args"].get("compilation_config", {}).get("mode") != 0
         line["ranks"] = line["engine_args"].get("tensor_parallel_size", 1)
-        names = ("what", "batch", "prompt_tokens", "model", "compiled", "ranks", "source", "format")
+        line["dtype"] = line["engine_args"]["dtype"]
+        names = ("what", "batch", "prompt_tokens", "model", "compiled", "ranks", "source", "format", "dtype", "hidden")
         found[tuple(line[name] for name in names)] = line
     return list(found.values())
 
@@ -907,8 +908,8 @@ def engines_where(lines: list[Line]) -> str:
     commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
     line = lines[-1]
     return textwrap.fill(
-        f"{line['device']}, vLLM {line['vllm']}, torch {line['torch']}, {line['engine_args']['dtype']}, commit "
-        f"{commits}, attention by {line['engine_args'].get('attention_backend', 'its default')}.",
+        f"{line['device']}, vLLM {line['vllm']}, torch {line['torch']}, commit {commits}, attention by "
+        f"{line['engine_args'].get('attention_backend', 'its default')}.",
         110,
     )
 
@@ -925,46 +926,55 @@ ENGINE_SIDES = {
 
 def engine_side(line: Line) -> str:
     kept = "" if line["format"] == "auto" or line["model"] != "macko" else f" {line['format']}"
-    return ENGINE_SIDES[line["model"]] + kept
+    return ENGINE_SIDES[line["model"]] + kept + (f", {line['dtype']}" if line["dtype"] != "float16" else "")
 
 
-def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool) -> str:
-    """A row a side: milliseconds, and times as fast as dense of the same run, by batch or by prompt."""
+def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool, hidden: int = 4096) -> str:
+    """A row a side: milliseconds, and times as fast as dense of the same dtype and run, by batch or by prompt."""
     by = "batch" if what == "decode" else "prompt_tokens"
-    mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == (what, ranks, compiled)]
-    mine = [x for x in mine if x["source"].startswith("random:") and x["ms"]]
+    mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"], x["hidden"]) == (what, ranks, compiled, hidden)]
+    mine = [x for x in mine if (x["source"].startswith("random:") or ranks > 1) and x["ms"]]
     if not mine:
         return NO_LINES
-    sides = {engine_side(x): None for x in sorted(mine, key=lambda x: list(ENGINE_SIDES).index(x["model"]))}
+    order = list(ENGINE_SIDES)
+    sides = dict.fromkeys(
+        (engine_side(x), x["dtype"])
+        for x in sorted(mine, key=lambda x: (x["dtype"] != "float16", order.index(x["model"])))
+    )
     columns = sorted({x[by] for x in mine})
     found = {(engine_side(x), x[by]): x for x in mine}
+    base = {(x["dtype"], x[by]): x for x in mine if x["model"] == "dense"}
     rows = []
-    for side in sides:
+    for side, dtype in sides:
         of_side = [x for x in mine if engine_side(x) == side]
         cells = [side, f"{of_side[-1]['peak_bytes'] / 1e9:.2f}"]
         for column in columns:
-            line, dense = found.get((side, column)), found.get(("dense", column))
-            ratio = f" ({dense['ms'] / line['ms']:.2f}x)" if line and dense and side != "dense" else ""
+            line, dense = found.get((side, column)), base.get((dtype, column))
+            ratio = f" ({dense['ms'] / line['ms']:.2f}x)" if line and dense and line["model"] != "dense" else ""
             cells.append(f"{line['ms']:.2f}{ratio}" if line else "-")
         rows.append(cells)
     name = "{} seq." if what == "decode" else "prompt of {}"
     return table(["ms", "GB" + (" a GPU" if ranks > 1 else ""), *(name.format(n) for n in columns)], rows)
 
 
+#: What is loaded, by the width of its layers.
+ENGINE_MODELS = {4096: "7B", 8192: "8 layers of 70B"}
+
+
 def engines_loading_table(lines: list[Line]) -> str:
-    """Seconds of the weights from the files to the GPU, and over dense."""
-    found = {(x["model"], Path(x["source"]).name): x for x in lines if not x["source"].startswith("random:")}
-    if not found:
+    """Seconds of the weights from the files to the GPUs, and over dense of the same model on as many."""
+    mine = [x for x in lines if not x["source"].startswith("random:") and x["what"] == "decode"]
+    if not mine:
         return NO_LINES
-    dense = next((x for x in found.values() if x["model"] == "dense"), None)
+    found = {(x["hidden"], x["ranks"], x["model"], Path(x["source"]).name): x for x in mine}
     rows = []
-    for (model, folder), line in found.items():
+    for (hidden, ranks, model, folder), line in sorted(found.items()):
+        dense = found.get((hidden, ranks, "dense", "dense"))
         over = f"{line['weights_s'] / dense['weights_s']:.2f}x" if dense else "-"
         name = f"{model}, from a {'packed' if folder == 'sparse' else 'dense'} folder"
-        rows.append(
-            [name, f"{line['weights_s']:.2f}", over, f"{line['start_s']:.1f}", f"{line['peak_bytes'] / 1e9:.2f}"]
-        )
-    return table(["side", "weights, s", "over dense", "all of starting, s", "weights, GB"], rows)
+        size = f"{line['peak_bytes'] / 1e9:.2f}"
+        rows.append([ENGINE_MODELS[hidden], str(ranks), name, f"{line['weights_s']:.2f}", over, size])
+    return table(["model", "GPUs", "side", "weights, s", "over dense", "weights, GB a GPU"], rows)
 
 
 def plot_engines(lines: list[Line], path: Path) -> None:
@@ -975,7 +985,7 @@ def plot_engines(lines: list[Line], path: Path) -> None:
     figure, panels = plt.subplots(1, len(modes), figsize=(4.2 * len(modes), 3.4), sharey=True, squeeze=False)
     for panel, mode in zip(panels[0], modes, strict=True):
         mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == ("decode", 1, mode) and x["ms"]]
-        mine = [x for x in mine if x["source"].startswith("random:")]
+        mine = [x for x in mine if x["source"].startswith("random:") and x["dtype"] == "float16"]
         dense = {x["batch"]: x["ms"] for x in mine if x["model"] == "dense"}
         for name, label in ENGINE_SIDES.items():
             own = sorted((x["batch"], dense[x["batch"]] / x["ms"]) for x in mine
@@ -990,9 +1000,11 @@ def plot_engines(lines: list[Line], path: Path) -> None:
     save(figure, path)
 
 
-def transformers_table(path: Path) -> str:
+def transformers_table(path: Path, hidden: int = 4096) -> str:
     """Of benchmarks.engines: dense and packed, on one GPU and two."""
-    found = latest(path, "what", "folder", "ranks", "rank", "batch")
+    found = latest(path, "what", "folder", "ranks", "rank", "batch", hidden=hidden)
+    if not found:
+        return NO_LINES
     rows = []
     batches = sorted({key[4] for key in found if key[0] == "decode"})
     for folder, ranks in sorted({(key[1], key[2]) for key in found}, key=lambda each: (each[1], each[0])):
@@ -1045,7 +1057,9 @@ def engines_parts(folder: Path) -> dict[str, Callable[[], str]]:
         "engines plot": (vllm_path, lambda: "![speed over dense by sequences at once](images/engines.svg)"),
         "engines loading": (vllm_path, lambda: engines_loading_table(vllm)),
         "engines two": (vllm_path, lambda: engines_table(vllm, "decode", 2, False)),
+        "engines two 70b": (vllm_path, lambda: engines_table(vllm, "decode", 2, False, 8192)),
         "engines transformers": (transformers, lambda: transformers_table(transformers)),
+        "engines transformers 70b": (transformers, lambda: transformers_table(transformers, 8192)),
         "engines continuous": (transformers, lambda: continuous_table(transformers)),
         "engines shards": (shards, lambda: shards_table(shards)),
     }

@@ -1,5 +1,6 @@
 """macko: pruned neural networks, smaller and faster, on CPU and CUDA."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,16 @@ __all__ = [
 ]
 
 integrations.register()
+
+
+def _fuse_by_default() -> None:
+    from .fuse import use_by_default
+
+    use_by_default()
+
+
+if os.environ.get("MACKO_FUSE") != "0":
+    ops.TRACED.append(_fuse_by_default)
 
 
 def __getattr__(name: str) -> Any:

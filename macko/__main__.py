@@ -72,6 +72,9 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
         sign, weight = torch.where(x[:1] < 0, -1.0, 1.0), x[1]  # the root mean square of signs is 1
         y = sell.norm_linear(sign.to(device, dtype), weight.to(device, dtype), 0.0, bias.to(device, dtype))
         assert torch.equal(y.cpu().double(), (sign * weight) @ wide.t() + bias), "norm_linear is off"
+        y, total = torch.ops.macko.rms_norm(*(t.to(device, dtype) for t in (sign, weight)), 0.0, w[:1] - w[:1])
+        assert torch.equal(y.cpu().double(), sign * weight), "rms_norm is off"
+        assert torch.equal(total.cpu().double(), sign), "the sum of rms_norm is off"
         gate = torch.full_like(x[0], 64)  # and silu(64) is 64
         y = sell.gated_linear(gate.to(device, dtype), x[0].to(device, dtype))
         assert torch.equal(y.cpu().double(), 64 * (x[0] @ wide.t())), "gated_linear is off"
@@ -111,7 +114,7 @@ def main() -> int:
             outcome, well = f"FAILED: {error}", False
         print(outcome, flush=True)
     # What is made for GPUs alone has nothing to run on elsewhere.
-    elsewhere = {"linear_parts", "norm_linear", "gated_linear"} if len(tested) == len(DTYPES) else set()
+    elsewhere = {"linear_parts", "rms_norm", "norm_linear", "gated_linear"} if len(tested) == len(DTYPES) else set()
     if untested := sorted({*_library.op_names} - called.names - elsewhere):
         print(f"self-test: FAILED: not called: {', '.join(untested)}")
         well = False

@@ -358,11 +358,16 @@ def _load(source: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def random_config(source: str, **more: Any) -> Any:
-    """The config of a Llama of random weights: random:7b has the sizes of Llama-2-7B."""
+    """The config of a Llama of random weights: random:7b and random:70b have those of Llama 2."""
     from transformers import LlamaConfig
 
     tiny = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
-    sizes: dict[str, Any] = {"7b": {"max_position_embeddings": 4096}, "tiny": {**tiny, "num_attention_heads": 4}}
+    wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    sizes: dict[str, Any] = {
+        "7b": {"max_position_embeddings": 4096},
+        "70b": {"max_position_embeddings": 4096, **wide, "num_hidden_layers": 80},
+        "tiny": {**tiny, "num_attention_heads": 4},
+    }
     size = source.removeprefix("random:")
     if size not in sizes:
         raise ValueError(f"MODEL is {source!r}, expected a folder, or random: with one of {', '.join(sizes)}")

@@ -148,14 +148,14 @@ def _tune_arguments(add: Any) -> None:
 
 
 def _bench_arguments(add: Any) -> None:
-    add("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:tiny")
+    add("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:70b, random:tiny")
     pruned = "prune by magnitude first, to each of these (default 0.5 for random:)"
     add("--sparsity", type=float, nargs="+", help=pruned)
     add("--format", default="auto", help="as of convert, or dense12: bfloat16 weights with zeros or none, lm_head too")
     add("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
-    add("--batch", type=_count, nargs="+", default=[1, 8, 32], help="sequences to decode at once")
+    add("--batch", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="sequences to decode at once")
     lengths = "lengths to time the prefill of; decode: the first"
-    add("--prompt-tokens", type=_count, nargs="+", default=[128], help=lengths)
+    add("--prompt-tokens", type=_count, nargs="+", default=[128, 32, 512, 2048], help=lengths)
     add("--new-tokens", type=_count, default=32)
     add("--dtype", choices=_DTYPES, help="default: float16, on a CPU and for dense12 bfloat16")
     add("--tokens", type=_count, help="as of sparsify_: how many a layer gets at a time, if you know")
@@ -387,8 +387,6 @@ def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
     require_transformers()
     if options.engine == "vllm":
-        if takes_any_weight(options.format):
-            raise ValueError(f"--format {options.format}: no engine holds it yet, --engine transformers does")
         from .engines import run
     else:
         from .bench import run

@@ -15,14 +15,15 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import bench
-from .bench import Result, Side
+from .bench import Line, Result, Side
+from .formats import takes_any_weight
 
 #: What config.json says of a checkpoint by GPTQ, whose weights may then be any bits. Without the names of what is
 #: quantized vLLM looks for them in files, of which dummies have none, and leaves every layer dense, without a word.
@@ -100,21 +101,33 @@ def _engine_args(text: str) -> dict[str, Any]:
 
 
 def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any]) -> list[Result]:
-    """What a process of its own finds, written to options.json; nothing, and a line that says so, where it fails."""
-    # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that.
-    found = _in_process("forkserver", side, folder, options, given)
-    if found.get("no_cuda"):  # importing vLLM has asked for them too
-        found = _in_process("spawn", side, folder, options, given)
-    if not found:
+    """What a process of its own finds, each written to options.json at once; a line says so where it finds nothing."""
+    results: list[Result] = []
+    # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that. Nor
+    # can a fork of one that imports vLLM alone, where vLLM has asked.
+    for method in ("forkserver", "spawn"):
+        with contextlib.closing(_messages(method, side, folder, options, given)) as messages:
+            for found in messages:
+                if found == _NO_CUDA:
+                    break
+                result, line = found
+                if result is not None:
+                    results.append(result)
+                    bench.show([result], memory="weights")
+                bench.append(options.json, [line])
+            else:
+                break
+    if not results:
         print(f"{side}: no times", flush=True)
-    results: list[Result] = found.get("results", [])
-    bench.show(results, memory="weights")
-    bench.append(options.json, ({**dataclasses.asdict(result), **found["about"]} for result in results))
     return results
 
 
-def _in_process(method: str, *what: Any) -> dict[str, Any]:
-    """What _run sends from a process that is started so; nothing where it fails or takes too long."""
+#: What a process sends that cannot use CUDA.
+_NO_CUDA = "no CUDA"
+
+
+def _messages(method: str, *what: Any) -> Generator[Any, None, None]:
+    """What _run sends from a process that is started so, until it fails or takes too long."""
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(_SLOW)
@@ -122,81 +135,106 @@ def _in_process(method: str, *what: Any) -> dict[str, Any]:
     process = context.Process(target=_run, args=(_measure, *what, ours))
     process.start()
     ours.close()
-    found: dict[str, Any] = {}
+    end, wait = time.monotonic() + TIMEOUT, 0
     try:
-        if theirs.poll(TIMEOUT):
-            found = theirs.recv()
+        while theirs.poll(max(0, end - time.monotonic())):
+            if (found := theirs.recv()) is None:
+                wait = 5
+                break
+            yield found
     except EOFError:
         pass  # it has printed why
-    process.join(5 if found else 0)
-    process.kill()
-    process.join()  # or it might still hold memory when the next one begins
-    return found
+    finally:
+        process.join(wait)
+        process.kill()
+        process.join()  # or it might still hold memory when the next one begins
 
 
 def _run(measure: Callable[..., None], *what: Any) -> None:
     """Measures, where the process can use CUDA; else says that it cannot."""
     if torch.cuda._is_in_bad_fork():
-        what[-1].send({"no_cuda": True})
+        what[-1].send(_NO_CUDA)
     else:
         measure(*what)
+    what[-1].send(None)
 
 
 def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[str, Any], pipe: Any) -> None:
-    """Runs one side and sends its results, and what the engine was told."""
+    """Runs one side, and sends each result as soon as it is there, with the line that says it."""
     os.environ.update(_OF_SIDE.get(name, {}))
     import vllm
     from vllm import LLM
 
     _time_loading()
-    sparsity = (options.sparsity or [0.5])[0]
-    prunes = given.get("load_format") == "dummy" and name == "macko"
-    if prunes:
-        _prune_dummies(sparsity)
-    side = Side(name, sparsity if prunes else 0.0, None)
+    any_weight = takes_any_weight(options.format)
+    makes = given.get("load_format") == "dummy" and name == "macko"
+    sparsity = 0.0 if any_weight or not makes else (options.sparsity or [0.5])[0]
+    if makes:
+        _fill_dummies(sparsity)
+    side = Side(name, sparsity, None)
     longest = max(options.prompt_tokens) + options.new_tokens + 1
     # All prompts of a batch in one step, where they are not many tokens: decoding begins for all at once.
     prompts = min(max(options.batch) * options.prompt_tokens[0], 8192)
+    on_gpu = torch.cuda.is_available()
     engine = {
-        "dtype": options.dtype or ("float16" if torch.cuda.is_available() else "bfloat16"), "max_model_len": longest,
+        "dtype": options.dtype or ("float16" if on_gpu and not any_weight else "bfloat16"), "max_model_len": longest,
         "max_num_seqs": max(options.batch), "max_num_batched_tokens": max(longest, prompts, 2048),
         "enable_prefix_caching": False, "seed": 0, **SIDES[name], **given,
     }  # fmt: skip
     engine["hf_overrides"] = {**SIDES[name].get("hf_overrides", {}), **given.get("hf_overrides", {})}
     if options.format != "auto" and name == "macko":
-        engine["hf_overrides"]["macko"] = {"format": options.format}
+        engine["hf_overrides"]["macko"] = {"format": options.format, **({"ignore": []} if any_weight else {})}
     start = time.perf_counter()
     llm = LLM(folder, **engine)
     started = time.perf_counter() - start
     ranks = llm.apply_model(_bytes_and_seconds)
     held, loading = max(size for size, _ in ranks), max((each for _, each in ranks if each), default=None)
-    if prunes and loading is None:  # vLLM says what its ranks are, on a CPU for one
+    if makes and loading is None:  # vLLM says what its ranks are, on a CPU for one
         raise RuntimeError("vLLM's ranks are no forks, so their random weights have no zeros: give a folder")
-    on_gpu = torch.cuda.is_available()
-    results = []
+    weights = "" if loading is None else f"the weights took {loading:.1f} s, "
+    print(f"{name}: {weights}all of starting {started:.1f} s", flush=True)
+    about = {"engine": "vllm", "vllm": vllm.__version__, "engine_args": engine}
+    config = llm.model_config.hf_text_config
+    about |= {"layers": config.num_hidden_layers, "hidden": config.hidden_size}
+    about |= {"weights_s": loading, "start_s": started}
+    about |= bench.about_run(options, "source", "format")
+
+    def send(result: Result) -> None:
+        pipe.send((result, {**dataclasses.asdict(result), **about}))
+
     for batch in options.batch:
         prompt, new = options.prompt_tokens[0], options.new_tokens
         more, less = (lambda count=count: _generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
         seconds = bench._difference(more, less, on_gpu)
         per_token = None if seconds is None else seconds / new
-        results.append(bench.result(side, "decode", batch, prompt, batch, per_token, held))
+        send(bench.result(side, "decode", batch, prompt, batch, per_token, held))
     for prompt in options.prompt_tokens:
         seconds = min(bench._times(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
-        results.append(bench.result(side, "prefill", 1, prompt, prompt, seconds, held))
-    weights = "" if loading is None else f"the weights took {loading:.1f} s, "
-    print(f"{name}: {weights}all of starting {started:.1f} s", flush=True)
-    about = {"engine": "vllm", "vllm": vllm.__version__, "engine_args": engine}
-    about |= {"weights_s": loading, "start_s": started}
-    about |= bench.about_run(options, "source", "format")
-    pipe.send({"results": results, "about": about})
+        send(bench.result(side, "prefill", 1, prompt, prompt, seconds, held))
+    pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
+
+
+def _tokens(llm: Any, options: argparse.Namespace) -> Line:
+    """A greedy continuation, and at each token how far the second most likely was: near 0, other sums may take that."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=options.new_tokens, ignore_eos=True, logprobs=2, detokenize=False)
+    found = llm.generate(_prompts(1, options.prompt_tokens[0]), params, use_tqdm=False)[0].outputs[0]
+    likely = (sorted((about.logprob for about in step.values()), reverse=True) for step in found.logprobs)
+    margins = [round(first - second, 4) for first, second, *_ in likely]
+    about = {"what": "tokens", "batch": 1, "prompt_tokens": options.prompt_tokens[0]}
+    return {**about, "token_ids": list(found.token_ids), "margins": margins}
 
 
 def _generate(llm: Any, batch: int, prompt_tokens: int, new_tokens: int) -> None:
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [(7 * i + j) % 400 + 3 for j in range(prompt_tokens)]} for i in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    llm.generate(prompts, params, use_tqdm=False)
+    llm.generate(_prompts(batch, prompt_tokens), params, use_tqdm=False)
+
+
+def _prompts(batch: int, tokens: int) -> Any:
+    return [{"prompt_token_ids": [(7 * i + j) % 400 + 3 for j in range(tokens)]} for i in range(batch)]
 
 
 def _time_loading() -> None:
@@ -222,14 +260,14 @@ def _bytes_and_seconds(model: Any) -> tuple[int, float | None]:
     return sum(t.numel() * t.element_size() for t in tensors.values()), getattr(model, "macko_loading_s", None)
 
 
-def _prune_dummies(sparsity: float) -> None:
+def _fill_dummies(sparsity: float) -> None:
     """Random weights of the right spread with so many zeros, in place of vLLM's dummies, which have none."""
     from .integrations import vllm
 
     convert = vllm.convert_weight
 
-    def pruned(name: str, weight: Tensor, *how: Any) -> Any:
+    def filled(name: str, weight: Tensor, *how: Any) -> Any:
         weight.normal_(0, 0.02).mul_(torch.rand_like(weight, dtype=torch.float32) >= sparsity)
         return convert(name, weight, *how)
 
-    vllm.convert_weight = pruned  # type: ignore[assignment]
+    vllm.convert_weight = filled  # type: ignore[assignment]

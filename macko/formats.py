@@ -40,8 +40,11 @@ def _any() -> Any:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-def slices(y: Tensor, part_rows: Sequence[int]) -> list[Tensor]:
-    """y [..., rows] in parts. Not by split: its outputs may not be changed in place where a gradient is wanted."""
+def slices(y: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
+    """y [..., rows] in parts. By split, in 2 us less of the host, without gradients only: its outputs may not be
+    changed in place where one is wanted."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return torch.split_with_sizes(y, part_rows, -1)  # type: ignore[arg-type]
     stops = itertools.accumulate(part_rows)
     return [y[..., stop - rows : stop] for rows, stop in zip(part_rows, stops, strict=True)]
 
@@ -65,8 +68,10 @@ class PackedWeight:
     size_names: ClassVar[tuple[str, ...]] = ()
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
-    #: Whether its product of one token makes a norm, or waits for a gate, itself: what macko.fuse asks.
-    makes_input: ClassVar[bool] = False
+    #: What macko.fuse asks: whether its products on a GPU fetch weights before their input is there (PDL), and whether
+    #: that of one token makes a norm itself.
+    overlaps: ClassVar[bool] = False
+    makes_norm: ClassVar[bool] = False
     #: From how many tokens on parts of a product may be tensors of their own, for a launch or more each.
     parts_from: ClassVar[int | None] = None
     #: What is wrong with a weight, by the kind of fault that the op `check` gives (the format's header has them).
@@ -141,18 +146,22 @@ class PackedWeight:
         """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
 
         Args:
-            gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. Both the silu and the product
-                are rounded, as modules do it.
+            gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. They may be halves of one
+                product. Both the silu and the product are rounded, as modules do it.
         """
         return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""
+        return self._own_parts(x, part_rows) if self.gives_parts(x, part_rows) else slices(self.linear(x), part_rows)
+
+    @classmethod
+    def gives_parts(cls, x: Tensor, part_rows: Sequence[int]) -> bool:
+        """Whether parts of the product are worth it to be tensors of their own."""
+        if cls.parts_from is None or not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
+            return False
         tokens = x.shape[:-1].numel()
-        may = self.parts_from is not None and x.is_cuda and tokens >= self.parts_from
-        if may and tokens * min(part_rows) >= OWN_PART and not (torch.is_grad_enabled() and x.requires_grad):
-            return self._own_parts(x, part_rows)
-        return slices(self.linear(x), part_rows)
+        return tokens >= cls.parts_from and tokens * min(part_rows) >= OWN_PART
 
     def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         return torch.ops.macko.linear_parts(x, *self.packed, part_rows)
@@ -368,7 +377,8 @@ class SellWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
-    makes_input: ClassVar[bool] = True
+    overlaps: ClassVar[bool] = True
+    makes_norm: ClassVar[bool] = True
     parts_from: ClassVar[int | None] = 65  # more than macko_stream_tokens (csrc/torch/path.h) can say
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **PackedWeight.limits, "cols": range(2**16), "gap_bits": range(2, 7), "warps": range(2, 13, 2), "head": range(5)
@@ -495,6 +505,7 @@ class TileWeight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
+    overlaps: ClassVar[bool] = True
     parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
@@ -868,6 +879,7 @@ class Dense12Weight(PackedWeight):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     saved_dense: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
+    overlaps: ClassVar[bool] = True
     parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {

@@ -99,7 +99,7 @@ class SparseLinear(nn.Linear):
     out_features: int
     _format: type[PackedWeight]
     _sizes: dict[str, int]
-    _header: list[int]  # what ops are told of the weight besides its tensors
+    _header: tuple[int, ...]  # what ops are told of the weight besides its tensors; one guard of a compiled model
     _options: Options | None  # choose the layout, again where the layer moves to another kind of device
 
     def __init__(
@@ -128,7 +128,7 @@ class SparseLinear(nn.Linear):
         self._buffers.clear()
         for name, tensor in packed.tensors().items():
             self.register_buffer(name, tensor)
-        self._format, self._sizes, self._header = type(packed), packed.sizes(), packed.header
+        self._format, self._sizes, self._header = type(packed), packed.sizes(), tuple(packed.header)
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, options: Options | None = None) -> Self:
@@ -209,13 +209,12 @@ class SparseLinear(nn.Linear):
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: for many tokens on a GPU no slices."""
-        if torch.compiler.is_compiling():
-            return slices(self(input), part_rows)
+        if torch.compiler.is_compiling() or not self._format.gives_parts(input, part_rows):
+            return slices(self.forward(input), part_rows)
         return self.packed.linear_parts(self._cast(input), part_rows)
 
     def _cast(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind) and input.dtype != self.dtype:
+        if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu") and input.dtype != self.dtype:
             return input.to(self.dtype)
         return input
 

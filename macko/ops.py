@@ -322,7 +322,14 @@ def _(packed: Sequence[Tensor], header: Sequence[int]) -> Tensor:
     return packed[0].new_empty(4, dtype=torch.int64)
 
 
+#: What the first product that is traced calls, once: macko puts its pass for Inductor here, which takes a second to
+#: import, so not at import.
+TRACED: list[Callable[[], None]] = []
+
+
 def _product(op: str, sizes: Callable[..., tuple[Tensor, Any, Any]], *args: Any) -> Tensor:
+    while TRACED:
+        TRACED.pop()()
     x, rows, cols = sizes(*args)
     wanted = x.dim() >= 1 and x.shape[-1] == cols
     torch._check(wanted, lambda: f"macko::{op}: x has shape {list(x.shape)}, expected [..., {cols}]")
@@ -339,6 +346,11 @@ _PRODUCTS: dict[str, Callable[..., tuple[Tensor, Any, Any]]] = {
 }
 for _op, _sizes in _PRODUCTS.items():
     torch.library.register_fake(f"macko::{_op}", partial(_product, _op, _sizes))
+
+
+@torch.library.register_fake("macko::rms_norm")
+def _(x: Tensor, weight: Tensor, eps: float, other: Tensor | None = None) -> list[Tensor]:
+    return [x.new_empty(x.shape) for _ in range(1 if other is None else 2)]
 
 
 @torch.library.register_fake("macko::linear_parts")
@@ -385,5 +397,6 @@ _differentiable("linear", lambda x, tensors, header, bias=None: (tensors, header
 _differentiable("spmv", lambda *args: _canonical(*args[:4], *args[5:]), x=4)
 _differentiable("ec_spmv", lambda *args: _ec(args[:10]), x=10)
 _without_gradients("linear_parts", "split what linear gives")
+_without_gradients("rms_norm", "make it by torch")
 _without_gradients("norm_linear", "make its input before linear")
 _without_gradients("gated_linear", "make its input before linear")

@@ -2,10 +2,10 @@
 
     python -m tests.fuzz --cases 1000000 --seed 0
 
-A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file. It
-is read in a process that has little memory and little time. What passes validation is unpacked and multiplied too. The
-run ends with one JSON line, which --out appends to a file, also where SIGTERM or Ctrl-C ends it: its cases are those
-so far. `--only N` runs one case here, to look at its traceback.
+A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file.
+What passes validation is unpacked and multiplied too. A case may take two seconds, and memory of four times what it
+reads and 64 MB. The run ends with one JSON line, which --out appends to a file, also where SIGTERM or Ctrl-C ends it:
+its cases are those so far. `--only N` runs one case here, to look at its traceback.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,10 @@ from macko.formats import PackedWeight, SellWeight, SlideWeight
 from tests.common import random_weight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu/fuzz.jsonl"
-#: What a case may take beside what the process has when it begins; no honest weight here takes a thousandth.
-MEMORY_BYTES = 1 << 30
-SECONDS = 20
+#: What a case may take: seconds of the processor, or ten times as many by the clock, as other work may run beside it;
+#: and of memory, beside what the process has when it begins, so many bytes a byte of the file and these.
+SECONDS = 2.0
+BYTES_A_BYTE, MORE_BYTES = 4, 64 << 20
 #: Rows, columns and elements up to which what was accepted is also run: the shape of a sparse matrix costs nothing.
 SMALL = 1 << 20
 
@@ -319,8 +321,10 @@ def read_state(weight: PackedWeight, about: Any, tensors: Tensors) -> bool:
     return True
 
 
-def run_case(seed: int, case: int, weights: list[PackedWeight], folder: Path, config: Any) -> str:
-    """What became of it: accepted or refused. Whatever is raised is a failure."""
+def run_case(
+    seed: int, case: int, weights: list[PackedWeight], folder: Path, config: Any, made: Callable[[int], None]
+) -> str:
+    """What became of it: accepted or refused. Whatever is raised is a failure. made: is told the bytes to be read."""
     choose = random.Random(f"{seed}/{case}")
     torch.manual_seed(case)
     kind = choose.choice(list(FORMATS))
@@ -333,6 +337,8 @@ def run_case(seed: int, case: int, weights: list[PackedWeight], folder: Path, co
         choose.choice((change_sizes, change_tensors))(choose, sizes, tensors)
         if not tensors:
             tensors = {"values": torch.zeros(1)}
+    there = [t for t in tensors.values() if isinstance(t, Tensor)]
+    size = sum(t.numel() * t.element_size() for t in there)
     if way == "fields":
         if choose.random() < 0.05:
             tensors[choose.choice(list(tensors))] = choose.choice((None, 3, [1, 2], torch.zeros(3, device="meta")))
@@ -341,8 +347,10 @@ def run_case(seed: int, case: int, weights: list[PackedWeight], folder: Path, co
             t = tensors[name]
             turned = t.expand(2, *t.shape)[0] if choose.random() < 0.5 else torch.stack([t, t], -1)[..., 0]
             tensors[name] = choose.choice((turned, t.to_sparse() if t.dtype == torch.float32 else turned))
+        made(size)
         accepted = read_fields(weight, sizes, tensors)
     elif way == "state":
+        made(size)
         accepted = read_state(weight, sizes if choose.random() < 0.95 else choose.choice(NO_NUMBERS), tensors)
     else:
         about: Any = {"version": VERSION, "layers": {"layer": sizes}, "shared": {}}
@@ -359,10 +367,11 @@ def run_case(seed: int, case: int, weights: list[PackedWeight], folder: Path, co
                 config.from_dict({**about, slip: choose.choice(NO_NUMBERS)})
         path = folder / "model.safetensors"
         named = {f"layer.{name}": t for name, t in tensors.items()}
-        path.write_bytes(file_bytes(choose, named, {"format": "pt", "macko": text}, not honest_header))
+        size = path.write_bytes(file_bytes(choose, named, {"format": "pt", "macko": text}, not honest_header))
         if choose.random() < 0.03:
             as_folder(choose, folder, about)
             path = folder
+        made(size)
         accepted = read_file(choose, weight, path)
         for other in folder.iterdir():
             other.unlink()
@@ -407,30 +416,56 @@ def kind_of(error: BaseException) -> str:
     return f"{type(error).__name__} in {place}: {words}"
 
 
-def work(seed: int, first: int, stop: int, step: int, at: Any, counts: Any, log: str, config: Any) -> None:
+class Limits:
+    """What a case may take of this process, and the most that one took: seconds of the processor, resident bytes."""
+
+    def __init__(self, most: Any) -> None:
+        self.most, self.resident, self.began = most, 0, 0.0
+
+    def begin(self, size: int) -> None:
+        """A file of so many bytes is read from now on."""
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        pages = Path("/proc/self/statm").read_text().split()
+        mapped, self.resident = (int(count) * resource.getpagesize() for count in pages[:2])
+        # Of what is asked for, so also of what nobody touches: then MemoryError, or RuntimeError of torch.
+        limit = mapped + BYTES_A_BYTE * size + MORE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process
+        self.began = time.process_time()
+
+    def end(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self.most[0] = max(self.most[0], time.process_time() - self.began)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        peak = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+        self.most[1] = max(self.most[1], peak - self.resident)
+
+
+def work(seed: int, first: int, stop: int, step: int, at: Any, counts: Any, most: Any, log: str, config: Any) -> None:
     """Cases first, first + step, ... below stop; writes what fails to the log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who watches ends it
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    weights = honest()
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES,) * 2)
+    weights, limits = honest(), Limits(most)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         for case in range(first, stop, step):
             at[0], at[1] = case, time.monotonic()
             try:
-                counts[run_case(seed, case, weights, Path(folder), config) == "accepted"] += 1
+                counts[run_case(seed, case, weights, Path(folder), config, limits.begin) == "accepted"] += 1
             except BaseException as error:
+                limits.end()
                 with open(log, "a") as file:
                     file.write(json.dumps([case, kind_of(error)]) + "\n")
                 for other in Path(folder).iterdir():
                     other.unlink()
+            limits.end()
         at[0] = -1
 
 
-def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, int], list[tuple[int, str]]]:
-    """Runs all cases, or until a signal; how many were refused and accepted, and the failures."""
+def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, Any], list[tuple[int, str]]]:
+    """Runs all cases, or until a signal; how many were refused and accepted, the most that one took, the failures."""
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -439,11 +474,12 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, in
     stop = start + cases
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as log:
         counts = [context.RawArray("q", 2) for _ in range(workers)]
+        most = [context.RawArray("d", 2) for _ in range(workers)]
         places = [context.RawArray("d", 2) for _ in range(workers)]
 
         def begin(worker: int, first: int) -> Any:
             places[worker][0], places[worker][1] = first, time.monotonic()
-            arguments = (seed, first, stop, workers, places[worker], counts[worker], log.name, config)
+            arguments = (seed, first, stop, workers, places[worker], counts[worker], most[worker], log.name, config)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
             return process
@@ -453,7 +489,7 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, in
             time.sleep(0.05)
             for worker, process in list(running.items()):
                 case, since = int(places[worker][0]), places[worker][1]
-                late = process.is_alive() and time.monotonic() - since > SECONDS
+                late = process.is_alive() and time.monotonic() - since > 10 * SECONDS
                 if late:
                     process.kill()
                 elif process.is_alive():
@@ -462,7 +498,8 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, in
                 if int(places[worker][0]) < 0:
                     del running[worker]
                     continue
-                died = f"took over {SECONDS} s" if late else f"ended with status {process.exitcode}"
+                slow = late or process.exitcode == -signal.SIGPROF
+                died = f"took over {SECONDS:g} s" if slow else f"ended with status {process.exitcode}"
                 failures.append((case, died))
                 if case + workers < stop:
                     running[worker] = begin(worker, case + workers)
@@ -473,7 +510,9 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, in
             process.join()
         failures += [tuple(json.loads(line)) for line in log]
         refused, accepted = (sum(count[i] for count in counts) for i in range(2))
-    return {"refused": refused, "accepted": accepted}, sorted(failures)
+        seconds, grown = (max(each[i] for each in most) for i in range(2))
+    took = {"most_seconds": round(seconds, 3), "most_bytes": int(grown)}
+    return {"refused": refused, "accepted": accepted, **took}, sorted(failures)
 
 
 def write_corpus(folder: Path) -> None:
@@ -513,14 +552,14 @@ def main() -> int:
         return 0
     if options.only is not None:
         with tempfile.TemporaryDirectory() as folder:
-            print(run_case(options.seed, options.only, honest(), Path(folder), mackoconfig()))
+            print(run_case(options.seed, options.only, honest(), Path(folder), mackoconfig(), lambda size: None))
         return 0
     begun = time.monotonic()
     outcomes, failures = watch(options.seed, options.cases, options.workers, options.start)
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     line = {
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "cases": sum(outcomes.values()) + len(failures),
+        "cases": outcomes["refused"] + outcomes["accepted"] + len(failures),
         "seed": options.seed,
         "start": options.start,
         "seconds": math.ceil(time.monotonic() - begun),

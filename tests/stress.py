@@ -33,14 +33,18 @@ from torch import Tensor
 
 import macko
 from benchmarks.timing import append_jsonl, commit
-from macko import EcWeight, MackoWeight, _library
-from macko.formats import BitmapWeight, Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko import FORMATS, EcWeight, MackoWeight, _library
+from macko.formats import Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 #: Rows, columns and density. Of eight columns, for norms and gates; rings of stages that wrap several times, by columns
 #: and by rows; odd everywhere; less than a tile and a chunk; a weight that L2 holds, so that copies are fast; one that
 #: it does not. The first come first where time is short.
 SMALL = {"of eight": (136, 520, 0.9), "wide": (72, 9000, 0.5), "odd": (200, 1001, 0.3), "no tile": (63, 255, 0.5)}
+#: Of SMALL, what fills no tile and wraps rings, once in each type: for a tool that takes seconds a product. Of the wide
+#: one tile's kernels, which take a time that grows with the columns there (40 s a product), get so many.
+LEAN, LEAN_COLS = (("of eight", torch.float16), ("wide", torch.bfloat16)), 2600
+OTHER_KERNELS = ("macko", "sell", "ec", "slide")
 LARGE = {"tall": (20_011, 264, 0.5), "in L2": (4096, 4096, 0.5), "beyond L2": (11_008, 8192, 0.4)}
 #: Products of a GPU between two looks at the clock, and of one graph.
 BATCH = 64
@@ -118,25 +122,23 @@ def integers(shape: Sequence[int], low: int, high: int, density: float, random: 
     return t * (torch.rand(*shape, device=random.device, generator=random) < density)
 
 
-def exact(x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x W^T + bias, of integers below 2^24, rounded once. Of small ones the CPU's: a tool on the GPU takes longer."""
-    on = x.device if w.numel() > 1 << 20 else torch.device("cpu")
-    y = x.to(on).double() @ w.to(on).double().t()
-    return (y if bias is None else y + bias.to(on).double()).to(dtype).to(x.device)
+def exact(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """x W^T + bias, of integers below 2^24, rounded once."""
+    return (x.double() @ w.double().t() + bias.double()).to(w.dtype)
 
 
 def packings(w: Tensor, small: bool) -> dict[str, Callable[[], PackedWeight]]:
-    """Every layout of w that its device runs, with every width of what a decoder reads."""
+    """Every layout of w that its device runs, with every width of what a decoder reads; slide's are in SLIDES."""
     made: dict[str, Callable[[], PackedWeight]] = {
         f"macko {bits} bits": partial(MackoWeight.from_dense, w, bits) for bits in (2, 4, 8)
     }
     if w.is_cuda:
         for bits in (0, *range(2, 7)) if small else (0,):
             made[f"sell {bits or 'chosen'} bits"] = partial(SellWeight.from_dense, w, gap_bits=bits)
-    else:
-        made["bitmap"] = partial(BitmapWeight.from_dense, w)
-    made["tile"] = partial(TileWeight.from_dense, w)
-    made["ec"] = partial(EcWeight.from_dense, w)
+    for kind in FORMATS.values():
+        runs = kind is TileWeight or w.device.type in kind.device_types  # tile's is dense rows on a CPU
+        if runs and w.dtype in kind.dtypes and kind not in (MackoWeight, SellWeight, SlideWeight):
+            made[kind.format] = partial(kind.from_dense, w)
     made["ec paper 4 bits"] = partial(EcWeight.paper, w)
     made["ec 1 lane, slabs"] = partial(EcWeight.from_dense, w, lanes=1, tile_rows=1024, max_slabs=4)
     return made
@@ -152,20 +154,20 @@ SLIDES = {
 }
 
 
-def slide(w: Tensor, n: int, element: int, largest: int) -> SlideWeight:
+def slide(w: Tensor, n: int, element: int, largest: int, device: torch.device) -> SlideWeight:
     """A slide weight of a w without its pattern's zeros."""
     w = w.clone()
     if n:  # the pattern (2n-2):2n
         w[:, 1 :: 2 * n] = w[:, 3 :: 2 * n] = 0
     w[:, 0], w[:, 1] = largest, 0
-    return SlideWeight.from_dense(w, n, 3 if element == 2 and w.dtype == torch.bfloat16 else element)
+    return SlideWeight.from_dense(w.to(device), n, 3 if element == 2 and w.dtype == torch.bfloat16 else element)
 
 
-def with_list(w: Tensor, random: torch.Generator) -> Dense12Weight:
+def with_list(w: Tensor, random: torch.Generator, device: torch.device) -> Dense12Weight:
     """A dense12 weight with w's signs. It has powers of 4, seven of them so often that the eighth, 1, is listed."""
     powers = 4 ** torch.randint(1, 8, w.shape, device=w.device, generator=random)
     rare = torch.rand(*w.shape, device=w.device, generator=random) < 0.005
-    return Dense12Weight.from_dense((w.sign() * torch.where(rare, 1, powers)).to(w.dtype))
+    return Dense12Weight.from_dense((w.sign() * torch.where(rare, 1, powers)).to(w.dtype).to(device))
 
 
 def packed_bytes(kind: type[PackedWeight], w: Tensor) -> Tensor:
@@ -182,89 +184,115 @@ def cases_of(
     w: Tensor,
     random: torch.Generator,
     largest: int,
+    lean: bool,
     placed: Callable[[Tensor], Tensor],
 ) -> Iterator[Case]:
-    """The products of one weight, and what else its layout can do here. placed: puts a tensor where it is read."""
+    """The products of one weight, and what else its layout can do here. placed: puts a tensor where it is read.
+
+    Numbers are made, and products are exact, where `random` and w are. lean: none without a bias.
+    """
     dtype, (rows, cols) = w.dtype, w.shape
-    bias = placed(integers((rows,), -3, 3, 1, random).to(dtype))
-    for count in TOKENS[packed.format]:
+    bias, none = integers((rows,), -3, 3, 1, random).to(dtype), torch.zeros(rows, dtype=dtype, device=w.device)
+    there = placed(bias)
+
+    def case(about: str, call: Callable[[], Tensor], wanted: Tensor) -> Case:
+        return Case(f"{name}, {about}", call, wanted.to(there.device))
+
+    for count in TOKENS.get(packed.format, TOKENS["tile"]):
         x = integers((count, cols), -1, 1, 1, random)
         if largest:
             x[:, 0], x[:, 1] = 0, largest
-        x = placed(x.to(dtype))
-        yield Case(f"{name}, {count} tokens", partial(packed.linear, x), exact(x, w, None, dtype))
-        yield Case(f"{name}, {count} tokens, bias", partial(packed.linear, x, bias), exact(x, w, bias, dtype))
-        if w.is_cuda and cols % 8 == 0 and not largest:
+        x = x.to(dtype)
+        if not lean:
+            yield case(f"{count} tokens", partial(packed.linear, placed(x)), exact(x, w, none))
+        yield case(f"{count} tokens, bias", partial(packed.linear, placed(x), there), exact(x, w, bias))
+        if there.is_cuda and cols % 8 == 0 and not largest:
             # x of 1 and -1 is its own norm; silu(16) is 16 in 16 bits, and silu(0) 0.
-            x = placed(integers((count, cols), 0, 1, 1, random).mul(2).sub(1).to(dtype))
-            scale = placed(integers((cols,), 1, 2, 1, random).to(dtype))
-            normed = partial(packed.norm_linear, x, scale, 0.0, bias)
-            yield Case(f"{name}, {count} tokens, norm", normed, exact(x * scale, w, bias, dtype))
-            gate = placed(integers((count, cols), 0, 1, 1, random).mul(16).to(dtype))
-            gated = partial(packed.gated_linear, gate, x, bias)
-            yield Case(f"{name}, {count} tokens, gate", gated, exact(gate * x, w, bias, dtype))
+            x = integers((count, cols), 0, 1, 1, random).mul(2).sub(1).to(dtype)
+            scale = integers((cols,), 1, 2, 1, random).to(dtype)
+            normed = partial(packed.norm_linear, placed(x), placed(scale), 0.0, there)
+            yield case(f"{count} tokens, norm", normed, exact(x * scale, w, bias))
+            gate = integers((count, cols), 0, 1, 1, random).mul(16).to(dtype)
+            gated = partial(packed.gated_linear, placed(gate), placed(x), there)
+            yield case(f"{count} tokens, gate", gated, exact(gate * x, w, bias))
     if rows == cols and not largest and "list" not in name:  # the second waits for what the first one writes
-        x = placed(integers((1, cols), -1, 1, 0.1, random).to(dtype))
-        wanted = exact(exact(x, w, None, dtype), w, None, dtype)
-        yield Case(f"{name}, 1 token, twice", lambda: packed.linear(packed.linear(x)), wanted)
+        x = integers((1, cols), -1, 1, 0.1, random).to(dtype)
+        first = placed(x)
+        yield case("1 token, twice", lambda: packed.linear(packed.linear(first)), exact(exact(x, w, none), w, none))
     if not isinstance(packed, SlideWeight) or packed.element > 1:
-        yield Case(f"{name}, dense", packed.to_dense, w)
+        yield case("dense", packed.to_dense, w)
 
 
-def packing_cases(w: Tensor, name: str, small: bool) -> list[Case]:
-    there = w.cpu() if small else w  # large ones are compared with themselves, which takes less time
-    kinds = [kind for kind in (MackoWeight, TileWeight, EcWeight, Dense12Weight) if w.dtype in kind.dtypes]
-    packs = [(kind, bytes_of(kind.from_dense(there)).to(w.device)) for kind in kinds]
-    if w.is_cuda:
-        packs.append((SellWeight, bytes_of(SellWeight.from_dense(w))))
+def packing_cases(w: Tensor, name: str, device: torch.device) -> list[Case]:
+    """Packed on both devices; what lies on one only, as a large w does, is compared with itself."""
+    there = w.to(device)
+    kinds = [kind for kind in FORMATS.values() if kind is TileWeight or "cuda" in kind.device_types]
+    kinds = [kind for kind in kinds if w.dtype in kind.dtypes and kind not in (SellWeight, SlideWeight)]
+    packs = [(kind, bytes_of(kind.from_dense(w)).to(device)) for kind in kinds]
+    if there.is_cuda:
+        packs.append((SellWeight, bytes_of(SellWeight.from_dense(there))))
     return [
-        Case(f"{kind.format} packing {name}", partial(packed_bytes, kind, w), wanted, captures=False)
+        Case(f"{kind.format} packing {name}", partial(packed_bytes, kind, there), wanted, captures=False)
         for kind, wanted in packs
     ]
 
 
 def problems(
-    device: torch.device, small: bool, seed: int, placed: Callable[[Tensor], Tensor] = surrounded
+    device: torch.device,
+    small: bool,
+    seed: int,
+    placed: Callable[[Tensor], Tensor] = surrounded,
+    lean: bool = False,
 ) -> Iterator[Problem]:
-    """A problem's cases are made when its turn comes."""
-    random = torch.Generator(device).manual_seed(seed)
+    """A problem's cases are made when its turn comes. placed: gives a tensor of the device another place there.
+
+    What small ones need beside macko's kernels is computed on the CPU: a tool has to follow all that the GPU does.
+    """
+    random = torch.Generator("cpu" if small else device).manual_seed(seed)
+
+    def put(t: Tensor) -> Tensor:
+        return placed(t.to(device))
 
     def cases(full: str, make: Callable[[], PackedWeight], w: Tensor | None, largest: int) -> list[Case]:
         packed = make()
-        w = packed.to_dense() if w is None else w
+        w = packed.to_dense().to(random.device) if w is None else w
         packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})  # type: ignore[type-var]
-        return list(cases_of(full, packed, w, random, largest, placed))
+        return list(cases_of(full, packed, w, random, largest, lean, put))
 
     for (shape, (rows, cols, density)), dtype in itertools.product(
         (SMALL if small else LARGE).items(), (torch.float16, torch.bfloat16)
     ):
+        if lean and (shape, dtype) not in LEAN:
+            continue
         w = integers((rows, cols), -2, 2, density, random).to(dtype)
         about = f"{shape} {rows}x{cols} {str(dtype).removeprefix('torch.')}"
         made: list[tuple[str, Callable[[], PackedWeight], Tensor | None, int]]
-        made = [(name, make, w, 0) for name, make in packings(w, small).items()]
+        made = [(name, make, w, 0) for name, make in packings(w.to(device), small).items()]
         for name, (n, element, largest) in SLIDES.items():
             if SlideWeight.runs(device, torch.float8_e4m3fn if element == 1 else dtype):
-                made.append((name, partial(slide, w, n, element, largest), None, largest))
+                made.append((name, partial(slide, w, n, element, largest, device), None, largest))
         if dtype in Dense12Weight.dtypes:
-            made.append(("dense12", partial(Dense12Weight.from_dense, w), w, 0))
-            made.append(("dense12 with a list", partial(with_list, w, random), None, 0))
+            made.append(("dense12 with a list", partial(with_list, w, random, device), None, 0))
+        if lean and cols > LEAN_COLS:
+            narrow = w[:, :LEAN_COLS].contiguous()
+            made = [each for each in made if each[0].startswith(OTHER_KERNELS)]
+            wide = packings(narrow.to(device), small).items()
+            made += [(name, make, narrow, 0) for name, make in wide if not name.startswith(OTHER_KERNELS)]
+            made.append(("dense12 with a list", partial(with_list, narrow, random, device), None, 0))
         for name, make, dense, largest in made:
             varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
             for keys in KNOBS.get(name.partition(" ")[0], ("",)) if varied else ("",):
                 full = f"{name} {about} {keys}".rstrip()
                 yield Problem(full, keys, partial(cases, full, make, dense, largest))
-        yield Problem(f"packing {about}", "", partial(packing_cases, w, about, small))
+        yield Problem(f"packing {about}", "", partial(packing_cases, w, about, device))
 
 
 def compared(case: Case, wrong: Tensor) -> Tensor:
-    """One product in memory that was NaN, compared: NaN is wrong too. Gives what it made."""
-    if not case.captures:
-        y = case.call()
-        wrong += (y != case.wanted).sum() if y.shape == case.wanted.shape else case.wanted.numel()
-        return y
-    torch.full_like(case.wanted, float("nan"))  # freed at once: the product takes the same memory
-    y = case.call()
-    wrong += (y != case.wanted).sum()
+    """One product in memory that was NaN, compared where `wrong` is: NaN is wrong too. Gives what it made."""
+    if case.captures and wrong.device == case.wanted.device:
+        torch.full_like(case.wanted, float("nan"))  # freed at once: the product takes the same memory
+    y, wanted = case.call().to(wrong.device), case.wanted.to(wrong.device)
+    wrong += (y != wanted).sum() if case.captures or y.shape == wanted.shape else wanted.numel()
     return y
 
 
@@ -415,23 +443,27 @@ def run_for(device: torch.device, minutes: float, seed: int, only: str, turn: Tu
     counts.left = max(0, counts.left - counts.problems)
 
 
-def run_once(device: torch.device, minutes: float, only: str, turn: Turn, counts: Counts) -> None:
-    """Each case of the small problems once, eagerly, while there is time.
+def run_once(
+    device: torch.device, minutes: float, only: str, turn: Turn, counts: Counts, lean: bool, said: Callable[[], None]
+) -> None:
+    """Each case of the small problems once, eagerly, while there is time; said() after each problem.
 
     Tensors have nothing around: so a tool sees their ends.
     """
     end = time.monotonic() + minutes * 60
-    todo = named(problems(device, True, 0, torch.Tensor.contiguous), only)
+    todo = named(problems(device, True, 0, torch.Tensor.contiguous, lean), only)
+    counts.left = len(todo)
     while time.monotonic() < end and (number := turn()) < len(todo):
         problem = todo[number]
         with _library.plan(problem.plan):
             for case in problem.cases():
                 print(case.name, file=sys.stderr, flush=True)  # the last one, where it hangs
-                wrong = torch.zeros((), dtype=torch.int64, device=device)
+                wrong = torch.zeros((), dtype=torch.int64, device="cpu" if lean else device)
                 compared(case, wrong)
                 counts.add(case.name, "eager", 1, case.wanted.numel(), [wrong])
         counts.problems += 1
-    counts.left = len(todo) - counts.problems
+        counts.left -= 1
+        said()
 
 
 @contextlib.contextmanager
@@ -452,34 +484,43 @@ def stress(
     seed: int = 0,
     only: str = "",
     once: bool = False,
+    lean: bool = False,
     turn: Turn | None = None,
+    tell: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """What was run on the device, as the line has it. turn: numbers of problems, where other processes have some."""
+    """What was run on the device, as the line has it. turn: numbers of problems, where other processes have some.
+
+    once: the small problems once; lean: LEAN of them; tell: gets the line after each of them, too.
+    """
     counts, begun = Counts(device), time.monotonic()
     turn = turn or itertools.count().__next__
+
+    def line() -> dict[str, Any]:
+        return {
+            "what": "stress",
+            "commit": commit(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "seconds": round(time.monotonic() - begun, 1),
+            "seed": seed,
+            "jobs": 1,
+            "problems": counts.problems,
+            "problems_left": counts.left,
+            "products": counts.products,
+            "elements": counts.elements,
+            "wrong": counts.wrong,
+            "by_way": dict(counts.by_way),
+            "by_layout": dict(counts.by_layout),
+            "wrong_cases": dict(counts.failures.most_common(20)),
+        }
+
     with whole_sums(), torch.no_grad():
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if once:
-            run_once(device, minutes, only, turn, counts)
+            run_once(device, minutes, only, turn, counts, lean, lambda: tell(line()))
         else:
             run_for(device, minutes, seed, only, turn, counts)
-    return {
-        "what": "stress",
-        "commit": commit(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "seconds": round(time.monotonic() - begun, 1),
-        "seed": seed,
-        "jobs": 1,
-        "problems": counts.problems,
-        "problems_left": counts.left,
-        "products": counts.products,
-        "elements": counts.elements,
-        "wrong": counts.wrong,
-        "by_way": dict(counts.by_way),
-        "by_layout": dict(counts.by_layout),
-        "wrong_cases": dict(counts.failures.most_common(20)),
-    }
+    return line()
 
 
 def together(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -530,6 +571,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="TEXT", help="problems that have it in their name")
     parser.add_argument("--once", action="store_true", help="the small problems once, in one process")
+    parser.add_argument("--lean", action="store_true", help="with --once: of them one size a type, with a bias only")
     parser.add_argument("--turns", type=Path, metavar="FILE", help="with --once: who counts there shares the problems")
     parser.add_argument("--out", help="where lines are appended; default: benchmarks/results/<device>/stress.jsonl")
     options = parser.parse_args(arguments)
@@ -538,7 +580,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if options.once:
         turn = turn_of(options.turns) if options.turns else None
-        lines = [stress(device, options.minutes, only=options.only, once=True, turn=turn)]
+        # A line after each problem: a tool may be stopped, or end its process.
+        tell = lambda line: print(json.dumps(line), flush=True)  # noqa: E731
+        lines = [stress(device, options.minutes, 0, options.only, True, options.lean, turn, tell)]
     elif options.device == "cpu":
         lines = [stress(device, options.minutes, options.seed, options.only)]
     else:

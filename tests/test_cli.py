@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import fcntl
 import json
 import multiprocessing
@@ -568,7 +569,9 @@ def test_bench_says_loudly_where_outputs_are_wrong() -> None:
 
 def sends_a_line(side: str, folder: str, options: argparse.Namespace, given: Any, pipe: Any) -> None:
     found = bench.result(bench.Side(side, 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
-    pipe.send({"results": [found], "about": {"vllm": "1", "NVML": os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]}})
+    about = {"vllm": "1", "NVML": os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]}
+    pipe.send((None, {"model": side, "ms": None, **about}))
+    pipe.send((found, {**dataclasses.asdict(found), **about}))
 
 
 def cannot_fork(measure: Any, *what: Any) -> None:
@@ -602,7 +605,8 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
     assert not multiprocessing.active_children()
     assert "fp8: no times" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    assert [(line["model"], line["ms"], line["vllm"], line["NVML"]) for line in lines] == [("macko", 500, "1", "1")]
+    said = [(line["model"], line["ms"], line["vllm"], line["NVML"]) for line in lines]
+    assert said == [("macko", None, "1", "1"), ("macko", 500, "1", "1")]
     assert not forks.exists()  # this process may have touched CUDA: a fork of it could not
     watched.clear()
 

@@ -966,5 +966,3 @@ def test_commands_that_write_or_serve_refuse_it(tmp_path: Path, capsys: pytest.C
     pytest.importorskip("transformers", minversion="5")
     assert main(["convert", "in", str(tmp_path / "out"), "--format", "dense12"]) == 1
     assert "its file is the dense model" in capsys.readouterr().err
-    assert main(["bench", "random:tiny", "--engine", "vllm", "--format", "dense12"]) == 1
-    assert "no engine holds it yet" in capsys.readouterr().err

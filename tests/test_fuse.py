@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -66,6 +69,12 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, packed: list[Tensor], *ot
     return linear(norm(x), packed, *others)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, other: Tensor | None = None) -> list[Tensor]:
+    norm = Norm(len(weight), weight.dtype, eps)
+    norm.weight.data = weight
+    return [norm(x)] if other is None else [norm(x + other), x + other]
+
+
 def gated_linear(gate: Tensor, up: Tensor, packed: list[Tensor], *others: Any) -> Tensor:
     return linear(nn.functional.silu(gate) * up, packed, *others)
 
@@ -76,18 +85,20 @@ def linear(x: Tensor, packed: list[Tensor], header: list[int], bias: Tensor | No
 
 
 @pytest.fixture
-def on_the_cpu() -> Iterator[None]:
-    """Ops of sell for CPU tensors, as the functions above."""
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ops of a GPU's layouts for CPU tensors, as the functions above."""
+    monkeypatch.setattr(macko.fuse, "_DEVICE", "cpu")
     with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one already, which says why there is none
         library.impl("linear", linear, "CPU", allow_override=True)
+        library.impl("rms_norm", rms_norm, "CPU", allow_override=True)
         library.impl("norm_linear", norm_linear, "CPU", allow_override=True)
         library.impl("gated_linear", gated_linear, "CPU", allow_override=True)
         yield
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.macko.linear(x, [w] * 4, [LAYOUTS.index("sell"), *w.shape, 3, 8, 4, 0, 4], bias)
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None, layout: str = "sell") -> Tensor:
+    return torch.ops.macko.linear(x, [w] * 4, [LAYOUTS.index(layout), *w.shape, 3, 8, 4, 0, 4], bias)
 
 
 def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
@@ -103,6 +114,80 @@ def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
     backend = aot_autograd(fw_compiler=run, decompositions=select_decomp_table())
     with torch.no_grad():
         return torch.compile(model, backend=backend, fullgraph=True)(*inputs), list(watched.seen)
+
+
+class Block(nn.Module):
+    """A decoder's, without the attention between: q and k of one norm, gate and up as one matrix or two."""
+
+    def __init__(self, dtype: torch.dtype, layout: str, merged: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm(64, dtype) for _ in range(3))
+        shapes = [(64, 64), (64, 64), (64, 64), (160, 64), (64, 80)]
+        self.w = [random_weight(*shape, 0.5, dtype, seed=seed) for seed, shape in enumerate(shapes)]
+        self.merged, self.layout = merged, layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, o, gate_up, down = self.w
+        normed = self.norms[0](x)
+        h = x + self.product(self.product(normed, q) + self.product(normed, k), o)
+        normed = self.norms[1](h)
+        if self.merged:
+            both = self.product(normed, gate_up)
+            gate, up = both[..., :80], both[..., 80:]
+        else:
+            gate, up = self.product(normed, gate_up[:80]), self.product(normed, gate_up[80:])
+        h = h + self.product(nn.functional.silu(gate) * up, down)
+        return self.norms[2](h)  # which a dense layer uses
+
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
+        return product(x, w, layout=self.layout)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 64])
+@pytest.mark.parametrize("layout", ["sell", "tile", "dense12"])
+def test_a_block(layout: str, tokens: int, merged: bool) -> None:
+    """One norm for all who use it, with the sum in front of it; of one token sums are biases. To the bits of modules,
+    but for these."""
+    block, x = Block(torch.bfloat16, layout, merged), random_vector(tokens, 1, 64, dtype=torch.bfloat16)
+    y, names = compiled(block, x)
+    both = 1 if merged else 2
+    if tokens > 1:
+        qk = ["rms_norm", "linear", "linear", "add", "linear"]
+        assert names == [*qk, "rms_norm", *["linear"] * both, "gated_linear", "add", "add"]
+        assert_same_bits(y, block(x))
+        return
+    if layout == "sell":
+        assert names == ["norm_linear", "norm_linear", "linear", *["norm_linear"] * both, "gated_linear", "add"]
+    else:
+        assert names == ["rms_norm", *["linear"] * 3, "rms_norm", *["linear"] * both, "gated_linear", "add"]
+    # Of its norms' input, up to 4 times as large as what they give, up to three roundings differ.
+    assert_near(y, block(x).double(), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_batch_that_may_change() -> None:
+    """As for the number that it was compiled with, where sums are no biases. Not for one of many tokens."""
+    block, x = Block(torch.bfloat16, "tile", True), random_vector(3, 1, 64, dtype=torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0)
+    y, names = compiled(block, x)
+    assert names == [
+        "rms_norm", *["linear"] * 2, "add", "linear", "rms_norm", "linear", "gated_linear", "add", "add",
+    ]  # fmt: skip
+    assert_same_bits(y, block(x))
+    many = random_vector(65, 1, 64, dtype=torch.bfloat16)
+    torch._dynamo.mark_dynamic(many, 0)
+    assert {*compiled(block, many)[1]} == {"linear", "add"}
+
+
+def test_on_a_cpu_norms_and_gates_stay() -> None:
+    """No kernel of macko's makes them there."""
+    block, x = Block(torch.bfloat16, "tile", True), torch.zeros(2, 64, dtype=torch.bfloat16)
+    with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("linear", linear, "CPU", allow_override=True)
+        assert {*compiled(block, x)[1]} == {"linear", "add"}
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -162,8 +247,10 @@ def test_what_stays() -> None:
         assert_same_bits(y, model(*inputs))
         return names
 
-    two = random_vector(2, 64, dtype=torch.float16)
-    assert kept(lambda x: product(norm(x), w), two) == ["add", "linear"]
+    many = random_vector(65, 64, dtype=torch.float16)
+    assert kept(lambda x: product(norm(x), w), many) == ["add", "linear"]
+    assert kept(lambda x: product(norm(x), w, layout="macko"), x) == ["add", "linear"]
+    assert kept(lambda x, y: product(x, w) + y, many[:2], y.expand(2, 40)) == ["linear", "add"]
     assert kept(lambda x, y: product(x, w, y[0]) + y, x, y) == ["linear", "add"]
     assert kept(lambda x: product(x, w) + 1, x) == ["linear", "add"]
     assert kept(lambda x, y: product(x, w) + y, x, torch.ones(3, 40).half()) == ["linear", "add"]
@@ -178,9 +265,9 @@ def test_what_stays() -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_sizes_that_depend_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)  # monkeypatch would delete it in the end
+def test_sizes_that_depend_on_data() -> None:
     """As many tokens, or as long a residual, as a mask says: such graphs compile, and stay."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     w, x = random_weight(40, 64, 0.5, torch.float16), random_vector(4, 64, dtype=torch.float16)
     one, mask, others = x[:1], torch.tensor([True, False, False, False]), torch.ones(4, 40).half()
 
@@ -321,8 +408,57 @@ def test_norm_and_gate_before_every_layout(weight: type[PackedWeight], tokens: i
         normed = packed.norm_linear(4 * signs[:1].to(dtype).cuda(), factor.to(dtype).cuda(), 0.0)
         assert_same_bits(normed + 0, ((signs[:1] * factor).double() @ w.double().T).to(dtype) + 0)
         gate, up = torch.full((2, tokens, cols), 64.0), signs / 64
-        gated = packed.gated_linear(gate.to(dtype).cuda(), up.to(dtype).cuda(), torch.ones(70).to(dtype).cuda())
-        assert_same_bits(gated + 0, (signs.double() @ w.double().T + 1).to(dtype) + 0)
+        bias, wanted = torch.ones(70).to(dtype).cuda(), (signs.double() @ w.double().T + 1).to(dtype) + 0
+        gated = packed.gated_linear(gate.to(dtype).cuda(), up.to(dtype).cuda(), bias)
+        assert_same_bits(gated + 0, wanted)
+        both = torch.cat([gate, up], -1).to(dtype).cuda()  # halves of one product
+        assert_same_bits(packed.gated_linear(both[..., :cols], both[..., cols:], bias) + 0, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rms_norm(dtype: torch.dtype) -> None:
+    """Of signs exact, alone and as the sum of two; of others the sum has the bits of torch's, and the norm those of the
+    norm of that."""
+    op = torch.ops.macko.rms_norm
+    for cols in COLS:
+        for tokens in (1, 5, 64):
+            signs = torch.where(torch.rand(tokens, 1, cols) < 0.5, -1, 1).to(dtype).cuda()
+            weight = (torch.arange(cols) % 5).to(dtype).cuda()
+            assert_same_bits(op(4 * signs, weight, 0.0)[0] + 0, signs * weight + 0)
+            part = torch.randint(-3, 4, signs.shape).to(dtype).cuda()
+            normed, total = op(signs - part, weight, 0.0, part)
+            assert_same_bits(total, signs)
+            assert_same_bits(normed + 0, signs * weight + 0)
+            a, b = (random_vector(tokens, cols, dtype=dtype, seed=seed).cuda() for seed in (1, 2))
+            normed, total = op(a, weight, EPS, b)
+            assert_same_bits(total, a + b)
+            assert_same_bits(normed, op(total, weight, EPS)[0])
+
+
+@pytest.mark.gpu
+def test_rms_norm_errors_opcheck_and_views() -> None:
+    op = torch.ops.macko.rms_norm
+    x, weight = random_vector(3, 256, dtype=torch.float16).cuda(), torch.ones(256).half().cuda()
+    torch.library.opcheck(op, (x, weight, EPS))
+    torch.library.opcheck(op, (x, weight, EPS, x + 1))
+    assert_same_bits(op(x.expand(2, 3, 256), weight, EPS)[0][1], op(x, weight, EPS)[0])
+    shifted = torch.cat([weight[:3], x.flatten()])[3:].view(3, 256)
+    assert_same_bits(op(shifted, weight, EPS, x)[0], op(x, weight, EPS, shifted)[0])
+    with pytest.raises(RuntimeError, match="weight has 255 elements, the matrix has 256 columns"):
+        op(x, weight[1:], EPS)
+    with pytest.raises(RuntimeError, match=r"other has shape \[2, 256\], x has \[3, 256\]"):
+        op(x, weight, EPS, x[:2])
+    with pytest.raises(RuntimeError, match="other has dtype bfloat16, expected float16"):
+        op(x, weight, EPS, x.bfloat16())
+    with pytest.raises(RuntimeError, match="other is on cpu, x is on cuda:0"):
+        op(x, weight, EPS, x.cpu())
+    with pytest.raises(RuntimeError, match="cols is 255, expected a multiple of 8"):
+        op(x[:, 1:], weight[1:], EPS)
+    with pytest.raises(RuntimeError, match="x has dtype float32, expected float16 or bfloat16"):
+        op(x.float(), weight.float(), EPS)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        op(x.clone().requires_grad_(), weight, EPS)[0].sum().backward()
 
 
 @pytest.mark.gpu
@@ -424,9 +560,11 @@ def test_a_chain_many_times() -> None:
 @pytest.mark.gpu
 @needs_capture
 @needs_transformers
+@pytest.mark.parametrize(("compile", "merge"), [("default", True), ("fast", True), ("fast", False)])
 @pytest.mark.parametrize(("format", "batch"), [("sell", 1), ("tile", 1), ("tile", 3)])
-def test_generate_compiled(format: str, batch: int) -> None:
-    """A Llama whose step of a token is compiled with the pass: with its kernels, and the tokens of eager mode."""
+def test_generate_compiled(format: str, batch: int, compile: str, merge: bool) -> None:
+    """A Llama whose step of a token is compiled with the pass, by default and as an option: with its kernels, and the
+    tokens of eager mode."""
     from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
     from macko.bench import COMPILED, FOR_SPARSE
@@ -438,18 +576,52 @@ def test_generate_compiled(format: str, batch: int) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).half().cuda().eval()
     macko.prune_(model, 0.5)
-    assert len(macko.sparsify_(model, format=format, merge=True).changed) == 14
+    assert len(macko.sparsify_(model, format=format, merge=merge).changed) == 14
     prompt = torch.arange(8, device="cuda").expand(batch, 8)
     more = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     eager = model.generate(prompt, **more)
     torch._dynamo.reset()
     watched = Watched()
-    options = {"triton.cudagraphs": True, **COMPILED["fast"], **FOR_SPARSE, "post_grad_custom_pre_pass": watched}
-    compiled = CompileConfig(mode=None, options={**options, "fx_graph_cache": False})  # type: ignore[arg-type]
-    found = model.generate(prompt, cache_implementation="static", compile_config=compiled, **more)
-    assert torch.equal(found, eager)
-    layer = ["norm_linear", "linear", "norm_linear", "gated_linear"] if format == "sell" else ["linear"] * 4
-    assert [name for name in watched.seen if name.endswith("linear")] == layer * 2
+    default: dict[str, Any] = {"fx_graph_cache": False}
+    settings: dict[str, Any] = {"cache_implementation": "static", **more}
+    if compile == "fast":
+        options = {"triton.cudagraphs": True, **COMPILED["fast"], **FOR_SPARSE, "post_grad_custom_pre_pass": watched}
+        settings["compile_config"] = CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
+    else:
+        default["post_grad_custom_pre_pass"] = watched
+    with torch._inductor.config.patch(default):
+        assert torch.equal(model.generate(prompt, **settings), eager)
+    in_product = format == "sell"
+    qkv, both = ["linear"] * (1 if merge else 3), ["linear"] * (1 if merge else 2)
+    if in_product:
+        layer = [*("norm_" + name for name in qkv), "linear", *("norm_" + name for name in both), "gated_linear"]
+    else:
+        layer = ["rms_norm", *qkv, "linear", "rms_norm", *both, "gated_linear"]
+    assert [name for name in watched.seen if name.endswith(("linear", "norm"))] == layer * 2
+
+
+@pytest.mark.slow
+def test_by_default() -> None:
+    """In a process of its own: the pass is there once a sparse layer is compiled, not for import, and not where it is
+    unwanted or there is another."""
+    code = """
+import torch, macko
+from torch._inductor import config
+mine = object() if OTHER else None
+config.post_grad_custom_pre_pass = mine
+layer, x = macko.SparseLinear(64, 64), torch.ones(1, 64)
+with torch.no_grad():
+    layer(x)
+    assert config.post_grad_custom_pre_pass is mine
+    torch.compile(layer, backend="eager")(x)
+print(type(config.post_grad_custom_pre_pass).__name__)
+"""
+    for other, said, wanted in ((False, "1", "Fuse"), (False, "0", "NoneType"), (True, "1", "object")):
+        ran = subprocess.run(
+            [sys.executable, "-c", code.replace("OTHER", str(other))],
+            capture_output=True, text=True, check=False, env={**os.environ, "MACKO_FUSE": said},
+        )  # fmt: skip
+        assert ran.stdout.strip() == wanted, ran.stderr
 
 
 @needs_transformers

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 @pytest.mark.slow
 def test_mutated_files_are_refused_or_read() -> None:
@@ -19,6 +21,33 @@ def test_mutated_files_are_refused_or_read() -> None:
     assert line["failures"] == {}
     assert line["refused"] + line["accepted"] == line["cases"] == 2000
     assert line["accepted"] > 20
+    assert 0 < line["most_seconds"] <= 2
+    assert line["most_bytes"] > 0
+
+
+#: Of four cases the second does not end, and the third asks for more than 64 MB and four times its 100 bytes.
+PLANTED = """
+from tests import fuzz
+
+def run_case(seed, case, weights, folder, config, made):
+    made(100)
+    while case == 1:
+        pass
+    assert len(bytearray((65 if case == 2 else 60) << 20))
+    return "accepted"
+
+fuzz.run_case, fuzz.honest, fuzz.SECONDS = run_case, list, 0.5
+outcomes, failures = fuzz.watch(0, 4, 1, 0)
+assert outcomes["accepted"] == 2, outcomes
+assert 59 << 20 < outcomes["most_bytes"] < 64 << 20, outcomes
+assert failures == [(1, "took over 0.5 s"), (2, "MemoryError in : ")], failures
+"""
+
+
+def test_a_case_that_hangs_and_one_that_takes_memory_are_failures() -> None:
+    pytest.importorskip("safetensors")
+    done = subprocess.run([sys.executable, "-c", PLANTED], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -5,10 +5,17 @@ import itertools
 import pytest
 import torch
 
+from macko import FORMATS
 from tests import stress
 from tests.common import assert_same_bits
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_every_format_has_problems(lean: bool) -> None:
+    found = {problem.name.partition(" ")[0] for problem in stress.problems(CPU, True, 0, lean=lean)}
+    assert found == {"packing", "tile"} | {name for name, kind in FORMATS.items() if "cpu" in kind.device_types}
 
 
 @pytest.mark.slow

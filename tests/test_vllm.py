@@ -154,6 +154,12 @@ def test_the_layout_can_be_chosen_and_a_layer_that_gains_nothing_is_named(run: C
     assert "macko packs" not in got.log
 
 
+def test_a_dense_folder_in_twelve_bits(run: Callable[..., Any]) -> None:
+    got = run("dense", quantization="macko", hf_overrides={"macko": {"format": "dense12", "ignore": []}})
+    assert_same(got, run("dense"))
+    assert "macko packs linear layers: dense12" in got.log
+
+
 @pytest.mark.parametrize("case", ["dense", "packed"])
 def test_two_ranks_have_their_rows_and_columns(run: Callable[..., Any], case: str) -> None:
     options = {"quantization": "macko"} if case == "dense" else {}
@@ -225,10 +231,11 @@ def test_bench_times_each_side(tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
-    wanted = [("decode", 1), ("decode", 2), ("prefill", 1)]
+    wanted = [("decode", 1), ("decode", 2), ("prefill", 1), ("tokens", 1)]
     assert [(x["model"], x["what"], x["batch"]) for x in lines] == [(m, *w) for m in ("dense", "macko") for w in wanted]
-    assert len({line["peak_bytes"] for line in lines}) == 2
-    assert lines[-1]["peak_bytes"] < lines[0]["peak_bytes"]  # of the dummies half were pruned and all were packed
+    assert all(len(line["token_ids"]) == len(line["margins"]) == 4 for line in lines if line["what"] == "tokens")
+    dense, *_, packed = (line["peak_bytes"] for line in lines if line["what"] != "tokens")
+    assert packed < dense  # of the dummies half were pruned and all were packed
     assert all(0 < line["weights_s"] < line["start_s"] for line in lines)
 
 
@@ -236,7 +243,8 @@ def test_what_the_docs_say_to_paste_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text()
     pasted = re.search(r"^    python -m benchmarks.engines --make tiny.*?(?=^- )", page, re.MULTILINE | re.DOTALL)
     assert pasted is not None
-    program = textwrap.dedent(pasted[0]).replace("skip_tokenizer_init=True", f"skip_tokenizer_init=True, **{MORE}")
+    more = f"skip_tokenizer_init=True, **{json.dumps(MORE)}"  # it stands within single quotes of the shell
+    program = textwrap.dedent(pasted[0]).replace("skip_tokenizer_init=True", more)
     path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     command = ["bash", "-ec", f'python() {{ {sys.executable} "$@"; }}\n{program}']
     env = {**os.environ, **QUIET, "PYTHONPATH": path}
@@ -265,6 +273,18 @@ def test_siblings_of_which_some_are_packed_are_refused_by_name() -> None:
     config = config_of({"a.q_proj": ABOUT, "a.v_proj": ABOUT})
     with pytest.raises(ValueError, match=r"a\.qkv_proj is one matrix .* a\.q_proj, a\.v_proj, packed, and a\.k"):
         config.get_quant_method(QKVParallelLinear.__new__(QKVParallelLinear), "a.qkv_proj")
+
+
+def test_what_is_dense_beside_packed_layers_stays_so_but_in_a_format_for_any_weight() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    layer = RowParallelLinear.__new__(RowParallelLinear)
+    with set_current_vllm_config(VllmConfig()):
+        for format, kind in (("auto", "UnquantizedLinearMethod"), ("dense12", "Arriving")):
+            config = config_of({"a.o_proj": ABOUT}, format=format)
+            found = (config.get_quant_method(layer, f"a.{name}") for name in ("o_proj", "down_proj"))
+            assert [type(method).__name__ for method in found] == ["Packed", kind]
 
 
 def test_packed_experts_are_refused_by_name() -> None:
@@ -311,20 +331,47 @@ def test_each_rank_has_its_part_of_a_stack_and_ranks_share_heads(ranks: int) -> 
             method._cut(layer, MackoWeight.from_dense(whole[:, :47].contiguous()), [0, 1, 2])
 
 
-def test_compiled_code_of_other_weights_is_not_taken_from_the_cache() -> None:
-    """Headers are constants in it, and vLLM loads it by a hash of its config, without guards."""
+def test_layers_of_a_shape_are_the_same_code_whatever_they_hold() -> None:
+    """Else vLLM compiles each of them."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from macko.integrations.vllm import Packed
+
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        seen.append((graph.code, [(tensor.device, tensor.dtype, tensor.shape) for tensor in inputs]))
+        return graph.forward
+
+    x = torch.randn(3, 96, dtype=torch.bfloat16)
+    for density in (0.2, 0.6):
+        with set_current_vllm_config(VllmConfig()):
+            method = Packed(config_of({}), "a.o_proj", None, [])
+        layer, packed = torch.nn.Module(), MackoWeight.smallest(random_weight(64, 96, density, torch.bfloat16))
+        layer.quant_method = method
+        method.hold(layer, packed)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled = torch.compile(lambda layer=layer: layer.quant_method.apply(layer, x), backend=backend)
+            assert_same_bits(compiled(), packed.linear(x))
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+def test_compiled_code_of_other_layers_is_not_taken_from_the_cache() -> None:
+    """vLLM loads it by a hash of its config, without guards."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from macko.integrations.vllm import Packed
 
     hashes = []
-    for header in ([0, 64, 48, 4], [0, 64, 48, 2], []):
+    for is_packed in (True, False):
         engine = VllmConfig()
         with set_current_vllm_config(engine):
             method = Packed(config_of({}), "a.o_proj", None, [])
-        method.note(header)
+        method.note(is_packed)
         hashes.append(engine.compute_hash())
-    assert len({*hashes, VllmConfig().compute_hash()}) == 4
+    assert len({*hashes, VllmConfig().compute_hash()}) == 3
 
 
 def test_a_vllm_of_another_interface_is_named_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

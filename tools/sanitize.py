@@ -4,11 +4,13 @@
     python tools/sanitize.py racecheck --lanes build/lanes    # of a CUDA library made for it, as `make sanitize` does
 
 What runs are the small problems of tests/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap; every
-layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. The tools run at
-once, each in its part of --jobs processes, which take turns at its problems and begin none after --minutes. Where one
-dies or hangs, its case and the first lines of its log are shown, and another process goes on behind it. A line of tool,
-commit, seconds and errors is appended to --out. Exit status 1: an error of a kernel of macko's that is not in KNOWN, or
-one that was not printed, a wrong product, a process that did not end well, or a problem for which there was no time.
+layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. racecheck follows
+torch's kernels, too, and takes seconds a product: its are one size for float16, which fills no tile, and one for
+bfloat16, with which rings wrap, with a bias only. The tools run at once, each in its part of --jobs
+processes, which take turns at its problems and begin none after --minutes. Where one dies or hangs, its case and the
+first lines of its log are shown, and another process goes on behind it. A line of tool, commit, seconds and errors is
+appended to --out. Exit status 1: an error of a kernel of macko's that is not in KNOWN, or one that was not printed, a
+wrong product, a process that did not end well, or a problem for which there was no time.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
 #: Seconds that a process may take to its first case, and from one to the next if not 100: then it hangs.
-START, STALL = 240, {"initcheck": 300}
-#: Parts of the processes that a tool has at first, if not 1. initcheck is by far the slowest.
-SHARE = {"initcheck": 4}
+START, STALL = 300, {"racecheck": 300}
+#: What follows all kernels, torch's and the library's too: of the problems it gets those of `tests.stress --lean`.
+LEAN = ("racecheck",)
+#: Parts of the processes that a tool has at first, if not 1.
+SHARE = {"racecheck": 3}
 #: Lines of a log that are shown of a process that died first, and of the others.
 FIRST_LOG, OTHER_LOGS = 60, 6
 
@@ -45,9 +49,10 @@ UNPRINTED = re.compile(r"(\d+) errors? (?:was|were) not printed")
 
 #: Kernels of macko's by what is in their mangled names; those in no namespace have their file's.
 OURS = ["--kernel-name", "kns=_cuda_cu_", "--kernel-name", "kns=macko"]
-#: What looks at all kernels. initcheck has to see what other kernels write, and so reports their reads, too: they must
-#: not use the limit up. racecheck dies at a kernel of the library's GEMM if it is told to leave that out (H200).
-LOOK = {"initcheck": ["--print-limit", "10000", "--show-backtrace", "no"], "racecheck": []}
+#: What looks at all kernels: racecheck dies at a kernel of the library's GEMM if it is told to leave that out (H200).
+#: initcheck does not see what is stored by bulk copies, as that GEMM does, and would report every read of it; what
+#: macko's kernels read is copied from the CPU, or was written by one of them.
+LOOK: dict[str, list[str]] = {"racecheck": []}
 
 
 class Known(NamedTuple):
@@ -58,8 +63,14 @@ class Known(NamedTuple):
     why: str
 
 
-#: None where racecheck looks at a library made with LANES; docs/kernels.md says why it cannot follow any other.
-KNOWN: tuple[Known, ...] = ()
+#: Of racecheck where it looks at a library made with LANES; docs/kernels.md says why it cannot follow any other.
+KNOWN = (
+    Known("initcheck", "load_acquire", "a flag holds anything until it is the launch's own number of 64 bits"),
+    *(
+        Known("racecheck", f"load_value<(int){behind}>", "values behind a group's last one are read too, and dropped")
+        for behind in (256, 384)
+    ),
+)
 
 
 def reports(log: str) -> list[str]:
@@ -128,14 +139,18 @@ class Job(NamedTuple):
     def logged(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
+    def named(self) -> list[str]:
+        """Cases, and lines of what it has done, before what it said when it died."""
+        return FAILURE.split(self.said(), maxsplit=1)[0].rstrip().splitlines()
+
     def line(self) -> dict[str, Any] | None:
-        """What it says at its end."""
-        last = self.said().rstrip().rpartition("\n")[2]
-        return json.loads(last) if last.startswith("{") else None
+        """What it said last that it has done."""
+        return next((json.loads(line) for line in reversed(self.named()) if line.startswith("{")), None)
 
     def case(self) -> str:
-        """The one that it named last, before what it said when it died; empty: none."""
-        return FAILURE.split(self.said(), maxsplit=1)[0].rstrip().rpartition("\n")[2]
+        """The one in which it is; empty: in none."""
+        last = "".join(self.named()[-1:])
+        return "" if last.startswith("{") else last
 
     def why(self, lines: int) -> str:
         """The first lines of its log, less the host's frames, and of what it said when it died."""
@@ -162,6 +177,7 @@ class Run:
         minutes = self.options.minutes - (time.monotonic() - self.begun) / 60
         command = [self.options.sanitizer, "--tool", self.tool, *LOOK.get(self.tool, OURS), "--log-file", str(log)]
         command += [sys.executable, "-m", "tests.stress", "--once", "--minutes", str(minutes)]
+        command += ["--lean"] if self.tool in LEAN else []
         command += ["--only", self.options.only, "--turns", str(self.folder / f"{self.tool}.turns")]
         environment = {
             **os.environ,
@@ -186,16 +202,16 @@ class Run:
         return sum(job.runs() for job in self.started)
 
     def look(self, is_late: bool) -> None:
-        """Kills what hangs. Another process is of use unless one found no problem or no time left, or had no case."""
+        """Kills what hangs. Another one is of use unless one ended with no problem or time left, or in no case."""
         for job in self.started:
             if job.runs() and (is_late or job.hangs(STALL.get(self.tool, 100))):
                 job.kill()
-        self.is_over |= is_late or any(not job.runs() and (job.line() or not job.case()) for job in self.started)
+        self.is_over |= is_late or any(not job.runs() and not job.case() for job in self.started)
         if self.running():
             self.ended = time.monotonic()
 
     def broken(self) -> list[Job]:
-        return [job for job in self.started if job.process.returncode or not job.line()]
+        return [job for job in self.started if job.process.returncode or job.case() or not job.line()]
 
     def line(self) -> dict[str, Any]:
         logs = [job.logged() for job in self.started]
@@ -251,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tools", nargs="+", choices=TOOLS)
     parser.add_argument(
-        "--jobs", type=int, default=max(4, min(16, (os.cpu_count() or 1) - 2)), help="processes at once, of all tools"
+        "--jobs", type=int, default=max(4, min(28, (os.cpu_count() or 1) - 2)), help="processes at once, of all tools"
     )
     parser.add_argument("--minutes", type=float, default=8, help="what is begun then ends")
     parser.add_argument("--grace", type=float, default=1.5, metavar="MINUTES", help="then what still runs is killed")

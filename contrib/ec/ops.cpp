@@ -460,6 +460,30 @@ Tensor check(const Packed &p) {
 #endif
 }
 
+#ifndef USE_CUDA
+// y = x W^T + bias by torch's dense product, over as many tiles as have 4 MB of dense rows, or one, whose memory is used
+// again: a matrix may have far fewer values than columns, so a whole dense copy far more bytes than a file.
+Tensor linear_by_tiles(const macko_ec_matrix &m, const Tensor &values, const Tensor &x_any,
+                       const std::optional<Tensor> &bias) {
+    const Tensor x = as_tokens(x_any);
+    const int64_t row_bytes = std::max<int64_t>(1, m.cols * values.element_size());
+    const int64_t at_once = std::max<int64_t>(1, (4 << 20) / (m.tile_rows * row_bytes));
+    Tensor y = torch::stable::new_empty(values, {x.size(0), m.rows});
+    Tensor block = torch::stable::new_empty(values, {std::min(m.rows, at_once * m.tile_rows), m.cols});
+    for (int64_t tile = 0; tile < m.tiles; tile += at_once) {
+        const int64_t row = tile * m.tile_rows, count = std::min(m.rows - row, block.size(0));
+        // Where the first row would be: each tile is written to its place.
+        const uintptr_t first_row = uintptr_t(block.mutable_data_ptr()) - row * row_bytes;
+        for_tiles(std::min(at_once, m.tiles - tile), [&](int64_t begin, int64_t end) {
+            macko_ec_unpack_cpu(&m, tile + begin, tile + end, reinterpret_cast<void *>(first_row));
+        });
+        Tensor to = torch::stable::narrow(y, 1, row, count);
+        torch::stable::copy_(to, dense_linear(x, torch::stable::narrow(block, 0, 0, count), part_of(bias, row, count)));
+    }
+    return torch::stable::reshape(y, with_last(x_any, m.rows));
+}
+#endif
+
 Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bias_any) {
     const char *op = "linear";
     const macko_ec_matrix m = matrix_of(op, p);
@@ -469,8 +493,12 @@ Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bia
     const DeviceOf guard(values);
     if (macko_path_of({.layout = MACKO_LAYOUT_EC}, num_tokens(x), {}) == MACKO_PATH_SPMV)
         return spmv(m, values, x, data_of(bias), with_last(x, m.rows));
-    // More tokens: a dense copy for the time of one product. It costs a read and a write of the dense bytes.
+    // More tokens: dense rows for the time of one product. They cost a read and a write of the dense bytes.
+#ifdef USE_CUDA
     return dense_linear(x, unpack(m, values), bias);
+#else
+    return linear_by_tiles(m, values, x, bias);
+#endif
 }
 
 } // namespace

@@ -14,15 +14,17 @@
 extern "C" {
 #endif
 
-/* y = silu(gate) * up of `count` elements, a multiple of 8; both the silu and the product are rounded, as modules do it. All
+/* y [tokens, cols] = silu(gate) * up; both the silu and the product are rounded, as modules do it. Rows of gate and up lie
+ * gate_stride and up_stride elements apart: they may be halves of one merged product. cols and strides are multiples of 8; all
  * begin at a multiple of 16 bytes. */
-cudaError_t macko_gate_cuda(macko_dtype dtype, int64_t count, const void *gate, const void *up, void *y,
-                            cudaStream_t stream);
+cudaError_t macko_gate_cuda(macko_dtype dtype, int64_t tokens, int64_t cols, const void *gate, int64_t gate_stride,
+                            const void *up, int64_t up_stride, void *y, cudaStream_t stream);
 
 /* y [tokens, cols] = x / sqrt(mean(x^2) + eps) * weight [cols], by token; x scaled is rounded, and its product with the weight.
- * cols is a multiple of 8; all begin at a multiple of 16 bytes. */
-cudaError_t macko_rms_norm_cuda(macko_dtype dtype, int64_t tokens, int64_t cols, const void *x, const void *weight,
-                                float eps, void *y, cudaStream_t stream);
+ * Where `other` [tokens, cols] is not null x + other, rounded, is what is normed, and goes to `sum`. cols is a multiple of 8;
+ * all begin at a multiple of 16 bytes. */
+cudaError_t macko_rms_norm_cuda(macko_dtype dtype, int64_t tokens, int64_t cols, const void *x, const void *other,
+                                const void *weight, float eps, void *y, void *sum, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -147,30 +147,37 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     const uint32_t stages_at = shared_address(shared) + consumer_group * pipeline_bytes;
     const uint32_t full = shared_address(barriers + consumer_group * 2 * MACKO_SELL_MAX_STAGES),
                    empty = full + 8 * MACKO_SELL_MAX_STAGES;
+    const int threads = warps * WARP;
+    const sell_no_late_x late_x;
+    const sell_producer<SLOT, sell_no_late_x> producer = {m, launch.pipeline, block, stages_at, full, empty, late_x};
+    uint8_t *x_shared = shared + launch.consumer_groups * pipeline_bytes;
+    uint32_t base = 0;
     if (produces) {
-        sell_produce<SLOT>(m, block, launch.pipeline, stages_at, full, empty, headers[consumer_group], lane,
-                           sell_no_late_x());
+        if (lane == 0) producer.begin();
+        __syncwarp();
+    } else {
+        const int consumer_thread = warp * WARP + lane;
+        const bool owns = block < m.num_blocks;
+        if (consumer_thread < sizeof(macko_sell_block) / 16) { // through shared memory: see sell_producer
+            if (owns)
+                copy_async<16>(shared_address(headers + consumer_group) + consumer_thread * 16,
+                               (const uint4 *)(m.blocks + block) + consumer_thread);
+            else
+                ((uint4 *)(headers + consumer_group))[consumer_thread] = make_uint4(0, 0, 0, 0);
+        }
+        commit_copies();
+        if (owns) base = m.bases[macko_sell_first_base(block, warps, warp) + lane];
+        if (threadIdx.x < MACKO_SELL_STEP * N / 2) ((uint32_t *)(x_shared + cols * 2 * N))[threadIdx.x] = 0;
+        sm90::pdl_wait(); // from here on, x may be read
+        interleave<T, N>(x, launch.tokens, cols, x_shared, threadIdx.x, consumer_warps * WARP);
+        wait_copies<0>();
+    }
+    __syncthreads(); // x, the headers and the barriers are ready
+    const macko_sell_block b = load_block(&headers[consumer_group]);
+    if (produces) {
+        producer.run(b, lane);
         return;
     }
-    const int threads = warps * WARP, consumer_thread = warp * WARP + lane;
-    const bool owns = block < m.num_blocks;
-    if (consumer_thread < sizeof(macko_sell_block) / 16) { // through shared memory: see sell_produce
-        if (owns)
-            copy_async<16>(shared_address(headers + consumer_group) + consumer_thread * 16,
-                           (const uint4 *)(m.blocks + block) + consumer_thread);
-        else
-            ((uint4 *)(headers + consumer_group))[consumer_thread] = make_uint4(0, 0, 0, 0);
-    }
-    commit_copies();
-    uint32_t base = owns ? m.bases[macko_sell_first_base(block, warps, warp) + lane] : 0;
-
-    uint8_t *x_shared = shared + launch.consumer_groups * pipeline_bytes;
-    if (threadIdx.x < MACKO_SELL_STEP * N / 2) ((uint32_t *)(x_shared + cols * 2 * N))[threadIdx.x] = 0;
-    sm90::pdl_wait(); // from here on, x may be read
-    interleave<T, N>(x, launch.tokens, cols, x_shared, threadIdx.x, consumer_warps * WARP);
-    wait_copies<0>();
-    meet();
-    const macko_sell_block b = load_block(&headers[consumer_group]);
 
     // A result is a row and a token. 2^log_lanes lanes add up one: lane l of a warp works on result l % together of the warp.
     const int results = b.rows * N;

@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_step(const sell_step &step, uint32_t &a
  * A thread block owns the rows of one block of the layout.
  *
  *     warps 0 .. m.warps - 1   consumers: of each stage a slot of its own; a lane walks a chunk of a row, then its next chunk
- *     warp m.warps             producer (BULK only): fills the stages, see sell_produce
+ *     warp m.warps             producer (BULK only): fills the stages, see sell_producer
  *
  *     shared memory            | stage 0 | stage 1 | ... | x, then MACKO_SELL_PAD zeros | partial sums [chunk][rows | 1] |
  *     a stage                  | slot of warp 0 | slot of warp 1 | ... |
@@ -146,45 +146,55 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
         const uint32_t stages_at = shared_address(shared), x_at = stages_at + num_stages * stage_bytes;
         const uint32_t full = shared_address(barriers);
         [[maybe_unused]] const uint32_t empty = full + 8 * MACKO_SELL_MAX_STAGES;
+        const bool produces = COPY == BULK && warp == warps;
+        uint32_t base = 0;
 #if __CUDA_ARCH__ >= 900
         const sell_late_x<T> late_x = {pipeline, x, m.cols, x_at, full + 8 * 2 * MACKO_SELL_MAX_STAGES};
-        if (COPY == BULK && warp == warps) {
-            sell_produce<SLOT>(m, blockIdx.x, pipeline, stages_at, full, empty, header, lane, late_x);
+        const sell_producer<SLOT, sell_late_x<T>> producer = {m,    pipeline, (int)blockIdx.x, stages_at,
+                                                              full, empty,    late_x};
+        if (produces && lane == 0) producer.begin();
+        __syncwarp();
+#endif
+        if (!produces) {
+            // The header, through shared memory: see sell_producer.
+            if (threadIdx.x < sizeof header / 16)
+                copy_async<16>(shared_address(&header) + threadIdx.x * 16,
+                               (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
+            base = m.bases[macko_sell_first_base(blockIdx.x, warps, warp) + lane];
+
+            // x, and zeros after it. Not by a bulk copy: that would queue after those of the stages (0.2 us at 4096 x 4096).
+            // Before pdl_wait only weights are asked for: their latency has passed when x arrives.
+            const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
+            const int split = min(whole, pipeline.x_split);
+            if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)x_shared)[cols + threadIdx.x] = 0;
+#pragma unroll 1
+            for (int i = zeros_at + threadIdx.x; i < macko_sell_x_bytes(cols) / 16; i += threads)
+                ((uint4 *)x_shared)[i] = make_uint4(0, 0, 0, 0);
+#if __CUDA_ARCH__ >= 900
+            if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::bulk_prefetch_l2(norm.weight, cols * 2);
+            sm90::pdl_wait();
+#endif
+            if constexpr (INPUT == RMS_NORM) {
+                stage_normalised((uint4 *)x_shared, x, norm, cols, threads,
+                                 (float *)(x_shared + macko_sell_x_bytes(cols)));
+            } else {
+#pragma unroll 1
+                for (int i = threadIdx.x; i < split; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
+                commit_copies();
+#pragma unroll 1
+                for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)x_shared)[i] = x[i];
+            }
+            // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+        }
+        __syncthreads(); // x but for late_x, the header and the barriers are ready
+        const macko_sell_block b = load_block(&header);
+#if __CUDA_ARCH__ >= 900
+        if (produces) {
+            producer.run(b, lane);
             return;
         }
 #endif
-        // The header, through shared memory: see sell_produce.
-        if (threadIdx.x < sizeof header / 16)
-            copy_async<16>(shared_address(&header) + threadIdx.x * 16,
-                           (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
-        uint32_t base = m.bases[macko_sell_first_base(blockIdx.x, warps, warp) + lane];
-
-        // x, and zeros after it. Not by a bulk copy: that would queue after those of the stages (0.2 us at 4096 x 4096).
-        // Before pdl_wait only weights are asked for: their latency has passed when x arrives.
-        const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
-        const int split = min(whole, pipeline.x_split);
-        if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)x_shared)[cols + threadIdx.x] = 0;
-#pragma unroll 1
-        for (int i = zeros_at + threadIdx.x; i < macko_sell_x_bytes(cols) / 16; i += threads)
-            ((uint4 *)x_shared)[i] = make_uint4(0, 0, 0, 0);
-#if __CUDA_ARCH__ >= 900
-        if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::bulk_prefetch_l2(norm.weight, cols * 2);
-        sm90::pdl_wait();
-#endif
-        if constexpr (INPUT == RMS_NORM) {
-            stage_normalised((uint4 *)x_shared, x, norm, cols, threads, (float *)(x_shared + macko_sell_x_bytes(cols)));
-        } else {
-#pragma unroll 1
-            for (int i = threadIdx.x; i < split; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
-            commit_copies();
-#pragma unroll 1
-            for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)x_shared)[i] = x[i];
-        }
-
-        // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
-        meet(); // with the producer: x but for late_x, the header and the barriers are ready
-        const macko_sell_block b = load_block(&header);
 
         // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
         const uint8_t *next = m.data + macko_sell_tail_slot(&b, m.num_blocks, warps, m.head) * SLOT;
@@ -239,10 +249,10 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
         };
         int stages_left = b.stages;
 #if __CUDA_ARCH__ >= 900
-        // late_x is waited for here only if a lane may reach it in the first round of stages: see sell_produce.
-        if (COPY == BULK && INPUT == AS_IT_IS && split < whole) {
-            const bool near =
-                (int)base >= cols || (int)base + pipeline.stages * (MACKO_SELL_STEP << GAP_BITS) <= split * 8;
+        // late_x is waited for here only if a lane may reach it in the first round of stages: see sell_producer.
+        if (COPY == BULK && INPUT == AS_IT_IS && late_x.bytes() > 0) {
+            const bool near = (int)base >= cols ||
+                              (int)base + pipeline.stages * (MACKO_SELL_STEP << GAP_BITS) <= pipeline.x_split * 8;
             if (b.steps <= pipeline.stages || !__all_sync(FULL_WARP, near)) barrier_wait(late_x.barrier, 0);
         }
 #endif

@@ -162,82 +162,89 @@ inline sell_pipeline pipeline_of(const macko_sell_matrix &m, int stages, int bef
     return {stages, macko_sell_min(before_pdl_wait, stages), macko_sell_min(before_x, stages), NO_SPLIT};
 }
 
-// Named barriers of threads: of the consumers of each group, and of all threads of a block. The roles meet at different
-// places of the code, which __syncthreads does not allow.
-enum { CONSUMERS = 1, ROLES = 3 };
-__device__ __forceinline__ void meet() {
-    named_barrier_sync(ROLES, blockDim.x);
-}
+// The named barriers of the consumers of each group.
+enum { CONSUMERS = 1 };
 
 /*
  * The producer warp: keeps the pipeline full for the m.warps consumer warps.
  *
- *     producer    first stages | pdl_wait | late_x, stages up to before_x  | meet | wait empty, fetch, ...
- *     consumers   header, bases, zeros after x | pdl_wait | first part of x | meet | wait full, decode, release, ...
+ *     producer    first stages | pdl_wait | late_x, stages up to before_x  | __syncthreads | wait empty, fetch, ...
+ *     consumers   header, bases, zeros after x | pdl_wait | first part of x | __syncthreads | wait full, decode, release, ...
  *                 weights only                           | may be written by the previous kernel
  *
  * Each stage has two mbarriers: full[stage] counts the bytes of its copy, empty[stage] the warps that released it. The two
- * sides meet once: then all barriers are initialised, and the block's header and x (but for late_x) lie in
- * shared memory. late_x, the second part of x, is waited for before any stage is filled a second time: so a consumer waits
- * for it only where a lane may need it within the first pipeline.stages steps.
+ * sides meet once, at one instruction (synccheck ends a kernel whose warps come to a barrier of the block from several):
+ * then all barriers are initialised, and the block's header and x (but for late_x) lie in shared memory. late_x, the
+ * second part of x, is waited for before any stage is filled a second time: so a consumer waits for it only where a lane
+ * may need it within the first pipeline.stages steps.
  *
  * Before they meet nothing may depend on the header, which takes half a microsecond to arrive, and 1.5 once memory is
  * busy: the stages fetched there are those of the head, at fixed places. The header comes through shared memory, as the
  * compiler would move what depends on a register up, above the first fetches.
  */
 template <int SLOT, typename LateX>
-__device__ __forceinline__ void sell_produce(const macko_sell_matrix &m, int block, const sell_pipeline &pipeline,
-                                             uint32_t stages_at, uint32_t full, uint32_t empty,
-                                             const macko_sell_block &header, int lane, const LateX &late_x) {
-    const int stage_bytes = m.warps * SLOT, prefetched = block < m.num_blocks ? min(m.head, pipeline.before_x) : 0;
-    const auto in_head = [&](int stage) {
+struct sell_producer {
+    const macko_sell_matrix &m;
+    const sell_pipeline &pipeline;
+    int block;
+    uint32_t stages_at, full, empty;
+    const LateX &late_x;
+
+    __device__ int prefetched() const {
+        return block < m.num_blocks ? min(m.head, pipeline.before_x) : 0;
+    }
+    __device__ const uint8_t *in_head(int stage) const {
         return m.data + macko_sell_head_slot(block, m.num_blocks, m.warps, stage) * SLOT;
-    };
-    const uint64_t once = evict_first(); // the weights do not push x out of L2
-    if (lane == 0) {
-        const auto begin = [&](int stage, int stop) {
+    }
+    // The first stages, and all barriers: one lane's part, before the two sides meet.
+    __device__ __forceinline__ void begin() const {
+        const int stage_bytes = m.warps * SLOT, early = prefetched();
+        const uint64_t once = evict_first(); // the weights do not push x out of L2
+        const auto fetch = [&](int stage, int stop) {
 #pragma unroll 1
             for (; stage < stop; stage++) {
                 barrier_init(full + 8 * stage, 1);
                 sm90::fence_barrier_init();
-                if (stage < prefetched)
+                if (stage < early)
                     fetch_bulk(stages_at + stage * stage_bytes, in_head(stage), stage_bytes, full + 8 * stage, once);
             }
         };
-        begin(0, pipeline.before_pdl_wait);
+        fetch(0, pipeline.before_pdl_wait);
         sm90::pdl_wait();
         late_x.fetch();
-        begin(pipeline.before_pdl_wait, pipeline.stages);
+        fetch(pipeline.before_pdl_wait, pipeline.stages);
         pdl_launch_dependents();
 #pragma unroll 1
         for (int stage = 0; stage < pipeline.stages; stage++)
             barrier_init(empty + 8 * stage, m.warps * sm90::WARP_ARRIVALS);
     }
-    __syncwarp();
-    meet();
-    const macko_sell_block b = load_block(&header);
-    const uint8_t *next = m.data + macko_sell_tail_slot(&b, m.num_blocks, m.warps, m.head) * SLOT;
-    const int own_steps = lane < m.warps ? macko_sell_steps_of_warp(&b, m.warps, lane) : 0;
-    int index = prefetched % pipeline.stages;
-    uint32_t phase =
-        prefetched < pipeline.stages; // of the empty barriers: 0 in the second round, the first one that waits
+    // The other stages: the warp's part, after they have met.
+    __device__ __forceinline__ void run(const macko_sell_block &b, int lane) const {
+        const int stage_bytes = m.warps * SLOT, early = prefetched();
+        const uint64_t once = evict_first();
+        const uint8_t *next = m.data + macko_sell_tail_slot(&b, m.num_blocks, m.warps, m.head) * SLOT;
+        const int own_steps = lane < m.warps ? macko_sell_steps_of_warp(&b, m.warps, lane) : 0;
+        int index = early % pipeline.stages;
+        uint32_t phase = early < pipeline.stages; // of the empty barriers: 0 in the second round, the first that waits
 #pragma unroll 1
-    for (int stage = prefetched; stage < b.stages; stage++) {
-        const bool in_tail = stage >= m.head;
-        const int bytes = in_tail ? stage_slots(own_steps, stage) * SLOT : stage_bytes;
-        if (lane == 0) {
-            if (stage == pipeline.stages) late_x.wait();
-            if (stage >= pipeline.stages) barrier_wait(empty + 8 * index, phase);
-            fetch_bulk(stages_at + index * stage_bytes, in_tail ? next : in_head(stage), bytes, full + 8 * index, once);
+        for (int stage = early; stage < b.stages; stage++) {
+            const bool in_tail = stage >= m.head;
+            const int bytes = in_tail ? stage_slots(own_steps, stage) * SLOT : stage_bytes;
+            if (lane == 0) {
+                if (stage == pipeline.stages) late_x.wait();
+                if (stage >= pipeline.stages) barrier_wait(empty + 8 * index, phase);
+                fetch_bulk(stages_at + index * stage_bytes, in_tail ? next : in_head(stage), bytes, full + 8 * index,
+                           once);
+            }
+            if (in_tail) next += bytes;
+            if (++index == pipeline.stages) index = 0, phase ^= 1;
         }
-        if (in_tail) next += bytes;
-        if (++index == pipeline.stages) index = 0, phase ^= 1;
-    }
-    // A block may not end while a copy is under way: x, and the stages of the head that nobody needed.
-    if (b.stages <= pipeline.stages) late_x.wait();
+        // A block may not end while a copy is under way: x, and the stages of the head that nobody needed.
+        if (b.stages <= pipeline.stages) late_x.wait();
 #pragma unroll 1
-    for (int stage = b.stages; stage < prefetched; stage++) barrier_wait(full + 8 * stage, 0);
-}
+        for (int stage = b.stages; stage < early; stage++) barrier_wait(full + 8 * stage, 0);
+    }
+};
 
 // macko_sell_slot for many steps of one block. Its pairs of warps have at most three different numbers of steps, found once:
 // `most` of the first pairs, `middle` of the num_middle after them, `least` of the num_least last ones.

@@ -28,25 +28,6 @@ macko_path path_of(const typename Kind::Matrix &m, int64_t tokens) {
         {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
 }
 
-// x as TMA takes it: rows of 16-byte chunks, stride elements apart.
-struct Tokens {
-    Tensor x;
-    int64_t stride;
-};
-inline Tokens tokens_of(const Tensor &x_any, int64_t tokens, int64_t cols) {
-    const int64_t padding = (8 - cols % 8) % 8;
-    const auto is_aligned = [](const Tensor &t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; };
-    if (!padding && x_any.is_contiguous() && is_aligned(x_any))
-        return {x_any, cols}; // each reshape is 1 us of the host
-    const auto fits = [&](const Tensor &t) {
-        return t.stride(1) == 1 && (tokens == 1 || t.stride(0) % 8 == 0) && is_aligned(t) && (tokens > 1 || !padding);
-    };
-    Tensor x = torch::stable::reshape(x_any, {tokens, cols});
-    if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
-    if (!padding && !fits(x)) x = torch::stable::clone(x); // contiguous as it came, but not aligned as TMA wants it
-    return {x, tokens == 1 ? cols + padding : x.stride(0)};
-}
-
 // y, of tokens * m.rows elements, = x W^T + bias.
 template <typename Kind>
 void multiply(macko_path path, const typename Kind::Matrix &m, int64_t tokens, const Tokens &given,

@@ -103,15 +103,55 @@ std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &pac
 }
 
 #ifdef USE_CUDA
-// x [..., cols], which can be read 16 bytes at a time.
-Tensor input_of(const char *op, const char *name, const Tensor &x, const Packed &p) {
-    check_device(op, name, x, "packed", p[0]);
-    check_value_dtype(op, name, x);
-    check_last(op, name, x, p.cols());
-    if (p.cols() % 8) fail(op, "cols is ", p.cols(), ", expected a multiple of 8");
-    return as_aligned(x);
+// What stands before a product: 16-bit x [..., cols] on this library's device, 8 columns at a time.
+macko_dtype check_input(const char *op, const char *name, const Tensor &x, int64_t cols) {
+    const macko_dtype dtype = check_value_dtype(op, name, x);
+    check_last(op, name, x, cols);
+    if (cols % 8) fail(op, "cols is ", cols, ", expected a multiple of 8");
+    return dtype;
+}
+
+void check_like(const char *op, const char *name, const Tensor &t, const char *like_name, const Tensor &like) {
+    check_device(op, name, t, like_name, like);
+    check_dtype(op, name, t, like.scalar_type());
+    if (shape_name(t) != shape_name(like))
+        fail(op, name, " has shape ", shape_name(t), ", ", like_name, " has ", shape_name(like));
+}
+
+// The norm of x, or of x + other, which goes to sum.
+Tensor normed(const char *op, const Tensor &x_any, const std::optional<Tensor> &other_any, const Tensor &weight_any,
+              double eps, std::optional<Tensor> *sum = nullptr) {
+    const int64_t cols = x_any.dim() ? x_any.size(-1) : 1;
+    const macko_dtype dtype = check_input(op, "x", x_any, cols);
+    check_vector(op, weight_any, "x", x_any, cols, "weight");
+    if (other_any) check_like(op, "other", *other_any, "x", x_any);
+    const DeviceOf guard(x_any);
+    const Tensor x = as_aligned(x_any), weight = as_aligned(weight_any);
+    std::optional<Tensor> other;
+    if (other_any) other = as_aligned(*other_any);
+    Tensor y = torch::stable::new_empty(x, with_last(x, cols));
+    if (other) *sum = torch::stable::new_empty(x, with_last(x, cols));
+    STD_CUDA_CHECK(macko_rms_norm_cuda(dtype, num_tokens(x), cols, x.const_data_ptr(), data_of(other),
+                                       weight.const_data_ptr(), float(eps), y.mutable_data_ptr(),
+                                       other ? (*sum)->mutable_data_ptr() : nullptr, current_stream(x)));
+    return y;
 }
 #endif
+
+// [normed x], or [normed x + other, x + other]; in front of a product of any layout.
+std::vector<Tensor> rms_norm(const Tensor &x, const Tensor &weight, double eps, const std::optional<Tensor> &other) {
+    const char *op = "rms_norm";
+#ifdef USE_CUDA
+    check_backend(op, "x", x);
+    std::optional<Tensor> sum;
+    std::vector<Tensor> made{normed(op, x, other, weight, eps, &sum)};
+    if (sum) made.push_back(*sum);
+    return made;
+#else
+    (void)x, (void)weight, (void)eps, (void)other;
+    fail(op, "is for a GPU");
+#endif
+}
 
 // A layout whose product makes its own input does that for one token; else a kernel before the product does.
 Tensor norm_linear(const Tensor &x_any, const Tensor &weight_any, double eps, const std::vector<Tensor> &packed,
@@ -122,15 +162,9 @@ Tensor norm_linear(const Tensor &x_any, const Tensor &weight_any, double eps, co
     if (layout.norm_linear && num_tokens(x_any) == 1) return layout.norm_linear(p, x_any, weight_any, eps, bias);
 #ifdef USE_CUDA
     const auto linear = which(op, layout, layout.linear);
-    const Tensor x = input_of(op, "x", x_any, p);
-    check_vector(op, weight_any, "x", x, p.cols(), "weight");
-    const DeviceOf guard(x);
-    const Tensor weight = as_aligned(weight_any);
-    Tensor normed = torch::stable::new_empty(x, with_last(x, p.cols()));
-    STD_CUDA_CHECK(macko_rms_norm_cuda(check_value_dtype(op, "x", x), num_tokens(x), p.cols(), x.const_data_ptr(),
-                                       weight.const_data_ptr(), float(eps), normed.mutable_data_ptr(),
-                                       current_stream(x)));
-    return linear(p, normed, bias);
+    check_device(op, "x", x_any, "packed", p[0]);
+    check_last(op, "x", x_any, p.cols());
+    return linear(p, normed(op, x_any, std::nullopt, weight_any, eps), bias);
 #else
     return which(op, layout, layout.norm_linear)(p, x_any, weight_any, eps, bias);
 #endif
@@ -143,14 +177,16 @@ Tensor gated_linear(const Tensor &gate_any, const Tensor &up_any, const std::vec
     const Layout &layout = layout_of(op, p);
 #ifdef USE_CUDA
     const auto linear = which(op, layout, layout.linear);
-    const Tensor gate = input_of(op, "gate", gate_any, p), up = input_of(op, "up", up_any, p);
-    check_dtype(op, "up", up, gate.scalar_type());
-    if (up.numel() != gate.numel() || up.dim() != gate.dim())
-        fail(op, "up has shape ", shape_name(up), ", gate has ", shape_name(gate));
-    const DeviceOf guard(gate);
-    Tensor x = torch::stable::new_empty(gate, with_last(gate, p.cols()));
-    STD_CUDA_CHECK(macko_gate_cuda(check_value_dtype(op, "gate", gate), gate.numel(), gate.const_data_ptr(),
-                                   up.const_data_ptr(), x.mutable_data_ptr(), current_stream(gate)));
+    check_device(op, "gate", gate_any, "packed", p[0]);
+    check_device(op, "up", up_any, "packed", p[0]);
+    const int64_t cols = p.cols(), tokens = num_tokens(gate_any);
+    const macko_dtype dtype = check_input(op, "gate", gate_any, cols);
+    check_like(op, "up", up_any, "gate", gate_any);
+    const DeviceOf guard(gate_any);
+    const Tokens gate = tokens_of(gate_any, tokens, cols), up = tokens_of(up_any, tokens, cols);
+    Tensor x = torch::stable::new_empty(gate_any, with_last(gate_any, cols));
+    STD_CUDA_CHECK(macko_gate_cuda(dtype, tokens, cols, gate.x.const_data_ptr(), gate.stride, up.x.const_data_ptr(),
+                                   up.stride, x.mutable_data_ptr(), current_stream(gate_any)));
     return linear(p, x, bias);
 #else
     (void)gate_any, (void)up_any, (void)bias;
@@ -181,6 +217,7 @@ Tensor check_on_cpu(const Packed &p) {
     OP(check, "(Tensor[] packed, int[] header) -> Tensor") \
     OP(linear, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(linear_parts, "(Tensor x, Tensor[] packed, int[] header, int[] part_rows) -> Tensor[]") \
+    OP(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor? other=None) -> Tensor[]") \
     OP(norm_linear, "(Tensor x, Tensor weight, float eps, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(gated_linear, "(Tensor gate, Tensor up, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(spmv, /* MACKO-SpMV */ \

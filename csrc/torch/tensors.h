@@ -92,6 +92,25 @@ inline macko_fault *fault_in(Tensor &t) {
 }
 
 #ifdef USE_CUDA
+// x as TMA takes it, and kernels that load 16 bytes at a time: rows of 16-byte chunks, stride elements apart.
+struct Tokens {
+    Tensor x;
+    int64_t stride;
+};
+inline Tokens tokens_of(const Tensor &x_any, int64_t tokens, int64_t cols) {
+    const int64_t padding = (8 - cols % 8) % 8;
+    const auto is_aligned = [](const Tensor &t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; };
+    if (!padding && x_any.is_contiguous() && is_aligned(x_any))
+        return {x_any, cols}; // each reshape is 1 us of the host
+    const auto fits = [&](const Tensor &t) {
+        return t.stride(1) == 1 && (tokens == 1 || t.stride(0) % 8 == 0) && is_aligned(t) && (tokens > 1 || !padding);
+    };
+    Tensor x = torch::stable::reshape(x_any, {tokens, cols});
+    if (!fits(x)) x = padding ? torch::stable::pad(x, {0, padding}) : torch::stable::contiguous(x);
+    if (!padding && !fits(x)) x = torch::stable::clone(x); // contiguous as it came, but not aligned as TMA wants it
+    return {x, tokens == 1 ? cols + padding : x.stride(0)};
+}
+
 // y [tokens, rows] = x W^T + bias by the library's GEMM, of a dense W; y's rows may lie apart: then y begins as the bias, to
 // which the GEMM adds its float32 sums. Where they do not, cuBLASLt's epilogue adds it (of small products cuBLAS splits the
 // columns, and may add up the parts in 16 bits if they are to be added to something).

@@ -13,6 +13,7 @@ of the engine by its name, so it is one of a module.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
@@ -30,7 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from ..choose import Options, pack
 from ..convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..files import VERSION, check_about
-from ..formats import MackoWeight, PackedWeight, saved_as
+from ..formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
 from ..layers import IGNORED, matching
 from ..ops import call
 from ..shards import sliced
@@ -128,7 +129,10 @@ class MackoConfig(QuantizationConfig):
                     f"{prefix} is one matrix in vLLM, of {', '.join(parts)}, packed, and {others}, dense: pack all of "
                     "them or none (ignore=...), or serve the dense model with --quantization macko"
                 )
-            return Packed(self, prefix, dense, list(parts.values())) if parts else dense
+            if parts:
+                return Packed(self, prefix, dense, list(parts.values()))
+            if not takes_any_weight(self.options.format):
+                return dense
         if ignored := matching(self.ignore, (prefix, *names)):
             logger.debug("%s stays dense: ignored by %r", prefix, ignored[0])
             return dense
@@ -143,6 +147,28 @@ class MackoConfig(QuantizationConfig):
         logger.info("%s stays dense: macko packs linear layers, not experts", prefix)
 
 
+#: Packed layers of this process by number. Compiled code knows a layer by its number alone, which is an input. Layers
+#: of the same shape are then the same code, which vLLM compiles once: of a 7B 3 pieces, in place of 33 that differ in
+#: sizes, for which half a minute was not enough on an H200 (dense: 7 s).
+_LAYERS: list[weakref.ref[nn.Module]] = []
+_OPS = torch.library.Library("macko_vllm", "DEF")
+_OPS.define("linear(Tensor x, Tensor number, int rows, Tensor? bias) -> Tensor")
+
+
+def _linear(x: Tensor, number: Tensor, rows: int, bias: Tensor | None) -> Tensor:
+    layer: Any = _LAYERS[int(number)]()
+    return layer.quant_method.product(layer, x, bias)
+
+
+def _as_linear(x: Tensor, number: Tensor, rows: int, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+for _device in ("CPU", "CUDA"):
+    _OPS.impl("linear", _linear, _device)
+torch.library.register_fake("macko_vllm::linear", _as_linear, lib=_OPS)
+
+
 class _Method(LinearMethodBase):
     """Holds one layer's weight packed, this rank's part of it, and multiplies."""
 
@@ -153,6 +179,11 @@ class _Method(LinearMethodBase):
         self.engine = get_current_vllm_config()
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.macko_vllm.linear(x, layer.macko_number, self.header[1], bias)
+        return self.product(layer, x, bias)
+
+    def product(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         packed = [getattr(layer, name) for name in self.names]
         return call(torch.ops.macko.linear, x, packed, self.header, bias)
 
@@ -176,15 +207,17 @@ class _Method(LinearMethodBase):
             layer.register_buffer(f"macko_{name}", tensor, persistent=False)
         if not hasattr(layer, "weight"):  # an empty one: vLLM's adapters ask it for the device
             layer.weight = nn.Parameter(torch.empty(0, packed.cols, dtype=packed.dtype, device=packed.device), False)
+        layer.register_buffer("macko_number", torch.tensor([len(_LAYERS)], device="cpu"), persistent=False)
+        _LAYERS.append(weakref.ref(layer))
         self.names, self.header = tuple(f"macko_{name}" for name in packed.tensors()), packed.header
-        self.note(packed.header)
+        self.note(True)
         logger.debug("%s: %s, %d bytes, %s", self.name, list(packed.shape), packed.nbytes, packed.label)
         logger.info_once(f"macko packs linear layers: {packed.label}")
 
-    def note(self, header: list[int]) -> None:
-        """Tells vLLM's caches of compiled code what has become of the layer: headers are constants in that code."""
+    def note(self, is_packed: bool) -> None:
+        """Tells vLLM's caches of compiled code what has become of the layer."""
         if isinstance(self.engine.additional_config, dict):
-            self.engine.additional_config.setdefault("macko", {})[self.name] = header
+            self.engine.additional_config.setdefault("macko", {})[self.name] = is_packed
 
 
 class Arriving(_Method):
@@ -206,7 +239,7 @@ class Arriving(_Method):
             self.hold(layer, sparse.packed)
             return
         logger.info("%s stays dense: %s", self.name, row.reason)
-        self.note([])
+        self.note(False)
         layer.quant_method = self.dense  # to which vLLM's call at the end goes
 
 
@@ -286,6 +319,8 @@ class Packed(_Method):
             whole.validate()
             cut += self._cut(layer, whole.to(device, self.dtype), self._places(shard))
         options = self.options(device)
+        if takes_any_weight(options.format):  # which is for what the files hold dense
+            options = Options(tokens=options.tokens)
         if len(cut) == 1 and cut[0].rows == sum(self.rows):
             # ec and slide are what somebody chose
             return pack(cut[0].to_macko(), options) if isinstance(cut[0], MackoWeight) or not options.again else cut[0]

@@ -224,11 +224,13 @@ def break_even(points: list[tuple[float, float]]) -> str:
     return f"above {points[-1][0]:.2f}" if points[-1][1] >= 1 else f"below {points[0][0]:.2f}"
 
 
-def load_tokens(path: Path, dtype: str = "float16") -> dict[tuple[float, int, str], dict[tuple[int, int], float]]:
-    """Speed-ups of benchmarks.spmm by shape, for each (density, tokens, kernel)."""
+def load_tokens(
+    path: Path, dtype: str = "float16", mask: str | None = None
+) -> dict[tuple[float, int, str], dict[tuple[int, int], float]]:
+    """Speed-ups of benchmarks.spmm by shape, for each (density, tokens, kernel); of one mask if that is said."""
     found: dict[tuple[float, int, str], dict[tuple[int, int], float]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        if "dense_us" in line and line["dtype"] == dtype:
+        if "dense_us" in line and line["dtype"] == dtype and mask in (None, line["mask"]):
             speedups = found.setdefault((line["density"], line["tokens"], line["kernel"]), {})
             speedups[line["rows"], line["cols"]] = line["dense_us"] / line["median_us"]
     # What a sell layer does where only its two ways were timed: the stream, and from 32 tokens on dense rows.
@@ -274,6 +276,23 @@ def lossless_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
             cells.append(mean_and_least(speedups))
         rows.append([f"{tokens}", *cells, f"{len(found[1.0, tokens, 'dense12'])}"])
     return table(["tokens", "dense12", "dense12, launched alone", "shapes"], rows)
+
+
+def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
+    """sparse11 and tile over dense bfloat16, of the same pruned matrices: geometric mean over shapes, and the least."""
+    columns = {
+        (0.5, "sparse11"): "sparse11",
+        (0.5, "tile"): "tile",
+        (0.5, "sparse11_alone"): "sparse11, launched alone",
+        (0.5, "tile_alone"): "tile, launched alone",
+        (0.7, "sparse11"): "sparse11, density 0.7",
+        (0.7, "tile"): "tile, density 0.7",
+    }
+    rows = []
+    for tokens in sorted({key[1] for key in found if key[2] == "sparse11" and key[1]}):
+        cells = [mean_and_least(found.get((density, tokens, name), {}).values()) for density, name in columns]
+        rows.append([f"{tokens}", *cells, f"{len(found[0.5, tokens, 'sparse11'])}"])
+    return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
 
 
 def lossless_model_table(path: Path) -> str:
@@ -1275,6 +1294,7 @@ def main() -> None:
         "spmv densities": lambda: densities_table(problems),
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
+        "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),
         "lossless where": lambda: bench_where(load_bench(lossless)) if lossless.exists() else "",
         "lossless model": lambda: lossless_model_table(lossless),

@@ -4,9 +4,11 @@
     python -m benchmarks.spmm --gpu --kernels stream,stream_alone,tiles --tokens 1,2,4,8,16
     python -m benchmarks.spmm --gpu --kernels tile,tile_128x256x1x1,tile_128x256x2x2 --tokens 128,256,512
     python -m benchmarks.spmm --gpu --kernels dense12,dense12_alone --dtype bfloat16 --densities 1
+    python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
-pruned one, whose zeros take less power; sell, tile and dense12, what a layer of that format does; parts of
+pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),
+what a layer of that format does; parts of
 what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the library's product); and
 ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such
 layers, but for those that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the
@@ -29,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library
-from macko.formats import Dense12Weight, MackoWeight, PackedWeight, SellWeight, TileWeight
+from macko.formats import Dense12Weight, MackoWeight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
 
 from .spmv import DTYPES, EIGHT, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
@@ -42,6 +44,8 @@ VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, range]] = {
     "tile_alone": (TileWeight, "pdl=0", range(1, 1 << 30)),
     "dense12": (Dense12Weight, "", range(1, 1 << 30)),
     "dense12_alone": (Dense12Weight, "pdl=0", range(1, 1 << 30)),
+    "sparse11": (Sparse11Weight, "", range(1, 1 << 30)),
+    "sparse11_alone": (Sparse11Weight, "pdl=0", range(1, 1 << 30)),
     "stream": (SellWeight, "stream_tokens=16", range(1, 17)),
     "stream_alone": (SellWeight, "stream_tokens=16,pdl=0", range(1, 9)),
     "tiles": (SellWeight, "stream_tokens=1", range(2, 1 << 30)),
@@ -94,6 +98,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,256,1024,4096", help="comma separated")
     parser.add_argument("--densities", default="0.5,0.3", help="comma separated")
     parser.add_argument("--dtype", default="float16", choices=list(DTYPES))
+    parser.add_argument("--mask", default="uniform", choices=["uniform", "magnitude", "sgpt"])
     parser.add_argument("--kernels", default="sell,tile", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further shape after this time")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmm.jsonl")
@@ -128,7 +133,7 @@ def main() -> None:
             append_jsonl(out, kernel="dense", density=1.0, **dataclasses.asdict(timing), **about)
         del weights
         for density in map(float, args.densities.split(",")):
-            w = torch.where(make_mask("uniform", dense, density, generator), dense, torch.zeros_like(dense))
+            w = torch.where(make_mask(args.mask, dense, density, generator), dense, torch.zeros_like(dense))
             canonical = MackoWeight.from_dense(w)
             for kernel in args.kernels.split(","):
                 kind, knobs, sizes = VARIANTS[kernel]
@@ -139,7 +144,7 @@ def main() -> None:
                     products = [partial(F.linear, weight=c) for (c,) in copies([w])]
                 exact = kernel not in ("tiles", "zeros")
                 shown = []
-                about = {"rows": rows, "cols": cols, "density": density, "dtype": args.dtype, "mask": "uniform", **what}
+                about = {"rows": rows, "cols": cols, "density": density, "dtype": args.dtype, "mask": args.mask, **what}
                 if packed and kernel == packed.format:
                     timing = time_unpack(packed, rotated, w)
                     moved = packed.nbytes + w.nbytes

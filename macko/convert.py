@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import DENSE12_SHARE, Options, expected_us, not_dense12, pack, slide_note, worst_of
-from .formats import SLIDE_PATTERNS, Dense12Weight, PackedWeight, takes_any_weight
+from .choose import DENSE12_SHARE, Options, expected_us, not_dense12, pack, slide_note, sparse11_note, worst_of
+from .formats import SLIDE_PATTERNS, Dense12Weight, PackedWeight, Sparse11Weight, TileWeight, takes_any_weight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
 from .merge import merge_
@@ -48,6 +48,7 @@ def sparsify_(
     tokens: int | str | None = None,
     keep_dense: bool = False,
     merge: bool = False,
+    values: str = "exact",
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -66,7 +67,7 @@ def sparsify_(
             default: 0 for format "slide", else 0.25. "dense12" does not look at zeros.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
-        pattern, dtype, tokens, keep_dense: what formats that choose go by, and slide: see macko.choose.Options.
+        pattern, dtype, tokens, keep_dense, values: what formats that choose go by, and slide: see macko.choose.Options.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
 
     Returns:
@@ -79,7 +80,7 @@ def sparsify_(
     if tokens == "batch" and format == "auto":
         warnings.warn('tokens="batch" is tokens=8, and goes with the next version', DeprecationWarning, stacklevel=2)
         tokens = 8
-    options = Options(format, tokens, pattern, dtype, keep_dense)  # type: ignore[arg-type]  # another str is refused
+    options = Options(format, tokens, pattern, dtype, keep_dense, values)  # type: ignore[arg-type]  # another str is refused
     least = (0.0 if format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
     check_min_sparsity(least)
     _refuse_one_layer(model, "sparsify_")
@@ -218,6 +219,8 @@ def convert_layer(
     sparse = SparseLinear.from_packed(packed, bias, options=options).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
+    if isinstance(packed, Sparse11Weight):  # at most what tile takes (choose.SPARSE11), whose times are known
+        row.us_after = us.get(TileWeight.format)
     if options.format == "auto":
         row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)
     return row, sparse
@@ -298,7 +301,7 @@ def _packed(dense: Tensor, row: LayerReport, options: Options) -> PackedWeight |
         return None
     if packed.nbytes >= row.bytes_before and options.again:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
-    row.note = slide_note(dense, packed, options)
+    row.note = slide_note(dense, packed, options) or sparse11_note(packed, options)
     if packed.nbytes < row.bytes_before:
         if isinstance(packed, Dense12Weight):
             row.note = f"{packed.listed / max(1, dense.numel()):.3%} of its weights listed"

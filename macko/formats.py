@@ -176,10 +176,10 @@ class PackedWeight:
         if kind:
             text = self.faults.get(kind, "at {place}, entry {entry}: fault {kind}, found {found}")
             self._refuse(text.format(kind=kind, place=place, entry=entry, found=found, of=self))
-        self._check_sizes(found)
+        self._check_sizes(found, entry)
 
-    def _check_sizes(self, found: int) -> None:
-        """ValueError where a size is not what the content says; found: what the check counted."""
+    def _check_sizes(self, found: int, entry: int) -> None:
+        """ValueError where a size is not what the content says; found and entry: what the check counted."""
 
     @property
     def stored(self) -> int:
@@ -531,7 +531,7 @@ class TileWeight(PackedWeight):
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
         return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
 
-    def _check_sizes(self, found: int) -> None:
+    def _check_sizes(self, found: int, entry: int) -> None:
         if found != self.entries:
             self._refuse(f"entries is {self.entries}, it has {found} values")
 
@@ -943,7 +943,7 @@ class Dense12Weight(PackedWeight):
     def _options(self) -> dict[str, int]:
         return {}  # its sizes follow from the weight
 
-    def _check_sizes(self, found: int) -> None:
+    def _check_sizes(self, found: int, entry: int) -> None:
         if found != self.listed:
             self._refuse(f"listed is {self.listed}, its lists have {found}")
 
@@ -954,6 +954,99 @@ class Dense12Weight(PackedWeight):
 
     def _values(self) -> Tensor:
         return self.to_dense()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sparse11Weight(PackedWeight):
+    """As tile, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
+
+    For bfloat16, and float16 that was converted from it. Lossless: `to_macko` gives what it was made from. Held instead
+    of the canonical tensors, never saved. The same bytes on every device; a CPU multiplies it too, more slowly than
+    canonical or bitmap.
+
+    Attributes:
+        data: [units * 64], of the weight's dtype: codes and low bytes, and values that are listed, slab after slab.
+        offsets: [slabs + 1], int32, in units of 128 bytes.
+        rows, cols: shape of the dense weight.
+        widest: units of the largest slab. table_low, table_high: high bytes by code.
+        entries: non-zeros held. listed: of them those that the table lacks.
+        delta_bits: of the canonical weight that it was made from.
+    """
+
+    format: ClassVar[str] = "sparse11"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    is_layout: ClassVar[bool] = True
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
+    values_name: ClassVar[str] = "data"
+    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {
+        **PackedWeight.limits, "table_low": range(2**32), "table_high": range(2**32)
+    }  # fmt: skip
+    _at: ClassVar[str] = "slab {entry} of row block {place}"
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "byte {found} of its table: expected 0, then rising bytes (float16: under 32), then zeros",
+        2: "offsets[{entry}] is {found}, expected 0 at the start and 53 to 246 more than the one before",
+        3: "widest is {of.widest}, the largest slab has {found}",
+        4: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
+        5: f"{_at}, byte {{found}}: a code of no high byte, or of an element outside of the matrix",
+        6: f"{_at}, byte {{found}}: not the start of these values",
+        7: f"{_at}, byte {{found}}: not where a part's values or its places in the list begin, or not zero behind them",
+        8: f"{_at}, byte {{found}}: not behind the place before it in the list, or of no place",
+        9: f"{_at}, byte {{found}}: a listed value is zero or has a code, or its place has one or is outside",
+        10: f"{_at} has another size than the {{found}} units that its codes and its list say",
+        11: f"{_at}, byte {{found}}: a zero is stored, or what is no value is not zero",
+    }
+
+    data: Tensor
+    offsets: Tensor
+    rows: int
+    cols: int
+    widest: int
+    table_low: int
+    table_high: int
+    entries: int
+    listed: int
+    delta_bits: int = 4
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """Lays out a macko weight.
+
+        Raises:
+            ValueError: it has another dtype, or its exponents are too far apart, or it is float16 and was never
+                bfloat16: says how many values the table lacks.
+        """
+        if weight.dtype not in cls.dtypes:
+            name = str(weight.dtype).removeprefix("torch.")
+            raise ValueError(f"the sparse11 format holds bfloat16 and float16, the weight is {name}")
+        try:
+            return cls._laid_out(weight)
+        except RuntimeError as error:
+            if "the table of sparse11" not in str(error):
+                raise
+            raise ValueError(str(error).removeprefix("macko::lay_out: ")) from None
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
+        """As of other layouts; the canonical weight where this format does not hold what another dtype gives."""
+        try:
+            return super().to(device, dtype)
+        except ValueError:
+            return self.to_macko().to(device, dtype)
+
+    def _check_sizes(self, found: int, entry: int) -> None:
+        if found != self.entries:
+            self._refuse(f"entries is {self.entries}, it has {found} values")
+        if entry != self.listed:
+            self._refuse(f"listed is {self.listed}, its lists have {entry}")
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all."""
+        return self.entries / max(1, self.rows * self.cols)
 
 
 def sparsest_pattern(w: Tensor) -> int:
@@ -968,7 +1061,9 @@ def sparsest_pattern(w: Tensor) -> int:
 #: Every format by name, in the order of csrc/torch/packed.h.
 FORMATS: dict[str, type[PackedWeight]] = {
     kind.format: kind
-    for kind in (MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight, Dense12Weight)
+    for kind in (
+        *(MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight, Dense12Weight, Sparse11Weight),
+    )
 }
 for _number, _kind in enumerate(FORMATS.values()):
     _kind.number = _number

@@ -81,6 +81,8 @@ def honest() -> list[PackedWeight]:
     w[:60:20, ::64] *= 2.0**40
     w[64:68, 256:260] *= 2.0**40  # the last slab's list has no room left
     made.append(FORMATS["dense12"].from_dense(w))
+    w[:, ::2] = 0
+    made += [FORMATS["sparse11"].from_dense(w.to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
     perm = torch.arange(9, dtype=torch.int32).expand(2, 9).contiguous()
     block = torch.tensor([[0, 0, 0, 9, 0, 0, 1, 0]], dtype=torch.int32)
     made.append(SellWeight(torch.zeros(0).half(), torch.zeros(256).short(), block, perm, 9, 20, 3, 8, 0, 0))
@@ -516,13 +518,15 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
 def write_corpus(folder: Path) -> None:
     """The honest weights for tests/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = ["macko", "bitmap", "ec", "tile", "dense12"]
+    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
         arrays = [
             bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()
         ]
         sizes = weight.sizes()
-        extra = sizes.get({"tile": "widest", "dense12": "slab_units"}.get(weight.format, "delta_bits"), 0)
+        extra = sizes.get(
+            {"tile": "widest", "dense12": "slab_units", "sparse11": "widest"}.get(weight.format, "delta_bits"), 0
+        )
         table = [sizes.get("table_low", 0), sizes.get("table_high", 0)]
         if isinstance(weight, EcWeight):
             extra = weight.tile_ptr.shape[1] - 1

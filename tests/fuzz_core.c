@@ -18,14 +18,15 @@
 #include "../csrc/core/knobs.h"
 #include "../csrc/dense12/dense12.h"
 #include "../csrc/macko/macko.h"
+#include "../csrc/sparse11/sparse11.h"
 #include "../csrc/tile/tile.h"
 
-enum { MACKO, BITMAP, EC, TILE, DENSE12, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
+enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
 
 /* What a corpus file begins with; the arrays follow in the order of the format's dataclass. */
 typedef struct header {
-    int64_t kind, dtype, rows, cols, extra; /* extra: delta_bits, tiles (ec), widest (tile), slab_units (dense12) */
-    int64_t table[2];                       /* of dense12 */
+    int64_t kind, dtype, rows, cols, extra; /* extra: delta_bits, tiles (ec), widest (tile, sparse11), slab_units (dense12) */
+    int64_t table[2];                       /* of dense12 and sparse11 */
     int64_t num_arrays, bytes[MAX_ARRAYS];
 } header;
 
@@ -89,7 +90,7 @@ static void change(input *in) {
     case 0: in->h.rows = edge(in->h.rows); return;
     case 1: in->h.cols = edge(in->h.cols); return;
     case 2:
-        if (in->h.kind == DENSE12 && below(2))
+        if (in->h.kind >= DENSE12 && below(2))
             in->h.table[below(2)] ^= (int64_t)1 << below(32);
         else
             in->h.extra = edge(in->h.extra);
@@ -327,6 +328,50 @@ static macko_fault try_dense12(const input *in) {
     return fault;
 }
 
+static macko_fault try_sparse11(const input *in) {
+    const header *h = &in->h;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
+    const int64_t slabs = macko_tile_count(h->rows, h->cols), least = slabs ? macko_sparse11_units(0, 0) : 0;
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_TILE_UNIT || h->bytes[0] < slabs * least * MACKO_TILE_UNIT)
+        return fault;
+    if (h->extra < least || h->extra > (slabs ? MACKO_SPARSE11_MOST_UNITS : 0)) return fault;
+    for (int i = 0; i < 2; i++)
+        if (h->table[i] < 0 || h->table[i] > UINT32_MAX) return fault;
+    const macko_sparse11_matrix m = {in->arrays[0],
+                                     (const int32_t *)in->arrays[1],
+                                     h->rows,
+                                     h->cols,
+                                     (int32_t)h->extra,
+                                     {(uint32_t)h->table[0], (uint32_t)h->table[1]},
+                                     h->bytes[0] / MACKO_TILE_UNIT,
+                                     true,
+                                     (macko_dtype)h->dtype};
+    fault = macko_sparse11_check_cpu(&m);
+    if (fault.kind || !small(m.rows, m.cols)) return fault;
+    const int64_t blocks = macko_tile_row_blocks(m.rows);
+    uint16_t *w = exactly(m.rows * m.cols * 2);
+    macko_sparse11_unpack_cpu(&m, 0, m.rows, w);
+    const int64_t first = below(m.rows + 1), count = below(m.rows - first + 1), bytes = count * m.cols * 2;
+    uint16_t *some = exactly(bytes);
+    macko_sparse11_unpack_cpu(&m, first, count, some);
+    must(!memcmp(some, w + first * m.cols, (size_t)bytes), "sparse11: some rows are not those of all");
+    int32_t *offsets = exactly((slabs + 1) * 4);
+    uint8_t *data = exactly(h->bytes[0]);
+    macko_sparse11_totals totals = {0};
+    macko_sparse11_count_cpu(&m, w, 0, blocks, offsets, &totals);
+    must(totals.stored == fault.found, "sparse11: packed anew it has another number of values");
+    offsets[0] = 0;
+    for (int64_t slab = 0; slab < slabs; slab++) offsets[slab + 1] += offsets[slab];
+    macko_sparse11_matrix again = m;
+    again.data = data, again.offsets = offsets;
+    must(!memcmp(offsets, m.offsets, (size_t)(slabs + 1) * 4), "sparse11: packed anew it has other offsets");
+    macko_sparse11_write_cpu(&again, w, data, 0, blocks);
+    must(!memcmp(data, m.data, (size_t)h->bytes[0]), "sparse11: packed anew it has other bytes");
+    free(w), free(some), free(offsets), free(data);
+    return fault;
+}
+
 static input *load(const char *path) {
     FILE *file = fopen(path, "rb");
     input *in = exactly(sizeof *in);
@@ -341,7 +386,8 @@ static input *load(const char *path) {
 }
 
 static void run(const input *from, int changes) {
-    static macko_fault (*const tries[KINDS])(const input *) = {try_macko, try_bitmap, try_ec, try_tile, try_dense12};
+    static macko_fault (*const tries[KINDS])(const input *) = {try_macko, try_bitmap, try_ec, try_tile,
+                                                               try_dense12, try_sparse11};
     static const char *const paths[] = {"cpu=scalar", "cpu=avx2", "cpu=avx512"};
     input in = {.h = from->h};
     for (int64_t i = 0; i < in.h.num_arrays; i++) {
@@ -380,7 +426,7 @@ int main(int count, char **arguments) {
     for (; cases % 256 || time(NULL) < stop; cases++) run(corpus[below(num_inputs)], 1 + (int)below(3));
     printf("%lld cases; accepted, refused:", (long long)cases);
     for (int kind = 0; kind < KINDS; kind++)
-        printf(" %s %lld, %lld;", (const char *[]){"macko", "bitmap", "ec", "tile", "dense12"}[kind],
+        printf(" %s %lld, %lld;", (const char *[]){"macko", "bitmap", "ec", "tile", "dense12", "sparse11"}[kind],
                (long long)accepted[kind], (long long)refused[kind]);
     printf("\n");
     for (int i = 0; i < num_inputs; i++) {

@@ -177,6 +177,70 @@ def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
     return data.flatten().view(w.dtype), [size // 128, *table.view(torch.int32).tolist(), int(listed.sum())]
 
 
+def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Data, offsets and sizes (widest, the table's halves, entries, listed) of sparse11 (csrc/sparse11/sparse11.h)."""
+    (rows, cols), bits = w.shape, w.cpu().contiguous().view(torch.int16).long() & 0xFFFF
+    bits = torch.where(bits & 0x7FFF == 0, 0, bits)
+    half = w.dtype == torch.float16
+    coded = bits[(bits != 0) & (bits & 7 == 0)] >> 3 if half else bits[bits != 0]
+    counts = (coded >> 8).bincount(minlength=256).tolist()
+    commonest = sorted((high for high in range(1, 256) if counts[high]), key=lambda high: (-counts[high], high))
+    table = [0, *sorted(commonest[:7]), *[0] * (7 - len(commonest))]
+    blocks, slabs = -(-rows // 64), -(-cols // 256)
+    full = torch.zeros(blocks * 64, slabs * 256, dtype=torch.int64)
+    full[:rows, :cols] = bits
+    # [row block, slice, i / 2 % 2, lane / 4, slab, tile, step, i / 4, lane % 4, i % 2]
+    full = full.view(blocks, 4, 2, 8, slabs, 4, 4, 2, 4, 2).permute(0, 4, 5, 1, 6, 3, 8, 7, 2, 9)
+    elements = full.reshape(blocks * slabs, 4, 4, 4, 32, 8)  # [slab, tile, slice, step, lane, i]
+    split = elements >> 3 if half else elements
+    codes = ((split >> 8)[..., None] == torch.tensor(table)) & (torch.tensor(table) != 0)
+    codes = codes.int().argmax(-1)  # 0 where there is none
+    codes = torch.where(elements & 7 != 0, 0, codes) if half else codes
+    listed = (codes == 0) & (elements != 0)
+    places = torch.arange(1024).view(4, 32, 8)
+    pieces, offsets = [], [0]
+    for held, low, code, lists in zip(elements, split & 255, codes, listed, strict=True):
+        words = (code[:, :, :3] << 4 * torch.arange(8)).sum(-1)
+        words += ((code[:, :, 3:] >> torch.arange(3).view(3, 1, 1) & 1) << 4 * torch.arange(8) + 3).sum(-1)
+        starts, values, begins = torch.zeros(4, 32, 4, dtype=torch.uint8), torch.zeros(0, 32, 4, dtype=torch.uint8), []
+        for slice_ in range(4):
+            in_order = [0, 1, 2, 3, 7, 6, 5, 4]
+            own, has = ([t[:, slice_, :, lane][..., in_order] for lane in range(32)] for t in (low, code != 0))
+            heads, tails = ([o[t][h[t]] for o, h in zip(own, has, strict=True)] for t in (slice(2), slice(2, 4)))
+            shortest = sorted(range(32), key=[len(head) for head in heads].__getitem__)
+            longest = sorted(range(32), key=[-len(tail) for tail in tails].__getitem__)
+            columns = {}
+            for lane, column in zip(longest, shortest, strict=True):
+                first, third = (int(has[lane][tile].sum()) for tile in (0, 2))
+                starts[slice_, lane] = torch.tensor([len(heads[column]), column * 4, first, third])
+                columns[column] = torch.cat([heads[column], tails[lane]])
+            height = max(-(-len(column) // 4) for column in columns.values())
+            room = torch.zeros(32, height * 4, dtype=torch.uint8)
+            for lane, stream in columns.items():
+                room[lane, : len(stream)] = stream
+            begins.append(6784 + values.numel())
+            values = torch.cat([values, room.view(32, height, 4).transpose(0, 1)])
+        parts: list[int] = []
+        entries: list[int] = []
+        at = 6784 + values.numel()
+        for tile in range(4):
+            for slice_ in range(4):
+                lacking = (places << 16 | held[tile, slice_])[lists[tile, slice_]].tolist()
+                parts.append(begins[slice_] | (at + 4 * len(entries) if lacking else 6720) << 16)
+                entries += [*lacking, 2**32 - 1] if lacking else []
+        head = [*parts, 2**32 - 1, *[0] * 15]
+        as_bytes = [torch.tensor(t, dtype=torch.int64).to(torch.uint32).view(torch.uint8) for t in (head, entries)]
+        piece = torch.cat([words.flatten().to(torch.uint32).view(torch.uint8), starts.flatten(), as_bytes[0]])
+        piece = torch.cat([piece, values.flatten(), as_bytes[1]])
+        pieces.append(torch.nn.functional.pad(piece, (0, -len(piece) % 128)))
+        offsets.append(offsets[-1] + len(pieces[-1]) // 128)
+    data = torch.cat([torch.zeros(0, dtype=torch.uint8), *pieces])
+    widest = max(torch.tensor(offsets).diff().tolist(), default=0)
+    halves = torch.tensor(table, dtype=torch.uint8).view(torch.uint32).tolist()
+    sizes = [widest, *halves, int((bits != 0).sum()), int(listed.sum())]
+    return data.view(w.dtype), torch.tensor(offsets, dtype=torch.int32), sizes
+
+
 def slide_column(window: int, n: int) -> int:
     """First column of window v of a row: n - 1 windows a group of 2n columns, two columns apart."""
     group, place = divmod(window, n - 1)

@@ -71,11 +71,12 @@ class ToyWeight(PackedWeight):
     delta_bits: int = 4
 
 """
+TOY = "LAYOUT(TOY, toy_layout)"
 #: All that changes outside of the layout's own file: (file, what stands there once, what stands there then).
 ROWS = [
-    ("csrc/torch/path.h", "LAYOUT(DENSE12, dense12_layout)", "LAYOUT(DENSE12, dense12_layout) LAYOUT(TOY, toy_layout)"),
+    ("csrc/torch/path.h", "LAYOUT(SPARSE11, sparse11_layout)", "LAYOUT(SPARSE11, sparse11_layout) " + TOY),
     ("macko/formats.py", "#: Every format by name, ", CLASS + "#: Every format by name, "),
-    ("macko/formats.py", "SlideWeight, Dense12Weight)", "SlideWeight, Dense12Weight, ToyWeight)"),
+    ("macko/formats.py", "Dense12Weight, Sparse11Weight)", "Dense12Weight, Sparse11Weight, ToyWeight)"),
 ]
 
 USE = r"""

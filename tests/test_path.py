@@ -181,6 +181,12 @@ def test_tile_has_a_kernel_for_few_and_one_for_many(room: Room) -> None:
     assert room("tile", OTHER_GPU, limit=1000) == {0: "few", 1001: "dense rows"}
 
 
+def test_sparse11_has_them_with_wgmma_alone(room: Room) -> None:
+    assert room("sparse11", HOPPER) == room("sparse11", HOPPER, cols=4097) == {0: "few", 65: "many", END: "dense rows"}
+    assert room("sparse11", HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
+    assert room("sparse11", CPU) == room("sparse11", OTHER_GPU) == room("sparse11", HOPPER, cols=0) == {0: "dense rows"}
+
+
 def test_dense12_has_them_with_wgmma_alone(room: Room) -> None:
     assert room("dense12", HOPPER) == {0: "few", 65: "many", END: "dense rows"}
     assert room("dense12", HOPPER, cols=4097) == {0: "few", 33: "many", END: "dense rows"}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import macko
 from macko import FORMATS
-from macko.formats import Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.formats import Dense12Weight, PackedWeight, SellWeight, SlideWeight, Sparse11Weight, TileWeight
 from tests import layouts
 from tests.common import CPU_DTYPES, HALVES, assert_same_bits, device_dtypes, devices, random_vector, random_weight
 
@@ -25,12 +25,14 @@ def formats_on(device: str, dtype: torch.dtype) -> list[type[PackedWeight]]:
     kinds.remove(SlideWeight)
     if device == "cpu" and dtype in HALVES:
         kinds.append(FORMATS["tile"])  # for tests of files; no CPU is faster with it
+    if device == "cpu" and dtype == torch.bfloat16:
+        kinds.append(FORMATS["sparse11"])
     return kinds
 
 
 def sums_itself(kind: type[PackedWeight], device: str, tokens: int) -> bool:
     """Whether no GEMM of a library makes the sums: cuBLAS may round the product of odd sizes before it adds a bias."""
-    return device == "cpu" or kind in (TileWeight, Dense12Weight) or tokens == 1
+    return device == "cpu" or kind in (TileWeight, Dense12Weight, Sparse11Weight) or tokens == 1
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +137,7 @@ SAME_BITS = {
     ("cuda", "sell"): ((1, 1), (2, 2), (3, 4), (5, 8)),
     ("cuda", "tile"): ((1, 8), (9, 16), (17, 32), (33, 64)),
     ("cuda", "dense12"): ((1, 8), (9, 16), (17, 32), (33, 64)),
+    ("cuda", "sparse11"): ((1, 8), (9, 16), (17, 32), (33, 64)),
 }
 
 

@@ -96,9 +96,9 @@ struct dense12 {
             if (STEP == 0) read_128(low[1], slab + own + CHUNK);
         }
         template <int STEP, int TILE>
-        __device__ __forceinline__ void make(uint32_t (&a)[4], const constants &) {
-            lanes[TILE].template make<STEP>(a, low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table,
-                                            lane);
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            lanes[TILE].template make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1],
+                                            table, lane);
         }
         __device__ __forceinline__ void move_1_to_0() {
             lanes[0] = lanes[1];
@@ -149,8 +149,9 @@ struct dense12 {
             if (STEP == 0) read_128(low[1], here_at + CHUNK);
         }
         template <int STEP>
-        __device__ __forceinline__ void make(uint32_t (&a)[4], const constants &) {
-            here.template make<STEP>(a, low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table, lane);
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            here.template make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table,
+                                     lane);
         }
     };
 };

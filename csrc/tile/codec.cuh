@@ -78,9 +78,9 @@ struct sparse16 {
             lanes[TILE].load(2 * STEP + 3, values[(STEP + 1) % 2][1], weights);
         }
         template <int STEP, int TILE>
-        __device__ __forceinline__ void make(uint32_t (&a)[4], const constants &) {
-            lanes[TILE].place(2 * STEP, values[STEP % 2][0], a[0], a[1]);
-            lanes[TILE].place(2 * STEP + 1, values[STEP % 2][1], a[2], a[3]);
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            lanes[TILE].place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
+            lanes[TILE].place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
         }
         __device__ __forceinline__ void move_1_to_0() {
             lanes[0] = lanes[1];
@@ -132,9 +132,9 @@ struct sparse16 {
             if (STEP < 3) load(here, 2 * STEP + 2, (STEP + 1) % 2, weights);
         }
         template <int STEP>
-        __device__ __forceinline__ void make(uint32_t (&a)[4], const constants &) {
-            here.place(2 * STEP, values[STEP % 2][0], a[0], a[1]);
-            here.place(2 * STEP + 1, values[STEP % 2][1], a[2], a[3]);
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
+            here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
         }
     };
 };

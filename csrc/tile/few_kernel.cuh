@@ -378,7 +378,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                     sm90::warpgroup_wait<0>();
                     release(previous);
                 }
-                reader.template make<STEP, TILE>(a[STEP], task.weights);
+                reader.template make<STEP, TILE>(a, task.weights);
                 multiply_pair<typename CODEC::T, TOKENS, STEP>(sums, a, b);
             };
             take(step0);

@@ -622,7 +622,7 @@ __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t s
                 // The products that read these registers last.
                 if (STEP % 2 == 0) sm90::warpgroup_wait<1>();
                 if (STEP == 2) release(last_stage); // all products of the tile before have ended
-                reader.template make<STEP>(a[STEP], task.weights);
+                reader.template make<STEP>(a, task.weights);
                 multiply_pair<typename CODEC::T, TOKENS, STEP>(sums, a, b);
             };
             multiply(std::integral_constant<int, 0>());

@@ -22,7 +22,8 @@
     LAYOUT(TILE, tile_layout)                                                                                          \
     LAYOUT(EC, ec_layout)                                                                                              \
     LAYOUT(SLIDE, slide_layout)                                                                                        \
-    LAYOUT(DENSE12, dense12_layout)
+    LAYOUT(DENSE12, dense12_layout)                                                                                    \
+    LAYOUT(SPARSE11, sparse11_layout)
 
 #define MACKO_LAYOUT_ID(id, layout) MACKO_LAYOUT_##id,
 typedef enum macko_layout_id { MACKO_LAYOUTS(MACKO_LAYOUT_ID) MACKO_NUM_LAYOUTS } macko_layout_id;
@@ -31,8 +32,8 @@ typedef enum macko_layout_id { MACKO_LAYOUTS(MACKO_LAYOUT_ID) MACKO_NUM_LAYOUTS 
 typedef enum macko_path {
     MACKO_PATH_SPMV,        /* from packed bytes, for one token (bitmap: a few): FMAs, memory bound */
     MACKO_PATH_SPMM,        /* the same for several */
-    MACKO_PATH_FEW,         /* tile, dense12: tensor cores, memory bound */
-    MACKO_PATH_MANY,        /* tile, dense12: tensor cores, compute bound */
+    MACKO_PATH_FEW,         /* tile, dense12, sparse11: tensor cores, memory bound */
+    MACKO_PATH_MANY,        /* tile, dense12, sparse11: tensor cores, compute bound */
     MACKO_PATH_SPARSE,      /* slide: the packed weight */
     MACKO_PATH_DENSE_TILES, /* slide: the dense one beside it */
     MACKO_PATH_DENSE_ROWS,  /* unpacked, then the library's product */
@@ -83,14 +84,14 @@ enum {
 };
 
 /*
- * tile and dense12 with wgmma: up to how many tokens the kernel for few multiplies; at most 64. Above 32 each block of it
+ * tile, dense12 and sparse11 with wgmma: up to how many tokens the kernel for few multiplies; at most 64. Above 32 each block of it
  * reads more of x than of the weight, and the other one shares x among the rows of two or three row blocks and two blocks.
  * 64 tokens, few / many, us (H200, tile at density 0.5): 4096 x 4096 10.1 / 10.9, 4096 x 11008 19.8 / 19.3 (alone 20.8 /
  * 21.8), 11008 x 4096 21.9 / 19.7, 8192 x 8192 26.8 / 25.9, 28672 x 8192 107 / 85. dense12: 12.0 / 11.7, 28.2 / 20.6,
  * 29.8 / 21.0, 40.0 / 28.9, 143 / 93.
  */
 static inline int64_t macko_few_tokens(macko_path_weight w) {
-    return w.rows <= 4096 && (w.layout == MACKO_LAYOUT_TILE || w.cols <= 4096) ? 64 : 32;
+    return w.rows <= 4096 && (w.layout != MACKO_LAYOUT_DENSE12 || w.cols <= 4096) ? 64 : 32;
 }
 
 static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, macko_path_device d) {
@@ -109,6 +110,7 @@ static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, mack
         if (d.has_wgmma && w.rows && tokens > macko_few_tokens(w) && tokens <= INT32_MAX) return MACKO_PATH_MANY;
         return d.has_limit || tokens <= MACKO_TILE_MMA_TOKENS ? MACKO_PATH_FEW : MACKO_PATH_DENSE_ROWS;
     case MACKO_LAYOUT_DENSE12:
+    case MACKO_LAYOUT_SPARSE11:
         if (!d.has_wgmma || !w.cols || tokens > (d.has_limit ? d.limit : INT32_MAX)) return MACKO_PATH_DENSE_ROWS;
         return tokens <= macko_few_tokens(w) || !w.rows ? MACKO_PATH_FEW : MACKO_PATH_MANY;
     case MACKO_LAYOUT_EC: return tokens == 1 ? MACKO_PATH_SPMV : MACKO_PATH_DENSE_ROWS;

@@ -1,0 +1,419 @@
+// The sparse11 layout from dense rows, and back, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
+// 256 columns, in the order of sparse11.h.
+#include "../core/cuda.cuh"
+#include "sparse11.h"
+
+using namespace macko;
+
+namespace {
+
+constexpr int SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES;
+constexpr int THREADS = MACKO_TILE_SLICES * WARP;
+constexpr int TILES = MACKO_TILE_SLAB_TILES, STEPS = MACKO_SPARSE11_STEPS, WORDS = MACKO_SPARSE11_WORDS;
+constexpr int HIGHS = 256;
+constexpr int STEP_ELEMENTS = 8; // of a lane
+constexpr int HALF_MOST = TILES / 2 * STEPS * STEP_ELEMENTS;
+constexpr uint32_t NO_CODE = 255; // of a value that is listed
+constexpr int COUNT_THREADS = 512;
+
+// The code of each high byte; two a thread.
+__device__ __forceinline__ void find_codes(const macko_sparse11_matrix &m, uint8_t *codes) {
+    for (int high = threadIdx.x; high < HIGHS; high += THREADS) {
+        uint32_t code = NO_CODE;
+#pragma unroll
+        for (int i = 1; i < MACKO_SPARSE11_TABLE; i++)
+            if (high && (m.table[i / 4] >> 8 * (i % 4) & 255) == high) code = i;
+        codes[high] = (uint8_t)code;
+    }
+    __syncthreads();
+}
+
+// A warp's slice of the thread block's slab of the dense w.
+struct slice_of {
+    int64_t row, col; // its first
+    int slice, lane;
+
+    __device__ __forceinline__ explicit slice_of(int64_t cols) : slice(threadIdx.x / WARP), lane(threadIdx.x % WARP) {
+        const int64_t slabs = macko_tile_slabs(cols);
+        row = blockIdx.x / slabs * MACKO_TILE_ROWS + slice * SLICE_ROWS;
+        col = blockIdx.x % slabs * MACKO_TILE_SLAB_COLS;
+    }
+};
+
+// A lane's elements of a tile: pairs of neighbours by step, +0.0 outside of the matrix.
+struct tile_elements {
+    uint32_t pairs[STEPS][STEP_ELEMENTS / 2];
+
+    __device__ __forceinline__ void load(const macko_sparse11_matrix &m, const uint16_t *w, const slice_of &from,
+                                         int tile) {
+        const int64_t rows = m.rows, cols = m.cols;
+        const bool whole = from.row + SLICE_ROWS <= rows && from.col + MACKO_TILE_SLAB_COLS <= cols && cols % 2 == 0;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
+                const int e = 2 * k % MACKO_TILE_QUAD, j = 2 * step + 2 * k / MACKO_TILE_QUAD;
+                const int64_t r = from.row + macko_tile_row(from.lane, e);
+                const int64_t c = from.col + tile * MACKO_TILE_COLS + macko_tile_col(from.lane, j, e);
+                const uint16_t *element = w + r * cols + c;
+                uint32_t pair = 0;
+                if (whole) {
+                    pair = *(const uint32_t *)element;
+                } else if (r < rows) {
+                    if (c < cols) pair = element[0];
+                    if (c + 1 < cols) pair |= (uint32_t)element[1] << 16;
+                }
+                pairs[step][k] = pair;
+            }
+    }
+    __device__ __forceinline__ uint32_t value(int step, int i) const {
+        return pairs[step][i / 2] >> 16 * (i % 2) & 0xffff;
+    }
+    // 0: it is no value.
+    __device__ __forceinline__ uint32_t code(macko_dtype dtype, int step, int i, const uint8_t *codes) const {
+        const uint32_t own = value(step, i);
+        if (macko_sparse11_has_low_bits(dtype, own)) return NO_CODE;
+        return own & 0x7fff ? codes[macko_sparse11_split(dtype, own) >> 8] : 0;
+    }
+};
+
+// What a lane has of a slice: which elements are in its stream, and which are listed; bit 8 step + i.
+struct slice_masks {
+    uint32_t stream[TILES], listed[TILES];
+
+    __device__ __forceinline__ void find(const macko_sparse11_matrix &m, const uint16_t *w, const slice_of &from,
+                                         const uint8_t *codes) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            tile_elements elements;
+            elements.load(m, w, from, tile);
+            stream[tile] = listed[tile] = 0;
+#pragma unroll
+            for (int bit = 0; bit < STEPS * STEP_ELEMENTS; bit++) {
+                const uint32_t code = elements.code(m.dtype, bit / STEP_ELEMENTS, bit % STEP_ELEMENTS, codes);
+                stream[tile] |= (uint32_t)(code && code != NO_CODE) << bit;
+                listed[tile] |= (uint32_t)(code == NO_CODE) << bit;
+            }
+        }
+    }
+};
+
+// A lane's place among the lanes by `key` (up to 127), of equal ones the lower lane first.
+__device__ __forceinline__ int place_among_lanes(uint32_t key, int lane) {
+    uint32_t equal = FULL_WARP, below = 0;
+#pragma unroll
+    for (uint32_t bit = 64; bit; bit /= 2) {
+        const uint32_t set = __ballot_sync(FULL_WARP, key & bit);
+        if (key & bit) below |= equal & ~set;
+        equal &= key & bit ? set : ~set;
+    }
+    return __popc(below | (equal & ((1u << lane) - 1)));
+}
+
+// Which lane has this number; each lane has another one of 0 .. 31.
+__device__ __forceinline__ int lane_with(int own, int wanted) {
+    uint32_t lanes = FULL_WARP;
+#pragma unroll
+    for (int bit = 1; bit < WARP; bit *= 2) {
+        const uint32_t set = __ballot_sync(FULL_WARP, own & bit);
+        lanes &= wanted & bit ? set : ~set;
+    }
+    return __ffs(lanes) - 1;
+}
+
+// Where a lane's tail begins, and how many rows the slice's values take.
+struct slice_plan {
+    int byte, column, rows;
+
+    __device__ __forceinline__ void find(const uint32_t (&stream)[TILES], int lane) {
+        const int head = __popc(stream[0]) + __popc(stream[1]), tail = __popc(stream[2]) + __popc(stream[3]);
+        column = lane_with(place_among_lanes(head, lane), place_among_lanes(HALF_MOST - tail, lane));
+        byte = __shfl_sync(FULL_WARP, head, column);
+        rows = __reduce_max_sync(FULL_WARP, (byte + tail + 3) / 4);
+    }
+};
+
+// Each lane has a column of counters, so no two of a warp count in one bank.
+__global__ void __launch_bounds__(COUNT_THREADS)
+    count_highs(const macko_sparse11_matrix m, const uint16_t *w, uint64_t *counts) {
+    const int64_t elements = m.rows * m.cols;
+    __shared__ uint32_t own[HIGHS][WARP];
+    const int lane = threadIdx.x % WARP;
+    for (int i = threadIdx.x; i < HIGHS * WARP; i += COUNT_THREADS) own[i / WARP][i % WARP] = 0;
+    __syncthreads();
+    const int64_t first = (int64_t)blockIdx.x * COUNT_THREADS + threadIdx.x,
+                  stride = (int64_t)gridDim.x * COUNT_THREADS;
+    const auto add = [&](uint32_t value) {
+        if (value & 0x7fff && !macko_sparse11_has_low_bits(m.dtype, value))
+            atomicAdd(&own[macko_sparse11_split(m.dtype, value) >> 8][lane], 1u);
+    };
+    for (int64_t i = first; i < elements / 8; i += stride) {
+        const uint4 eight = load_stream((const uint4 *)w + i);
+        for (const uint32_t pair : {eight.x, eight.y, eight.z, eight.w}) {
+            add(pair & 0xffff);
+            add(pair >> 16);
+        }
+    }
+    if (first < elements % 8) add(w[elements / 8 * 8 + first]);
+    __syncthreads();
+    if (threadIdx.x >= HIGHS) return;
+    uint64_t sum = 0;
+    for (int i = 0; i < WARP; i++) sum += own[threadIdx.x][(i + threadIdx.x) % WARP];
+    if (sum) atomicAdd((unsigned long long *)&counts[threadIdx.x], (unsigned long long)sum);
+}
+
+__global__ void __launch_bounds__(THREADS)
+    count_slabs(const macko_sparse11_matrix m, const uint16_t *w, int32_t *offsets, macko_sparse11_totals *totals) {
+    __shared__ uint8_t codes[HIGHS];
+    __shared__ int value_rows, words, stored, listed;
+    if (threadIdx.x == 0) value_rows = words = stored = listed = 0;
+    find_codes(m, codes);
+    const slice_of from(m.cols);
+    slice_masks own;
+    own.find(m, w, from, codes);
+    slice_plan plan;
+    plan.find(own.stream, from.lane);
+    int own_words = 0, own_stored = 0, own_listed = 0;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int count = __reduce_add_sync(FULL_WARP, __popc(own.listed[tile]));
+        own_words += macko_sparse11_words(count);
+        own_listed += count;
+        own_stored += __popc(own.stream[tile]);
+    }
+    own_stored = __reduce_add_sync(FULL_WARP, own_stored) + own_listed;
+    if (from.lane == 0) {
+        atomicAdd(&value_rows, plan.rows);
+        atomicAdd(&words, own_words);
+        atomicAdd(&stored, own_stored);
+        atomicAdd(&listed, own_listed);
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    offsets[blockIdx.x + 1] = macko_sparse11_units(value_rows, words);
+    atomicAdd((unsigned long long *)&totals->stored, (unsigned long long)stored);
+    if (!listed) return;
+    atomicAdd((unsigned long long *)&totals->listed, (unsigned long long)listed);
+    atomicMax((unsigned long long *)&totals->fullest, (unsigned long long)listed);
+}
+
+// A warp puts its slice's values together in shared memory, in which each lane's column has a bank of its own.
+__global__ void __launch_bounds__(THREADS)
+    write_slabs(const macko_sparse11_matrix m, const uint16_t *w, uint8_t *data) {
+    constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_TILE_SLICES;
+    __shared__ uint4 rooms[MACKO_TILE_SLICES][MOST_ROWS * ROW_CHUNKS];
+    __shared__ uint8_t codes[HIGHS];
+    __shared__ int slice_rows[MACKO_TILE_SLICES], listed[MACKO_SPARSE11_PARTS];
+    find_codes(m, codes);
+    const slice_of from(m.cols);
+    slice_masks own;
+    own.find(m, w, from, codes);
+    slice_plan plan;
+    plan.find(own.stream, from.lane);
+    if (from.lane == 0) slice_rows[from.slice] = plan.rows;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int count = __reduce_add_sync(FULL_WARP, __popc(own.listed[tile]));
+        if (from.lane == 0) listed[tile * MACKO_TILE_SLICES + from.slice] = count;
+    }
+    uint4 *const room = rooms[from.slice];
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) room[i] = uint4{};
+    __syncthreads();
+
+    const int32_t *const offset = m.offsets + blockIdx.x;
+    uint8_t *const slab = data + (int64_t)offset[0] * MACKO_TILE_UNIT;
+    int place = 0, column = from.lane;
+    for (int tile = 0; tile < TILES; tile++) {
+        if (tile == TILES / 2) place = plan.byte, column = plan.column;
+        tile_elements elements;
+        elements.load(m, w, from, tile);
+        uint32_t words[WORDS] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int n = 0; n < STEP_ELEMENTS; n++) {
+                const int i = macko_sparse11_nth(n);
+                uint32_t code = elements.code(m.dtype, step, i, codes);
+                if (code == NO_CODE) code = 0;
+                if (step < WORDS)
+                    words[step % WORDS] |= code << 4 * i;
+                else
+                    for (int k = 0; k < WORDS; k++) words[k] |= (code >> k & 1) << (4 * i + 3);
+                if (code) {
+                    ((uint8_t *)room)[place / 4 * MACKO_SPARSE11_ROW_BYTES + column * 4 + place % 4] =
+                        (uint8_t)macko_sparse11_split(m.dtype, elements.value(step, i));
+                    place++;
+                }
+            }
+        uint32_t *const to =
+            (uint32_t *)(slab + (tile * MACKO_TILE_SLICES + from.slice) * MACKO_SPARSE11_SLICE_BYTES) + from.lane;
+        for (int k = 0; k < WORDS; k++) to[k * WARP] = words[k];
+    }
+    ((uint32_t *)(slab + MACKO_SPARSE11_STARTS_AT))[from.slice * WARP + from.lane] =
+        plan.byte | plan.column * 4 << 8 | __popc(own.stream[0]) << 16 | __popc(own.stream[2]) << 24;
+    int values_at = MACKO_SPARSE11_VALUES_AT, list_at = values_at;
+    for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {
+        if (slice < from.slice) values_at += slice_rows[slice] * MACKO_SPARSE11_ROW_BYTES;
+        list_at += slice_rows[slice] * MACKO_SPARSE11_ROW_BYTES;
+    }
+    __syncwarp();
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
+
+    // The list. A thread for each part's word; then each warp the places of its own parts.
+    const auto part_at = [&](int part) { // where its places begin
+        int at = list_at;
+        for (int other = 0; other < part; other++) at += macko_sparse11_words(listed[other]) * 4;
+        return at;
+    };
+    uint32_t *const parts = (uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT);
+    if (from.lane < TILES) {
+        const int part = from.lane * MACKO_TILE_SLICES + from.slice;
+        parts[part] = values_at | (listed[part] ? part_at(part) : (int)MACKO_SPARSE11_END_AT) << 16;
+    }
+    if (from.slice == 0 && from.lane >= MACKO_SPARSE11_PARTS)
+        parts[from.lane] = from.lane == MACKO_SPARSE11_PARTS ? MACKO_SPARSE11_END : 0;
+    const int end = (offset[1] - offset[0]) * MACKO_TILE_UNIT;
+    if (from.slice == 1)
+        for (int at = part_at(MACKO_SPARSE11_PARTS) + from.lane * 4; at < end; at += WARP * 4)
+            *(uint32_t *)(slab + at) = 0;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int part = tile * MACKO_TILE_SLICES + from.slice;
+        if (!listed[part]) continue;
+        uint32_t *next = (uint32_t *)(slab + part_at(part));
+        for (int step = 0; step < STEPS; step++) {
+            const uint32_t mask = own.listed[tile] >> STEP_ELEMENTS * step & 255;
+            uint32_t before = 0, all = 0; // of the lower lanes, and of the warp
+#pragma unroll
+            for (int i = 0; i < STEP_ELEMENTS; i++) {
+                const uint32_t lanes = __ballot_sync(FULL_WARP, mask >> i & 1);
+                before += __popc(lanes & ((1u << from.lane) - 1));
+                all += __popc(lanes);
+            }
+            if (mask) { // few lanes get here
+                uint32_t *to = next + before;
+                for (int i = 0; i < STEP_ELEMENTS; i++) {
+                    if (!(mask >> i & 1)) continue;
+                    const int64_t r = from.row + macko_tile_row(from.lane, i % MACKO_TILE_QUAD);
+                    const int64_t c = from.col + tile * MACKO_TILE_COLS +
+                                      macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD);
+                    *to++ = (uint32_t)(step << 8 | from.lane << 3 | i) << 16 | w[r * m.cols + c];
+                }
+            }
+            next += all;
+        }
+        if (from.lane == 0) *next = MACKO_SPARSE11_END;
+    }
+}
+
+// Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are
+// written nor the 16 bytes that are read meet in a bank.
+constexpr int DENSE_STRIDE = MACKO_TILE_COLS + 8;
+
+// A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
+__global__ void __launch_bounds__(THREADS)
+    unpack_slabs(const macko_sparse11_matrix m, int64_t first, int64_t stop, uint16_t *w) {
+    __shared__ __align__(16) uint16_t rooms[MACKO_TILE_SLICES][SLICE_ROWS * DENSE_STRIDE];
+    slice_of from(m.cols);
+    from.row += first / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
+    if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
+    const int64_t slab_index = first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols) + blockIdx.x;
+    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_TILE_UNIT;
+    const uint32_t start = ((const uint32_t *)(slab + MACKO_SPARSE11_STARTS_AT))[from.slice * WARP + from.lane];
+    uint16_t *const room = rooms[from.slice];
+    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
+    const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
+    int place = 0, column = from.lane * 4;
+    for (int tile = 0; tile < TILES; tile++) {
+        const int64_t begin_col = from.col + tile * MACKO_TILE_COLS;
+        if (begin_col >= m.cols) return;
+        if (tile == TILES / 2) place = start & 255, column = start >> 8 & 255;
+        const int part = tile * MACKO_TILE_SLICES + from.slice;
+        const uint32_t where = ((const uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT))[part];
+        const uint8_t *const values = slab + (where & 0xffff) + column;
+        uint32_t words[WORDS];
+        for (int k = 0; k < WORDS; k++)
+            words[k] = ((const uint32_t *)(slab + part * MACKO_SPARSE11_SLICE_BYTES))[k * WARP + from.lane];
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t value[STEP_ELEMENTS];
+#pragma unroll
+            for (int n = 0; n < STEP_ELEMENTS; n++) {
+                const int i = macko_sparse11_nth(n);
+                uint32_t code = 0;
+                if (step < WORDS)
+                    code = words[step % WORDS] >> 4 * i & 7;
+                else
+                    for (int k = 0; k < WORDS; k++) code |= (words[k] >> (4 * i + 3) & 1) << k;
+                value[i] = 0;
+                if (code) {
+                    const uint32_t low = values[place / 4 * MACKO_SPARSE11_ROW_BYTES + place % 4];
+                    const uint32_t high = __byte_perm(m.table[0], m.table[1], code) & 255;
+                    value[i] = macko_sparse11_join(m.dtype, high << 8 | low);
+                    place++;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < STEP_ELEMENTS; i += 2)
+                *(uint32_t *)(room + macko_tile_row(from.lane, i % MACKO_TILE_QUAD) * DENSE_STRIDE +
+                              macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, 0)) = value[i] | value[i + 1]
+                                                                                                             << 16;
+        }
+        __syncwarp();
+        const uint32_t *const list = (const uint32_t *)(slab + (where >> 16));
+        for (int k = 0; list[k] != MACKO_SPARSE11_END; k++) {
+            const int step = list[k] >> 24, lane = list[k] >> 19 & 31, i = list[k] >> 16 & 7;
+            if (from.lane == 0)
+                room[macko_tile_row(lane, i % MACKO_TILE_QUAD) * DENSE_STRIDE +
+                     macko_tile_col(lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD)] = (uint16_t)list[k];
+        }
+        __syncwarp();
+        const uint4 *rows = (const uint4 *)room + from.lane / 8 * (DENSE_STRIDE / 8) + from.lane % 8;
+        uint16_t *const out = w + (from.row + from.lane / 8 - first) * m.cols + begin_col + from.lane % 8 * 8;
+        for (int four = 0; four < SLICE_ROWS; four += 4) {
+            const uint4 *const eight = rows + four * (DENSE_STRIDE / 8);
+            if (whole && begin_col + MACKO_TILE_COLS <= m.cols) {
+                *(uint4 *)(out + four * m.cols) = *eight;
+                continue;
+            }
+            const int64_t r = from.row + four + from.lane / 8, c = begin_col + from.lane % 8 * 8;
+            for (int k = 0; k < 8; k++)
+                if (r >= first && r < stop && c + k < m.cols) out[four * m.cols + k] = ((const uint16_t *)eight)[k];
+        }
+        __syncwarp();
+    }
+}
+
+} // namespace
+
+cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, uint64_t counts[256],
+                                          cudaStream_t stream) {
+    const int64_t blocks = ceil_div(m->rows * m->cols, COUNT_THREADS * 64), most = 1024;
+    if (blocks)
+        count_highs<<<(unsigned)(blocks < most ? blocks : most), COUNT_THREADS, 0, stream>>>(*m, (const uint16_t *)w,
+                                                                                             counts);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
+                                      macko_sparse11_totals *totals, cudaStream_t stream) {
+    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+    if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, offsets, totals);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
+                                      cudaStream_t stream) {
+    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+    if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, data);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_sparse11_unpack_cuda(const macko_sparse11_matrix *m, int64_t first, int64_t count, void *w,
+                                       cudaStream_t stream) {
+    if (!count || !m->cols) return cudaSuccess;
+    const int64_t blocks = (first + count - 1) / MACKO_TILE_ROWS - first / MACKO_TILE_ROWS + 1;
+    unpack_slabs<<<(unsigned)(blocks * macko_tile_slabs(m->cols)), THREADS, 0, stream>>>(*m, first, first + count,
+                                                                                         (uint16_t *)w);
+    return cudaGetLastError();
+}

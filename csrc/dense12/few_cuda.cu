@@ -13,7 +13,7 @@ cudaError_t macko_dense12_few_cuda(const macko_dense12_matrix *m, int64_t tokens
                                                     m->rows,       m->cols,
                                                     m->slab_units, (float)m->slab_units,
                                                     false,         {{m->table[0], m->table[1]}}};
-        return launch_few(weight, tokens, x, x_stride, bias, y, device, stream);
+        return few_launch<decltype(codec)>(tokens)(weight, tokens, x, x_stride, bias, y, device, stream);
     };
     return m->dtype == MACKO_F16 ? run(dense12<__half>()) : run(dense12<__nv_bfloat16>());
 }

@@ -12,7 +12,7 @@ cudaError_t macko_sparse11_few_cuda(const macko_sparse11_matrix *m, int64_t toke
     const auto run = [&](auto codec) {
         const few_weight<decltype(codec)> weight = {m->data,   m->offsets, m->rows,  m->cols,
                                                     m->widest, mean,       m->whole, {{m->table[0], m->table[1]}}};
-        return launch_few(weight, tokens, x, x_stride, bias, y, device, stream);
+        return few_launch<decltype(codec)>(tokens)(weight, tokens, x, x_stride, bias, y, device, stream);
     };
     return m->dtype == MACKO_F16 ? run(sparse11<__half>()) : run(sparse11<__nv_bfloat16>());
 }

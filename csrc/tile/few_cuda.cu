@@ -132,23 +132,6 @@ cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x
     return cudaGetLastError();
 }
 
-template <typename T>
-cudaError_t run(const macko_tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias, void *y,
-                cudaStream_t stream) {
-    device_info device;
-    if (const cudaError_t error = current_device(&device)) return error;
-    if (has_wgmma(device.major)) {
-        const float mean = (float)m.units / macko_tile_count(m.rows, m.cols);
-        const few_weight<sparse16<T>> w = {m.data, m.offsets, m.rows, m.cols, m.widest, mean, m.whole, {}};
-        return launch_few(w, tokens, x, x_stride, bias, y, device, stream);
-    }
-    const auto run = tokens <= 8    ? launch_mma<T, 1>
-                     : tokens <= 16 ? launch_mma<T, 2>
-                     : tokens <= 32 ? launch_mma<T, 4>
-                                    : launch_mma<T, 8>;
-    return run(m, tokens, x, x_stride, bias, y, device, stream);
-}
-
 } // namespace
 } // namespace macko
 
@@ -156,6 +139,20 @@ cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, cons
                                 const void *bias, void *y, cudaStream_t stream) {
     using namespace macko;
     if (!m->rows || !tokens) return cudaSuccess;
-    return m->dtype == MACKO_F16 ? run<__half>(*m, tokens, x, x_stride, bias, y, stream)
-                                 : run<__nv_bfloat16>(*m, tokens, x, x_stride, bias, y, stream);
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    const float mean = (float)m->units / macko_tile_count(m->rows, m->cols);
+    const auto run = [&](auto codec) {
+        using CODEC = decltype(codec);
+        using T = typename CODEC::T;
+        const few_weight<CODEC> weight = {m->data, m->offsets, m->rows, m->cols, m->widest, mean, m->whole, {}};
+        if (has_wgmma(device.major))
+            return few_launch<CODEC>(tokens)(weight, tokens, x, x_stride, bias, y, device, stream);
+        const auto mma = tokens <= 8    ? launch_mma<T, 1>
+                         : tokens <= 16 ? launch_mma<T, 2>
+                         : tokens <= 32 ? launch_mma<T, 4>
+                                        : launch_mma<T, 8>;
+        return mma(*m, tokens, x, x_stride, bias, y, device, stream);
+    };
+    return m->dtype == MACKO_F16 ? run(sparse16<__half>()) : run(sparse16<__nv_bfloat16>());
 }

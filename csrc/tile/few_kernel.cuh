@@ -611,6 +611,7 @@ template <class CODEC, int TOKENS>
 cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                    void *y, const device_info &device, cudaStream_t stream) {
     using SHAPE = few_shape<TOKENS>;
+    if (tokens > TOKENS) return cudaErrorInvalidValue; // that is for the kernel for many
     const int slabs = (int)macko_tile_slabs(w.cols), row_blocks = (int)macko_tile_row_blocks(w.rows);
     // Not all TOKENS: rows of a box that are not in the tensor take long to fill (H200, 33 tokens of 64: by half again).
     const int tokens_8 = (int)ceil_div(tokens, 8) * 8, token_bytes = tokens_8 * MACKO_TILE_COLS * 2;
@@ -670,16 +671,13 @@ cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, in
     return cudaLaunchKernelEx(&config, tile_few_kernel<CODEC, TOKENS>, task);
 }
 
-// For as many tokens as are together in a block.
+// The launch for as many tokens as are together in a block.
 template <class CODEC>
-cudaError_t launch_few(const few_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                       void *y, const device_info &device, cudaStream_t stream) {
-    const auto run = tokens <= 8    ? launch<CODEC, 8>
-                     : tokens <= 16 ? launch<CODEC, 16>
-                     : tokens <= 32 ? launch<CODEC, 32>
-                                    : launch<CODEC, 64>;
-    if (tokens > 64) return cudaErrorInvalidValue; // that is for the kernel for many
-    return run(w, tokens, x, x_stride, bias, y, device, stream);
+auto few_launch(int64_t tokens) {
+    return tokens <= 8    ? launch<CODEC, 8>
+           : tokens <= 16 ? launch<CODEC, 16>
+           : tokens <= 32 ? launch<CODEC, 32>
+                          : launch<CODEC, 64>;
 }
 
 } // namespace

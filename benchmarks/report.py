@@ -1078,7 +1078,7 @@ BARS = [
     ("sparsegpt, fitted", "50%", "wanda", "50%", 0.4),
     ("sparsegpt, fitted", "70%", "sparsegpt", "70%", 0.5),
     ("sparsegpt, fitted", "2:4", "sparsegpt", "2:4", 0.5),
-    (f"{BLOCK}, then int8", "50%", BLOCK, "50%", 1.02),
+    (f"{BLOCK}, int8", "50%", BLOCK, "50%", 1.02),
     (f"{BLOCK}, int4", "50%", "int3", "", 1.0),
     (f"{BLOCK}, int4", "50%", "GPTQ int3", "", 1.0),
     ("sparsegpt, auto", "50%", "sparsegpt", "50%", 1.0),

@@ -1081,8 +1081,11 @@ BARS = [
     (f"{BLOCK}, int8", "50%", BLOCK, "50%", 1.02),
     (f"{BLOCK}, int4", "50%", "int3", "", 1.0),
     (f"{BLOCK}, int4", "50%", "GPTQ int3", "", 1.0),
+    ("sparsegpt, fitted, int8", "50%", "sparsegpt, fitted", "50%", 1.02),
+    ("sparsegpt, auto, fitted, int4", "50%", "GPTQ int3", "", 1.0),
     ("sparsegpt, auto", "50%", "sparsegpt", "50%", 1.0),
     ("sparsegpt, auto", "70%", "sparsegpt", "70%", 1.0),
+    ("sparsegpt, auto, fitted", "50%", "sparsegpt, fitted", "50%", 1.0),
     ("sparsegpt, auto, fitted by block", "50%", BLOCK, "50%", 1.0),
     ("sparsegpt, auto, fitted by block", "70%", BLOCK, "70%", 1.0),
 ]

@@ -39,7 +39,7 @@ class Recipe:
     epochs: int = 8
     steps: int = 200
     #: The largest rate of a layer, over the root mean square of its kept weights.
-    lr: float = 0.1
+    lr: float = 0.03
     #: Tokens in a step: as many batches as make that many.
     tokens: int = 4096
     #: Of the order of the batches.

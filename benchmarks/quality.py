@@ -136,6 +136,10 @@ def train(size: dict[str, Any], tokens: Tensor, seconds: float, device: torch.de
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     model = model.to(device)
+    if device.type == "cuda":  # all blocks are one code, compiled once
+        torch._dynamo.config.suppress_errors = True  # as it is, where that fails
+        for block in model.model.layers:
+            block.compile()
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -239,27 +243,31 @@ def variants() -> list[Variant]:
         return Variant(f"{prefix}{bits}", method, share, rounding=rounding, **{**GRIDS[bits], **by_column}, **more)
 
     def auto(unit: str) -> list[Variant]:
-        name = "sparsegpt, auto" + (", fitted by block" if unit else "")
+        name = "sparsegpt, auto" + {"": "", "submodule": ", fitted", "block": ", fitted by block"}[unit]
         return [Variant(name, "sparsegpt", share, reconstruct=unit, auto=True) for share in (0.5, 0.7)]
 
     block: dict[str, Any] = {"reconstruct": "block"}
+    part: dict[str, Any] = {"reconstruct": "submodule"}
     joint, half = "sparsegpt, fitted by block, ", ("sparsegpt", 0.5)
     return [
         *of(bars, everything), *of(bars, ["sparsegpt"], "block"), *of(bars, ["sparsegpt"], "submodule"),
         *(rounded("", bits, "nearest") for bits in GRIDS),
         *(rounded("GPTQ ", bits, "at once", "sparsegpt") for bits in ("int4", "int3")),
-        rounded(joint, "int4", "fitted", *half, **block),
-        rounded("sparsegpt, auto, fitted by block, ", "int4", "fitted", *half, auto=True, **block),
-        rounded(f"{joint}then ", "int8", "behind", *half, **block),
-        rounded(f"{joint}then ", "fp8", "behind", *half, **block), *auto(""), *auto("block"),
-        *of(bars, ["wanda"], "block"), rounded("fitted by block, ", "int3", "fitted", "magnitude", **block),
-        *of(bars[:1], everything[1:], seed=1), *of(bars[:1], ["sparsegpt"], "block", seed=1),
-        *of(bars[:1], ["sparsegpt"], "submodule", seed=1), *of(bars, ["magnitude"], "block"),
-        *(rounded("sparsegpt, at once ", bits, "at once", *half) for bits in ("int8", "int4")),
-        rounded(joint, "int4", "fitted", "sparsegpt", None, pattern="2:4", **block),
+        rounded(joint, "int4", "fitted", *half, **block), rounded(joint, "int8", "fitted", *half, **block),
+        *auto(""), rounded("sparsegpt, fitted, ", "int8", "fitted", *half, **part),
+        rounded("sparsegpt, auto, fitted, ", "int4", "fitted", *half, auto=True, **part), *auto("submodule"),
+        *auto("block"), *of(bars[:1], everything[1:], seed=1),
+        *of(bars[:1], ["sparsegpt"], "block", seed=1), *of(bars[:1], ["sparsegpt"], "submodule", seed=1),
         rounded(joint, "int4", "fitted", *half, **block, seed=1),
         rounded("GPTQ ", "int3", "at once", "sparsegpt", seed=1),
+        rounded(joint, "int8", "fitted", *half, **block, seed=1),
         *of([{"sparsity": 0.3}], everything), *of([{"sparsity": 0.3}], ["sparsegpt"], "block"),
+        rounded("fitted by block, ", "int3", "fitted", "magnitude", **block),
+        rounded("sparsegpt, fitted, ", "int4", "fitted", *half, **part),
+        rounded(joint, "fp8", "fitted", *half, **block), *of(bars, ["wanda"], "block"),
+        *of(bars, ["magnitude"], "block"), rounded(f"{joint}then ", "int8", "behind", *half, **block),
+        *(rounded("sparsegpt, at once ", bits, "at once", *half) for bits in ("int8", "int4")),
+        rounded(joint, "int4", "fitted", "sparsegpt", None, pattern="2:4", **block),
         *of(bars[1:], everything[1:], seed=1), *of(bars[1:], ["sparsegpt"], "block", seed=1),
         rounded("fitted by block, ", "int4", "fitted", "magnitude", **block),
         *of(bars, ["wanda", "magnitude"], "submodule"), *of(bars[1:], ["sparsegpt"], "submodule", seed=1),

@@ -130,7 +130,8 @@ class Fit:
     """A submodule whose kept weights were fitted to its dense outputs (prune_'s reconstruct)."""
 
     name: str
-    #: Squared error of its outputs over the calibration, over the squares of the dense ones.
+    #: Squared error of its outputs over the calibration, over the squares of the dense ones; each token's squares are
+    #: over those of what the dense block makes of it.
     error_before: float
     error_after: float
 

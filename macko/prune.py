@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .allocate import allocate
+from .allocate import STRENGTHS, STRENGTHS_FITTED, allocate
 from .calibrate import calibrate, evaluating
 from .grids import Grid
 from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
@@ -276,7 +276,10 @@ class _Pruning:
 
         with evaluating(model):
             statistic = _squares if data else None
-            self.zeros, errors = allocate(model, todo, batches, self.share, statistic, prune, self.device, bar)
+            self.zeros, errors = allocate(
+                model, todo, batches, self.share, statistic, prune, self.device, bar,
+                STRENGTHS_FITTED if self.fitter else STRENGTHS,
+            )  # fmt: skip
         tried = ", ".join(f"{strength:.0%} of the way {error:.4g}" for strength, error in errors.items())
         self.notes.append(f"auto: error behind the last block by how far from even shares: {tried}")
 

@@ -39,7 +39,7 @@ class Recipe:
     epochs: int = 8
     steps: int = 200
     #: The largest rate of a layer, over the root mean square of its kept weights.
-    lr: float = 0.06
+    lr: float = 0.03
     #: Tokens in a step: as many batches as make that many.
     tokens: int = 4096
     #: Of the order of the batches.
@@ -86,6 +86,7 @@ class Fitter:
         self.fits: list[Fit] = []
         self._units: list[tuple[str, nn.Module]] = []
         self._targets: list[list[Tensor]] = []
+        self._shares: list[Tensor] = []
         self._hidden: list[Tensor] | None = None
 
     def work(self, block: nn.Module, calls: list[Call]) -> int:
@@ -126,6 +127,7 @@ class Fitter:
         else:
             self._units, self._targets = [("", block)], [made]
         self._hidden = made
+        self._shares = [_shares(hidden) for hidden in made]
 
     def fit(self, block: nn.Module, layers: list[FoundLinear], calls: list[Call], bar: Any) -> None:
         """Fits the pruned layers of the block, submodule after submodule, in place."""
@@ -141,10 +143,12 @@ class Fitter:
             inputs = calls if unit is block else _inputs(block, unit, calls)
             step = (end - bar.n) // len(order) // len(self._units)
             with _deterministic():
-                errors = _fit(unit, weights, inputs, targets, order, self.recipe, partial(bar.update, step))
+                errors = _fit(
+                    unit, weights, inputs, targets, self._shares, order, self.recipe, partial(bar.update, step)
+                )
             self.fits.append(Fit(full, *errors))
         bar.update(end - bar.n)
-        self._units, self._targets = [], []
+        self._units, self._targets, self._shares = [], [], []
 
 
 def _inputs(block: nn.Module, unit: nn.Module, calls: list[Call]) -> list[Call]:
@@ -162,16 +166,29 @@ def _inputs(block: nn.Module, unit: nn.Module, calls: list[Call]) -> list[Call]:
     return found
 
 
+def _shares(hidden: Tensor) -> Tensor:
+    """What a squared error of each token counts: the next block divides each by its length.
+
+    Without it the fit is about the few tokens that are a thousand times as long as others. None counts 10^4 times as
+    much as it would in the mean: padding may have no length at all.
+    """
+    squares = hidden.float().square().sum(-1).flatten()
+    return 1 / torch.maximum(squares, 1e-4 * squares.mean())
+
+
 def _fit(
     unit: nn.Module,
     weights: dict[str, Tensor],
     calls: list[Call],
     targets: list[Tensor],
+    shares: list[Tensor],
     order: list[list[int]],
     recipe: Recipe,
     stepped: Callable[[], Any],
 ) -> tuple[float, float]:
     """Fits the weights, by their names in the submodule; the relative squared error before and after.
+
+    shares: [tokens] of each call, what a token's squared error counts.
 
     What is zero stays zero, what is not stays that, unless a grid rounds it to zero. Where the error over all calls is
     no smaller in the end, the weights are as they were, or the nearest on the grid.
@@ -181,22 +198,25 @@ def _fit(
     start = {name: recipe.rounded(weight.detach().clone()) for name, weight in weights.items()}
     for name, weight in weights.items():
         weight.copy_(start[name])
-    energy = sum(float(target.float().square().sum()) for target in targets)
+    # Where it makes other than a vector a token, all count the same.
+    shares = [s if s.numel() == t[..., 0].numel() else s.new_ones(()) for s, t in zip(shares, targets, strict=True)]
+    energy = sum(float(_weighed(target, share)) for target, share in zip(targets, shares, strict=True))
     if not energy > 0 or not math.isfinite(energy):
         return 0.0, 0.0
 
     def whole() -> float:
-        return sum(float(_error(unit, {}, call, target)) for call, target in zip(calls, targets, strict=True)) / energy
+        return sum(float(_error(unit, {}, *each)) for each in zip(calls, targets, shares, strict=True)) / energy
 
     before = whole()
     sizes = {name: float(master.detach().square().sum() / kept[name].sum()) for name, master in masters.items()}
     groups = [{"params": [masters[name]], "scale": math.sqrt(size)} for name, size in sizes.items() if size > 0]
     if not groups:
         return before, before
-    optimizer = torch.optim.Adam(groups, lr=recipe.lr, betas=(0.9, 0.99))
+    optimizer = torch.optim.Adam(groups, lr=recipe.lr, betas=(0.9, 0.99), fused=True)
     # Adam asks for no scale; float16 does: the gradients of a product are to be neither too small for it nor too large.
-    elements, tokens = targets[0].numel(), targets[0].numel() // targets[0].shape[-1]
-    scale = 1 / math.sqrt(energy / (elements * len(calls)) * tokens)
+    width = targets[0].shape[-1]
+    size = sum(float(_weighed(target, share.square())) for target, share in zip(targets, shares, strict=True))
+    scale = math.sqrt(width * len(calls) / size)
     for step, batch in enumerate(order):
         rate = recipe.lr * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / len(order))) / 2
         for group in optimizer.param_groups:
@@ -208,7 +228,8 @@ def _fit(
                 if on_grid:  # the rounded weight, with the gradient of the one that is not
                     used = {name: w + (recipe.rounded(w.detach()) - w.detach()) for name, w in used.items()}
                 given = {name: w.to(weights[name].dtype) for name, w in used.items()}
-                (_error(unit, given, calls[i], targets[i]) * (scale / len(batch))).backward(inputs=[*masters.values()])
+                error = _error(unit, given, calls[i], targets[i], shares[i])
+                (error * (scale / len(batch))).backward(inputs=[*masters.values()])
         optimizer.step()
         optimizer.zero_grad()
         stepped()
@@ -223,10 +244,15 @@ def _fit(
     return before, before
 
 
-def _error(unit: nn.Module, given: dict[str, Tensor], call: Call, target: Tensor) -> Tensor:
+def _error(unit: nn.Module, given: dict[str, Tensor], call: Call, target: Tensor, share: Tensor) -> Tensor:
     """The squared error of what the submodule makes with the weights given."""
     made = hidden_of(functional_call(unit, given, *call))
-    return (made.float() - target.float()).square().sum()
+    return _weighed(made.float() - target.float(), share)
+
+
+def _weighed(x: Tensor, share: Tensor) -> Tensor:
+    """The sum of its squares, those of a token so often."""
+    return (x.float().square().sum(-1).flatten() * share).sum()
 
 
 @contextmanager

@@ -97,6 +97,25 @@ def test_targets_are_the_dense_models_and_inputs_the_pruned_ones() -> None:
     assert lost(model) < lost(alone)
 
 
+@pytest.mark.parametrize("unit", ["submodule", "block"])
+def test_a_token_a_thousand_times_as_long_is_one_of_many(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models have such tokens; a plain sum of squares would be about them alone."""
+    given = batches()
+    for batch in given:
+        batch[0] *= 1000
+    lost = []
+    for even in (False, True):
+        if even:
+            monkeypatch.setattr("macko.reconstruct._shares", lambda hidden: hidden.new_ones(hidden[..., 0].numel()))
+        dense, model = Blocks(), Blocks()
+        recipe = dataclasses.replace(QUICK, unit=unit, steps=40)
+        report = macko.prune_(model, 0.5, calibration=given, ignore=["stem"], reconstruct=recipe)
+        assert all(fit.error_after < fit.error_before for fit in report.fits)
+        with torch.no_grad():
+            lost.append(sum(float((model(x) - dense(x))[1:].square().sum()) for x in given))
+    assert lost[0] < 0.5 * lost[1]
+
+
 def test_a_kept_weight_that_rounds_to_zero_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks()
     tiny = torch.finfo(torch.float32).smallest_normal

@@ -194,8 +194,8 @@ def _fit(
     no smaller in the end, the weights are as they were, or the nearest on the grid.
     """
     kept = {name: weight.detach() != 0 for name, weight in weights.items()}
-    masters = {name: weight.detach().to(torch.float32, copy=True).requires_grad_() for name, weight in weights.items()}
-    start = {name: recipe.rounded(weight.detach().clone()) for name, weight in weights.items()}
+    pruned = {name: weight.detach().clone() for name, weight in weights.items()}
+    start = {name: recipe.rounded(weight) for name, weight in pruned.items()}
     for name, weight in weights.items():
         weight.copy_(start[name])
     # Where it makes other than a vector a token, all count the same.
@@ -207,8 +207,14 @@ def _fit(
     def whole() -> float:
         return sum(float(_error(unit, {}, *each)) for each in zip(calls, targets, shares, strict=True)) / energy
 
-    before = whole()
-    sizes = {name: float(master.detach().square().sum() / kept[name].sum()) for name, master in masters.items()}
+    with _input_squares(unit, [*weights]) as squares:
+        before = whole()
+    sizes = {name: float(weight.float().square().sum() / kept[name].sum()) for name, weight in pruned.items()}
+    # A step of Adam is as long for every weight, and changes as much as the weight's input is large. Columns of more
+    # than the median take shorter ones: with a thousand times the others' inputs a fit does not settle.
+    paces = {name: (of[of > 0].median() / of).sqrt().nan_to_num(1).clamp(1e-4, 1) for name, of in squares.items()}
+    masters = {name: (weight.float() / paces[name]).requires_grad_() for name, weight in pruned.items()}
+    factors = {name: mask * paces[name] for name, mask in kept.items()}
     groups = [{"params": [masters[name]], "scale": math.sqrt(size)} for name, size in sizes.items() if size > 0]
     if not groups:
         return before, before
@@ -224,7 +230,7 @@ def _fit(
         on_grid = recipe.grid is not None and 2 * step >= len(order)
         with torch.enable_grad():
             for i in batch:
-                used = {name: master * kept[name] for name, master in masters.items()}
+                used = {name: master * factors[name] for name, master in masters.items()}
                 if on_grid:  # the rounded weight, with the gradient of the one that is not
                     used = {name: w + (recipe.rounded(w.detach()) - w.detach()) for name, w in used.items()}
                 given = {name: w.to(weights[name].dtype) for name, w in used.items()}
@@ -234,7 +240,7 @@ def _fit(
         optimizer.zero_grad()
         stepped()
     for name, weight in weights.items():
-        new = recipe.rounded(masters[name].detach() * kept[name]).to(weight.dtype)
+        new = recipe.rounded(masters[name].detach() * factors[name]).to(weight.dtype)
         # A kept weight that would round to zero stays what it was: masks are exact.
         weight.copy_(torch.where(kept[name] & (new == 0), start[name], new) if recipe.grid is None else new)
     if (after := whole()) < before:
@@ -242,6 +248,22 @@ def _fit(
     for name, weight in weights.items():
         weight.copy_(start[name])
     return before, before
+
+
+@contextmanager
+def _input_squares(unit: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """Sums of the squares of what goes into the layers of these weights within it: [cols] by the weight's name."""
+    squares: dict[str, Tensor] = {}
+
+    def watch(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        squares[name] = squares[name] + args[0].float().square().flatten(0, -2).sum(0)
+
+    with ExitStack() as hooks:
+        for name in names:
+            layer = unit.get_submodule(name.rpartition(".")[0])
+            squares[name] = torch.zeros_like(layer.weight[0], dtype=torch.float32)
+            hooks.enter_context(layer.register_forward_pre_hook(partial(watch, name)))
+        yield squares
 
 
 def _error(unit: nn.Module, given: dict[str, Tensor], call: Call, target: Tensor, share: Tensor) -> Tensor:

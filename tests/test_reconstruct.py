@@ -116,6 +116,21 @@ def test_a_token_a_thousand_times_as_long_is_one_of_many(unit: str, monkeypatch:
     assert lost[0] < 0.5 * lost[1]
 
 
+def test_a_feature_a_thousand_times_as_large_does_not_throw_a_fit_off() -> None:
+    errors = []
+    for times in (1, 1000):
+        model = Blocks()
+        with torch.no_grad():
+            for layer in model.layers:  # which changes nothing
+                layer.up.weight[0] *= times
+                layer.up.bias[0] *= times
+                layer.down.weight[:, 0] /= times
+        options: dict[str, Any] = {"calibration": batches(), "filter_fn": lambda _, name: name.endswith("down")}
+        report = macko.prune_(model, 0.5, "wanda", **options, reconstruct=dataclasses.replace(QUICK, steps=60))
+        errors.append([fit.error_after / fit.error_before for fit in report.fits])
+    assert errors[1] == pytest.approx(errors[0], rel=0.1)
+
+
 def test_a_kept_weight_that_rounds_to_zero_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks()
     tiny = torch.finfo(torch.float32).smallest_normal

@@ -34,7 +34,7 @@ from torch import Tensor
 import macko
 from benchmarks.timing import append_jsonl, commit
 from macko import FORMATS, EcWeight, MackoWeight, _library
-from macko.formats import Dense12Weight, PackedWeight, SellWeight, SlideWeight, Sparse11Weight, TileWeight
+from macko.formats import Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 #: Rows, columns and density. Of eight columns, for norms and gates; rings of stages that wrap several times, by columns
@@ -272,7 +272,6 @@ def problems(
             if SlideWeight.runs(device, torch.float8_e4m3fn if element == 1 else dtype):
                 made.append((name, partial(slide, w, n, element, largest, device), None, largest))
         if dtype in Dense12Weight.dtypes:
-            made.append(("dense12 with a list", partial(with_list, w, random, device), None, 0))
             made.append(("dense12 with a list", partial(with_list, w, random, device), None, 0))
         if lean and cols > LEAN_COLS:
             narrow = w[:, :LEAN_COLS].contiguous()

@@ -207,7 +207,7 @@ def _fit(
     def whole() -> float:
         return sum(float(_error(unit, {}, *each)) for each in zip(calls, targets, shares, strict=True)) / energy
 
-    with _input_squares(unit, [*weights]) as squares:
+    with _input_squares(unit, weights) as squares:
         before = whole()
     sizes = {name: float(weight.float().square().sum() / kept[name].sum()) for name, weight in pruned.items()}
     # A step of Adam is as long for every weight, and changes as much as the weight's input is large. Columns of more
@@ -251,7 +251,7 @@ def _fit(
 
 
 @contextmanager
-def _input_squares(unit: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+def _input_squares(unit: nn.Module, weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Sums of the squares of what goes into the layers of these weights within it: [cols] by the weight's name."""
     squares: dict[str, Tensor] = {}
 
@@ -259,9 +259,9 @@ def _input_squares(unit: nn.Module, names: list[str]) -> Iterator[dict[str, Tens
         squares[name] = squares[name] + args[0].float().square().flatten(0, -2).sum(0)
 
     with ExitStack() as hooks:
-        for name in names:
+        for name, weight in weights.items():
             layer = unit.get_submodule(name.rpartition(".")[0])
-            squares[name] = torch.zeros_like(layer.weight[0], dtype=torch.float32)
+            squares[name] = torch.zeros_like(weight[0], dtype=torch.float32)
             hooks.enter_context(layer.register_forward_pre_hook(partial(watch, name)))
         yield squares
 

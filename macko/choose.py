@@ -33,8 +33,8 @@ _Kind = TypeVar("_Kind", bound=PackedWeight)
 
 #: Formats that leave the layout of each weight to be chosen.
 CHOICES = ("auto", "smallest", "mixed")
-#: How "auto" may hold values.
-VALUES = ("exact", "raw")
+#: How "auto" may hold values: as they are, or in fewer bits, every one of them exactly.
+VALUES = ("raw", "exact")
 #: Tokens that slide's kernels are chosen for where nobody says how many there will be: a prompt's.
 SLIDE_TOKENS = 2048
 #: The range of all numbers of tokens.
@@ -54,10 +54,9 @@ WORTH_SAYING = 0.95
 DENSE12_WEIGHTS = 1024 * 1024
 #: Bytes of dense12 over those of dense, but for lists: what a sparse layer has to be below to be held as sparse.
 DENSE12_SHARE = 0.75
-#: Whether auto takes sparse11 in place of tile: as fast or faster, in a quarter fewer bytes (H200).
-SPARSE11 = True
-#: From this density up, as below tile decodes faster, and up to this share of values in lists: there tile is as fast
-#: (H200, 8192 x 8192 at one token: 19.2 us without lists, 21.0 with 0.1 % in them, tile 20.4).
+#: Where values="exact" takes sparse11 in place of tile: from this density up, as below tile decodes faster, and up to
+#: this share of values in lists (H200, 8192 x 8192, one token: 19.2 us without any, 21.0 with 0.1 %, tile 20.4). It is not
+#: the default, as at 128 tokens tile is 4 % faster.
 SPARSE11_DENSITY, SPARSE11_LISTED = 0.4, 0.001
 #: A layout is taken up to so many times the canonical bytes, or of the dense ones: it fills up matrices of few rows or
 #: columns to whole blocks. (On an H200 sell holds 2048 x 2048 at density 0.5 in more than 1.05 times, and is worth it.)
@@ -78,7 +77,8 @@ class Options:
         pattern: of formats "slide" and "mixed", as dtype and keep_dense: "2:4" to "14:16", or "auto" for the sparsest
             that a weight fits. With "slide" a layer that does not fit stays dense.
         dtype: "int8", "fp8", or None for the weight's.
-        values: of "auto": "exact" may hold values in fewer bits, every one of them exactly; "raw" as they are.
+        values: of "auto": "raw" holds values as they are; "exact" may hold them in fewer bits, every one of them exactly
+            (sparse11, in place of tile).
         keep_dense: a layer holds one weight, for the kernel that was picked; with this the dense one too where the
             pattern's kernel is faster for a range of tokens only: the report says which range.
 
@@ -92,7 +92,7 @@ class Options:
     pattern: str = "auto"
     dtype: str | None = None
     keep_dense: bool = False
-    values: str = "exact"
+    values: str = "raw"
 
     def __post_init__(self) -> None:
         if self.format not in CHOICES:
@@ -106,7 +106,7 @@ class Options:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
         if self.values not in VALUES:
             raise ValueError(f"values is {self.values!r}, expected one of {', '.join(VALUES)}")
-        if self.values != "exact" and self.format not in ("auto", "mixed"):
+        if self.values != "raw" and self.format not in ("auto", "mixed"):
             raise ValueError(f'values is of formats "auto" and "mixed", the format is {self.format!r}')
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise ValueError(f"tokens is {self.tokens!r}, expected a number from 1")
@@ -180,7 +180,7 @@ def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
 
 def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
     """The weight in sparse11, if that is what auto may take in place of tile."""
-    exact = SPARSE11 and options.values == "exact" and weight.dtype in Sparse11Weight.dtypes
+    exact = options.values == "exact" and weight.dtype in Sparse11Weight.dtypes
     if not exact or not _runs_wgmma(weight.device) or weight.density < SPARSE11_DENSITY:
         return None
     if weight.dtype == torch.float16:  # most of it was never bfloat16

@@ -48,7 +48,7 @@ def sparsify_(
     tokens: int | str | None = None,
     keep_dense: bool = False,
     merge: bool = False,
-    values: str = "exact",
+    values: str = "raw",
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -120,7 +120,7 @@ def compress_(
         ValueError: as sparsify_.
     """
     _refuse_one_layer(model, "compress_")
-    convert = partial(_compress_layer, options=Options(tokens=tokens))
+    convert = partial(_compress_layer, options=Options(tokens=tokens, values="exact"))
     report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
     warn_if_unchanged(report, "compress_")
     return report
@@ -219,7 +219,7 @@ def convert_layer(
     sparse = SparseLinear.from_packed(packed, bias, options=options).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
-    if isinstance(packed, Sparse11Weight):  # at most what tile takes (choose.SPARSE11), whose times are known
+    if isinstance(packed, Sparse11Weight):  # at most what tile takes (choose.SPARSE11_LISTED), whose times are known
         row.us_after = us.get(TileWeight.format)
     if options.format == "auto":
         row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)

@@ -943,13 +943,14 @@ def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool, hidd
     )
     columns = sorted({x[by] for x in mine})
     found = {(engine_side(x), x[by]): x for x in mine}
-    base = {(x["dtype"], x[by]): x for x in mine if x["model"] == "dense"}
+    base = {(x["dtype"], x[by], x["commit"]): x for x in mine if x["model"] == "dense"}  # hosts differ
     rows = []
     for side, dtype in sides:
         of_side = [x for x in mine if engine_side(x) == side]
         cells = [side, f"{of_side[-1]['peak_bytes'] / 1e9:.2f}"]
         for column in columns:
-            line, dense = found.get((side, column)), base.get((dtype, column))
+            line = found.get((side, column))
+            dense = line and base.get((dtype, column, line["commit"]))
             ratio = f" ({dense['ms'] / line['ms']:.2f}x)" if line and dense and line["model"] != "dense" else ""
             cells.append(f"{line['ms']:.2f}{ratio}" if line else "-")
         rows.append(cells)
@@ -986,10 +987,10 @@ def plot_engines(lines: list[Line], path: Path) -> None:
     for panel, mode in zip(panels[0], modes, strict=True):
         mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == ("decode", 1, mode) and x["ms"]]
         mine = [x for x in mine if x["source"].startswith("random:") and x["dtype"] == "float16"]
-        dense = {x["batch"]: x["ms"] for x in mine if x["model"] == "dense"}
+        dense = {(x["batch"], x["commit"]): x["ms"] for x in mine if x["model"] == "dense"}
         for name, label in ENGINE_SIDES.items():
-            own = sorted((x["batch"], dense[x["batch"]] / x["ms"]) for x in mine
-                         if x["model"] == name and x["format"] == "auto" and x["batch"] in dense)  # fmt: skip
+            own = sorted((x["batch"], dense[x["batch"], x["commit"]] / x["ms"]) for x in mine
+                         if x["model"] == name and x["format"] == "auto" and (x["batch"], x["commit"]) in dense)  # fmt: skip
             if own:
                 panel.plot(*zip(*own, strict=True), marker="o", label=label, color="black" if name == "dense" else None)
         panel.set_xscale("log", base=2)

@@ -4,9 +4,9 @@
     python tools/sanitize.py racecheck --lanes build/lanes    # of a CUDA library made for it, as `make sanitize` does
 
 What runs are the small problems of tests/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap; every
-layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. racecheck follows
-torch's kernels, too, and takes seconds a product: its are one size for float16, which fills no tile, and one for
-bfloat16, with which rings wrap, with a bias only. The tools run at once, each in its part of --jobs
+layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. initcheck and
+racecheck follow torch's kernels, too, and take seconds a product: theirs are one size for float16, which fills no tile,
+and one for bfloat16, with which rings wrap, with a bias only. The tools run at once, each in its part of --jobs
 processes, which take turns at its problems and begin none after --minutes. Where one dies or hangs, its case and the
 first lines of its log are shown, and another process goes on behind it. A line of tool, commit, seconds and errors is
 appended to --out. Exit status 1: an error of a kernel of macko's that is not in KNOWN, or one that was not printed, a
@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
 #: Seconds that a process may take to its first case, and from one to the next if not 100: then it hangs.
-START, STALL = 300, {"racecheck": 300}
-#: What follows all kernels, torch's and the library's too: of the problems it gets those of `tests.stress --lean`.
-LEAN = ("racecheck",)
+START, STALL = 300, {"initcheck": 300, "racecheck": 300}
+#: What follows all kernels, torch's and the library's too: of the problems these get those of `tests.stress --lean`.
+LEAN = ("initcheck", "racecheck")
 #: Parts of the processes that a tool has at first, if not 1.
 SHARE = {"racecheck": 3}
 #: Lines of a log that are shown of a process that died first, and of the others.
@@ -49,10 +49,10 @@ UNPRINTED = re.compile(r"(\d+) errors? (?:was|were) not printed")
 
 #: Kernels of macko's by what is in their mangled names; those in no namespace have their file's.
 OURS = ["--kernel-name", "kns=_cuda_cu_", "--kernel-name", "kns=macko"]
-#: What looks at all kernels: racecheck dies at a kernel of the library's GEMM if it is told to leave that out (H200).
-#: initcheck does not see what is stored by bulk copies, as that GEMM does, and would report every read of it; what
-#: macko's kernels read is copied from the CPU, or was written by one of them.
-LOOK: dict[str, list[str]] = {"racecheck": []}
+#: What looks at all kernels. initcheck has to see what other kernels write, as torch's sums and zeros that packing reads,
+#: and so reports their reads, too: they must not use the limit up. racecheck dies at a kernel of the library's GEMM if it
+#: is told to leave that out (H200).
+LOOK = {"initcheck": ["--print-limit", "10000", "--show-backtrace", "no"], "racecheck": []}
 
 
 class Known(NamedTuple):
@@ -66,6 +66,7 @@ class Known(NamedTuple):
 #: Of racecheck where it looks at a library made with LANES; docs/kernels.md says why it cannot follow any other.
 KNOWN = (
     Known("initcheck", "load_acquire", "a flag holds anything until it is the launch's own number of 64 bits"),
+    Known("initcheck", "Host API memory access error", "results that bulk copies stored, which the tool does not see"),
     *(
         Known("racecheck", f"load_value<(int){behind}>", "values behind a group's last one are read too, and dropped")
         for behind in (256, 384)

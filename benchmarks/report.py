@@ -414,7 +414,7 @@ def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[
         ["memory", f"**{after:.1f} GB** instead of {before:.1f}", "the same"],
         ["quality", "packing costs none, pruning less where it is fitted ([how much](docs/quality.md))", "the same"],
     ]
-    return table(["speed over dense", "`sparsify_(model)`", "`sparsify_(model, tokens=1)`"], rows)
+    return table(["speed over dense", "`sparsify_(model, merge=True)`", "the same with `tokens=1`"], rows)
 
 
 def layout_of(line: Line) -> str:
@@ -989,8 +989,8 @@ def plot_engines(lines: list[Line], path: Path) -> None:
         mine = [x for x in mine if x["source"].startswith("random:") and x["dtype"] == "float16"]
         dense = {(x["batch"], x["commit"]): x["ms"] for x in mine if x["model"] == "dense"}
         for name, label in ENGINE_SIDES.items():
-            own = sorted((x["batch"], dense[x["batch"], x["commit"]] / x["ms"]) for x in mine
-                         if x["model"] == name and x["format"] == "auto" and (x["batch"], x["commit"]) in dense)  # fmt: skip
+            of = [x for x in mine if x["model"] == name and x["format"] == "auto" and (x["batch"], x["commit"]) in dense]
+            own = sorted((x["batch"], dense[x["batch"], x["commit"]] / x["ms"]) for x in of)
             if own:
                 panel.plot(*zip(*own, strict=True), marker="o", label=label, color="black" if name == "dense" else None)
         panel.set_xscale("log", base=2)

@@ -989,8 +989,9 @@ def plot_engines(lines: list[Line], path: Path) -> None:
         mine = [x for x in mine if x["source"].startswith("random:") and x["dtype"] == "float16"]
         dense = {(x["batch"], x["commit"]): x["ms"] for x in mine if x["model"] == "dense"}
         for name, label in ENGINE_SIDES.items():
-            of = [x for x in mine if x["model"] == name and x["format"] == "auto" and (x["batch"], x["commit"]) in dense]
-            own = sorted((x["batch"], dense[x["batch"], x["commit"]] / x["ms"]) for x in of)
+            side = [x for x in mine if x["model"] == name and x["format"] == "auto"]
+            runs = [(x["batch"], x["commit"], x["ms"]) for x in side if (x["batch"], x["commit"]) in dense]
+            own = sorted((batch, dense[batch, run] / ms) for batch, run, ms in runs)
             if own:
                 panel.plot(*zip(*own, strict=True), marker="o", label=label, color="black" if name == "dense" else None)
         panel.set_xscale("log", base=2)

@@ -77,7 +77,7 @@ class Options:
         pattern: of formats "slide" and "mixed", as dtype and keep_dense: "2:4" to "14:16", or "auto" for the sparsest
             that a weight fits. With "slide" a layer that does not fit stays dense.
         dtype: "int8", "fp8", or None for the weight's.
-        values: of "auto": "raw" holds values as they are; "exact" may hold them in fewer bits, every one of them exactly
+        values: of "auto": "raw" holds values as they are; "exact" may hold them in fewer bits, each of them exactly
             (sparse11, in place of tile).
         keep_dense: a layer holds one weight, for the kernel that was picked; with this the dense one too where the
             pattern's kernel is faster for a range of tokens only: the report says which range.

@@ -5,8 +5,8 @@
 
 What runs are the small problems of tests/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap; every
 layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. initcheck and
-racecheck follow torch's kernels, too, and take seconds a product: theirs are one size for float16, which fills no tile,
-and one for bfloat16, with which rings wrap, with a bias only. The tools run at once, each in its part of --jobs
+racecheck follow torch's kernels, too, and take seconds a product: theirs are one size for float16, which fills no
+tile, and one for bfloat16, with which rings wrap, with a bias only. The tools run at once, each in its part of --jobs
 processes, which take turns at its problems and begin none after --minutes. Where one dies or hangs, its case and the
 first lines of its log are shown, and another process goes on behind it. A line of tool, commit, seconds and errors is
 appended to --out. Exit status 1: an error of a kernel of macko's that is not in KNOWN, or one that was not printed, a
@@ -49,8 +49,8 @@ UNPRINTED = re.compile(r"(\d+) errors? (?:was|were) not printed")
 
 #: Kernels of macko's by what is in their mangled names; those in no namespace have their file's.
 OURS = ["--kernel-name", "kns=_cuda_cu_", "--kernel-name", "kns=macko"]
-#: What looks at all kernels. initcheck has to see what other kernels write, as torch's sums and zeros that packing reads,
-#: and so reports their reads, too: they must not use the limit up. racecheck dies at a kernel of the library's GEMM if it
+#: What looks at all kernels. initcheck has to see what others write, as torch's sums and zeros that packing reads, and
+#: so reports their reads, too: they must not use the limit up. racecheck dies at a kernel of the library's GEMM if it
 #: is told to leave that out (H200).
 LOOK = {"initcheck": ["--print-limit", "10000", "--show-backtrace", "no"], "racecheck": []}
 

@@ -1,6 +1,5 @@
 """macko: pruned neural networks, smaller and faster, on CPU and CUDA."""
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +46,7 @@ def _fuse_by_default() -> None:
     use_by_default()
 
 
-if os.environ.get("MACKO_FUSE") != "0":
-    ops.TRACED.append(_fuse_by_default)
+ops.TRACED.append(_fuse_by_default)
 
 
 def __getattr__(name: str) -> Any:

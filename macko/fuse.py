@@ -7,7 +7,7 @@ sum, as a bias. Dense layers have the like from Inductor.
 
 Inductor takes the pass by itself from the first graph with a sparse layer on, where its
 `torch._inductor.config.post_grad_custom_pre_pass` is not set; graphs without sparse layers stay what they are.
-MACKO_FUSE=0 in the environment leaves it out. To set it next to others, or for one call:
+`macko.fuse.BY_DEFAULT = False` before that leaves it out. To set it next to others, or for one call:
 
     torch.compile(model, options={"post_grad_custom_pre_pass": macko.fuse.Fuse()})
 """
@@ -35,6 +35,8 @@ aten, prims, macko = torch.ops.aten, torch.ops.prims, torch.ops.macko
 _MAKE_NORM = {kind.number for kind in FORMATS.values() if kind.makes_norm}
 _OVERLAP = {kind.number for kind in FORMATS.values() if kind.overlaps}
 _DEVICE = "cuda"
+#: Whether Inductor gets the pass when the first sparse layer is traced.
+BY_DEFAULT = True
 #: Of more tokens products wait for the tensor cores, and what is before them is small.
 _MOST_TOKENS = 64
 
@@ -89,8 +91,8 @@ class Fuse(CustomGraphPass):
 
 
 def use_by_default() -> None:
-    """Gives Inductor the pass, unless it has one."""
-    if config.post_grad_custom_pre_pass is None:
+    """Gives Inductor the pass, unless it has one or BY_DEFAULT says no."""
+    if BY_DEFAULT and config.post_grad_custom_pre_pass is None:
         config.post_grad_custom_pre_pass = Fuse()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import warnings
@@ -607,6 +606,9 @@ def test_by_default() -> None:
     code = """
 import torch, macko
 from torch._inductor import config
+if not WANTED:
+    import macko.fuse
+    macko.fuse.BY_DEFAULT = False
 mine = object() if OTHER else None
 config.post_grad_custom_pre_pass = mine
 layer, x = macko.SparseLinear(64, 64), torch.ones(1, 64)
@@ -616,12 +618,10 @@ with torch.no_grad():
     torch.compile(layer, backend="eager")(x)
 print(type(config.post_grad_custom_pre_pass).__name__)
 """
-    for other, said, wanted in ((False, "1", "Fuse"), (False, "0", "NoneType"), (True, "1", "object")):
-        ran = subprocess.run(
-            [sys.executable, "-c", code.replace("OTHER", str(other))],
-            capture_output=True, text=True, check=False, env={**os.environ, "MACKO_FUSE": said},
-        )  # fmt: skip
-        assert ran.stdout.strip() == wanted, ran.stderr
+    for other, wanted, name in ((False, True, "Fuse"), (False, False, "NoneType"), (True, True, "object")):
+        given = code.replace("OTHER", str(other)).replace("WANTED", str(wanted))
+        ran = subprocess.run([sys.executable, "-c", given], capture_output=True, text=True, check=False)
+        assert ran.stdout.strip() == name, ran.stderr
 
 
 @needs_transformers

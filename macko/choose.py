@@ -199,7 +199,7 @@ def sparse11_note(packed: PackedWeight, options: Options) -> str:
     """What a report says of how auto holds values, if anything."""
     if isinstance(packed, Sparse11Weight):
         return f"{packed.listed / max(1, packed.entries):.3%} of its values listed"
-    if not isinstance(packed, TileWeight) or options.again is None:
+    if options.values != "exact" or not isinstance(packed, TileWeight) or packed.density < SPARSE11_DENSITY:
         return ""
     shorter = _sparse11(packed.to_macko(), options)
     if shorter is None or not too_many_listed(shorter):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Fuse(CustomGraphPass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=macko.linear.default):
+        for node in (nodes := graph.find_nodes(op="call_function", target=macko.linear.default)):
             y = _value(node)
             if node.kwargs or y is None or not 0 < (tokens := math.prod(map(_size, y.shape[:-1]))) <= _MOST_TOKENS:
                 continue
@@ -84,14 +85,22 @@ class Fuse(CustomGraphPass):
                 _take_norm(linear, norm, one and layout in _MAKE_NORM)
             elif (gate := _matched(_GATE, linear.args[0])) and _alike(_value(gate["other"]), _value(gate["x"])):
                 _insert(linear, macko.gated_linear.default, gate["x"], gate["other"], *linear.args[1:])
-        graph.eliminate_dead_code()
+        if nodes:
+            graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__, formats.__file__))
 
 
+#: Inductor's config is of a context, as each thread has one. What somebody sets there later stays.
+_GIVEN: ContextVar[bool] = ContextVar("macko_fuse_given", default=False)
+
+
 def use_by_default() -> None:
-    """Gives Inductor the pass, unless it has one or BY_DEFAULT says no."""
+    """Gives Inductor the pass, once a context, unless it has one or BY_DEFAULT says no."""
+    if _GIVEN.get():
+        return
+    _GIVEN.set(True)
     if BY_DEFAULT and config.post_grad_custom_pre_pass is None:
         config.post_grad_custom_pre_pass = Fuse()
 
@@ -158,9 +167,14 @@ def _take_norm(linear: fx.Node, found: dict[str, Any], in_product: bool) -> None
     if in_product:
         _insert(linear, macko.norm_linear.default, x, weight, eps, *linear.args[1:])
         return
+    # The kernel reads its weight before it waits for the kernel before it, which must not be the one that makes it. And
+    # it lets the next kernel start before it waits itself: with enable_pdl that may be one of Triton's, which waits for
+    # the kernel right before it alone (core/cuda.cuh). A weight that is no argument may be made behind the sum.
+    if weight.op not in ("placeholder", "get_attr") or config.triton.enable_pdl:
+        return
     source = linear.args[0]
     assert isinstance(source, fx.Node)
-    first, *others = x.args[:2] if _is_sum(x) and weight.op != "call_function" else (x,)
+    first, *others = x.args[:2] if _is_sum(x) and weight.op == "placeholder" else (x,)
     graph = linear.graph
     with graph.inserting_before(x if others else source):
         made = graph.call_function(macko.rms_norm.default, (first, weight, eps, *others))

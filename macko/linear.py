@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -355,7 +356,8 @@ class SparseLinear(nn.Linear):
             if self._options is not None:
                 self.reformat_()
             elif held.is_layout and self.device.type in held.device_types:
-                self._hold(held.from_macko(self.packed))
+                with contextlib.suppress(ValueError):  # sparse11 does not hold every weight: it stays canonical
+                    self._hold(held.from_macko(self.packed))
 
     def _pack_loaded(self, dense: Tensor, assigned: bool) -> PackedWeight:
         """The dense weight of a state_dict as this layer holds it, where files hold it dense."""

@@ -322,14 +322,14 @@ def _(packed: Sequence[Tensor], header: Sequence[int]) -> Tensor:
     return packed[0].new_empty(4, dtype=torch.int64)
 
 
-#: What the first product that is traced calls, once: macko puts its pass for Inductor here, which takes a second to
-#: import, so not at import.
+#: What a product calls when it is traced: macko puts its pass for Inductor here, which takes a second to import, so not
+#: at import.
 TRACED: list[Callable[[], None]] = []
 
 
 def _product(op: str, sizes: Callable[..., tuple[Tensor, Any, Any]], *args: Any) -> Tensor:
-    while TRACED:
-        TRACED.pop()()
+    for hook in TRACED:
+        hook()
     x, rows, cols = sizes(*args)
     wanted = x.dim() >= 1 and x.shape[-1] == cols
     torch._check(wanted, lambda: f"macko::{op}: x has shape {list(x.shape)}, expected [..., {cols}]")

@@ -255,14 +255,15 @@ def _input_squares(unit: nn.Module, weights: dict[str, Tensor]) -> Iterator[dict
     """Sums of the squares of what goes into the layers of these weights within it: [cols] by the weight's name."""
     squares: dict[str, Tensor] = {}
 
-    def watch(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        squares[name] = squares[name] + args[0].float().square().flatten(0, -2).sum(0)
+    def watch(name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        squares[name] = squares[name] + x.float().square().flatten(0, -2).sum(0)
 
     with ExitStack() as hooks:
         for name, weight in weights.items():
             layer = unit.get_submodule(name.rpartition(".")[0])
             squares[name] = torch.zeros_like(weight[0], dtype=torch.float32)
-            hooks.enter_context(layer.register_forward_pre_hook(partial(watch, name)))
+            hooks.enter_context(layer.register_forward_pre_hook(partial(watch, name), with_kwargs=True))
         yield squares
 
 

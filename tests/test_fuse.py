@@ -605,6 +605,7 @@ def test_by_default() -> None:
     """In a process of its own: the pass is there once a sparse layer is compiled, not for import, and not where it is
     unwanted or there is another."""
     code = """
+from concurrent.futures import ThreadPoolExecutor
 import torch, macko
 from torch._inductor import config
 if not WANTED:
@@ -616,6 +617,9 @@ layer, x = macko.SparseLinear(64, 64), torch.ones(1, 64)
 with torch.no_grad():
     layer(x)
     assert config.post_grad_custom_pre_pass is mine
+    with ThreadPoolExecutor() as pool:  # whose config is its own
+        pool.submit(torch.compile(layer, backend="eager"), x).result()
+    torch._dynamo.reset()
     torch.compile(layer, backend="eager")(x)
 print(type(config.post_grad_custom_pre_pass).__name__)
 """

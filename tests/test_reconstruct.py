@@ -241,6 +241,35 @@ def test_a_submodule_that_is_called_twice_is_fitted_with_its_block() -> None:
     assert all(fit.error_after < fit.error_before for fit in report.fits)
 
 
+class ByName(nn.Module):
+    """A block that calls its layer with a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(12, 12)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states + self.proj(input=hidden_states)
+
+
+class InARow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ByName() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_layer_that_is_called_by_keyword_is_fitted() -> None:
+    model = InARow()
+    report = macko.prune_(model, method="wanda", calibration=batches(), reconstruct=QUICK)
+    assert len(report.changed) == 2
+    assert report.fits
+
+
 def test_blocks_that_are_layers_themselves_are_fitted() -> None:
     model = Blocks()
     model.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))

@@ -527,6 +527,19 @@ def test_a_layer_converts_back_and_moves(device: str) -> None:
     assert macko.FORMATS["sparse11"] is Sparse11Weight
 
 
+def test_a_state_that_it_does_not_hold_is_loaded_as_canonical(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 that was never bfloat16, into a layer that is held so. (On a CPU, as if it ran there.)"""
+    monkeypatch.setattr(Sparse11Weight, "device_types", ("cuda", "cpu"))
+    linear = nn.Linear(512, 256, bias=False, dtype=torch.float16)
+    linear.weight.data = weight(256, 512, dtype=torch.float16, listed=0.0)
+    layer = SparseLinear.from_linear(linear, "sparse11")
+    other = torch.where(linear.weight.data != 0, torch.randn(256, 512).half(), 0)
+    linear.weight.data = other
+    assert not layer.load_state_dict(SparseLinear.from_linear(linear, "macko").state_dict()).missing_keys
+    assert layer.format == "macko"
+    assert_same_bits(layer.weight.as_subclass(Tensor), other)
+
+
 # What auto takes.
 
 

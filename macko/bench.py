@@ -12,6 +12,7 @@ import statistics
 import timeit
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,6 +176,8 @@ def about_run(options: argparse.Namespace, *names: str) -> Line:
         "torch": torch.__version__,
         "commit": os.environ.get("MACKO_COMMIT", "unknown"),
         **{name: vars(options)[name] for name in names},
+        # Of a folder its name: where it lies is the machine's business.
+        **({"source": Path(options.source).name} if "source" in names and Path(options.source).exists() else {}),
     }
 
 

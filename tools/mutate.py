@@ -74,7 +74,7 @@ FAULTS = (
     Fault("tile's check takes a row behind the last one", "csrc/tile/pack_cpu.c",
           "if (row + macko_tile_row(lane, bit / 8) < m->rows", "if (row + macko_tile_row(lane, bit / 8) <= m->rows",
           "tests/test_tile.py"),
-    Fault("dense12's table forgets which of equal ones is lower", "csrc/dense12/table.c", "counts[high] > (commonest",
+    Fault("the table of codes forgets which of equal ones is lower", "csrc/tile/table.c", "counts[high] > (commonest",
           "counts[high] >= (commonest", "tests/test_dense12.py"),
     Fault("dense12's check takes an entry twice", "csrc/dense12/pack_cpu.c", "int bad = place <= before",
           "int bad = place < before", "tests/test_dense12.py"),

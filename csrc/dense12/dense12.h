@@ -43,7 +43,6 @@ extern "C" {
 #endif
 
 enum {
-    MACKO_DENSE12_TABLE = 8,
     MACKO_DENSE12_STEPS = 4,  /* of a tile */
     MACKO_DENSE12_CHUNK = 16, /* bytes; a lane has three in a slice of a tile */
     MACKO_DENSE12_SLICE_BYTES = 3 * MACKO_DENSE12_CHUNK * MACKO_TILE_LANES,
@@ -78,9 +77,6 @@ MACKO_TILE_FN uint32_t macko_dense12_join(macko_dtype dtype, uint32_t split) {
 MACKO_TILE_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value) {
     return dtype == MACKO_F16 && value & 7;
 }
-
-/* The table for a matrix of whose elements counts[h] have h as e[7:1]; those with lower bits are not counted. */
-void macko_dense12_table(const int64_t counts[128], uint32_t table[2]);
 
 /*
  * CPU, the reference order; row blocks [first, last) each, so that threads can share the work. count adds to counts;

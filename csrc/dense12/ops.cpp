@@ -101,7 +101,7 @@ Counted count(const Tensor &w, macko_dtype dtype) {
     Numbers counts(w, 128), found(w, 2);
     STD_CUDA_CHECK(macko_dense12_count_cuda(&m, w.const_data_ptr(), counts.device(), stream));
     counts.fetch(stream);
-    macko_dense12_table(counts.here.data(), m.table);
+    macko_tile_table(counts.here.data(), 128, m.table);
     STD_CUDA_CHECK(macko_dense12_listed_cuda(&m, w.const_data_ptr(), found.device(), stream));
     found.fetch(stream);
     c.fullest = found.here[0], c.listed = found.here[1];
@@ -116,7 +116,7 @@ Counted count(const Tensor &w, macko_dtype dtype) {
         const std::lock_guard<std::mutex> lock(mutex);
         for (int high = 0; high < 128; high++) counts[high] += own[high];
     });
-    macko_dense12_table(counts, m.table);
+    macko_tile_table(counts, 128, m.table);
     for_rows(blocks, MACKO_TILE_ROWS * m.cols, [&](int64_t first, int64_t last) {
         int64_t listed = 0;
         const int64_t fullest = macko_dense12_listed_cpu(&m, dense, first, last, &listed);

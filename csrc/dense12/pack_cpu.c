@@ -1,50 +1,10 @@
 /* The dense12 layout from dense rows, its dense rows, and its checks: the order of dense12.h. */
-#include <string.h>
-
+#include "../tile/places_cpu.h"
 #include "dense12.h"
 
 enum {
-    SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES,
-    STEP_ELEMENTS = 8, /* of a lane */
-    PLACES = MACKO_DENSE12_STEPS * MACKO_TILE_LANES * STEP_ELEMENTS,
-    LANE_BITS = 3, /* where a place of the list has its lane, and its step */
-    STEP_BITS = 8,
     NO_CODE = 255,
 };
-
-static inline uint32_t load_32(const uint8_t *p) {
-    uint32_t value;
-    memcpy(&value, p, sizeof value);
-    return value;
-}
-
-static inline void store_32(uint8_t *p, uint32_t value) {
-    memcpy(p, &value, sizeof value);
-}
-
-static inline int64_t min_int64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-/* Where the first element of a slab, or of a slice of a tile (a part of the list), is in the matrix. */
-typedef struct origin {
-    int64_t row, col;
-} origin;
-static inline origin slab_origin(int64_t cols, int64_t slab) {
-    const int64_t slabs = macko_tile_slabs(cols);
-    return (origin){slab / slabs * MACKO_TILE_ROWS, slab % slabs * MACKO_TILE_SLAB_COLS};
-}
-static inline origin part_origin(origin slab, int part) {
-    return (origin){slab.row + part % MACKO_TILE_SLICES * SLICE_ROWS,
-                    slab.col + part / MACKO_TILE_SLICES * MACKO_TILE_COLS};
-}
-
-/* A place of the list: step << STEP_BITS | lane << LANE_BITS | i. */
-static inline origin place_of(origin part, int place) {
-    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_TILE_LANES - 1), i = place & 7;
-    return (origin){part.row + macko_tile_row(lane, i % MACKO_TILE_QUAD),
-                    part.col + macko_tile_col(lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD)};
-}
 
 /* Bytes of the slab where the place has its low byte, and its step's codes. */
 static inline int low_at(int part, int place) {
@@ -68,14 +28,10 @@ static inline int sign_bit(int i) {
 static inline int high_of(uint32_t split) {
     return split >> 8 & 127;
 }
-static inline int table_byte(const uint32_t table[2], int code) {
-    return table[code / 4] >> 8 * (code % 4) & 255;
-}
-
 /* The lowest code of each high byte, or NO_CODE. */
 static void find_codes(const uint32_t table[2], uint8_t codes[128]) {
     memset(codes, NO_CODE, 128);
-    for (int code = MACKO_DENSE12_TABLE - 1; code >= 0; code--) codes[table_byte(table, code) & 127] = (uint8_t)code;
+    for (int code = MACKO_TILE_TABLE - 1; code >= 0; code--) codes[table_byte(table, code) & 127] = (uint8_t)code;
 }
 
 static inline int code_of(const uint8_t codes[128], macko_dtype dtype, uint16_t value) {
@@ -113,7 +69,7 @@ int macko_dense12_listed_cpu(const macko_dense12_matrix *m, const uint16_t *w, i
 static uint32_t write_part(const macko_dense12_matrix *m, const uint16_t *w, const uint8_t codes[128], int64_t slab,
                            int part, uint32_t listed, uint8_t *begin) {
     const origin here = part_origin(slab_origin(m->cols, slab), part);
-    for (int first = 0; first < PLACES; first += STEP_ELEMENTS) {
+    for (int first = 0; first < PART_PLACES; first += STEP_ELEMENTS) {
         uint32_t word = 0;
         for (int i = 0; i < STEP_ELEMENTS; i++) {
             const origin at = place_of(here, first + i);
@@ -167,7 +123,7 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
         for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
             const origin here = part_origin(slab_origin(m->cols, slab), part);
             if (here.row >= stop || here.row + SLICE_ROWS <= first) continue;
-            for (int place = 0; place < PLACES; place++) {
+            for (int place = 0; place < PART_PLACES; place++) {
                 const origin at = place_of(here, place);
                 if (at.row >= first && at.row < stop && at.col < m->cols)
                     w[(at.row - first) * m->cols + at.col] = load_place(m, begin, part, place);
@@ -175,7 +131,7 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
             const uint32_t bounds = load_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part);
             for (uint32_t k = bounds & 0xffff; k < bounds >> 16; k++) {
                 const uint32_t entry = load_32(begin + MACKO_DENSE12_LIST_AT + 4 * k);
-                const origin at = place_of(here, entry & (PLACES - 1));
+                const origin at = place_of(here, entry & (PART_PLACES - 1));
                 if (at.row >= first && at.row < stop && at.col < m->cols)
                     w[(at.row - first) * m->cols + at.col] = (uint16_t)(entry >> 16);
             }
@@ -203,7 +159,7 @@ static macko_fault check_list(const macko_dense12_matrix *m, int64_t slab, const
             for (uint32_t k = bounds & 0xffff; k < bounds >> 16; k++) {
                 const uint32_t entry = load_32(begin + MACKO_DENSE12_LIST_AT + 4 * k);
                 const int place = entry & 0xffff;
-                int bad = place <= before || place >= PLACES;
+                int bad = place <= before || place >= PART_PLACES;
                 if (kind == MACKO_DENSE12_LISTED) {
                     const origin at = place_of(here, place);
                     bad = code_of(codes, m->dtype, (uint16_t)(entry >> 16)) != NO_CODE || at.row >= m->rows ||
@@ -222,14 +178,14 @@ static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, i
     const origin from = slab_origin(m->cols, slab);
     const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_TILE_UNIT;
     if (from.row + MACKO_TILE_ROWS > m->rows || from.col + MACKO_TILE_SLAB_COLS > m->cols)
-        for (int i = 0; i < MACKO_DENSE12_PARTS * PLACES; i++) {
-            const int part = i / PLACES, place = i % PLACES, low = low_at(part, place);
+        for (int i = 0; i < MACKO_DENSE12_PARTS * PART_PLACES; i++) {
+            const int part = i / PART_PLACES, place = i % PART_PLACES, low = low_at(part, place);
             const origin at = place_of(part_origin(from, part), place);
             if ((at.row >= m->rows || at.col >= m->cols) && load_place(m, begin, part, place))
                 return (macko_fault){MACKO_DENSE12_OUTSIDE, block, slab, begin[low] ? low : codes_at(part, place)};
         }
-    for (int i = 0; i < MACKO_DENSE12_PARTS * PLACES; i++) {
-        const int part = i / PLACES, place = i % PLACES, byte = codes_at(part, place);
+    for (int i = 0; i < MACKO_DENSE12_PARTS * PART_PLACES; i++) {
+        const int part = i / PART_PLACES, place = i % PART_PLACES, byte = codes_at(part, place);
         const int code = load_32(begin + byte) >> code_bit(place & 7) & 7;
         if (code && !table_byte(m->table, code)) return (macko_fault){MACKO_DENSE12_CODE, block, slab, byte};
     }
@@ -243,7 +199,7 @@ macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m) {
     const int highest = m->dtype == MACKO_F16 ? 15 : 127;
     int64_t listed = 0, most = 0;
     uint8_t codes[128];
-    for (int code = 0; code < MACKO_DENSE12_TABLE; code++) {
+    for (int code = 0; code < MACKO_TILE_TABLE; code++) {
         const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
         if (high > highest || (code ? high && (high <= before || (code > 1 && !before)) : high))
             return (macko_fault){MACKO_DENSE12_TABLE_ORDER, 0, -1, code};

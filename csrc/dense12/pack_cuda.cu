@@ -1,18 +1,14 @@
 // The dense12 layout from dense rows, and back, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
 // 256 columns, in the order of dense12.h.
-#include "../core/cuda.cuh"
+#include "../tile/slices.cuh"
 #include "dense12.h"
 
 using namespace macko;
 
 namespace {
 
-constexpr int SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES;
-constexpr int THREADS = MACKO_TILE_SLICES * WARP;
 constexpr int HIGHS = 128;       // values of e[7:1]
 constexpr uint8_t NO_CODE = 255; // of an element that is listed
-constexpr int STEP_ELEMENTS = 8; // of a lane
-constexpr int COUNT_THREADS = 512;
 
 struct dense12_table {
     uint32_t words[2];
@@ -32,23 +28,11 @@ __device__ __forceinline__ void find_codes(dense12_table table, uint8_t *codes) 
     static_assert(THREADS == HIGHS, "a thread each");
     int code = NO_CODE;
 #pragma unroll
-    for (int i = MACKO_DENSE12_TABLE - 1; i >= 0; i--)
+    for (int i = MACKO_TILE_TABLE - 1; i >= 0; i--)
         if ((table.words[i / 4] >> 8 * (i % 4) & 255) == threadIdx.x) code = i;
     codes[threadIdx.x] = (uint8_t)code;
     __syncthreads();
 }
-
-// A thread block's slab of the dense w, a warp's slice and a lane's elements of it.
-struct slice_of {
-    int64_t row, col; // the slice's first
-    int slice, lane;
-
-    __device__ __forceinline__ explicit slice_of(int64_t cols) : slice(threadIdx.x / WARP), lane(threadIdx.x % WARP) {
-        const int64_t slabs = macko_tile_slabs(cols);
-        row = blockIdx.x / slabs * MACKO_TILE_ROWS + slice * SLICE_ROWS;
-        col = blockIdx.x % slabs * MACKO_TILE_SLAB_COLS;
-    }
-};
 
 // A lane's elements of a step, pairs of neighbours; +0.0 outside of the matrix.
 struct step_elements {
@@ -56,21 +40,12 @@ struct step_elements {
 
     __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from, int tile,
                                          int step) {
-        const bool whole = from.row + SLICE_ROWS <= rows && from.col + MACKO_TILE_SLAB_COLS <= cols && cols % 2 == 0;
+        const bool whole = from.is_whole(rows, cols);
 #pragma unroll
         for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
             const int e = 2 * k % MACKO_TILE_QUAD, j = 2 * step + 2 * k / MACKO_TILE_QUAD;
-            const int64_t r = from.row + macko_tile_row(from.lane, e);
-            const int64_t c = from.col + tile * MACKO_TILE_COLS + macko_tile_col(from.lane, j, e);
-            const uint16_t *element = w + r * cols + c;
-            uint32_t pair = 0;
-            if (whole) {
-                pair = *(const uint32_t *)element;
-            } else if (r < rows) {
-                if (c < cols) pair = element[0];
-                if (c + 1 < cols) pair |= (uint32_t)element[1] << 16;
-            }
-            pairs[k] = pair;
+            pairs[k] = load_pair(w, rows, cols, from.row + macko_tile_row(from.lane, e),
+                                 from.col + tile * MACKO_TILE_COLS + macko_tile_col(from.lane, j, e), whole);
         }
     }
     __device__ __forceinline__ uint32_t operator[](int i) const {
@@ -85,32 +60,11 @@ struct step_elements {
     }
 };
 
-// Each lane has a column of counters, so no two of a warp count in one bank.
 __global__ void __launch_bounds__(COUNT_THREADS)
     count_highs(const uint16_t *w, int64_t elements, macko_dtype dtype, uint64_t *counts) {
-    __shared__ uint32_t own[HIGHS][WARP];
-    const int lane = threadIdx.x % WARP;
-    for (int i = threadIdx.x; i < HIGHS * WARP; i += COUNT_THREADS) own[i / WARP][i % WARP] = 0;
-    __syncthreads();
-    const int64_t first = (int64_t)blockIdx.x * COUNT_THREADS + threadIdx.x,
-                  stride = (int64_t)gridDim.x * COUNT_THREADS;
-    const auto add = [&](uint32_t value) {
-        if (!macko_dense12_has_lower_bits(dtype, value))
-            atomicAdd(&own[high_of(macko_dense12_split(dtype, value))][lane], 1u);
-    };
-    for (int64_t i = first; i < elements / 8; i += stride) {
-        const uint4 eight = load_stream((const uint4 *)w + i);
-        for (const uint32_t pair : {eight.x, eight.y, eight.z, eight.w}) {
-            add(pair & 0xffff);
-            add(pair >> 16);
-        }
-    }
-    if (first < elements % 8) add(w[elements / 8 * 8 + first]);
-    __syncthreads();
-    if (threadIdx.x >= HIGHS) return;
-    uint64_t sum = 0;
-    for (int i = 0; i < WARP; i++) sum += own[threadIdx.x][(i + threadIdx.x) % WARP];
-    if (sum) atomicAdd((unsigned long long *)&counts[threadIdx.x], (unsigned long long)sum);
+    count_elements<HIGHS>(w, elements, counts, [&](uint32_t value, const auto &count) {
+        if (!macko_dense12_has_lower_bits(dtype, value)) count(high_of(macko_dense12_split(dtype, value)));
+    });
 }
 
 __global__ void __launch_bounds__(THREADS) count_listed(const uint16_t *w, int64_t rows, int64_t cols,
@@ -193,29 +147,19 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_
         uint32_t next = begin_of(tile * MACKO_TILE_SLICES + from.slice);
         for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
             const uint32_t mask = listed[tile] >> 8 * step & 255;
-            uint32_t before = 0, all = 0; // of the lower lanes, and of the warp
-#pragma unroll
-            for (int i = 0; i < STEP_ELEMENTS; i++) {
-                const uint32_t lanes = __ballot_sync(FULL_WARP, mask >> i & 1);
-                before += __popc(lanes & ((1u << from.lane) - 1));
-                all += __popc(lanes);
-            }
+            const listed_ranks ranks(mask, from.lane);
             if (mask) {
                 step_elements elements; // again, from the cache: few lanes get here
                 elements.load(w, rows, cols, from, tile, step);
-                uint32_t *to = list + next + before;
+                uint32_t *to = list + next + ranks.before;
 #pragma unroll
                 for (int i = 0; i < STEP_ELEMENTS; i++)
                     if (mask >> i & 1) *to++ = elements[i] << 16 | step << 8 | from.lane << 3 | i;
             }
-            next += all;
+            next += ranks.all;
         }
     }
 }
-
-// Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are
-// written nor the 16 bytes that are read meet in a bank.
-constexpr int DENSE_STRIDE = MACKO_TILE_COLS + 8;
 
 // A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
 __global__ void __launch_bounds__(THREADS)
@@ -261,18 +205,7 @@ __global__ void __launch_bounds__(THREADS)
                  macko_tile_col(lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD)] = (uint16_t)(entry >> 16);
         }
         __syncwarp();
-        const uint4 *rows = (const uint4 *)room + from.lane / 8 * (DENSE_STRIDE / 8) + from.lane % 8;
-        uint16_t *const out = w + (from.row + from.lane / 8 - first) * m.cols + begin_col + from.lane % 8 * 8;
-        for (int four = 0; four < SLICE_ROWS; four += 4) {
-            const uint4 *const eight = rows + four * (DENSE_STRIDE / 8);
-            if (whole && begin_col + MACKO_TILE_COLS <= m.cols) {
-                *(uint4 *)(out + four * m.cols) = *eight;
-                continue;
-            }
-            const int64_t r = from.row + four + from.lane / 8, c = begin_col + from.lane % 8 * 8;
-            for (int k = 0; k < 8; k++)
-                if (r >= first && r < stop && c + k < m.cols) out[four * m.cols + k] = ((const uint16_t *)eight)[k];
-        }
+        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
         __syncwarp();
     }
 }
@@ -281,11 +214,10 @@ __global__ void __launch_bounds__(THREADS)
 
 cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, uint64_t counts[128],
                                      cudaStream_t stream) {
-    const int64_t elements = m->rows * m->cols, blocks = (elements + COUNT_THREADS * 64 - 1) / (COUNT_THREADS * 64),
-                  most = 1024;
-    if (blocks)
-        count_highs<<<(unsigned)(blocks < most ? blocks : most), COUNT_THREADS, 0, stream>>>(
-            (const uint16_t *)w, elements, m->dtype, counts);
+    const int64_t elements = m->rows * m->cols;
+    if (elements)
+        count_highs<<<count_blocks(elements), COUNT_THREADS, 0, stream>>>((const uint16_t *)w, elements, m->dtype,
+                                                                          counts);
     return cudaGetLastError();
 }
 

@@ -1,16 +1,13 @@
 // The sparse11 layout's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
-#include <algorithm>
 #include <mutex>
-#include <vector>
 
-#include "../macko/ops.h"
-#include "../tile/products.h"
+#include "../tile/laid_out.h"
 #include "sparse11.h"
 
 namespace macko {
 namespace {
 
-macko_dtype check_dtype(const char *op, const char *name, const Tensor &t) {
+macko_dtype check_type(const char *op, const char *name, const Tensor &t) {
     if (t.scalar_type() == ScalarType::BFloat16) return MACKO_BF16;
     if (t.scalar_type() != ScalarType::Half)
         fail(op, name, " has dtype ", dtype_name(t.scalar_type()), ", sparse11 holds bfloat16 and float16");
@@ -20,42 +17,19 @@ macko_dtype check_dtype(const char *op, const char *name, const Tensor &t) {
 // The struct over the two tensors, once they have passed every check that needs no look at their content.
 macko_sparse11_matrix matrix_of(const char *op, const Packed &p) {
     const Tensor &data = p[0], &offsets = p[1];
-    const int64_t rows = p.rows(), cols = p.cols(), widest = p.own(0);
-    const Wanted all[] = {{"data", data, ScalarType::Undefined, 1, 16}, {"offsets", offsets, ScalarType::Int, 1}};
-    check_kinds(op, all);
-    const macko_dtype dtype = check_dtype(op, "data", data);
-    check_sizes(op, p);
-    const int64_t slabs = macko_tile_count(rows, cols);
-    if (offsets.numel() != slabs + 1)
-        fail(op, "offsets has ", offsets.numel(), " elements, expected ", slabs + 1, " for a matrix of ", rows, " x ",
-             cols);
-    if (data.numel() * 2 % MACKO_TILE_UNIT || data.numel() * 2 < slabs * macko_sparse11_units(0, 0) * MACKO_TILE_UNIT)
-        fail(op, "data has ", data.numel(), " elements, expected a multiple of ", MACKO_TILE_UNIT / 2, ", at least ",
-             slabs * macko_sparse11_units(0, 0) * MACKO_TILE_UNIT / 2);
-    const int least = slabs ? macko_sparse11_units(0, 0) : 0, most = slabs ? MACKO_SPARSE11_MOST_UNITS : 0;
-    if (widest < least || widest > most) fail(op, "widest is ", widest, ", expected ", least, " to ", most);
+    const macko_dtype dtype = check_slabs(op, p, macko_sparse11_units(0, 0), MACKO_SPARSE11_MOST_UNITS, check_type);
     for (const int word : {1, 2})
         if (p.own(word) < 0 || p.own(word) > UINT32_MAX)
             fail(op, word == 1 ? "table_low is " : "table_high is ", p.own(word), ", expected 0 to ", UINT32_MAX);
-    check_memory(op, all);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
             static_cast<const int32_t *>(offsets.const_data_ptr()),
-            rows,
-            cols,
-            int32_t(widest),
+            p.rows(),
+            p.cols(),
+            int32_t(p.own(0)),
             {uint32_t(p.own(1)), uint32_t(p.own(2))},
             data.numel() * 2 / MACKO_TILE_UNIT,
             true,
             dtype};
-}
-
-// The matrix's rows from the row block of `first` on: the offsets of its slabs are those of a whole one.
-macko_sparse11_matrix piece_of(macko_sparse11_matrix m, int64_t first, int64_t rows) {
-    m.offsets += first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols);
-    m.units = m.units * macko_tile_row_blocks(rows) / std::max<int64_t>(1, macko_tile_row_blocks(m.rows));
-    m.rows = rows;
-    m.whole = false;
-    return m;
 }
 
 // For what tile's slabs have in common (products.h).
@@ -63,7 +37,7 @@ struct Sparse11 {
     using Matrix = macko_sparse11_matrix;
     static constexpr macko_layout_id layout = MACKO_LAYOUT_SPARSE11;
     static constexpr auto matrix_of = macko::matrix_of;
-    static constexpr auto piece_of = macko::piece_of;
+    static constexpr auto piece_of = piece_by_offsets<Matrix>;
 #ifdef USE_CUDA
     static constexpr auto unpack = macko_sparse11_unpack_cuda;
     static constexpr auto few = macko_sparse11_few_cuda;
@@ -82,16 +56,14 @@ void check_listed(const macko_sparse11_totals &totals) {
              "lacks ",
              totals.listed, " of ", totals.stored, " values, of one slab of 64 x 256 ", totals.fullest,
              ", expected at most ", int(MACKO_SPARSE11_MOST_LISTED));
-    if (totals.units > INT32_MAX)
-        fail("lay_out", "the layout takes ", totals.units, " units of ", MACKO_TILE_UNIT, " bytes, expected at most ",
-             INT32_MAX);
+    check_units("lay_out", totals.units);
 }
 
 Made lay_out(const Packed &canonical, const Ints &) {
     const char *op = "lay_out";
     const macko_matrix source = checked_matrix(op, canonical);
     const Tensor &values = canonical[0];
-    check_dtype(op, "values", values);
+    check_type(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
     const int64_t rows = source.rows, cols = source.cols, slabs = macko_tile_count(rows, cols);
@@ -105,36 +77,22 @@ Made lay_out(const Packed &canonical, const Ints &) {
     Tensor numbers = torch::stable::new_zeros(values, {HIGHS + int64_t(sizeof totals / 8)}, ScalarType::Long);
     auto *device_counts = static_cast<uint64_t *>(numbers.mutable_data_ptr());
     auto *device_totals = reinterpret_cast<macko_sparse11_totals *>(device_counts + HIGHS);
-    // Three times through dense rows, as many as the workspace holds; where that is all of them, they stay.
-    const int64_t panel = rows_of_panel(rows, cols, 2),
-                  step = panel >= rows ? rows : (panel + 63) / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
-    Tensor dense = torch::stable::new_empty(values, {std::min(rows, step), cols});
-    const auto for_pieces = [&](bool unpack, auto body) {
-        for (int64_t first = 0; first < rows; first += step) {
-            const int64_t count = std::min(step, rows - first);
-            macko_matrix piece = source;
-            piece.row_ptr += first;
-            piece.rows = count;
-            if (unpack) STD_CUDA_CHECK(macko_unpack_cuda(&piece, dense.mutable_data_ptr(), stream));
-            STD_CUDA_CHECK(body(first, count));
-        }
-    };
+    dense_pieces pieces(source, values); // gone through three times
     const auto fetch = [&](void *to, const void *from, size_t bytes) {
         STD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
         STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // the host makes the table, and allocates, by them
     };
-    for_pieces(true, [&](int64_t first, int64_t count) {
-        const macko_sparse11_matrix piece = piece_of(m, first, count);
-        return macko_sparse11_histogram_cuda(&piece, dense.const_data_ptr(), device_counts, stream);
+    pieces.for_each([&](int64_t first, int64_t count, const void *dense) {
+        const macko_sparse11_matrix piece = piece_by_offsets(m, first, count);
+        return macko_sparse11_histogram_cuda(&piece, dense, device_counts, stream);
     });
     int64_t counts[HIGHS];
     fetch(counts, device_counts, sizeof counts);
-    macko_sparse11_table(counts, m.table);
-    for_pieces(step < rows, [&](int64_t first, int64_t count) {
-        const macko_sparse11_matrix piece = piece_of(m, first, count);
-        return macko_sparse11_count_cuda(&piece, dense.const_data_ptr(),
-                                         offset_data + first / MACKO_TILE_ROWS * macko_tile_slabs(cols), device_totals,
-                                         stream);
+    macko_tile_table(counts, 256, m.table);
+    pieces.for_each([&](int64_t first, int64_t count, const void *dense) {
+        const macko_sparse11_matrix piece = piece_by_offsets(m, first, count);
+        return macko_sparse11_count_cuda(&piece, dense, offset_data + first / MACKO_TILE_ROWS * macko_tile_slabs(cols),
+                                         device_totals, stream);
     });
     macko_tile_totals scanned;
     STD_CUDA_CHECK(
@@ -144,28 +102,18 @@ Made lay_out(const Packed &canonical, const Ints &) {
     totals.units = scanned.units;
     totals.widest = scanned.widest;
 #else
-    const auto for_blocks = [&](auto body) {
-        for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t begin, int64_t end) {
-            std::vector<uint16_t> dense(MACKO_TILE_ROWS * cols);
-            for (int64_t block = begin; block < end; block++) {
-                const int64_t first = block * MACKO_TILE_ROWS, count = std::min<int64_t>(MACKO_TILE_ROWS, rows - first);
-                macko_unpack_cpu(&source, first, first + count, dense.data());
-                body(block, count, dense.data());
-            }
-        });
-    };
     std::mutex mutex;
     int64_t counts[256] = {};
-    for_blocks([&](int64_t block, int64_t count, const uint16_t *dense) {
-        const macko_sparse11_matrix piece = piece_of(m, block * MACKO_TILE_ROWS, count);
+    for_dense_blocks(source, [&](int64_t block, int64_t count, const uint16_t *dense) {
+        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_TILE_ROWS, count);
         int64_t own[256] = {};
         macko_sparse11_histogram_cpu(&piece, dense, 0, 1, own);
         const std::lock_guard<std::mutex> lock(mutex);
         for (int high = 0; high < 256; high++) counts[high] += own[high];
     });
-    macko_sparse11_table(counts, m.table);
-    for_blocks([&](int64_t block, int64_t count, const uint16_t *dense) {
-        const macko_sparse11_matrix piece = piece_of(m, block * MACKO_TILE_ROWS, count);
+    macko_tile_table(counts, 256, m.table);
+    for_dense_blocks(source, [&](int64_t block, int64_t count, const uint16_t *dense) {
+        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_TILE_ROWS, count);
         macko_sparse11_totals own{};
         macko_sparse11_count_cpu(&piece, dense, 0, 1, offset_data + block * macko_tile_slabs(cols), &own);
         const std::lock_guard<std::mutex> lock(mutex);
@@ -173,12 +121,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
         totals.listed += own.listed;
         totals.fullest = std::max(totals.fullest, own.fullest);
     });
-    offset_data[0] = 0;
-    for (int64_t slab = 0; slab < slabs; slab++) {
-        totals.widest = std::max<int64_t>(totals.widest, offset_data[slab + 1]);
-        totals.units += offset_data[slab + 1];
-        offset_data[slab + 1] = int32_t(totals.units); // check_listed refuses what does not fit
-    }
+    add_up_slabs(op, slabs, offset_data, totals);
 #endif
     check_listed(totals);
     Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
@@ -187,16 +130,16 @@ Made lay_out(const Packed &canonical, const Ints &) {
     m.widest = int32_t(totals.widest);
     m.units = totals.units;
 #ifdef USE_CUDA
-    for_pieces(step < rows, [&](int64_t first, int64_t count) {
-        const macko_sparse11_matrix piece = piece_of(m, first, count);
-        return macko_sparse11_write_cuda(&piece, dense.const_data_ptr(), bytes, stream);
+    pieces.for_each([&](int64_t first, int64_t count, const void *dense) {
+        const macko_sparse11_matrix piece = piece_by_offsets(m, first, count);
+        return macko_sparse11_write_cuda(&piece, dense, bytes, stream);
     });
     // A product may read the weight before the kernel before it has ended (PDL), so that must not be the one that
     // writes it.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
-    for_blocks([&](int64_t block, int64_t count, const uint16_t *dense) {
-        const macko_sparse11_matrix piece = piece_of(m, block * MACKO_TILE_ROWS, count);
+    for_dense_blocks(source, [&](int64_t block, int64_t count, const uint16_t *dense) {
+        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_TILE_ROWS, count);
         macko_sparse11_write_cpu(&piece, dense, bytes, 0, 1);
     });
 #endif

@@ -1,65 +1,25 @@
 /* The sparse11 layout from dense rows, its dense rows, and its checks: the order of sparse11.h. */
-#include <string.h>
-
+#include "../tile/places_cpu.h"
 #include "sparse11.h"
 
 enum {
     SIGN = 0x8000,
-    SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES,
-    STEP_ELEMENTS = 8, /* of a lane */
     HALF_TILES = MACKO_TILE_SLAB_TILES / 2,
-    HALF_MOST = HALF_TILES * MACKO_SPARSE11_STEPS * STEP_ELEMENTS, /* values of half a stream */
+    HALF_MOST = HALF_TILES * STEPS * STEP_ELEMENTS, /* values of half a stream */
     STEP_PLACES = MACKO_TILE_LANES * STEP_ELEMENTS,
-    PART_PLACES = MACKO_SPARSE11_STEPS * STEP_PLACES,
-    PLACE_BIT = 16, /* of a word of the list: its place, step << 8 | lane << 3 | i */
+    PLACE_BIT = 16, /* of a word of the list: its place */
     NO_CODE = 255,
 };
-
-static inline uint32_t load_32(const uint8_t *p) {
-    uint32_t value;
-    memcpy(&value, p, sizeof value);
-    return value;
-}
-
-static inline void store_32(uint8_t *p, uint32_t value) {
-    memcpy(p, &value, sizeof value);
-}
-
-static inline int64_t min_int64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-/* Where the first element of a slab, or of a slice of a tile (a part), is in the matrix. */
-typedef struct origin {
-    int64_t row, col;
-} origin;
-static inline origin slab_origin(int64_t cols, int64_t slab) {
-    const int64_t slabs = macko_tile_slabs(cols);
-    return (origin){slab / slabs * MACKO_TILE_ROWS, slab % slabs * MACKO_TILE_SLAB_COLS};
-}
-static inline origin part_origin(origin slab, int part) {
-    return (origin){slab.row + part % MACKO_TILE_SLICES * SLICE_ROWS,
-                    slab.col + part / MACKO_TILE_SLICES * MACKO_TILE_COLS};
-}
-static inline origin place_of(origin part, int place) {
-    const int step = place / STEP_PLACES, lane = place / STEP_ELEMENTS % MACKO_TILE_LANES, i = place % STEP_ELEMENTS;
-    return (origin){part.row + macko_tile_row(lane, i % MACKO_TILE_QUAD),
-                    part.col + macko_tile_col(lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD)};
-}
 
 /* The place of the nth element of a lane's stream in a tile. */
 static inline int nth_place(int lane, int n) {
     return n / STEP_ELEMENTS * STEP_PLACES + lane * STEP_ELEMENTS + macko_sparse11_nth(n % STEP_ELEMENTS);
 }
 
-static inline int table_byte(const uint32_t table[2], int code) {
-    return table[code / 4] >> 8 * (code % 4) & 255;
-}
-
 /* The code of each high byte, or NO_CODE. */
 static void find_codes(const uint32_t table[2], uint8_t codes[256]) {
     memset(codes, NO_CODE, 256);
-    for (int code = 1; code < MACKO_SPARSE11_TABLE; code++)
+    for (int code = 1; code < MACKO_TILE_TABLE; code++)
         if (table_byte(table, code)) codes[table_byte(table, code)] = (uint8_t)code;
 }
 
@@ -404,7 +364,7 @@ macko_fault macko_sparse11_check_cpu(const macko_sparse11_matrix *m) {
     const int64_t count = macko_tile_count(m->rows, m->cols), slabs = macko_tile_slabs(m->cols);
     int64_t widest = 0, stored = 0, listed = 0;
     uint8_t codes[256];
-    for (int code = 0; code < MACKO_SPARSE11_TABLE; code++) {
+    for (int code = 0; code < MACKO_TILE_TABLE; code++) {
         const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
         if (high >= 256 >> macko_sparse11_low_bits(m->dtype) ||
             (code ? high && (high <= before || (code > 1 && !before)) : high))

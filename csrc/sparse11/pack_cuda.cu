@@ -1,44 +1,28 @@
 // The sparse11 layout from dense rows, and back, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
 // 256 columns, in the order of sparse11.h.
-#include "../core/cuda.cuh"
+#include "../tile/slices.cuh"
 #include "sparse11.h"
 
 using namespace macko;
 
 namespace {
 
-constexpr int SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES;
-constexpr int THREADS = MACKO_TILE_SLICES * WARP;
 constexpr int TILES = MACKO_TILE_SLAB_TILES, STEPS = MACKO_SPARSE11_STEPS, WORDS = MACKO_SPARSE11_WORDS;
 constexpr int HIGHS = 256;
-constexpr int STEP_ELEMENTS = 8; // of a lane
 constexpr int HALF_MOST = TILES / 2 * STEPS * STEP_ELEMENTS;
 constexpr uint32_t NO_CODE = 255; // of a value that is listed
-constexpr int COUNT_THREADS = 512;
 
 // The code of each high byte; two a thread.
 __device__ __forceinline__ void find_codes(const macko_sparse11_matrix &m, uint8_t *codes) {
     for (int high = threadIdx.x; high < HIGHS; high += THREADS) {
         uint32_t code = NO_CODE;
 #pragma unroll
-        for (int i = 1; i < MACKO_SPARSE11_TABLE; i++)
+        for (int i = 1; i < MACKO_TILE_TABLE; i++)
             if (high && (m.table[i / 4] >> 8 * (i % 4) & 255) == high) code = i;
         codes[high] = (uint8_t)code;
     }
     __syncthreads();
 }
-
-// A warp's slice of the thread block's slab of the dense w.
-struct slice_of {
-    int64_t row, col; // its first
-    int slice, lane;
-
-    __device__ __forceinline__ explicit slice_of(int64_t cols) : slice(threadIdx.x / WARP), lane(threadIdx.x % WARP) {
-        const int64_t slabs = macko_tile_slabs(cols);
-        row = blockIdx.x / slabs * MACKO_TILE_ROWS + slice * SLICE_ROWS;
-        col = blockIdx.x % slabs * MACKO_TILE_SLAB_COLS;
-    }
-};
 
 // A lane's elements of a tile: pairs of neighbours by step, +0.0 outside of the matrix.
 struct tile_elements {
@@ -47,23 +31,14 @@ struct tile_elements {
     __device__ __forceinline__ void load(const macko_sparse11_matrix &m, const uint16_t *w, const slice_of &from,
                                          int tile) {
         const int64_t rows = m.rows, cols = m.cols;
-        const bool whole = from.row + SLICE_ROWS <= rows && from.col + MACKO_TILE_SLAB_COLS <= cols && cols % 2 == 0;
+        const bool whole = from.is_whole(rows, cols);
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
             for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
                 const int e = 2 * k % MACKO_TILE_QUAD, j = 2 * step + 2 * k / MACKO_TILE_QUAD;
-                const int64_t r = from.row + macko_tile_row(from.lane, e);
-                const int64_t c = from.col + tile * MACKO_TILE_COLS + macko_tile_col(from.lane, j, e);
-                const uint16_t *element = w + r * cols + c;
-                uint32_t pair = 0;
-                if (whole) {
-                    pair = *(const uint32_t *)element;
-                } else if (r < rows) {
-                    if (c < cols) pair = element[0];
-                    if (c + 1 < cols) pair |= (uint32_t)element[1] << 16;
-                }
-                pairs[step][k] = pair;
+                pairs[step][k] = load_pair(w, rows, cols, from.row + macko_tile_row(from.lane, e),
+                                           from.col + tile * MACKO_TILE_COLS + macko_tile_col(from.lane, j, e), whole);
             }
     }
     __device__ __forceinline__ uint32_t value(int step, int i) const {
@@ -98,68 +73,24 @@ struct slice_masks {
     }
 };
 
-// A lane's place among the lanes by `key` (up to 127), of equal ones the lower lane first.
-__device__ __forceinline__ int place_among_lanes(uint32_t key, int lane) {
-    uint32_t equal = FULL_WARP, below = 0;
-#pragma unroll
-    for (uint32_t bit = 64; bit; bit /= 2) {
-        const uint32_t set = __ballot_sync(FULL_WARP, key & bit);
-        if (key & bit) below |= equal & ~set;
-        equal &= key & bit ? set : ~set;
-    }
-    return __popc(below | (equal & ((1u << lane) - 1)));
-}
-
-// Which lane has this number; each lane has another one of 0 .. 31.
-__device__ __forceinline__ int lane_with(int own, int wanted) {
-    uint32_t lanes = FULL_WARP;
-#pragma unroll
-    for (int bit = 1; bit < WARP; bit *= 2) {
-        const uint32_t set = __ballot_sync(FULL_WARP, own & bit);
-        lanes &= wanted & bit ? set : ~set;
-    }
-    return __ffs(lanes) - 1;
-}
-
 // Where a lane's tail begins, and how many rows the slice's values take.
 struct slice_plan {
     int byte, column, rows;
 
     __device__ __forceinline__ void find(const uint32_t (&stream)[TILES], int lane) {
         const int head = __popc(stream[0]) + __popc(stream[1]), tail = __popc(stream[2]) + __popc(stream[3]);
-        column = lane_with(place_among_lanes(head, lane), place_among_lanes(HALF_MOST - tail, lane));
+        column = lane_with(place_among_lanes<64>(head, lane), place_among_lanes<64>(HALF_MOST - tail, lane));
         byte = __shfl_sync(FULL_WARP, head, column);
         rows = __reduce_max_sync(FULL_WARP, (byte + tail + 3) / 4);
     }
 };
 
-// Each lane has a column of counters, so no two of a warp count in one bank.
 __global__ void __launch_bounds__(COUNT_THREADS)
     count_highs(const macko_sparse11_matrix m, const uint16_t *w, uint64_t *counts) {
-    const int64_t elements = m.rows * m.cols;
-    __shared__ uint32_t own[HIGHS][WARP];
-    const int lane = threadIdx.x % WARP;
-    for (int i = threadIdx.x; i < HIGHS * WARP; i += COUNT_THREADS) own[i / WARP][i % WARP] = 0;
-    __syncthreads();
-    const int64_t first = (int64_t)blockIdx.x * COUNT_THREADS + threadIdx.x,
-                  stride = (int64_t)gridDim.x * COUNT_THREADS;
-    const auto add = [&](uint32_t value) {
+    count_elements<HIGHS>(w, m.rows * m.cols, counts, [&](uint32_t value, const auto &count) {
         if (value & 0x7fff && !macko_sparse11_has_low_bits(m.dtype, value))
-            atomicAdd(&own[macko_sparse11_split(m.dtype, value) >> 8][lane], 1u);
-    };
-    for (int64_t i = first; i < elements / 8; i += stride) {
-        const uint4 eight = load_stream((const uint4 *)w + i);
-        for (const uint32_t pair : {eight.x, eight.y, eight.z, eight.w}) {
-            add(pair & 0xffff);
-            add(pair >> 16);
-        }
-    }
-    if (first < elements % 8) add(w[elements / 8 * 8 + first]);
-    __syncthreads();
-    if (threadIdx.x >= HIGHS) return;
-    uint64_t sum = 0;
-    for (int i = 0; i < WARP; i++) sum += own[threadIdx.x][(i + threadIdx.x) % WARP];
-    if (sum) atomicAdd((unsigned long long *)&counts[threadIdx.x], (unsigned long long)sum);
+            count(macko_sparse11_split(m.dtype, value) >> 8);
+    });
 }
 
 __global__ void __launch_bounds__(THREADS)
@@ -283,15 +214,9 @@ __global__ void __launch_bounds__(THREADS)
         uint32_t *next = (uint32_t *)(slab + part_at(part));
         for (int step = 0; step < STEPS; step++) {
             const uint32_t mask = own.listed[tile] >> STEP_ELEMENTS * step & 255;
-            uint32_t before = 0, all = 0; // of the lower lanes, and of the warp
-#pragma unroll
-            for (int i = 0; i < STEP_ELEMENTS; i++) {
-                const uint32_t lanes = __ballot_sync(FULL_WARP, mask >> i & 1);
-                before += __popc(lanes & ((1u << from.lane) - 1));
-                all += __popc(lanes);
-            }
+            const listed_ranks ranks(mask, from.lane);
             if (mask) { // few lanes get here
-                uint32_t *to = next + before;
+                uint32_t *to = next + ranks.before;
                 for (int i = 0; i < STEP_ELEMENTS; i++) {
                     if (!(mask >> i & 1)) continue;
                     const int64_t r = from.row + macko_tile_row(from.lane, i % MACKO_TILE_QUAD);
@@ -300,15 +225,11 @@ __global__ void __launch_bounds__(THREADS)
                     *to++ = (uint32_t)(step << 8 | from.lane << 3 | i) << 16 | w[r * m.cols + c];
                 }
             }
-            next += all;
+            next += ranks.all;
         }
         if (from.lane == 0) *next = MACKO_SPARSE11_END;
     }
 }
-
-// Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are
-// written nor the 16 bytes that are read meet in a bank.
-constexpr int DENSE_STRIDE = MACKO_TILE_COLS + 8;
 
 // A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
 __global__ void __launch_bounds__(THREADS)
@@ -368,18 +289,7 @@ __global__ void __launch_bounds__(THREADS)
                      macko_tile_col(lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD)] = (uint16_t)list[k];
         }
         __syncwarp();
-        const uint4 *rows = (const uint4 *)room + from.lane / 8 * (DENSE_STRIDE / 8) + from.lane % 8;
-        uint16_t *const out = w + (from.row + from.lane / 8 - first) * m.cols + begin_col + from.lane % 8 * 8;
-        for (int four = 0; four < SLICE_ROWS; four += 4) {
-            const uint4 *const eight = rows + four * (DENSE_STRIDE / 8);
-            if (whole && begin_col + MACKO_TILE_COLS <= m.cols) {
-                *(uint4 *)(out + four * m.cols) = *eight;
-                continue;
-            }
-            const int64_t r = from.row + four + from.lane / 8, c = begin_col + from.lane % 8 * 8;
-            for (int k = 0; k < 8; k++)
-                if (r >= first && r < stop && c + k < m.cols) out[four * m.cols + k] = ((const uint16_t *)eight)[k];
-        }
+        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
         __syncwarp();
     }
 }
@@ -388,10 +298,8 @@ __global__ void __launch_bounds__(THREADS)
 
 cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, uint64_t counts[256],
                                           cudaStream_t stream) {
-    const int64_t blocks = ceil_div(m->rows * m->cols, COUNT_THREADS * 64), most = 1024;
-    if (blocks)
-        count_highs<<<(unsigned)(blocks < most ? blocks : most), COUNT_THREADS, 0, stream>>>(*m, (const uint16_t *)w,
-                                                                                             counts);
+    const int64_t elements = m->rows * m->cols;
+    if (elements) count_highs<<<count_blocks(elements), COUNT_THREADS, 0, stream>>>(*m, (const uint16_t *)w, counts);
     return cudaGetLastError();
 }
 

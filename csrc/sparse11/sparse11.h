@@ -54,7 +54,6 @@ extern "C" {
 #define MACKO_SPARSE11_END 0xffffffffu /* above every place of the list */
 
 enum {
-    MACKO_SPARSE11_TABLE = 8,
     MACKO_SPARSE11_STEPS = 4, /* of a tile */
     MACKO_SPARSE11_WORDS = 3, /* of codes, of a lane in a slice of a tile */
     MACKO_SPARSE11_SLICE_BYTES = MACKO_SPARSE11_WORDS * MACKO_TILE_LANES * 4,
@@ -119,9 +118,6 @@ typedef struct macko_sparse11_totals {
     int64_t stored, listed; /* values, and those in lists */
     int64_t fullest;        /* values in the list of a slab, at most */
 } macko_sparse11_totals;
-
-/* The table for a matrix of whose values counts[h] have the high byte h; those with lower bits are not counted. */
-void macko_sparse11_table(const int64_t counts[256], uint32_t table[2]);
 
 /*
  * CPU, the reference order. Row blocks [first, last) each, so that threads can share the work. histogram adds to counts.

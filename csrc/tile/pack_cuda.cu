@@ -2,31 +2,19 @@
 // order of tile.h.
 #include "../core/scan.cuh"
 #include "decode.cuh"
-#include "tile.h"
+#include "slices.cuh"
 
 using namespace macko;
 
 namespace {
-
-constexpr int SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES;
-constexpr int THREADS = MACKO_TILE_SLICES * WARP; // a thread block owns a slab
-
-// The first of a slice's rows and columns.
-struct slice_origin {
-    int64_t row, col;
-};
-__device__ __forceinline__ slice_origin origin_of(int64_t cols, int slice) {
-    const int64_t slabs = macko_tile_slabs(cols);
-    return {blockIdx.x / slabs * MACKO_TILE_ROWS + slice * SLICE_ROWS, blockIdx.x % slabs * MACKO_TILE_SLAB_COLS};
-}
 
 // What a lane has of a slice of the dense w: pairs of neighbours, a word each, and masks of which elements are values.
 struct slice_elements {
     uint32_t pairs[MACKO_TILE_SLAB_TILES][MACKO_TILE_GROUPS][MACKO_TILE_QUAD / 2];
     uint32_t masks[MACKO_TILE_SLAB_TILES];
 
-    __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, slice_origin from, int lane) {
-        const bool whole = from.row + SLICE_ROWS <= rows && from.col + MACKO_TILE_SLAB_COLS <= cols && cols % 2 == 0;
+    __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from) {
+        const bool whole = from.is_whole(rows, cols);
 #pragma unroll
         for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
             masks[tile] = 0;
@@ -34,16 +22,9 @@ struct slice_elements {
             for (int j = 0; j < MACKO_TILE_GROUPS; j++)
 #pragma unroll
                 for (int e = 0; e < MACKO_TILE_QUAD; e += 2) {
-                    const int64_t r = from.row + macko_tile_row(lane, e);
-                    const int64_t c = from.col + tile * MACKO_TILE_COLS + macko_tile_col(lane, j, e);
-                    const uint16_t *element = w + r * cols + c;
-                    uint32_t pair = 0;
-                    if (whole) {
-                        pair = *(const uint32_t *)element;
-                    } else if (r < rows) {
-                        if (c < cols) pair = element[0];
-                        if (c + 1 < cols) pair |= (uint32_t)element[1] << 16;
-                    }
+                    const uint32_t pair =
+                        load_pair(w, rows, cols, from.row + macko_tile_row(from.lane, e),
+                                  from.col + tile * MACKO_TILE_COLS + macko_tile_col(from.lane, j, e), whole);
                     pairs[tile][j][e / 2] = pair;
                     masks[tile] |= (uint32_t)((pair & 0x7fff) != 0) << (8 * e + j);
                     masks[tile] |= (uint32_t)((pair & 0x7fff0000) != 0) << (8 * (e + 1) + j);
@@ -51,29 +32,6 @@ struct slice_elements {
         }
     }
 };
-
-// A lane's place among the lanes by `key` (up to 63), of equal ones the lower lane first.
-__device__ __forceinline__ int place_among_lanes(uint32_t key, int lane) {
-    uint32_t equal = FULL_WARP, below = 0;
-#pragma unroll
-    for (uint32_t bit = 32; bit; bit /= 2) {
-        const uint32_t set = __ballot_sync(FULL_WARP, key & bit);
-        if (key & bit) below |= equal & ~set;
-        equal &= key & bit ? set : ~set;
-    }
-    return __popc(below | (equal & ((1u << lane) - 1)));
-}
-
-// Which lane has this number; each lane has another one of 0 .. 31.
-__device__ __forceinline__ int lane_with(int own, int wanted) {
-    uint32_t lanes = FULL_WARP;
-#pragma unroll
-    for (int bit = 1; bit < WARP; bit *= 2) {
-        const uint32_t set = __ballot_sync(FULL_WARP, own & bit);
-        lanes &= wanted & bit ? set : ~set;
-    }
-    return __ffs(lanes) - 1;
-}
 
 // What a slice's masks say of its values: the spill offsets of the lane's tails, and the rows that they take.
 struct slice_plan {
@@ -87,7 +45,7 @@ struct slice_plan {
             const uint32_t bits = (uint32_t)MACKO_TILE_STREAM_BITS << 4 * stream;
             const int head = __popc(masks[0] & bits) + __popc(masks[1] & bits);
             const int tail = __popc(masks[2] & bits) + __popc(masks[3] & bits);
-            const int column = lane_with(place_among_lanes(head, lane), place_among_lanes(32 - tail, lane));
+            const int column = lane_with(place_among_lanes<32>(head, lane), place_among_lanes<32>(32 - tail, lane));
             const int above = __shfl_sync(FULL_WARP, head, column);
             spills[stream] = above * MACKO_TILE_ROW_BYTES + column * 4 + stream * 2;
             rows = max(rows, above + tail);
@@ -99,9 +57,10 @@ struct slice_plan {
 __global__ void __launch_bounds__(THREADS)
     count_slabs(const uint16_t *w, int64_t rows, int64_t cols, int32_t *offsets, macko_tile_totals *totals) {
     __shared__ int value_rows, stored;
-    const int lane = threadIdx.x % WARP;
+    const slice_of from(cols);
+    const int lane = from.lane;
     slice_elements own;
-    own.load(w, rows, cols, origin_of(cols, threadIdx.x / WARP), lane);
+    own.load(w, rows, cols, from);
     slice_plan plan;
     plan.find(own.masks, lane);
     int count = 0;
@@ -146,9 +105,10 @@ __global__ void __launch_bounds__(THREADS, 4)
     constexpr int MOST_ROWS = MACKO_TILE_MOST_ROWS / MACKO_TILE_SLICES;
     __shared__ uint4 rooms[MACKO_TILE_SLICES][MOST_ROWS * MACKO_TILE_ROW_BYTES / 16];
     __shared__ int value_rows[MACKO_TILE_SLICES];
-    const int slice = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const slice_of from(cols);
+    const int slice = from.slice, lane = from.lane;
     slice_elements own;
-    own.load(w, rows, cols, origin_of(cols, slice), lane);
+    own.load(w, rows, cols, from);
     slice_plan plan;
     plan.find(own.masks, lane);
     if (lane == 0) value_rows[slice] = plan.rows;
@@ -190,9 +150,6 @@ __global__ void __launch_bounds__(THREADS, 4)
     for (int i = lane; i < plan.rows * (MACKO_TILE_ROW_BYTES / 16); i += WARP) to[i] = room[i];
 }
 
-// Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are
-// written nor the 16 bytes that are read meet in a bank.
-constexpr int DENSE_STRIDE = MACKO_TILE_COLS + 8;
 constexpr int DENSE_BYTES = SLICE_ROWS * DENSE_STRIDE * 2;
 
 // A thread block fetches a slab as it lies, and each warp unpacks a slice; others of the SM fetch or unpack meanwhile.

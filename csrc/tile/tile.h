@@ -72,6 +72,7 @@ enum {
     MACKO_TILE_LANES = 32,
     MACKO_TILE_GROUPS = 8,
     MACKO_TILE_QUAD = 4,       /* elements of a lane in a group */
+    MACKO_TILE_TABLE = 8,      /* codes that an element may have, of layouts that have them */
     MACKO_TILE_SLAB_TILES = 4, /* side by side */
     MACKO_TILE_SLAB_COLS = MACKO_TILE_SLAB_TILES * MACKO_TILE_COLS,
     MACKO_TILE_STREAMS = 2,                                           /* of a lane: columns of values it has */
@@ -124,6 +125,12 @@ MACKO_TILE_FN int macko_tile_row(int lane, int e) {
 MACKO_TILE_FN int macko_tile_col(int lane, int j, int e) {
     return 16 * (j / 2) + 8 * (j % 2) + 2 * (lane % 4) + e % 2;
 }
+
+/*
+ * The bytes by code for a matrix of which counts[h] elements have the high byte h, of `highs`: 0, then the seven commonest
+ * others (of equally common ones the lower), the lower first; where there are not so many, zeros at the end.
+ */
+void macko_tile_table(const int64_t *counts, int highs, uint32_t table[2]);
 
 /* What packing has to tell the host before it can allocate data. */
 typedef struct macko_tile_totals {

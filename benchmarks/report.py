@@ -1129,16 +1129,14 @@ BARS = [
 ]
 
 
-def quality_bars_table(lines: list[Line], whole: bool = True) -> str:
-    """Each bar (or only those that were measured): with each seed what it is, and whether it holds with all of them."""
+def quality_bars_table(lines: list[Line]) -> str:
+    """Each bar: with each seed what it is, and whether it holds with all of them."""
     found = {(line["name"], zeros_of(line), line["seed"]): line for line in lines}
     seeds = sorted({line["seed"] for line in lines})
     rows = []
     for name, zeros, other, other_zeros, most in BARS:
         pairs = [(found.get((name, zeros, s)), found.get((other, other_zeros, s))) for s in seeds]
         shares = [lost(own) / lost(of) for own, of in pairs if own and of]
-        if not (shares or whole):
-            continue
         holds = "not measured" if not shares else "yes" if max(shares) <= most else "**no**"
         measured = ", ".join(f"{share:.3f}" for share in shares)
         kl = ", ".join(f"{own['kl'] / of['kl']:.3f}" for own, of in pairs if own and of)
@@ -1295,7 +1293,6 @@ def main() -> None:
     cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
     quality, own = path.parent / "quality.jsonl", cpu.parent / "quality.jsonl"
     # Of another model: a loss is over the dense one of its own lines, so the two are never read as one.
-    fit = load_quality(path.parent / "quality_fit.jsonl") if (path.parent / "quality_fit.jsonl").exists() else []
     measured = load_quality(quality) if quality.exists() else []
     encoder = load_quality(own, "embeddings") if own.exists() else []
     parts: dict[str, Callable[[], str]] = {
@@ -1353,9 +1350,6 @@ def main() -> None:
         "quality 7b": lambda: whole_model_table(path.parent / "models.jsonl"),
         "quality encoder": lambda: encoder_table(encoder) if encoder else none,
         "quality bars": lambda: quality_bars_table(measured) if measured else none,
-        "quality fit where": lambda: quality_where(fit) if fit else none,
-        "quality fit bars": lambda: quality_bars_table(fit, whole=False) if fit else none,
-        "quality fit all": lambda: quality_all_table(fit) if fit else none,
         "quality methods": lambda: quality_methods_table(measured) if measured else none,
         "quality all": lambda: quality_all_table(measured) if measured else none,
         "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,

@@ -1,4 +1,4 @@
-// Who multiplies which slabs for up to 64 tokens (few_cuda.cu), and who adds up which sums: C++ for host and device, tested
+// Who multiplies which slabs for up to 64 tokens (few_kernel.cuh), and who adds up which sums: C++ for host and device, tested
 // on the host.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The ops that layouts of tile's slabs have in common (tile, dense12): rows as dense ones, checks, and products. A Kind
+// The ops that layouts of tile's slabs have in common (tile, dense12, sparse11): rows as dense ones, checks, and products. A Kind
 // says whose they are: its matrix and its layout, how the ops' arguments become a matrix, a piece of one, the kernels.
 #pragma once
 

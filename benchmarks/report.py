@@ -921,6 +921,7 @@ ENGINE_SIDES = {
     "fp8": "fp8 W8A8",
     "fp8-w8a16": "fp8 W8A16",
     "int4": "int4, groups of 128",
+    "int4-marlin": "int4, by Marlin",
 }
 
 

@@ -165,7 +165,7 @@ def _bench_arguments(add: Any) -> None:
     counts = "--sparsity, --format, --batch, --prompt-tokens, --new-tokens, --dtype and --json"
     engine = f"what runs the model; with vllm of the options above only {counts} count"
     add("--engine", choices=("transformers", "vllm"), default="transformers", help=engine)
-    sides = "of vllm: also fp8-w8a16 and, of random: alone, int4 (default: %(default)s)"
+    sides = "of vllm: also fp8-w8a16 and, of random: alone, int4, int4-marlin (default: %(default)s)"
     add("--sides", nargs="+", default=["dense", "macko", "fp8"], help=sides)
     add("--engine-args", default="{}", metavar="JSON", help="arguments of vLLM's LLM, for all sides")
 

@@ -13,9 +13,9 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,9 +40,13 @@ SIDES: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
     "fp8-w8a16": {"quantization": "fp8"},
     "int4": {"hf_overrides": {"quantization_config": _GPTQ}},
+    "int4-marlin": {"hf_overrides": {"quantization_config": _GPTQ}},
 }
 #: What else the environment of a side has.
-_OF_SIDE = {"fp8-w8a16": {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}}
+_OF_SIDE = {
+    "fp8-w8a16": {"VLLM_TEST_FORCE_FP8_MARLIN": "1"},
+    "int4-marlin": {"VLLM_DISABLED_KERNELS": "MacheteLinearKernel,AllSparkLinearKernel"},  # which come before it
+}
 #: What of vLLM takes long to import.
 _SLOW = ["vllm.model_executor.models.llama", "vllm.v1.worker.gpu_model_runner"]
 #: A side takes so many seconds at most: compiling for a new shape takes minutes.
@@ -74,23 +78,32 @@ def run(options: argparse.Namespace, source: str) -> None:
         raise ValueError("--engine vllm takes a folder that is pruned, or random: and one --sparsity")
     if unknown := [side for side in options.sides if side not in SIDES]:
         raise ValueError(f"--sides has {', '.join(unknown)}, expected some of {', '.join(SIDES)}")
-    if "int4" in options.sides and not is_random:
-        raise ValueError("--sides has int4, which is of random: alone: its weights are no model's")
+    if (int4 := [side for side in options.sides if side.startswith("int4")]) and not is_random:
+        raise ValueError(f"--sides has {int4[0]}, which is of random: alone: its weights are no model's")
     given = _engine_args(options.engine_args)
     bench.check(options)
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("--engine vllm: vLLM is not installed beside macko")
     os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as folder:
-        if is_random:
-            bench.random_config(source, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-            given = {"load_format": "dummy", "skip_tokenizer_init": True, **given}
-        for side in options.sides:
-            results += _forked(side, folder if is_random else source, options, given)
+    if is_random:
+        source = _random_folder(source)
+        given = {"load_format": "dummy", "skip_tokenizer_init": True, **given}
+    for side in options.sides:
+        results += _forked(side, source, options, given)
     if not results:
         raise ValueError("no side could be timed")
     print(bench._table(results, memory="weights"))
+
+
+def _random_folder(source: str) -> str:
+    """A folder with the config alone, beside vLLM's compiled code, which is found again by the folder's name only."""
+    folder = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "macko" / source[len("random:") :]
+    config = bench.random_config(source, architectures=["LlamaForCausalLM"]).to_json_string()
+    folder.mkdir(parents=True, exist_ok=True)
+    (part := folder / f"config.{os.getpid()}").write_text(config, encoding="utf-8")
+    part.replace(folder / "config.json")  # at once: another process may be reading it
+    return str(folder)
 
 
 def _engine_args(text: str) -> dict[str, Any]:

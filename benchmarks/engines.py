@@ -3,10 +3,12 @@
     python -m benchmarks.engines --make FOLDER [--config '{"num_hidden_layers": 8}']
     python -m benchmarks.engines FOLDER/dense FOLDER/sparse --json OUT.jsonl
     torchrun --nproc-per-node 2 -m benchmarks.engines FOLDER/dense FOLDER/sparse --json OUT.jsonl
+    python -m benchmarks.engines random:7b --only continuous --json OUT.jsonl
 
-The first makes a Llama of random weights, half of them zero: dense, and packed by macko. Of several processes (tensor
-parallelism) each reads its part. A step of decoding is one CUDA graph of the whole model: what is measured is the GPU,
-its kernels and the sums over GPUs, and not Python. On a CPU a step is a call, and its time says little.
+The first makes a Llama of random weights, half of them zero: dense, and packed by macko; the last measures both without
+files between. Of several processes (tensor parallelism) each reads its part. A step of decoding is one CUDA graph of
+the whole model: what is measured is the GPU, its kernels and the sums over GPUs, and not Python. On a CPU a step is a
+call, and its time says little.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from macko import bench
 
 PROMPT, STEPS, REPEATS = 128, 32, 5
 BATCHES = (1, 4, 8, 16, 32)
-REQUESTS = (1, 8, 32)  #: of continuous batching
+REQUESTS = (1, 4, 16, 32)  #: of continuous batching
 ON_GPU = torch.cuda.is_available()
 
 
-def make(folder: Path, source: str, more: dict[str, Any]) -> None:
-    """FOLDER/dense and FOLDER/sparse: of random weights, pruned to half by magnitude."""
+def made(source: str, more: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The model of random weights that random: names, dense, pruned to half by magnitude, and then sparse."""
     from transformers import LlamaForCausalLM
 
     config = bench.random_config(source, architectures=["LlamaForCausalLM"])
@@ -43,9 +45,18 @@ def make(folder: Path, source: str, more: dict[str, Any]) -> None:
     with torch.device("cuda" if ON_GPU else "cpu"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.float16 if ON_GPU else torch.bfloat16).eval()
     macko.prune_(model, 0.5)
-    model.save_pretrained(folder / "dense", max_shard_size="4GB")
-    macko.sparsify_(model)
-    model.save_pretrained(folder / "sparse", max_shard_size="4GB")
+    yield "dense", model
+    macko.sparsify_(model, tokens=8)
+    yield "sparse", model
+
+
+def models(args: argparse.Namespace) -> Iterator[tuple[str, Any, dict[str, Any] | None]]:
+    """Each model to measure: its name, itself, and what loading it took. One is let go before the next is made."""
+    for folder in args.folders:
+        if folder.startswith("random:"):
+            yield from ((name, model, None) for name, model in made(folder, args.config))
+        else:
+            yield (Path(folder).name + (", converted" if args.convert else ""), *loaded(folder, args.convert))
 
 
 def loaded(folder: str, converts: bool) -> tuple[Any, dict[str, Any]]:
@@ -144,22 +155,27 @@ def decoding(model: Any) -> Iterator[dict[str, Any]]:
         yield {"what": "decode", "batch": batch, "ms": statistics.median(times[1:]), "all_ms": times[1:]}
 
 
-def continuous(model: Any) -> Iterator[dict[str, Any]]:
-    """Tokens a second of generate_batch, of requests that come at once, prompts read and all."""
-    from transformers import GenerationConfig
+def continuous(model: Any, graphs: bool) -> Iterator[dict[str, Any]]:
+    """generate_batch of requests that come at once: all milliseconds of a call, which first makes its cache, and tokens
+    a second from the moment that each request has its first."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model.set_attn_implementation("sdpa")
     config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0)
-    for count in REQUESTS:
+    pages: Any = {"num_blocks": 2 * max(REQUESTS), "max_batch_tokens": max(REQUESTS) * PROMPT, "use_cuda_graph": graphs}
+    for at, count in enumerate((REQUESTS[0], *REQUESTS)):
         requests = [[(7 * i + j) % 400 + 3 for j in range(PROMPT)] for i in range(count)]
-        seconds = []
-        for _ in range(2):
-            wait()
-            start = time.perf_counter()
-            found = model.generate_batch(requests, config, progress_bar=False)
-            seconds.append(time.perf_counter() - start)
-        new = sum(len(result.generated_tokens) for result in found.values())
-        yield {"what": "continuous", "batch": count, "ms": seconds[-1] * 1e3, "tokens_per_s": new / seconds[-1]}
+        wait()
+        start = time.perf_counter()
+        found = model.generate_batch(requests, config, ContinuousBatchingConfig(**pages), record_timestamps=True)
+        ms = (time.perf_counter() - start) * 1e3
+        times = [result.timestamps for result in found.values()]
+        if [len(each) for each in times] != [STEPS] * count:
+            raise RuntimeError(f"generate_batch gave {sum(map(len, times))} tokens, expected {STEPS} x {count}")
+        first, last = max(each[0] for each in times), max(each[-1] for each in times)
+        speed = sum(moment > first for each in times for moment in each) / (last - first)
+        if at:  # the first call of all is slower
+            yield {"what": "continuous", "graphs": graphs, "batch": count, "ms": ms, "tokens_per_s": speed}
 
 
 def main() -> None:
@@ -169,20 +185,20 @@ def main() -> None:
     parser.add_argument("--source", default="random:7b", help="of --make: random:7b, random:70b or random:tiny")
     parser.add_argument("--config", type=json.loads, default={}, help="of --make: JSON, in place of its numbers")
     parser.add_argument("--convert", action="store_true", help="pack what is dense in the folders as it is read")
-    parser.add_argument("--only", nargs="*", default=["tokens", "decode", "continuous"], help="besides loading")
+    what = "besides loading; also continuous-graphs"
+    parser.add_argument("--only", nargs="*", default=["tokens", "decode", "continuous"], help=what)
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.make:
-        make(args.make, args.source, args.config)
+        for name, model in made(args.source, args.config):
+            model.save_pretrained(args.make / name, max_shard_size="4GB")
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if ON_GPU:
         torch.cuda.set_device(rank)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if ON_GPU else "gloo")
-    for folder in args.folders:
-        name = Path(folder).name + (", converted" if args.convert else "")
+    for name, model, line in models(args):
         about: dict[str, Any] = {"folder": name, "ranks": ranks, "rank": rank}
-        model, line = loaded(folder, args.convert)
         about |= {"layers": model.config.num_hidden_layers, "hidden": model.config.hidden_size}
         about |= bench.about_run(args)
 
@@ -191,15 +207,17 @@ def main() -> None:
                 print({key: value for key, value in (about | found).items() if key != "all_ms"}, flush=True)
                 bench.append(args.json, [about | found])
 
-        say(line)
+        if line:
+            say(line)
         if "tokens" in args.only:
             say(tokens_of(model))
         if "decode" in args.only:
             for found in decoding(model):
                 say(found)
-        if "continuous" in args.only and ranks == 1:
-            for found in continuous(model):
-                say(found)
+        for only, graphs in (("continuous", False), ("continuous-graphs", True)):
+            if only in args.only and ranks == 1:
+                for found in continuous(model, graphs):
+                    say(found)
         del model
         gc.collect()
         if ON_GPU:

@@ -1024,14 +1024,19 @@ def transformers_table(path: Path, hidden: int = 4096) -> str:
 
 
 def continuous_table(path: Path) -> str:
-    """Tokens a second of transformers' continuous batching."""
-    found = latest(path, "folder", "batch", what="continuous")
-    batches = sorted({key[1] for key in found})
+    """Tokens a second of transformers' continuous batching, and over dense."""
+    found = latest(path, "folder", "graphs", "batch", what="continuous")
+    found = {key: line for key, line in found.items() if key[1] is not None}  # older lines count the set-up too
+    batches = sorted({key[2] for key in found})
     rows = []
-    for folder in ("dense", "sparse"):
-        of = [found.get((folder, n)) for n in batches]
-        rows.append([folder, *(f"{line['tokens_per_s']:.0f}" if line else "-" for line in of)])
-    return table(["tokens/s", *(f"{n} request{'s' * (n > 1)}" for n in batches)], rows)
+    for graphs, folder in sorted({(key[1], key[0]) for key in found}):
+        cells = [folder + (", CUDA graphs" if graphs else "")]
+        for batch in batches:
+            own, dense = (found.get((name, graphs, batch), {}).get("tokens_per_s") for name in (folder, "dense"))
+            ratio = f" ({own / dense:.2f}x)" if own and dense and folder != "dense" else ""
+            cells.append(f"{own:.0f}{ratio}" if own else "-")
+        rows.append(cells)
+    return table(["tokens/s", *(f"{n} request{'s' * (n > 1)}" for n in batches)], rows) if rows else NO_LINES
 
 
 def shards_table(path: Path) -> str:

@@ -736,6 +736,8 @@ SHARDED_ADAPTER = """
 import sys
 import peft, torch
 import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -766,12 +768,14 @@ def trained(model, own):
     assert losses[-1] < losses[0]
     return params
 
+def sharded(model):
+    for layer in (*model.base_model.model.model.layers, model):
+        fully_shard(layer, mesh=mesh)
+
 wanted = trained(adapted(), batches)  # in one process, of the batches of both
 model = adapted()
 held = {name: t.data_ptr() for name, t in model.named_buffers()}
-layers = model.base_model.model.model.layers
-for layer in (*layers, model):
-    fully_shard(layer, mesh=mesh)
+sharded(model)
 got = trained(model, batches[rank : rank + 1])
 assert all(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in got)
 for part, whole in zip(got, wanted, strict=True):
@@ -779,6 +783,22 @@ for part, whole in zip(got, wanted, strict=True):
 packed = [m for m in model.modules() if isinstance(m, macko.SparseLinear)]
 assert len(packed) == 14
 assert {name: t.data_ptr() for name, t in model.named_buffers()} == held  # whole on each process, and not moved
+
+dcp.save(get_model_state_dict(model), checkpoint_id=f"{store}.dcp")
+fresh = adapted()
+with torch.no_grad():
+    for p in fresh.parameters():
+        p.zero_()
+    for name, buffer in fresh.named_buffers():
+        if name.endswith("values"):
+            buffer.zero_()
+sharded(fresh)
+state = get_model_state_dict(fresh)
+dcp.load(state, checkpoint_id=f"{store}.dcp")
+set_model_state_dict(fresh, state)
+for part, whole in zip(fresh.parameters(), model.parameters(), strict=True):
+    assert torch.equal(part.full_tensor(), whole.full_tensor())
+assert all(torch.equal(buffer, model.get_buffer(name)) for name, buffer in fresh.named_buffers())
 dist.destroy_process_group()
 """
 
@@ -882,7 +902,7 @@ def test_two_processes_distributed_checkpoints(pruned: tuple[Any, Path], tmp_pat
 
 
 @pytest.mark.slow
-def test_two_processes_train_an_adapter_sharded_on_a_sparse_base_as_one_does(
+def test_two_processes_train_an_adapter_sharded_on_a_sparse_base_as_one_does_and_save_it(
     pruned: tuple[Any, Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("peft", reason="peft is not installed")

@@ -189,6 +189,7 @@ def test_an_adapter_on_packed_layers(run: Callable[..., Any], tmp_path: Path) ->
     wanted = run("dense", tmp_path, **options)
     assert wanted.tokens != run("dense").tokens
     assert_same(run("packed", tmp_path, **options), wanted)
+    assert_same(run("dense", tmp_path, quantization="macko", **options), wanted)
 
 
 def test_experts_stay_dense_and_that_is_said(run: Callable[..., Any], folders: Path) -> None:

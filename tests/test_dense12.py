@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -862,10 +863,46 @@ def test_packed_beside_layers_that_files_hold_packed(tmp_path: Path, monkeypatch
 def test_tied_embeddings_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
-    report = macko.compress_(llama(transformers, tied=True), progress=False)
+    model = llama(transformers, tied=True)
+    report = macko.compress_(model, progress=False)
     assert {row.name: row.reason for row in report if row.format == "dense"} == {
-        "lm_head": "its weight is shared with model.embed_tokens.weight"
+        "lm_head": "its weight is shared with model.embed_tokens.weight; copy_tied=True packs a copy"
     }
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tied_embeddings_are_copied_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer reads its own copy, the embedding the dense one; files and what is loaded are as of the dense model."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    dense = llama(transformers, tied=True)
+    table, model = dense.model.embed_tokens.weight, copy.deepcopy(dense)
+    row = {row.name: row for row in macko.compress_(model, copy_tied=True, progress=False)}["lm_head"]
+    assert isinstance(model.lm_head, SparseLinear)
+    assert (row.format, row.reason) == ("dense12", "")
+    assert row.bytes_after == model.lm_head.packed.nbytes + table.nbytes
+    assert row.note.endswith("a copy: the embedding holds it dense")
+    assert_same_bits(model.model.embed_tokens.weight, table)
+    assert_same_bits(model.lm_head.weight.as_subclass(Tensor), table)
+    torch.testing.assert_close(model(IDS).logits, dense(IDS).logits, rtol=0.05, atol=0.05)
+    model.save_pretrained(tmp_path / "model")
+    with safetensors.safe_open(tmp_path / "model/model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_same_state(loaded, dense)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    macko.save_model(model, tmp_path / "own.safetensors")
+    assert_same_state(macko.load_model(llama(transformers, tied=True), tmp_path / "own.safetensors"), dense)
+
+
+def test_a_copy_of_a_tied_layer_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    model = llama(transformers, tied=True)
+    monkeypatch.setattr("macko.convert._move", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        macko.compress_(model, copy_tied=True, progress=False, device="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_made_as_a_model_is_read(tmp_path: Path) -> None:

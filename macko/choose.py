@@ -178,16 +178,37 @@ def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
     return packed if packed.nbytes <= most else weight
 
 
-def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
-    """The weight in sparse11, if that is what auto may take in place of tile."""
-    exact = options.values == "exact" and weight.dtype in Sparse11Weight.dtypes
-    if not exact or not _runs_wgmma(weight.device) or weight.density < SPARSE11_DENSITY:
+def sparse11_of(weight: MackoWeight) -> Sparse11Weight | None:
+    """The weight in sparse11 where that may be faster than tile, if lists are short (too_many_listed)."""
+    if weight.dtype not in Sparse11Weight.dtypes or weight.density < SPARSE11_DENSITY:
         return None
     if weight.dtype == torch.float16:  # most of it was never bfloat16
         some = weight.values[: 1 << 16].view(torch.int16) & 7
         if int(some.count_nonzero()) > SPARSE11_LISTED * some.numel():
             return None
     return _held(Sparse11Weight, weight)
+
+
+def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
+    """The weight in sparse11, if that is what auto may take in place of tile."""
+    return sparse11_of(weight) if options.values == "exact" and _runs_wgmma(weight.device) else None
+
+
+def outside_table(weight: Tensor, signed: bool) -> tuple[int, int]:
+    """How many elements a table of seven exponents lacks, and of how many: what sparse11 or dense12 would list.
+
+    Args:
+        weight: bfloat16, or float16, of which all but what was bfloat16 is lacking.
+        signed: as sparse11: seven signs and upper exponent bits, zeros do not count. Else as dense12: seven upper
+            exponent bits beside those of zeros.
+    """
+    bits, half = weight.detach().contiguous().view(torch.int16).flatten(), weight.dtype == torch.float16
+    bits = bits[bits & 0x7FFF != 0] if signed else bits
+    coded = bits[bits & 7 == 0] >> 3 if half else bits
+    high = coded >> 8 & ((0x1F if half else 0xFF) >> (not signed))
+    counts = high.bincount(minlength=256)
+    held = int(counts[1:].topk(7).values.sum()) + (0 if signed else int(counts[0]))
+    return len(bits) - held, len(bits)
 
 
 def too_many_listed(packed: Sparse11Weight) -> bool:

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from .allocate import STRENGTHS, STRENGTHS_FITTED, allocate
 from .calibrate import calibrate, evaluating
+from .choose import outside_table
 from .grids import Grid
 from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
 from .linear import DTYPES, SparseLinear
@@ -315,20 +316,16 @@ class _Pruning:
 
 
 def _exponents(layers: list[FoundLinear]) -> list[str]:
-    """What the lossless layouts hold short of the weights that are left (csrc/dense12/dense12.h), as a line."""
-    held, kept = {}, {}
-    for layer in layers:
-        weight = layer.module.weight.detach()
-        high = weight[weight != 0].to(torch.bfloat16).view(torch.uint8)[1::2] & 0x7F
-        counts = high.bincount(minlength=128)
-        kept[layer.name], held[layer.name] = len(high), int(counts[0] + counts[1:].topk(7).values.sum())
-    if not sum(kept.values()):
+    """What the format sparse11 holds short of the weights that are left, as a line."""
+    found = {x.name: outside_table(x.module.weight.detach().to(torch.bfloat16), signed=True) for x in layers}
+    shares = {name: 1 - lacks / count for name, (lacks, count) in found.items() if count}
+    if not shares:
         return []
-    least, name = min((held[name] / count, name) for name, count in kept.items() if count)
-    share = sum(held.values()) / sum(kept.values())
+    name = min(shares, key=shares.__getitem__)
+    lacks, count = map(sum, zip(*found.values(), strict=True))
     return [
-        f"exponents: seven values of the upper bits hold {share:.4%} of the weights left, in bfloat16; the least of "
-        f"{name or 'the layer'}, {least:.4%}"
+        f"exponents: seven signs and upper bits hold {1 - lacks / count:.4%} of the weights left, in bfloat16; the "
+        f"least of {name or 'the layer'}, {shares[name]:.4%}"
     ]
 
 

@@ -7,6 +7,7 @@ r"""A few tokens and many times a pruned matrix on the GPU, from one packed weig
     python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude
     python -m benchmarks.spmm --gpu --kernels dense12,fp8,fp8_quant,fp8_rows,fp8_rows_quant,int4 --dtype bfloat16 \
         --densities 1 --tokens 1,8,16,64                # against what rounds the weights (benchmarks/rivals.py)
+    python -m benchmarks.spmm --table                   # measure nothing, write sparse11 against tile into macko/times
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
 pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +39,7 @@ from macko import _library
 from macko.formats import Dense12Weight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
 
 from .rivals import NAMES, Rival
+from .slide import put_gains
 from .spmv import DTYPES, EIGHT, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
 
@@ -173,9 +176,25 @@ class Shape:
         return speedups
 
 
+def write_table(path: Path) -> None:
+    """Puts time of tile / sparse11, of half zeros and launches that may overlap, into the package's table."""
+    us: dict[tuple[int, int, int], dict[str, float]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line["dtype"] == "bfloat16" and line.get("mask") == "magnitude" and line["density"] == 0.5:
+            us.setdefault((line["rows"], line["cols"], line["tokens"]), {})[line["kernel"]] = line["median_us"]
+            gpu = line["gpu"]
+    lines: dict[tuple[int, int], dict[str, Any]] = {}
+    for (rows, cols, tokens), by in sorted(us.items()):
+        if tokens and {"tile", "sparse11"} <= {*by}:
+            about = {"rows": rows, "cols": cols, "dtype": "bf16", "pattern": "sparse11", "gain": {}}
+            lines.setdefault((rows, cols), about)["gain"][str(tokens)] = round(by["tile"] / by["sparse11"], 3)
+    put_gains(gpu, lines.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", required=True, help="what is timed; there is no other yet")
+    parser.add_argument("--gpu", action="store_true", help="what is timed; there is no other yet")
+    parser.add_argument("--table", action="store_true", help="write the table from the lines of --out")
     parser.add_argument("--shapes", default=EIGHT, help="ROWSxCOLS,...")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,256,1024,4096", help="comma separated")
     parser.add_argument("--densities", default="0.5,0.3", help="comma separated")
@@ -185,6 +204,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further shape after this time")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmm.jsonl")
     args = parser.parse_args()
+    if args.table:
+        return write_table(args.out or Path(__file__).parent / "results/h200/spmm.jsonl")
+    if not args.gpu:
+        parser.error("say --gpu: there is nothing else to time on yet")
     if not torch.cuda.is_available():
         parser.error("there is no GPU")
     kernels = args.kernels.split(",")

@@ -17,7 +17,17 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import DENSE12_SHARE, Options, expected_us, not_dense12, pack, slide_note, sparse11_note, worst_of
+from .choose import (
+    DENSE12_SHARE,
+    Options,
+    expected_us,
+    not_dense12,
+    pack,
+    slide_note,
+    sparse11_gain,
+    sparse11_note,
+    worst_of,
+)
 from .formats import SLIDE_PATTERNS, Dense12Weight, PackedWeight, Sparse11Weight, TileWeight, takes_any_weight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
@@ -226,8 +236,8 @@ def convert_layer(
     sparse = SparseLinear.from_packed(packed, bias, options=options).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
-    if isinstance(packed, Sparse11Weight):  # at most what tile takes (choose.SPARSE11_LISTED), whose times are known
-        row.us_after = us.get(TileWeight.format)
+    if isinstance(packed, Sparse11Weight) and (as_tile := us.get(TileWeight.format)):
+        row.us_after = as_tile / (sparse11_gain(packed.shape, target, options.layout_tokens or 1) or 1)
     if options.format == "auto":
         row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)
     return row, sparse

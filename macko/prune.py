@@ -191,7 +191,7 @@ def prune_(
         is pruned once; what looks like a layer and is none (GPT-2's Conv1D, experts in one tensor) is named too.
 
     Raises:
-        ValueError: sparsity, method, pattern or reconstruct is none, they do not fit each other, or calibration is missing.
+        ValueError: sparsity, method, pattern or reconstruct is none or does not fit, or calibration is missing.
         TypeError: calibration is no list of batches. Nothing has been changed then, nor by a ValueError.
 
     Whatever else stops it (a batch that the model does not take, a KeyboardInterrupt) leaves a model whose first layers

@@ -295,6 +295,77 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
 
 
+#: Kernels of benchmarks.spmm side by side with torch's of fewer bits, by density; each where there are lines.
+RIVALS = {
+    (1.0, "dense12"): "dense12, exact",
+    (1.0, "dense12_alone"): "dense12, launched alone",
+    (0.5, "sparse11"): "sparse11, half zeros, exact",
+    (0.5, "sparse11_alone"): "sparse11, launched alone",
+    (0.5, "tile"): "tile, half zeros, exact",
+    (0.5, "tile_alone"): "tile, launched alone",
+    (1.0, "fp8"): "fp8, one scale, x quantised before",
+    (1.0, "fp8_quant"): "fp8, one scale, quantising x too",
+    (1.0, "fp8_rows"): "fp8, a scale a row, x quantised before",
+    (1.0, "fp8_rows_quant"): "fp8, a scale a row, quantising x too",
+    (1.0, "int4"): "int4, groups of 128",
+}
+
+
+def rival_lines(path: Path) -> dict[tuple[float, str], dict[int, dict[tuple[int, int], Line]]]:
+    """Lines in bfloat16 of the kernels of RIVALS, by density and kernel, tokens, and shape; none without torch's."""
+    found: dict[tuple[float, str], dict[int, dict[tuple[int, int], Line]]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        key = (line["density"], line["kernel"])
+        if key in RIVALS and line["dtype"] == "bfloat16" and line["tokens"] in (1, 8, 16, 64):
+            found.setdefault(key, {}).setdefault(line["tokens"], {})[line["rows"], line["cols"]] = line
+    theirs = any("fp8" in name or "int4" in name for _, name in found)
+    return {key: found[key] for key in RIVALS if key in found} if theirs else {}
+
+
+def rivals_table(path: Path) -> str:
+    """Bytes, error and speed of what reads less than bfloat16: the mean over shapes, in brackets the least."""
+    rows = []
+    for key, by_tokens in rival_lines(path).items():
+        lines = [line for by_shape in by_tokens.values() for line in by_shape.values()]
+        size = sum(line["held_bytes"] for line in lines) / sum(line["rows"] * line["cols"] for line in lines)
+        cells = []
+        for tokens in (1, 8, 16, 64):
+            cells.append(
+                mean_and_least([line["dense_us"] / line["median_us"] for line in by_tokens[tokens].values()])
+                if tokens in by_tokens
+                else ""
+            )
+        error = max(line.get("error", 0) for line in lines)
+        rows.append([RIVALS[key], f"{size:.2f}", f"{error:.1%}" if error else "", *cells])
+    head = ["", "bytes a weight", "result is off by", *(f"{n} token{'s' * (n > 1)}" for n in (1, 8, 16, 64))]
+    return table(head, rows) if rows else NO_LINES
+
+
+def plot_rivals(path: Path, image: Path) -> str:
+    """Speed-up by tokens, and the page's line for it; nothing where there are no lines."""
+    import matplotlib.pyplot as plt
+
+    found = {key: lines for key, lines in rival_lines(path).items() if not key[1].endswith("_alone")}
+    if not found:
+        return ""
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for key, by_tokens in found.items():
+        means = {
+            n: geomean(line["dense_us"] / line["median_us"] for line in of.values()) for n, of in by_tokens.items()
+        }
+        dashes = "-" if "exact" in RIVALS[key] else "--"
+        axis.plot([*means], [*means.values()], dashes, marker="o", markersize=3, label=RIVALS[key])
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("speed-up over dense bfloat16")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+    save(figure, image)
+    return f"![speed-up of exact and of rounded weights by tokens](images/{image.name})"
+
+
 def lossless_model_table(path: Path) -> str:
     """Decoding with dense12, over the dense model of the same run."""
     if not path.exists():
@@ -1311,6 +1382,8 @@ def main() -> None:
         "spmm many tokens": lambda: many_tokens_table(tokens),
         "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),
+        "rivals": lambda: rivals_table(path.parent / "spmm.jsonl"),
+        "rivals plot": lambda: plot_rivals(path.parent / "spmm.jsonl", IMAGES / "rivals.svg"),
         "lossless where": lambda: bench_where(load_bench(lossless)) if lossless.exists() else "",
         "lossless model": lambda: lossless_model_table(lossless),
         "models": lambda: models_table(path.parent / "models.jsonl"),

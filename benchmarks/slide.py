@@ -23,7 +23,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -281,12 +281,17 @@ def write_table(results: str) -> None:
             gain = fresh[gpu].setdefault((name, pattern, rows, cols), line)["gain"]
             gain[str(tokens)] = round(sides["dense"] / sides[pattern], 3)
     for gpu, lines in fresh.items():
-        path = tables.SHIPPED / tables.file_name(gpu)
-        head = {"version": tables.VERSION, "gpu": gpu, "bandwidth_gbps": 0, "slide": [], "linear": []}
-        table: dict[str, Any] = tables.read(path) if path.exists() else head
-        kinds = set(map(tables.slide_kind, lines.values()))
-        kept = [line for line in table["slide"] if tables.slide_kind(line) not in kinds]
-        tables.save(path, {**table, "slide": sorted([*kept, *lines.values()], key=tables.slide_kind)})
+        put_gains(gpu, lines.values())
+
+
+def put_gains(gpu: str, lines: Collection[tables.Line]) -> None:
+    """Puts lines into the package's table of a GPU, for what it had of their type and pattern."""
+    path = tables.SHIPPED / tables.file_name(gpu)
+    head = {"version": tables.VERSION, "gpu": gpu, "bandwidth_gbps": 0, "slide": [], "linear": []}
+    table: dict[str, Any] = tables.read(path) if path.exists() else head
+    kinds = set(map(tables.slide_kind, lines))
+    kept = [line for line in table["slide"] if tables.slide_kind(line) not in kinds]
+    tables.save(path, {**table, "slide": sorted([*kept, *lines], key=tables.slide_kind)})
 
 
 def judge(results: str) -> None:

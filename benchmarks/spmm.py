@@ -1,18 +1,21 @@
-"""A few tokens and many times a pruned matrix on the GPU, from one packed weight: against F.linear of the dense one.
+r"""A few tokens and many times a pruned matrix on the GPU, from one packed weight: against F.linear of the dense one.
 
     python -m benchmarks.spmm --gpu                     # sell and tile: eight shapes, 1 to 4096 tokens, two densities
     python -m benchmarks.spmm --gpu --kernels stream,stream_alone,tiles --tokens 1,2,4,8,16
     python -m benchmarks.spmm --gpu --kernels tile,tile_128x256x1x1,tile_128x256x2x2 --tokens 128,256,512
     python -m benchmarks.spmm --gpu --kernels dense12,dense12_alone --dtype bfloat16 --densities 1
     python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude
+    python -m benchmarks.spmm --gpu --kernels dense12,fp8,fp8_quant,fp8_rows,fp8_rows_quant,int4 --dtype bfloat16 \
+        --densities 1 --tokens 1,8,16,64                # against what rounds the weights (benchmarks/rivals.py)
+    python -m benchmarks.spmm --table                   # measure nothing, write sparse11 against tile into macko/times
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
 pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),
-what a layer of that format does; parts of
-what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the library's product); and
-ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT). Launches may overlap, as in a model of such
-layers, but for those that end in _alone. Each is checked before it is timed: poisoned output, signed random data, the
-bound of float64. Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to
+what a layer of that format does; parts of what sell may choose: stream (sell's packed stream), tiles (dense rows in a
+workspace, then the library's product); ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT); and
+torch's products of 8 and 4 bits. Launches may overlap, as in a model of such layers, but for those that end in _alone,
+and torch's, which cannot. Each is checked before it is timed: poisoned output, signed random data, the bound of
+float64. Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to
 benchmarks/results/<gpu>/spmm.jsonl.
 """
 
@@ -20,19 +23,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library
-from macko.formats import Dense12Weight, MackoWeight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
+from macko.formats import Dense12Weight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
 
+from .rivals import NAMES, Rival
+from .slide import put_gains
 from .spmv import DTYPES, EIGHT, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
 
@@ -84,90 +91,149 @@ def time_calls(calls: Sequence[Callable[[], Tensor]], tokens: int) -> Timing:
     return time_graph(calls) if tokens <= 64 else time_graph(calls, replays=5, warmup=1, min_launches=8)
 
 
-def time_unpack(packed: PackedWeight, rotated: Sequence[PackedWeight], w: Tensor) -> Timing:
-    """The whole dense matrix, which has to be w."""
-    if not torch.equal(packed.to_dense(), w):
-        raise SystemExit(f"{packed.format}: unpacking gives another matrix")
-    return time_graph([c.to_dense for c in rotated], replays=5, warmup=1, min_launches=8)
+class Kernel:
+    """A pruned matrix as a kernel of VARIANTS reads it, in more copies than the cache can keep; as rivals.Rival."""
+
+    def __init__(self, name: str, w: Tensor) -> None:
+        self.name = name
+        self.kind, self.knobs, self.sizes = VARIANTS[name]
+        self.rotated, self.nbytes = [], w.nbytes
+        if self.kind:
+            packed = self.kind.from_dense(w)
+            self.rotated, self.nbytes = packed_copies(packed), packed.nbytes
+            self.products: list[Callable[[Tensor], Tensor]] = [c.linear for c in self.rotated]
+        else:
+            self.products = [partial(F.linear, weight=c) for (c,) in copies([w])]
+
+    def calls(self, x: Tensor) -> list[Callable[[], Tensor]]:
+        return [partial(product, x) for product in self.products]
+
+    def check(self, call: Callable[[], Tensor], w: Tensor, x: Tensor) -> float:
+        exact_sum = self.name not in ("tiles", "zeros") and (self.name != "sell" or len(x) == 1)
+        check(self.name, call, w, x, exact_sum)
+        return 0.0
+
+    def time_unpack(self, w: Tensor) -> Timing:
+        """The whole dense matrix, which has to be w."""
+        if not torch.equal(self.rotated[0].to_dense(), w):
+            raise SystemExit(f"{self.name}: unpacking gives another matrix")
+        return time_graph([c.to_dense for c in self.rotated], replays=5, warmup=1, min_launches=8)
+
+
+class Shape:
+    """Dense products of a matrix's shape, timed; and what is measured against them."""
+
+    def __init__(self, shape: str, numbers: list[int], dtype: torch.dtype, out: Path, what: dict[str, Any]) -> None:
+        rows, cols = map(int, shape.split("x"))
+        self.name, self.out = shape, out
+        self.about = {"rows": rows, "cols": cols, "dtype": str(dtype).removeprefix("torch."), **what}
+        self.generator = torch.Generator(device="cuda").manual_seed(rows * 7 + cols)
+        self.dense = torch.randn(rows, cols, device="cuda", dtype=dtype, generator=self.generator)
+        self.inputs = {n: torch.randn(n, cols, device="cuda", dtype=dtype, generator=self.generator) for n in numbers}
+
+    def time_dense(self) -> None:
+        """F.linear, and for one token torch.mv where that is faster."""
+        weights = [tensors[0] for tensors in copies([self.dense])]
+        self.dense_us = {}
+        for n, x in self.inputs.items():
+            timing = time_calls([partial(F.linear, x, c) for c in weights], n)
+            if n == 1:
+                other = time_calls([partial(torch.mv, c, x[0]) for c in weights], n)
+                timing = min(timing, other, key=lambda t: t.median_us)
+            self.dense_us[n] = timing.median_us
+            self.write(timing, kernel="dense", tokens=n, density=1.0)
+
+    def write(self, timing: Timing, **more: Any) -> None:
+        times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
+        append_jsonl(self.out, **more, **times, **self.about)
+
+    def time(self, kernel: str, w: Tensor, density: float, mask: str) -> dict[int, float]:
+        """A kernel's speed-up over dense by tokens; prints it, and writes the lines."""
+        held = Rival(kernel, w) if kernel in NAMES else Kernel(kernel, w)
+        speedups, shown, about = {}, [], {"density": density, "mask": mask}
+        if isinstance(held, Kernel) and held.kind and kernel == held.kind.format:
+            timing, moved = held.time_unpack(w), held.nbytes + w.nbytes
+            shown.append(f"unpack: {timing.median_us:.2f} ({moved / timing.median_us / 1e6:.2f} TB/s)")
+            self.write(timing, kernel=f"{kernel}_unpack", tokens=0, moved_bytes=moved, **about)
+        for n, x in self.inputs.items():
+            if n not in held.sizes:
+                continue
+            with _library.plan(held.knobs):
+                try:
+                    calls = held.calls(x)
+                    error = held.check(calls[0], w, x)
+                except RuntimeError as refused:  # torch's kernels do not take every shape
+                    if isinstance(held, Kernel):
+                        raise
+                    shown.append(f"{n}: {str(refused).splitlines()[0][:70]}")
+                    continue
+                timing = time_calls(calls, n)
+            speedups[n] = self.dense_us[n] / timing.median_us
+            facts = {"dense_us": round(self.dense_us[n], 3), "held_bytes": held.nbytes, "error": round(error, 5)}
+            self.write(timing, kernel=kernel, tokens=n, **facts, **about)
+            shown.append(f"{n}: {timing.median_us:.2f} ({speedups[n]:.2f}x)")
+        print(f"{self.name} {density} {kernel:6} us (x over dense)  {'  '.join(shown)}", flush=True)
+        return speedups
+
+
+def write_table(path: Path) -> None:
+    """Puts time of tile / sparse11, of half zeros and launches that may overlap, into the package's table."""
+    us: dict[tuple[int, int, int], dict[str, float]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line["dtype"] == "bfloat16" and line.get("mask") == "magnitude" and line["density"] == 0.5:
+            us.setdefault((line["rows"], line["cols"], line["tokens"]), {})[line["kernel"]] = line["median_us"]
+            gpu = line["gpu"]
+    lines: dict[tuple[int, int], dict[str, Any]] = {}
+    for (rows, cols, tokens), by in sorted(us.items()):
+        if tokens and {"tile", "sparse11"} <= {*by}:
+            about = {"rows": rows, "cols": cols, "dtype": "bf16", "pattern": "sparse11", "gain": {}}
+            lines.setdefault((rows, cols), about)["gain"][str(tokens)] = round(by["tile"] / by["sparse11"], 3)
+    put_gains(gpu, lines.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", required=True, help="what is timed; there is no other yet")
+    parser.add_argument("--gpu", action="store_true", help="what is timed; there is no other yet")
+    parser.add_argument("--table", action="store_true", help="write the table from the lines of --out")
     parser.add_argument("--shapes", default=EIGHT, help="ROWSxCOLS,...")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,256,1024,4096", help="comma separated")
     parser.add_argument("--densities", default="0.5,0.3", help="comma separated")
     parser.add_argument("--dtype", default="float16", choices=list(DTYPES))
     parser.add_argument("--mask", default="uniform", choices=["uniform", "magnitude", "sgpt"])
-    parser.add_argument("--kernels", default="sell,tile", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--kernels", default="sell,tile", help=f"of {', '.join([*VARIANTS, *NAMES])}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further shape after this time")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmm.jsonl")
     args = parser.parse_args()
+    if args.table:
+        return write_table(args.out or Path(__file__).parent / "results/h200/spmm.jsonl")
+    if not args.gpu:
+        parser.error("say --gpu: there is nothing else to time on yet")
     if not torch.cuda.is_available():
         parser.error("there is no GPU")
+    kernels = args.kernels.split(",")
+    if {*kernels} & {*NAMES} and args.dtype != "bfloat16":
+        parser.error(f"{', '.join(NAMES)} go with --dtype bfloat16")
     what = provenance()
     folder = what["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
     out = args.out or Path(__file__).parent / "results" / folder / "spmm.jsonl"
-    dtype, begin = DTYPES[args.dtype], time.monotonic()
-    numbers = [int(n) for n in args.tokens.split(",")]
+    begin = time.monotonic()
     logs: dict[tuple[float, int, str], list[float]] = {}
-    for shape in args.shapes.split(","):
+    for name in args.shapes.split(","):
         if time.monotonic() - begin > args.seconds:
-            print(f"stopped before {shape}: over {args.seconds} s")
+            print(f"stopped before {name}: over {args.seconds} s")
             break
-        rows, cols = map(int, shape.split("x"))
-        generator = torch.Generator(device="cuda").manual_seed(rows * 7 + cols)
-        dense = torch.randn(rows, cols, device="cuda", dtype=dtype, generator=generator)
+        shape = Shape(name, [int(n) for n in args.tokens.split(",")], DTYPES[args.dtype], out, what)
         if "dense12" in args.kernels:  # of float16 it holds what was bfloat16
-            dense = dense.bfloat16().to(dtype)
-        inputs = {n: torch.randn(n, cols, device="cuda", dtype=dtype, generator=generator) for n in numbers}
-        weights = [tensors[0] for tensors in copies([dense])]
-        dense_us = {}
-        for n, x in inputs.items():
-            timing = time_calls([partial(F.linear, x, c) for c in weights], n)
-            if n == 1:
-                other = time_calls([partial(torch.mv, c, x[0]) for c in weights], n)
-                timing = min(timing, other, key=lambda t: t.median_us)
-            dense_us[n] = timing.median_us
-            about = {"rows": rows, "cols": cols, "dtype": args.dtype, "tokens": n, **what}
-            append_jsonl(out, kernel="dense", density=1.0, **dataclasses.asdict(timing), **about)
-        del weights
+            shape.dense = shape.dense.bfloat16().to(DTYPES[args.dtype])
+        shape.time_dense()
         for density in map(float, args.densities.split(",")):
-            w = torch.where(make_mask(args.mask, dense, density, generator), dense, torch.zeros_like(dense))
-            canonical = MackoWeight.from_dense(w)
-            for kernel in args.kernels.split(","):
-                kind, knobs, sizes = VARIANTS[kernel]
-                packed = (kind.from_macko(canonical) if kind.is_layout else kind.from_dense(w)) if kind else None
-                rotated = packed_copies(packed) if packed else []
-                products: list[Callable[[Tensor], Tensor]] = [c.linear for c in rotated]
-                if not packed:
-                    products = [partial(F.linear, weight=c) for (c,) in copies([w])]
-                exact = kernel not in ("tiles", "zeros")
-                shown = []
-                about = {"rows": rows, "cols": cols, "density": density, "dtype": args.dtype, "mask": args.mask, **what}
-                if packed and kernel == packed.format:
-                    timing = time_unpack(packed, rotated, w)
-                    moved = packed.nbytes + w.nbytes
-                    shown.append(f"unpack: {timing.median_us:.2f} ({moved / timing.median_us / 1e6:.2f} TB/s)")
-                    times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
-                    append_jsonl(out, kernel=f"{kernel}_unpack", tokens=0, moved_bytes=moved, **times, **about)
-                for n, x in inputs.items():
-                    if n not in sizes:
-                        continue
-                    calls = [partial(product, x) for product in products]
-                    with _library.plan(knobs):
-                        check(kernel, calls[0], w, x, exact and (kernel != "sell" or n == 1))
-                        timing = time_calls(calls, n)
-                    speedup = dense_us[n] / timing.median_us
+            mask = make_mask(args.mask, shape.dense, density, shape.generator)
+            w = torch.where(mask, shape.dense, torch.zeros_like(shape.dense))
+            for kernel in kernels:
+                for n, speedup in shape.time(kernel, w, density, args.mask).items():
                     logs.setdefault((density, n, kernel), []).append(math.log(speedup))
-                    shown.append(f"{n}: {timing.median_us:.2f} ({speedup:.2f}x)")
-                    times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
-                    facts = {"dense_us": round(dense_us[n], 3), "held_bytes": (packed or w).nbytes}
-                    append_jsonl(out, kernel=kernel, tokens=n, **times, **facts, **about)
-                print(f"{shape} {density} {kernel:6} us (x over dense)  {'  '.join(shown)}", flush=True)
-                del rotated, packed, products
-            del canonical, w
-        del dense, inputs
+            del mask, w
+        del shape
     for (density, n, kernel), values in sorted(logs.items()):
         mean, worst = math.exp(sum(values) / len(values)), math.exp(min(values))
         print(f"density {density} tokens {n:5} {kernel:13} geomean {mean:.3f}x over {len(values)}, least {worst:.3f}x")

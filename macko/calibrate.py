@@ -48,21 +48,17 @@ def calibrate(
         statistic: None: nothing is to be seen.
         fitter: fits each block behind its layers. Then a block is done where all of its layers are.
         done: names of layers that prune needs no inputs of. Their blocks run only to feed those behind them.
-        bar: comes with the work of pruning, in weights, as its total. A batch's way through a module counts as much as
-            the weights it meets.
+        bar: comes with the work of pruning, in weights, as its total. A batch's way through a module is its weights.
     """
     blocks = blocks_of(model, layers)
     *own, elsewhere = by_block(blocks, layers)
     new = [[layer for layer in group if layer.name not in done] for group in own]
-    if fitter:
-        new = [group if some else [] for group, some in zip(own, new, strict=True)]
+    new = [group if some else [] for group, some in zip(own, new, strict=True)] if fitter else new
     last = max((i for i, group in enumerate(new) if group), default=-1)  # no block behind it needs its inputs
     looks = [statistic is not None and bool(group) for group in new]
-    passes = [block for i, block in enumerate(blocks) for _ in range((i == 0 <= last) + looks[i] + (i < last))]
-    passes += blocks[: last + 1] if fitter else []  # the dense block runs too
-    passes += [model] if statistic and any(layer.name not in done for layer in elsewhere) else []
+    rest = [model] if statistic and any(layer.name not in done for layer in elsewhere) else []
     bar.set_description("calibration", refresh=False)
-    bar.total += len(batches) * sum(map(weights_in, passes))
+    bar.total += len(batches) * sum(map(weights_in, [*_passes(blocks, looks, last, fitter is not None), *rest]))
     calls = record(model, blocks, batches, device, bar) if last >= 0 else [[] for _ in blocks]
     if calls is None or (fitter and layers and not blocks):
         if fitter:
@@ -78,11 +74,8 @@ def calibrate(
             if fitter and i <= last:
                 bar.set_description(f"dense outputs of block {i + 1} of {len(blocks)}", refresh=False)
                 fitter.watch(block, new[i], calls[i], bar)
-            fresh = {layer.name for layer in new[i]}
-            for layer in own[i]:
-                prune(layer, seen.pop(layer.name, None), layer.name not in fresh)
-                if not fitter and layer.name in fresh:
-                    keep(layer)
+            keep_now = (lambda layer: None) if fitter else keep
+            _prune(own[i], seen, {layer.name for layer in new[i]}, prune, keep_now)
             if fitter and new[i]:
                 fitter.fit(block, new[i], calls[i], bar)
                 for layer in new[i]:
@@ -92,13 +85,30 @@ def calibrate(
                 calls[i + 1] = with_hidden(calls[i + 1], outputs_of(block, calls[i], bar))
         calls[i] = []
     if elsewhere:
-        unseen = [layer for layer in elsewhere if layer.name not in done]
         with at(model, device):
-            seen = gather(unseen, statistic, model, [as_call(model, batch) for batch in batches], bar)
-        for layer in elsewhere:
-            prune(layer, seen.pop(layer.name, None), layer.name in done)
-            if layer.name not in done:
-                keep(layer)
+            new_ones = [layer for layer in elsewhere if layer.name not in done]
+            seen = gather(new_ones, statistic, model, [as_call(model, batch) for batch in batches], bar)
+        _prune(elsewhere, seen, {layer.name for layer in new_ones}, prune, keep)
+
+
+def _prune(
+    layers: list[FoundLinear],
+    seen: dict[str, Tensor],
+    fresh: set[str],
+    prune: Prune,
+    keep: Callable[[FoundLinear], Any],
+) -> None:
+    """Each layer; those whose names are fresh are kept."""
+    for layer in layers:
+        prune(layer, seen.pop(layer.name, None), layer.name not in fresh)
+        if layer.name in fresh:
+            keep(layer)
+
+
+def _passes(blocks: list[nn.Module], looks: list[bool], last: int, fitted: bool) -> list[nn.Module]:
+    """The blocks as often as a batch runs through each; if fitted the dense one runs too."""
+    passes = [block for i, block in enumerate(blocks) for _ in range((i == 0 <= last) + looks[i] + (i < last))]
+    return passes + (blocks[: last + 1] if fitted else [])
 
 
 def weights_in(module: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeVar
 
@@ -55,9 +55,9 @@ DENSE12_WEIGHTS = 1024 * 1024
 #: Bytes of dense12 over those of dense, but for lists: what a sparse layer has to be below to be held as sparse.
 DENSE12_SHARE = 0.75
 #: Where values="exact" takes sparse11 in place of tile: from this density up, as below tile decodes faster, and up to
-#: this share of values in lists (H200, 8192 x 8192, one token: 19.2 us without any, 21.0 with 0.1 %, tile 20.4). It is
-#: not the default, as at 128 tokens tile is 4 % faster.
-SPARSE11_DENSITY, SPARSE11_LISTED = 0.4, 0.001
+#: this share of values in lists (H200, 8192 x 8192, one token: 19.2 us without any, 21.0 with 0.1 %, tile 20.4); and
+#: where tile's measured time over its is no less than this, as times vary by two per cent and it is smaller.
+SPARSE11_DENSITY, SPARSE11_LISTED, SPARSE11_GAIN = 0.4, 0.001, 0.98
 #: A layout is taken up to so many times the canonical bytes, or of the dense ones: it fills up matrices of few rows or
 #: columns to whole blocks. (On an H200 sell holds 2048 x 2048 at density 0.5 in more than 1.05 times, and is worth it.)
 LAYOUT_BYTES, LAYOUT_SHARE = 1.05, 0.75
@@ -78,7 +78,7 @@ class Options:
             that a weight fits. With "slide" a layer that does not fit stays dense.
         dtype: "int8", "fp8", or None for the weight's.
         values: of "auto": "raw" holds values as they are; "exact" may hold them in fewer bits, each of them exactly
-            (sparse11, in place of tile).
+            (sparse11, in place of tile where that is no slower at these tokens, or nobody measured).
         keep_dense: a layer holds one weight, for the kernel that was picked; with this the dense one too where the
             pattern's kernel is faster for a range of tokens only: the report says which range.
 
@@ -178,16 +178,45 @@ def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
     return packed if packed.nbytes <= most else weight
 
 
-def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
-    """The weight in sparse11, if that is what auto may take in place of tile."""
-    exact = options.values == "exact" and weight.dtype in Sparse11Weight.dtypes
-    if not exact or not _runs_wgmma(weight.device) or weight.density < SPARSE11_DENSITY:
+def sparse11_of(weight: MackoWeight) -> Sparse11Weight | None:
+    """The weight in sparse11 where that may be faster than tile, if lists are short (too_many_listed)."""
+    if weight.dtype not in Sparse11Weight.dtypes or weight.density < SPARSE11_DENSITY:
         return None
     if weight.dtype == torch.float16:  # most of it was never bfloat16
         some = weight.values[: 1 << 16].view(torch.int16) & 7
         if int(some.count_nonzero()) > SPARSE11_LISTED * some.numel():
             return None
     return _held(Sparse11Weight, weight)
+
+
+def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
+    """The weight in sparse11, if that is what auto may take in place of tile."""
+    if options.values != "exact" or not _runs_wgmma(weight.device):
+        return None
+    gain = sparse11_gain((weight.rows, weight.cols), weight.device, options.layout_tokens or 1)
+    return sparse11_of(weight) if (gain or 1) >= SPARSE11_GAIN else None
+
+
+def sparse11_gain(shape: Sequence[int], device: torch.device, tokens: int) -> float | None:
+    """Time of tile over that of sparse11 on this GPU; None where nobody measured."""
+    return times_of(device).sparse11_gain(shape, tokens)
+
+
+def outside_table(weight: Tensor, signed: bool) -> tuple[int, int]:
+    """How many elements a table of seven exponents lacks, and of how many: what sparse11 or dense12 would list.
+
+    Args:
+        weight: bfloat16, or float16, of which all but what was bfloat16 is lacking.
+        signed: as sparse11: seven signs and upper exponent bits, zeros do not count. Else as dense12: seven upper
+            exponent bits beside those of zeros.
+    """
+    bits, half = weight.detach().contiguous().view(torch.int16).flatten(), weight.dtype == torch.float16
+    bits = bits[bits & 0x7FFF != 0] if signed else bits
+    coded = bits[bits & 7 == 0] >> 3 if half else bits
+    high = coded >> 8 & ((0x1F if half else 0xFF) >> (not signed))
+    counts = high.bincount(minlength=256)
+    held = int(counts[1:].topk(7).values.sum()) + (0 if signed else int(counts[0]))
+    return len(bits) - held, len(bits)
 
 
 def too_many_listed(packed: Sparse11Weight) -> bool:
@@ -201,6 +230,9 @@ def sparse11_note(packed: PackedWeight, options: Options) -> str:
         return f"{packed.listed / max(1, packed.entries):.3%} of its values listed"
     if options.values != "exact" or not isinstance(packed, TileWeight) or packed.density < SPARSE11_DENSITY:
         return ""
+    tokens = options.layout_tokens or 1
+    if (gain := sparse11_gain(packed.shape, packed.device, tokens) or 1) < SPARSE11_GAIN:
+        return f"values stay at 16 bits: sparse11 takes {1 / gain:.2f} of tile's time at {tokens} tokens"
     shorter = _sparse11(packed.to_macko(), options)
     if shorter is None or not too_many_listed(shorter):
         return ""

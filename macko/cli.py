@@ -25,11 +25,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import __version__
-from .choose import Options
+from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, Options, outside_table, sparse11_of, too_many_listed
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
-from .formats import FORMATS, Dense12Weight, takes_any_weight
+from .formats import FORMATS, Dense12Weight, MackoWeight, TileWeight, takes_any_weight
 from .integrations import require_transformers
 from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
@@ -282,8 +282,8 @@ def inspect(options: argparse.Namespace) -> None:
     known = times(options.gpu) if options.gpu else times_of() if torch.cuda.is_available() else None
     us = [0.0, 0.0]
     titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", ">decode, at best")
-    table = [(*titles, f">on {known.gpu if known else 'a GPU'}", ">as dense12 (listed)")]
-    total, short = [0, 0], [0, 0, 0, 0]
+    table = [(*titles, f">on {known.gpu if known else 'a GPU'}", *_Memory.titles)]
+    total, memory = [0, 0], _Memory()
     with Checkpoint(_folder(options.source, or_file=True)) as file:
         for name, dense, form, size in _matrices(file):
             density = density_of(dense) or 0.0
@@ -301,18 +301,14 @@ def inspect(options: argparse.Namespace) -> None:
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
-            shorter, counts = _as_dense12(dense) if "embed" not in name else ("", [0] * 4)
-            short = [sum(pair) for pair in zip(short, counts, strict=True)]
-            table.append((name, *row, format_bytes(after), gain, expected, shorter))
+            cells = memory.add(name, dense, density)
+            table.append((name, *row, format_bytes(after), gain, expected, *cells))
     expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
-    table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected, ""))
-    print(columns(table if short[2] else [row[:-1] for row in table]))
-    if short[2]:
-        before, after, weights, listed = short
-        print(
-            f"as dense12 (lossless, zeros or none; macko.compress_): {format_bytes(after)} of "
-            f"{format_bytes(before)}, {listed / max(1, weights):.4%} of the weights listed."
-        )
+    table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected, "", "", ""))
+    # Of the last columns those that say something.
+    said = [i for i in range(len(table[0])) if i < len(titles) + 1 or any(row[i] not in ("", "-") for row in table[1:])]
+    print(columns([[row[i] for i in said] for row in table]))
+    print(memory, end="")
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
     if known:
         how = "measured times where there are some, else a model fitted to those"
@@ -320,16 +316,52 @@ def inspect(options: argparse.Namespace) -> None:
         print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
 
 
-def _as_dense12(dense: Tensor) -> tuple[str, list[int]]:
-    """What inspect says of a matrix as dense12, and bytes of dense and as it, its weights, those listed."""
-    if dense.dtype not in Dense12Weight.dtypes:
-        return "", [0, 0, 0, 0]
-    try:
-        packed = Dense12Weight.from_dense(dense)
-    except ValueError:  # its exponents are too far apart, or it was never bfloat16
-        return "-", [dense.nbytes, dense.nbytes, 0, 0]
-    about = f"{format_bytes(packed.nbytes)} ({packed.listed / max(1, dense.numel()):.4%})"
-    return about, [dense.nbytes, min(dense.nbytes, packed.nbytes), dense.numel(), packed.listed]
+class _Memory:
+    """What matrices of 16 bits would take in the memory of a GPU of compute capability 9.0; nothing of others."""
+
+    titles = (">as tile", ">as sparse11 (outside)", ">as dense12 (listed)")
+
+    def __init__(self) -> None:
+        self.dense = self.raw = self.exact = self.compressed = 0
+
+    def add(self, name: str, dense: Tensor, density: float) -> tuple[str, str, str]:
+        """Counts one matrix; gives its cells: bytes, and the share of weights that the format's table lacks."""
+        if dense.dtype not in Dense12Weight.dtypes or "embed" in name:
+            return "", "", ""
+        size = raw = exact = dense.nbytes
+        tile = sparse11 = ""
+        if 1 - density >= MIN_SPARSITY:
+            macko = MackoWeight.from_dense(dense)
+            raw = exact = min(size, TileWeight.from_macko(macko).nbytes)
+            tile = format_bytes(raw)
+            lacks, count = outside_table(dense, signed=True)
+            shorter = sparse11_of(macko)
+            if shorter and not too_many_listed(shorter):
+                exact = shorter.nbytes
+            sparse11 = f"{format_bytes(shorter.nbytes) if shorter else '-'} ({lacks / max(1, count):.4%})"
+        compressed, dense12 = exact, self._dense12(dense)
+        if exact >= DENSE12_SHARE * size and dense.numel() >= DENSE12_WEIGHTS and dense12:
+            compressed = min(exact, dense12.nbytes)
+        left = name.rpartition(".")[0].endswith(IGNORED)  # as sparsify_ leaves it
+        self.dense, self.compressed = self.dense + size, self.compressed + compressed
+        self.raw, self.exact = self.raw + (size if left else raw), self.exact + (size if left else exact)
+        if dense12 is None:
+            return tile, sparse11, "-"
+        return tile, sparse11, f"{format_bytes(dense12.nbytes)} ({dense12.listed / max(1, dense.numel()):.4%})"
+
+    @staticmethod
+    def _dense12(dense: Tensor) -> Dense12Weight | None:
+        try:
+            return Dense12Weight.from_dense(dense)
+        except ValueError:  # its exponents are too far apart, or it was never bfloat16
+            return None
+
+    def __str__(self) -> str:
+        if not self.dense:
+            return ""
+        ways = {"sparsify_": self.raw, 'sparsify_(values="exact")': self.exact, "compress_": self.compressed}
+        text = ", ".join(f"{way} {format_bytes(size)}" for way, size in ways.items())
+        return f"in memory on a GPU of compute capability 9.0, of {format_bytes(self.dense)}: {text}.\n"
 
 
 def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:

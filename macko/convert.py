@@ -17,7 +17,17 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import DENSE12_SHARE, Options, expected_us, not_dense12, pack, slide_note, sparse11_note, worst_of
+from .choose import (
+    DENSE12_SHARE,
+    Options,
+    expected_us,
+    not_dense12,
+    pack,
+    slide_note,
+    sparse11_gain,
+    sparse11_note,
+    worst_of,
+)
 from .formats import SLIDE_PATTERNS, Dense12Weight, PackedWeight, Sparse11Weight, TileWeight, takes_any_weight
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
@@ -99,6 +109,7 @@ def compress_(
     progress: bool = True,
     tokens: int | None = None,
     merge: bool = False,
+    copy_tied: bool = False,
 ) -> Report:
     """Holds the weights of a model's linear layers in fewer bytes, in place and lossless, zeros or none.
 
@@ -106,21 +117,27 @@ def compress_(
     others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on a GPU of compute capability 9.0,
     where it is faster than dense. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
     Llama-2 were. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
-    Tied embeddings and layers too small to gain stay dense; the report says so. Otherwise as sparsify_.
+    Layers tied to an embedding and those too small to gain stay dense; the report says so. Otherwise as sparsify_.
 
     Args:
         model, filter_fn, device, progress, merge: as in sparsify_.
         ignore: layers to leave, as in sparsify_; none by default.
         tokens: as in sparsify_, for layers that hold enough zeros.
+        copy_tied: whether a layer that shares its weight with an nn.Embedding gets a copy of it as dense12. The
+            embedding looks up single rows of the dense weight, the layer reads all of its own: so a token reads half a
+            byte a weight less, and memory holds one and a half more. Training the embedding does not change the copy.
 
     Returns:
-        A Report: of a dense12 layer its note says what share of its weights is listed.
+        A Report: of a dense12 layer its note says what share of its weights is listed; a copy's bytes are with the
+        dense weight's.
 
     Raises:
         ValueError: as sparsify_.
     """
     _refuse_one_layer(model, "compress_")
-    convert = partial(_compress_layer, options=Options(tokens=tokens, values="exact"))
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    options = Options(tokens=tokens, values="exact")
+    convert = partial(_compress_layer, options=options, embedded=embedded, copy_tied=copy_tied)
     report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
     warn_if_unchanged(report, "compress_")
     return report
@@ -219,30 +236,44 @@ def convert_layer(
     sparse = SparseLinear.from_packed(packed, bias, options=options).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
-    if isinstance(packed, Sparse11Weight):  # at most what tile takes (choose.SPARSE11_LISTED), whose times are known
-        row.us_after = us.get(TileWeight.format)
+    if isinstance(packed, Sparse11Weight) and (as_tile := us.get(TileWeight.format)):
+        row.us_after = as_tile / (sparse11_gain(packed.shape, target, options.layout_tokens or 1) or 1)
     if options.format == "auto":
         row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)
     return row, sparse
 
 
 def _compress_layer(
-    layer: FoundLinear, options: Options, device: torch.device | None, tied: dict[int, list[str]]
+    layer: FoundLinear,
+    options: Options,
+    device: torch.device | None,
+    tied: dict[int, list[str]],
+    embedded: set[int],
+    copy_tied: bool,
 ) -> tuple[LayerReport, SparseLinear | None]:
-    """What convert_layer gives where that takes fewer bytes than dense12; else dense12 where it gains."""
+    """What convert_layer gives where that takes fewer bytes than dense12; else dense12 where it gains.
+
+    embedded: ids of embeddings' weights, of which a layer may have a copy.
+    """
     row, sparse = convert_layer(layer, options, MIN_SPARSITY, device, tied)
     if sparse is not None and row.bytes_after < DENSE12_SHARE * row.bytes_before:
         return row, sparse
     if isinstance(layer.module, SparseLinear) or _weight_out_of_reach(layer):
         return row, None
     weight = layer.module.weight
-    target = device or weight.device
-    if layer.left_out or _why_not(weight, layer.name, options, target, tied):
+    target, copied = device or weight.device, id(weight) in tied and id(weight) in embedded
+    if layer.left_out or _why_not(weight, layer.name, options, target, {} if copied else tied):
         return row, None
     if reason := not_dense12(weight, target):
         row.reason = row.reason and reason
         return row, sparse
-    shorter, packed = convert_layer(layer, Options(Dense12Weight.format), 0.0, device, tied)
+    if copied and not copy_tied:
+        row.reason += "; copy_tied=True packs a copy"
+        return row, None
+    shorter, packed = convert_layer(layer, Options(Dense12Weight.format), 0.0, device, {} if copied else tied)
+    if copied and packed:
+        shorter.bytes_after += shorter.bytes_before
+        shorter.note += ", a copy: the embedding holds it dense"
     return (row, sparse) if sparse and not packed else (shorter, packed)
 
 

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from .allocate import STRENGTHS, STRENGTHS_FITTED, allocate
 from .calibrate import calibrate, evaluating
+from .choose import outside_table
 from .grids import Grid
 from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
 from .linear import DTYPES, SparseLinear
@@ -164,8 +165,7 @@ def prune_(
 ) -> Report:
     """Sets a share of every linear layer's weight to zero, in place.
 
-    "wanda" and "sparsegpt" look at what goes into each layer, block after block (macko.calibrate). The same batches
-    give the same result.
+    "wanda" and "sparsegpt" look at what goes into each layer (macko.calibrate). The same batches give the same bits.
 
     Args:
         model: any module; a single nn.Linear too.
@@ -176,45 +176,39 @@ def prune_(
             "sparsegpt": what changes the layer's output least, and the other weights are corrected for it.
         pattern: "n:m", at most n non-zeros in every m columns that follow each other ("2:4", "6:8"); says the sparsity.
         calibration: batches for model(batch), model(*batch) or model(**batch) by their type: a few dozen real texts.
-        ignore: layers to leave: full names, last components, or globs over full names; a warning names what has none.
-        filter_fn: filter_fn(module, full name) says whether to prune a layer that ignore does not match.
+        ignore, filter_fn, progress: as in macko.sparsify_.
         device: where to calibrate and prune, block by block; default: where the model is.
-        progress: show a bar when it takes more than a second.
         done: pruned weights [rows, cols] by the layer's name, a dict or something that writes to disk. Each is put in
-            as soon as it is pruned, and those that are in it are taken from there: so a call that was interrupted goes
-            on, of the model as it was before, the same arguments and the same `done`, to the same bits in the end.
+            as soon as it is pruned, and those in it are taken from there: a call that was interrupted goes on, of the
+            model as it was before, the same arguments and the same `done`, to the same bits in the end.
         reconstruct: "submodule", "block", or a macko.reconstruct.Recipe: behind each block's masks its kept weights are
             fitted, attention and MLP each by itself or the block as a whole, such that they make of the pruned model's
-            inputs what they made in the dense one. Takes calibration whatever the method, and a model with one list of
-            blocks. With `done` a block counts once all of it is fitted.
+            inputs what they made in the dense one. Takes calibration and a model with one list of blocks. With `done` a
+            block counts once all of it is fitted.
 
     Returns:
-        A Report of every nn.Linear with the density it has now, and why it was left, and of what was fitted; what
-        looks like one and is none (GPT-2's Conv1D, experts in one tensor) is left and named too. A shared weight is
-        pruned once.
+        A Report of every nn.Linear with the density it has now, why it was left, and what was fitted. A shared weight
+        is pruned once; what looks like a layer and is none (GPT-2's Conv1D, experts in one tensor) is named too.
 
     Raises:
-        ValueError: sparsity is not in [0, 1) or is not the pattern's, there is no such method, the pattern is not n:m,
-            calibration is missing, or there are no blocks to reconstruct; nothing has been changed then.
-        TypeError: calibration is no list of batches; nothing has been changed then.
+        ValueError: sparsity, method, pattern or reconstruct is none or does not fit, or calibration is missing.
+        TypeError: calibration is no list of batches. Nothing has been changed then, nor by a ValueError.
 
     Whatever else stops it (a batch that the model does not take, a KeyboardInterrupt) leaves a model whose first layers
     are pruned and whose others are as they were. A note on the exception says which (before Python 3.11: a warning).
     """
     share, groups, auto = asked_for(sparsity, method, pattern)
-    batches = [] if calibration is None else _batches(calibration)
     fitter = None if reconstruct is None else Fitter(recipe_of(reconstruct))
-    if (method in STATISTICS or fitter or auto) and not batches:
-        what = f"method {method!r}" if method in STATISTICS else "reconstruct" if fitter else f"sparsity {sparsity!r}"
-        raise ValueError(f"{what} needs calibration=: batches of inputs for the model")
+    wants = {f"method {method!r}": method in STATISTICS, "reconstruct": fitter, f"sparsity {sparsity!r}": auto}
+    batches = _batches(calibration, [what for what, needs in wants.items() if needs])
     found = find_linears(model, ignore, filter_fn)
     reasons = _reasons(found, groups)
     todo = [layer for layer in found if not reasons[layer.name]]
+    pruning = _Pruning(method, share, groups, device, done, fitter, auto)
     with torch.no_grad():
-        pruning = _Pruning(method, share, groups, device, done, fitter, auto)
         pruning.run(model, todo, batches, progress)
-    rows = [_row(layer, reasons[layer.name]) for layer in found]
-    return Report(rows + unpackable(model), fitter.fits if fitter else [], pruning.notes + _exponents(todo))
+    rows = [*(_row(layer, reasons[layer.name]) for layer in found), *unpackable(model)]
+    return Report(rows, fitter.fits if fitter else [], pruning.notes + _exponents(todo))
 
 
 @dataclasses.dataclass
@@ -315,20 +309,16 @@ class _Pruning:
 
 
 def _exponents(layers: list[FoundLinear]) -> list[str]:
-    """What the lossless layouts hold short of the weights that are left (csrc/dense12/dense12.h), as a line."""
-    held, kept = {}, {}
-    for layer in layers:
-        weight = layer.module.weight.detach()
-        high = weight[weight != 0].to(torch.bfloat16).view(torch.uint8)[1::2] & 0x7F
-        counts = high.bincount(minlength=128)
-        kept[layer.name], held[layer.name] = len(high), int(counts[0] + counts[1:].topk(7).values.sum())
-    if not sum(kept.values()):
+    """What the format sparse11 holds short of the weights that are left, as a line."""
+    found = {x.name: outside_table(x.module.weight.detach().to(torch.bfloat16), signed=True) for x in layers}
+    shares = {name: 1 - lacks / count for name, (lacks, count) in found.items() if count}
+    if not shares:
         return []
-    least, name = min((held[name] / count, name) for name, count in kept.items() if count)
-    share = sum(held.values()) / sum(kept.values())
+    name = min(shares, key=shares.__getitem__)
+    lacks, count = map(sum, zip(*found.values(), strict=True))
     return [
-        f"exponents: seven values of the upper bits hold {share:.4%} of the weights left, in bfloat16; the least of "
-        f"{name or 'the layer'}, {least:.4%}"
+        f"exponents: seven signs and upper bits hold {1 - lacks / count:.4%} of the weights left, in bfloat16; the "
+        f"least of {name or 'the layer'}, {shares[name]:.4%}"
     ]
 
 
@@ -368,8 +358,12 @@ def asked_for(sparsity: float | str | None, method: str, pattern: str | None) ->
     return sparsity, groups, auto
 
 
-def _batches(calibration: Any) -> list[Any]:
-    """The batches as a list; TypeError for what only looks like one: a tensor's rows, a dict's keys, texts."""
+def _batches(calibration: Any, needs: list[str]) -> list[Any]:
+    """The batches as a list; TypeError for what only looks like one: a tensor's rows, a dict's keys, texts.
+
+    needs: what cannot do without, ValueError then.
+    """
+    calibration = () if calibration is None else calibration
     wanted = "expected a list of batches, each for model(batch), model(*batch) or model(**batch)"
     if isinstance(calibration, (Tensor, str, bytes)) or hasattr(calibration, "keys"):
         raise TypeError(f"calibration is one {type(calibration).__name__}, {wanted}: [it] for a single one")
@@ -382,6 +376,8 @@ def _batches(calibration: Any) -> list[Any]:
             raise TypeError(f"calibration[{i}] is text, {wanted}: tokenize it first, tokenizer(text).input_ids")
         if not isinstance(batch, Mapping) and all(isinstance(given, (int, float)) for given in inputs):
             raise TypeError(f"calibration[{i}] has numbers, {wanted}: make a tensor of them, [1, tokens] for a text")
+    if needs and not batches:
+        raise ValueError(f"{needs[0]} needs calibration=: batches of inputs for the model")
     return batches
 
 

@@ -143,9 +143,8 @@ class Fitter:
             inputs = calls if unit is block else _inputs(block, unit, calls)
             step = (end - bar.n) // len(order) // len(self._units)
             with _deterministic():
-                errors = _fit(
-                    unit, weights, inputs, targets, self._shares, order, self.recipe, partial(bar.update, step)
-                )
+                fit = _Fit(unit, weights, inputs, targets, self._shares, self.recipe)
+                errors = fit.run(order, partial(bar.update, step))
             self.fits.append(Fit(full, *errors))
         bar.update(end - bar.n)
         self._units, self._targets, self._shares = [], [], []
@@ -176,78 +175,97 @@ def _shares(hidden: Tensor) -> Tensor:
     return 1 / torch.maximum(squares, 1e-4 * squares.mean())
 
 
-def _fit(
-    unit: nn.Module,
-    weights: dict[str, Tensor],
-    calls: list[Call],
-    targets: list[Tensor],
-    shares: list[Tensor],
-    order: list[list[int]],
-    recipe: Recipe,
-    stepped: Callable[[], Any],
-) -> tuple[float, float]:
-    """Fits the weights, by their names in the submodule; the relative squared error before and after.
+@dataclasses.dataclass
+class _Fit:
+    """A submodule whose weights are fitted, by their names in it: what it is called with and what it is to make."""
 
-    shares: [tokens] of each call, what a token's squared error counts.
+    unit: nn.Module
+    weights: dict[str, Tensor]
+    calls: list[Call]
+    targets: list[Tensor]
+    #: [tokens] of each call: what a token's squared error counts.
+    shares: list[Tensor]
+    recipe: Recipe
 
-    What is zero stays zero, what is not stays that, unless a grid rounds it to zero. Where the error over all calls is
-    no smaller in the end, the weights are as they were, or the nearest on the grid.
-    """
-    kept = {name: weight.detach() != 0 for name, weight in weights.items()}
-    pruned = {name: weight.detach().clone() for name, weight in weights.items()}
-    start = {name: recipe.rounded(weight) for name, weight in pruned.items()}
-    for name, weight in weights.items():
-        weight.copy_(start[name])
-    # Where it makes other than a vector a token, all count the same.
-    shares = [s if s.numel() == t[..., 0].numel() else s.new_ones(()) for s, t in zip(shares, targets, strict=True)]
-    energy = sum(float(_weighed(target, share)) for target, share in zip(targets, shares, strict=True))
-    if not energy > 0 or not math.isfinite(energy):
-        return 0.0, 0.0
+    def run(self, order: list[list[int]], stepped: Callable[[], Any]) -> tuple[float, float]:
+        """Fits the weights; the relative squared error before and after.
 
-    def whole() -> float:
-        return sum(float(_error(unit, {}, *each)) for each in zip(calls, targets, shares, strict=True)) / energy
-
-    with _input_squares(unit, weights) as squares:
-        before = whole()
-    sizes = {name: float(weight.float().square().sum() / kept[name].sum()) for name, weight in pruned.items()}
-    # A step of Adam is as long for every weight, and changes as much as the weight's input is large. Columns of more
-    # than the median take shorter ones: with a thousand times the others' inputs a fit does not settle.
-    paces = {name: (of[of > 0].median() / of).sqrt().nan_to_num(1).clamp(1e-4, 1) for name, of in squares.items()}
-    masters = {name: (weight.float() / paces[name]).requires_grad_() for name, weight in pruned.items()}
-    factors = {name: mask * paces[name] for name, mask in kept.items()}
-    groups = [{"params": [masters[name]], "scale": math.sqrt(size)} for name, size in sizes.items() if size > 0]
-    if not groups:
+        What is zero stays zero, what is not stays that, unless a grid rounds it to zero. Where the error over all calls
+        is no smaller in the end, the weights are as they were, or the nearest on the grid.
+        """
+        weights, recipe = self.weights, self.recipe
+        kept = {name: weight.detach() != 0 for name, weight in weights.items()}
+        pruned = {name: weight.detach().clone() for name, weight in weights.items()}
+        start = {name: recipe.rounded(weight) for name, weight in pruned.items()}
+        for name, weight in weights.items():
+            weight.copy_(start[name])
+        # Where it makes other than a vector a token, all count the same.
+        pairs = zip(self.shares, self.targets, strict=True)
+        self.shares = [s if s.numel() == t[..., 0].numel() else s.new_ones(()) for s, t in pairs]
+        energy = sum(float(_weighed(t, share)) for t, share in zip(self.targets, self.shares, strict=True))
+        if not energy > 0 or not math.isfinite(energy):
+            return 0.0, 0.0
+        with _input_squares(self.unit, weights) as squares:
+            before = self._whole() / energy
+        sizes = {name: float(weight.float().square().sum() / kept[name].sum()) for name, weight in pruned.items()}
+        # A step of Adam is as long for every weight, and changes as much as the weight's input is large. Columns of
+        # more than the median take shorter ones: with a thousand times the others' inputs a fit does not settle.
+        paces = {name: (of[of > 0].median() / of).sqrt().nan_to_num(1).clamp(1e-4, 1) for name, of in squares.items()}
+        masters = {name: (weight.float() / paces[name]).requires_grad_() for name, weight in pruned.items()}
+        factors = {name: mask * paces[name] for name, mask in kept.items()}
+        groups = [{"params": [masters[name]], "scale": math.sqrt(size)} for name, size in sizes.items() if size > 0]
+        if not groups:
+            return before, before
+        self._descend(masters, factors, groups, order, stepped)
+        for name, weight in weights.items():
+            new = recipe.rounded(masters[name].detach() * factors[name]).to(weight.dtype)
+            # A kept weight that would round to zero stays what it was: masks are exact.
+            weight.copy_(torch.where(kept[name] & (new == 0), start[name], new) if recipe.grid is None else new)
+        if (after := self._whole() / energy) < before:
+            return before, after
+        for name, weight in weights.items():
+            weight.copy_(start[name])
         return before, before
-    optimizer = torch.optim.Adam(groups, lr=recipe.lr, betas=(0.9, 0.99), fused=True)
-    # Adam asks for no scale; float16 does: the gradients of a product are to be neither too small for it nor too large.
-    width = targets[0].shape[-1]
-    size = sum(float(_weighed(target, share.square())) for target, share in zip(targets, shares, strict=True))
-    scale = math.sqrt(width * len(calls) / size)
-    for step, batch in enumerate(order):
-        rate = recipe.lr * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / len(order))) / 2
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["scale"]
-        on_grid = recipe.grid is not None and 2 * step >= len(order)
-        with torch.enable_grad():
-            for i in batch:
-                used = {name: master * factors[name] for name, master in masters.items()}
-                if on_grid:  # the rounded weight, with the gradient of the one that is not
-                    used = {name: w + (recipe.rounded(w.detach()) - w.detach()) for name, w in used.items()}
-                given = {name: w.to(weights[name].dtype) for name, w in used.items()}
-                error = _error(unit, given, calls[i], targets[i], shares[i])
-                (error * (scale / len(batch))).backward(inputs=[*masters.values()])
-        optimizer.step()
-        optimizer.zero_grad()
-        stepped()
-    for name, weight in weights.items():
-        new = recipe.rounded(masters[name].detach() * factors[name]).to(weight.dtype)
-        # A kept weight that would round to zero stays what it was: masks are exact.
-        weight.copy_(torch.where(kept[name] & (new == 0), start[name], new) if recipe.grid is None else new)
-    if (after := whole()) < before:
-        return before, after
-    for name, weight in weights.items():
-        weight.copy_(start[name])
-    return before, before
+
+    def _descend(
+        self,
+        masters: dict[str, Tensor],
+        factors: dict[str, Tensor],
+        groups: list[dict[str, Any]],
+        order: list[list[int]],
+        stepped: Callable[[], Any],
+    ) -> None:
+        """Adam on masters, of which a weight is one times its factor."""
+        recipe = self.recipe
+        optimizer = torch.optim.Adam(groups, lr=recipe.lr, betas=(0.9, 0.99), fused=True)
+        # Adam asks for no scale; float16 does: the gradients of a product are to be neither too small for it nor too
+        # large.
+        size = sum(float(_weighed(t, share.square())) for t, share in zip(self.targets, self.shares, strict=True))
+        scale = math.sqrt(self.targets[0].shape[-1] * len(self.calls) / size)
+        for step, batch in enumerate(order):
+            rate = recipe.lr * min(1, (step + 1) / 10) * (1 + math.cos(math.pi * step / len(order))) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["scale"]
+            on_grid = recipe.grid is not None and 2 * step >= len(order)
+            with torch.enable_grad():
+                for i in batch:
+                    used = {name: master * factors[name] for name, master in masters.items()}
+                    if on_grid:  # the rounded weight, with the gradient of the one that is not
+                        used = {name: w + (recipe.rounded(w.detach()) - w.detach()) for name, w in used.items()}
+                    given = {name: w.to(self.weights[name].dtype) for name, w in used.items()}
+                    (self._error(given, i) * (scale / len(batch))).backward(inputs=[*masters.values()])
+            optimizer.step()
+            optimizer.zero_grad()
+            stepped()
+
+    def _whole(self) -> float:
+        """The squared error over all calls."""
+        return sum(float(self._error({}, i)) for i in range(len(self.calls)))
+
+    def _error(self, given: dict[str, Tensor], i: int) -> Tensor:
+        """The squared error of what the submodule makes of a call with the weights given."""
+        made = hidden_of(functional_call(self.unit, given, *self.calls[i]))
+        return _weighed(made.float() - self.targets[i].float(), self.shares[i])
 
 
 @contextmanager
@@ -265,12 +283,6 @@ def _input_squares(unit: nn.Module, weights: dict[str, Tensor]) -> Iterator[dict
             squares[name] = torch.zeros_like(weight[0], dtype=torch.float32)
             hooks.enter_context(layer.register_forward_pre_hook(partial(watch, name), with_kwargs=True))
         yield squares
-
-
-def _error(unit: nn.Module, given: dict[str, Tensor], call: Call, target: Tensor, share: Tensor) -> Tensor:
-    """The squared error of what the submodule makes with the weights given."""
-    made = hidden_of(functional_call(unit, given, *call))
-    return _weighed(made.float() - target.float(), share)
 
 
 def _weighed(x: Tensor, share: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vect
         {"rows": 4096, "cols": 4096, "density": 0.5, "dtype": "float16", "tokens": 1, "us": {"dense": 12.6, "sell": 8}}
     ]}
 
-"slide" is of slide's kernels: dense time over the pattern's, by tokens. The model of a format is a + b * bytes, fitted
+"slide" is of slide's kernels: dense time over the pattern's, by tokens; its pattern "sparse11" is tile's time over
+sparse11's, of weights with half zeros. The model of a format is a + b * bytes, fitted
 to the lines of the GPU; for a GPU without lines to those of the first table that is shipped, by the bandwidths' ratio.
 """
 
@@ -105,7 +106,14 @@ class Times:
         None where nobody measured.
         """
         name = next((name for name, known in SLIDE_DTYPES.items() if known == dtype), "bf16")
-        if not (lines := self.slide.get((name, f"{2 * n - 2}:{2 * n}"))):
+        return self._gain((name, f"{2 * n - 2}:{2 * n}"), shape, tokens)
+
+    def sparse11_gain(self, shape: Sequence[int], tokens: int) -> float | None:
+        """Time of tile over that of sparse11, as slide_gain has it."""
+        return self._gain(("bf16", "sparse11"), shape, tokens)
+
+    def _gain(self, kind: tuple[str, str], shape: Sequence[int], tokens: int) -> float | None:
+        if not (lines := self.slide.get(kind)):
             return None
 
         def distance(line: Line) -> float:

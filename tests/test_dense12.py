@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
+from macko.choose import outside_table
 from macko.cli import main
-from macko.formats import Dense12Weight
+from macko.formats import Dense12Weight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (
     Plan,
@@ -862,10 +864,46 @@ def test_packed_beside_layers_that_files_hold_packed(tmp_path: Path, monkeypatch
 def test_tied_embeddings_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
-    report = macko.compress_(llama(transformers, tied=True), progress=False)
+    model = llama(transformers, tied=True)
+    report = macko.compress_(model, progress=False)
     assert {row.name: row.reason for row in report if row.format == "dense"} == {
-        "lm_head": "its weight is shared with model.embed_tokens.weight"
+        "lm_head": "its weight is shared with model.embed_tokens.weight; copy_tied=True packs a copy"
     }
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tied_embeddings_are_copied_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer reads its own copy, the embedding the dense one; files and what is loaded are as of the dense model."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    dense = llama(transformers, tied=True)
+    table, model = dense.model.embed_tokens.weight, copy.deepcopy(dense)
+    row = {row.name: row for row in macko.compress_(model, copy_tied=True, progress=False)}["lm_head"]
+    assert isinstance(model.lm_head, SparseLinear)
+    assert (row.format, row.reason) == ("dense12", "")
+    assert row.bytes_after == model.lm_head.packed.nbytes + table.nbytes
+    assert row.note.endswith("a copy: the embedding holds it dense")
+    assert_same_bits(model.model.embed_tokens.weight, table)
+    assert_same_bits(model.lm_head.weight.as_subclass(Tensor), table)
+    torch.testing.assert_close(model(IDS).logits, dense(IDS).logits, rtol=0.05, atol=0.05)
+    model.save_pretrained(tmp_path / "model")
+    with safetensors.safe_open(tmp_path / "model/model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_same_state(loaded, dense)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    macko.save_model(model, tmp_path / "own.safetensors")
+    assert_same_state(macko.load_model(llama(transformers, tied=True), tmp_path / "own.safetensors"), dense)
+
+
+def test_a_copy_of_a_tied_layer_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    model = llama(transformers, tied=True)
+    monkeypatch.setattr("macko.convert._move", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        macko.compress_(model, copy_tied=True, progress=False, device="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_made_as_a_model_is_read(tmp_path: Path) -> None:
@@ -931,19 +969,62 @@ def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureF
     made = packed(w, "cpu")
     save_file({"a.weight": w, "b.weight": spread, "embed.weight": w + 0}, tmp_path / "model.safetensors")
     assert main(["inspect", str(tmp_path)]) == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    share = f"{made.listed / w.numel():.4%}"
-    assert lines["a.weight"].endswith(f"{made.nbytes / 1e3:.2f} kB ({share})")
+    printed = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in printed.splitlines()}
+    assert lines["a.weight"].endswith(f"{made.nbytes / 1e3:.2f} kB ({made.listed / w.numel():.4%})")
     assert lines["b.weight"].endswith(" -")
     assert not lines["embed.weight"].endswith("%)")
-    after = made.nbytes + spread.nbytes
-    assert f"{after / 1e3:.2f} kB of {(w.nbytes + spread.nbytes) / 1e3:.2f} kB, {share} of the weights" in lines["as"]
+    assert "as tile" not in printed  # nothing has zeros
+    dense = f"{(w.nbytes + spread.nbytes) / 1e3:.2f} kB"
+    assert f'of {dense}: sparsify_ {dense}, sparsify_(values="exact") {dense}, compress_ {dense}.' in lines["in"]
     save_file({"a.weight": w.half()}, tmp_path / "model.safetensors")
     assert main(["inspect", str(tmp_path)]) == 0
     assert f"{made.nbytes / 1e3:.2f} kB" in capsys.readouterr().out
     save_file({"a.weight": w.half() * 1.01}, tmp_path / "model.safetensors")
     assert main(["inspect", str(tmp_path)]) == 0
     assert "dense12" not in capsys.readouterr().out
+
+
+def test_inspect_says_what_each_way_to_hold_weights_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("macko.cli.DENSE12_WEIGHTS", 256 * 512)
+    torch.manual_seed(0)
+    full, half = (torch.randn(256, 512).bfloat16() for _ in range(2))
+    half = torch.where(half.abs() > 0.6745, half, 0)
+    spread = torch.where(half != 0, 4.0 ** torch.randint(-60, 60, half.shape), 0).bfloat16()
+    tensors = {"a": full, "b": half, "c": spread, "lm_head": half + 0, "small": half[:64].clone(), "embed": full + 0}
+    save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    long = packed(full, "cpu").nbytes
+    short, raw = (kind.from_dense(half).nbytes for kind in (Sparse11Weight, TileWeight))
+    small = Sparse11Weight.from_dense(half[:64]).nbytes
+    small_raw = TileWeight.from_dense(half[:64]).nbytes
+    assert f" {raw / 1e3:.2f} kB {short / 1e3:.2f} kB (0.0000%)" in " ".join(lines["b.weight"].split())
+    outside = lines["c.weight"].split("- (")[1].split("%")[0]
+    assert 90 < float(outside) < 97  # 120 exponents, of which seven are held
+    spread_raw = TileWeight.from_dense(spread).nbytes
+    dense = sum(t.nbytes for name, t in tensors.items() if name != "embed")
+    left = full.nbytes + half.nbytes
+    by_way = (
+        left + raw + spread_raw + small_raw,
+        left + short + spread_raw + small,
+        long + 2 * short + spread_raw + small,
+    )
+    texts = [f"{size / 1e3:.2f} kB" if size < 1e6 else f"{size / 1e6:.2f} MB" for size in (dense, *by_way)]
+    assert 'of {}: sparsify_ {}, sparsify_(values="exact") {}, compress_ {}.'.format(*texts) in lines["in"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_inspect_counts_is_what_formats_list(dtype: torch.dtype) -> None:
+    """outside_table against what packing says, of zeros of both signs, denormals, Inf, NaN and lower bits."""
+    w = weight(200, 300, 0.004, dtype=dtype)
+    w[:, ::3], w[0, :4] = 0, bits_of(0x8000, 0x7F80, 0xFFC1, 0x0001).to(dtype)
+    assert outside_table(w, signed=False) == (packed(w, "cpu").listed, w.numel())
+    made = Sparse11Weight.from_dense(w)
+    assert outside_table(w, signed=True) == (made.listed, made.entries)
+    assert outside_table(w[:0], signed=True) == (0, 0)
 
 
 @pytest.mark.slow

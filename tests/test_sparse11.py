@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
-from macko import SparseLinear
+from macko import SparseLinear, times
 from macko.choose import Options, pack
 from macko.formats import MackoWeight, Sparse11Weight, TileWeight
 from tests import reference
@@ -576,6 +576,31 @@ def test_the_report_says_what_is_listed_and_why_values_stay() -> None:
     for name, layer in raw.items():
         raw[name] = layer.to_linear()
     assert {row.format for row in macko.sparsify_(raw, progress=False)} == {"tile"}
+
+
+@pytest.mark.usefixtures("tile_is_chosen")
+def test_exact_values_stay_where_tile_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"dtype": "bf16", "pattern": "sparse11"}
+    lines = [
+        {"rows": 128, "cols": 512, **about, "gain": {"1": 0.98, "64": 1.2, "128": 0.9}},
+        {"rows": 4096, "cols": 512, **about, "gain": {"1": 0.9}},
+    ]
+    known = times.Times("GPU", 1.0, (), True, {("bf16", "sparse11"): lines})
+    monkeypatch.setattr("macko.choose.times_of", lambda device: known)
+    w = weight(128, 512, listed=0.0)
+    for tokens, wanted in ((None, "sparse11"), (8, "sparse11"), (64, "sparse11"), (128, "tile"), (4096, "tile")):
+        assert pack(w, Options(tokens=tokens, values="exact")).format == wanted
+    assert pack(weight(3000, 512, listed=0.0), Options(values="exact")).format == "tile"
+    model = nn.Sequential(nn.Linear(512, 128, bias=False, dtype=BFLOAT16))
+    model[0].weight.data = w
+    report = macko.sparsify_(model, tokens=128, values="exact", progress=False)
+    assert report.layers[0].note == "values stay at 16 bits: sparse11 takes 1.11 of tile's time at 128 tokens"
+
+
+def test_the_shipped_table_knows_it() -> None:
+    known = times.times("NVIDIA H200")
+    for shape in ((4096, 4096), (28672, 8192)):
+        assert 0.8 < known.sparse11_gain(shape, 1) < 1.5
 
 
 def test_values_are_of_formats_that_choose() -> None:

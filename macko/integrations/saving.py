@@ -107,6 +107,9 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
 def _packed(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """packed_state, with an empty weight of each packed layer."""
     state, layers = packed_state(model, state)
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if source in state and isinstance(model.get_submodule(name.rpartition(".")[0]), SparseLinear):
+            state.pop(name, None)  # a packed copy of what is read from the other's place
     for name, about in layers.items():
         if wrapper := next((part for part in name.split(".") if part in _WRAPPERS), None):
             raise ValueError(

@@ -1058,19 +1058,19 @@ def plot_engines(lines: list[Line], path: Path) -> None:
     figure, panels = plt.subplots(1, len(modes), figsize=(4.2 * len(modes), 3.4), sharey=True, squeeze=False)
     for panel, mode in zip(panels[0], modes, strict=True):
         mine = [x for x in lines if (x["what"], x["ranks"], x["compiled"]) == ("decode", 1, mode) and x["ms"]]
-        mine = [x for x in mine if x["source"].startswith("random:") and x["dtype"] == "float16"]
-        dense = {(x["batch"], x["commit"]): x["ms"] for x in mine if x["model"] == "dense"}
-        for name, label in ENGINE_SIDES.items():
-            side = [x for x in mine if x["model"] == name and x["format"] == "auto"]
-            runs = [(x["batch"], x["commit"], x["ms"]) for x in side if (x["batch"], x["commit"]) in dense]
-            own = sorted((batch, dense[batch, run] / ms) for batch, run, ms in runs)
+        mine = [x for x in mine if x["source"].startswith("random:")]
+        dense = {(x["dtype"], x["batch"], x["commit"]): x["ms"] for x in mine if x["model"] == "dense"}
+        for label in dict.fromkeys(engine_side(x) for x in mine if x["model"] != "dense"):
+            side = [(x, dense.get((x["dtype"], x["batch"], x["commit"]))) for x in mine if engine_side(x) == label]
+            own = sorted((x["batch"], base / x["ms"]) for x, base in side if base)
             if own:
-                panel.plot(*zip(*own, strict=True), marker="o", label=label, color="black" if name == "dense" else None)
+                panel.plot(*zip(*own, strict=True), marker="o", label=label)
+        panel.axhline(1, color="black", linewidth=1)
+        panel.legend(fontsize=7)
         panel.set_xscale("log", base=2)
         panel.set_xlabel("sequences at once")
         panel.set_title("compiled" if mode else "CUDA graphs, not compiled", fontsize=10)
     panels[0][0].set_ylabel("speed over dense")
-    panels[0][0].legend(fontsize=8)
     save(figure, path)
 
 
@@ -1094,19 +1094,25 @@ def transformers_table(path: Path, hidden: int = 4096) -> str:
     return table(head, rows)
 
 
+#: Of continuous batching: what `graphs` of its lines means; the oldest count the making of the cache too.
+CONTINUOUS = {None: ", set-up and all", False: "", True: ", CUDA graphs"}
+
+
 def continuous_table(path: Path) -> str:
     """Tokens a second of transformers' continuous batching, and over dense."""
     found = latest(path, "folder", "graphs", "batch", what="continuous")
-    found = {key: line for key, line in found.items() if key[1] is not None}  # older lines count the set-up too
     batches = sorted({key[2] for key in found})
     rows = []
-    for graphs, folder in sorted({(key[1], key[0]) for key in found}):
-        cells = [folder + (", CUDA graphs" if graphs else "")]
+    for graphs, folder in ((graphs, folder) for graphs in CONTINUOUS for folder in ("dense", "sparse")):
+        of = {
+            batch: found[folder, graphs, batch]["tokens_per_s"] for batch in batches if (folder, graphs, batch) in found
+        }
+        cells = [folder + CONTINUOUS[graphs]]
         for batch in batches:
-            own, dense = (found.get((name, graphs, batch), {}).get("tokens_per_s") for name in (folder, "dense"))
-            ratio = f" ({own / dense:.2f}x)" if own and dense and folder != "dense" else ""
-            cells.append(f"{own:.0f}{ratio}" if own else "-")
-        rows.append(cells)
+            base = found.get(("dense", graphs, batch)) if folder != "dense" else None
+            ratio = f" ({of[batch] / base['tokens_per_s']:.2f}x)" if base and batch in of else ""
+            cells.append(f"{of[batch]:.0f}{ratio}" if batch in of else "-")
+        rows += [cells] if of else []
     return table(["tokens/s", *(f"{n} request{'s' * (n > 1)}" for n in batches)], rows) if rows else NO_LINES
 
 

@@ -295,6 +295,17 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
 
 
+def cpu_decode_table(path: Path) -> str:
+    """What a weight takes of the bitmap's kernel, from the cache and from memory."""
+    rows = []
+    for line in map(json.loads, path.read_text().splitlines()):
+        where = "the cache" if line.get("warm") else "memory"
+        ns = 1e6 * line["ms"] / line["rows"] / line["cols"]
+        shape, threads = f"{line['rows']}x{line['cols']}", f"{line['threads']}"
+        rows.append([shape, threads, where, f"{ns:.4f}", f"{line['packed_gbps']:.1f}"])
+    return table(["matrix", "threads", "from", "ns a weight", "GB/s"], rows)
+
+
 #: Kernels of benchmarks.spmm side by side with torch's of fewer bits, by density; each where there are lines.
 RIVALS = {
     (1.0, "dense12"): "dense12, exact",
@@ -1408,6 +1419,7 @@ def main() -> None:
         "cpu": lambda: cpu_table(cpu),
         "cpu times": cpu_times_tables,
         "cpu bandwidth": cpu_bandwidth_table,
+        "cpu decode": lambda: cpu_decode_table(cpu.parent / "decode.jsonl"),
         "cpu host": lambda: cpu_host_table(cpu),
     }
     if (slide_path := path.parent / "slide.jsonl").exists():

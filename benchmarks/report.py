@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import EIGHT
+from macko.rivals import RIVALS as RIVAL_LAYERS
 from macko.times import held_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -377,20 +378,21 @@ def plot_rivals(path: Path, image: Path) -> str:
     return f"![speed-up of exact and of rounded weights by tokens](images/{image.name})"
 
 
+#: Of models in a table.
+ORDER = ("dense", "dense12", *RIVAL_LAYERS)
+
+
 def lossless_model_table(path: Path) -> str:
-    """Decoding with dense12, over the dense model of the same run."""
+    """Decoding with dense12, and with what rounds the weights, over the dense model of the same run."""
     if not path.exists():
         return NO_LINES
     found = {(line["batch"], line["model"]): line for line in load_bench(path) if line["what"] == "decode"}
     rows = []
-    for batch in sorted({batch for batch, _ in found}):
-        dense, held = found[batch, "dense"], found[batch, "dense12"]
-        rows.append([
-            f"{batch}", f"{dense['ms']:.2f}", f"{held['ms']:.2f}", f"{dense['ms'] / held['ms']:.2f}x",
-            f"{dense['peak_bytes'] / 1e9:.1f}", f"{held['peak_bytes'] / 1e9:.1f}",
-        ])  # fmt: skip
-    head = ["sequences", "dense, ms a token", "dense12, ms a token", "over dense", "dense, GB", "dense12, GB"]
-    return table(head, rows)
+    for batch, model in sorted(found, key=lambda key: (key[0], ORDER.index(key[1]))):
+        ms, dense = found[batch, model]["ms"], found[batch, "dense"]["ms"]
+        gigabytes = f"{found[batch, model]['peak_bytes'] / 1e9:.1f}"
+        rows.append([f"{batch}", model, f"{ms:.2f}", f"{dense / ms:.2f}x", gigabytes])
+    return table(["sequences", "model", "ms a token", "over dense", "peak GB"], rows)
 
 
 def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:

@@ -1366,6 +1366,46 @@ def fill(document: Path, parts: dict[str, Callable[[], str]]) -> None:
     document.write_text(text)
 
 
+def slide_parts(folder: Path) -> dict[str, Callable[[], str]]:
+    """The tables of docs/slide.md, and its plot; nothing without lines."""
+    path = folder / "slide.jsonl"
+    if not path.exists():
+        return {}
+    slide, quantiser = load_slide(path)
+    plot_slide(slide, IMAGES / "slide_tokens.svg")
+    parts: dict[str, Callable[[], str]] = {
+        "slide where": lambda: where([*(line for sides in slide.values() for line in sides.values()), *quantiser]),
+        "slide twin": lambda: slide_twin_table(path),
+        "slide quantiser": lambda: quantiser_table(quantiser),
+        "slide model": lambda: slide_model_table(folder / "slide_model.jsonl"),
+    }
+    for name in ("int8", "fp8", "bf16"):
+        parts[f"slide llama {name}"] = partial(slide_table, slide, name, llama=True)
+        parts[f"slide {name}"] = partial(slide_table, slide, name)
+        parts[f"slide {name} us"] = partial(slide_times_table, slide, name)
+    return parts
+
+
+def quality_parts(folder: Path, bench: list[Line]) -> dict[str, Callable[[], str]]:
+    """The tables of docs/quality.md, and its plot; those whose lines are not there say so."""
+    # Of another model: a loss is over the dense one of its own lines, so the two are never read as one.
+    quality, own = folder / "quality.jsonl", folder.parent / "cpu/quality.jsonl"
+    measured = load_quality(quality) if quality.exists() else []
+    encoder = load_quality(own, "embeddings") if own.exists() else []
+    if measured:
+        plot_quality(measured, bench, IMAGES / "quality.svg")
+    none = NOT_MEASURED.format("quality OUT")
+    return {
+        "quality where": lambda: quality_where(measured) if measured else none,
+        "quality 7b": lambda: whole_model_table(folder / "models.jsonl"),
+        "quality encoder": lambda: encoder_table(encoder) if encoder else none,
+        "quality bars": lambda: quality_bars_table(measured) if measured else none,
+        "quality methods": lambda: quality_methods_table(measured) if measured else none,
+        "quality all": lambda: quality_all_table(measured) if measured else none,
+        "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,
+    }
+
+
 def main() -> None:
     import matplotlib
 
@@ -1381,10 +1421,6 @@ def main() -> None:
     bench = load_bench(path.parent / "bench.jsonl")
     plot_bench(bench, IMAGES / "llama.svg")
     cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
-    quality, own = path.parent / "quality.jsonl", cpu.parent / "quality.jsonl"
-    # Of another model: a loss is over the dense one of its own lines, so the two are never read as one.
-    measured = load_quality(quality) if quality.exists() else []
-    encoder = load_quality(own, "embeddings") if own.exists() else []
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
@@ -1424,31 +1460,7 @@ def main() -> None:
         "cpu decode": lambda: cpu_decode_table(cpu.parent / "decode.jsonl"),
         "cpu host": lambda: cpu_host_table(cpu),
     }
-    if (slide_path := path.parent / "slide.jsonl").exists():
-        slide, quantiser = load_slide(slide_path)
-        plot_slide(slide, IMAGES / "slide_tokens.svg")
-        parts |= {
-            "slide where": lambda: where([*(line for sides in slide.values() for line in sides.values()), *quantiser]),
-            "slide twin": lambda: slide_twin_table(slide_path),
-            "slide quantiser": lambda: quantiser_table(quantiser),
-            "slide model": lambda: slide_model_table(path.parent / "slide_model.jsonl"),
-        }
-        for name in ("int8", "fp8", "bf16"):
-            parts[f"slide llama {name}"] = partial(slide_table, slide, name, llama=True)
-            parts[f"slide {name}"] = partial(slide_table, slide, name)
-            parts[f"slide {name} us"] = partial(slide_times_table, slide, name)
-    none = NOT_MEASURED.format("quality OUT")
-    parts |= {
-        "quality where": lambda: quality_where(measured) if measured else none,
-        "quality 7b": lambda: whole_model_table(path.parent / "models.jsonl"),
-        "quality encoder": lambda: encoder_table(encoder) if encoder else none,
-        "quality bars": lambda: quality_bars_table(measured) if measured else none,
-        "quality methods": lambda: quality_methods_table(measured) if measured else none,
-        "quality all": lambda: quality_all_table(measured) if measured else none,
-        "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,
-    }
-    if measured:
-        plot_quality(measured, bench, IMAGES / "quality.svg")
+    parts |= slide_parts(path.parent) | quality_parts(path.parent, bench)
     parts |= engines_parts(path.parent)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)

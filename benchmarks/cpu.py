@@ -152,9 +152,7 @@ def bench(
         formats = {name: call for name, call in formats.items() if name in args.formats}
         calls: Calls = {f"{f} {path}": partial(on_path, path, c) for f, c in formats.items() for path in args.paths}
         for call in calls.values():
-            y = call(0)
-            assert isinstance(y, Tensor)
-            assert_close_spmv(y[..., :256], w[:256], x)
+            assert_close_spmv(call(0)[..., :256], w[:256], x)  # type: ignore[index]
         calls["linear"] = lambda i, x=x: F.linear(x, dense[i % len(dense)][0])
         if tokens == 1:
             calls["mv"] = lambda i, x=x: torch.mv(dense[i % len(dense)][0], x)
@@ -164,19 +162,12 @@ def bench(
             kind, _, path = name.partition(" ")
             if path:
                 report(
-                    op="linear",
-                    format=kind,
-                    path=path,
-                    tokens=tokens,
-                    delta_bits=bits if kind in ("macko", "ec_paper") else None,
-                    **shared,
-                    ms=times[name] * 1e3,
-                    torch_linear_ms=times["linear"] * 1e3,
-                    torch_mv_ms=times.get("mv", float("nan")) * 1e3,
-                    speedup=best / times[name],
-                    packed_gbps=size[kind] / times[name] / 1e9,
-                    size=size[kind] / w.nbytes,
-                )
+                    op="linear", format=kind, path=path, tokens=tokens,
+                    delta_bits=bits if kind in ("macko", "ec_paper") else None, **shared,
+                    ms=times[name] * 1e3, torch_linear_ms=times["linear"] * 1e3,
+                    torch_mv_ms=times.get("mv", float("nan")) * 1e3, speedup=best / times[name],
+                    packed_gbps=size[kind] / times[name] / 1e9, size=size[kind] / w.nbytes,
+                )  # fmt: skip
     conversions: Calls = {
         "pack": lambda i: ops.pack(dense[i % len(dense)][0], bits),
         "unpack": lambda i: ops.unpack(*macko[i % len(macko)], cols, bits),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import EIGHT
+from macko.rivals import RIVALS as RIVAL_LAYERS
 from macko.times import held_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -295,6 +296,17 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
 
 
+def cpu_decode_table(path: Path) -> str:
+    """What a weight takes of the bitmap's kernel, from the cache and from memory."""
+    rows = []
+    for line in map(json.loads, path.read_text().splitlines()):
+        where = "the cache" if line.get("warm") else "memory"
+        ns = 1e6 * line["ms"] / line["rows"] / line["cols"]
+        shape, threads = f"{line['rows']}x{line['cols']}", f"{line['threads']}"
+        rows.append([shape, threads, where, f"{ns:.4f}", f"{line['packed_gbps']:.1f}"])
+    return table(["matrix", "threads", "from", "ns a weight", "GB/s"], rows)
+
+
 #: Kernels of benchmarks.spmm side by side with torch's of fewer bits, by density; each where there are lines.
 RIVALS = {
     (1.0, "dense12"): "dense12, exact",
@@ -366,20 +378,21 @@ def plot_rivals(path: Path, image: Path) -> str:
     return f"![speed-up of exact and of rounded weights by tokens](images/{image.name})"
 
 
+#: Of models in a table.
+ORDER = ("dense", "dense12", *RIVAL_LAYERS)
+
+
 def lossless_model_table(path: Path) -> str:
-    """Decoding with dense12, over the dense model of the same run."""
+    """Decoding with dense12, and with what rounds the weights, over the dense model of the same run."""
     if not path.exists():
         return NO_LINES
     found = {(line["batch"], line["model"]): line for line in load_bench(path) if line["what"] == "decode"}
     rows = []
-    for batch in sorted({batch for batch, _ in found}):
-        dense, held = found[batch, "dense"], found[batch, "dense12"]
-        rows.append([
-            f"{batch}", f"{dense['ms']:.2f}", f"{held['ms']:.2f}", f"{dense['ms'] / held['ms']:.2f}x",
-            f"{dense['peak_bytes'] / 1e9:.1f}", f"{held['peak_bytes'] / 1e9:.1f}",
-        ])  # fmt: skip
-    head = ["sequences", "dense, ms a token", "dense12, ms a token", "over dense", "dense, GB", "dense12, GB"]
-    return table(head, rows)
+    for batch, model in sorted(found, key=lambda key: (key[0], ORDER.index(key[1]))):
+        ms, dense = found[batch, model]["ms"], found[batch, "dense"]["ms"]
+        gigabytes = f"{found[batch, model]['peak_bytes'] / 1e9:.1f}"
+        rows.append([f"{batch}", model, f"{ms:.2f}", f"{dense / ms:.2f}x", gigabytes])
+    return table(["sequences", "model", "ms a token", "over dense", "peak GB"], rows)
 
 
 def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
@@ -1359,6 +1372,46 @@ def fill(document: Path, parts: dict[str, Callable[[], str]]) -> None:
     document.write_text(text)
 
 
+def slide_parts(folder: Path) -> dict[str, Callable[[], str]]:
+    """The tables of docs/slide.md, and its plot; nothing without lines."""
+    path = folder / "slide.jsonl"
+    if not path.exists():
+        return {}
+    slide, quantiser = load_slide(path)
+    plot_slide(slide, IMAGES / "slide_tokens.svg")
+    parts: dict[str, Callable[[], str]] = {
+        "slide where": lambda: where([*(line for sides in slide.values() for line in sides.values()), *quantiser]),
+        "slide twin": lambda: slide_twin_table(path),
+        "slide quantiser": lambda: quantiser_table(quantiser),
+        "slide model": lambda: slide_model_table(folder / "slide_model.jsonl"),
+    }
+    for name in ("int8", "fp8", "bf16"):
+        parts[f"slide llama {name}"] = partial(slide_table, slide, name, llama=True)
+        parts[f"slide {name}"] = partial(slide_table, slide, name)
+        parts[f"slide {name} us"] = partial(slide_times_table, slide, name)
+    return parts
+
+
+def quality_parts(folder: Path, bench: list[Line]) -> dict[str, Callable[[], str]]:
+    """The tables of docs/quality.md, and its plot; those whose lines are not there say so."""
+    # Of another model: a loss is over the dense one of its own lines, so the two are never read as one.
+    quality, own = folder / "quality.jsonl", folder.parent / "cpu/quality.jsonl"
+    measured = load_quality(quality) if quality.exists() else []
+    encoder = load_quality(own, "embeddings") if own.exists() else []
+    if measured:
+        plot_quality(measured, bench, IMAGES / "quality.svg")
+    none = NOT_MEASURED.format("quality OUT")
+    return {
+        "quality where": lambda: quality_where(measured) if measured else none,
+        "quality 7b": lambda: whole_model_table(folder / "models.jsonl"),
+        "quality encoder": lambda: encoder_table(encoder) if encoder else none,
+        "quality bars": lambda: quality_bars_table(measured) if measured else none,
+        "quality methods": lambda: quality_methods_table(measured) if measured else none,
+        "quality all": lambda: quality_all_table(measured) if measured else none,
+        "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,
+    }
+
+
 def main() -> None:
     import matplotlib
 
@@ -1374,10 +1427,6 @@ def main() -> None:
     bench = load_bench(path.parent / "bench.jsonl")
     plot_bench(bench, IMAGES / "llama.svg")
     cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
-    quality, own = path.parent / "quality.jsonl", cpu.parent / "quality.jsonl"
-    # Of another model: a loss is over the dense one of its own lines, so the two are never read as one.
-    measured = load_quality(quality) if quality.exists() else []
-    encoder = load_quality(own, "embeddings") if own.exists() else []
     parts: dict[str, Callable[[], str]] = {
         "spmv where": lambda: where(line for kernels in problems.values() for line in kernels.values()),
         "spmv eight": lambda: shapes_table(problems, EIGHT),
@@ -1414,33 +1463,10 @@ def main() -> None:
         "cpu": lambda: cpu_table(cpu),
         "cpu times": cpu_times_tables,
         "cpu bandwidth": cpu_bandwidth_table,
+        "cpu decode": lambda: cpu_decode_table(cpu.parent / "decode.jsonl"),
         "cpu host": lambda: cpu_host_table(cpu),
     }
-    if (slide_path := path.parent / "slide.jsonl").exists():
-        slide, quantiser = load_slide(slide_path)
-        plot_slide(slide, IMAGES / "slide_tokens.svg")
-        parts |= {
-            "slide where": lambda: where([*(line for sides in slide.values() for line in sides.values()), *quantiser]),
-            "slide twin": lambda: slide_twin_table(slide_path),
-            "slide quantiser": lambda: quantiser_table(quantiser),
-            "slide model": lambda: slide_model_table(path.parent / "slide_model.jsonl"),
-        }
-        for name in ("int8", "fp8", "bf16"):
-            parts[f"slide llama {name}"] = partial(slide_table, slide, name, llama=True)
-            parts[f"slide {name}"] = partial(slide_table, slide, name)
-            parts[f"slide {name} us"] = partial(slide_times_table, slide, name)
-    none = NOT_MEASURED.format("quality OUT")
-    parts |= {
-        "quality where": lambda: quality_where(measured) if measured else none,
-        "quality 7b": lambda: whole_model_table(path.parent / "models.jsonl"),
-        "quality encoder": lambda: encoder_table(encoder) if encoder else none,
-        "quality bars": lambda: quality_bars_table(measured) if measured else none,
-        "quality methods": lambda: quality_methods_table(measured) if measured else none,
-        "quality all": lambda: quality_all_table(measured) if measured else none,
-        "quality plot": lambda: "![quality lost by bytes a weight](images/quality.svg)" if measured else none,
-    }
-    if measured:
-        plot_quality(measured, bench, IMAGES / "quality.svg")
+    parts |= slide_parts(path.parent) | quality_parts(path.parent, bench)
     parts |= engines_parts(path.parent)
     if (variants := path.parent / "variants.jsonl").exists():
         parts["spmv variants"] = lambda: variants_table(variants)

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from macko import ops
+from macko.rivals import E4M3, GROUP, LARGEST, fp8_pack, int4_pack
 
 from .timing import copies
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
-GROUP = 128
 NAMES = ("fp8", "fp8_quant", "fp8_rows", "fp8_rows_quant", "int4")
 
 
@@ -31,22 +29,6 @@ def cast(x: Tensor, scale: Tensor) -> Tensor:
 
 def scaled_mm(q: Tensor, token_scale: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return torch._scaled_mm(q, w.t(), scale_a=token_scale, scale_b=scale, out_dtype=torch.bfloat16)
-
-
-def int4_pack(w: Tensor, inner_tiles: int = 8) -> tuple[list[Tensor], Tensor]:
-    """What aten's int4 product takes of w, symmetric by groups of a row; and the weight that this is, in float32."""
-    rows, cols = w.shape
-    groups = w.float().view(rows, -1, GROUP)
-    scale = (groups.abs().amax(2, keepdim=True) / 7.5).bfloat16()
-    codes = (groups / scale).round().clamp(-8, 7)
-    held = (codes * scale.float()).bfloat16().float().view(rows, cols)
-    codes = (codes + 8).to(torch.uint8).view(rows, cols)
-    scales = torch.cat((scale, torch.zeros_like(scale)), 2).transpose(0, 1).contiguous()
-    if w.is_cuda:
-        packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], inner_tiles)
-    else:
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), inner_tiles)
-    return [packed, scales], held
 
 
 class Rival:
@@ -64,11 +46,9 @@ class Rival:
     def __init__(self, name: str, w: Tensor) -> None:
         self.name, self.by_row = name, name.startswith("fp8_rows")
         if name == "int4":
-            tensors, self.held = int4_pack(w)
+            *tensors, self.held = int4_pack(w)
         else:
-            largest = w.abs().amax(1, keepdim=True) if self.by_row else w.abs().amax()
-            scale = largest.float() / LARGEST
-            codes = (w.float() / scale).to(E4M3)
+            codes, scale = fp8_pack(w, self.by_row)
             tensors, self.held = [codes, scale.t().contiguous()], codes.float() * scale
         self.nbytes = sum(t.numel() * t.element_size() for t in tensors)
         self.rotated = copies(tensors)

@@ -171,6 +171,13 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
         record("cusparse", time_graph([partial(torch.mv, c, x) for c in rotated_csr]), csr_bytes + vectors)
         del rotated_csr, csr
 
+    measure_sell(problem, canonical, kernels, record)
+
+
+def measure_sell(problem: Problem, canonical: MackoWeight, kernels: set[str], record: Callable[..., None]) -> None:
+    """Sell as asked for: plain and chained, and behind a kernel without PDL."""
+    x = problem.x
+    vectors = sum(problem.w.shape) * x.element_size()
     for gap_bits, name in ((0, "sell"), (4, "sell_gap4")):
         if name not in kernels:
             continue

@@ -27,6 +27,7 @@ from .layers import IGNORED, Report, columns, format_bytes
 from .linear import SparseLinear
 from .merge import split_
 from .prune import asked_for, prune_
+from .rivals import replace_
 
 #: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs.
 COMPILED: dict[str, dict[str, Any]] = {
@@ -53,7 +54,7 @@ Line = dict[str, Any]
 class Side:
     """A model as it is compared."""
 
-    model: str  #: "dense" or "sparse", or "dense12", which has no zeros to tell; of an engine the side
+    model: str  #: "dense", "sparse", or "dense12", which has no zeros to tell; a rival; of an engine the side
     sparsity: float  #: share of zeros in its layers
     tokens: int | None  #: what sparsify_ was told
 
@@ -113,9 +114,9 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []
     about = about_run(options, "source", "format", "merge", "compile", "new_tokens")
-    about["dtype"] = str(dtype).removeprefix("torch.")
+    about |= {"dtype": str(dtype).removeprefix("torch.")}
 
-    def measure(side: Side, lines: list[Line]) -> None:
+    def measure(model: Any, side: Side, lines: list[Line]) -> None:
         """Also writes the lines at once: what comes behind may fail."""
         torch._dynamo.reset()  # what was compiled for the model before holds memory
         gc.collect()
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
             prune_(model, sparsity)
         dense_logits, dense_bits = _logits(model, prompts[:1]), _bits(model)
         if index == 0:
-            measure(Side("dense", 0.0, None), [])
+            measure(model, Side("dense", 0.0, None), [])
         _make_dense(model)
         report = _convert(model, options)
         zeros, weights = Report(report.changed).zeros
@@ -143,9 +144,21 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         worst = check_layers(model, prompts[:1], (*options.batch, 128), dense_bits)
         print(f"{side}, {_verdict(worst)}", flush=True)
         line = {"what": "logits", **dataclasses.asdict(side), "error": error, "largest": largest, "layers": worst}
-        measure(side, [line])
+        measure(model, side, [line])
+    del model
+    for name in options.against:
+        measure(_rival(name, source, device, dtype, prompts), Side(name, 0.0, None), [])
     if results:
         print(_table(results))
+
+
+def _rival(name: str, source: str, device: torch.device, dtype: torch.dtype, prompts: Tensor) -> Any:
+    """The model, not pruned, with a rival's layers; says how many, and how far its logits are from the dense ones."""
+    model = _load(source, device, dtype)
+    before, layers = _logits(model, prompts[:1]), replace_(model, name)
+    error = (_logits(model, prompts[:1]) - before).abs().max().item()
+    print(f"{name}, {layers} layers, logits: {error:.3g} apart at most, the largest is {before.abs().max():.3g}")
+    return model
 
 
 def _convert(model: Any, options: argparse.Namespace) -> Report:

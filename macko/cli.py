@@ -35,6 +35,7 @@ from .layers import IGNORED, Report, columns, density_of, density_text, format_b
 from .linear import DTYPES
 from .prune import METHODS, STATISTICS, asked_for, prune_
 from .reconstruct import RECIPES
+from .rivals import RIVALS
 from .times import read, times, times_of
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
@@ -162,6 +163,8 @@ def _bench_arguments(add: Any) -> None:
     compiled = "a static cache and torch.compile, as generate() does by itself (default, but on a CPU), or at its best"
     add("--compile", choices=("no", "default", "fast", "max"), nargs="?", const="fast", help=compiled)
     add("--json", metavar="FILE", help="append the results as JSON lines")
+    against = "also time torch's own dense products of 8 and 4 bits, of the weights before they are pruned"
+    add("--against", choices=RIVALS, nargs="+", default=[], help=against)
     counts = "--sparsity, --format, --batch, --prompt-tokens, --new-tokens, --dtype and --json"
     engine = f"what runs the model; with vllm of the options above only {counts} count"
     add("--engine", choices=("transformers", "vllm"), default="transformers", help=engine)

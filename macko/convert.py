@@ -55,7 +55,7 @@ def sparsify_(
     progress: bool = True,
     pattern: str = "auto",
     dtype: str | None = None,
-    tokens: int | str | None = None,
+    tokens: int | None = None,
     keep_dense: bool = False,
     merge: bool = False,
     values: str = "raw",
@@ -87,10 +87,7 @@ def sparsify_(
         ValueError: no such format; min_sparsity outside 0 to 1; tokens is no number from 1; a pattern that the format
             does not take; the model is itself an nn.Linear.
     """
-    if tokens == "batch" and format == "auto":
-        warnings.warn('tokens="batch" is tokens=8, and goes with the next version', DeprecationWarning, stacklevel=2)
-        tokens = 8
-    options = Options(format, tokens, pattern, dtype, keep_dense, values)  # type: ignore[arg-type]  # another str is refused
+    options = Options(format, tokens, pattern, dtype, keep_dense, values)
     least = (0.0 if format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
     check_min_sparsity(least)
     _refuse_one_layer(model, "sparsify_")

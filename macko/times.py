@@ -182,20 +182,18 @@ def cache_file(gpu: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A table's content; ValueError where it is none. What version 1 had under "slide" becomes lines."""
+    """A table's content; ValueError where it is none."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        if table["version"] not in (1, VERSION):
+        if table["version"] != VERSION:
             raise ValueError(f"version is {table['version']!r}, expected {VERSION}")
-        if table["version"] == 1:
-            table["slide"] = _lines_of_version_1(table.get("slide", {}))
         for line in table["linear"]:
             good = isinstance(getattr(torch, line["dtype"], None), torch.dtype) and 0 <= line["density"] <= 1
             _check(line, ("rows", "cols", "tokens"), good, line["us"])
         for line in table["slide"]:
             good = isinstance(line["dtype"], str) and isinstance(line["pattern"], str)
             _check(line, ("rows", "cols"), good and all(int(tokens) > 0 for tokens in line["gain"]), line["gain"])
-        return {**table, "version": VERSION, "bandwidth_gbps": table.get("bandwidth_gbps", 0)}
+        return {**table, "bandwidth_gbps": table.get("bandwidth_gbps", 0)}
     except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a table of macko tune: {error}") from None
 
@@ -205,17 +203,6 @@ def _check(line: Line, sizes: Iterable[str], good: bool, measured: dict[str, flo
     good = good and all(type(line[size]) is int and line[size] > 0 for size in sizes)
     if not good or not measured or not all(value > 0 for value in measured.values()):
         raise ValueError(f"not a measurement: {line}")
-
-
-def _lines_of_version_1(slide: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list[Line]:
-    """Of {"int8": {"2:4": {"3584 x 18944": {"1": 1.37}}}}."""
-    return [
-        {"rows": int(rows), "cols": int(cols), "dtype": dtype, "pattern": pattern, "gain": gain}
-        for dtype, patterns in slide.items()
-        for pattern, shapes in patterns.items()
-        for shape, gain in shapes.items()
-        for rows, cols in [shape.split(" x ")]
-    ]
 
 
 def own_table(gpu: str) -> dict[str, Any] | None:

@@ -526,6 +526,22 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 @needs_transformers
 @pytest.mark.slow
+def test_bench_against_fewer_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "results.jsonl"
+    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--dtype", "bfloat16"]
+    assert main(["bench", "random:tiny", *sizes, "--against", "fp8", "int4", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "fp8, 28 layers, logits: " in printed
+    assert "int4, 24 layers, logits: " in printed  # 688 columns are no groups of 128
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["model"] for row in rows if row["what"] == "decode"] == ["dense", "sparse", "fp8", "int4"]
+
+
+@needs_transformers
+@pytest.mark.slow
 def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

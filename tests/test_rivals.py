@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import macko.rivals
 from benchmarks import report, rivals
 
 
@@ -20,7 +23,7 @@ def problem(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor
 
 def test_int4_product_is_that_of_the_groups(problem: tuple[torch.Tensor, torch.Tensor]) -> None:
     w, x = problem
-    (packed, scales), held = rivals.int4_pack(w, 2)
+    packed, scales, held = rivals.int4_pack(w, 2)
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, rivals.GROUP, scales).double()
     wanted = rivals.product(x, held)
     assert float((y - wanted).norm()) <= 2.0**-8 * float(wanted.norm())
@@ -37,6 +40,24 @@ def test_fp8_by_row_is_checked(problem: tuple[torch.Tensor, torch.Tensor]) -> No
     assert rival.nbytes == w.numel() + 4 * len(w)
     with pytest.raises(SystemExit, match="fp8_rows_quant: results are"):
         rival.check(lambda: call().roll(1, 1), w, x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_with_fewer_bits_is_that_of_the_rounded_weight(bias: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"q": nn.Linear(256, 64, bias), "odd": nn.Linear(100, 64), "lm_head": nn.Linear(256, 64)})
+    for name in macko.rivals.RIVALS:
+        made = copy.deepcopy(model).bfloat16()
+        dense = made["q"]
+        x = torch.randn(2, 3, 256).bfloat16()
+        wanted = dense(x).float()
+        assert macko.rivals.replace_(made, name) == 1
+        assert type(made["odd"]) is type(made["lm_head"]) is nn.Linear
+        y = made["q"](x)
+        assert (y.shape, y.dtype) == (wanted.shape, torch.bfloat16)
+        assert (
+            0.01 < float((y.float() - wanted).norm() / wanted.norm()) < 0.2
+        )  # what 3 bits of mantissa, or 4 bits, lose
 
 
 def test_table_has_rows_of_lines_only(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The slide format: bytes, every mask, quantising, products exact in integers, what is refused."""
 
 import dataclasses
+import json
 from itertools import product
 from pathlib import Path
 
@@ -709,7 +710,7 @@ def test_own_table_counts_before_the_shipped_one(tmp_path: Path, monkeypatch: py
     own = times.cache_file("NVIDIA H200")
     assert own == tmp_path / "macko" / "NVIDIA_H200.json"
     own.parent.mkdir()
-    own.write_text('{"version": 1, "linear": [], "slide": {"int8": {"2:4": {"64 x 64": {"1": 0.5}}}}}')
+    own.write_text(json.dumps({"version": 2, "linear": [], "slide": [gains(64, 64, {"1": 0.5}, "2:4")]}))
     times.times.cache_clear()
     assert times.times("NVIDIA H200").slide_gain(INT8, 2, (64, 64), 1) == 0.5
     assert times.times("NVIDIA H200").slide_gain(FP8, 2, (64, 64), 1) != 0.5

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
-from macko.choose import Options, choose
+from macko.choose import choose
 from macko.formats import MackoWeight, TileWeight
 from tests import layouts, reference
 from tests.common import (
@@ -911,13 +911,6 @@ def test_tokens_is_of_auto_and_slide() -> None:
             macko.sparsify_(Model(), **arguments)
     with pytest.raises(ValueError, match="expected a number"):
         macko.sparsify_(Model(), format="slide", tokens="batch")
-
-
-def test_batch_is_another_word_for_eight() -> None:
-    layer = nn.Sequential(Model())
-    with pytest.warns(DeprecationWarning, match="tokens=8"):
-        macko.sparsify_(layer, tokens="batch")
-    assert layer[0].up._options == Options(tokens=8)
 
 
 def test_batches_on_the_cpu_are_as_single_tokens() -> None:

@@ -7,15 +7,17 @@ r"""A few tokens and many times a pruned matrix on the GPU, from one packed weig
     python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude
     python -m benchmarks.spmm --gpu --kernels dense12,fp8,fp8_quant,fp8_rows,fp8_rows_quant,int4 --dtype bfloat16 \
         --densities 1 --tokens 1,8,16,64                # against what rounds the weights (benchmarks/rivals.py)
+    python -m benchmarks.spmm --gpu --kernels dense8_fp8,sparse8_fp8,sparse8_int8 --densities 0.5
     python -m benchmarks.spmm --table                   # measure nothing, write sparse11 against tile into macko/times
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
 pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),
-what a layer of that format does; parts of what sell may choose: stream (sell's packed stream), tiles (dense rows in a
-workspace, then the library's product); ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT); and
-torch's products of 8 and 4 bits. Launches may overlap, as in a model of such layers, but for those that end in _alone,
-and torch's, which cannot. Each is checked before it is timed: poisoned output, signed random data, the bound of
-float64. Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to
+what a layer of that format does; dense8 and sparse8 of a kind of values (as dense8_fp8), checked against what they
+round to; parts of what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the
+library's product); ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT); and torch's products of 8 and
+4 bits. Launches may overlap, as in a model of such layers, but for those that end in _alone, and torch's, which cannot.
+Each is checked before it is timed: poisoned output, signed random data, the bound of float64. Times as in
+benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to
 benchmarks/results/<gpu>/spmm.jsonl.
 """
 
@@ -35,8 +37,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from macko import _library
-from macko.formats import Dense12Weight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
+from macko import _library, codes
+from macko.formats import (
+    ByteWeight,
+    Dense8Weight,
+    Dense12Weight,
+    PackedWeight,
+    SellWeight,
+    Sparse8Weight,
+    Sparse11Weight,
+    TileWeight,
+)
 
 from .rivals import NAMES, Rival
 from .slide import put_gains
@@ -57,6 +68,13 @@ VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, range]] = {
     "stream_alone": (SellWeight, "stream_tokens=16,pdl=0", range(1, 9)),
     "tiles": (SellWeight, "stream_tokens=1", range(2, 1 << 30)),
 }
+#: Those of 8 bits a value, by their kind.
+VARIANTS |= {
+    f"{kind.format}_{values}{alone}": (kind, "pdl=0" if alone else "", range(1, 1 << 30))
+    for kind in (Dense8Weight, Sparse8Weight)
+    for values in codes.KINDS
+    for alone in ("", "_alone")
+}
 #: tile in each way to run many tokens that csrc/tile/many_plan.h knows, where it fits (else as it chooses).
 VARIANTS |= {
     f"tile_{size}x{split}": (TileWeight, f"tile_gemm={size}x{split}", range(33, 1 << 30))
@@ -71,13 +89,13 @@ def check(name: str, call: Callable[[], Tensor], w: Tensor, x: Tensor, exact_sum
     wide = x[some].double()
     wanted = torch.cat([wide @ part.double().t() for part in w.split(4096)], 1)
     size = torch.cat([wide.abs() @ part.double().abs().t() for part in w.split(4096)], 1)
-    error = size * (w.shape[1] + 2) * 2.0**-24
-    error += (wanted.abs() + error) * torch.finfo(w.dtype).eps / 2 + 2.0**-24
+    error = size * (w.shape[1] + 4) * 2.0**-24
+    error += (wanted.abs() + error) * torch.finfo(x.dtype).eps / 2 + 2.0**-24
     if not exact_sum:  # the library may keep partial sums in 16 bits
         error += wanted.abs().mean() * 0.05
     results = []
     for _ in range(2):
-        poison = torch.full((x.shape[0], w.shape[0]), float("nan"), dtype=w.dtype, device=w.device)
+        poison = torch.full((x.shape[0], w.shape[0]), float("nan"), dtype=x.dtype, device=w.device)
         del poison  # the allocator hands the same memory to the call's output
         results.append(call()[some].clone())
     wrong = ~((results[0].double() - wanted).abs() <= error)
@@ -98,8 +116,13 @@ class Kernel:
         self.name = name
         self.kind, self.knobs, self.sizes = VARIANTS[name]
         self.rotated, self.nbytes = [], w.nbytes
+        self.exactly = w  # what is multiplied
         if self.kind:
-            packed = self.kind.from_dense(w)
+            if issubclass(self.kind, ByteWeight):
+                packed: PackedWeight = self.kind.from_dense(w, codes.KINDS.index(name.split("_")[1]))
+            else:
+                packed = self.kind.from_dense(w)
+            self.exactly = packed.unrounded() if isinstance(packed, ByteWeight) else w
             self.rotated, self.nbytes = packed_copies(packed), packed.nbytes
             self.products: list[Callable[[Tensor], Tensor]] = [c.linear for c in self.rotated]
         else:
@@ -110,7 +133,7 @@ class Kernel:
 
     def check(self, call: Callable[[], Tensor], w: Tensor, x: Tensor) -> float:
         exact_sum = self.name not in ("tiles", "zeros") and (self.name != "sell" or len(x) == 1)
-        check(self.name, call, w, x, exact_sum)
+        check(self.name, call, self.exactly, x, exact_sum)
         return 0.0
 
     def time_unpack(self, w: Tensor) -> Timing:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import reference
 from .choose import Options
 from .convert import sparsify_
-from .formats import takes_any_weight
+from .formats import ByteWeight, takes_any_weight
 from .fuse import Fuse
 from .layers import IGNORED, Report, columns, format_bytes
 from .linear import SparseLinear
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if prunes else []))
     prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []
-    about = about_run(options, "source", "format", "merge", "compile", "new_tokens")
+    about = about_run(options, "source", "format", "values", "merge", "compile", "new_tokens")
     about |= {"dtype": str(dtype).removeprefix("torch.")}
 
     def measure(model: Any, side: Side, lines: list[Line]) -> None:
@@ -164,7 +164,13 @@ def _rival(name: str, source: str, device: torch.device, dtype: torch.dtype, pro
 def _convert(model: Any, options: argparse.Namespace) -> Report:
     """sparsify_ as asked for; where zeros do not count lm_head too. ValueError where nothing changes."""
     ignore = () if takes_any_weight(options.format) else IGNORED
-    report = sparsify_(model, format=options.format, merge=options.merge, tokens=options.tokens, ignore=ignore)
+    how = {
+        "format": options.format,
+        "merge": options.merge,
+        "tokens": options.tokens,
+        "values": options.values or "raw",
+    }
+    report = sparsify_(model, ignore=ignore, **how)
     if not report.changed and not ignore:
         raise ValueError(f"{options.source}: {report.layers[0].reason}")
     if not report.changed:
@@ -315,9 +321,9 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     """Each sparse layer against its dense twin, on what it is given in the model for these numbers of tokens.
 
     A bound on logits, through every layer, would be too wide to say anything. But nothing changes beside the layers: so
-    each weight has to be the twin's bit for bit, and each output within what rounding explains (reference.linear) of
-    the float64 product of the same input. One token is a kernel of macko's, of several the sums may be torch's. One
-    layer is dense at a time.
+    each weight has to be the twin's bit for bit, unless it was rounded to 8 bits, and each output within what rounding
+    explains (reference.linear) of the float64 product of the same input. One token is a kernel of macko's, of several
+    the sums may be torch's. One layer is dense at a time.
 
     Returns:
         For each number of tokens the largest difference over its bound, "of_bound", and the layer where it is.
@@ -326,12 +332,16 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
         ValueError: a weight is another one than in dense_bits, which is from `_bits` of the dense model.
     """
     for name, bits in _bits(model).items():
-        if not torch.equal(bits, dense_bits[name]):
+        layer = model.get_submodule(name)
+        rounded = isinstance(layer, SparseLinear) and not layer.packed.lossless
+        if not rounded and not torch.equal(bits, dense_bits[name]):
             raise ValueError(f"{name}: the packed weight is not the dense one")
     worst: list[Line] = []
 
     def check(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
-        weight = layer.weight.as_subclass(Tensor)
+        packed = layer.packed
+        exactly = isinstance(packed, ByteWeight) and x.is_cuda
+        weight = packed.unrounded() if exactly else layer.weight.as_subclass(Tensor)
         wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.
         same = y.isinf() & (y == wanted.to(y.dtype))

@@ -10,18 +10,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, codes
 from .formats import (
     FORMATS,
     SLIDE_ELEMENTS,
     SLIDE_PATTERNS,
     BitmapWeight,
+    ByteWeight,
+    Dense8Weight,
     Dense12Weight,
     EcWeight,
     MackoWeight,
     PackedWeight,
     SellWeight,
     SlideWeight,
+    Sparse8Weight,
     Sparse11Weight,
     TileWeight,
     format_named,
@@ -33,8 +36,8 @@ _Kind = TypeVar("_Kind", bound=PackedWeight)
 
 #: Formats that leave the layout of each weight to be chosen.
 CHOICES = ("auto", "smallest", "mixed")
-#: How "auto" may hold values: as they are, or in fewer bits, every one of them exactly.
-VALUES = ("raw", "exact")
+#: How "auto" may hold values: as they are; in fewer bits, every one of them exactly; or rounded to 8 bits.
+VALUES = ("raw", "exact", *codes.KINDS)
 #: Tokens that slide's kernels are chosen for where nobody says how many there will be: a prompt's.
 SLIDE_TOKENS = 2048
 #: The range of all numbers of tokens.
@@ -78,7 +81,9 @@ class Options:
             that a weight fits. With "slide" a layer that does not fit stays dense.
         dtype: "int8", "fp8", or None for the weight's.
         values: of "auto": "raw" holds values as they are; "exact" may hold them in fewer bits, each of them exactly
-            (sparse11, in place of tile where that is no slower at these tokens, or nobody measured).
+            (sparse11, in place of tile where that is no slower at these tokens, or nobody measured); "fp8"
+            and "int8" round them to 8 bits with a scale a row: sparse8, or dense8 where that is smaller. Of formats
+            "dense8" and "sparse8": "fp8", which is their default, or "int8".
         keep_dense: a layer holds one weight, for the kernel that was picked; with this the dense one too where the
             pattern's kernel is faster for a range of tokens only: the report says which range.
 
@@ -106,8 +111,11 @@ class Options:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
         if self.values not in VALUES:
             raise ValueError(f"values is {self.values!r}, expected one of {', '.join(VALUES)}")
-        if self.values != "raw" and self.format not in ("auto", "mixed"):
+        of_bytes = self.in_bytes and self.format in (Dense8Weight.format, Sparse8Weight.format)
+        if self.values != "raw" and self.format not in ("auto", "mixed") and not of_bytes:
             raise ValueError(f'values is of formats "auto" and "mixed", the format is {self.format!r}')
+        if self.in_bytes and self.format == "mixed":
+            raise ValueError(f'values={self.values!r} is of format "auto"; slide\'s 8 bits are dtype={self.values!r}')
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise ValueError(f"tokens is {self.tokens!r}, expected a number from 1")
 
@@ -115,6 +123,11 @@ class Options:
     def may_slide(self) -> bool:
         """Whether weights of a pattern are packed for its kernel, which is chosen for `slide_tokens`."""
         return self.format in (SlideWeight.format, "mixed")
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether values are rounded to 8 bits, by who asks for that."""
+        return self.values in codes.KINDS
 
     @property
     def slide_tokens(self) -> int:
@@ -150,6 +163,8 @@ def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
         ValueError: the format does not hold every weight, and not this one.
     """
     kind = FORMATS.get(options.format)
+    if options.in_bytes:
+        return _in_bytes(w.to_dense() if isinstance(w, MackoWeight) else w, options)
     if kind is not None and kind is not SlideWeight:
         return kind.from_macko(w) if isinstance(w, MackoWeight) else kind.from_dense(w)
     if options.format == "auto":
@@ -176,6 +191,19 @@ def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
     many = tokens != 1 and (kind is TileWeight or tokens is not None)
     most = dense if many else max(LAYOUT_BYTES * weight.nbytes, LAYOUT_SHARE * dense)
     return packed if packed.nbytes <= most else weight
+
+
+def _in_bytes(w: Tensor, options: Options) -> ByteWeight:
+    """w in 8 bits a value, of the kind that is asked for: in the format of that name, or the smaller one."""
+    number = codes.KINDS.index(options.values)
+    rows, cols = w.shape
+    dense_bytes = -(-rows // 64) * -(-cols // 256) * 64 * 256 + 4 * rows
+    if options.format == Dense8Weight.format or int(w.count_nonzero()) > dense_bytes:
+        return Dense8Weight.from_dense(w, number)
+    packed = Sparse8Weight.from_dense(w, number)
+    if options.format == Sparse8Weight.format or packed.nbytes <= dense_bytes:
+        return packed
+    return Dense8Weight.from_codes(packed.codes(), packed.scales, w.dtype)
 
 
 def sparse11_of(weight: MackoWeight) -> Sparse11Weight | None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from . import __version__
+from . import __version__, codes
 from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, Options, outside_table, sparse11_of, too_many_listed
 from .convert import MIN_SPARSITY
 from .evaluate import windows
@@ -129,6 +129,7 @@ def _convert_arguments(add: Any) -> None:
     own_files = " and ".join(name for name, kind in kinds.items() if name != "macko" and not kind.is_layout)
     held = f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
     add("--format", default="auto", help=f"{held}auto, smallest, mixed, or one of {', '.join(kinds)}")
+    add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
     add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
     add("--device", help="where to pack (default: a GPU if there is one)")
 
@@ -153,6 +154,7 @@ def _bench_arguments(add: Any) -> None:
     pruned = "prune by magnitude first, to each of these (default 0.5 for random:)"
     add("--sparsity", type=float, nargs="+", help=pruned)
     add("--format", default="auto", help="as of convert, or dense12: bfloat16 weights with zeros or none, lm_head too")
+    add("--values", choices=codes.KINDS, help="8 bits a value, of format auto, dense8 or sparse8")
     add("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
     add("--batch", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="sequences to decode at once")
     lengths = "lengths to time the prefill of; decode: the first"
@@ -261,7 +263,8 @@ def convert(options: argparse.Namespace) -> None:
     from .integrations.transformers import MackoConfig, load_packed
 
     ignore = _ignored(options.ignore)
-    config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity)
+    values = options.values or "raw"
+    config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
     if takes_any_weight(options.format):
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
     _check_target(options)

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from .choose import (
     DENSE12_SHARE,
+    VALUES,
     Options,
     expected_us,
     not_dense12,
@@ -78,6 +79,7 @@ def sparsify_(
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
         progress: show a bar when it takes more than a second.
         pattern, dtype, tokens, keep_dense, values: what formats that choose go by, and slide: see macko.choose.Options.
+            values="fp8" and "int8" round to 8 bits, which no default does.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
 
     Returns:
@@ -107,14 +109,18 @@ def compress_(
     tokens: int | None = None,
     merge: bool = False,
     copy_tied: bool = False,
+    values: str = "exact",
 ) -> Report:
-    """Holds the weights of a model's linear layers in fewer bytes, in place and lossless, zeros or none.
+    """Holds the weights of a model's linear layers in fewer bytes, in place, zeros or none; lossless by default.
 
     Layers that hold enough zeros are packed as sparsify_ packs them, if that takes fewer bytes than 1.5 a weight. All
     others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on a GPU of compute capability 9.0,
     where it is faster than dense. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
     Llama-2 were. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
     Layers tied to an embedding and those too small to gain stay dense; the report says so. Otherwise as sparsify_.
+
+    values="fp8" and "int8" round all weights to 8 bits with a scale a row instead, on any device: sparse8 where layers
+    hold enough zeros, else dense8.
 
     Args:
         model, filter_fn, device, progress, merge: as in sparsify_.
@@ -123,17 +129,20 @@ def compress_(
         copy_tied: whether a layer that shares its weight with an nn.Embedding gets a copy of it as dense12. The
             embedding looks up single rows of the dense weight, the layer reads all of its own: so a token reads half a
             byte a weight less, and memory holds one and a half more. Training the embedding does not change the copy.
+        values: "exact", "fp8" or "int8".
 
     Returns:
         A Report: of a dense12 layer its note says what share of its weights is listed; a copy's bytes are with the
         dense weight's.
 
     Raises:
-        ValueError: as sparsify_.
+        ValueError: as sparsify_, and for other values.
     """
+    if values not in VALUES[1:]:
+        raise ValueError(f"values is {values!r}, expected one of {', '.join(VALUES[1:])}")
     _refuse_one_layer(model, "compress_")
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    options = Options(tokens=tokens, values="exact")
+    options = Options(tokens=tokens, values=values)
     convert = partial(_compress_layer, options=options, embedded=embedded, copy_tied=copy_tied)
     report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
     warn_if_unchanged(report, "compress_")
@@ -250,9 +259,12 @@ def _compress_layer(
 ) -> tuple[LayerReport, SparseLinear | None]:
     """What convert_layer gives where that takes fewer bytes than dense12; else dense12 where it gains.
 
-    embedded: ids of embeddings' weights, of which a layer may have a copy.
+    In 8 bits: what convert_layer gives of any weight. embedded: ids of embeddings' weights, of which a layer may have a
+    copy.
     """
-    row, sparse = convert_layer(layer, options, MIN_SPARSITY, device, tied)
+    row, sparse = convert_layer(layer, options, 0.0 if options.in_bytes else MIN_SPARSITY, device, tied)
+    if options.in_bytes:
+        return row, sparse
     if sparse is not None and row.bytes_after < DENSE12_SHARE * row.bytes_before:
         return row, sparse
     if isinstance(layer.module, SparseLinear) or _weight_out_of_reach(layer):
@@ -313,7 +325,12 @@ def _why_not_worth(density: float, us: dict[str, float], options: Options, min_s
     if 1 - density < min_sparsity and not takes_any_weight(options.format):
         return f"under {min_sparsity:.0%} sparse it would not pay"
     sparse_us = {name: time for name, time in us.items() if name != "dense"}
-    if options.format == "auto" and sparse_us and min(sparse_us.values()) >= us.get("dense", float("inf")):
+    if (
+        options.format == "auto"
+        and not options.in_bytes
+        and sparse_us
+        and min(sparse_us.values()) >= us.get("dense", float("inf"))
+    ):
         best = min(sparse_us, key=sparse_us.__getitem__)
         many = f"{options.layout_tokens} tokens" if (options.layout_tokens or 1) > 1 else "a token"
         return f"dense is as fast here: {us['dense']:.1f} us {many}, as {best} {sparse_us[best]:.1f} us"
@@ -327,7 +344,7 @@ def _packed(dense: Tensor, row: LayerReport, options: Options) -> PackedWeight |
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return None
-    if packed.nbytes >= row.bytes_before and options.again:
+    if packed.nbytes >= row.bytes_before and packed.is_layout and options.again:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     row.note = slide_note(dense, packed, options) or sparse11_note(packed, options)
     if packed.nbytes < row.bytes_before:

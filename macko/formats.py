@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from . import ops
+from . import codes, ops
 
 #: Elements of a part of a product from which on it is a tensor of its own. Kernels of torch that read slices take
 #: longer, but each part is a GEMM by itself: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512,
@@ -61,11 +61,15 @@ class PackedWeight:
     is_layout: ClassVar[bool] = False
     #: Dtypes of the weights it holds.
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
-    #: Made from any dense weight, zeros or none, where it is loaded; saved as that weight, NAME.weight.
+    #: Made where it is loaded; saved as the dense weight, NAME.weight.
     saved_dense: ClassVar[bool] = False
+    #: Whether it gives every weight of its dtypes back as it was.
+    lossless: ClassVar[bool] = True
     #: Its fields in their order, which torch.compile could not ask a dataclass for.
     tensor_names: ClassVar[tuple[str, ...]] = ()
     size_names: ClassVar[tuple[str, ...]] = ()
+    #: Made from any weight, zeros or none.
+    any_weight: ClassVar[bool] = False
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
     #: What macko.fuse asks: whether its products on a GPU fetch weights before their input is there (PDL), and whether
@@ -240,6 +244,18 @@ class PackedWeight:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"not {'an' if self.format[0] in 'aeiou' else 'a'} {self.format} weight: {reason}") from None
+
+    def held(self) -> PackedWeight:
+        """The same weight in a format that products take, where this one is of files alone.
+
+        Raises:
+            ValueError: a rule of that one is broken.
+        """
+        return self
+
+    def to_saved(self) -> PackedWeight:
+        """The same weight as files hold it; of an execution layout on the CPU, to spare the device."""
+        return self.to_macko().to("cpu") if self.is_layout else self
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name, in order."""
@@ -878,6 +894,7 @@ class Dense12Weight(PackedWeight):
     format: ClassVar[str] = "dense12"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     saved_dense: ClassVar[bool] = True
+    any_weight: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True
     parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
@@ -1049,6 +1066,293 @@ class Sparse11Weight(PackedWeight):
         return self.entries / max(1, self.rows * self.cols)
 
 
+class ByteWeight(PackedWeight):
+    """What the formats of 8 bits a value, dense8 and sparse8, have in common: codes times a scale a row.
+
+    A weight is rounded once, where it is packed; nothing after that changes a code. Files hold them as Macko8Weight.
+    """
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
+    values_name: ClassVar[str] = "data"
+    lossless: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = True
+    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {"kind": range(len(codes.KINDS))}
+    _at: ClassVar[str] = "slab {entry} of row block {place}"
+    data: Tensor
+    scales: Tensor
+    kind: int
+
+    @classmethod
+    def from_dense(cls, w: Tensor, kind: int = 0) -> Self:  # type: ignore[override]
+        """Quantises w [rows, cols]: what is on a grid of codes already keeps its values (macko.codes.quantised).
+
+        Args:
+            kind: 0 for fp8 (float8_e4m3fn), 1 for int8.
+
+        Raises:
+            ValueError: w has another dtype than bfloat16 and float16, or NaN or Inf in it.
+        """
+        if w.dtype not in cls.dtypes:
+            name = str(w.dtype).removeprefix("torch.")
+            raise ValueError(f"the {cls.format} format is of bfloat16 and float16, the weight is {name}")
+        return cls.from_codes(*codes.quantised(w, kind), w.dtype)
+
+    @classmethod
+    def from_codes(cls, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Self:
+        """Packs values that are quantised already, as they are.
+
+        Args:
+            values: [rows, cols], float8_e4m3fn or int8.
+            scales: [rows], float32, above 0.
+            dtype: of x and y, bfloat16 or float16.
+
+        Raises:
+            ValueError: another dtype or shape; a code that is NaN; a scale that is not above 0 or not finite.
+        """
+        if dtype not in cls.dtypes:
+            raise ValueError(f"dtype is {dtype}, expected bfloat16 or float16")
+        codes.check(values, scales)
+        options = [codes.TYPES.index(values.dtype), cls.dtypes[::-1].index(dtype)]
+        tensors, header = torch.ops.macko.pack(values.view(torch.uint8), cls.number, options)
+        return cls(*tensors[:-1], scales.contiguous(), *header.tolist()[1:])
+
+    @classmethod
+    def from_macko(cls, weight: MackoWeight) -> Self:
+        """A canonical weight in this format, by way of a dense one."""
+        return cls.from_dense(weight.to_dense())
+
+    def codes(self) -> Tensor:
+        """The values without scales, [rows, cols], float8_e4m3fn or int8."""
+        numbers = dataclasses.replace(self, scales=torch.ones_like(self.scales)).to_dense()  # type: ignore[type-var]
+        return numbers.to(codes.TYPES[self.kind])
+
+    def unrounded(self) -> Tensor:
+        """Codes times scales, [rows, cols], float64: what a GPU of compute capability 9.0 multiplies.
+
+        Elsewhere products are by dense rows, those of to_dense, which are rounded to dtype.
+        """
+        return self.codes().double() * self.scales.double()[:, None]
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
+        """The same codes and scales elsewhere, for activations of dtype; of float32 the canonical weight."""
+        if dtype in (None, self.dtype):
+            return super().to(device)
+        device = self.device if device is None else torch.device(device)
+        if self.device.type == "meta":
+            return dataclasses.replace(self, data=self.data.to(dtype))  # type: ignore[type-var]
+        numbers, scales = self.codes().to(device), self.scales.to(device)
+        if dtype in self.dtypes:
+            return self.from_codes(numbers, scales, dtype)
+        return MackoWeight.smallest((numbers.float() * scales[:, None]).to(dtype))
+
+    @classmethod
+    def joined(cls, parts: Sequence[ByteWeight], rows: int) -> Self:
+        """Rows of all parts, which are of one kind and dtype, with their codes and scales; zeros up to so many."""
+        numbers, scales = torch.cat([part.codes().view(torch.uint8) for part in parts]), [part.scales for part in parts]
+        more = rows - len(numbers)
+        numbers = torch.nn.functional.pad(numbers, (0, 0, 0, more)).view(codes.TYPES[parts[0].kind])
+        return cls.from_codes(numbers, torch.cat([*scales, scales[0].new_ones(more)]), parts[0].dtype)
+
+    def part(self, dim: int, start: int, stop: int) -> Self:
+        """Rows (dim 0) or columns (1) start to stop: the same codes and scales."""
+        scales = self.scales[start:stop] if dim == 0 else self.scales
+        return self.from_codes(self.codes().narrow(dim, start, stop - start), scales, self.dtype)
+
+    def to_saved(self) -> PackedWeight:
+        return Macko8Weight.from_bytes(self)
+
+    def _options(self) -> dict[str, int]:
+        return {"kind": self.kind}
+
+    @property
+    def label(self) -> str:
+        """As "sparse8 int8"."""
+        return f"{self.format} {codes.KINDS[self.kind]}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dense8Weight(ByteWeight):
+    """A dense weight in 8 bits an element and a scale a row; csrc/dense8/dense8.h specifies the bytes.
+
+    The same bytes on every device; a CPU multiplies it too, by dense rows.
+
+    Attributes:
+        data: [slabs * 8192], of the type of x and y: bytes of elements, slab after slab.
+        scales: [rows], float32.
+        rows, cols: shape of the dense weight.
+        kind: 0 for fp8, 1 for int8.
+    """
+
+    format: ClassVar[str] = "dense8"
+    any_weight: ClassVar[bool] = True
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "the scale of row {found} is not above 0 and finite",
+        2: f"{ByteWeight._at}, byte {{found}}: an element outside of the matrix is not 0",
+        3: f"{ByteWeight._at}, byte {{found}}: NaN or -0.0",
+    }
+
+    data: Tensor
+    scales: Tensor
+    rows: int
+    cols: int
+    kind: int = 0
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        slabs = (rows + 63) // 64 * ((cols + 255) // 256)
+        return [(cls.dtypes[1 - options[1]], slabs * 8192), (torch.float32, rows)]
+
+    @property
+    def stored(self) -> int:
+        """Elements, all of them."""
+        return self.rows * self.cols
+
+    def _values(self) -> Tensor:
+        return self.codes().float()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sparse8Weight(ByteWeight):
+    """A sparse weight in a bit an element, 8 a value and a scale a row; csrc/sparse8/sparse8.h specifies the bytes.
+
+    What rounds to zero is dropped. The same bytes on every device; a CPU multiplies it too, by dense rows.
+
+    Attributes:
+        data: [units * 64], of the type of x and y: masks and bytes of values, slab after slab.
+        offsets: [slabs + 1], int32, in units of 128 bytes.
+        scales: [rows], float32.
+        rows, cols: shape of the dense weight.
+        widest: units of the largest slab. kind: 0 for fp8, 1 for int8. entries: values held.
+    """
+
+    format: ClassVar[str] = "sparse8"
+    faults: ClassVar[Mapping[int, str]] = {
+        1: "the scale of row {found} is not above 0 and finite",
+        2: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 149 more than the one before",
+        3: "widest is {of.widest}, the largest slab has {found}",
+        4: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
+        5: f"{ByteWeight._at}, byte {{found}}: a mask has a value outside of the matrix",
+        6: f"{ByteWeight._at} has another size than the {{found}} rows of values that its masks say",
+        7: f"{ByteWeight._at}, byte {{found}}: not the start of these values",
+        8: f"{ByteWeight._at}, byte {{found}}: not where a slice's values begin, or not zero behind them",
+        9: f"{ByteWeight._at}, byte {{found}}: zero or NaN is stored, or what is no value is not zero",
+    }
+
+    data: Tensor
+    offsets: Tensor
+    scales: Tensor
+    rows: int
+    cols: int
+    widest: int
+    kind: int
+    entries: int
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        slabs = (rows + 63) // 64 * ((cols + 255) // 256)
+        return [(cls.dtypes[1 - options[1]], _any() * 64), (torch.int32, slabs + 1), (torch.float32, rows)]
+
+    def _check_sizes(self, found: int, entry: int) -> None:
+        if found != self.entries:
+            self._refuse(f"entries is {self.entries}, it has {found} values")
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all."""
+        return self.entries / max(1, self.rows * self.cols)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Macko8Weight(PackedWeight):
+    """How files hold dense8 and sparse8: the canonical format with codes for values, or all codes in their order.
+
+    No product takes it: `held` gives what does.
+
+    Attributes:
+        values: [capacity], or of a dense weight [rows * cols], uint8: codes of the kind, 0 where an entry is filled in.
+        deltas, row_ptr: as of MackoWeight; of a dense weight empty.
+        scales: [rows], float32.
+        rows, cols: shape of the dense weight.
+        delta_bits: 2, 4 or 8; 0: a dense weight.
+        kind: 0 for fp8, 1 for int8. source: the type of x and y, 0 for float16, 1 for bfloat16.
+    """
+
+    format: ClassVar[str] = "macko8"
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {
+        **ByteWeight.limits,
+        "delta_bits": (0, 2, 4, 8),
+        "source": range(2),
+    }
+
+    values: Tensor
+    deltas: Tensor
+    row_ptr: Tensor
+    scales: Tensor
+    rows: int
+    cols: int
+    delta_bits: int
+    kind: int
+    source: int
+
+    @classmethod
+    def from_bytes(cls, weight: ByteWeight) -> Macko8Weight:
+        """What files hold of a weight, on the CPU."""
+        numbers, scales = weight.codes().cpu(), weight.scales.cpu()
+        about = (scales, weight.rows, weight.cols)
+        more = (weight.kind, ByteWeight.dtypes[::-1].index(weight.dtype))
+        if isinstance(weight, Dense8Weight):
+            empty = torch.empty(0, dtype=torch.uint8)
+            return cls(numbers.view(torch.uint8).flatten(), empty, empty.int(), *about, 0, *more)
+        packed = MackoWeight.smallest(numbers.to(torch.bfloat16))
+        values = packed.values.to(codes.TYPES[weight.kind]).view(torch.uint8)
+        return cls(values, packed.deltas, packed.row_ptr, *about, packed.delta_bits, *more)
+
+    def held(self) -> ByteWeight:
+        self.validate()
+        if not self.delta_bits:
+            return Dense8Weight.from_codes(self._numbers.view(self.rows, self.cols), self.scales, self.dtype)
+        numbers = self._canonical().to_dense().to(codes.TYPES[self.kind])
+        return Sparse8Weight.from_codes(numbers, self.scales, self.dtype)
+
+    @property
+    def _numbers(self) -> Tensor:
+        return self.values.view(codes.TYPES[self.kind])
+
+    def _canonical(self) -> MackoWeight:
+        """The codes as numbers."""
+        numbers = self._numbers.to(torch.bfloat16)
+        return MackoWeight(numbers, self.deltas, self.row_ptr, self.rows, self.cols, self.delta_bits)
+
+    def validate(self) -> None:
+        if reason := self._bad_field() or self._misfit():
+            self._refuse(reason)
+        try:
+            codes.check(self._numbers[None], torch.ones(1, device=self.values.device))
+            codes.check(self._numbers.new_empty(self.rows, 0), self.scales)
+            if self.delta_bits:
+                self._canonical().validate()
+        except ValueError as error:
+            self._refuse(str(error).removeprefix("not a macko weight: "))
+
+    def _misfit(self) -> str:
+        """What is wrong with dtypes and shapes that nothing behind this looks at."""
+        if self.values.dtype != torch.uint8 or self.values.dim() != 1:
+            return f"values has dtype {self.values.dtype} and shape {list(self.values.shape)}, expected uint8 [entries]"
+        if not self.delta_bits and self.values.numel() != self.rows * self.cols:
+            return f"values has {self.values.numel()} elements, expected {self.rows * self.cols}"
+        if not self.delta_bits and (self.deltas.numel() or self.row_ptr.numel()):
+            return "a dense weight has neither deltas nor row_ptr"
+        return ""
+
+    def to_dense(self) -> Tensor:
+        return self.held().to_dense()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return ByteWeight.dtypes[1 - self.source]
+
+
 def sparsest_pattern(w: Tensor) -> int:
     """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or 0."""
     for n in SLIDE_PATTERNS.values():
@@ -1063,10 +1367,13 @@ FORMATS: dict[str, type[PackedWeight]] = {
     kind.format: kind
     for kind in (
         *(MackoWeight, BitmapWeight, SellWeight, TileWeight, EcWeight, SlideWeight, Dense12Weight, Sparse11Weight),
+        *(Dense8Weight, Sparse8Weight),
     )
 }
-for _number, _kind in enumerate(FORMATS.values()):
-    _kind.number = _number
+#: What files alone hold, by name.
+SAVED: dict[str, type[PackedWeight]] = {Macko8Weight.format: Macko8Weight}
+for _number, _kind in enumerate((*FORMATS.values(), *SAVED.values())):
+    _kind.number = _number  # which no layout of the library has where files alone hold it
     _types = {field.name: field.type for field in dataclasses.fields(_kind)}  # type: ignore[arg-type]
     _kind.tensor_names = tuple(name for name in _types if _types[name] == "Tensor")
     _kind.size_names = tuple(name for name in _types if _types[name] == "int")
@@ -1106,8 +1413,16 @@ def format_named(name: str, *others: str) -> type[PackedWeight]:
 
 
 def takes_any_weight(format: str) -> bool:
-    """Whether a format, or what chooses one, is for weights with zeros or none, and saved as the dense weight."""
-    return format in FORMATS and FORMATS[format].saved_dense
+    """Whether a format, or what chooses one, is for weights with zeros or none."""
+    return format in FORMATS and FORMATS[format].any_weight
+
+
+def described(kind: type[PackedWeight], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What a file says of a packed weight: saved_as reads it."""
+    about: dict[str, Any] = {"format": kind.format, **sizes}
+    if kind is Macko8Weight:
+        about["values"] = codes.KINDS[about.pop("kind")]
+    return about
 
 
 def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]:
@@ -1119,11 +1434,23 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     """
     if not isinstance(about, Mapping):
         raise ValueError(f"expected a format and its sizes, which are whole numbers, got {about!r}")
-    kind = format_named(about.get("format"))  # type: ignore[arg-type]
-    if kind.is_layout or kind.saved_dense:
-        held = "the dense weight" if kind.saved_dense else "the canonical format"
+    format = about.get("format")
+    kind = SAVED.get(format) if isinstance(format, str) else None
+    kind = kind or format_named(format)  # type: ignore[arg-type]
+    if kind.is_layout or kind.saved_dense or issubclass(kind, ByteWeight):
+        held = (
+            "the dense weight"
+            if kind.saved_dense
+            else "macko8"
+            if issubclass(kind, ByteWeight)
+            else "the canonical format"
+        )
         raise ValueError(f"{kind.format} is an execution layout, never saved: files hold {held}")
     sizes = {name: size for name, size in about.items() if name != "format"}
+    if kind is Macko8Weight and "values" in sizes:
+        if sizes["values"] not in codes.KINDS:
+            raise ValueError(f"values is {sizes['values']!r}, expected one of {', '.join(codes.KINDS)}")
+        sizes["kind"] = codes.KINDS.index(sizes.pop("values"))
     if bad := {name: size for name, size in sizes.items() if type(size) is not int or size not in SIZES}:
         raise ValueError(f"expected integers, whole numbers from 0 to {SIZES[-1]}, got {bad}")
     # What has a default may be left out.

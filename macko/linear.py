@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from .choose import AUTO, Options, pack
-from .formats import MackoWeight, PackedWeight, SlideWeight, saved_as, slices, takes_any_weight
+from .formats import (
+    ByteWeight,
+    Macko8Weight,
+    MackoWeight,
+    PackedWeight,
+    SlideWeight,
+    described,
+    saved_as,
+    slices,
+    takes_any_weight,
+)
 from .ops import call
 
 #: Element types of a packed weight's values.
@@ -40,7 +50,7 @@ def as_extra_state(about: Mapping[str, Any]) -> Tensor:
 
 
 #: Names of the tensors that a state_dict has of a layout, and no module has as attributes.
-_SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None)
+_SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None, scales=None)
 
 
 class UnpackedWeight(Tensor):
@@ -139,7 +149,8 @@ class SparseLinear(nn.Linear):
         """
         layer = cls.__new__(cls)
         layer._setup(packed, bias)
-        layer._options = None if options is None or isinstance(packed, SlideWeight) else options.again
+        own_choice = isinstance(packed, (SlideWeight, ByteWeight))
+        layer._options = None if options is None or own_choice else options.again
         return layer
 
     @classmethod
@@ -270,7 +281,12 @@ class SparseLinear(nn.Linear):
                 self._hold(moved.to(target.device, target.dtype))
                 if rechosen:
                     self.reformat_()
-        return super()._apply(fn, recurse)  # type: ignore[return-value]
+        scales = {name: tensor for name, tensor in self.packed.tensors().items() if tensor.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, tensor in scales.items() if self.dtype != torch.float32 else ():  # they are cast with no type
+            if (moved := self._buffers[name]) is not None and moved.dtype != torch.float32:
+                self._buffers[name] = tensor.to(moved.device)
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """As any module; an execution layout goes as the canonical format, on the CPU to spare the device.
@@ -284,9 +300,9 @@ class SparseLinear(nn.Linear):
             if self.bias is not None:
                 destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
             return
-        if held.is_layout and held.device.type != "meta":
-            self._hold(held.to_macko().to("cpu"))
-        elif held.is_layout:
+        if held.device.type != "meta":
+            self._hold(held.to_saved())
+        elif held.is_layout or isinstance(held, ByteWeight):
             self._hold(MackoWeight.zeros(held.rows, held.cols, held.dtype, "meta"))
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -304,7 +320,7 @@ class SparseLinear(nn.Linear):
 
     def get_extra_state(self) -> Tensor:
         """The format's name and sizes, as the bytes of a JSON text: a tensor, so that every file format takes it."""
-        return as_extra_state({"format": self.format, **self._sizes})
+        return as_extra_state(described(self._format, self._sizes))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Nothing: _load_from_state_dict has read it, before the tensors."""
@@ -336,8 +352,10 @@ class SparseLinear(nn.Linear):
             elsewhere = self.device.type not in packed.device_types
             if not local_metadata.get("assign_to_params_buffers"):
                 elsewhere |= packed.dtype != self.dtype
+            changed = isinstance(packed, ByteWeight)  # from what files hold
             if elsewhere and "meta" not in (self.device.type, packed.device.type):
-                packed = packed.to(self.device, self.dtype)
+                packed, changed = packed.to(self.device, self.dtype), True
+            if changed:
                 state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
             blank = {name: torch.empty_like(t, device=self.device) for name, t in packed.tensors().items()}
             self._hold(type(packed)(**blank, **packed.sizes()))
@@ -350,7 +368,7 @@ class SparseLinear(nn.Linear):
             missing_keys[:] = [f"{prefix}weight" if key in own else key for key in missing_keys]
         if packed is not None:
             # The empty weight of a packed folder, and the layout's own tensors, which torch.distributed.checkpoint adds
-            known = {f"{prefix}weight", *own}
+            known = {f"{prefix}weight", *own, *(prefix + name for name in vars(_SAVED))}
             unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
         if isinstance(self.packed, MackoWeight) and self.device.type != "meta":
             if self._options is not None:
@@ -393,4 +411,6 @@ class SparseLinear(nn.Linear):
             )
         if any(tensor.device.type != "meta" for tensor in tensors.values()):
             packed.validate()
+            if isinstance(packed, Macko8Weight):
+                return (packed if self.device.type == "meta" else packed.to(self.device)).held()
         return packed

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .choose import Options, pack
-from .formats import MackoWeight, PackedWeight
+from .formats import ByteWeight, MackoWeight, PackedWeight
 from .linear import HOOKS, SparseLinear
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
@@ -90,6 +90,9 @@ class MergedLinear(SparseLinear):
         if self.device.type == "meta":
             return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
         whole = self._whole.packed
+        if isinstance(whole, ByteWeight):
+            stop = sum(self._whole._part_rows[: self._index + 1])
+            return whole.part(0, stop - self.out_features, stop)
         rows = whole.to_dense().split(self._whole._part_rows)[self._index]  # type: ignore[no-untyped-call]
         return type(whole).from_dense(rows) if whole.saved_dense else MackoWeight.smallest(rows)
 
@@ -158,7 +161,7 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
                 layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
                 if len({id(layer) for layer in layers}) < len(names):
                     continue
-                kinds = {(one.format, one.dtype, one.device, one.in_features, one._options) for one in layers}
+                kinds = {(one.packed.label, one.dtype, one.device, one.in_features, one._options) for one in layers}
                 if len(kinds) > 1:
                     continue
                 try:
@@ -182,16 +185,21 @@ def _can_merge(layer: object) -> bool:
     if type(layer) is not SparseLinear or layer.bias is not None:
         return False
     packed = layer.packed
-    if not isinstance(packed, MackoWeight) and not packed.is_layout and not packed.saved_dense:
+    known = isinstance(packed, (MackoWeight, ByteWeight)) or packed.is_layout or packed.saved_dense
+    if not known:
         return False  # slide may hold quantised values, and is saved as it is
     return "forward" not in vars(layer) and not any(vars(layer)[name] for name in HOOKS)
 
 
 def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
-    dense = torch.cat([layer.packed.to_dense() for layer in layers])
-    first = layers[0]
-    options = first._options or Options(first.format)
-    packed = pack(dense if first.packed.saved_dense else MackoWeight.smallest(dense), options)
+    first, held = layers[0], [layer.packed for layer in layers]
+    options, bytes_ = first._options or Options(first.format), [w for w in held if isinstance(w, ByteWeight)]
+    packed: PackedWeight
+    if bytes_:
+        packed = bytes_[0].joined(bytes_, sum(weight.rows for weight in held))
+    else:
+        dense = torch.cat([weight.to_dense() for weight in held])
+        packed = pack(dense if held[0].saved_dense else MackoWeight.smallest(dense), options)
     whole = _Whole.from_packed(packed, options=options).train(first.training)
     whole._part_rows, whole._last = tuple(layer.out_features for layer in layers), last
     return [MergedLinear(whole, index).train(layer.training) for index, layer in enumerate(layers)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import MackoWeight, PackedWeight, SlideWeight
+from .formats import ByteWeight, MackoWeight, PackedWeight, SlideWeight
 
 #: The canonical capacity is a multiple of so many entries (MACKO_CHUNK in csrc/macko/macko.h).
 _CHUNK = 8
@@ -29,6 +29,8 @@ def sliced(weight: PackedWeight, dim: int, start: int, stop: int) -> PackedWeigh
         return weight
     if isinstance(weight, SlideWeight):
         raise ValueError(f"a weight of format {weight.label} cannot be cut: pack each shard of the dense one")
+    if isinstance(weight, ByteWeight):
+        return weight.part(dim, start, stop)
     if isinstance(weight, MackoWeight) and dim == 0:
         return _canonical_rows(weight, start, stop)
     return _packed_as(weight, weight.to_dense().narrow(dim, start, stop - start))

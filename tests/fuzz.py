@@ -83,6 +83,7 @@ def honest() -> list[PackedWeight]:
     made.append(FORMATS["dense12"].from_dense(w))
     w[:, ::2] = 0
     made += [FORMATS["sparse11"].from_dense(w.to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
+    made += [FORMATS[name].from_dense(w, kind).to_saved() for name in ("dense8", "sparse8") for kind in (0, 1)]
     perm = torch.arange(9, dtype=torch.int32).expand(2, 9).contiguous()
     block = torch.tensor([[0, 0, 0, 9, 0, 0, 1, 0]], dtype=torch.int32)
     made.append(SellWeight(torch.zeros(0).half(), torch.zeros(256).short(), block, perm, 9, 20, 3, 8, 0, 0))

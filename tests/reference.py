@@ -241,6 +241,62 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     return data.view(w.dtype), torch.tensor(offsets, dtype=torch.int32), sizes
 
 
+def _places(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of codes as dense8 and sparse8 hold them, [slab, tile, slice, step, lane, i] (csrc/dense8/bytes.h)."""
+    (rows, cols), flip = codes.shape, 0x80 if codes.dtype == torch.int8 else 0
+    held = codes.cpu().contiguous().view(torch.uint8)
+    held = torch.where(codes.cpu().float() == 0, 0, held) ^ flip
+    if not flip and dtype == torch.bfloat16:
+        held = held & 0x80 | held << 3 & 0x78 | held >> 4 & 7
+    blocks, slabs = -(-rows // 64), -(-cols // 256)
+    full = torch.full((blocks * 64, slabs * 256), flip, dtype=torch.uint8)
+    full[:rows, :cols] = held
+    # [row block, slice, i / 2 % 2, lane / 4, slab, tile, step, i / 4, lane % 4, i % 2]
+    full = full.view(blocks, 4, 2, 8, slabs, 4, 4, 2, 4, 2).permute(0, 4, 5, 1, 6, 3, 8, 7, 2, 9)
+    return full.reshape(blocks * slabs, 4, 4, 4, 32, 8)
+
+
+def dense8_pack(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Data of the dense8 layout (csrc/dense8/dense8.h) of codes [rows, cols]."""
+    pairs = _places(codes, dtype).unflatten(3, (2, 2))  # steps 0 and 1, 2 and 3
+    return pairs.transpose(4, 5).flatten().view(dtype)
+
+
+def sparse8_pack(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
+    """Data, offsets and sizes (widest, kind, entries) of the sparse8 layout (csrc/sparse8/sparse8.h) of codes."""
+    held, zero = _places(codes, dtype), 0x80 if codes.dtype == torch.int8 else 0
+    bits = 4 * torch.arange(8) + torch.tensor([2, 1, 0, 3])[:, None]
+    pieces, offsets = [], [0]
+    for slab in held:
+        masks = ((slab != zero).long() << bits[:, None]).sum((2, 4))
+        starts, values, begins = torch.zeros(4, 32, 4, dtype=torch.uint8), torch.zeros(0, 32, 4, dtype=torch.uint8), []
+        for slice_ in range(4):
+            own = slab[:, slice_].transpose(1, 2)[..., [0, 1, 2, 3, 7, 6, 5, 4]]  # [tile, lane, step, i]
+            half = lambda own, lane, tiles: own[tiles, lane][own[tiles, lane] != zero]  # noqa: E731
+            heads, tails = ([half(own, lane, t) for lane in range(32)] for t in (slice(2), slice(2, 4)))
+            shortest = sorted(range(32), key=[len(head) for head in heads].__getitem__)
+            longest = sorted(range(32), key=[-len(tail) for tail in tails].__getitem__)
+            columns = {}
+            for lane, column in zip(longest, shortest, strict=True):
+                first, third = (int((own[tile, lane] != zero).sum()) for tile in (0, 2))
+                starts[slice_, lane] = torch.tensor([len(heads[column]), column * 4, first, third])
+                columns[column] = torch.cat([heads[column], tails[lane]])
+            height = max(-(-len(column) // 4) for column in columns.values())
+            room = torch.zeros(32, height * 4, dtype=torch.uint8)
+            for lane, stream in columns.items():
+                room[lane, : len(stream)] = stream
+            begins.append(2688 + values.numel())
+            values = torch.cat([values, room.view(32, height, 4).transpose(0, 1)])
+        words = [masks.flatten().to(torch.uint32), torch.tensor([*begins, *[0] * 28], dtype=torch.uint32)]
+        masks_, slices = (t.view(torch.uint8) for t in words)
+        pieces.append(torch.cat([masks_, starts.flatten(), slices, values.flatten()]))
+        offsets.append(offsets[-1] + len(pieces[-1]) // 128)
+    data = torch.cat([torch.zeros(0, dtype=torch.uint8), *pieces]).view(dtype)
+    widest = max(torch.tensor(offsets).diff().tolist(), default=0)
+    entries = int((codes.float() != 0).sum())
+    return data, torch.tensor(offsets, dtype=torch.int32), [widest, int(codes.dtype == torch.int8), entries]
+
+
 def slide_column(window: int, n: int) -> int:
     """First column of window v of a row: n - 1 windows a group of 2n columns, two columns apart."""
     group, place = divmod(window, n - 1)

@@ -56,7 +56,7 @@ KNOBS: dict[str, Sequence[str]] = {
     "tile": ("", OLD_COPIES, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
     "slide": ("", OLD_COPIES),
     "dense12": ("", *(f"tile_gemm={way}" for way in GEMM_WAYS)),
-    "sparse11": ("", *(f"tile_gemm={way}" for way in GEMM_WAYS)),
+    **dict.fromkeys(("sparse11", "dense8", "sparse8"), ("", *(f"tile_gemm={way}" for way in GEMM_WAYS))),
 }
 TOKENS = {
     "macko": (1, 3, 33),
@@ -66,7 +66,7 @@ TOKENS = {
     "ec": (1, 33),
     "slide": (1, 40, 300),
     "dense12": (1, 12, 30, 64, 65, 200, 700),
-    "sparse11": (1, 12, 30, 64, 65, 200, 700),
+    **dict.fromkeys(("sparse11", "dense8", "sparse8"), (1, 12, 30, 64, 65, 200, 700)),
 }
 
 

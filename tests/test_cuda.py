@@ -295,7 +295,7 @@ def test_more_than_2_31_elements() -> None:
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(131_072, 17_000), (3_000_000, 720)])
-@pytest.mark.parametrize("format", ["macko", "sell", "tile", "ec", "dense12", "sparse11"])
+@pytest.mark.parametrize("format", ["macko", "sell", "tile", "ec", "dense12", "sparse11", "dense8", "sparse8"])
 def test_products_of_more_than_2_31_numbers(format: str, rows: int, tokens: int) -> None:
     if torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("needs 24 GB of free GPU memory")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from macko import FORMATS, MackoWeight, SparseLinear
 from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
-from macko.formats import BitmapWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight
+from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight
 from tests.common import assert_same_bits, devices, integer_problem, random_weight
 from tests.fuzz import honest
 
@@ -33,10 +33,11 @@ def test_every_format_has_the_same_face(name: str, device: str) -> None:
     assert packed.density == int(w.count_nonzero()) / w.numel()
     assert packed.stored >= int(w.count_nonzero())
     assert packed.nbytes == sum(t.nbytes for t in packed.tensors().values())
-    assert_same_bits(packed.to_dense(), w)
+    if packed.lossless:
+        assert_same_bits(packed.to_dense(), w)
     packed.validate()
     again = type(packed)(**packed.tensors(), **packed.sizes())
-    assert_same_bits(again.to_dense(), w)
+    assert_same_bits(again.to_dense(), packed.to_dense())
     with pytest.raises(dataclasses.FrozenInstanceError):
         packed.rows = 3
 
@@ -200,7 +201,7 @@ def test_tensors_without_content(name: str) -> None:
         dataclasses.replace(HONEST[name], **{n: t.to("meta") for n, t in HONEST[name].tensors().items()}).validate()
 
 
-LAYOUTS = [name for name, kind in FORMATS.items() if kind.is_layout or kind.saved_dense]
+LAYOUTS = [name for name, kind in FORMATS.items() if kind.is_layout or kind.saved_dense or issubclass(kind, ByteWeight)]
 NEVER_SAVED = "is an execution layout, never saved"
 
 
@@ -275,7 +276,7 @@ def test_a_dense_and_a_canonical_weight_are_packed_alike(format: str) -> None:
         packed, again = (pack(source, Options(format)) for source in (w, MackoWeight.from_dense(w)))
         assert packed.label == again.label
         for held in (packed, again):
-            assert_same_bits(held.to_dense(), w)
+            assert_same_bits(held.to_dense(), w if held.lossless else packed.to_dense())
 
 
 @pytest.mark.parametrize("tokens", [None, 8])
@@ -299,7 +300,7 @@ def test_a_wrong_header_is_an_error(name: str) -> None:
     tensors, header = FORMATS[name].from_dense(w).packed
     x, macko = torch.randn(3, 130).to(w.dtype), torch.ops.macko
     calls = [lambda t, h: macko.check(t, h)] if name != "slide" else []
-    if name not in ("tile", "ec", "dense12", "sparse11"):  # those trust the content once it is checked
+    if name not in ("tile", "ec", "dense12", "sparse11", "sparse8"):  # those trust the content once it is checked
         calls += [lambda t, h: macko.dense(t, h), lambda t, h: macko.linear(x, t, h, None)]
     numbers = [-(2**63), -1, 0, 1, 2, 3, 7, 71, 73, 129, 131, 2**31 - 1, 2**31, 2**63 - 1]
     wrong: list[tuple[Any, Any]] = [

@@ -74,9 +74,9 @@ class ToyWeight(PackedWeight):
 TOY = "LAYOUT(TOY, toy_layout)"
 #: All that changes outside of the layout's own file: (file, what stands there once, what stands there then).
 ROWS = [
-    ("csrc/torch/path.h", "LAYOUT(SPARSE11, sparse11_layout)", "LAYOUT(SPARSE11, sparse11_layout) " + TOY),
+    ("csrc/torch/path.h", "LAYOUT(SPARSE8, sparse8_layout)", "LAYOUT(SPARSE8, sparse8_layout) " + TOY),
     ("macko/formats.py", "#: Every format by name, ", CLASS + "#: Every format by name, "),
-    ("macko/formats.py", "Dense12Weight, Sparse11Weight)", "Dense12Weight, Sparse11Weight, ToyWeight)"),
+    ("macko/formats.py", "Dense8Weight, Sparse8Weight)", "Dense8Weight, Sparse8Weight, ToyWeight)"),
 ]
 
 USE = r"""

@@ -181,10 +181,11 @@ def test_tile_has_a_kernel_for_few_and_one_for_many(room: Room) -> None:
     assert room("tile", OTHER_GPU, limit=1000) == {0: "few", 1001: "dense rows"}
 
 
-def test_sparse11_has_them_with_wgmma_alone(room: Room) -> None:
-    assert room("sparse11", HOPPER) == room("sparse11", HOPPER, cols=4097) == {0: "few", 65: "many", END: "dense rows"}
-    assert room("sparse11", HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
-    assert room("sparse11", CPU) == room("sparse11", OTHER_GPU) == room("sparse11", HOPPER, cols=0) == {0: "dense rows"}
+@pytest.mark.parametrize("name", ["sparse11", "dense8", "sparse8"])
+def test_layouts_of_bytes_have_them_with_wgmma_alone(room: Room, name: str) -> None:
+    assert room(name, HOPPER) == room(name, HOPPER, cols=4097) == {0: "few", 65: "many", END: "dense rows"}
+    assert room(name, HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
+    assert room(name, CPU) == room(name, OTHER_GPU) == room(name, HOPPER, cols=0) == {0: "dense rows"}
 
 
 def test_dense12_has_them_with_wgmma_alone(room: Room) -> None:

@@ -6,14 +6,6 @@
 
 namespace macko {
 
-// 16 bytes of shared memory. Volatile: nothing else keeps them behind the pipeline's barrier.
-__device__ __forceinline__ void read_128(uint32_t (&to)[4], uint32_t from) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(from)
-                 : "memory");
-}
-
 // What a lane has of a tile, but for the low bytes.
 template <typename T>
 struct dense12_lane {
@@ -66,7 +58,7 @@ struct dense12 {
     struct constants {
         uint32_t table[2];
     };
-    static constexpr bool SAME_SIZE = true;
+    static constexpr bool SAME_SIZE = true, SCALED = false;
     static constexpr int BASE = 0;
     static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_DENSE12_SLICE_BYTES,
                          CHUNK = MACKO_TILE_LANES * MACKO_DENSE12_CHUNK; // of a warp

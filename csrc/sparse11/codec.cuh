@@ -11,21 +11,6 @@
 
 namespace macko {
 
-// 32 bits of two words from a bit on, mod 32.
-__device__ __forceinline__ uint32_t funnel_shift(uint32_t low, uint32_t high, uint32_t bits) {
-    uint32_t word;
-    asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(low), "r"(high), "r"(bits));
-    return word;
-}
-
-// Not volatile, so that the compiler may move it; its address comes from a load behind the pipeline's barrier.
-template <int ROW>
-__device__ __forceinline__ uint32_t load_row(uint32_t at) {
-    uint32_t word;
-    asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(word) : "r"(at), "n"(ROW * MACKO_SPARSE11_ROW_BYTES));
-    return word;
-}
-
 struct sparse11_weights {
     uint32_t table[2];
 };
@@ -128,7 +113,7 @@ template <typename VALUE>
 struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
-    static constexpr bool SAME_SIZE = false;
+    static constexpr bool SAME_SIZE = false, SCALED = false;
     static constexpr int BASE = 0;
 
     struct few_reader {

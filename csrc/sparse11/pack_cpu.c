@@ -1,12 +1,9 @@
 /* The sparse11 layout from dense rows, its dense rows, and its checks: the order of sparse11.h. */
-#include "../tile/places_cpu.h"
+#include "../tile/columns_cpu.h"
 #include "sparse11.h"
 
 enum {
     SIGN = 0x8000,
-    HALF_TILES = MACKO_TILE_SLAB_TILES / 2,
-    HALF_MOST = HALF_TILES * STEPS * STEP_ELEMENTS, /* values of half a stream */
-    STEP_PLACES = MACKO_TILE_LANES * STEP_ELEMENTS,
     PLACE_BIT = 16, /* of a word of the list: its place */
     NO_CODE = 255,
 };
@@ -32,14 +29,6 @@ static inline int code_of(macko_dtype dtype, uint16_t value, const uint8_t codes
 /* The codes of a slice of a slab, by tile and place, NO_CODE where a value is listed. */
 typedef uint8_t slice_codes[MACKO_TILE_SLAB_TILES][PART_PLACES];
 
-/* What a slice's codes say of its streams. */
-typedef struct slice_plan {
-    uint8_t starts[MACKO_TILE_LANES][4];
-    uint8_t heads[MACKO_TILE_LANES], tails[MACKO_TILE_LANES]; /* lengths */
-    uint8_t lengths[MACKO_TILE_LANES];                        /* of columns */
-    int rows;
-} slice_plan;
-
 static inline int in_stream(int code) {
     return code != 0 && code != NO_CODE;
 }
@@ -50,48 +39,12 @@ static int values_in(const uint8_t codes[PART_PLACES], int lane) {
     return count;
 }
 
-/* Lanes by length, the shortest first, of equal ones the lower lane first. */
-static void sort_lanes(const int lengths[MACKO_TILE_LANES], uint8_t sorted[MACKO_TILE_LANES]) {
-    int places[HALF_MOST + 2] = {0};
-    for (int lane = 0; lane < MACKO_TILE_LANES; lane++) places[lengths[lane] + 1]++;
-    for (int length = 0; length < HALF_MOST; length++) places[length + 1] += places[length];
-    for (int lane = 0; lane < MACKO_TILE_LANES; lane++) sorted[places[lengths[lane]]++] = (uint8_t)lane;
-}
-
+/* What a slice's codes say of its streams. */
 static slice_plan plan_slice(slice_codes codes) {
-    slice_plan plan = {.rows = 0};
-    int heads[MACKO_TILE_LANES], missing[MACKO_TILE_LANES]; /* from the tail */
-    uint8_t columns[MACKO_TILE_LANES], lanes[MACKO_TILE_LANES];
-    for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
-        int counts[MACKO_TILE_SLAB_TILES];
-        for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) counts[tile] = values_in(codes[tile], lane);
-        heads[lane] = counts[0] + counts[1];
-        missing[lane] = HALF_MOST - counts[2] - counts[3];
-        plan.starts[lane][2] = (uint8_t)counts[0];
-        plan.starts[lane][3] = (uint8_t)counts[2];
-        plan.heads[lane] = (uint8_t)heads[lane];
-        plan.tails[lane] = (uint8_t)(counts[2] + counts[3]);
-    }
-    sort_lanes(heads, columns);
-    sort_lanes(missing, lanes);
-    for (int i = 0; i < MACKO_TILE_LANES; i++) {
-        const int column = columns[i], lane = lanes[i], length = heads[column] + plan.tails[lane];
-        plan.starts[lane][0] = (uint8_t)heads[column];
-        plan.starts[lane][1] = (uint8_t)(column * 4);
-        plan.lengths[column] = (uint8_t)length;
-        if (length > plan.rows * 4) plan.rows = (length + 3) / 4;
-    }
-    return plan;
-}
-
-/* Byte of the slice's values where byte k of a column is. */
-static inline int column_at(int column, int k) {
-    return k / 4 * MACKO_SPARSE11_ROW_BYTES + column * 4 + k % 4;
-}
-
-/* Byte of the slice's values where the kth value of a lane's head (half 0) or tail (half 1) is. */
-static inline int value_at(const uint8_t starts[4], int lane, int half, int k) {
-    return half ? column_at(starts[1] / 4, starts[0] + k) : column_at(lane, k);
+    int counts[MACKO_TILE_SLAB_TILES][MACKO_TILE_LANES];
+    for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++)
+        for (int lane = 0; lane < MACKO_TILE_LANES; lane++) counts[tile][lane] = values_in(codes[tile], lane);
+    return plan_columns(counts);
 }
 
 /* The codes of the slice of w, whose first element is at `from`; how many values are listed. */
@@ -205,7 +158,7 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
                 const origin part = part_origin(from, tile * MACKO_TILE_SLICES + slice);
                 store_codes(begin, tile * MACKO_TILE_SLICES + slice, own[slice][tile]);
                 for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
-                    int k = tile % HALF_TILES ? plan.starts[lane][2 + tile / HALF_TILES] : 0;
+                    int k = first_in_half(plan.starts[lane], tile);
                     for (int n = 0; n < MACKO_SPARSE11_STEPS * STEP_ELEMENTS; n++) {
                         const int place = nth_place(lane, n);
                         if (!in_stream(own[slice][tile][place])) continue;
@@ -255,7 +208,7 @@ void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, in
             load_codes(begin, part, codes);
             for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
                 const uint8_t *const starts = begin + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4;
-                int k = tile % HALF_TILES ? starts[2 + tile / HALF_TILES] : 0;
+                int k = first_in_half(starts, tile);
                 for (int n = 0; n < MACKO_SPARSE11_STEPS * STEP_ELEMENTS; n++) {
                     const int place = nth_place(lane, n);
                     if (!codes[place]) continue;

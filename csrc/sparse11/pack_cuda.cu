@@ -9,7 +9,6 @@ namespace {
 
 constexpr int TILES = MACKO_TILE_SLAB_TILES, STEPS = MACKO_SPARSE11_STEPS, WORDS = MACKO_SPARSE11_WORDS;
 constexpr int HIGHS = 256;
-constexpr int HALF_MOST = TILES / 2 * STEPS * STEP_ELEMENTS;
 constexpr uint32_t NO_CODE = 255; // of a value that is listed
 
 // The code of each high byte; two a thread.
@@ -70,18 +69,6 @@ struct slice_masks {
                 listed[tile] |= (uint32_t)(code == NO_CODE) << bit;
             }
         }
-    }
-};
-
-// Where a lane's tail begins, and how many rows the slice's values take.
-struct slice_plan {
-    int byte, column, rows;
-
-    __device__ __forceinline__ void find(const uint32_t (&stream)[TILES], int lane) {
-        const int head = __popc(stream[0]) + __popc(stream[1]), tail = __popc(stream[2]) + __popc(stream[3]);
-        column = lane_with(place_among_lanes<64>(head, lane), place_among_lanes<64>(HALF_MOST - tail, lane));
-        byte = __shfl_sync(FULL_WARP, head, column);
-        rows = __reduce_max_sync(FULL_WARP, (byte + tail + 3) / 4);
     }
 };
 

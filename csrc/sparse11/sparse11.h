@@ -27,14 +27,8 @@
  *                where there are not so many, zeros at the end
  *   stream       of a lane in a slice of a slab: the low bytes of its values that have a code, by tile, in it by step, in
  *                it those of elements 0, 1, 2, 3, 7, 6, 5, 4. Its head (tiles 0 and 1) and its tail (tiles 2 and 3) lie in
- *                columns: byte k of the column of lane l is byte k % 4 of word l of row k / 4 of the slice's values. The
- *                head begins with the lane's own column; the tail comes after the head in a column, this lane's or
- *                another's
- *   starts       of a lane in a slice: the byte of the column where the tail begins; 4 * the lane whose column it is;
- *                values of the stream in tile 0; and in tile 2
- *   spill        lanes by the length of their tail, the longest first, are given the columns by the length of their head,
- *                the shortest first; of equal ones that of the lower lane first. A slice has as many rows as its longest
- *                column takes. What no value takes is 0
+ *                columns, as ../tile/columns_cpu.h has it. What no value takes is 0
+ *   starts       of a lane in a slice, as there
  *   parts        of a tile and slice: the byte of the slab where the slice's values begin, and << 16 the byte of the slab
  *                where the part's places in the list begin. The word behind them is MACKO_SPARSE11_END, the list of parts
  *                that have none
@@ -62,9 +56,9 @@ enum {
     MACKO_SPARSE11_PARTS_AT = MACKO_SPARSE11_STARTS_AT + MACKO_TILE_SLICES * MACKO_TILE_LANES * 4,
     MACKO_SPARSE11_END_AT = MACKO_SPARSE11_PARTS_AT + MACKO_SPARSE11_PARTS * 4,
     MACKO_SPARSE11_VALUES_AT = MACKO_SPARSE11_PARTS_AT + MACKO_TILE_UNIT,
-    MACKO_SPARSE11_ROW_BYTES = MACKO_TILE_LANES * 4,
-    MACKO_SPARSE11_MOST_ROWS = MACKO_TILE_SLICES * MACKO_TILE_SLAB_TILES * 32 / 4, /* of values of a slab */
-    MACKO_SPARSE11_MOST_LISTED = 2048,                                             /* of a slab */
+    MACKO_SPARSE11_ROW_BYTES = MACKO_TILE_COLUMNS_ROW_BYTES,
+    MACKO_SPARSE11_MOST_ROWS = MACKO_TILE_COLUMNS_MOST_ROWS, /* of values of a slab */
+    MACKO_SPARSE11_MOST_LISTED = 2048,                       /* of a slab */
     MACKO_SPARSE11_MOST_UNITS = (MACKO_SPARSE11_VALUES_AT + MACKO_SPARSE11_MOST_ROWS * MACKO_SPARSE11_ROW_BYTES +
                                  4 * (MACKO_SPARSE11_MOST_LISTED + MACKO_SPARSE11_PARTS) + MACKO_TILE_UNIT - 1) /
         MACKO_TILE_UNIT, /* of a slab: bytes of it fit 16 bits */

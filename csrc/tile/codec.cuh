@@ -3,13 +3,14 @@
 //     T            what is multiplied, __half or __nv_bfloat16
 //     constants    what a launch tells of the weight besides its bytes
 //     SAME_SIZE    whether all slabs are of one size, so that nobody has to look up where one begins
+//     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
 //     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before it
 //                  is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
 //
-// This file has the codec of the tile layout itself, masks and 16 bits a value (tile.h); that of dense12 is in
-// ../dense12/codec.cuh. Reader functions are templates of the step, and of which of two tiles is meant (0 or 1).
+// This file has the codec of the tile layout itself, masks and 16 bits a value (tile.h); those of dense12, dense8, sparse11
+// and sparse8 are in codec.cuh of their folders. Reader functions are templates of the step, and of which of two tiles is meant (0 or 1).
 #pragma once
 
 #include "../core/cuda.cuh"
@@ -22,7 +23,7 @@ template <typename T_>
 struct sparse16 {
     using T = T_;
     using constants = tile_weights;
-    static constexpr bool SAME_SIZE = false;
+    static constexpr bool SAME_SIZE = false, SCALED = false;
     static constexpr int BASE = MACKO_TILE_VALUES_AT; // masks and offsets lie at fixed distances before it
 
     struct few_reader {

@@ -29,11 +29,34 @@ __device__ __forceinline__ void read_32(uint32_t &to, uint32_t from) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
 }
 
+// 16 bytes: nothing but this keeps them behind the pipeline's barrier, where no load before gave their address.
+__device__ __forceinline__ void read_128(uint32_t (&to)[4], uint32_t from) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(from)
+                 : "memory");
+}
+
 // prmt itself: __byte_perm would mask the selector first.
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
     return bytes;
+}
+
+// 32 bits of two words from a bit on, mod 32.
+__device__ __forceinline__ uint32_t funnel_shift(uint32_t low, uint32_t high, uint32_t bits) {
+    uint32_t word;
+    asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(low), "r"(high), "r"(bits));
+    return word;
+}
+
+// A row of columns of bytes (columns_cpu.h), from one of them. Not volatile, so that the compiler may move it; its address comes from a load behind the pipeline's barrier.
+template <int ROW>
+__device__ __forceinline__ uint32_t load_row(uint32_t at) {
+    uint32_t word;
+    asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(word) : "r"(at), "n"(ROW * MACKO_TILE_COLUMNS_ROW_BYTES));
+    return word;
 }
 
 // Weights of dp4a, a byte each. They are kernel arguments, because dp4a takes an operand from there itself: immediates

@@ -266,14 +266,18 @@ __device__ __forceinline__ void store_four(const few_task<CODEC> &task, int64_t 
     const int64_t row = first_row + thread / WARP * 16 + thread % WARP / 4;
     const int token = four * 8 + thread % 4 * 2;
     T *y = (T *)task.y + token * task.rows + row;
-    float bias[2] = {};
+    float bias[2] = {}, scale[2] = {};
     if (task.bias)
         for (int k = 0; k < 2; k++)
             if (row + k * 8 < task.rows) bias[k] = to_float(((const T *)task.bias)[row + k * 8]);
+    if constexpr (CODEC::SCALED)
+        for (int k = 0; k < 2; k++)
+            if (row + k * 8 < task.rows) scale[k] = task.weights.scales[row + k * 8] * CODEC::FOLD;
 #pragma unroll
     for (int k = 0; k < 4; k++)
         if (row + k / 2 * 8 < task.rows && token + k % 2 < task.tokens)
-            y[k % 2 * task.rows + k / 2 * 8] = from_float<T>(sum[k] + bias[k / 2]);
+            y[k % 2 * task.rows + k / 2 * 8] =
+                from_float<T>(CODEC::SCALED ? sum[k] * scale[k / 2] + bias[k / 2] : sum[k] + bias[k / 2]);
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL // no warnings of what is not used elsewhere
@@ -287,6 +291,12 @@ __device__ __forceinline__ void load_sums(float (&v)[4], uint32_t from) {
                  : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                  : "r"(from)
                  : "memory");
+}
+
+// To L2, while the products of these rows run: they are wanted at the end of all.
+__device__ __forceinline__ void prefetch_scales(const float *scales, int64_t first_row, int64_t rows) {
+    const int64_t row = first_row + threadIdx.x * 32;
+    if (threadIdx.x < MACKO_TILE_ROWS / 32 && row < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + row));
 }
 
 // A consumer warpgroup: a tile of every slab. In order: the first tile is prepared; stages are multiplied (the main
@@ -347,6 +357,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         const bool whole = round<work.whole, second = round> work.whole;
         const int row_block = whole ? work.first_row_block + round : work.left + nth + second;
         const int64_t first_row = (int64_t)row_block * MACKO_TILE_ROWS;
+        if constexpr (CODEC::SCALED) prefetch_scales(task.weights.scales, first_row, task.rows);
         float sums[SUMS];
         uint32_t a[4][4];
 #pragma unroll

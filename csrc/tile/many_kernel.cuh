@@ -525,6 +525,11 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
     float bias[2] = {0, 0};
     if (task.bias && row < task.rows) bias[0] = to_float(((const T *)task.bias)[row]);
     if (task.bias && row + 8 < task.rows) bias[1] = to_float(((const T *)task.bias)[row + 8]);
+    [[maybe_unused]] float scale[2] = {0, 0};
+    if constexpr (CODEC::SCALED) {
+        if (row < task.rows) scale[0] = task.weights.scales[row] * CODEC::FOLD;
+        if (row + 8 < task.rows) scale[1] = task.weights.scales[row + 8] * CODEC::FOLD;
+    }
     const sm90::pipeline_state lent = x.ahead(warpgroup, task.stages.x);
     sm90::consumer_wait(smem + SHAPE::X_FULL, lent);
     x = x.ahead(SHAPE::ROW_BLOCKS, task.stages.x);
@@ -533,6 +538,11 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
 #pragma unroll
     for (int i = 0; i < SHAPE::OUT_TOKENS / 16; i++) {
         const float *sum = sums + i * 8;
+        [[maybe_unused]] float scaled[8];
+        if constexpr (CODEC::SCALED) {
+            for (int k = 0; k < 8; k++) scaled[k] = sum[k] * scale[k / 2 % 2];
+            sum = scaled;
+        }
         const uint32_t rounded[4] = {
             from_float2<T>(sum[0] + bias[0], sum[1] + bias[0]), from_float2<T>(sum[2] + bias[1], sum[3] + bias[1]),
             from_float2<T>(sum[4] + bias[0], sum[5] + bias[0]), from_float2<T>(sum[6] + bias[1], sum[7] + bias[1])};

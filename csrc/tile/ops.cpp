@@ -6,17 +6,11 @@
 namespace macko {
 namespace {
 
-macko_dtype check_half(const char *op, const char *name, const Tensor &t) {
-    const macko_dtype dtype = check_value_dtype(op, name, t);
-    if (dtype == MACKO_F32) fail(op, name, " has dtype float32, expected float16 or bfloat16");
-    return dtype;
-}
-
 // The struct over the two tensors, once they have passed every check that needs no look at their content.
 macko_tile_matrix matrix_of(const char *op, const Packed &p) {
     const Tensor &data = p[0], &offsets = p[1];
     const macko_dtype dtype =
-        check_slabs(op, p, macko_tile_units(0), macko_tile_units(MACKO_TILE_MOST_ROWS), check_half);
+        check_slabs(op, p, macko_tile_units(0), macko_tile_units(MACKO_TILE_MOST_ROWS), check_16_bits);
     return {static_cast<const uint8_t *>(data.const_data_ptr()),
             static_cast<const int32_t *>(offsets.const_data_ptr()),
             p.rows(),
@@ -48,7 +42,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
     const char *op = "lay_out";
     const macko_matrix source = checked_matrix(op, canonical);
     const Tensor &values = canonical[0];
-    check_half(op, "values", values);
+    check_16_bits(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
     const int64_t rows = source.rows, cols = source.cols, slabs = macko_tile_count(rows, cols);

@@ -1,4 +1,4 @@
-// The ops that layouts of tile's slabs have in common (tile, dense12, sparse11): rows as dense ones, checks, and products. A Kind
+// The ops that layouts of tile's slabs have in common: rows as dense ones, checks, and products. A Kind
 // says whose they are: its matrix and its layout, how the ops' arguments become a matrix, a piece of one, the kernels.
 #pragma once
 
@@ -16,6 +16,12 @@
 #endif
 
 namespace macko {
+
+inline macko_dtype check_16_bits(const char *op, const char *name, const Tensor &t) {
+    const macko_dtype dtype = check_value_dtype(op, name, t);
+    if (dtype == MACKO_F32) fail(op, name, " has dtype float32, expected float16 or bfloat16");
+    return dtype;
+}
 
 #ifdef USE_CUDA
 template <typename Kind>

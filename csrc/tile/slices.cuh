@@ -66,6 +66,20 @@ __device__ __forceinline__ int lane_with(int own, int wanted) {
     return __ffs(lanes) - 1;
 }
 
+// Of streams of bytes in columns (columns_cpu.h), by masks of what is in them: where a lane's tail begins, and how many rows
+// the slice's values take.
+struct slice_plan {
+    int byte, column, rows;
+
+    __device__ __forceinline__ void find(const uint32_t (&stream)[MACKO_TILE_SLAB_TILES], int lane) {
+        constexpr int HALF_MOST = MACKO_TILE_SLAB_TILES / 2 * 32;
+        const int head = __popc(stream[0]) + __popc(stream[1]), tail = __popc(stream[2]) + __popc(stream[3]);
+        column = lane_with(place_among_lanes<64>(head, lane), place_among_lanes<64>(HALF_MOST - tail, lane));
+        byte = __shfl_sync(FULL_WARP, head, column);
+        rows = __reduce_max_sync(FULL_WARP, (byte + tail + 3) / 4);
+    }
+};
+
 // Of the elements of a step that lanes have in their masks: how many the lower lanes have, and the warp.
 struct listed_ranks {
     uint32_t before = 0, all = 0;

@@ -80,6 +80,9 @@ enum {
     MACKO_TILE_ROW_BYTES = MACKO_TILE_LANES * MACKO_TILE_STREAMS * 2, /* of values */
     MACKO_TILE_MASK_BYTES = MACKO_TILE_SLICES * MACKO_TILE_LANES * 4, /* of a tile */
     MACKO_TILE_UNIT = 128,                                            /* bytes that offsets count */
+    /* Of layouts whose values are bytes in columns (columns_cpu.h): bytes of a row, and rows of a slab at most. */
+    MACKO_TILE_COLUMNS_ROW_BYTES = MACKO_TILE_LANES * 4,
+    MACKO_TILE_COLUMNS_MOST_ROWS = MACKO_TILE_SLICES * MACKO_TILE_SLAB_TILES * 32 / 4,
     /* Bytes of a slab where its spill offsets, slice offsets and values are. */
     MACKO_TILE_SPILLS_AT = MACKO_TILE_SLAB_TILES * MACKO_TILE_MASK_BYTES,
     MACKO_TILE_SLICES_AT = MACKO_TILE_SPILLS_AT + MACKO_TILE_SLICES * MACKO_TILE_LANES * MACKO_TILE_STREAMS * 2,

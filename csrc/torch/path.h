@@ -23,7 +23,9 @@
     LAYOUT(EC, ec_layout)                                                                                              \
     LAYOUT(SLIDE, slide_layout)                                                                                        \
     LAYOUT(DENSE12, dense12_layout)                                                                                    \
-    LAYOUT(SPARSE11, sparse11_layout)
+    LAYOUT(SPARSE11, sparse11_layout)                                                                                  \
+    LAYOUT(DENSE8, dense8_layout)                                                                                      \
+    LAYOUT(SPARSE8, sparse8_layout)
 
 #define MACKO_LAYOUT_ID(id, layout) MACKO_LAYOUT_##id,
 typedef enum macko_layout_id { MACKO_LAYOUTS(MACKO_LAYOUT_ID) MACKO_NUM_LAYOUTS } macko_layout_id;
@@ -111,6 +113,8 @@ static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, mack
         return d.has_limit || tokens <= MACKO_TILE_MMA_TOKENS ? MACKO_PATH_FEW : MACKO_PATH_DENSE_ROWS;
     case MACKO_LAYOUT_DENSE12:
     case MACKO_LAYOUT_SPARSE11:
+    case MACKO_LAYOUT_DENSE8:
+    case MACKO_LAYOUT_SPARSE8:
         if (!d.has_wgmma || !w.cols || tokens > (d.has_limit ? d.limit : INT32_MAX)) return MACKO_PATH_DENSE_ROWS;
         return tokens <= macko_few_tokens(w) || !w.rows ? MACKO_PATH_FEW : MACKO_PATH_MANY;
     case MACKO_LAYOUT_EC: return tokens == 1 ? MACKO_PATH_SPMV : MACKO_PATH_DENSE_ROWS;

@@ -35,7 +35,7 @@ class MackoConfig(QuantizationConfigMixin):
     """How from_pretrained packs a pruned checkpoint, and what config.json keeps of a packed one.
 
     Args:
-        format, ignore, min_sparsity: as in macko.sparsify_.
+        format, ignore, min_sparsity, values: as in macko.sparsify_.
         version, layers: of a packed checkpoint; see macko.files.
 
     Raises:
@@ -50,16 +50,17 @@ class MackoConfig(QuantizationConfigMixin):
         min_sparsity: float = MIN_SPARSITY,
         version: int = VERSION,
         layers: dict[str, dict[str, Any]] | None = None,
+        values: str = "raw",
     ) -> None:
         self.quant_method = "macko"  # type: ignore[assignment]
         check_about({"version": version, "layers": layers}, "quantization_config")
-        Options(format)
+        Options(format, values=values)
         check_min_sparsity(min_sparsity)
         several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
         self.ignore: list[Any] = list(ignore) if several else [ignore]
         if not all(isinstance(name, str) for name in self.ignore):
             raise ValueError(f"ignore is {ignore!r}, expected names")
-        self.format, self.min_sparsity, self.version = format, min_sparsity, version
+        self.format, self.min_sparsity, self.version, self.values = format, min_sparsity, version, values
         self.layers = {} if layers is None else layers
 
     @classmethod
@@ -222,7 +223,8 @@ class MackoHfQuantizer(HfQuantizer):
         if weight.shape != expected.shape:
             return False  # transformers then says that the checkpoint is of another size
         config = self.quantization_config
-        row, sparse = convert_weight(name, weight, Options(config.format), config.min_sparsity)
+        options = Options(config.format, values=config.values)
+        row, sparse = convert_weight(name, weight, options, config.min_sparsity)
         self.report.layers.append(row)
         if sparse is None:
             return False
@@ -247,6 +249,7 @@ class MackoHfQuantizer(HfQuantizer):
                 module.__class__ = SparseLinear  # type: ignore[assignment]
                 try:
                     module.packed.validate()
+                    module._hold(module.packed.held())
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
                 if module.dtype != self._dtypes[name]:
@@ -301,6 +304,7 @@ def _cut(model: Any, name: str, layer: SparseLinear) -> None:
         return
     try:
         layer.packed.validate()
+        layer._hold(layer.packed.held())
         tensor_parallel.cut(model, name, layer)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from ..choose import Options, pack
 from ..convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..files import VERSION, check_about
-from ..formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
+from ..formats import ByteWeight, MackoWeight, PackedWeight, saved_as, takes_any_weight
 from ..layers import IGNORED, matching
 from ..ops import call
 from ..shards import sliced
@@ -317,6 +317,7 @@ class Packed(_Method):
             if whole.dtype != self.dtype:
                 whole = whole.to("cpu")  # a GPU has no kernels for float32
             whole.validate()
+            whole = whole.held()
             cut += self._cut(layer, whole.to(device, self.dtype), self._places(shard))
         options = self.options(device)
         if takes_any_weight(options.format):  # which is for what the files hold dense
@@ -324,6 +325,9 @@ class Packed(_Method):
         if len(cut) == 1 and cut[0].rows == sum(self.rows):
             # ec and slide are what somebody chose
             return pack(cut[0].to_macko(), options) if isinstance(cut[0], MackoWeight) or not options.again else cut[0]
+        bytes_ = [part for part in cut if isinstance(part, ByteWeight)]
+        if len(bytes_) == len(cut) and len({(type(part), part.kind) for part in bytes_}) == 1:
+            return bytes_[0].joined(bytes_, sum(self.rows))
         dense = torch.cat([part.to_dense() for part in cut])
         return pack(nn.functional.pad(dense, (0, 0, 0, sum(self.rows) - len(dense))), options)
 

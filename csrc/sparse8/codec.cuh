@@ -1,0 +1,178 @@
+// From a slab of sparse8 to the registers of operand A (sparse8.h; tile/codec.cuh says what the kernels ask).
+//
+// As in sparse11, a step's bytes are found at any byte of a stream, and its elements' ranks among those that have a value
+// by one multiplication. Elements without one take a zero from beside the stream.
+#pragma once
+
+#include "../dense8/bytes.cuh"
+#include "sparse8.h"
+
+namespace macko {
+
+// What every step multiplies with, in registers (sparse11_numbers says why).
+struct sparse8_numbers {
+    uint32_t four, first_ranks, last_ranks;
+
+    __device__ __forceinline__ explicit sparse8_numbers(int lane) {
+        const auto hidden = [&](uint32_t number) { return __shfl_sync(FULL_WARP, lane ? 0 : number, 0); };
+        four = hidden(4);
+        first_ranks = hidden((0x1110 - 4) / 4);
+        last_ranks = hidden(-((0x1110u + 4) / 4));
+    }
+};
+
+// What a lane has of a tile.
+template <macko_byte_kind KIND, typename T>
+struct sparse8_lane {
+    using bytes = four_bytes<KIND, T>;
+    static constexpr int STEPS = MACKO_SPARSE8_STEPS;
+    static constexpr uint32_t HAVE = 0x44444444;
+    uint32_t mask, at[STEPS + 1]; // bits of the column before a step's values
+    uint32_t column;              // where it begins
+
+    // Bit 2 of an element's nibble: it has a value.
+    __device__ __forceinline__ uint32_t have(int step) const {
+        return (step < 3 ? mask << step : mask >> 1) & HAVE;
+    }
+    // at[0] is known.
+    __device__ __forceinline__ void count() {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) at[step + 1] = at[step] + 8 * __popc(have(step));
+    }
+    // The words around where a step's values begin, or the last one's end.
+    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse8_numbers &numbers) const {
+        const uint32_t row = (at[step] & ~31u) * numbers.four + column;
+        if (step > 0) words[0] = load_row<-1>(row);
+        words[1] = load_row<0>(row);
+        if (step < STEPS) words[2] = load_row<1>(row);
+    }
+    // here, next: what was loaded of this step and of the next one.
+    __device__ __forceinline__ void make(int step, const uint32_t (&here)[3], const uint32_t (&next)[3],
+                                         uint32_t (&a)[4], const sparse8_numbers &numbers) const {
+        const uint32_t first = funnel_shift(here[1], here[2], at[step]),
+                       last = funnel_shift(next[0], next[1], at[step + 1]);
+        // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it; 4 and more are zeros.
+        const uint32_t own = have(step);
+        bytes::make(byte_permute(first, bytes::ZEROS, own * numbers.first_ranks + 0x4444), a[0], a[1]);
+        bytes::make(byte_permute(last, bytes::ZEROS, (own >> 16) * numbers.last_ranks + 0x7777), a[2], a[3]);
+    }
+};
+
+template <macko_byte_kind KIND, typename VALUE>
+struct sparse8 {
+    using T = VALUE;
+    using constants = byte_weights;
+    using lane_type = sparse8_lane<KIND, T>;
+    static constexpr bool SAME_SIZE = false, SCALED = true;
+    static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
+    static constexpr int BASE = 0;
+
+    struct few_reader {
+        // Offsets in a slab of the lane's mask and start, and of where its slice begins.
+        uint32_t mask_at, start_at, slice_at;
+        // As in sparse11: which column it is, and its bits before the tile's values.
+        uint32_t before, own_column, select;
+        sparse8_numbers numbers;
+        lane_type lanes[2];
+        uint32_t words[MACKO_SPARSE8_STEPS + 1][3], start, values;
+
+        __device__ __forceinline__ few_reader(const constants &, int tile, int slice, int lane) : numbers(lane) {
+            const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
+            mask_at = held(tile_lane::mask_at(0, tile, slice, lane));
+            start_at = held(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
+            slice_at = held(MACKO_SPARSE8_SLICES_AT + slice * 4);
+            before = held((tail ? 8u : 0) | (odd ? 8u << (tail ? 24 : 16) : 0));
+            own_column = held(lane * 4);
+            select = held(tail ? 0x5551 : 0x5554);
+        }
+        template <int STEP, int TILE>
+        __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
+            lane_type &tile = lanes[TILE];
+            if (STEP == 0) {
+                read_32(values, slab + slice_at);
+                read_32(start, slab + start_at);
+                read_32(tile.mask, slab + mask_at);
+            } else if (STEP == 1) {
+                tile.at[0] = __dp4a(start, before, 0u);
+                tile.column = slab + values + byte_permute(start, own_column, select);
+            } else if (STEP == 2) {
+                tile.count();
+            } else {
+                tile.load(0, words[0], numbers);
+                tile.load(1, words[1], numbers);
+            }
+        }
+        template <int STEP, int TILE>
+        __device__ __forceinline__ void load_next(uint32_t, const constants &) {
+            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers);
+        }
+        template <int STEP, int TILE>
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            lanes[TILE].make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
+        }
+        __device__ __forceinline__ void move_1_to_0() {
+            lanes[0] = lanes[1];
+        }
+    };
+
+    struct many_reader {
+        sparse8_numbers numbers;
+        // The slice's values and the lane's start; of the tile that is prepared the lane's mask, and where its values begin.
+        uint32_t values, start, mask_at, column, at;
+        lane_type here, next;
+        uint32_t words[MACKO_SPARSE8_STEPS + 1][3];
+
+        __device__ __forceinline__ explicit many_reader(const constants &) : numbers(threadIdx.x % WARP) {
+        }
+        __device__ __forceinline__ void open(uint32_t slab, int slice, int lane) {
+            mask_at = tile_lane::mask_at(slab, 0, slice, lane);
+            read_32(start, slab + MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
+            read_32(values, slab + MACKO_SPARSE8_SLICES_AT + slice * 4);
+            values += slab;
+            column = values + lane * 4;
+            at = 0;
+        }
+        __device__ __forceinline__ void spill() {
+            column = values + (start >> 8 & 0xff);
+            at = (start & 0xff) * 8;
+        }
+        __device__ __forceinline__ void skip_half() {
+            mask_at += MACKO_TILE_SLAB_TILES / 2 * MACKO_TILE_MASK_BYTES;
+            spill();
+        }
+        __device__ __forceinline__ void prepare_first(const constants &weights) {
+            prepare<0>(weights);
+            prepare<1>(weights);
+            prepare<3>(weights);
+        }
+        __device__ __forceinline__ void advance(bool to_second_half) {
+            here = next;
+            mask_at += MACKO_TILE_MASK_BYTES;
+            at = next.at[MACKO_SPARSE8_STEPS];
+            if (to_second_half) spill();
+        }
+        template <int STEP>
+        __device__ __forceinline__ void prepare(const constants &) {
+            if (STEP == 0) {
+                read_32(next.mask, mask_at);
+            } else if (STEP == 1) {
+                next.at[0] = at;
+                next.column = column;
+                next.count();
+            } else if (STEP == 3) {
+                next.load(0, words[0], numbers);
+                next.load(1, words[1], numbers);
+            }
+        }
+        template <int STEP>
+        __device__ __forceinline__ void load_next(const constants &) {
+            if (STEP < 3) here.load(STEP + 2, words[STEP + 2], numbers);
+        }
+        template <int STEP>
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            here.make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
+        }
+    };
+};
+
+} // namespace macko

@@ -1,0 +1,107 @@
+// The sparse8 layout's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA.
+#include <atomic>
+
+#include "../dense8/bytes_ops.h"
+#include "../tile/laid_out.h"
+#include "sparse8.h"
+
+namespace macko {
+namespace {
+
+// The struct over the tensors, once they have passed every check that needs no look at their content.
+macko_sparse8_matrix matrix_of(const char *op, const Packed &p) {
+    const Tensor &data = p[0], &offsets = p[1];
+    const macko_dtype dtype =
+        check_slabs(op, p, macko_sparse8_units(0), macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS), check_16_bits);
+    return {static_cast<const uint8_t *>(data.const_data_ptr()),
+            static_cast<const int32_t *>(offsets.const_data_ptr()),
+            check_scales(op, p[2], data, p.rows()),
+            p.rows(),
+            p.cols(),
+            int32_t(p.own(0)),
+            data.numel() * 2 / MACKO_TILE_UNIT,
+            true,
+            check_kind(op, p.own(1)),
+            dtype};
+}
+
+// The matrix's rows from the row block of `first` on.
+[[maybe_unused]] macko_sparse8_matrix piece_of(macko_sparse8_matrix m, int64_t first, int64_t rows) {
+    m.scales += first / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
+    return piece_by_offsets(m, first, rows);
+}
+
+// For what tile's slabs have in common (products.h).
+struct Sparse8 {
+    using Matrix = macko_sparse8_matrix;
+    static constexpr macko_layout_id layout = MACKO_LAYOUT_SPARSE8;
+    static constexpr auto matrix_of = macko::matrix_of;
+    static constexpr auto piece_of = macko::piece_of;
+#ifdef USE_CUDA
+    static constexpr auto unpack = macko_sparse8_unpack_cuda;
+    static constexpr auto few = macko_sparse8_few_cuda;
+    static constexpr auto many_plan = macko_sparse8_many_plan_cuda;
+    static constexpr auto many = macko_sparse8_many_cuda;
+#else
+    static constexpr auto unpack = macko_sparse8_unpack_cpu;
+    static constexpr auto check = macko_sparse8_check_cpu;
+#endif
+};
+
+Made pack(const Tensor &w_any, const Ints &options) {
+    const char *op = "pack";
+    const ByteOptions wanted = check_codes(op, w_any, options);
+    const int64_t rows = w_any.size(0), cols = w_any.size(1), slabs = macko_tile_count(rows, cols);
+    const DeviceOf guard(w_any);
+    const Tensor w = as_contiguous(w_any);
+    Tensor offsets = torch::stable::new_empty(w, {slabs + 1}, ScalarType::Int);
+    auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
+    macko_sparse8_matrix m = {nullptr, offset_data, nullptr, rows, cols, 0, 0, true, wanted.kind, wanted.dtype};
+    macko_tile_totals totals{};
+#ifdef USE_CUDA
+    const cudaStream_t stream = current_stream(w);
+    Tensor totals_tensor = torch::stable::new_zeros(w, {int64_t(sizeof totals / 8)}, ScalarType::Long);
+    auto *device_totals = static_cast<macko_tile_totals *>(totals_tensor.mutable_data_ptr());
+    STD_CUDA_CHECK(macko_sparse8_count_cuda(&m, w.const_data_ptr(), offset_data, device_totals, stream));
+    STD_CUDA_CHECK(macko_tile_scan_cuda(slabs, offset_data, device_totals, stream));
+    STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
+    check_units(op, totals.units);
+#else
+    const auto *codes = static_cast<const uint8_t *>(w.const_data_ptr());
+    std::atomic<int64_t> stored{0};
+    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t first, int64_t last) {
+        stored += macko_sparse8_count_cpu(&m, codes, first, last, offset_data);
+    });
+    totals.stored = stored;
+    add_up_slabs(op, slabs, offset_data, totals);
+#endif
+    Tensor data = torch::stable::new_empty(w, {totals.units * MACKO_TILE_UNIT / 2}, wanted.type);
+    auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
+#ifdef USE_CUDA
+    STD_CUDA_CHECK(macko_sparse8_write_cuda(&m, w.const_data_ptr(), bytes, stream));
+#else
+    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t first, int64_t last) {
+        macko_sparse8_write_cpu(&m, codes, bytes, first, last);
+    });
+#endif
+    return {{data, offsets, scales_of_one(w, rows)},
+            {MACKO_LAYOUT_SPARSE8, rows, cols, totals.widest, wanted.kind, totals.stored}};
+}
+
+} // namespace
+
+const Layout sparse8_layout = {.name = "sparse8",
+                               .tensors = 3,
+                               .own = 3,
+                               .pack_options = 2,
+                               .pack = pack,
+                               .dense = dense<Sparse8>,
+                               .check = check<Sparse8>,
+                               .linear = linear<Sparse8>,
+#ifdef USE_CUDA
+                               .linear_parts = linear_parts<Sparse8>
+#endif
+};
+
+} // namespace macko

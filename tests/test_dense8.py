@@ -1,0 +1,667 @@
+"""The layouts dense8 and sparse8: bytes by their specification, codes, products of any tokens, faults, files."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import macko
+from macko import SparseLinear, codes, grids
+from macko.choose import Options, pack
+from macko.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as
+from macko.shards import sliced
+from tests import reference
+from tests.common import (
+    Plan,
+    assert_close_library,
+    assert_close_spmv,
+    assert_graph_of_layers,
+    assert_same_bits,
+    devices,
+    integer_problem,
+    mask,
+    needs_capture,
+    random_vector,
+)
+from tests.test_dense12 import SHAPES, TOKENS
+from tests.test_tile import chain
+
+DTYPES = (torch.bfloat16, torch.float16)
+KINDS = (0, 1)
+FORMATS = (Dense8Weight, Sparse8Weight)
+each_format = pytest.mark.parametrize("format", FORMATS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def numbers(*shape: int, kind: int, density: float = 0.5, seed: int = 0) -> Tensor:
+    """Codes of every value but -0.0 and NaN, under a mask."""
+    random = torch.Generator().manual_seed(seed)
+    bytes_ = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+    if not kind:
+        bytes_ = torch.where(bytes_ & 127 == 127, 1, torch.where(bytes_ == 128, 0, bytes_))
+    kept = mask("uniform", *shape, density, seed) if bytes_.numel() else torch.zeros(shape, dtype=torch.bool)
+    return torch.where(kept, bytes_, 0).view(codes.TYPES[kind])
+
+
+def scales_of(rows: int, seed: int = 0) -> Tensor:
+    return torch.rand(rows, generator=torch.Generator().manual_seed(seed)) / 100 + 0.001
+
+
+def made_of(
+    format: type[ByteWeight], *shape: int, kind: int, dtype: torch.dtype, device: str = "cpu", density: float = 0.5
+) -> ByteWeight:
+    held = numbers(*shape, kind=kind, density=density).to(device)
+    return format.from_codes(held, scales_of(shape[0]).to(device), dtype)
+
+
+def assert_packs(format: type[ByteWeight], held: Tensor, dtype: torch.dtype, device: str) -> None:
+    """Byte for byte; and the codes, and codes times scales, back."""
+    scales = scales_of(len(held))
+    made = format.from_codes(held.to(device), scales.to(device), dtype)
+    made.validate()
+    assert_same_bits(made.codes(), held)
+    assert_same_bits(made.scales, scales)
+    assert_same_bits(made.to_dense(), (held.float() * scales[:, None]).to(dtype))
+    if isinstance(made, Sparse8Weight):
+        data, offsets, sizes = reference.sparse8_pack(held, dtype)
+        assert [made.widest, made.kind, made.entries] == sizes
+        assert_same_bits(made.offsets, offsets)
+    else:
+        data = reference.dense8_pack(held, dtype)
+    assert_same_bits(made.data, data)
+
+
+def assert_close(y: Tensor, made: ByteWeight, x: Tensor, bias: Tensor | None = None, by_rows: bool = False) -> None:
+    """y against x W^T + bias, of the unrounded W; by dense rows of W as it is rounded.
+
+    Behind the sums of tile's kernels are one product with the scale, and one addition.
+    """
+    if y.is_cuda and not by_rows:
+        assert_close_spmv(y, made.unrounded(), x, bias, chain=chain(made.cols) + 2)
+    else:
+        assert_close_library(y, made.to_dense(), x, bias)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+@each_dtype
+@each_kind
+def test_bytes_and_round_trip_of_every_shape(
+    device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int
+) -> None:
+    for rows, cols in SHAPES:
+        for density in (0.05, 0.5, 1.0):
+            assert_packs(format, numbers(rows, cols, kind=kind, density=density), dtype, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", devices())
+@given(
+    rows=st.integers(0, 140),
+    cols=st.integers(0, 600),
+    density=st.sampled_from((0.0, 0.01, 0.1, 0.5, 0.9, 1.0)),
+    seed=st.integers(0, 9),
+    kind=st.sampled_from(KINDS),
+    format=st.sampled_from(FORMATS),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_round_trip_of_any_shape(
+    device: str,
+    rows: int,
+    cols: int,
+    density: float,
+    seed: int,
+    kind: int,
+    format: type[ByteWeight],
+    dtype: torch.dtype,
+) -> None:
+    assert_packs(format, numbers(rows, cols, kind=kind, density=density, seed=seed), dtype, device)
+
+
+@each_format
+def test_negative_zeros_are_zeros(format: type[ByteWeight]) -> None:
+    held = torch.tensor([[0x80, 0x38, 0], [0xB8, 0x80, 0x80]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    made = format.from_codes(held, torch.ones(2), torch.float16)
+    made.validate()
+    assert_same_bits(made.to_dense(), torch.tensor([[0, 1, 0], [-1, 0, 0]], dtype=torch.float16))
+    assert made.density == 2 / 6
+
+
+def test_bytes_a_weight() -> None:
+    """A byte, or a bit and a byte a value; padding takes some 7 % at half density, and a row has a scale."""
+    dense, sparse = (made_of(f, 1024, 4096, kind=0, dtype=torch.bfloat16).nbytes for f in FORMATS)
+    assert dense == 1024 * 4096 + 1024 * 4
+    assert 0.69 < sparse / 1024 / 4096 < 0.70
+
+
+# Codes.
+
+
+@each_dtype
+@each_kind
+def test_codes_are_the_nearest(dtype: torch.dtype, kind: int) -> None:
+    w = (torch.randn(50, 2000, generator=torch.Generator().manual_seed(0)) / 30).to(dtype)
+    found, scales = codes.quantised(w, kind)
+    most = (448, 127)[kind]
+    assert_same_bits(scales, w.float().abs().amax(1) / most)
+    every = torch.arange(256, dtype=torch.uint8).view(codes.TYPES[kind]).double()
+    every = every[every.isfinite() & (every.abs() <= most)].unique()
+    off = (w.double() - found.double() * scales.double()[:, None]).abs()
+    for row in range(0, 50, 7):
+        nearest = (w[row].double()[:, None] - every * scales[row].double()).abs().amin(1)
+        assert bool((off[row] <= nearest + w[row].double().abs() * 2**-23).all())  # w / scale is rounded
+
+
+def test_ties_go_to_the_even_code() -> None:
+    w = torch.tensor([[127, 0.5, 1.5, -2.5, 3.5]])
+    assert codes.rounded(w, torch.ones(1, 1), 1).tolist() == [[127, 0, 2, -2, 4]]
+    w = torch.tensor([[17.0, 19.0, 0.0009765625, 0.0029296875, -1000]])  # between 16, 18 and 20; 0, 1 and 2 of 2^-9
+    assert codes.rounded(w, torch.ones(1, 1), 0).float().tolist() == [[16, 20, 0, 2**-8, -448]]
+
+
+def test_rows_of_zeros_and_of_little() -> None:
+    w = torch.zeros(4, 70, dtype=torch.bfloat16)
+    w[1, 3], w[2, 5], w[3] = 1e-38, 3e38, -1e-40
+    for kind in KINDS:
+        found, scales = codes.quantised(w, kind)
+        assert scales[0] == 1
+        assert not found[0].float().any()
+        assert bool(((scales > 0) & scales.isfinite()).all())
+        assert float(found[2, 5].float() * scales[2]) == float(w[2, 5])
+    assert [len(t) for t in codes.quantised(torch.zeros(3, 0, dtype=torch.float16), 0)] == [3, 3]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+@each_format
+def test_nan_and_inf_are_refused(format: type[ByteWeight], wrong: float) -> None:
+    w = torch.ones(9, 40, dtype=torch.bfloat16)
+    w[7, 3] = wrong
+    with pytest.raises(ValueError, match="row 7 of the weight has NaN or Inf, which int8 with a scale does not hold"):
+        format.from_dense(w, 1)
+
+
+@each_format
+def test_other_arguments_are_refused(format: type[ByteWeight]) -> None:
+    with pytest.raises(ValueError, match=f"the {format.format} format is of bfloat16 and float16, the .* is float32"):
+        format.from_dense(torch.ones(2, 2))
+    ones, eight = torch.ones(2), torch.ones(2, 3).to(torch.int8)
+    for match, *arguments in (
+        ("values have dtype torch.int16", eight.short(), ones, torch.float16),
+        (r"shape \[3\]", eight[0], ones, torch.float16),
+        ("dtype is torch.float32, expected bfloat16 or float16", eight, ones, torch.float32),
+        (r"scales have dtype torch.float32, shape \[3\]", eight, torch.ones(3), torch.float16),
+        ("scales have dtype torch.float16", eight, ones.half(), torch.float16),
+        ("values have NaN", torch.full((2, 3), float("nan")).to(torch.float8_e4m3fn), ones, torch.float16),
+        ("scales have numbers", eight, torch.tensor([1.0, 0.0]), torch.float16),
+        ("scales have numbers", eight, torch.tensor([1.0, float("inf")]), torch.float16),
+    ):
+        with pytest.raises(ValueError, match=match):
+            format.from_codes(*arguments)  # type: ignore[arg-type]
+    for options, message in (([2, 0], r"options\[0\] is 2"), ([0, 2], r"options\[1\] is 2"), ([0], "1 numbers")):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.macko.pack(eight.view(torch.uint8), format.number, options)
+    with pytest.raises(RuntimeError, match="w has dtype float16, expected uint8"):
+        torch.ops.macko.pack(torch.ones(2, 2).half(), format.number, [0, 0])
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+@each_dtype
+@pytest.mark.parametrize("cols", [70, 1500])
+def test_what_is_on_a_grid_keeps_its_values(
+    device: str, format: type[ByteWeight], dtype: torch.dtype, cols: int
+) -> None:
+    """Those of macko.grids, which have float16 scales; and of any scale where the largest code is not there."""
+    w = (torch.randn(70, cols, generator=torch.Generator().manual_seed(0)) / 30).to(dtype)
+    w = torch.where(mask("uniform", 70, cols, 0.5), w, 0)
+    for kind, grid in ((0, grids.float8), (1, grids.integers(8))):
+        on_grid = grids.nearest(w, grid)
+        made = format.from_dense(on_grid.to(device), kind)
+        assert_same_bits(made.to_dense(), on_grid + 0)
+        assert_same_bits(format.from_dense(made.to_dense(), kind).to_dense(), on_grid + 0)
+    whole = torch.randint(-3, 4, (70, cols), generator=torch.Generator().manual_seed(1)).to(dtype)
+    for kind in KINDS:
+        assert_same_bits(format.from_dense(whole.to(device), kind).to_dense(), whole)
+
+
+# Products.
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+@each_dtype
+@each_kind
+def test_products_of_every_shape(device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int) -> None:
+    for rows, cols in SHAPES:
+        made = made_of(format, rows, cols, kind=kind, dtype=dtype, device=device)
+        bias = random_vector(rows, dtype=dtype)
+        for count in (0, 1, 2, 9, 70):
+            x = random_vector(count, cols, dtype=dtype)
+            y = made.linear(x.to(device), bias.to(device))
+            assert_close(y, made, x, bias, by_rows=not cols)
+            assert_same_bits(made.linear(x.to(device), bias.to(device)), y)
+            assert_close(made.linear(x.to(device)), made, x, by_rows=not cols)
+
+
+@pytest.mark.gpu
+@each_format
+@each_dtype
+@each_kind
+@pytest.mark.parametrize(("rows", "cols"), [(300, 1001), (1025, 2056), (64, 256), (130, 4096)])
+def test_random_products(format: type[ByteWeight], dtype: torch.dtype, kind: int, rows: int, cols: int) -> None:
+    made, bias = made_of(format, rows, cols, kind=kind, dtype=dtype, device="cuda"), random_vector(rows, dtype=dtype)
+    for count in TOKENS:
+        x = random_vector(count, cols, dtype=dtype)
+        assert_close(made.linear(x.cuda(), bias.cuda()), made, x, bias)
+
+
+def exact_problem(
+    format: type[ByteWeight], rows: int, cols: int, kind: int, dtype: torch.dtype, device: str
+) -> tuple[ByteWeight, Tensor, Tensor]:
+    """Small integers, of rows that have powers of two for scales: exact in every order of summation."""
+    w, x, y = integer_problem(rows, cols, 0.5 if format is Sparse8Weight else 1.0, dtype)
+    scales = 2.0 ** torch.randint(-3, 4, (rows,), generator=torch.Generator().manual_seed(3))
+    made = format.from_codes(w.float().to(codes.TYPES[kind]).to(device), scales.to(device), dtype)
+    return made, x, (y.float() * scales).to(dtype)
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+@each_dtype
+@each_kind
+@pytest.mark.parametrize(("rows", "cols"), [(130, 2200), (301, 2307), (64, 4096)])
+def test_exact_products(
+    device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int, rows: int, cols: int
+) -> None:
+    made, x, y = exact_problem(format, rows, cols, kind, dtype, device)
+    factor = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(200)[:, None]
+    xs, ys = (x * factor).to(dtype), (y * factor).to(dtype)
+    for count in TOKENS if device == "cuda" else (1, 65):
+        assert_same_bits(made.linear(xs[:count].to(device)) + 0, ys[:count] + 0)
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+@each_dtype
+@each_kind
+def test_products_with_the_identity_are_the_weight(
+    device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int
+) -> None:
+    """Every code in every place, by the kernel for few tokens and by that for many."""
+    for density in (0.03, 0.5, 1.0):
+        made = made_of(format, 128, 512, kind=kind, dtype=dtype, device=device, density=density)
+        identity, wanted = torch.eye(512, dtype=dtype, device=device), made.to_dense()
+        for tokens in (8, 16, 32, 64, 512) if device == "cuda" else (512,):
+            y = torch.cat([made.linear(x) for x in identity.split(tokens)])
+            assert_same_bits(y + 0, wanted.t() + 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0"])
+@each_format
+def test_every_path_gives_the_same(keys: str, format: type[ByteWeight], plan: Plan) -> None:
+    plan(keys)
+    for kind in KINDS:
+        for dtype in DTYPES:
+            made, x, y = exact_problem(format, 300, 2307, kind, dtype, "cuda")
+            for count in (1, 8, 64, 65, 300):
+                assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["128x256x1", "128x192x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"])
+@pytest.mark.parametrize("split", range(3))
+@each_format
+def test_every_way_to_multiply_many(way: str, split: int, format: type[ByteWeight], plan: Plan) -> None:
+    plan(f"tile_gemm={way}x{split}")
+    for kind in KINDS:
+        for dtype in DTYPES:
+            made, x, y = exact_problem(format, 1100, 2307, kind, dtype, "cuda")
+            for count in (65, 300):
+                assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+@each_dtype
+def test_an_empty_row_is_zero_and_scales_are_of_their_rows(
+    device: str, format: type[ByteWeight], dtype: torch.dtype
+) -> None:
+    for kind in KINDS:
+        held = torch.ones(200, 600).to(codes.TYPES[kind])
+        held[::3] = 0
+        scales = 2.0 ** (torch.arange(200) % 7)
+        made = format.from_codes(held.to(device), scales.to(device), dtype)
+        x = torch.zeros(600, dtype=dtype)
+        x[::100] = 1
+        for tokens in (1, 9, 64, 65, 300):
+            y = made.linear(x.expand(tokens, -1).to(device)).cpu().float()
+            assert not y[:, ::3].any()
+            assert torch.equal(y, (held[:, ::100].float().sum(1) * scales).expand(tokens, -1))
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+@pytest.mark.parametrize("tokens", [1, 9, 64, 65, 300])
+def test_nan_of_a_token_stays_in_it(device: str, format: type[ByteWeight], tokens: int) -> None:
+    made = made_of(format, 200, 600, kind=1, dtype=torch.bfloat16, device=device)
+    x = random_vector(tokens, 600, dtype=torch.bfloat16)
+    x[tokens // 2, 17] = float("nan")
+    y = made.linear(x.to(device)).cpu()
+    assert y[tokens // 2].isnan().all()
+    assert y[torch.arange(tokens) != tokens // 2].isfinite().all()
+
+
+@pytest.mark.gpu
+@each_format
+def test_sums_of_the_largest_and_smallest_codes(format: type[ByteWeight]) -> None:
+    """Next to each other; subnormal e4m3 too. A row has one of each, so nothing is rounded."""
+    for kind, pair in ((0, (448.0, -(2.0**-9))), (1, (-128.0, 1.0))):
+        held = torch.zeros(64, 256)
+        held[:, 5], held[:, 6] = pair
+        for dtype in DTYPES:
+            made = format.from_codes(held.to(codes.TYPES[kind]).cuda(), torch.ones(64).cuda(), dtype)
+            x = torch.zeros(2, 256, dtype=dtype)
+            x[0, 5] = x[1, 6] = 1
+            assert made.linear(x.cuda()).float().cpu().tolist() == [[pair[0]] * 64, [pair[1]] * 64]
+
+
+@pytest.mark.gpu
+@each_format
+@pytest.mark.parametrize("part_rows", [(64, 128, 108), (300,), (192, 0, 108), (100, 200), (128, 172)])
+def test_parts_of_a_merged_layer(format: type[ByteWeight], part_rows: tuple[int, ...]) -> None:
+    made, x, y = exact_problem(format, 300, 1001, 0, torch.bfloat16, "cuda")
+    for count in (1, 65, 300):
+        parts = made._own_parts(x.expand(count, -1).cuda(), part_rows)
+        assert_same_bits(torch.cat([*parts], -1) + 0, y.expand(count, -1) + 0)
+
+
+@pytest.mark.gpu
+@needs_capture
+@each_format
+def test_graph_capture(format: type[ByteWeight]) -> None:
+    layers = [made_of(format, 512, 512, kind=kind, dtype=torch.bfloat16, device="cuda") for kind in KINDS * 2]
+    bias = random_vector(512, dtype=torch.bfloat16).cuda()
+    for tokens in (1, 40, 300):
+        assert_graph_of_layers(layers, random_vector(tokens, 512, dtype=torch.bfloat16).cuda(), bias, 3)
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+def test_ops_in_the_compiler(device: str, format: type[ByteWeight]) -> None:
+    made = made_of(format, 70, 300, kind=1, dtype=torch.bfloat16, device=device)
+    x = random_vector(3, 300, dtype=torch.bfloat16).to(device).requires_grad_()
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.macko.linear, (x, *made.packed, None), test_utils=tests)
+    torch.library.opcheck(torch.ops.macko.dense, made.packed, test_utils=tests)
+    held = numbers(70, 300, kind=1).view(torch.uint8).to(device)
+    torch.library.opcheck(torch.ops.macko.pack, (held, format.number, [1, 1]), test_utils="test_faketensor")
+    layer = SparseLinear.from_packed(made)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    assert_same_bits(y.detach(), layer(x).detach())
+    grad = torch.autograd.grad(y.float().sum(), x)[0]
+    assert_close_library(grad.detach(), made.to_dense().t(), torch.ones(3, 70, dtype=torch.bfloat16, device=device))
+
+
+# Faults.
+
+
+def changed(made: ByteWeight, byte: int, value: int) -> ByteWeight:
+    data = made.data.clone()
+    data.view(torch.uint8)[byte] = value
+    return dataclasses.replace(made, data=data)  # type: ignore[type-var]
+
+
+def test_faults_are_named() -> None:
+    at = "slab 0 of row block 0"
+    dense = made_of(Dense8Weight, 70, 300, kind=0, dtype=torch.float16)
+    sparse = made_of(Sparse8Weight, 70, 300, kind=0, dtype=torch.float16)
+    assert isinstance(sparse, Sparse8Weight)
+    bad = {value: dense.scales.index_fill(0, torch.tensor([66]), value) for value in (0.0, -1.0, float("inf"))}
+    end = int(sparse.offsets[1]) * 128
+    start = int(sparse.data.view(torch.uint8)[2048])
+    replace = dataclasses.replace
+    for made, message in (
+        *((replace(dense, scales=scales), "the scale of row 66 is not above 0 and finite") for scales in bad.values()),
+        *((replace(sparse, scales=scales), "the scale of row 66 is not above 0 and finite") for scales in bad.values()),
+        (changed(dense, 0, 0x7F), f"{at}, byte 0: NaN or -0.0"),
+        (changed(dense, 9, 0x80), f"{at}, byte 9: NaN or -0.0"),
+        (changed(dense, 2 * 16384 + 2047, 3), "slab 2 of row block 1, byte 2047: an element outside"),
+        (replace(dense, scales=dense.scales[1:]), "scales has 69 elements, the matrix has 70 rows"),
+        (replace(dense, scales=dense.scales.half()), "scales has dtype float16, expected float32"),
+        (replace(dense, kind=2), "kind is 2, expected 0, 1"),
+        (replace(dense, data=dense.data[:-8]), "data has 32760 elements, expected 32768 for a matrix of 70 x 300"),
+        (replace(sparse, offsets=sparse.offsets + 1), r"offsets\[0\] is 1, expected 0 at the start"),
+        (replace(sparse, widest=90), "widest is 90, the largest slab has"),
+        (replace(sparse, widest=20), "widest is 20, expected 21 to 149"),
+        (replace(sparse, entries=7), "entries is 7, it has"),
+        (replace(sparse, data=torch.cat([sparse.data, sparse.data[:64]])), "offsets ends with .*, data has"),
+        (changed(sparse, end + 1023, 255), "slab 1 of row block 0, byte 1020: a mask has a value outside"),
+        (changed(sparse, 2048, start + 1), f"{at}, byte 2048: not the start of these values"),
+        (changed(sparse, 2560, 1), f"{at}, byte 2560: not where a slice's values begin"),
+        (changed(sparse, 2576, 1), f"{at}, byte 2576: not where a slice's values begin"),
+        (changed(sparse, 2688, 0), f"{at}, byte 2688: zero or NaN is stored"),
+        (changed(sparse, 2688, 0x7F), f"{at}, byte 2688: zero or NaN is stored"),
+    ):
+        with pytest.raises(ValueError, match=f"not an? (dense8|sparse8) weight: .*{message}"):
+            made.validate()
+
+
+WEIGHTS = [made_of(format, 70, 300, kind=kind, dtype=dtype) for format in FORMATS for kind in KINDS for dtype in DTYPES]
+
+
+@given(which=st.integers(0, len(WEIGHTS) - 1), place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
+def test_any_other_byte_is_found(which: int, place: float, value: int) -> None:
+    """There is one way to pack codes: what has no fault is what packing its own gives."""
+    made = WEIGHTS[which]
+    other = changed(made, int(place * made.data.numel() * 2), value)
+    if int(torch.ops.macko.check(*other.packed)[0]) == 0:
+        assert_same_bits(type(made).from_codes(other.codes(), other.scales, other.dtype).data, other.data)
+
+
+@given(seed=st.integers(0, 2**31), fill=st.sampled_from((0.0001, 0.001, 0.5)), units=st.integers(21, 40))
+def test_bytes_of_any_kind_are_checked(seed: int, fill: float, units: int) -> None:
+    """Nothing is read behind them, whatever they are."""
+    made = made_of(Sparse8Weight, 65, 300, kind=0, dtype=torch.bfloat16)
+    random = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (4 * units * 128,), generator=random, dtype=torch.uint8)
+    data *= torch.rand(data.shape, generator=random) < fill
+    offsets = torch.arange(5, dtype=torch.int32) * units
+    made = dataclasses.replace(made, data=data.view(torch.bfloat16), offsets=offsets, widest=units)  # type: ignore[call-arg]
+    assert int(torch.ops.macko.check(*made.packed)[0])
+
+
+@pytest.mark.parametrize("device", devices())
+@each_format
+def test_errors_name_the_argument(device: str, format: type[ByteWeight]) -> None:
+    made = made_of(format, 30, 50, kind=0, dtype=torch.bfloat16, device=device)
+    x = random_vector(3, 50, dtype=torch.bfloat16).to(device)
+    with pytest.raises(RuntimeError, match=r"x has shape \[3, 49\], expected \[..., 50\]"):
+        made.linear(x[:, :49])
+    with pytest.raises(RuntimeError, match="x has dtype float16, expected bfloat16"):
+        made.linear(x.half())
+    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
+        made.linear(x, x[0, :29])
+
+
+# Moving, cutting, files.
+
+
+@each_format
+@each_kind
+def test_another_dtype_keeps_codes_and_scales(format: type[ByteWeight], kind: int) -> None:
+    made = made_of(format, 70, 300, kind=kind, dtype=torch.bfloat16)
+    half = made.to(dtype=torch.float16)
+    assert isinstance(half, format)
+    half.validate()
+    assert half.dtype == torch.float16
+    assert_same_bits(half.codes(), made.codes())
+    assert_same_bits(half.scales, made.scales)
+    wide = made.to(dtype=torch.float32)
+    assert wide.format == "macko"
+    assert_same_bits(wide.to_dense(), made.codes().float() * made.scales[:, None])
+
+
+@each_format
+@each_kind
+def test_parts_have_the_codes_of_the_whole(format: type[ByteWeight], kind: int) -> None:
+    made = made_of(format, 130, 300, kind=kind, dtype=torch.float16)
+    assert_same_bits(sliced(made, 0, 3, 77).to_dense(), made.to_dense()[3:77])
+    assert_same_bits(sliced(made, 1, 8, 100).to_dense(), made.to_dense()[:, 8:100])
+
+
+def tower(dtype: torch.dtype = torch.bfloat16, zeros: bool = True) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(512, 300), nn.ReLU(), nn.Linear(300, 512, bias=False)).to(dtype)
+    with torch.no_grad():
+        for index in (0, 2):
+            weight = model[index].weight
+            weight.copy_(random_vector(*weight.shape, dtype=dtype, seed=index))
+            weight *= mask("uniform", *weight.shape, 0.5 if zeros else 1.0)
+    return model
+
+
+@pytest.mark.parametrize("device", devices())
+@each_dtype
+@pytest.mark.parametrize("values", codes.KINDS)
+@pytest.mark.parametrize("zeros", [True, False])
+def test_models_are_saved_and_loaded_with_the_same_codes(
+    device: str, dtype: torch.dtype, values: str, zeros: bool, tmp_path: Path
+) -> None:
+    model = tower(dtype, zeros).to(device)
+    report = (macko.sparsify_ if zeros else macko.compress_)(model, values=values, progress=False)
+    assert {row.format for row in report} == {f"{'sparse8' if zeros else 'dense8'} {values}"}
+    x = random_vector(3, 512, dtype=dtype).to(device)
+    y, file = model(x), tmp_path / "model.safetensors"
+    macko.save_model(model, file)
+    with safe_open(file, framework="pt") as saved:
+        about = json.loads(saved.metadata()["macko"])["layers"]
+        assert {layer["format"] for layer in about.values()} == {"macko8"}
+        assert {layer["values"] for layer in about.values()} == {values}
+        assert saved.get_tensor("0.values").dtype == torch.uint8
+        assert saved.get_tensor("0.scales").dtype == torch.float32
+        assert (about["0"]["delta_bits"] == 0) == (not zeros)
+    with torch.device("meta"):
+        blank = nn.Sequential(nn.Linear(512, 300), nn.ReLU(), nn.Linear(300, 512, bias=False))
+    for other in (tower(dtype).to(device), copy.deepcopy(model), blank):
+        loaded = macko.load_model(other, file, device=device)
+        assert loaded[0].format == model[0].format
+        assert_same_bits(loaded(x).detach(), y.detach())
+    again = pickle.loads(pickle.dumps(model))
+    assert_same_bits(again(x).detach(), y.detach())
+    again.load_state_dict(model.state_dict())
+    assert_same_bits(again(x).detach(), y.detach())
+    moved = copy.deepcopy(model).to("cpu").to(torch.float16)
+    assert moved[0].packed.scales.dtype == torch.float32
+    assert_same_bits(moved[0].packed.codes(), model[0].packed.codes())
+
+
+def test_files_are_checked() -> None:
+    sparse = made_of(Sparse8Weight, 70, 300, kind=0, dtype=torch.bfloat16).to_saved()
+    dense = made_of(Dense8Weight, 70, 300, kind=0, dtype=torch.bfloat16).to_saved()
+    assert isinstance(sparse, Macko8Weight)
+    assert isinstance(dense, Macko8Weight)
+    sparse.validate()
+    dense.validate()
+    replace = dataclasses.replace
+    for made, message in (
+        (replace(sparse, values=sparse.values[:-8]), "deltas has"),
+        (replace(sparse, values=sparse.values.index_fill(0, torch.tensor([0]), 127)), "NaN"),
+        (replace(sparse, values=sparse.values.float()), "values has dtype torch.float32"),
+        (replace(sparse, cols=20), "the deltas put it at column"),
+        (replace(sparse, scales=sparse.scales[1:]), r"scales have dtype torch.float32, shape \[69\]"),
+        (replace(sparse, scales=-sparse.scales), "scales have numbers that are not above 0"),
+        (replace(sparse, delta_bits=3), "delta_bits is 3, expected 0, 2, 4, 8"),
+        (replace(sparse, source=2), "source is 2, expected 0, 1"),
+        (replace(dense, values=dense.values[1:]), "values has 20999 elements, expected 21000"),
+        (replace(dense, deltas=sparse.deltas), "a dense weight has neither deltas nor row_ptr"),
+    ):
+        with pytest.raises(ValueError, match=f"not a macko8 weight: .*{message}"):
+            made.validate()
+    about = {"format": "macko8", "rows": 70, "cols": 300, "delta_bits": 2, "values": "fp8", "source": 1}
+    assert saved_as(about)[1]["kind"] == 0
+    with pytest.raises(ValueError, match="values is 'fp4', expected one of fp8, int8"):
+        saved_as({**about, "values": "fp4"})
+    for name in ("dense8", "sparse8"):
+        with pytest.raises(ValueError, match=f"{name} is an execution layout, never saved: files hold macko8"):
+            saved_as({"format": name, "rows": 1, "cols": 1})
+
+
+@pytest.mark.parametrize("values", codes.KINDS)
+def test_merged_layers_keep_their_codes(values: str) -> None:
+    attention = nn.ModuleDict(
+        {f"{name}_proj": nn.Linear(512, rows, bias=False) for name, rows in zip("qkv", (128, 64, 70), strict=True)}
+    )
+    for index, layer in enumerate(attention.values()):
+        layer.weight.data *= mask("uniform", *layer.weight.shape, 0.5, index)
+    model = nn.ModuleDict({"attention": attention}).bfloat16()
+    alone = copy.deepcopy(model)
+    macko.sparsify_(alone, values=values, progress=False)
+    report = macko.sparsify_(model, values=values, merge=True, progress=False)
+    assert all(row.merged_with for row in report)
+    x = random_vector(3, 512, dtype=torch.bfloat16)
+    for name, layer in alone["attention"].items():
+        merged = model["attention"][name]
+        assert_same_bits(merged.packed.codes(), layer.packed.codes())
+        assert_same_bits(merged(x), layer(x))
+    for name, tensor in alone.state_dict().items():
+        assert_same_bits(model.state_dict()[name], tensor)
+    macko.split_(model)
+    assert_same_bits(model["attention"]["k_proj"].packed.data, alone["attention"]["k_proj"].packed.data)
+
+
+# Who asks.
+
+
+def test_no_default_rounds() -> None:
+    w = tower()[0].weight.detach()
+    for options in (Options(), Options("smallest"), Options("mixed"), Options(values="exact")):
+        assert not isinstance(pack(w, options), ByteWeight)
+
+
+def test_values_are_of_auto_and_of_the_formats_that_hold_them() -> None:
+    w = tower()[0].weight.detach()
+    for kind, values in enumerate(codes.KINDS):
+        assert pack(w, Options(values=values)).label == f"sparse8 {values}"
+        assert pack(w, Options("dense8", values=values)).label == f"dense8 {values}"
+        assert pack(MackoWeight.from_dense(w), Options("sparse8", values=values)).label == f"sparse8 {values}"
+        assert_same_bits(pack(w, Options(values=values)).to_dense(), Sparse8Weight.from_dense(w, kind).to_dense())
+        full = random_vector(*w.shape, dtype=w.dtype)
+        assert pack(full, Options(values=values)).label == f"dense8 {values}"
+        with pytest.raises(ValueError, match="the format is 'tile'"):
+            Options("tile", values=values)
+        with pytest.raises(ValueError, match="slide's 8 bits are"):
+            Options("mixed", values=values)
+    assert pack(w, Options("sparse8")).label == "sparse8 fp8"
+    with pytest.raises(ValueError, match="values is 'raw', expected one of exact, fp8, int8"):
+        macko.compress_(tower(), values="raw")
+
+
+def test_a_layer_keeps_its_codes() -> None:
+    """Wherever it moves, nothing is chosen or rounded anew; other formats hold what it multiplies with."""
+    model = tower()
+    macko.sparsify_(model, values="int8", progress=False)
+    layer, before = model[0], model[0].packed.codes()
+    assert isinstance(layer, SparseLinear)
+    layer.reformat_("auto")
+    assert layer.format == "sparse8"
+    layer.half().bfloat16()
+    assert_same_bits(layer.packed.codes(), before)
+    assert "format=sparse8" in repr(layer)
+    dense = layer.to_linear()
+    layer.reformat_("macko")
+    assert_same_bits(layer.packed.to_dense(), dense.weight.detach())

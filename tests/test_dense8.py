@@ -526,7 +526,7 @@ def test_parts_have_the_codes_of_the_whole(format: type[ByteWeight], kind: int) 
 
 
 def tower(dtype: torch.dtype = torch.bfloat16, zeros: bool = True) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(512, 300), nn.ReLU(), nn.Linear(300, 512, bias=False)).to(dtype)
+    model = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 512, bias=False)).to(dtype)
     with torch.no_grad():
         for index in (0, 2):
             weight = model[index].weight
@@ -556,7 +556,7 @@ def test_models_are_saved_and_loaded_with_the_same_codes(
         assert saved.get_tensor("0.scales").dtype == torch.float32
         assert (about["0"]["delta_bits"] == 0) == (not zeros)
     with torch.device("meta"):
-        blank = nn.Sequential(nn.Linear(512, 300), nn.ReLU(), nn.Linear(300, 512, bias=False))
+        blank = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 512, bias=False))
     for other in (tower(dtype).to(device), copy.deepcopy(model), blank):
         loaded = macko.load_model(other, file, device=device)
         assert loaded[0].format == model[0].format

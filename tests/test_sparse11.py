@@ -604,7 +604,7 @@ def test_the_shipped_table_knows_it() -> None:
 
 
 def test_values_are_of_formats_that_choose() -> None:
-    with pytest.raises(ValueError, match="values is 'fp8', expected one of raw, exact"):
-        Options(values="fp8")
+    with pytest.raises(ValueError, match="values is 'fp4', expected one of raw, exact, fp8, int8"):
+        Options(values="fp4")
     with pytest.raises(ValueError, match=r'values is of formats "auto" and "mixed", the format is \'tile\''):
         Options("tile", values="exact")

@@ -1039,3 +1039,28 @@ def test_an_initialisation_that_edits_the_base_is_refused(pruned: tuple[Any, Pat
         with_adapter(
             load(pruned[1], quantization_config=macko.MackoConfig(), dtype=torch.float32), init_lora_weights="pissa"
         )
+
+
+@pytest.mark.parametrize("values", ["fp8", "int8"])
+def test_8_bits_are_saved_and_loaded(values: str, tmp_path: Path) -> None:
+    """By who asks for them, with the codes and scales of the model that was saved, in any type."""
+    model = llama(hidden_size=256, intermediate_size=256)
+    macko.prune_(model.model.layers[0], 0.5, progress=False)
+    model.save_pretrained(tmp_path / "dense")
+    report = macko.compress_(model, values=values, ignore=("lm_head",), progress=False)
+    assert {row.format for row in report if row.name != "lm_head"} == {f"dense8 {values}", f"sparse8 {values}"}
+    wanted = model(TOKENS).logits
+    model.save_pretrained(tmp_path / "packed")
+    layers = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]["layers"]
+    assert {(layer["format"], layer["values"]) for layer in layers.values()} == {("macko8", values)}
+    again = load(tmp_path / "packed", dtype="auto")
+    assert_same_bits(again(TOKENS).logits, wanted)
+    half = load(tmp_path / "packed", dtype=torch.float16)
+    for name in sparse_names(model):
+        there, here = (one.get_submodule(name).packed for one in (half, model))
+        assert there.dtype == torch.float16
+        assert_same_bits(there.codes(), here.codes())
+        assert_same_bits(there.scales, here.scales)
+    config = macko.MackoConfig(values=values, min_sparsity=0)
+    loaded = load(tmp_path / "dense", quantization_config=config, dtype="auto")
+    assert_same_bits(loaded(TOKENS).logits, wanted)

@@ -340,8 +340,9 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
 
     def check(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
         packed = layer.packed
-        exactly = isinstance(packed, ByteWeight) and x.is_cuda
-        weight = packed.unrounded() if exactly else layer.weight.as_subclass(Tensor)
+        weight = layer.weight.as_subclass(Tensor)
+        if isinstance(packed, ByteWeight) and x.is_cuda:
+            weight = packed.unrounded()
         wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.
         same = y.isinf() & (y == wanted.to(y.dtype))

@@ -1115,7 +1115,7 @@ class ByteWeight(PackedWeight):
         codes.check(values, scales)
         options = [codes.TYPES.index(values.dtype), cls.dtypes[::-1].index(dtype)]
         tensors, header = torch.ops.macko.pack(values.view(torch.uint8), cls.number, options)
-        return cls(*tensors[:-1], scales.contiguous(), *header.tolist()[1:])
+        return cls(*tensors[:-1], scales.contiguous(), *header.tolist()[1:])  # type: ignore[call-arg]
 
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> Self:

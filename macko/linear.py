@@ -283,9 +283,9 @@ class SparseLinear(nn.Linear):
                     self.reformat_()
         scales = {name: tensor for name, tensor in self.packed.tensors().items() if tensor.dtype == torch.float32}
         super()._apply(fn, recurse)
-        for name, tensor in scales.items() if self.dtype != torch.float32 else ():  # they are cast with no type
-            if (moved := self._buffers[name]) is not None and moved.dtype != torch.float32:
-                self._buffers[name] = tensor.to(moved.device)
+        for name, scale in scales.items() if self.dtype != torch.float32 else ():  # which no other type holds
+            if (there := self._buffers[name]) is not None and there.dtype != torch.float32:
+                self._buffers[name] = scale.to(there.device)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

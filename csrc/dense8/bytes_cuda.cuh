@@ -31,7 +31,8 @@ __device__ __forceinline__ void put_code(uint16_t *room, const slice_of &from, i
     const int e = i % MACKO_TILE_QUAD, j = 2 * step + i / MACKO_TILE_QUAD;
     const float value = macko_byte_value(kind, macko_byte_code(kind, dtype, (uint8_t)held)) * scales[e / 2];
     uint16_t *const to = room + macko_tile_row(from.lane, e) * DENSE_STRIDE + macko_tile_col(from.lane, j, e);
-    *to = dtype == MACKO_F16 ? __half_as_ushort(__float2half_rn(value)) : __bfloat16_as_ushort(__float2bfloat16_rn(value));
+    *to = dtype == MACKO_F16 ? __half_as_ushort(__float2half_rn(value))
+                             : __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
 // Scales of the rows of which a lane has elements; 0 outside of the matrix.

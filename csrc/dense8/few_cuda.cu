@@ -9,14 +9,8 @@ cudaError_t macko_dense8_few_cuda(const macko_dense8_matrix *m, int64_t tokens, 
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     return with_codec<dense8>(m->kind, m->dtype, [&](auto codec) {
-        const few_weight<decltype(codec)> weight = {m->data,
-                                                    nullptr,
-                                                    m->rows,
-                                                    m->cols,
-                                                    MACKO_DENSE8_UNITS,
-                                                    (float)MACKO_DENSE8_UNITS,
-                                                    false,
-                                                    {m->scales}};
+        const few_weight<decltype(codec)> weight = {
+            m->data, nullptr, m->rows, m->cols, MACKO_DENSE8_UNITS, (float)MACKO_DENSE8_UNITS, false, {m->scales}};
         return few_launch<decltype(codec)>(tokens)(weight, tokens, x, x_stride, bias, y, device, stream);
     });
 }

@@ -14,8 +14,8 @@ cudaError_t macko_dense8_many_cuda(const macko_dense8_matrix *m, int64_t tokens,
                                    cudaStream_t stream) {
     using namespace macko;
     return with_codec<dense8>(m->kind, m->dtype, [&](auto codec) {
-        const many_weight<decltype(codec)> weight = {m->data,           nullptr, m->rows,    m->cols,
-                                                     MACKO_DENSE8_UNITS, 0,       {m->scales}};
+        const many_weight<decltype(codec)> weight = {m->data, nullptr,    m->rows, m->cols, MACKO_DENSE8_UNITS,
+                                                     0,       {m->scales}};
         return launch_many(weight, tokens, x, x_stride, bias, y, *plan, workspace, stream);
     });
 }

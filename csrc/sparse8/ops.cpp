@@ -81,9 +81,8 @@ Made pack(const Tensor &w_any, const Ints &options) {
 #ifdef USE_CUDA
     STD_CUDA_CHECK(macko_sparse8_write_cuda(&m, w.const_data_ptr(), bytes, stream));
 #else
-    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t first, int64_t last) {
-        macko_sparse8_write_cpu(&m, codes, bytes, first, last);
-    });
+    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS,
+             [&](int64_t first, int64_t last) { macko_sparse8_write_cpu(&m, codes, bytes, first, last); });
 #endif
     return {{data, offsets, scales_of_one(w, rows)},
             {MACKO_LAYOUT_SPARSE8, rows, cols, totals.widest, wanted.kind, totals.stored}};

@@ -40,8 +40,7 @@ static void find_masks(const macko_sparse8_matrix *m, const uint8_t *w, origin s
             masks[tile][lane] = 0;
             for (int n = 0; n < LANE_VALUES; n++) {
                 const origin at = nth_element(part, lane, n);
-                if (at.row < m->rows && at.col < m->cols &&
-                    !macko_byte_is_zero(m->kind, w[at.row * m->cols + at.col]))
+                if (at.row < m->rows && at.col < m->cols && !macko_byte_is_zero(m->kind, w[at.row * m->cols + at.col]))
                     masks[tile][lane] |= 1u << nth_bit(n);
             }
         }
@@ -125,7 +124,8 @@ void macko_sparse8_unpack_cpu(const macko_sparse8_matrix *m, int64_t first, int6
                     const origin at = nth_element(here, lane, n);
                     if (at.row >= first && at.row < stop)
                         macko_store(w, m->dtype, (at.row - first) * m->cols + at.col,
-                                    macko_byte_value(m->kind, macko_byte_code(m->kind, m->dtype, held)) * m->scales[at.row]);
+                                    macko_byte_value(m->kind, macko_byte_code(m->kind, m->dtype, held)) *
+                                        m->scales[at.row]);
                 }
             }
         }
@@ -147,8 +147,7 @@ static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
         load_masks(begin, slice, masks[slice]);
         for (int i = 0; i < MACKO_TILE_SLAB_TILES * MACKO_TILE_LANES * LANE_VALUES; i++) {
             const int n = i % LANE_VALUES, lane = i / LANE_VALUES % MACKO_TILE_LANES, tile = i / LANE_VALUES / 32;
-            const origin at =
-                nth_element(part_origin(from, tile * MACKO_TILE_SLICES + slice), lane, n);
+            const origin at = nth_element(part_origin(from, tile * MACKO_TILE_SLICES + slice), lane, n);
             if (masks[slice][tile][lane] >> nth_bit(n) & 1 && (at.row >= m->rows || at.col >= m->cols))
                 return FAULT(MACKO_SPARSE8_OUTSIDE, mask_at(tile, slice, lane));
         }
@@ -164,7 +163,8 @@ static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
     uint32_t values_at = MACKO_SPARSE8_VALUES_AT;
     for (int word = 0; word < MACKO_TILE_UNIT / 4; word++) {
         const int byte = MACKO_SPARSE8_SLICES_AT + word * 4;
-        if (load_32(begin + byte) != (word < MACKO_TILE_SLICES ? values_at : 0)) return FAULT(MACKO_SPARSE8_SLICE, byte);
+        if (load_32(begin + byte) != (word < MACKO_TILE_SLICES ? values_at : 0))
+            return FAULT(MACKO_SPARSE8_SLICE, byte);
         if (word < MACKO_TILE_SLICES) values_at += (uint32_t)plans[word].rows * MACKO_SPARSE8_ROW_BYTES;
     }
     for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {

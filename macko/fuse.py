@@ -63,7 +63,7 @@ _GATE = _product(_silu, KeywordArg("other"))
 
 
 class Fuse(CustomGraphPass):
-    """For Inductor's option `post_grad_custom_pre_pass`: macko::linear of 1 to 64 tokens takes its neighbours in.
+    """For Inductor's option `post_grad_custom_pre_pass`: products of 1 to 64 tokens take their neighbours in.
 
     Of one token sums with the output, by every layout; norms and gates before, and of more tokens sums before norms, on
     a GPU where the layout's product overlaps with what makes its input. Results are rounded to the dtype where modules
@@ -73,17 +73,20 @@ class Fuse(CustomGraphPass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in (nodes := graph.find_nodes(op="call_function", target=macko.linear.default)):
-            y = _value(node)
-            if node.kwargs or y is None or not 0 < (tokens := math.prod(map(_size, y.shape[:-1]))) <= _MOST_TOKENS:
+        ops = (macko.linear.default, macko.linear_parts.default)
+        nodes = [node for op in ops for node in graph.find_nodes(op="call_function", target=op)]
+        for node in nodes:
+            x = _value(node.args[0])
+            if node.kwargs or x is None or not 0 < (tokens := math.prod(map(_size, x.shape[:-1]))) <= _MOST_TOKENS:
                 continue
-            layout, one = node.args[2][0], all(isinstance(size, int) for size in y.shape) and tokens == 1
+            layout, whole = node.args[2][0], node.target is macko.linear.default
+            one = whole and all(isinstance(size, int) for size in x.shape) and tokens == 1
             linear = _take_sum(node) if one else node
-            if layout not in _OVERLAP or y.device.type != _DEVICE:
+            if layout not in _OVERLAP or x.device.type != _DEVICE:
                 continue
             if norm := _matched(_NORM, linear.args[0]):
                 _take_norm(linear, norm, one and layout in _MAKE_NORM)
-            elif (gate := _matched(_GATE, linear.args[0])) and _alike(_value(gate["other"]), _value(gate["x"])):
+            elif whole and (gate := _matched(_GATE, linear.args[0])) and _alike(_value(gate["other"]), _value(gate["x"])):
                 _insert(linear, macko.gated_linear.default, gate["x"], gate["other"], *linear.args[1:])
         if nodes:
             graph.eliminate_dead_code()

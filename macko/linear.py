@@ -209,10 +209,11 @@ class SparseLinear(nn.Linear):
         return call(torch.ops.macko.linear, self._cast(input), tensors, self._header, self.bias)
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """forward(input) in parts of so many out_features, without a bias: for many tokens on a GPU no slices."""
-        if torch.compiler.is_compiling() or not self._format.gives_parts(input, part_rows):
+        """forward(input) in parts of so many out_features, without a bias: tensors of their own, or slices."""
+        if not self._format.gives_parts(input, part_rows):
             return slices(self.forward(input), part_rows)
-        return self.packed.linear_parts(self._cast(input), part_rows)
+        tensors = list(self._buffers.values())
+        return call(torch.ops.macko.linear_parts, self._cast(input), tensors, self._header, part_rows)
 
     def _cast(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu") and input.dtype != self.dtype:

@@ -193,7 +193,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
         part.rows = count;
         STD_CUDA_CHECK(macko_unpack_cuda(&part, w, current_stream(values)));
     };
-    return linear_by_dense_rows(x_any, {m.rows}, bias, unpack)[0];
+    return linear_by_dense_rows(x_any, {&m.rows, 1}, bias, unpack)[0];
 #else
     const Tensor x = as_tokens(x_any);
     Tensor y = torch::stable::new_empty(values, {tokens, m.rows});

@@ -97,9 +97,19 @@ Tensor linear(const Tensor &x, const std::vector<Tensor> &packed, const Ints &he
 
 std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header,
                                  const Ints &part_rows) {
+    const char *op = "linear_parts";
     const Packed p{packed, header};
-    const Layout &layout = layout_of("linear_parts", p);
-    return which("linear_parts", layout, layout.linear_parts)(p, x, part_rows);
+    const Layout &layout = layout_of(op, p);
+    if (layout.linear_parts) return layout.linear_parts(p, x, part_rows);
+    check_parts(op, part_rows, p.rows()); // no kernel stores them: copies
+    Tensor y = which(op, layout, layout.linear)(p, x, std::nullopt);
+    std::vector<Tensor> parts;
+    int64_t first = 0;
+    for (const int64_t rows : part_rows) {
+        parts.push_back(torch::stable::clone(torch::stable::narrow(y, y.dim() - 1, first, rows)));
+        first += rows;
+    }
+    return parts;
 }
 
 #ifdef USE_CUDA

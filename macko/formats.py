@@ -17,12 +17,12 @@ from typing_extensions import Self
 
 from . import ops
 
-#: Elements of a part of a product from which on it is a tensor of its own, where it is a GEMM by itself then. Kernels of
-#: torch that read slices take longer: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512, and not
-#: for q, k and v of 4096 at 2048 (H200).
+#: Elements of a part of a product from which on it is a tensor of its own, where that makes it a GEMM by itself.
+#: Kernels of torch that read slices take longer: worth it for gate and up of 11008 rows from 1024 tokens on, not at
+#: 512, and not for q, k and v of 4096 at 2048 (H200).
 OWN_PART = 10 << 20
-#: What kernels of tile's slabs store as tensors of their own, in the product's launch (csrc/tile/tile.h): so many parts,
-#: all of whole row blocks but for the last.
+#: What kernels of tile's slabs store as tensors of their own, in the product's launch (csrc/tile/tile.h): so many
+#: parts, all of whole row blocks but for the last.
 MOST_PARTS, PART_ROWS = 3, 64
 #: What a size can be at all: rows, columns and counts are int32 where they are stored.
 SIZES = range(2**31)
@@ -75,8 +75,8 @@ class PackedWeight:
     #: that of one token makes a norm itself.
     overlaps: ClassVar[bool] = False
     makes_norm: ClassVar[bool] = False
-    #: Whether kernels store parts of a product as tensors of their own; else from how many tokens on a GPU makes them so,
-    #: each by a GEMM.
+    #: Whether kernels store parts of a product as tensors of their own; else from how many tokens on a GPU may make
+    #: them so, each by a GEMM.
     stores_parts: ClassVar[bool] = False
     parts_from: ClassVar[int | None] = None
     #: What is wrong with a weight, by the kind of fault that the op `check` gives (the format's header has them).
@@ -157,7 +157,7 @@ class PackedWeight:
         return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """x W^T for x [..., cols], in parts [..., rows of a part]: contiguous where `gives_parts` says so, else slices."""
+        """x W^T for x [..., cols], in parts [..., rows of a part]: contiguous where `gives_parts`, else slices."""
         return self._own_parts(x, part_rows) if self.gives_parts(x, part_rows) else slices(self.linear(x), part_rows)
 
     @classmethod
@@ -947,15 +947,11 @@ class Dense12Weight(PackedWeight):
         return [(None, _any() * 64)]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
-        """The same weight elsewhere.
-
-        Raises:
-            TypeError: it is another dtype.
-        """
-        if dtype not in (None, self.dtype):
-            own, name = (str(kind).removeprefix("torch.") for kind in (self.dtype, dtype))
-            raise TypeError(f"a dense12 weight of {own} cannot become {name}: convert the dense weight")
-        return super().to(device)
+        """As of other formats; the canonical weight where this format does not hold what another dtype gives."""
+        try:
+            return super().to(device, dtype)
+        except ValueError:
+            return MackoWeight.smallest(self.to_dense().to(device, dtype))
 
     def _options(self) -> dict[str, int]:
         return {}  # its sizes follow from the weight

@@ -86,7 +86,9 @@ class Fuse(CustomGraphPass):
                 continue
             if norm := _matched(_NORM, linear.args[0]):
                 _take_norm(linear, norm, one and layout in _MAKE_NORM)
-            elif whole and (gate := _matched(_GATE, linear.args[0])) and _alike(_value(gate["other"]), _value(gate["x"])):
+            elif (
+                whole and (gate := _matched(_GATE, linear.args[0])) and _alike(_value(gate["other"]), _value(gate["x"]))
+            ):
                 _insert(linear, macko.gated_linear.default, gate["x"], gate["other"], *linear.args[1:])
         if nodes:
             graph.eliminate_dead_code()

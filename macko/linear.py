@@ -87,7 +87,8 @@ class SparseLinear(nn.Linear):
     what is loaded is validated first, and may have another number of entries, or another format, than it had. In the
     format dense12 its state_dict is that of the nn.Linear, and a dense weight can be loaded.
 
-    Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`. Types which macko
+    Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`; a format that was
+    chosen is chosen again. Types which macko
     has no kernels for are refused with a TypeError.
 
     Args:
@@ -265,7 +266,7 @@ class SparseLinear(nn.Linear):
             if reason := unsupported(target.dtype, target.device):
                 raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
             elsewhere = target.dtype != packed.dtype or target.device.type not in packed.device_types
-            rechosen = self._options and target.device.type != packed.device.type
+            rechosen = self._options and (target.dtype, target.device.type) != (packed.dtype, packed.device.type)
             if (elsewhere or rechosen) and "meta" not in (target.device.type, packed.device.type):
                 moved = packed.to_macko() if rechosen else packed
                 self._hold(moved.to(target.device, target.dtype))

@@ -63,6 +63,12 @@ class _Whole(SparseLinear):
             last.eager = kept
         return held[3][index]
 
+    def replace_part(self, index: int, rows: Tensor) -> None:
+        """Packs the matrix anew, with other dense rows for a sibling. ValueError: the format does not hold it so."""
+        parts = list(self.packed.to_dense().split(self._part_rows))  # type: ignore[no-untyped-call]
+        parts[index] = rows
+        self._hold(_pack_together(parts, self._options or Options(self.format), self.packed.saved_dense))
+
 
 class MergedLinear(SparseLinear):
     """One of several layers of one input, whose weights are packed as one matrix; see merge_.
@@ -127,18 +133,29 @@ class MergedLinear(SparseLinear):
         SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        others[-1].append(
-            f"{prefix.removesuffix('.')}: is merged with others; call macko.split_(model) before you load"
-        )
+        """As the layer by itself; then its rows of the matrix of all are packed anew."""
+        if self.device.type == "meta":
+            others[-1].append(f"{prefix.removesuffix('.')}: is merged with others and on meta: load before merge_")
+            return
+        errors, before = others[-1], len(others[-1])
+        alone = SparseLinear.from_packed(self.packed)
+        alone._load_from_state_dict(state_dict, prefix, *others)
+        if len(errors) > before or not any(key.startswith(prefix) for key in state_dict):
+            return
+        try:
+            self._whole.replace_part(self._index, alone.packed.to_dense().to(self.device, self.dtype))
+        except ValueError as error:
+            errors.append(f"{prefix.removesuffix('.')}: {error}")
 
 
 def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[list[str]]:
     """Packs sparse layers of the same input as one matrix, in place, so that a token takes fewer launches.
 
-    Merged are SparseLinear siblings without a bias, of one parent, format and dtype. Outputs, names and what is saved
-    stay the same. A sibling that gets another input than the others is right still, but computes the product of all.
-    All or nothing, as sparsify_. Not for a model that changes the input in place between siblings: eager mode sees it
-    by the tensor's version, but tensors of inference mode, `.data` and compiled graphs have none.
+    Merged are SparseLinear siblings without a bias, of one parent and dtype. Where their formats were chosen, one is
+    chosen for all; named ones have to be the same. Outputs, names and what is saved stay the same. A sibling that gets
+    another input than the others is right still, but computes the product of all. All or nothing, as sparsify_. Not for
+    a model that changes the input in place between siblings: eager mode sees it by the tensor's version, but tensors of
+    inference mode, `.data` and compiled graphs have none.
 
     Args:
         model: after sparsify_, or as from_pretrained gave it.
@@ -158,7 +175,7 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
                 layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
                 if len({id(layer) for layer in layers}) < len(names):
                     continue
-                kinds = {(one.format, one.dtype, one.device, one.in_features, one._options) for one in layers}
+                kinds = {(one._options or one.format, one.dtype, one.device, one.in_features) for one in layers}
                 if len(kinds) > 1:
                     continue
                 try:
@@ -188,13 +205,17 @@ def _can_merge(layer: object) -> bool:
 
 
 def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
-    dense = torch.cat([layer.packed.to_dense() for layer in layers])
     first = layers[0]
     options = first._options or Options(first.format)
-    packed = pack(dense if first.packed.saved_dense else MackoWeight.smallest(dense), options)
+    packed = _pack_together([layer.packed.to_dense() for layer in layers], options, first.packed.saved_dense)
     whole = _Whole.from_packed(packed, options=options).train(first.training)
     whole._part_rows, whole._last = tuple(layer.out_features for layer in layers), last
     return [MergedLinear(whole, index).train(layer.training) for index, layer in enumerate(layers)]
+
+
+def _pack_together(parts: Sequence[Tensor], options: Options, saved_dense: bool) -> PackedWeight:
+    dense = torch.cat(list(parts))
+    return pack(dense if saved_dense else MackoWeight.smallest(dense), options)
 
 
 def split_(model: nn.Module) -> None:

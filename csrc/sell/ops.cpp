@@ -84,7 +84,7 @@ Tensor multiply(macko_path path, const macko_sell_matrix &m, int64_t tokens, con
                 const std::optional<Tensor> &bias_any, const std::vector<int64_t> &shape,
                 const macko_sell_norm *norm = nullptr) {
     const Tensor x = as_contiguous(x_any);
-    Tensor y = torch::stable::new_empty(x, shape);
+    Tensor y = new_tensor(x, shape);
     const void *bias = data_of(bias_any);
     const cudaStream_t stream = current_stream(x);
     STD_CUDA_CHECK(path == MACKO_PATH_SPMV

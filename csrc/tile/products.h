@@ -59,7 +59,7 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     std::vector<Tensor> y;
     int next = 0;
     for (const int64_t rows : part_rows) {
-        y.push_back(torch::stable::new_empty(data, with_last(x_any, rows)));
+        y.push_back(new_tensor(data, with_last(x_any, rows)));
         if (rows) placed->part[next++].y = y.back().mutable_data_ptr();
     }
     const Tokens given = tokens_of(x_any, tokens, m.cols);
@@ -70,7 +70,7 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     } else {
         macko_tile_many_plan plan;
         STD_CUDA_CHECK(Kind::many_plan(&m, tokens, &plan));
-        Tensor workspace = torch::stable::new_empty(data, {plan.workspace_bytes / 2});
+        Tensor workspace = new_tensor(data, {plan.workspace_bytes / 2});
         STD_CUDA_CHECK(Kind::many(&m, tokens, x, given.stride, data_of(bias), &*placed, &plan,
                                   workspace.mutable_data_ptr(), stream));
     }

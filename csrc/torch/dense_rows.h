@@ -34,8 +34,8 @@ std::vector<Tensor> linear_by_dense_rows(const Tensor &x_any, std::span<const in
     const int64_t rows = std::accumulate(part_rows.begin(), part_rows.end(), int64_t(0));
     const int64_t panel_rows = rows_of_panel(rows, x.size(1), x.element_size());
     std::vector<Tensor> parts;
-    for (const int64_t count : part_rows) parts.push_back(torch::stable::new_empty(x, {x.size(0), count}));
-    Tensor panel = torch::stable::new_empty(x, {std::min(rows, panel_rows), x.size(1)});
+    for (const int64_t count : part_rows) parts.push_back(new_tensor(x, {x.size(0), count}));
+    Tensor panel = new_tensor(x, {std::min(rows, panel_rows), x.size(1)});
     for (int64_t first = 0; first < rows; first += panel_rows) {
         const int64_t stop = std::min(rows, first + panel_rows);
         unpack(first, stop - first, panel.mutable_data_ptr());

@@ -139,8 +139,8 @@ Tensor normed(const char *op, const Tensor &x_any, const std::optional<Tensor> &
     const Tensor x = as_aligned(x_any), weight = as_aligned(weight_any);
     std::optional<Tensor> other;
     if (other_any) other = as_aligned(*other_any);
-    Tensor y = torch::stable::new_empty(x, with_last(x, cols));
-    if (other) *sum = torch::stable::new_empty(x, with_last(x, cols));
+    Tensor y = new_tensor(x, with_last(x, cols));
+    if (other) *sum = new_tensor(x, with_last(x, cols));
     STD_CUDA_CHECK(macko_rms_norm_cuda(dtype, num_tokens(x), cols, x.const_data_ptr(), data_of(other),
                                        weight.const_data_ptr(), float(eps), y.mutable_data_ptr(),
                                        other ? (*sum)->mutable_data_ptr() : nullptr, current_stream(x)));
@@ -194,7 +194,7 @@ Tensor gated_linear(const Tensor &gate_any, const Tensor &up_any, const std::vec
     check_like(op, "up", up_any, "gate", gate_any);
     const DeviceOf guard(gate_any);
     const Tokens gate = tokens_of(gate_any, tokens, cols), up = tokens_of(up_any, tokens, cols);
-    Tensor x = torch::stable::new_empty(gate_any, with_last(gate_any, cols));
+    Tensor x = new_tensor(gate_any, with_last(gate_any, cols));
     STD_CUDA_CHECK(macko_gate_cuda(dtype, tokens, cols, gate.x.const_data_ptr(), gate.stride, up.x.const_data_ptr(),
                                    up.stride, x.mutable_data_ptr(), current_stream(gate_any)));
     return linear(p, x, bias);

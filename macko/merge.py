@@ -130,7 +130,10 @@ class MergedLinear(SparseLinear):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
+        if self.device.type == "meta" and self._whole.packed.saved_dense:
+            destination[f"{prefix}weight"] = self.weight
+        else:
+            SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """As the layer by itself; then its rows of the matrix of all are packed anew."""

@@ -562,7 +562,7 @@ def compressed(device: str = "cpu", **options: Any) -> tuple[Mlp, Mlp]:
     dense = Mlp().to(device)
     dense.up_proj.weight.data[0, :3] = bits_of(0x8000, 0x7FC1, 0x0001)  # -0.0, a NaN's payload, a denormal
     model = copy.deepcopy(dense)
-    report = macko.sparsify_(model, format="dense12", ignore=(), progress=False, **options)
+    report = macko.sparsify_(model, format="dense12", ignore=(), progress=False, **{"merge": False, **options})
     assert [row.format for row in report] == ["dense12"] * 4
     return dense, model
 
@@ -682,6 +682,8 @@ def test_merged_layers(device: str) -> None:
             given_x = x if name == "gate_proj" else torch.cat([x, x], -1)
             layer = dense.get_submodule(name)
             assert_close_library(model.get_submodule(name)(given_x), layer.weight, given_x, layer.bias)
+    on_meta = copy.deepcopy(model).to("meta").state_dict()
+    assert {name: t.shape for name, t in on_meta.items()} == {name: t.shape for name, t in dense.state_dict().items()}
     macko.split_(model)
     assert type(model.up_proj) is SparseLinear
     assert_same_weights(model, dense)

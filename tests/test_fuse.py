@@ -16,7 +16,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 import macko
-from macko.formats import Dense12Weight, EcWeight, MackoWeight, PackedWeight, SellWeight, TileWeight
+from macko.formats import Dense12Weight, EcWeight, MackoWeight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
 from macko.fuse import Fuse
 from tests.common import (
     HALVES,
@@ -411,7 +411,7 @@ def test_norm_linear_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64])
-@pytest.mark.parametrize("weight", [MackoWeight, SellWeight, TileWeight, EcWeight, Dense12Weight])
+@pytest.mark.parametrize("weight", [MackoWeight, SellWeight, TileWeight, EcWeight, Dense12Weight, Sparse11Weight])
 def test_norm_and_gate_before_every_layout(weight: type[PackedWeight], tokens: int) -> None:
     """Exact: the root mean square of signs is 1, and silu(64) is 64."""
     dtype = weight.dtypes[0]

@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from . import formats
+from . import formats, ops
 from .formats import FORMATS
 
 aten, prims, macko = torch.ops.aten, torch.ops.prims, torch.ops.macko
@@ -69,12 +69,13 @@ class Fuse(CustomGraphPass):
     a GPU where the layout's product overlaps with what makes its input. Results are rounded to the dtype where modules
     round them, but for one token's sums, once; in float32 between, the norm's sum has another order, and silu a faster
     exp. Graphs of more tokens at once, or of a number that depends on data, and without sparse layers stay as they are.
-    Where it may change later, as of a batch, its first value counts, and kernels take any.
+    Where it may change later, as of a batch, its first value counts, and kernels take any. All products become ops
+    without gradients, of which a graph has no more need.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        ops = (macko.linear.default, macko.linear_parts.default)
-        nodes = [node for op in ops for node in graph.find_nodes(op="call_function", target=op)]
+        products = (macko.linear.default, macko.linear_parts.default)
+        nodes = [node for op in products for node in graph.find_nodes(op="call_function", target=op)]
         for node in nodes:
             x = _value(node.args[0])
             if node.kwargs or x is None or not 0 < (tokens := math.prod(map(_size, x.shape[:-1]))) <= _MOST_TOKENS:
@@ -92,9 +93,12 @@ class Fuse(CustomGraphPass):
                 _insert(linear, macko.gated_linear.default, gate["x"], gate["other"], *linear.args[1:])
         if nodes:
             graph.eliminate_dead_code()
+        for name, below in ops.BELOW_AUTOGRAD.items():
+            for node in graph.find_nodes(op="call_function", target=getattr(macko, name).default):
+                node.target = getattr(macko, below).default
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, formats.__file__))
+        return get_hash_for_files((__file__, formats.__file__, ops.__file__))
 
 
 #: Inductor's config is of a context, as each thread has one. What somebody sets there later stays.

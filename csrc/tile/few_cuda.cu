@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     __syncthreads();
     if (tile_index) return;
     const int64_t first_row = (int64_t)blockIdx.x * MACKO_TILE_ROWS;
-    const int part = few_part_of(task, first_row);
+    const int part = macko_tile_part_of(&task.y, first_row);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
 #pragma unroll
@@ -118,7 +118,7 @@ cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x
     task.data = m.data;
     task.offsets = m.offsets;
     task.bias = bias;
-    task.store_to(y);
+    task.y = y;
     task.rows = m.rows;
     task.tokens = (int)tokens;
     task.slabs = (int)macko_tile_slabs(m.cols);

@@ -44,12 +44,6 @@ constexpr double MEMORY_RATE = 4680;
 constexpr int WARPGROUP =
     MACKO_FEW_WARPGROUP; // threads; of all warpgroups the same thread has the same sums, each of its tile
 
-// A part of y: where row 0 would be at the first token, had it the rows before it too, and how many it has.
-struct few_part {
-    void *y;
-    int64_t rows;
-};
-
 template <class CODEC>
 struct few_task {
     // What the first fetch needs, in 48 bytes: so it is in one line of the constant cache (one more: 0.15 us, H200).
@@ -72,20 +66,11 @@ struct few_task {
     int boxes;                          // TMA loads of a stage's tokens
     int tokens, token_bytes;            // bytes of a tile's tokens, filled up to whole swizzle atoms of eight
     const void *bias;
-    few_part y[MACKO_TILE_MOST_PARTS];
+    macko_tile_parts y;
     int64_t rows;
-    int64_t begins[MACKO_TILE_MOST_PARTS - 1]; // rows with which a further part begins
-    int area;                                  // bytes of a split row block's sums
+    int area; // bytes of a split row block's sums
     typename CODEC::constants weights;
     CUtensorMap x; // [tile][token][column of it] with boxes of a slab, or [0][token][column] with boxes of a tile
-
-    void store_to(const macko_tile_parts &parts) {
-        for (int i = 0; i < MACKO_TILE_MOST_PARTS; i++) {
-            const macko_tile_part &part = parts.part[i];
-            y[i] = {(void *)((uintptr_t)part.y - 2 * (uintptr_t)part.begin), part.rows};
-            if (i) begins[i - 1] = part.begin;
-        }
-    }
 };
 
 template <int TOKENS>
@@ -274,19 +259,14 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
     pdl_launch_dependents();
 }
 
-template <class CODEC>
-__device__ __forceinline__ int few_part_of(const few_task<CODEC> &task, int64_t row) {
-    return (row >= task.begins[0]) + (row >= task.begins[1]);
-}
-
 // Four sums of a thread of a warpgroup: two rows, two tokens.
 template <class CODEC, class T = typename CODEC::T>
 __device__ __forceinline__ void store_four(const few_task<CODEC> &task, int part, int64_t first_row, int thread,
                                            int four, const float (&sum)[4]) {
     const int64_t row = first_row + thread / WARP * 16 + thread % WARP / 4;
     const int token = four * 8 + thread % 4 * 2;
-    const int64_t stride = task.y[part].rows;
-    T *y = (T *)task.y[part].y + token * stride + row;
+    const int64_t stride = task.y.part[part].rows;
+    T *y = (T *)task.y.part[part].y + token * stride + row;
     float bias[2] = {};
     if (task.bias)
         for (int k = 0; k < 2; k++)
@@ -333,14 +313,14 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     };
     const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
     // Of many sums y is whole: there are no registers for more.
-    const auto part_of = [&](int64_t row) { return SHAPE::MANY_SUMS ? 0 : few_part_of(task, row); };
+    const auto part_of = [&](int64_t row) { return SHAPE::MANY_SUMS ? 0 : macko_tile_part_of(&task.y, row); };
     wait_for_barriers(SHAPE::THREADS);
     if (task.cluster > 1) {
         sm90::cluster_arrive_relaxed();
         sm90::cluster_wait(); // the barriers of the others are there; here nothing waits for it
     }
     // What the end needs, known before it: a line of the constant cache takes 0.15 us (H200).
-    asm volatile("" ::"l"(task.bias), "l"(task.y[0].y), "l"(task.begins[1]), "l"(task.rows), "r"(task.tokens),
+    asm volatile("" ::"l"(task.bias), "l"(task.y.part[0].y), "l"(task.y.begins[2]), "l"(task.rows), "r"(task.tokens),
                  "r"(task.area));
     // A tile is prepared while the one before it is multiplied, also across row blocks.
     constexpr std::integral_constant<int, 0> step0;
@@ -636,7 +616,8 @@ template <class CODEC, int TOKENS>
 cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                    const macko_tile_parts &y, const device_info &device, cudaStream_t stream) {
     using SHAPE = few_shape<TOKENS>;
-    if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.part[1].y)) return cudaErrorInvalidValue; // for the kernel for many
+    if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.part[1].rows))
+        return cudaErrorInvalidValue; // for the kernel for many
     const int slabs = (int)macko_tile_slabs(w.cols), row_blocks = (int)macko_tile_row_blocks(w.rows);
     // Not all TOKENS: rows of a box that are not in the tensor take long to fill (H200, 33 tokens of 64: by half again).
     const int tokens_8 = (int)ceil_div(tokens, 8) * 8, token_bytes = tokens_8 * MACKO_TILE_COLS * 2;
@@ -668,7 +649,7 @@ cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, in
     task.tokens = (int)tokens;
     task.token_bytes = token_bytes;
     task.bias = bias;
-    task.store_to(y);
+    task.y = y;
     task.rows = w.rows;
     task.area = plan.area;
     task.weights = w.constants;

@@ -425,7 +425,7 @@ __device__ __forceinline__ void store_outputs(const many_task<CODEC> &task, uint
             } else {
                 if (lane == 0 && !task.plain && row < task.rows && token < task.tokens) {
                     const int part = macko_tile_part_of(&task.parts, row);
-                    sm90::tma_store(&task.y[part], (int)row - task.parts.part[part].begin, token,
+                    sm90::tma_store(&task.y[part], (int)(row - task.parts.begins[part]), token,
                                     smem + SHAPE::X + stage * SHAPE::STAGE_BYTES);
                     sm90::tma_store_wait_read();
                 }
@@ -549,7 +549,7 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
 #pragma unroll 1
             for (int i = thread / MACKO_TILE_ROWS; i < min(SHAPE::OUT_TOKENS, task.tokens - first);
                  i += MACKO_TILE_WARPGROUP / MACKO_TILE_ROWS)
-                ((uint16_t *)part.y)[(int64_t)(first + i) * part.rows + (first_row - part.begin) + own] =
+                ((uint16_t *)part.y)[(first + i) * part.rows + first_row + own] =
                     load_shared_2(output + i * 128 + ((own / 8 ^ i % 8) << 4) + own % 8 * 2);
     }
     sm90::fence_proxy_async();

@@ -104,10 +104,10 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     task.last_x = task.x;
     if (const int last_box = task.last_tokens % SHAPE::BOX; !error && last_box)
         error = map_tokens(&task.last_x, last_box);
-    for (int i = 0; i < MACKO_TILE_MOST_PARTS && args.y.part[i].y && !task.plain && !error; i++) {
+    for (int i = 0; i < MACKO_TILE_MOST_PARTS && args.y.part[i].rows && !task.plain && !error; i++) {
         const macko_tile_part &part = args.y.part[i];
-        error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, part.y, part.rows, args.tokens,
-                                      part.rows * 2ll, MACKO_TILE_ROWS, SHAPE::OUT_TOKENS);
+        error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)part.y + args.y.begins[i],
+                                      part.rows, args.tokens, part.rows * 2, MACKO_TILE_ROWS, SHAPE::OUT_TOKENS);
     }
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};

@@ -37,10 +37,11 @@ inline std::optional<macko_tile_parts> place_parts(std::span<const int64_t> part
     for (const int64_t rows : part_rows) {
         if (!rows) continue;
         if (begin % MACKO_TILE_ROWS || count == MACKO_TILE_MOST_PARTS) return std::nullopt;
-        parts.part[count++] = {nullptr, int32_t(rows), int32_t(begin)};
+        parts.part[count].rows = rows;
+        parts.begins[count++] = begin;
         begin += rows;
     }
-    for (; count < MACKO_TILE_MOST_PARTS; count++) parts.part[count].begin = INT32_MAX;
+    for (; count < MACKO_TILE_MOST_PARTS; count++) parts.begins[count] = INT32_MAX;
     return parts;
 }
 
@@ -60,7 +61,9 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     int next = 0;
     for (const int64_t rows : part_rows) {
         y.push_back(new_tensor(data, with_last(x_any, rows)));
-        if (rows) placed->part[next++].y = y.back().mutable_data_ptr();
+        if (!rows) continue;
+        placed->part[next].y = static_cast<uint16_t *>(y.back().mutable_data_ptr()) - placed->begins[next];
+        next++;
     }
     const Tokens given = tokens_of(x_any, tokens, m.cols);
     const void *x = given.x.const_data_ptr();

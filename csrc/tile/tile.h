@@ -134,19 +134,19 @@ void macko_tile_table(const int64_t *counts, int highs, uint32_t table[2]);
 
 /*
  * Where a product goes: the rows of a matrix in parts, each of which is a matrix [tokens, rows] of its own. All but the
- * last have a multiple of MACKO_TILE_ROWS, so that a row block lies in one. Where there is no further part begin is
- * INT32_MAX and y is NULL.
+ * last have a multiple of MACKO_TILE_ROWS, so that a row block lies in one.
  */
 typedef struct macko_tile_part {
-    void *y;
-    int32_t rows, begin; /* begin: its first row in the matrix */
+    void *y; /* where row 0 would be at the first token, had the part the rows before it too: y + token * rows + row */
+    int64_t rows; /* 0: there is no such part */
 } macko_tile_part;
 typedef struct macko_tile_parts {
     macko_tile_part part[MACKO_TILE_MOST_PARTS];
+    int64_t begins[MACKO_TILE_MOST_PARTS]; /* its first row; where there is no such part INT32_MAX */
 } macko_tile_parts;
 /* Which part a row is of. */
 MACKO_TILE_FN int macko_tile_part_of(const macko_tile_parts *parts, int64_t row) {
-    return (row >= parts->part[1].begin) + (row >= parts->part[2].begin);
+    return (row >= parts->begins[1]) + (row >= parts->begins[2]);
 }
 
 /* What packing has to tell the host before it can allocate data. */

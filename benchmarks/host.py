@@ -1,7 +1,7 @@
 """Host time of a layer's call on a GPU: python -m benchmarks.host OUT.jsonl
 
 A 64 x 64 matrix under no_grad, where the GPU has next to nothing to do: nn.Linear beside SparseLinear in each layout,
-by turns, for one token and eight. Microseconds a call, the best round of each, and its share of nn.Linear's.
+by turns, for one token, eight and 128. Microseconds a call, the best round of each, and its share of nn.Linear's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     dense.weight[torch.rand_like(dense.weight) < 0.5] = 0
     layers = {"dense": dense, **{name: SparseLinear.from_linear(dense, name) for name in LAYOUTS}}
     with torch.no_grad():
-        for tokens in (1, 8):
+        for tokens in (1, 8, 128):
             x = torch.randn(tokens, 64, dtype=torch.float16, device="cuda")
             best = dict.fromkeys(layers, float("inf"))
             for _ in range(5):

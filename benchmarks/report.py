@@ -498,7 +498,7 @@ def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[
         ["memory", f"**{after:.1f} GB** instead of {before:.1f}", "the same"],
         ["quality", "packing costs none, pruning less where it is fitted ([how much](docs/quality.md))", "the same"],
     ]
-    return table(["speed over dense", "`sparsify_(model, merge=True)`", "the same with `tokens=1`"], rows)
+    return table(["speed over dense", "`sparsify_(model)`", "the same with `tokens=1`"], rows)
 
 
 def layout_of(line: Line) -> str:

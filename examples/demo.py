@@ -72,7 +72,7 @@ def decode(config: LlamaConfig, device: torch.device, new_tokens: int, turns: in
     dense = random_llama(config, 0, device, torch.float16 if compiled else torch.bfloat16)
     macko.prune_(dense, 0.5)
     sparse = copy.deepcopy(dense)
-    report = macko.sparsify_(sparse, merge=True)
+    report = macko.sparsify_(sparse)
     prompt = torch.arange(8, device=device)[None]
     runs: tuple[list[Run], list[Run]] = ([], [])
     for turn in range(turns + 1):

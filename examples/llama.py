@@ -151,7 +151,7 @@ def main() -> int:
     compiled = device.type == "cuda" and not args.eager
     dense = second_run(model, prompt, args.new_tokens, compiled)
     start = time.perf_counter()
-    report = macko.sparsify_(model, merge=True)
+    report = macko.sparsify_(model)
     seconds = time.perf_counter() - start
     print(report if args.report else str(report).splitlines()[-1])
     print(f"converted in {seconds:.1f} s")

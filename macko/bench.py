@@ -106,6 +106,8 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.compile is None:
         options.compile = "default" if device.type == "cuda" else "no"
+    if options.merge is None:
+        options.merge = device.type == "cuda"  # as sparsify_
     any_weight = takes_any_weight(options.format)
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
     model = _load(source, device, dtype)

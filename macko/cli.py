@@ -155,7 +155,7 @@ def _bench_arguments(add: Any) -> None:
     add("--sparsity", type=float, nargs="+", help=pruned)
     add("--format", default="auto", help="as of convert, or dense12: bfloat16 weights with zeros or none, lm_head too")
     add("--values", choices=codes.KINDS, help="8 bits a value, of format auto, dense8 or sparse8")
-    add("--merge", action=argparse.BooleanOptionalAction, default=True, help="q, k, v as one matrix")
+    add("--merge", action=argparse.BooleanOptionalAction, help="q, k, v as one matrix (default: on a GPU)")
     add("--batch", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="sequences to decode at once")
     lengths = "lengths to time the prefill of; decode: the first"
     add("--prompt-tokens", type=_count, nargs="+", default=[128, 32, 512, 2048], help=lengths)

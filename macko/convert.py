@@ -58,7 +58,7 @@ def sparsify_(
     dtype: str | None = None,
     tokens: int | None = None,
     keep_dense: bool = False,
-    merge: bool = False,
+    merge: bool | None = None,
     values: str = "raw",
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
@@ -80,7 +80,8 @@ def sparsify_(
         progress: show a bar when it takes more than a second.
         pattern, dtype, tokens, keep_dense, values: what formats that choose go by, and slide: see macko.choose.Options.
             values="fp8" and "int8" round to 8 bits, which no default does.
-        merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_).
+        merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_); default: on a GPU, where each
+            launch counts.
 
     Returns:
         A Report: every nn.Linear, with its density, bytes, expected gain on this GPU, and why it was skipped.
@@ -107,7 +108,7 @@ def compress_(
     device: torch.device | str | None = None,
     progress: bool = True,
     tokens: int | None = None,
-    merge: bool = False,
+    merge: bool | None = None,
     copy_tied: bool = False,
     values: str = "exact",
 ) -> Report:
@@ -167,7 +168,7 @@ def _convert_all(
     found: list[FoundLinear],
     convert: Callable[..., tuple[LayerReport, SparseLinear | None]],
     device: torch.device | str | None,
-    merge: bool,
+    merge: bool | None,
     progress: bool,
 ) -> Report:
     """What became of all layers, converted in place; whatever stops it leaves the model as it was."""
@@ -184,6 +185,8 @@ def _convert_all(
                     undo.callback(_replace(layer, sparse))
         if device is not None:
             _move(model, device, undo)
+        if merge is None:
+            merge = any(layer.device.type == "cuda" for layer in model.modules() if isinstance(layer, SparseLinear))
         if merge:
             found.clear()  # so that each layer's memory is free once it is part of a merged one
             layer = sparse = None  # type: ignore[assignment]

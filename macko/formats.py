@@ -17,10 +17,13 @@ from typing_extensions import Self
 
 from . import codes, ops
 
-#: Elements of a part of a product from which on it is a tensor of its own. Kernels of torch that read slices take
-#: longer, but each part is a GEMM by itself: worth it for gate and up of 11008 rows from 1024 tokens on, not at 512,
-#: and not for q, k and v of 4096 at 2048 (H200).
+#: Elements of a part of a product from which on it is a tensor of its own, where that makes it a GEMM by itself.
+#: Kernels of torch that read slices take longer: worth it for gate and up of 11008 rows from 1024 tokens on, not at
+#: 512, and not for q, k and v of 4096 at 2048 (H200).
 OWN_PART = 10 << 20
+#: What kernels of tile's slabs store as tensors of their own, in the product's launch (csrc/tile/tile.h): so many
+#: parts, all of whole row blocks but for the last.
+MOST_PARTS, PART_ROWS = 3, 64
 #: What a size can be at all: rows, columns and counts are int32 where they are stored.
 SIZES = range(2**31)
 #: Types of tensors that torch passes to an op of its stable interface; of others, as float4, it says so in C++.
@@ -76,7 +79,9 @@ class PackedWeight:
     #: that of one token makes a norm itself.
     overlaps: ClassVar[bool] = False
     makes_norm: ClassVar[bool] = False
-    #: From how many tokens on parts of a product may be tensors of their own, for a launch or more each.
+    #: Whether kernels store parts of a product as tensors of their own; else from how many tokens on a GPU may make
+    #: them so, each by a GEMM.
+    stores_parts: ClassVar[bool] = False
     parts_from: ClassVar[int | None] = None
     #: What is wrong with a weight, by the kind of fault that the op `check` gives (the format's header has them).
     faults: ClassVar[Mapping[int, str]] = {}
@@ -156,19 +161,31 @@ class PackedWeight:
         return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """x W^T for x [..., cols], cut into [..., rows of a part]: slices, or where that is worth it own tensors."""
+        """x W^T for x [..., cols], in parts [..., rows of a part]: contiguous where `gives_parts`, else slices."""
         return self._own_parts(x, part_rows) if self.gives_parts(x, part_rows) else slices(self.linear(x), part_rows)
 
     @classmethod
     def gives_parts(cls, x: Tensor, part_rows: Sequence[int]) -> bool:
-        """Whether parts of the product are worth it to be tensors of their own."""
-        if cls.parts_from is None or not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
+        """Whether parts of the product are tensors of their own: never where x wants a gradient, or is one token."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return False
+        compiling = torch.compiler.is_compiling()
+        if cls.stores_parts:
+            if len(part_rows) > MOST_PARTS or any(rows % PART_ROWS for rows in part_rows[:-1]):
+                return False
+            one_token = x.numel() == x.shape[-1]
+            if compiling:  # what it is may depend on data
+                from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+                one_token = statically_known_true(one_token)
+            return not one_token
+        if cls.parts_from is None or compiling or not x.is_cuda:
             return False
         tokens = x.shape[:-1].numel()
         return tokens >= cls.parts_from and tokens * min(part_rows) >= OWN_PART
 
     def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        return torch.ops.macko.linear_parts(x, *self.packed, part_rows)
+        return ops.call(torch.ops.macko.linear_parts, x, *self.packed, part_rows)
 
     def validate(self) -> None:
         """Checks every rule of the format, once: a layout of a GPU on the CPU, what runs on both where it is.
@@ -522,7 +539,7 @@ class TileWeight(PackedWeight):
     is_layout: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True
-    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
+    stores_parts: ClassVar[bool] = True
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
         1: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
@@ -897,7 +914,7 @@ class Dense12Weight(PackedWeight):
     any_weight: ClassVar[bool] = True
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True
-    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
+    stores_parts: ClassVar[bool] = True
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
         1: "byte {found} of its table: expected 0, then rising bytes under 128 (float16: 16), then zeros",
@@ -947,15 +964,11 @@ class Dense12Weight(PackedWeight):
         return [(None, _any() * 64)]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
-        """The same weight elsewhere.
-
-        Raises:
-            TypeError: it is another dtype.
-        """
-        if dtype not in (None, self.dtype):
-            own, name = (str(kind).removeprefix("torch.") for kind in (self.dtype, dtype))
-            raise TypeError(f"a dense12 weight of {own} cannot become {name}: convert the dense weight")
-        return super().to(device)
+        """As of other formats; the canonical weight where this format does not hold what another dtype gives."""
+        try:
+            return super().to(device, dtype)
+        except ValueError:
+            return MackoWeight.smallest(self.to_dense().to(device, dtype))
 
     def _options(self) -> dict[str, int]:
         return {}  # its sizes follow from the weight
@@ -995,7 +1008,8 @@ class Sparse11Weight(PackedWeight):
     is_layout: ClassVar[bool] = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     values_name: ClassVar[str] = "data"
-    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
+    overlaps: ClassVar[bool] = True
+    stores_parts: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **PackedWeight.limits, "table_low": range(2**32), "table_high": range(2**32)
     }  # fmt: skip

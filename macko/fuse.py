@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from . import formats
+from . import formats, ops
 from .formats import FORMATS
 
 aten, prims, macko = torch.ops.aten, torch.ops.prims, torch.ops.macko
@@ -63,33 +63,42 @@ _GATE = _product(_silu, KeywordArg("other"))
 
 
 class Fuse(CustomGraphPass):
-    """For Inductor's option `post_grad_custom_pre_pass`: macko::linear of 1 to 64 tokens takes its neighbours in.
+    """For Inductor's option `post_grad_custom_pre_pass`: products of 1 to 64 tokens take their neighbours in.
 
     Of one token sums with the output, by every layout; norms and gates before, and of more tokens sums before norms, on
     a GPU where the layout's product overlaps with what makes its input. Results are rounded to the dtype where modules
     round them, but for one token's sums, once; in float32 between, the norm's sum has another order, and silu a faster
     exp. Graphs of more tokens at once, or of a number that depends on data, and without sparse layers stay as they are.
-    Where it may change later, as of a batch, its first value counts, and kernels take any.
+    Where it may change later, as of a batch, its first value counts, and kernels take any. All products become ops
+    without gradients, of which a graph has no more need.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in (nodes := graph.find_nodes(op="call_function", target=macko.linear.default)):
-            y = _value(node)
-            if node.kwargs or y is None or not 0 < (tokens := math.prod(map(_size, y.shape[:-1]))) <= _MOST_TOKENS:
+        products = (macko.linear.default, macko.linear_parts.default)
+        nodes = [node for op in products for node in graph.find_nodes(op="call_function", target=op)]
+        for node in nodes:
+            x = _value(node.args[0])
+            if node.kwargs or x is None or not 0 < (tokens := math.prod(map(_size, x.shape[:-1]))) <= _MOST_TOKENS:
                 continue
-            layout, one = node.args[2][0], all(isinstance(size, int) for size in y.shape) and tokens == 1
+            layout, whole = node.args[2][0], node.target is macko.linear.default
+            one = whole and all(isinstance(size, int) for size in x.shape) and tokens == 1
             linear = _take_sum(node) if one else node
-            if layout not in _OVERLAP or y.device.type != _DEVICE:
+            if layout not in _OVERLAP or x.device.type != _DEVICE:
                 continue
             if norm := _matched(_NORM, linear.args[0]):
                 _take_norm(linear, norm, one and layout in _MAKE_NORM)
-            elif (gate := _matched(_GATE, linear.args[0])) and _alike(_value(gate["other"]), _value(gate["x"])):
+            elif (
+                whole and (gate := _matched(_GATE, linear.args[0])) and _alike(_value(gate["other"]), _value(gate["x"]))
+            ):
                 _insert(linear, macko.gated_linear.default, gate["x"], gate["other"], *linear.args[1:])
         if nodes:
             graph.eliminate_dead_code()
+        for name, below in ops.BELOW_AUTOGRAD.items():
+            for node in graph.find_nodes(op="call_function", target=getattr(macko, name).default):
+                node.target = getattr(macko, below).default
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, formats.__file__))
+        return get_hash_for_files((__file__, formats.__file__, ops.__file__))
 
 
 #: Inductor's config is of a context, as each thread has one. What somebody sets there later stays.

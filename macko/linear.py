@@ -97,8 +97,8 @@ class SparseLinear(nn.Linear):
     what is loaded is validated first, and may have another number of entries, or another format, than it had. In the
     format dense12 its state_dict is that of the nn.Linear, and a dense weight can be loaded.
 
-    Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`. Types which macko
-    has no kernels for are refused with a TypeError.
+    Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`; a format that was
+    chosen is chosen again. Types which macko has no kernels for are refused with a TypeError.
 
     Args:
         in_features, out_features, bias, device, dtype: as in nn.Linear. Without a dtype torch's default is taken.
@@ -220,10 +220,11 @@ class SparseLinear(nn.Linear):
         return call(torch.ops.macko.linear, self._cast(input), tensors, self._header, self.bias)
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        """forward(input) in parts of so many out_features, without a bias: for many tokens on a GPU no slices."""
-        if torch.compiler.is_compiling() or not self._format.gives_parts(input, part_rows):
+        """forward(input) in parts of so many out_features, without a bias: tensors of their own, or slices."""
+        if not self._format.gives_parts(input, part_rows):
             return slices(self.forward(input), part_rows)
-        return self.packed.linear_parts(self._cast(input), part_rows)
+        tensors = list(self._buffers.values())
+        return call(torch.ops.macko.linear_parts, self._cast(input), tensors, self._header, part_rows)
 
     def _cast(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu") and input.dtype != self.dtype:
@@ -275,7 +276,8 @@ class SparseLinear(nn.Linear):
             if reason := unsupported(target.dtype, target.device):
                 raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
             elsewhere = target.dtype != packed.dtype or target.device.type not in packed.device_types
-            rechosen = self._options and target.device.type != packed.device.type
+            rechosen = self._options and (target.dtype, target.device.type) != (packed.dtype, packed.device.type)
+            rechosen = rechosen and not isinstance(packed, ByteWeight)  # its codes stay
             if (elsewhere or rechosen) and "meta" not in (target.device.type, packed.device.type):
                 moved = packed.to_macko() if rechosen else packed
                 self._hold(moved.to(target.device, target.dtype))

@@ -63,6 +63,21 @@ class _Whole(SparseLinear):
             last.eager = kept
         return held[3][index]
 
+    def rows_of(self, index: int) -> PackedWeight:
+        """A sibling's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
+        whole = self.packed
+        stop = sum(self._part_rows[: index + 1])
+        start = stop - self._part_rows[index]
+        if isinstance(whole, ByteWeight):
+            return whole.part(0, start, stop)
+        rows = whole.to_dense()[start:stop]
+        return type(whole).from_dense(rows) if whole.saved_dense else MackoWeight.smallest(rows)
+
+    def replace_part(self, index: int, weight: PackedWeight) -> None:
+        """Packs the matrix anew, with other rows for a sibling. ValueError: the format does not hold it so."""
+        held = [self.rows_of(i) if i != index else weight for i in range(len(self._part_rows))]
+        self._hold(_pack_together(held, self._options or Options(self.format), self.packed))
+
 
 class MergedLinear(SparseLinear):
     """One of several layers of one input, whose weights are packed as one matrix; see merge_.
@@ -89,12 +104,7 @@ class MergedLinear(SparseLinear):
         """This layer's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
         if self.device.type == "meta":
             return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
-        whole = self._whole.packed
-        if isinstance(whole, ByteWeight):
-            stop = sum(self._whole._part_rows[: self._index + 1])
-            return whole.part(0, stop - self.out_features, stop)
-        rows = whole.to_dense().split(self._whole._part_rows)[self._index]  # type: ignore[no-untyped-call]
-        return type(whole).from_dense(rows) if whole.saved_dense else MackoWeight.smallest(rows)
+        return self._whole.rows_of(self._index)
 
     @property
     def format(self) -> str:
@@ -127,21 +137,35 @@ class MergedLinear(SparseLinear):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
+        if self.device.type == "meta" and self._whole.packed.saved_dense:
+            destination[f"{prefix}weight"] = self.weight
+        else:
+            SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        others[-1].append(
-            f"{prefix.removesuffix('.')}: is merged with others; call macko.split_(model) before you load"
-        )
+        """As the layer by itself; then its rows of the matrix of all are packed anew."""
+        if self.device.type == "meta":
+            others[-1].append(f"{prefix.removesuffix('.')}: is merged with others and on meta: load before merge_")
+            return
+        errors, before = others[-1], len(others[-1])
+        alone = SparseLinear.from_packed(self.packed)
+        alone._load_from_state_dict(state_dict, prefix, *others)
+        if len(errors) > before or not any(key.startswith(prefix) for key in state_dict):
+            return
+        try:
+            self._whole.replace_part(self._index, alone.packed)
+        except ValueError as error:
+            errors.append(f"{prefix.removesuffix('.')}: {error}")
 
 
 def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[list[str]]:
     """Packs sparse layers of the same input as one matrix, in place, so that a token takes fewer launches.
 
-    Merged are SparseLinear siblings without a bias, of one parent, format and dtype. Outputs, names and what is saved
-    stay the same. A sibling that gets another input than the others is right still, but computes the product of all.
-    All or nothing, as sparsify_. Not for a model that changes the input in place between siblings: eager mode sees it
-    by the tensor's version, but tensors of inference mode, `.data` and compiled graphs have none.
+    Merged are SparseLinear siblings without a bias, of one parent and dtype. Where their formats were chosen, one is
+    chosen for all; named ones have to be the same. Outputs, names and what is saved stay the same. A sibling that gets
+    another input than the others is right still, but computes the product of all. All or nothing, as sparsify_. Not for
+    a model that changes the input in place between siblings: eager mode sees it by the tensor's version, but tensors of
+    inference mode, `.data` and compiled graphs have none.
 
     Args:
         model: after sparsify_, or as from_pretrained gave it.
@@ -161,7 +185,10 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
                 layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
                 if len({id(layer) for layer in layers}) < len(names):
                     continue
-                kinds = {(one.packed.label, one.dtype, one.device, one.in_features, one._options) for one in layers}
+                kinds = {
+                    (one._options or one.format, _byte_kind(one.packed), one.dtype, one.device, one.in_features)
+                    for one in layers
+                }
                 if len(kinds) > 1:
                     continue
                 try:
@@ -191,18 +218,30 @@ def _can_merge(layer: object) -> bool:
     return "forward" not in vars(layer) and not any(vars(layer)[name] for name in HOOKS)
 
 
+def _byte_kind(packed: PackedWeight) -> int | None:
+    """Of values in 8 bits, which are not rounded again: parts of one kind are joined."""
+    return packed.kind if isinstance(packed, ByteWeight) else None
+
+
 def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
     first, held = layers[0], [layer.packed for layer in layers]
-    options, bytes_ = first._options or Options(first.format), [w for w in held if isinstance(w, ByteWeight)]
-    packed: PackedWeight
-    if bytes_:
-        packed = bytes_[0].joined(bytes_, sum(weight.rows for weight in held))
-    else:
-        dense = torch.cat([weight.to_dense() for weight in held])
-        packed = pack(dense if held[0].saved_dense else MackoWeight.smallest(dense), options)
+    options = first._options or Options(first.format)
+    packed = _pack_together(held, options, held[0])
     whole = _Whole.from_packed(packed, options=options).train(first.training)
     whole._part_rows, whole._last = tuple(layer.out_features for layer in layers), last
     return [MergedLinear(whole, index).train(layer.training) for index, layer in enumerate(layers)]
+
+
+def _pack_together(parts: Sequence[PackedWeight], options: Options, like: PackedWeight) -> PackedWeight:
+    """One matrix of all rows, of the dtype and on the device of `like`."""
+    if isinstance(like, ByteWeight):  # with their codes, where they are of one kind
+        about = [(part.device, part.dtype, _byte_kind(part)) for part in parts]
+        if len({*about, (like.device, like.dtype, like.kind)}) == 1:
+            return type(like).joined(
+                [part for part in parts if isinstance(part, ByteWeight)], sum(p.rows for p in parts)
+            )
+    dense = torch.cat([part.to_dense().to(like.device, like.dtype) for part in parts])
+    return pack(dense if like.saved_dense else MackoWeight.smallest(dense), options)
 
 
 def split_(model: nn.Module) -> None:

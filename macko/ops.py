@@ -25,7 +25,7 @@ SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16
 Packed = tuple[Sequence[Tensor], Sequence[int]]
 
 
-def call(product: Callable[..., Tensor], *args: Any) -> Tensor:
+def call(product: Callable[..., Any], *args: Any) -> Any:
     """product(*args), under no_grad without torch's Python kernel for gradients: 3 of 7 us at 64x64 (Zen 5)."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return product(*args)
@@ -344,19 +344,36 @@ _PRODUCTS: dict[str, Callable[..., tuple[Tensor, Any, Any]]] = {
     "spmv": lambda values, deltas, row_ptr, cols, x, delta_bits=4: (x, row_ptr.shape[0] - 1, cols),
     "ec_spmv": lambda *args: (args[10], *args[8:10]),
 }
+#: What compiled graphs call (macko.fuse): the same without gradients, whose kernels, in Python, take 4 us of the host a
+#: call, also where none is wanted.
+BELOW_AUTOGRAD = {
+    name: f"{name}_below_autograd" for name in ("linear", "linear_parts", "rms_norm", "norm_linear", "gated_linear")
+}
+
+
+def _register_fake(name: str, fake: Callable[..., Any]) -> None:
+    for op in (name, BELOW_AUTOGRAD.get(name)):
+        if op is not None:
+            torch.library.register_fake(f"macko::{op}", fake)
+
+
 for _op, _sizes in _PRODUCTS.items():
-    torch.library.register_fake(f"macko::{_op}", partial(_product, _op, _sizes))
+    _register_fake(_op, partial(_product, _op, _sizes))
 
 
-@torch.library.register_fake("macko::rms_norm")
-def _(x: Tensor, weight: Tensor, eps: float, other: Tensor | None = None) -> list[Tensor]:
+def _fake_rms_norm(x: Tensor, weight: Tensor, eps: float, other: Tensor | None = None) -> list[Tensor]:
     return [x.new_empty(x.shape) for _ in range(1 if other is None else 2)]
 
 
-@torch.library.register_fake("macko::linear_parts")
-def _(x: Tensor, packed: Sequence[Tensor], header: Sequence[int], part_rows: Sequence[int]) -> list[Tensor]:
+def _fake_linear_parts(
+    x: Tensor, packed: Sequence[Tensor], header: Sequence[int], part_rows: Sequence[int]
+) -> list[Tensor]:
     y = _product("linear_parts", _PRODUCTS["linear"], x, packed, header)
     return [y.new_empty(*x.shape[:-1], rows) for rows in part_rows]
+
+
+_register_fake("rms_norm", _fake_rms_norm)
+_register_fake("linear_parts", _fake_linear_parts)
 
 
 def _times(grad: Tensor, tensors: Sequence[Tensor], header: Sequence[int]) -> Tensor:

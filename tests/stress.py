@@ -34,7 +34,7 @@ from torch import Tensor
 import macko
 from benchmarks.timing import append_jsonl, commit
 from macko import FORMATS, EcWeight, MackoWeight, _library
-from macko.formats import Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.formats import PART_ROWS, Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 #: Rows, columns and density. Of eight columns, for norms and gates; rings of stages that wrap several times, by columns
@@ -178,6 +178,11 @@ def bytes_of(packed: PackedWeight) -> Tensor:
     return torch.cat([t.reshape(-1).view(torch.uint8) for t in packed.tensors().values()])
 
 
+def in_parts(packed: PackedWeight, x: Tensor, part_rows: tuple[int, ...]) -> Tensor:
+    """The product stored as several matrices, put together again."""
+    return torch.cat(list(packed._own_parts(x, part_rows)), -1)
+
+
 def cases_of(
     name: str,
     packed: PackedWeight,
@@ -206,6 +211,10 @@ def cases_of(
         if not lean:
             yield case(f"{count} tokens", partial(packed.linear, placed(x)), exact(x, w, none))
         yield case(f"{count} tokens, bias", partial(packed.linear, placed(x), there), exact(x, w, bias))
+        if packed.stores_parts and not lean:
+            third = rows // 3 // PART_ROWS * PART_ROWS
+            parts = partial(in_parts, packed, placed(x), (third, third, rows - 2 * third))
+            yield case(f"{count} tokens, parts", parts, exact(x, w, none))
         if there.is_cuda and cols % 8 == 0 and not largest:
             # x of 1 and -1 is its own norm; silu(16) is 16 in 16 bits, and silu(0) 0.
             x = integers((count, cols), 0, 1, 1, random).mul(2).sub(1).to(dtype)

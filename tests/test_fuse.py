@@ -16,7 +16,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 import macko
-from macko.formats import Dense12Weight, EcWeight, MackoWeight, PackedWeight, SellWeight, TileWeight
+from macko.formats import Dense12Weight, EcWeight, MackoWeight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
 from macko.fuse import Fuse
 from tests.common import (
     HALVES,
@@ -45,7 +45,9 @@ class Watched(Fuse):
         super().__call__(graph)
         graph.lint()
         targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-        self.seen.extend(name.split(".")[1] for name in targets if name.startswith(("macko", "aten.add")))
+        names = [name.split(".")[1] for name in targets if name.startswith(("macko", "aten.add"))]
+        assert all(name == "add" or name.endswith("_below_autograd") for name in names)
+        self.seen.extend(name.removesuffix("_below_autograd") for name in names)
 
 
 class Norm(nn.Module):
@@ -83,21 +85,32 @@ def linear(x: Tensor, packed: list[Tensor], header: list[int], bias: Tensor | No
     return nn.functional.linear(x, packed[0], bias)
 
 
+def linear_parts(x: Tensor, packed: list[Tensor], header: list[int], part_rows: list[int]) -> list[Tensor]:
+    return [part.clone() for part in linear(x, packed, header).split(part_rows, -1)]
+
+
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ops of a GPU's layouts for CPU tensors, as the functions above."""
     monkeypatch.setattr(macko.fuse, "_DEVICE", "cpu")
     with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one already, which says why there is none
-        library.impl("linear", linear, "CPU", allow_override=True)
-        library.impl("rms_norm", rms_norm, "CPU", allow_override=True)
-        library.impl("norm_linear", norm_linear, "CPU", allow_override=True)
-        library.impl("gated_linear", gated_linear, "CPU", allow_override=True)
+        for op in (linear, linear_parts, rms_norm, norm_linear, gated_linear):
+            implement(library, op)
         yield
 
 
+def implement(library: Any, op: Callable[..., Any]) -> None:
+    for name in (op.__name__, f"{op.__name__}_below_autograd"):
+        library.impl(name, op, "CPU", allow_override=True)
+
+
+def packed(w: Tensor, layout: str) -> tuple[list[Tensor], list[int]]:
+    return [w] * 4, [LAYOUTS.index(layout), *w.shape, 3, 8, 4, 0, 4]
+
+
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None, layout: str = "sell") -> Tensor:
-    return torch.ops.macko.linear(x, [w] * 4, [LAYOUTS.index(layout), *w.shape, 3, 8, 4, 0, 4], bias)
+    return torch.ops.macko.linear(x, *packed(w, layout), bias)
 
 
 def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
@@ -130,7 +143,9 @@ class Block(nn.Module):
         normed = self.norms[0](x)
         h = x + self.product(self.product(normed, q) + self.product(normed, k), o)
         normed = self.norms[1](h)
-        if self.merged:
+        if self.merged and self.in_parts(x):
+            gate, up = torch.ops.macko.linear_parts(normed, *packed(gate_up, self.layout), (80, 80))
+        elif self.merged:
             both = self.product(normed, gate_up)
             gate, up = both[..., :80], both[..., 80:]
         else:
@@ -141,11 +156,14 @@ class Block(nn.Module):
     def product(self, x: Tensor, w: Tensor) -> Tensor:
         return product(x, w, layout=self.layout)
 
+    def in_parts(self, x: Tensor) -> bool:
+        return self.layout != "sell" and x.shape[0] > 1
+
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 64])
-@pytest.mark.parametrize("layout", ["sell", "tile", "dense12"])
+@pytest.mark.parametrize("layout", ["sell", "tile", "dense12", "sparse11"])
 def test_a_block(layout: str, tokens: int, merged: bool) -> None:
     """One norm for all who use it, with the sum in front of it; of one token sums are biases. To the bits of modules,
     but for these."""
@@ -154,7 +172,8 @@ def test_a_block(layout: str, tokens: int, merged: bool) -> None:
     both = 1 if merged else 2
     if tokens > 1:
         qk = ["rms_norm", "linear", "linear", "add", "linear"]
-        assert names == [*qk, "rms_norm", *["linear"] * both, "gated_linear", "add", "add"]
+        gate_up = ["linear_parts"] if merged and block.in_parts(x) else ["linear"] * both
+        assert names == [*qk, "rms_norm", *gate_up, "gated_linear", "add", "add"]
         assert_same_bits(y, block(x))
         return
     if layout == "sell":
@@ -172,12 +191,12 @@ def test_a_batch_that_may_change() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     y, names = compiled(block, x)
     assert names == [
-        "rms_norm", *["linear"] * 2, "add", "linear", "rms_norm", "linear", "gated_linear", "add", "add",
+        "rms_norm", *["linear"] * 2, "add", "linear", "rms_norm", "linear_parts", "gated_linear", "add", "add",
     ]  # fmt: skip
     assert_same_bits(y, block(x))
     many = random_vector(65, 1, 64, dtype=torch.bfloat16)
     torch._dynamo.mark_dynamic(many, 0)
-    assert {*compiled(block, many)[1]} == {"linear", "add"}
+    assert {*compiled(block, many)[1]} == {"linear", "linear_parts", "add"}
 
 
 def test_on_a_cpu_norms_and_gates_stay() -> None:
@@ -185,8 +204,9 @@ def test_on_a_cpu_norms_and_gates_stay() -> None:
     block, x = Block(torch.bfloat16, "tile", True), torch.zeros(2, 64, dtype=torch.bfloat16)
     with torch.library._scoped_library("macko", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library.impl("linear", linear, "CPU", allow_override=True)
-        assert {*compiled(block, x)[1]} == {"linear", "add"}
+        implement(library, linear)
+        implement(library, linear_parts)
+        assert {*compiled(block, x)[1]} == {"linear", "linear_parts", "add"}
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -395,7 +415,7 @@ def test_norm_linear_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64])
-@pytest.mark.parametrize("weight", [MackoWeight, SellWeight, TileWeight, EcWeight, Dense12Weight])
+@pytest.mark.parametrize("weight", [MackoWeight, SellWeight, TileWeight, EcWeight, Dense12Weight, Sparse11Weight])
 def test_norm_and_gate_before_every_layout(weight: type[PackedWeight], tokens: int) -> None:
     """Exact: the root mean square of signs is 1, and silu(64) is 64."""
     dtype = weight.dtypes[0]
@@ -591,13 +611,14 @@ def test_generate_compiled(format: str, batch: int, compile: str, merge: bool) -
     with torch._inductor.config.patch(default):
         assert torch.equal(model.generate(prompt, **settings), eager)
     in_product = format == "sell"
-    qkv, both = ["linear"] * (1 if merge else 3), ["linear"] * (1 if merge else 2)
+    whole = "linear" if batch == 1 else "linear_parts"
+    qkv, both = [whole] if merge else ["linear"] * 3, [whole] if merge else ["linear"] * 2
     if in_product:
         layer = [*("norm_" + name for name in qkv), "linear", *("norm_" + name for name in both), "gated_linear"]
     else:
         norm = [] if compile == "fast" else ["rms_norm"]  # with enable_pdl norms stay Inductor's
         layer = [*norm, *qkv, "linear", *norm, *both, "gated_linear"]
-    assert [name for name in watched.seen if name.endswith(("linear", "norm"))] == layer * 2
+    assert [name for name in watched.seen if name.endswith(("linear", "parts", "norm"))] == layer * 2
 
 
 @pytest.mark.slow

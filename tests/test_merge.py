@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import macko
-from macko import formats, merge
-from macko.formats import SellWeight, TileWeight
+from macko import choose, formats, merge
+from macko.formats import MackoWeight, SellWeight, TileWeight
 from macko.merge import MergedLinear
 from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
 
@@ -30,23 +30,31 @@ def one_thread() -> Iterator[None]:
 class Attention(nn.Module):
     """q, k and v of one input; k and v have fewer rows."""
 
-    def __init__(self, bias: bool = False) -> None:
+    def __init__(self, bias: bool = False, rows: Sequence[int] = (96, 32, 32)) -> None:
         super().__init__()
-        for seed, (name, rows) in enumerate((("q_proj", 96), ("k_proj", 32), ("v_proj", 32))):
-            layer = nn.Linear(64, rows, bias=bias).bfloat16()
-            layer.weight = nn.Parameter(random_weight(rows, 64, 0.4, torch.bfloat16, seed=seed))
+        for seed, (name, count) in enumerate(zip(("q_proj", "k_proj", "v_proj"), rows, strict=True)):
+            layer = nn.Linear(64, count, bias=bias).bfloat16()
+            layer.weight = nn.Parameter(random_weight(count, 64, 0.4, torch.bfloat16, seed=seed))
             setattr(self, name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
 
 
-def models(device: str = "cpu") -> tuple[nn.Module, nn.Module]:
+NAMES = ("q_proj", "k_proj", "v_proj")
+
+
+def models(
+    device: str = "cpu", format: str = "auto", rows: Sequence[int] = (96, 32, 32), scale: float = 1.0
+) -> tuple[Any, Any]:
     """A sparse model, and the same one merged."""
-    sparse = nn.Sequential(Attention()).to(device)
-    macko.sparsify_(sparse)
+    sparse: Any = nn.Sequential(Attention(rows=rows)).to(device)
+    for name in NAMES:
+        layer = sparse[0].get_submodule(name)
+        layer.weight.data *= scale
+        setattr(sparse[0], name, macko.SparseLinear.from_linear(layer, format))
     merged = copy.deepcopy(sparse)
-    assert macko.merge_(merged) == [["0.q_proj", "0.k_proj", "0.v_proj"]]
+    assert macko.merge_(merged) == [[f"0.{name}" for name in NAMES]]
     return sparse, merged
 
 
@@ -92,21 +100,57 @@ def test_same_outputs_from_one_product(device: str, shape: tuple[int, ...]) -> N
     assert merged[0].q_proj._whole._last.eager is None  # nothing is kept alive
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("format", ["sell", "tile"])
-def test_many_tokens_are_tensors_of_their_own(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not slices, whose rows are apart; but where a gradient is wanted. Workspaces cut parts, or row blocks."""
-    tokens = 65
-    monkeypatch.setattr(formats, "OWN_PART", tokens * 300)
+def integer_siblings(
+    tokens: int, format: str, rows: Sequence[int] = (8000, 704, 300)
+) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    """Merged siblings on a GPU, x, and what each of them gives: integers below 2048, so exact."""
     attention, wanted = nn.Module(), {}
     x = torch.ones(tokens, 4096, dtype=torch.float16, device="cuda")
     x[torch.rand(x.shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda") < 0.5] = -1
-    for seed, (name, rows) in enumerate((("q_proj", 8000), ("k_proj", 704), ("v_proj", 300))):
-        layer = nn.Linear(4096, rows, bias=False, device="cuda", dtype=torch.float16)
-        layer.weight = nn.Parameter(random_weight(rows, 4096, 0.4, torch.float16, seed=seed).sign().cuda())
+    for seed, (name, count) in enumerate(zip(("q_proj", "k_proj", "v_proj"), rows, strict=True)):
+        layer = nn.Linear(4096, count, bias=False, device="cuda", dtype=torch.float16)
+        layer.weight = nn.Parameter(random_weight(count, 4096, 0.4, torch.float16, seed=seed).sign().cuda())
         setattr(attention, name, layer)
-        wanted[name] = (x.float() @ layer.weight.detach().float().t()).half()  # integers below 2048: exact
+        wanted[name] = (x.float() @ layer.weight.detach().float().t()).half()
     macko.sparsify_(attention, format=format, merge=True)
+    return attention, x, wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", [(8000, 704, 300), (4096, 512, 512)])
+@pytest.mark.parametrize("tokens", [2, 8, 17, 33, 64, 65, 512])
+def test_tile_stores_each_part_by_itself(tokens: int, rows: tuple[int, ...], compiled: bool) -> None:
+    """Not slices, whose rows are apart; but where a gradient is wanted."""
+    attention, x, wanted = integer_siblings(tokens, "tile", rows)
+
+    def all_of_them(x: Tensor) -> list[Tensor]:
+        return [getattr(attention, name)(x) for name in wanted]
+
+    run = torch.compile(all_of_them, backend="aot_eager", fullgraph=True, dynamic=True) if compiled else all_of_them
+    for grad in (False, True):
+        x.requires_grad_(grad)
+        for part, y in zip(run(x.view(1, tokens, 4096)), wanted.values(), strict=True):
+            assert part.is_contiguous() is not grad
+            assert torch.equal(part[0], y)
+    assert run(x.detach()[:1])[0].is_contiguous()
+
+
+@pytest.mark.gpu
+def test_parts_that_cut_row_blocks_are_slices() -> None:
+    attention, x, wanted = integer_siblings(512, "tile", (8000, 700, 304))
+    for name, y in wanted.items():
+        part = getattr(attention, name)(x)
+        assert not part.is_contiguous()
+        assert torch.equal(part, y)
+
+
+@pytest.mark.gpu
+def test_sell_makes_many_tokens_tensors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a GEMM each, where that is worth it. Workspaces cut parts."""
+    tokens = 65
+    monkeypatch.setattr(formats, "OWN_PART", tokens * 300)
+    attention, x, wanted = integer_siblings(tokens, "sell")
     for grad in (False, True):
         x.requires_grad_(grad)
         for name, y in wanted.items():
@@ -120,12 +164,17 @@ def test_many_tokens_are_tensors_of_their_own(format: str, monkeypatch: pytest.M
     assert not attention.q_proj(few).is_contiguous()  # too few
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("weight", [SellWeight, TileWeight])
-def test_the_op_of_parts(weight: type[SellWeight] | type[TileWeight]) -> None:
-    packed = weight.from_dense(random_weight(96, 64, 0.5, torch.float16).cuda())
+@pytest.mark.parametrize(
+    ("device", "weight"),
+    [
+        *(("cpu", kind) for kind in (MackoWeight, TileWeight)),
+        *(pytest.param("cuda", kind, marks=pytest.mark.gpu) for kind in (MackoWeight, SellWeight, TileWeight)),
+    ],
+)
+def test_the_op_of_parts(device: str, weight: type[MackoWeight] | type[SellWeight] | type[TileWeight]) -> None:
+    packed = weight.from_dense(random_weight(96, 64, 0.5, torch.float16).to(device))
     op = torch.ops.macko.linear_parts
-    x = torch.randn(3, 64, device="cuda", dtype=torch.float16)
+    x = torch.randn(3, 64, device=device, dtype=torch.float16)
     for rows in ([32, 0, 64], [64, 0, 32]):
         torch.library.opcheck(op, (x, *packed.packed, rows))
         torch.testing.assert_close(torch.cat(op(x, *packed.packed, rows), -1), packed.linear(x))
@@ -140,6 +189,34 @@ def test_the_op_of_parts(weight: type[SellWeight] | type[TileWeight]) -> None:
         op(x[:, 1:], *packed.packed, [96])
     with pytest.raises(NotImplementedError, match="has no gradients"):
         op(x.requires_grad_(), *packed.packed, [96])[0].sum().backward()
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("rows", "own"), [((128, 64, 32), True), ((96, 64, 64), False)])
+def test_parts_of_dense12(device: str, rows: tuple[int, ...], own: bool) -> None:
+    """Eager and compiled, for a number of tokens that may change or depends on data."""
+    single, model = models(device, "dense12", rows)
+    ops = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        ops.append([str(node.target) for node in graph.graph.nodes if "macko" in str(node.target)])
+        return graph.forward
+
+    def some(x: Tensor, keep: Tensor) -> Tensor:
+        return model(x[keep])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+        compiled_some = torch.compile(some, backend=backend, fullgraph=True)
+        for tokens in (1, 2, 5, 80):
+            x = vector(tokens, 64, device=device, seed=tokens)
+            parts = [getattr(model[0], name)(x) for name in NAMES]
+            assert all(part.is_contiguous() is (own or tokens == 1) for part in parts)
+            for got in (torch.cat(parts, -1), compiled(x)):
+                torch.testing.assert_close(got, single(x))
+        keep = torch.arange(80, device=device) % 3 == 0
+        torch.testing.assert_close(compiled_some(x, keep), single(x[keep]))
+    assert ops == [["macko.linear"], *[["macko.linear_parts" if own else "macko.linear"]] * 2]
 
 
 def test_any_order_and_repeated_calls() -> None:
@@ -319,13 +396,58 @@ def test_saved_as_if_it_were_not_merged(tmp_path: Path) -> None:
     for name in ("q_proj", "k_proj", "v_proj"):
         assert_same_bits(getattr(loaded[0][0], name).weight, getattr(loaded[1][0], name).weight)
         assert_same_bits(getattr(merged[0], name).weight, getattr(sparse[0], name).weight)
-    with pytest.raises(RuntimeError, match=r"call macko\.split_\(model\) before you load"):
-        merged.load_state_dict(wanted)
     macko.split_(merged)
     assert not any(isinstance(module, MergedLinear) for module in merged.modules())
     merged.load_state_dict(wanted)
     x = vector(2, 64)
     assert_same_bits(merged(x), sparse(x))
+
+
+@pytest.mark.parametrize("format", ["auto", "dense12"])
+@pytest.mark.parametrize("device", devices())
+def test_a_state_is_loaded_into_siblings(device: str, format: str) -> None:
+    (first, merged), (other, other_merged) = models(device, format), models(device, format, scale=-2.0)
+    for state in (other.state_dict(), other_merged.state_dict()):
+        merged = copy.deepcopy(merged)
+        assert not any(merged.load_state_dict(state, strict=True))
+        for name, tensor in merged.state_dict().items():
+            assert_same_bits(tensor, state[name])
+        x = vector(3, 64, device=device)
+        torch.testing.assert_close(merged(x), other(x))
+    only_k = {name: tensor for name, tensor in first.state_dict().items() if "k_proj" in name}
+    assert all("k_proj" not in name for name in merged.load_state_dict(only_k, strict=False).missing_keys)
+    assert_same_bits(merged[0].q_proj.weight, other[0].q_proj.weight)
+    assert_same_bits(merged[0].k_proj.weight, first[0].k_proj.weight)
+    with pytest.raises(RuntimeError, match="k_proj: "):
+        merged.load_state_dict({name: tensor.flatten()[:-1] for name, tensor in only_k.items()}, strict=False)
+    assert_same_bits(merged[0].k_proj.weight, first[0].k_proj.weight)
+
+
+def test_formats_that_were_chosen_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sparse11 and tile with values="exact"; here a bitmap and the canonical format, by density."""
+    model: Any = nn.Sequential(Attention())
+    model[0].k_proj.weight.data *= random_weight(32, 64, 0.1, torch.bfloat16) != 0
+    monkeypatch.setattr(choose, "expected_us", lambda *_: {})
+    monkeypatch.setattr(choose, "BITMAP_DENSITY", dict.fromkeys(choose.BITMAP_DENSITY, 0.3))
+    named = copy.deepcopy(model)
+    macko.sparsify_(model)
+    assert [model[0].get_submodule(name).format for name in ("q_proj", "k_proj")] == ["bitmap", "macko"]
+    x, wanted = vector(3, 64), model(vector(3, 64))
+    assert len(macko.merge_(model)) == 1
+    assert model[0].k_proj.format == "bitmap"
+    torch.testing.assert_close(model(x), wanted)
+    for name, format in (("q_proj", "bitmap"), ("k_proj", "macko"), ("v_proj", "macko")):
+        setattr(named[0], name, macko.SparseLinear.from_linear(named[0].get_submodule(name), format))
+    assert macko.merge_(named) == []  # as they were named
+
+
+@pytest.mark.parametrize("device", devices())
+def test_by_default_on_a_gpu(device: str) -> None:
+    for how in ({}, {"device": device}):
+        model: Any = nn.Sequential(Attention()).to("cpu" if how else device)
+        report = macko.sparsify_(model, **how)  # type: ignore[arg-type]
+        assert isinstance(model[0].q_proj, MergedLinear) is (device == "cuda")
+        assert all(bool(row.merged_with) is (device == "cuda") for row in report)
 
 
 def test_hooks_and_replaced_forwards_are_kept() -> None:

@@ -84,7 +84,7 @@ PATHS = ("spmv", "spmm", "few", "many", "sparse", "dense tiles", "dense rows")
 ROOM = """
 #include "path.h"
 int path(int layout, int dtype, const int64_t *w, int64_t tokens, const int *device, int64_t limit) {
-    const macko_path_weight weight = {(macko_layout_id)layout, (macko_dtype)dtype, w[0], w[1], w[2], w[3], w[4]};
+    const macko_path_weight weight = {(macko_layout_id)layout, (macko_dtype)dtype, w[0], w[1], w[2], w[3], w[4], w[5]};
     const macko_path_device on = {device[0], device[1], device[2], limit >= 0, limit};
     return macko_path_of(weight, tokens, on);
 }
@@ -118,8 +118,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
         dtype: int = F16,
         sparse: tuple[int, int] = (0, 0),
         limit: int = -1,
+        in_parts: bool = False,
     ) -> Paths:
-        weight = (ctypes.c_int64 * 5)(rows, cols, held, *sparse)
+        weight = (ctypes.c_int64 * 6)(rows, cols, held, *sparse, in_parts)
         on = (ctypes.c_int * 3)(*device)
         found: Paths = {}
         for tokens in (*range(1100), 10**6, END - 1, END):
@@ -179,6 +180,12 @@ def test_tile_has_a_kernel_for_few_and_one_for_many(room: Room) -> None:
     assert room("tile", HOPPER, limit=0) == room("tile", OTHER_GPU, limit=0) == {0: "few", 1: "dense rows"}
     assert room("tile", HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}
     assert room("tile", OTHER_GPU, limit=1000) == {0: "few", 1001: "dense rows"}
+
+
+def test_the_kernel_for_few_has_no_registers_for_parts_of_64_tokens(room: Room) -> None:
+    for layout in ("tile", "sparse11", "dense12", "dense8", "sparse8"):
+        assert room(layout, HOPPER, in_parts=True) == {0: "few", 33: "many", END: "dense rows"}
+    assert room("tile", OTHER_GPU, in_parts=True) == {0: "few", 513: "dense rows"}
 
 
 @pytest.mark.parametrize("name", ["sparse11", "dense8", "sparse8"])

@@ -354,13 +354,14 @@ def test_a_token_does_not_depend_on_the_others(tokens: int) -> None:
     assert_same_bits(made.linear(x)[kept], alone[kept])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 70, 300])
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("tokens", [1, 3, 32, 64, 70, 300])
 @pytest.mark.parametrize("part_rows", [(64, 128, 72), (100, 64, 100), (0, 264), (64, 0, 200)])
-def test_parts(part_rows: tuple[int, ...], tokens: int) -> None:
+def test_parts(device: str, part_rows: tuple[int, ...], tokens: int) -> None:
     w, x, y = exact_problem(264, 2700, "some")
-    parts = packed(w)._own_parts(x.expand(tokens, -1).cuda(), part_rows)
+    parts = packed(w, device)._own_parts(x.expand(tokens, -1).to(device), part_rows)
     assert [part.shape for part in parts] == [(tokens, rows) for rows in part_rows]
+    assert all(part.is_contiguous() for part in parts)
     assert_same_bits(torch.cat(list(parts), 1) + 0, y.expand(tokens, -1) + 0)
 
 
@@ -542,6 +543,8 @@ def test_a_state_that_it_does_not_hold_is_loaded_as_canonical(monkeypatch: pytes
 
 # What auto takes.
 
+MERGED = ("q_proj", "k_proj", "v_proj")
+
 
 @pytest.fixture
 def tile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,6 +604,35 @@ def test_the_shipped_table_knows_it() -> None:
     known = times.times("NVIDIA H200")
     for shape in ((4096, 4096), (28672, 8192)):
         assert 0.8 < known.sparse11_gain(shape, 1) < 1.5
+
+
+@pytest.mark.usefixtures("tile_is_chosen")
+@pytest.mark.parametrize(("listed", "format"), [(0.05, "tile"), (0.0001, "sparse11")])
+def test_siblings_that_differ_become_one_matrix(listed: float, format: str) -> None:
+    model: Any = nn.ModuleDict({name: nn.Linear(512, 128, bias=False, dtype=BFLOAT16) for name in MERGED})
+    for name, layer in model.items():
+        layer.weight.data = weight(128, 512, listed=listed if name == "k_proj" else 0.0003)
+    dense = {name: layer.weight.clone() for name, layer in model.items()}
+    macko.sparsify_(model, values="exact", progress=False)
+    assert [layer.format for layer in model.values()] == ["sparse11", format, "sparse11"]
+    assert macko.merge_(model) == [[*MERGED]]
+    for name, layer in model.items():
+        assert layer.format == format
+        assert_same_bits(layer.weight.as_subclass(Tensor), dense[name])
+    macko.split_(model)
+    assert [layer.format for layer in model.values()] == ["sparse11", format, "sparse11"]
+
+
+@pytest.mark.usefixtures("tile_is_chosen")
+@pytest.mark.parametrize(("scale", "format"), [(1.0, "sparse11"), (2.0**-22, "tile")])
+def test_another_dtype_is_another_choice(scale: float, format: str) -> None:
+    """Numbers that float16 rounds have no table; tile holds any. It is not canonical, which would be slow."""
+    options = Options(values="exact")
+    w = weight(128, 512, listed=0.0003).clamp(-2, 2) * scale
+    layer = SparseLinear.from_packed(pack(w, options), options=options)
+    assert layer.format == "sparse11"
+    assert layer.half().format == format
+    assert_same_bits(layer.weight.as_subclass(Tensor), torch.where(w.half() == 0, 0, w.half()))
 
 
 def test_values_are_of_formats_that_choose() -> None:

@@ -56,6 +56,13 @@ def chain(cols: int) -> int:
     return 2 * 17 * -(-cols // 16) + 64
 
 
+def in_parts(tile: TileWeight, x: Tensor) -> Tensor:
+    """The product stored as three matrices, put together again."""
+    blocks = -(-tile.rows // 64)
+    first, second = blocks // 3 * 64, blocks // 2 * 64
+    return torch.cat(list(tile._own_parts(x, (first, second - first, tile.rows - second))), -1)
+
+
 def assert_close(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
     """y against x W^T + bias."""
     if y.is_cuda:
@@ -248,6 +255,7 @@ def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, plan: Plan) 
             scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(120)[:count, None]
             got = exact.linear((exact_x * scale).to(dtype).cuda())
             assert_same_bits(got + 0, (exact_y * scale).to(dtype) + 0)
+            assert_same_bits(in_parts(exact, (exact_x * scale).to(dtype).cuda()), got)
 
 
 @pytest.mark.gpu
@@ -273,6 +281,7 @@ def test_tiles_that_are_split_anywhere(way: str, plan: Plan) -> None:
         x = torch.randint(-1, 2, (tokens, cols), device="cuda", generator=random).half()
         tile, y = TileWeight.from_dense(w), (x.float() @ w.float().T).half()
         assert not any(bool((tile.linear(x) != y).any()) for _ in range(5))
+        assert not any(bool((in_parts(tile, x) != y).any()) for _ in range(5))
 
 
 @pytest.mark.gpu
@@ -347,6 +356,23 @@ def test_row_blocks_whole_and_split(row_blocks: int) -> None:
         xs, ys = (x * tokens[:, None]).half(), (wanted * tokens[:, None]).half()
         for count in (1, 9, 17, 33, 64):
             assert_same_bits(tile.linear(xs[:count].cuda()) + 0, ys[:count] + 0)
+            assert_same_bits(in_parts(tile, xs[:count].cuda()) + 0, ys[:count] + 0)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("tokens", [0, 1, 3, 16, 32, 33, 64, 65, 300])
+@pytest.mark.parametrize(
+    "part_rows", [(64, 128, 75), (128, 0, 64), (0, 264), (192,), (100, 64, 100), (64, 64, 64, 64), (64, 320)]
+)
+def test_parts(device: str, tokens: int, part_rows: tuple[int, ...]) -> None:
+    """Each a matrix of its own: by kernels where row blocks are of one, else through dense rows, on a CPU by copies."""
+    w, x, y = integer_problem(sum(part_rows), 500, 0.5, torch.float16)
+    signs = (torch.arange(tokens) % 3 - 1).half()[:, None]
+    parts = packed(w, device)._own_parts((x * signs).to(device), part_rows)
+    assert [part.shape for part in parts] == [(tokens, rows) for rows in part_rows]
+    assert all(part.is_contiguous() and part.storage_offset() == 0 for part in parts)
+    assert len({part.data_ptr() for part in parts if part.numel()}) == sum(part.numel() > 0 for part in parts)
+    assert_same_bits(torch.cat(list(parts), -1) + 0, y * signs + 0)
 
 
 @pytest.mark.gpu
@@ -428,6 +454,8 @@ def test_opcheck(device: str) -> None:
     for given_x in (x, x.clone().requires_grad_()):
         torch.library.opcheck(torch.ops.macko.linear, (given_x, *tile.packed, bias))
         torch.library.opcheck(torch.ops.macko.linear, (given_x, *tile.packed))
+    for part_rows in ((64, 6), (6, 64), (70,)):
+        torch.library.opcheck(torch.ops.macko.linear_parts, (x, *tile.packed, part_rows))
 
 
 @pytest.mark.gpu

@@ -177,7 +177,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     check_tokens(op, x_any, "values", values, m.cols);
     const auto bias = checked_bias(op, bias_any, "values", values, values.scalar_type(), m.rows);
     const int64_t tokens = num_tokens(x_any);
-    Tensor y = torch::stable::new_empty(values, with_last(x_any, m.rows));
+    Tensor y = new_tensor(values, with_last(x_any, m.rows));
     const Tensor x = as_contiguous(x_any);
     multiply(op, m, x, tokens, bias, y);
     return y;

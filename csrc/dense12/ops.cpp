@@ -44,19 +44,11 @@ macko_dense12_matrix matrix_of(const char *op, const Packed &p) {
             dtype};
 }
 
-// The matrix's rows from the row block of `first` on.
-[[maybe_unused]] macko_dense12_matrix piece_of(macko_dense12_matrix m, int64_t first, int64_t rows) {
-    m.data += first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols) * m.slab_units * MACKO_TILE_UNIT;
-    m.rows = rows;
-    return m;
-}
-
 // For what tile's slabs have in common (products.h).
 struct Dense12 {
     using Matrix = macko_dense12_matrix;
     static constexpr macko_layout_id layout = MACKO_LAYOUT_DENSE12;
     static constexpr auto matrix_of = macko::matrix_of;
-    static constexpr auto piece_of = macko::piece_of;
 #ifdef USE_CUDA
     static constexpr auto unpack = macko_dense12_unpack_cuda;
     static constexpr auto few = macko_dense12_few_cuda;

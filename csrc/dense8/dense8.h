@@ -72,11 +72,11 @@ cudaError_t macko_dense8_unpack_cuda(const macko_dense8_matrix *m, int64_t first
 
 /* As macko_tile_few_cuda, macko_tile_many_plan_cuda and macko_tile_many_cuda (../tile/tile.h), with wgmma only. */
 cudaError_t macko_dense8_few_cuda(const macko_dense8_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                  const void *bias, void *y, cudaStream_t stream);
+                                  const void *bias, const macko_tile_parts *y, cudaStream_t stream);
 cudaError_t macko_dense8_many_plan_cuda(const macko_dense8_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
 cudaError_t macko_dense8_many_cuda(const macko_dense8_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                   const void *bias, void *y, const macko_tile_many_plan *plan, void *workspace,
-                                   cudaStream_t stream);
+                                   const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
+                                   void *workspace, cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

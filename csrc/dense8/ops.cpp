@@ -27,21 +27,11 @@ macko_dense8_matrix matrix_of(const char *op, const Packed &p) {
             dtype};
 }
 
-// The matrix's rows from the row block of `first` on.
-[[maybe_unused]] macko_dense8_matrix piece_of(macko_dense8_matrix m, int64_t first, int64_t rows) {
-    const int64_t block = first / MACKO_TILE_ROWS;
-    m.data += block * macko_tile_slabs(m.cols) * MACKO_DENSE8_SLAB_BYTES;
-    m.scales += block * MACKO_TILE_ROWS;
-    m.rows = rows;
-    return m;
-}
-
 // For what tile's slabs have in common (products.h).
 struct Dense8 {
     using Matrix = macko_dense8_matrix;
     static constexpr macko_layout_id layout = MACKO_LAYOUT_DENSE8;
     static constexpr auto matrix_of = macko::matrix_of;
-    static constexpr auto piece_of = macko::piece_of;
 #ifdef USE_CUDA
     static constexpr auto unpack = macko_dense8_unpack_cuda;
     static constexpr auto few = macko_dense8_few_cuda;

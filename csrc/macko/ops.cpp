@@ -181,7 +181,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     const auto shape = with_last(x_any, m.rows);
     if (path_of(m, tokens) == MACKO_PATH_SPMV) {
         const Tensor x = as_contiguous(x_any);
-        Tensor y = torch::stable::new_empty(values, shape);
+        Tensor y = new_tensor(values, shape);
         spmv_into("linear", m, tokens, x, data_of(bias), y);
         return y;
     }
@@ -193,10 +193,10 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
         part.rows = count;
         STD_CUDA_CHECK(macko_unpack_cuda(&part, w, current_stream(values)));
     };
-    return linear_by_dense_rows(x_any, {m.rows}, bias, unpack)[0];
+    return linear_by_dense_rows(x_any, {&m.rows, 1}, bias, unpack)[0];
 #else
     const Tensor x = as_tokens(x_any);
-    Tensor y = torch::stable::new_empty(values, {tokens, m.rows});
+    Tensor y = new_tensor(values, {tokens, m.rows});
     const macko_fault fault = linear_by_blocks(
         x, m.rows, bias, y, [&](int64_t begin, int64_t end, void *w) { return macko_unpack_cpu(&m, begin, end, w); });
     if (fault.kind) fail_for("linear", fault, m);
@@ -214,7 +214,7 @@ Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, i
     check_vector("spmv", x_any, "values", values, cols);
     const DeviceOf guard(values);
     const Tensor x = as_contiguous(x_any);
-    Tensor y = torch::stable::new_empty(values, {m.rows});
+    Tensor y = new_tensor(values, {m.rows});
     spmv_into("spmv", m, 1, x, nullptr, y);
     return y;
 }

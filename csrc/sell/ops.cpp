@@ -84,7 +84,7 @@ Tensor multiply(macko_path path, const macko_sell_matrix &m, int64_t tokens, con
                 const std::optional<Tensor> &bias_any, const std::vector<int64_t> &shape,
                 const macko_sell_norm *norm = nullptr) {
     const Tensor x = as_contiguous(x_any);
-    Tensor y = torch::stable::new_empty(x, shape);
+    Tensor y = new_tensor(x, shape);
     const void *bias = data_of(bias_any);
     const cudaStream_t stream = current_stream(x);
     STD_CUDA_CHECK(path == MACKO_PATH_SPMV
@@ -234,7 +234,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     const int64_t tokens = num_tokens(x_any);
     const macko_path path = path_of(m, tokens);
     if (path != MACKO_PATH_DENSE_ROWS) return multiply(path, m, tokens, x_any, bias, with_last(x_any, m.rows));
-    return linear_by_dense_rows(x_any, {m.rows}, bias, unpacking(m, x_any))[0];
+    return linear_by_dense_rows(x_any, {&m.rows, 1}, bias, unpacking(m, x_any))[0];
 }
 
 std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &part_rows) {

@@ -28,7 +28,6 @@ macko_sparse11_matrix matrix_of(const char *op, const Packed &p) {
             int32_t(p.own(0)),
             {uint32_t(p.own(1)), uint32_t(p.own(2))},
             data.numel() * 2 / MACKO_TILE_UNIT,
-            true,
             dtype};
 }
 
@@ -37,7 +36,6 @@ struct Sparse11 {
     using Matrix = macko_sparse11_matrix;
     static constexpr macko_layout_id layout = MACKO_LAYOUT_SPARSE11;
     static constexpr auto matrix_of = macko::matrix_of;
-    static constexpr auto piece_of = piece_by_offsets<Matrix>;
 #ifdef USE_CUDA
     static constexpr auto unpack = macko_sparse11_unpack_cuda;
     static constexpr auto few = macko_sparse11_few_cuda;
@@ -69,7 +67,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
     const int64_t rows = source.rows, cols = source.cols, slabs = macko_tile_count(rows, cols);
     Tensor offsets = torch::stable::new_empty(values, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
-    macko_sparse11_matrix m = {nullptr, offset_data, rows, cols, 0, {}, 0, true, source.dtype};
+    macko_sparse11_matrix m = {nullptr, offset_data, rows, cols, 0, {}, 0, source.dtype};
     macko_sparse11_totals totals{};
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(values);

@@ -70,8 +70,7 @@ typedef struct macko_sparse11_matrix {
     int64_t rows, cols;
     int32_t widest;    /* units of the largest slab; 0 where there are none */
     uint32_t table[2]; /* the eight bytes, the first one lowest */
-    int64_t units;     /* of all slabs, in a part of a matrix about */
-    bool whole;        /* data is of these rows alone */
+    int64_t units;     /* of all slabs */
     macko_dtype dtype; /* MACKO_BF16 or MACKO_F16 */
 } macko_sparse11_matrix;
 
@@ -171,11 +170,11 @@ cudaError_t macko_sparse11_unpack_cuda(const macko_sparse11_matrix *m, int64_t f
 
 /* As macko_tile_few_cuda, macko_tile_many_plan_cuda and macko_tile_many_cuda (../tile/tile.h), with wgmma only. */
 cudaError_t macko_sparse11_few_cuda(const macko_sparse11_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                    const void *bias, void *y, cudaStream_t stream);
+                                    const void *bias, const macko_tile_parts *y, cudaStream_t stream);
 cudaError_t macko_sparse11_many_plan_cuda(const macko_sparse11_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
 cudaError_t macko_sparse11_many_cuda(const macko_sparse11_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                     const void *bias, void *y, const macko_tile_many_plan *plan, void *workspace,
-                                     cudaStream_t stream);
+                                     const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
+                                     void *workspace, cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

@@ -20,15 +20,8 @@ macko_sparse8_matrix matrix_of(const char *op, const Packed &p) {
             p.cols(),
             int32_t(p.own(0)),
             data.numel() * 2 / MACKO_TILE_UNIT,
-            true,
             check_kind(op, p.own(1)),
             dtype};
-}
-
-// The matrix's rows from the row block of `first` on.
-[[maybe_unused]] macko_sparse8_matrix piece_of(macko_sparse8_matrix m, int64_t first, int64_t rows) {
-    m.scales += first / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
-    return piece_by_offsets(m, first, rows);
 }
 
 // For what tile's slabs have in common (products.h).
@@ -36,7 +29,6 @@ struct Sparse8 {
     using Matrix = macko_sparse8_matrix;
     static constexpr macko_layout_id layout = MACKO_LAYOUT_SPARSE8;
     static constexpr auto matrix_of = macko::matrix_of;
-    static constexpr auto piece_of = macko::piece_of;
 #ifdef USE_CUDA
     static constexpr auto unpack = macko_sparse8_unpack_cuda;
     static constexpr auto few = macko_sparse8_few_cuda;
@@ -56,7 +48,7 @@ Made pack(const Tensor &w_any, const Ints &options) {
     const Tensor w = as_contiguous(w_any);
     Tensor offsets = torch::stable::new_empty(w, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
-    macko_sparse8_matrix m = {nullptr, offset_data, nullptr, rows, cols, 0, 0, true, wanted.kind, wanted.dtype};
+    macko_sparse8_matrix m = {nullptr, offset_data, nullptr, rows, cols, 0, 0, wanted.kind, wanted.dtype};
     macko_tile_totals totals{};
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(w);

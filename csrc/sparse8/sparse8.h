@@ -43,8 +43,7 @@ typedef struct macko_sparse8_matrix {
     const float *scales;    /* [rows], above 0 and finite */
     int64_t rows, cols;
     int32_t widest; /* units of the largest slab; 0 where there are none */
-    int64_t units;  /* of all slabs, in a part of a matrix about */
-    bool whole;     /* data is of these rows alone */
+    int64_t units;  /* of all slabs */
     macko_byte_kind kind;
     macko_dtype dtype; /* of x and y, MACKO_BF16 or MACKO_F16 */
 } macko_sparse8_matrix;
@@ -105,11 +104,11 @@ cudaError_t macko_sparse8_unpack_cuda(const macko_sparse8_matrix *m, int64_t fir
 
 /* As macko_tile_few_cuda, macko_tile_many_plan_cuda and macko_tile_many_cuda (../tile/tile.h), with wgmma only. */
 cudaError_t macko_sparse8_few_cuda(const macko_sparse8_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                   const void *bias, void *y, cudaStream_t stream);
+                                   const void *bias, const macko_tile_parts *y, cudaStream_t stream);
 cudaError_t macko_sparse8_many_plan_cuda(const macko_sparse8_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
 cudaError_t macko_sparse8_many_cuda(const macko_sparse8_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                    const void *bias, void *y, const macko_tile_many_plan *plan, void *workspace,
-                                    cudaStream_t stream);
+                                    const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
+                                    void *workspace, cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

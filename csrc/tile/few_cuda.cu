@@ -97,21 +97,22 @@ __global__ void __launch_bounds__(MMA_THREADS)
     }
     __syncthreads();
     if (tile_index) return;
+    const int64_t first_row = (int64_t)blockIdx.x * MACKO_TILE_ROWS;
+    const int part = macko_tile_part_of(&task.y, first_row);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             for (int other = 0; other < MACKO_TILE_SLAB_TILES - 1; other++)
                 sums[octet][i] += others[((other * OCTETS + octet) * 4 + i) * 128 + slice * WARP + lane];
-        store_four(task, (int64_t)blockIdx.x * MACKO_TILE_ROWS, slice * WARP + lane, first_token / 8 + octet,
-                   sums[octet]);
+        store_four(task, part, first_row, slice * WARP + lane, first_token / 8 + octet, sums[octet]);
     }
 #endif
 }
 
 template <typename T, int OCTETS>
 cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                       void *y, const device_info &device, cudaStream_t stream) {
+                       const macko_tile_parts &y, const device_info &device, cudaStream_t stream) {
     if (const cudaError_t error = allow_all_shared_memory<tile_mma_kernel<T, OCTETS>>(device)) return error;
     few_task<sparse16<T>> task{};
     task.data = m.data;
@@ -136,7 +137,7 @@ cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x
 } // namespace macko
 
 cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                const void *bias, void *y, cudaStream_t stream) {
+                                const void *bias, const macko_tile_parts *y, cudaStream_t stream) {
     using namespace macko;
     if (!m->rows || !tokens) return cudaSuccess;
     device_info device;
@@ -145,14 +146,14 @@ cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, cons
     const auto run = [&](auto codec) {
         using CODEC = decltype(codec);
         using T = typename CODEC::T;
-        const few_weight<CODEC> weight = {m->data, m->offsets, m->rows, m->cols, m->widest, mean, m->whole, {}};
+        const few_weight<CODEC> weight = {m->data, m->offsets, m->rows, m->cols, m->widest, mean, {}};
         if (has_wgmma(device.major))
-            return few_launch<CODEC>(tokens)(weight, tokens, x, x_stride, bias, y, device, stream);
+            return few_launch<CODEC>(tokens)(weight, tokens, x, x_stride, bias, *y, device, stream);
         const auto mma = tokens <= 8    ? launch_mma<T, 1>
                          : tokens <= 16 ? launch_mma<T, 2>
                          : tokens <= 32 ? launch_mma<T, 4>
                                         : launch_mma<T, 8>;
-        return mma(*m, tokens, x, x_stride, bias, y, device, stream);
+        return mma(*m, tokens, x, x_stride, bias, *y, device, stream);
     };
     return m->dtype == MACKO_F16 ? run(sparse16<__half>()) : run(sparse16<__nv_bfloat16>());
 }

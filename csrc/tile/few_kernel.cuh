@@ -56,7 +56,7 @@ struct few_task {
     short more; // clusters that have a row block more
     char longer[2];
     int all_slabs;
-    float mean;     // units of a slab in the mean, where known: else 0
+    float mean;     // units of a slab in the mean
     int slab_units; // of every slab, if SAME_SIZE
 
     uint32_t pace[2];                   // ns from a stage's fetch to the next one's, at least; by clusters as above
@@ -66,7 +66,7 @@ struct few_task {
     int boxes;                          // TMA loads of a stage's tokens
     int tokens, token_bytes;            // bytes of a tile's tokens, filled up to whole swizzle atoms of eight
     const void *bias;
-    void *y;
+    macko_tile_parts y;
     int64_t rows;
     int area; // bytes of a split row block's sums
     typename CODEC::constants weights;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
         asm volatile("ld.global.s32 %0, [%1 + 4];" : "=r"(next_to) : "l"(at));
     }
     static_assert(ABOUT * MACKO_TILE_UNIT < 2 * MACKO_TILE_VALUES_AT); // so two more slabs hold what is prefetched
-    if (!CODEC::SAME_SIZE && lane == 0 && warp < PREFETCHED && first_slab + warp + 3 <= task.all_slabs && task.mean) {
+    if (!CODEC::SAME_SIZE && lane == 0 && warp < PREFETCHED && first_slab + warp + 3 <= task.all_slabs) {
         const int about = (int)((first_slab + warp) * task.mean), begin = max(0, about - ABOUT);
         sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_TILE_UNIT,
                                (about - begin + (int)task.mean + ABOUT) * MACKO_TILE_UNIT);
@@ -261,11 +261,12 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
 
 // Four sums of a thread of a warpgroup: two rows, two tokens.
 template <class CODEC, class T = typename CODEC::T>
-__device__ __forceinline__ void store_four(const few_task<CODEC> &task, int64_t first_row, int thread, int four,
-                                           const float (&sum)[4]) {
+__device__ __forceinline__ void store_four(const few_task<CODEC> &task, int part, int64_t first_row, int thread,
+                                           int four, const float (&sum)[4]) {
     const int64_t row = first_row + thread / WARP * 16 + thread % WARP / 4;
     const int token = four * 8 + thread % 4 * 2;
-    T *y = (T *)task.y + token * task.rows + row;
+    const int64_t stride = task.y.part[part].rows;
+    T *y = (T *)task.y.part[part].y + token * stride + row;
     float bias[2] = {}, scale[2] = {};
     if (task.bias)
         for (int k = 0; k < 2; k++)
@@ -276,7 +277,7 @@ __device__ __forceinline__ void store_four(const few_task<CODEC> &task, int64_t 
 #pragma unroll
     for (int k = 0; k < 4; k++)
         if (row + k / 2 * 8 < task.rows && token + k % 2 < task.tokens)
-            y[k % 2 * task.rows + k / 2 * 8] =
+            y[k % 2 * stride + k / 2 * 8] =
                 from_float<T>(CODEC::SCALED ? sum[k] * scale[k / 2] + bias[k / 2] : sum[k] + bias[k / 2]);
 }
 
@@ -321,13 +322,16 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         if (SHAPE::RELEASES > 1 || first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
     const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
+    // Of many sums y is whole: there are no registers for more.
+    const auto part_of = [&](int64_t row) { return SHAPE::MANY_SUMS ? 0 : macko_tile_part_of(&task.y, row); };
     wait_for_barriers(SHAPE::THREADS);
     if (task.cluster > 1) {
         sm90::cluster_arrive_relaxed();
         sm90::cluster_wait(); // the barriers of the others are there; here nothing waits for it
     }
     // What the end needs, known before it: a line of the constant cache takes 0.15 us (H200).
-    asm volatile("" ::"l"(task.bias), "l"(task.y), "l"(task.rows), "r"(task.tokens), "r"(task.area));
+    asm volatile("" ::"l"(task.bias), "l"(task.y.part[0].y), "l"(task.y.begins[2]), "l"(task.rows), "r"(task.tokens),
+                 "r"(task.area));
     // A tile is prepared while the one before it is multiplied, also across row blocks.
     constexpr std::integral_constant<int, 0> step0;
     constexpr std::integral_constant<int, 1> step1;
@@ -415,6 +419,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         if (!round) sm90::pdl_wait(); // before y is written
         // The sums of the four warpgroups, in shared memory: [tile][fours][thread] of four floats. Where the row block
         // is split, what they add up to goes on to the block that adds it to that of the others.
+        const int part = part_of(first_row);
         const bool at_once = SHAPE::MANY_SUMS && !whole; // there is room for all sums: no stage is needed any more
         const uint32_t sums_at = at_once ? memory.stages : memory.sums;
         const auto add_up = [&](int pass, int fours) { // of each thread's sums pass * fours * 4 on
@@ -430,7 +435,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                 }
                 const int at = (uint32_t)i % WARPGROUP, four = pass * fours + (uint32_t)i / WARPGROUP;
                 if (whole) {
-                    store_four(task, first_row, at, four, sum);
+                    store_four(task, part, first_row, at, four, sum);
                 } else {
                     const few_split split = splits[second];
                     const int owner = split.first + (at >> split.chunk_bits), way = rank - split.first;
@@ -480,6 +485,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, own * (SUMS / 4) * 16 * (split.ways - 1));
         sm90::barrier_wait(full, 0);
         const int64_t first_row = (int64_t)(work.left + nth + second) * MACKO_TILE_ROWS;
+        const int part = part_of(first_row);
 #pragma unroll 1
         for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
             const int at = (way << split.chunk_bits) + (i & (chunk - 1));
@@ -492,7 +498,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                           memory.split_sums + second * task.area + ((other * (SUMS / 4) << split.chunk_bits) + i) * 16);
                 for (int k = 0; k < 4; k++) sum[k] += next[k];
             }
-            store_four(task, first_row, at, i >> split.chunk_bits, sum);
+            store_four(task, part, first_row, at, i >> split.chunk_bits, sum);
         }
     }
 }
@@ -530,9 +536,8 @@ struct few_weight {
     const uint8_t *data;
     const int32_t *offsets; // NULL if SAME_SIZE
     int64_t rows, cols;
-    int widest;  // units of the largest slab
-    float mean;  // units of a slab in the mean
-    bool placed; // whether slab i lies about where the mean says
+    int widest; // units of the largest slab
+    float mean; // units of a slab in the mean
     typename CODEC::constants constants;
 };
 
@@ -620,9 +625,10 @@ cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, cons
 
 template <class CODEC, int TOKENS>
 cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                   void *y, const device_info &device, cudaStream_t stream) {
+                   const macko_tile_parts &y, const device_info &device, cudaStream_t stream) {
     using SHAPE = few_shape<TOKENS>;
-    if (tokens > TOKENS) return cudaErrorInvalidValue; // that is for the kernel for many
+    if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.part[1].rows))
+        return cudaErrorInvalidValue; // for the kernel for many
     const int slabs = (int)macko_tile_slabs(w.cols), row_blocks = (int)macko_tile_row_blocks(w.rows);
     // Not all TOKENS: rows of a box that are not in the tensor take long to fill (H200, 33 tokens of 64: by half again).
     const int tokens_8 = (int)ceil_div(tokens, 8) * 8, token_bytes = tokens_8 * MACKO_TILE_COLS * 2;
@@ -637,7 +643,7 @@ cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, in
     task.each = plan.each;
     task.more = (short)plan.more;
     task.all_slabs = slabs * row_blocks;
-    task.mean = w.placed ? w.mean : 0;
+    task.mean = w.mean;
     task.slab_units = w.widest;
     // All blocks end together: those with more to do go faster.
     const double total = (double)w.mean * task.all_slabs * MACKO_TILE_UNIT / MEMORY_RATE * (plan.time < 12 ? 1.09 : 1);

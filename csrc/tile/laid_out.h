@@ -36,9 +36,7 @@ macko_dtype check_slabs(const char *op, const Packed &p, int fewest, int most, c
 template <typename Matrix>
 Matrix piece_by_offsets(Matrix m, int64_t first, int64_t rows) {
     m.offsets += first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols);
-    m.units = m.units * macko_tile_row_blocks(rows) / std::max<int64_t>(1, macko_tile_row_blocks(m.rows));
     m.rows = rows;
-    m.whole = false;
     return m;
 }
 

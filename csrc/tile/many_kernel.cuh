@@ -32,16 +32,17 @@ namespace {
 template <class CODEC>
 struct many_task {
     CUtensorMap x,
-        last_x;    // boxes of MACKO_TILE_COLS columns by BOX tokens, and by those that the last token tile has of one
-    CUtensorMap y; // boxes of MACKO_TILE_ROWS rows by OUT_TOKENS tokens
+        last_x; // boxes of MACKO_TILE_COLS columns by BOX tokens, and by those that the last token tile has of one
+    CUtensorMap y[MACKO_TILE_MOST_PARTS]; // boxes of MACKO_TILE_ROWS rows by OUT_TOKENS tokens
     const uint8_t *data;
     const int32_t *offsets;
     const void *bias;
-    void *y_plain; // where y cannot be stored by TMA, else NULL
+    macko_tile_parts parts; // of y
+    bool plain;             // y cannot be stored by TMA
     int64_t rows;
     int tokens, last_tokens; // last: of the last token tile
     macko_tile_schedule schedule;
-    int units;      // of data, where known; else 0
+    int units;      // of data, unless SAME_SIZE
     float mean;     // of them in a slab
     int slab_units; // of every slab, if SAME_SIZE
     macko_tile_many_stages stages;
@@ -351,7 +352,7 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
     if (first_slab >= 0) {
         const int slab = in_matrix(first_slab);
         // Until the offsets have come, what lies about where the first slab should be is prefetched to L2.
-        if (!CODEC::SAME_SIZE && task.units && lane < SHAPE::ROW_BLOCKS) {
+        if (!CODEC::SAME_SIZE && lane < SHAPE::ROW_BLOCKS) {
             constexpr int ABOUT = 32;
             const int begin = max(0, min((int)((float)slab * task.mean), task.units) - ABOUT);
             sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_TILE_UNIT,
@@ -422,8 +423,10 @@ __device__ __forceinline__ void store_outputs(const many_task<CODEC> &task, uint
                 if (lane == 0)
                     store_release(flag_of<SHAPE>(task, share, macko_tile_share_index(&share), warpgroup), task.epoch);
             } else {
-                if (lane == 0 && !task.y_plain && row < task.rows && token < task.tokens) {
-                    sm90::tma_store(&task.y, (int)row, token, smem + SHAPE::X + stage * SHAPE::STAGE_BYTES);
+                if (lane == 0 && !task.plain && row < task.rows && token < task.tokens) {
+                    const int part = macko_tile_part_of(&task.parts, row);
+                    sm90::tma_store(&task.y[part], (int)(row - task.parts.begins[part]), token,
+                                    smem + SHAPE::X + stage * SHAPE::STAGE_BYTES);
                     sm90::tma_store_wait_read();
                 }
                 __syncwarp();
@@ -548,14 +551,15 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
             from_float2<T>(sum[4] + bias[0], sum[5] + bias[0]), from_float2<T>(sum[6] + bias[1], sum[7] + bias[1])};
         sm90::stmatrix_x4_trans(to + i * 16 * 128, rounded);
     }
-    if (task.y_plain) {
+    if (task.plain) {
         sm90::warpgroup_sync(warpgroup);
+        const macko_tile_part &part = task.parts.part[macko_tile_part_of(&task.parts, first_row)];
         const int own = thread % MACKO_TILE_ROWS, first = first_token<SHAPE>(share, place.token_tile);
         if (first_row + own < task.rows)
 #pragma unroll 1
             for (int i = thread / MACKO_TILE_ROWS; i < min(SHAPE::OUT_TOKENS, task.tokens - first);
                  i += MACKO_TILE_WARPGROUP / MACKO_TILE_ROWS)
-                ((uint16_t *)task.y_plain)[(int64_t)(first + i) * task.rows + first_row + own] =
+                ((uint16_t *)part.y)[(first + i) * part.rows + first_row + own] =
                     load_shared_2(output + i * 128 + ((own / 8 ^ i % 8) << 4) + own % 8 * 2);
     }
     sm90::fence_proxy_async();
@@ -730,7 +734,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_many_kernel(const __gr
         if (warp == 0 && threadIdx.x % WARP == 0) {
             sm90::prefetch_tensor_map(&task.x);
             sm90::prefetch_tensor_map(&task.last_x);
-            sm90::prefetch_tensor_map(&task.y);
+            for (int part = 0; part < MACKO_TILE_MOST_PARTS; part++) sm90::prefetch_tensor_map(&task.y[part]);
         }
         make_barriers<SHAPE>(smem);
     }

@@ -37,7 +37,7 @@ struct many_weight {
     const int32_t *offsets; // NULL if SAME_SIZE
     int64_t rows, cols;
     int widest;    // units of the largest slab
-    int64_t units; // of data, where known; else 0
+    int64_t units; // of data, unless SAME_SIZE
     typename CODEC::constants constants;
 };
 
@@ -64,7 +64,7 @@ struct many_args {
     const void *x;
     int64_t x_stride;
     const void *bias;
-    void *y;
+    const macko_tile_parts &y;
     const macko_tile_many_plan &plan;
     void *workspace;
     cudaStream_t stream;
@@ -78,7 +78,8 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     task.data = m.data;
     task.offsets = m.offsets;
     task.bias = args.bias;
-    task.y_plain = m.rows % 8 || (uintptr_t)args.y % 16 ? args.y : nullptr;
+    task.parts = args.y;
+    for (const macko_tile_part &part : args.y.part) task.plain |= part.rows % 8 || (uintptr_t)part.y % 16;
     task.rows = m.rows;
     task.tokens = (int)args.tokens;
     task.schedule = plan.schedule;
@@ -103,9 +104,11 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     task.last_x = task.x;
     if (const int last_box = task.last_tokens % SHAPE::BOX; !error && last_box)
         error = map_tokens(&task.last_x, last_box);
-    if (!error && !task.y_plain)
-        error = sm90::make_tensor_map(&task.y, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.y, m.rows, args.tokens, m.rows * 2,
-                                      MACKO_TILE_ROWS, SHAPE::OUT_TOKENS);
+    for (int i = 0; i < MACKO_TILE_MOST_PARTS && args.y.part[i].rows && !task.plain && !error; i++) {
+        const macko_tile_part &part = args.y.part[i];
+        error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)part.y + args.y.begins[i],
+                                      part.rows, args.tokens, part.rows * 2, MACKO_TILE_ROWS, SHAPE::OUT_TOKENS);
+    }
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -169,7 +172,7 @@ cudaError_t plan_many(int64_t rows, int64_t cols, int widest, int64_t tokens, ma
 
 template <class CODEC>
 cudaError_t launch_many(const many_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
-                        const void *bias, void *y, const macko_tile_many_plan &plan, void *workspace,
+                        const void *bias, const macko_tile_parts &y, const macko_tile_many_plan &plan, void *workspace,
                         cudaStream_t stream) {
     if (!weight.rows || !tokens) return cudaSuccess;
     device_info device;

@@ -17,8 +17,7 @@ macko_tile_matrix matrix_of(const char *op, const Packed &p) {
             p.cols(),
             int32_t(p.own(0)),
             dtype,
-            data.numel() * 2 / MACKO_TILE_UNIT,
-            true};
+            data.numel() * 2 / MACKO_TILE_UNIT};
 }
 
 // For what tile's slabs have in common (products.h).
@@ -26,7 +25,6 @@ struct Tile {
     using Matrix = macko_tile_matrix;
     static constexpr macko_layout_id layout = MACKO_LAYOUT_TILE;
     static constexpr auto matrix_of = macko::matrix_of;
-    static constexpr auto piece_of = piece_by_offsets<Matrix>;
 #ifdef USE_CUDA
     static constexpr auto unpack = macko_tile_unpack_cuda;
     static constexpr auto few = macko_tile_few_cuda;
@@ -64,8 +62,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
     check_units(op, totals.units);
     Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const macko_tile_matrix m = {bytes,        offset_data,  rows, cols, int32_t(totals.widest),
-                                 source.dtype, totals.units, true};
+    const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     pieces.for_each([&](int64_t first, int64_t count, const void *dense) {
         const macko_tile_matrix piece = piece_by_offsets(m, first, count);
         return macko_tile_write_cuda(&piece, dense, bytes, stream);
@@ -80,8 +77,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
     add_up_slabs(op, slabs, offset_data, totals);
     Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
-    const macko_tile_matrix m = {bytes,        offset_data,  rows, cols, int32_t(totals.widest),
-                                 source.dtype, totals.units, true};
+    const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_dense_blocks(source, [&](int64_t block, int64_t count, const void *dense) {
         const macko_tile_matrix piece = piece_by_offsets(m, block * MACKO_TILE_ROWS, count);
         macko_tile_write_cpu(&piece, dense, bytes, 0, 1);

@@ -1,5 +1,5 @@
-// The ops that layouts of tile's slabs have in common: rows as dense ones, checks, and products. A Kind
-// says whose they are: its matrix and its layout, how the ops' arguments become a matrix, a piece of one, the kernels.
+// The ops that layouts of tile's slabs have in common: rows as dense ones, checks, and products. A Kind says whose they
+// are: its matrix and its layout, how the ops' arguments become a matrix, the kernels.
 #pragma once
 
 #include <vector>
@@ -25,38 +25,65 @@ inline macko_dtype check_16_bits(const char *op, const char *name, const Tensor 
 
 #ifdef USE_CUDA
 template <typename Kind>
-macko_path path_of(const typename Kind::Matrix &m, int64_t tokens) {
+macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool in_parts) {
     device_info device{};
     STD_CUDA_CHECK(current_device(&device));
     const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
     return macko_path_of(
-        {.layout = Kind::layout, .rows = m.rows, .cols = m.cols}, tokens,
+        {.layout = Kind::layout, .rows = m.rows, .cols = m.cols, .in_parts = in_parts}, tokens,
         {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
 }
 
-// y, of tokens * m.rows elements, = x W^T + bias.
+// The parts of a product's rows, as kernels store them; their memory is not known yet. Nothing where kernels cannot: a row
+// block would lie in two of them, or they are too many.
+inline std::optional<macko_tile_parts> place_parts(std::span<const int64_t> part_rows) {
+    macko_tile_parts parts{};
+    int64_t begin = 0;
+    int count = 0;
+    for (const int64_t rows : part_rows) {
+        if (!rows) continue;
+        if (begin % MACKO_TILE_ROWS || count == MACKO_TILE_MOST_PARTS) return std::nullopt;
+        parts.part[count].rows = rows;
+        parts.begins[count++] = begin;
+        begin += rows;
+    }
+    for (; count < MACKO_TILE_MOST_PARTS; count++) parts.begins[count] = INT32_MAX;
+    return parts;
+}
+
+// A tensor [..., part_rows[i]] for each part of x W^T + bias, in one launch, or through dense rows.
 template <typename Kind>
-void multiply(macko_path path, const typename Kind::Matrix &m, int64_t tokens, const Tokens &given,
-              const std::optional<Tensor> &bias, Tensor &y) {
+std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data, const Tensor &x_any,
+                             std::span<const int64_t> part_rows, const std::optional<Tensor> &bias) {
+    const DeviceOf guard(data);
+    const int64_t tokens = num_tokens(x_any);
+    auto placed = place_parts(part_rows);
+    const macko_path path = placed ? path_of<Kind>(m, tokens, placed->part[1].rows) : MACKO_PATH_DENSE_ROWS;
+    if (path == MACKO_PATH_DENSE_ROWS)
+        return linear_by_dense_rows(x_any, part_rows, bias, [&m, stream = current_stream(data)](auto... rows) {
+            STD_CUDA_CHECK(Kind::unpack(&m, rows..., stream));
+        });
+    std::vector<Tensor> y;
+    int next = 0;
+    for (const int64_t rows : part_rows) {
+        y.push_back(new_tensor(data, with_last(x_any, rows)));
+        if (!rows) continue;
+        placed->part[next].y = static_cast<uint16_t *>(y.back().mutable_data_ptr()) - placed->begins[next];
+        next++;
+    }
+    const Tokens given = tokens_of(x_any, tokens, m.cols);
     const void *x = given.x.const_data_ptr();
-    const cudaStream_t stream = current_stream(y);
+    const cudaStream_t stream = current_stream(data);
     if (path == MACKO_PATH_FEW) {
-        STD_CUDA_CHECK(Kind::few(&m, tokens, x, given.stride, data_of(bias), y.mutable_data_ptr(), stream));
+        STD_CUDA_CHECK(Kind::few(&m, tokens, x, given.stride, data_of(bias), &*placed, stream));
     } else {
         macko_tile_many_plan plan;
         STD_CUDA_CHECK(Kind::many_plan(&m, tokens, &plan));
-        Tensor workspace = torch::stable::new_empty(y, {plan.workspace_bytes / 2});
-        STD_CUDA_CHECK(Kind::many(&m, tokens, x, given.stride, data_of(bias), y.mutable_data_ptr(), &plan,
+        Tensor workspace = new_tensor(data, {plan.workspace_bytes / 2});
+        STD_CUDA_CHECK(Kind::many(&m, tokens, x, given.stride, data_of(bias), &*placed, &plan,
                                   workspace.mutable_data_ptr(), stream));
     }
-}
-
-// What unpacks rows on the stream of data's device.
-template <typename Kind>
-auto unpacking(const typename Kind::Matrix &m, const Tensor &data) {
-    return [&m, stream = current_stream(data)](int64_t first, int64_t count, void *w) {
-        STD_CUDA_CHECK(Kind::unpack(&m, first, count, w, stream));
-    };
+    return y;
 }
 #endif
 
@@ -96,15 +123,10 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     const int64_t rows = m.rows, cols = m.cols;
     check_tokens(op, x_any, "data", data, cols);
     const auto bias = checked_bias(op, bias_any, "data", data, data.scalar_type(), rows);
-    const DeviceOf guard(data);
-    const int64_t tokens = num_tokens(x_any);
 #ifdef USE_CUDA
-    const macko_path path = path_of<Kind>(m, tokens);
-    if (path == MACKO_PATH_DENSE_ROWS) return linear_by_dense_rows(x_any, {rows}, bias, unpacking<Kind>(m, data))[0];
-    Tensor y = torch::stable::new_empty(data, with_last(x_any, rows));
-    multiply<Kind>(path, m, tokens, tokens_of(x_any, tokens, cols), bias, y);
-    return y;
+    return multiply<Kind>(m, data, x_any, {&rows, 1}, bias)[0];
 #else
+    const int64_t tokens = num_tokens(x_any);
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
     linear_by_blocks(torch::stable::reshape(x_any, {tokens, cols}), rows, bias, y,
                      [&](int64_t begin, int64_t end, void *w) {
@@ -120,30 +142,9 @@ template <typename Kind>
 std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &part_rows) {
     const char *op = "linear_parts";
     const typename Kind::Matrix m = Kind::matrix_of(op, p);
-    const Tensor &data = p[0];
-    const int64_t rows = m.rows, cols = m.cols;
-    check_tokens(op, x, "data", data, cols);
-    check_parts(op, part_rows, rows);
-    const DeviceOf guard(data);
-    const int64_t tokens = num_tokens(x);
-    std::vector<typename Kind::Matrix> pieces;
-    std::vector<macko_path> paths;
-    int64_t first = 0;
-    for (const int64_t count : part_rows) {
-        pieces.push_back(Kind::piece_of(m, first, count));
-        paths.push_back(path_of<Kind>(pieces.back(), tokens));
-        // Parts that do not begin where a row block does go through dense rows, which can be cut anywhere.
-        if (count && (first % MACKO_TILE_ROWS || paths.back() == MACKO_PATH_DENSE_ROWS))
-            return linear_by_dense_rows(x, part_rows, std::nullopt, unpacking<Kind>(m, data));
-        first += count;
-    }
-    const Tokens prepared = tokens_of(x, tokens, cols);
-    std::vector<Tensor> parts;
-    for (size_t i = 0; i < pieces.size(); i++) {
-        parts.push_back(torch::stable::new_empty(data, with_last(x, part_rows[i])));
-        if (part_rows[i]) multiply<Kind>(paths[i], pieces[i], tokens, prepared, std::nullopt, parts.back());
-    }
-    return parts;
+    check_tokens(op, x, "data", p[0], m.cols);
+    check_parts(op, part_rows, m.rows);
+    return multiply<Kind>(m, p[0], x, part_rows, std::nullopt);
 }
 #endif
 

@@ -90,6 +90,7 @@ enum {
     /* After a slab in shared memory, so much is read where an element has no value: two rows, which nobody uses. */
     MACKO_TILE_OVERREAD = 2 * MACKO_TILE_ROW_BYTES,
     MACKO_TILE_MOST_ROWS = MACKO_TILE_SLICES * MACKO_TILE_SLAB_TILES * 16, /* of values of a slab: none is zero */
+    MACKO_TILE_MOST_PARTS = 3,                                             /* that a product's output has */
 };
 
 typedef struct macko_tile_matrix {
@@ -98,8 +99,7 @@ typedef struct macko_tile_matrix {
     int64_t rows, cols;
     int32_t widest;    /* units of the largest slab: what a kernel has to hold; 0 where there are none */
     macko_dtype dtype; /* MACKO_F16 or MACKO_BF16 */
-    int64_t units;     /* of all slabs, in a part of a matrix about: for the pace at which a kernel asks for them */
-    bool whole;        /* data is of these rows alone: so a kernel can guess where slabs are, and prefetch them */
+    int64_t units; /* of all slabs: for the pace at which a kernel asks for them, and where it guesses that they are */
 } macko_tile_matrix;
 
 MACKO_TILE_FN int64_t macko_tile_row_blocks(int64_t rows) {
@@ -134,6 +134,23 @@ MACKO_TILE_FN int macko_tile_col(int lane, int j, int e) {
  * others (of equally common ones the lower), the lower first; where there are not so many, zeros at the end.
  */
 void macko_tile_table(const int64_t *counts, int highs, uint32_t table[2]);
+
+/*
+ * Where a product goes: the rows of a matrix in parts, each of which is a matrix [tokens, rows] of its own. All but the
+ * last have a multiple of MACKO_TILE_ROWS, so that a row block lies in one.
+ */
+typedef struct macko_tile_part {
+    void *y; /* where row 0 would be at the first token, had the part the rows before it too: y + token * rows + row */
+    int64_t rows; /* 0: there is no such part */
+} macko_tile_part;
+typedef struct macko_tile_parts {
+    macko_tile_part part[MACKO_TILE_MOST_PARTS];
+    int64_t begins[MACKO_TILE_MOST_PARTS]; /* its first row; where there is no such part INT32_MAX */
+} macko_tile_parts;
+/* Which part a row is of. */
+MACKO_TILE_FN int macko_tile_part_of(const macko_tile_parts *parts, int64_t row) {
+    return (row >= parts->begins[1]) + (row >= parts->begins[2]);
+}
 
 /* What packing has to tell the host before it can allocate data. */
 typedef struct macko_tile_totals {
@@ -197,13 +214,13 @@ cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, in
                                    cudaStream_t stream);
 
 /*
- * y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits every run. With
+ * y [tokens, rows] = x [tokens, cols] W^T + bias, in parts; bias [rows] may be NULL. One launch, same bits every run. With
  * wgmma at most 64 tokens, else cudaErrorInvalidValue (torch/path.h decides). cols > 0. Rows of x begin every x_stride
  * elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants it). May start before the kernel before it in
  * the stream is done (PDL, programmatic dependent launch): that one must not write the weight.
  */
 cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                const void *bias, void *y, cudaStream_t stream);
+                                const void *bias, const macko_tile_parts *y, cudaStream_t stream);
 /*
  * The same for more tokens with wgmma, of at least one row, as the plan says (many_plan.h). workspace: device memory of
  * plan->workspace_bytes, with any content.
@@ -211,8 +228,8 @@ cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, cons
 typedef struct macko_tile_many_plan macko_tile_many_plan;
 cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
 cudaError_t macko_tile_many_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                 const void *bias, void *y, const macko_tile_many_plan *plan, void *workspace,
-                                 cudaStream_t stream);
+                                 const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
+                                 void *workspace, cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

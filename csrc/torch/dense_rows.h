@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "tensors.h"
@@ -26,15 +27,15 @@ inline int64_t rows_of_panel(int64_t rows, int64_t cols, int64_t element_bytes) 
 // each, and the result is a tensor [..., part_rows[i]] for each. unpack(first, count, w) writes rows
 // [first, first + count) of W densely to w; a panel may reach over the end of a part.
 template <typename Unpack>
-std::vector<Tensor> linear_by_dense_rows(const Tensor &x_any, const std::vector<int64_t> &part_rows,
+std::vector<Tensor> linear_by_dense_rows(const Tensor &x_any, std::span<const int64_t> part_rows,
                                          const std::optional<Tensor> &bias, const Unpack &unpack) {
     Tensor x = torch::stable::reshape(x_any, {num_tokens(x_any), x_any.size(-1)});
     if (x.stride(1) != 1) x = torch::stable::contiguous(x); // once, where each GEMM would
     const int64_t rows = std::accumulate(part_rows.begin(), part_rows.end(), int64_t(0));
     const int64_t panel_rows = rows_of_panel(rows, x.size(1), x.element_size());
     std::vector<Tensor> parts;
-    for (const int64_t count : part_rows) parts.push_back(torch::stable::new_empty(x, {x.size(0), count}));
-    Tensor panel = torch::stable::new_empty(x, {std::min(rows, panel_rows), x.size(1)});
+    for (const int64_t count : part_rows) parts.push_back(new_tensor(x, {x.size(0), count}));
+    Tensor panel = new_tensor(x, {std::min(rows, panel_rows), x.size(1)});
     for (int64_t first = 0; first < rows; first += panel_rows) {
         const int64_t stop = std::min(rows, first + panel_rows);
         unpack(first, stop - first, panel.mutable_data_ptr());
@@ -50,17 +51,6 @@ std::vector<Tensor> linear_by_dense_rows(const Tensor &x_any, const std::vector<
     }
     for (Tensor &part : parts) part = torch::stable::reshape(part, with_last(x_any, part.size(1)));
     return parts;
-}
-
-// part_rows, which come from a caller, have to be the rows of W.
-inline void check_parts(const char *op, const std::vector<int64_t> &part_rows, int64_t rows) {
-    int64_t sum = 0;
-    for (const int64_t count : part_rows) {
-        if (count < 0 || count > rows - sum)
-            fail(op, "part_rows has ", count, " behind ", sum, " rows, the matrix has ", rows);
-        sum += count;
-    }
-    if (sum != rows) fail(op, "part_rows are ", sum, " in all, the matrix has ", rows, " rows");
 }
 
 } // namespace macko

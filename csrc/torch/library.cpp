@@ -97,9 +97,19 @@ Tensor linear(const Tensor &x, const std::vector<Tensor> &packed, const Ints &he
 
 std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header,
                                  const Ints &part_rows) {
+    const char *op = "linear_parts";
     const Packed p{packed, header};
-    const Layout &layout = layout_of("linear_parts", p);
-    return which("linear_parts", layout, layout.linear_parts)(p, x, part_rows);
+    const Layout &layout = layout_of(op, p);
+    if (layout.linear_parts) return layout.linear_parts(p, x, part_rows);
+    check_parts(op, part_rows, p.rows()); // no kernel stores them: copies
+    Tensor y = which(op, layout, layout.linear)(p, x, std::nullopt);
+    std::vector<Tensor> parts;
+    int64_t first = 0;
+    for (const int64_t rows : part_rows) {
+        parts.push_back(torch::stable::clone(torch::stable::narrow(y, y.dim() - 1, first, rows)));
+        first += rows;
+    }
+    return parts;
 }
 
 #ifdef USE_CUDA
@@ -129,8 +139,8 @@ Tensor normed(const char *op, const Tensor &x_any, const std::optional<Tensor> &
     const Tensor x = as_aligned(x_any), weight = as_aligned(weight_any);
     std::optional<Tensor> other;
     if (other_any) other = as_aligned(*other_any);
-    Tensor y = torch::stable::new_empty(x, with_last(x, cols));
-    if (other) *sum = torch::stable::new_empty(x, with_last(x, cols));
+    Tensor y = new_tensor(x, with_last(x, cols));
+    if (other) *sum = new_tensor(x, with_last(x, cols));
     STD_CUDA_CHECK(macko_rms_norm_cuda(dtype, num_tokens(x), cols, x.const_data_ptr(), data_of(other),
                                        weight.const_data_ptr(), float(eps), y.mutable_data_ptr(),
                                        other ? (*sum)->mutable_data_ptr() : nullptr, current_stream(x)));
@@ -184,7 +194,7 @@ Tensor gated_linear(const Tensor &gate_any, const Tensor &up_any, const std::vec
     check_like(op, "up", up_any, "gate", gate_any);
     const DeviceOf guard(gate_any);
     const Tokens gate = tokens_of(gate_any, tokens, cols), up = tokens_of(up_any, tokens, cols);
-    Tensor x = torch::stable::new_empty(gate_any, with_last(gate_any, cols));
+    Tensor x = new_tensor(gate_any, with_last(gate_any, cols));
     STD_CUDA_CHECK(macko_gate_cuda(dtype, tokens, cols, gate.x.const_data_ptr(), gate.stride, up.x.const_data_ptr(),
                                    up.stride, x.mutable_data_ptr(), current_stream(gate_any)));
     return linear(p, x, bias);
@@ -210,16 +220,18 @@ Tensor check_on_cpu(const Packed &p) {
 
 // clang-format off
 // A packed weight is a list of tensors and a header of whole numbers: packed.h says which. The last four are the papers'.
+#define MACKO_PRODUCTS(OP) \
+    OP(linear, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
+    OP(linear_parts, "(Tensor x, Tensor[] packed, int[] header, int[] part_rows) -> Tensor[]") \
+    OP(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor? other=None) -> Tensor[]") \
+    OP(norm_linear, "(Tensor x, Tensor weight, float eps, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
+    OP(gated_linear, "(Tensor gate, Tensor up, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor")
 #define MACKO_OPS(OP) \
     OP(pack, "(Tensor w, int layout, int[] options) -> (Tensor[], Tensor)") \
     OP(lay_out, "(Tensor[] packed, int[] header, int layout, int[] options) -> (Tensor[], Tensor)") \
     OP(dense, "(Tensor[] packed, int[] header, bool check=True) -> Tensor") \
     OP(check, "(Tensor[] packed, int[] header) -> Tensor") \
-    OP(linear, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
-    OP(linear_parts, "(Tensor x, Tensor[] packed, int[] header, int[] part_rows) -> Tensor[]") \
-    OP(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor? other=None) -> Tensor[]") \
-    OP(norm_linear, "(Tensor x, Tensor weight, float eps, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
-    OP(gated_linear, "(Tensor gate, Tensor up, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
+    MACKO_PRODUCTS(OP) \
     OP(spmv, /* MACKO-SpMV */ \
        "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
     OP(ec_spmv, /* EC-SpMV */ \
@@ -231,10 +243,14 @@ Tensor check_on_cpu(const Packed &p) {
 
 #define DEFINE(name, schema) m.def(#name schema);
 #define IMPLEMENT(name, schema) m.impl(#name, TORCH_BOX(&macko::name));
+// What compiled graphs call (macko/fuse.py): gradients of the ops above are kernels in Python, 4 us a call where none is
+// wanted either.
+#define DEFINE_BELOW(name, schema) m.def(#name "_below_autograd" schema);
+#define IMPLEMENT_BELOW(name, schema) m.impl(#name "_below_autograd", TORCH_BOX(&macko::name));
 
 #ifdef USE_CUDA
-STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) MACKO_PRODUCTS(IMPLEMENT_BELOW) }
 #else
-STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) }
-STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) }
+STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) MACKO_PRODUCTS(DEFINE_BELOW) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) MACKO_PRODUCTS(IMPLEMENT_BELOW) }
 #endif

@@ -74,6 +74,17 @@ inline void check_sizes(const char *op, const Packed &p) {
     if (p.cols() < 0 || p.cols() > INT32_LIMIT) fail(op, "cols is ", p.cols(), ", expected 0 to ", INT32_LIMIT);
 }
 
+// part_rows, which come from a caller, have to be the rows of W.
+inline void check_parts(const char *op, std::span<const int64_t> part_rows, int64_t rows) {
+    int64_t sum = 0;
+    for (const int64_t count : part_rows) {
+        if (count < 0 || count > rows - sum)
+            fail(op, "part_rows has ", count, " behind ", sum, " rows, the matrix has ", rows);
+        sum += count;
+    }
+    if (sum != rows) fail(op, "part_rows are ", sum, " in all, the matrix has ", rows, " rows");
+}
+
 // row_ptr of so many rows.
 inline void check_row_ptr(const char *op, const Tensor &row_ptr, int64_t rows) {
     if (row_ptr.numel() < 1) fail(op, "row_ptr is empty, expected rows + 1 entries");

@@ -2,7 +2,7 @@
  * Every layout, and the one room that decides which kernel multiplies: a pure function of what a header and a device say
  * and of the number of tokens (tests/test_path.py lists its answers). Decided elsewhere: the sizes of a kernel's own
  * tiles, in its launch or plan (many_plan.h); whether a merged layer's parts are outputs of one op, in Python, before
- * there is an op (parts_from); and that one token's norm is in sell's product, by which functions a Layout has.
+ * there is an op (gives_parts); and that one token's norm is in sell's product, by which functions a Layout has.
  */
 #ifndef MACKO_TORCH_PATH_H
 #define MACKO_TORCH_PATH_H
@@ -49,6 +49,7 @@ typedef struct macko_path_weight {
     int64_t held; /* canonical: entries, with padding. sell: bytes of its slots */
     /* slide: tokens for which the packed weight is the faster one; 0, 0: there is one only */
     int64_t sparse_from, sparse_to;
+    bool in_parts; /* tile, dense12, sparse11: the result's rows go to several matrices */
 } macko_path_weight;
 typedef struct macko_path_device {
     bool is_gpu, has_wgmma, has_vectors; /* has_vectors: AVX2, of a CPU */
@@ -86,14 +87,14 @@ enum {
 };
 
 /*
- * tile, dense12 and sparse11 with wgmma: up to how many tokens the kernel for few multiplies; at most 64. Above 32 each block of it
- * reads more of x than of the weight, and the other one shares x among the rows of two or three row blocks and two blocks.
+ * tile, dense12 and sparse11 with wgmma: up to how many tokens the kernel for few multiplies; at most 64, in parts
+ * 32, as it has no registers for them. Above 32 each block of it reads more of x than of the weight, and the other one shares x among the rows of two or three row blocks and two blocks.
  * 64 tokens, few / many, us (H200, tile at density 0.5): 4096 x 4096 10.1 / 10.9, 4096 x 11008 19.8 / 19.3 (alone 20.8 /
  * 21.8), 11008 x 4096 21.9 / 19.7, 8192 x 8192 26.8 / 25.9, 28672 x 8192 107 / 85. dense12: 12.0 / 11.7, 28.2 / 20.6,
  * 29.8 / 21.0, 40.0 / 28.9, 143 / 93.
  */
 static inline int64_t macko_few_tokens(macko_path_weight w) {
-    return w.rows <= 4096 && (w.layout != MACKO_LAYOUT_DENSE12 || w.cols <= 4096) ? 64 : 32;
+    return !w.in_parts && w.rows <= 4096 && (w.layout != MACKO_LAYOUT_DENSE12 || w.cols <= 4096) ? 64 : 32;
 }
 
 static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, macko_path_device d) {

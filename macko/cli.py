@@ -270,6 +270,8 @@ def convert(options: argparse.Namespace) -> None:
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
     _check_dense(source)
+    if _convert_quantised(options, source):
+        return
     if elsewhere := Options(options.format).not_on(torch.device(device)):
         config.format = "macko"  # which is what the file of a layout holds
     with _unfinished(options, source) as work:
@@ -281,6 +283,27 @@ def convert(options: argparse.Namespace) -> None:
     print(f"{options.target}: files of {format_bytes(after)}, {share}. The table says what the layers hold in memory.")
     if elsewhere:
         print(f"It is to be loaded on another device: {elsewhere}")
+
+
+def _convert_quantised(options: argparse.Namespace, source: Path) -> bool:
+    """Whether IN is of 8 bits already; then OUT has its codes and scales."""
+    from .integrations.compressed_tensors import is_quantised, pack_quantised
+
+    with Checkpoint(source) as file:
+        if not is_quantised(file.config):
+            return False
+    if options.values or options.format != "auto":
+        raise ValueError(
+            f"{source} is quantised already: its values are packed as they are, without --values or --format"
+        )
+    with _unfinished(options, source) as work:
+        result = work / "result"
+        result.mkdir()
+        layers = pack_quantised(source, result)
+        _copy_others(source, result)
+    held = ", ".join(sorted({about["values"] for about in layers.values()}))
+    print(f"{options.target}: {len(layers)} layers of {held}, with the codes and scales of {options.source}.")
+    return True
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -561,7 +584,11 @@ def _save(model: Any, report: Report, options: argparse.Namespace, source: Path,
         text = text or "it has no linear layer"
         raise ValueError(f"{options.source}: no layer was changed, so nothing is written: {text}")
     model.save_pretrained(folder)
-    # Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours.
+    _copy_others(source, folder)
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours."""
     for file in sorted(source.iterdir()):
         weights = file.suffix in WEIGHTS or ".index." in file.name
         there = folder / file.name

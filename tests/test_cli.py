@@ -824,3 +824,80 @@ def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, 
         assert_same_bits(
             file.packed("model.layers.0.mlp.up_proj").to_dense(), wanted.model.layers[0].mlp.up_proj.weight
         )
+
+
+def quantised_folder(folder: Path, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """A small model whose layers have 8 bits, as compressed-tensors writes them; the codes and scales of each."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=90, hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=128,
+    )  # fmt: skip
+    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    macko.prune_(model.model.layers[0].mlp, 0.5, progress=False)
+    model.save_pretrained(folder)
+    tensors, found = load_file(folder / "model.safetensors"), {}
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        name, w = key.removesuffix(".weight"), tensors.pop(key).float()
+        scale = (w.abs().amax(1, keepdim=True) / 100).bfloat16()  # as no quantiser of macko's would have it
+        values = (w / scale).to(torch.float8_e4m3fn) if kind == "float" else (w / scale).round().to(torch.int8)
+        found[name] = values, scale.float().flatten()
+        tensors[f"{name}.weight_scale"] = scale
+        if kind == "packed":
+            tensors[f"{name}.weight_packed"] = (values.view(torch.uint8) ^ 128).view(torch.int32)
+            tensors[f"{name}.weight_shape"] = torch.tensor(values.shape)
+        else:
+            tensors[key] = values
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "float" if kind == "float" else "int", "strategy": "channel", "symmetric": True}
+    about = json.loads((folder / "config.json").read_text())
+    groups = {"group_0": {"weights": weights, "input_activations": None, "targets": ["Linear"]}}
+    about["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (folder / "config.json").write_text(json.dumps(about))
+    return found
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", ["float", "int", "packed"])
+def test_8_bits_of_compressed_tensors_keep_codes_and_scales(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = quantised_folder(tmp_path / "in", kind)
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    formats = set()
+    for name, (values, scales) in found.items():
+        packed = model.get_submodule(name).packed
+        formats.add(packed.format)
+        assert_same_bits(torch.where(values.float() == 0, 0, packed.codes().float()), values.float() + 0)
+        assert_same_bits(packed.scales, scales)
+    assert formats == {"dense8", "sparse8"}
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+
+
+@needs_transformers
+def test_other_bits_of_compressed_tensors_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised_folder(tmp_path / "in", "int")
+    arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out")]
+    assert main([*arguments, "--values", "fp8"]) == 1
+    assert "is quantised already" in capsys.readouterr().err
+    file = tmp_path / "in" / "config.json"
+    text = file.read_text()
+    for old, new, message in (
+        ('"num_bits": 8', '"num_bits": 4', "weights of num_bits 4"),
+        ('"channel"', '"group"', "weights of strategy 'group'"),
+        ('"symmetric": true', '"symmetric": false', "weights of symmetric False"),
+    ):
+        assert old in text
+        file.write_text(text.replace(old, new))
+        assert main(arguments) == 1
+        assert message in capsys.readouterr().err
+    file.write_text(text)
+    weights = load_file(tmp_path / "in" / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight_scale"] *= -1
+    save_file(weights, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    assert main(arguments) == 1
+    assert "model.layers.0.mlp.up_proj: scales have numbers" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -5,18 +5,29 @@ Formats `sparse-bitmask` and `sparse-24-bitmask`: of a weight NAME.weight the fi
     NAME.bitmask     uint8 [rows, ceil(cols / 8)], bit c % 8 of byte c / 8 for column c
     NAME.compressed  the values under set bits, row after row; [rows, cols / 2] for 2:4, where a value may be zero
     NAME.row_offsets int64 [rows], where each row begins in it (not for 2:4; not needed)
+
+And those whose weights have 8 bits, symmetric, with a scale a row or one for all (W8A16, W8A8, fp8): codes and scales
+are held as they are, tokens at 16 bits.
+    NAME.weight        int8 or float8_e4m3fn [rows, cols]; or
+    NAME.weight_packed int32 [rows, ceil(cols / 4)], four of code + 128, the first lowest, and NAME.weight_shape
+    NAME.weight_scale  [rows, 1] or [1]
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import Checkpoint
+from ..files import VERSION, Checkpoint, open_tensors
+from ..formats import ByteWeight, Dense8Weight, Sparse8Weight, described
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 _KEYS = ("shape", "bitmask", "compressed", "row_offsets")
@@ -40,6 +51,91 @@ def sparsity_format(config: Mapping[str, Any]) -> str | None:
             )
         return str(name)
     return None
+
+
+def is_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a checkpoint whose weights have 8 bits and the scales above.
+
+    Raises:
+        ValueError: compressed-tensors has quantised it in another way: names what macko does not hold.
+    """
+    about = config.get("quantization_config") or {}
+    if about.get("quant_method") != "compressed-tensors" or not about.get("config_groups"):
+        return False
+    sparsity = (about.get("sparsity_config") or {}).get("format")
+    if sparsity not in (None, "dense"):
+        raise ValueError(
+            f"the weights are quantised and of the sparse format {sparsity!r} too, macko reads one of both"
+        )
+    for group in about["config_groups"].values():
+        weights = group.get("weights") or {}
+        for key, known in (
+            ("num_bits", (8,)),
+            ("type", ("int", "float")),
+            ("strategy", ("channel", "tensor")),
+            ("symmetric", (True,)),
+        ):
+            if weights.get(key) not in known:
+                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko holds {known}")
+    return True
+
+
+_CODES = ("weight", "weight_packed")
+_OTHERS = ("weight_scale", "weight_shape", "weight_zero_point", "input_scale", "input_zero_point")
+
+
+def quantised(file: Checkpoint, name: str, dtype: torch.dtype) -> ByteWeight:
+    """A layer's weight with its own codes and scales, sparse where that is smaller; ValueError names the layer."""
+    try:
+        scales = file[f"{name}.weight_scale"].float().flatten()
+        if f"{name}.weight_packed" in file:
+            rows, cols = file[f"{name}.weight_shape"].tolist()
+            values = (file[f"{name}.weight_packed"].contiguous().view(torch.uint8)[:, :cols] ^ 128).view(torch.int8)
+            if values.shape != (rows, cols):
+                raise ValueError(f"weight_packed holds {list(values.shape)}, weight_shape says {[rows, cols]}")
+        else:
+            values = file[f"{name}.weight"]
+        if f"{name}.weight_zero_point" in file and bool(file[f"{name}.weight_zero_point"].float().any()):
+            raise ValueError("weight_zero_point is not zero")
+        scales = scales.expand(len(values)).contiguous() if scales.numel() == 1 else scales
+        packed = [kind.from_codes(values, scales, dtype) for kind in (Dense8Weight, Sparse8Weight)]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    return min(packed, key=lambda weight: weight.nbytes)
+
+
+def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, Any]:
+    """Writes the weights of a checkpoint that is_quantised, packed as they are, and its config.json to a folder.
+
+    Returns:
+        What config.json says of each packed layer.
+
+    Raises:
+        ValueError: a layer is not as its config says.
+    """
+    layers: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    with Checkpoint(source) as file:
+        about = file.config.get("dtype") or file.config.get("torch_dtype")
+        dtype = torch.float16 if about == "float16" else torch.bfloat16
+        for path in sorted(Path(source).glob("*.safetensors")):
+            tensors: dict[str, Tensor] = {}
+            for key in open_tensors(path).keys():  # noqa: SIM118
+                name, _, last = key.rpartition(".")
+                if f"{name}.weight_scale" not in file or last not in (*_CODES, *_OTHERS):
+                    tensors[key] = file[key]
+                elif last in _CODES:
+                    saved = quantised(file, name, dtype).to_saved()
+                    layers[name] = described(type(saved), saved.sizes())
+                    tensors |= {f"{name}.{field}": tensor for field, tensor in saved.tensors().items()}
+                    tensors[f"{name}.weight"] = torch.empty(0, saved.cols, dtype=dtype)  # see macko.integrations.saving
+            save_file(tensors, target / path.name, metadata={"format": "pt"})
+            places |= dict.fromkeys(tensors, path.name)
+        if len({*places.values()}) > 1:
+            (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        config = {**file.config, "quantization_config": {"quant_method": "macko", "version": VERSION, "layers": layers}}
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    return layers
 
 
 class _Lazy:

@@ -1,10 +1,10 @@
 """Times the CPU kernels against torch: python -m benchmarks.cpu [--sizes 4096 8192] [--tokens 1 4 64] [--host].
 
 Every result is compared with float64 before it is timed. Weights rotate over copies of more than 300 MB in all, so
-that no cache holds them (--warm: a call is timed right behind the same one, so a cache may hold it). The calls take turns; the minimum of the rounds
-counts, because a shared machine only ever adds time. --clock cpu counts the CPU time of one thread, which is what
-remains true on a machine that is busy with other work. Torch's time is the better of F.linear and torch.mv (F.linear
-for more tokens). Rows are appended to --out as JSON.
+that no cache holds them (--warm: a call is timed right behind the same one, so that a cache may). The calls take turns;
+the minimum of the rounds counts, because a shared machine only ever adds time. --clock cpu counts the CPU time of one
+thread, which is what remains true on a machine that is busy with other work. Torch's time is the better of F.linear
+and torch.mv (F.linear for more tokens). Rows are appended to --out as JSON.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ def machine(clock: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192], help="square matrices")
+    parser.add_argument("--rows", type=int, help="of each matrix, where it is to be no square")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.7, 0.5, 0.3, 0.1])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--delta-bits", type=int, nargs="+", default=[4])
@@ -96,7 +97,7 @@ def main() -> None:
     for size in args.sizes:
         for dtype in (getattr(torch, name) for name in args.dtypes):
             for density in args.densities:
-                w = random_weight(size, size, density, dtype)
+                w = random_weight(args.rows or size, size, density, dtype)
                 for bits in args.delta_bits:
                     bench(w, density, bits, args, clock, report)
 

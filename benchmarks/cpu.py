@@ -1,10 +1,10 @@
 """Times the CPU kernels against torch: python -m benchmarks.cpu [--sizes 4096 8192] [--tokens 1 4 64] [--host].
 
 Every result is compared with float64 before it is timed. Weights rotate over copies of more than 300 MB in all, so
-that no cache holds them (--warm: over two, which a cache may hold). The calls take turns; the minimum of the rounds
-counts, because a shared machine only ever adds time. --clock cpu counts the CPU time of one thread, which is what
-remains true on a machine that is busy with other work. Torch's time is the better of F.linear and torch.mv (F.linear
-for more tokens). Rows are appended to --out as JSON.
+that no cache holds them (--warm: a call is timed right behind the same one, so that a cache may). The calls take turns;
+the minimum of the rounds counts, because a shared machine only ever adds time. --clock cpu counts the CPU time of one
+thread, which is what remains true on a machine that is busy with other work. Torch's time is the better of F.linear
+and torch.mv (F.linear for more tokens). Rows are appended to --out as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.timing import COLD_BYTES, append_jsonl, commit, copies
+from benchmarks.timing import append_jsonl, commit, copies
 from macko import EcWeight, SparseLinear, _library, ops
 from tests import layouts
 from tests.common import assert_close_spmv, assert_same_bits, cpu_paths, random_vector, random_weight
@@ -34,11 +34,13 @@ def copy_of(ec: EcWeight, tensors: list[Tensor]) -> EcWeight:
     return dataclasses.replace(ec, **dict(zip(ec.tensors(), tensors, strict=True)))
 
 
-def seconds(calls: Calls, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """The least time of each call(round); the calls take turns."""
+def seconds(calls: Calls, rounds: int, clock: Callable[[], float], warm: bool = False) -> dict[str, float]:
+    """The least time of each call(round); the calls take turns. warm: right behind the same call."""
     best = dict.fromkeys(calls, float("inf"))
     for i in range(rounds):
         for name, call in calls.items():
+            if warm:
+                call(i)
             start = clock()
             call(i)
             best[name] = min(best[name], clock() - start)
@@ -67,6 +69,7 @@ def machine(clock: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192], help="square matrices")
+    parser.add_argument("--rows", type=int, help="of each matrix, where it is to be no square")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.7, 0.5, 0.3, 0.1])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--delta-bits", type=int, nargs="+", default=[4])
@@ -76,7 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--warm", action="store_true", help="two copies of each weight only")
+    parser.add_argument("--warm", action="store_true", help="time each call right behind the same one")
     parser.add_argument("--host", action="store_true", help="what a call of a 64x64 matrix takes, and no more")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/kernels.jsonl"))
     args = parser.parse_args()
@@ -94,7 +97,7 @@ def main() -> None:
     for size in args.sizes:
         for dtype in (getattr(torch, name) for name in args.dtypes):
             for density in args.densities:
-                w = random_weight(size, size, density, dtype)
+                w = random_weight(args.rows or size, size, density, dtype)
                 for bits in args.delta_bits:
                     bench(w, density, bits, args, clock, report)
 
@@ -135,12 +138,11 @@ def bench(
     packed = ops.pack(w, bits)
     bitmap = layouts.bitmap_pack(*packed, cols, bits)
     assert_same_bits(layouts.bitmap_unpack(*bitmap, cols), w)
-    rotated = partial(copies, cold_bytes=0 if args.warm else COLD_BYTES)
-    dense, macko, maps = rotated([w]), rotated(packed), rotated(bitmap)
+    dense, macko, maps = copies([w]), copies(packed), copies(bitmap)
     ecs = {"ec": EcWeight.from_dense(w), "ec_paper": EcWeight.paper(w, bits)} if bits in (4, 8) else {}
     size = {"macko": sum(t.nbytes for t in packed), "bitmap": sum(t.nbytes for t in bitmap)}
     size |= {name: ec.nbytes for name, ec in ecs.items()}
-    held = {name: [copy_of(ec, tensors) for tensors in rotated([*ec.tensors().values()])] for name, ec in ecs.items()}
+    held = {name: [copy_of(ec, tensors) for tensors in copies([*ec.tensors().values()])] for name, ec in ecs.items()}
     for tokens in args.tokens:
         x = random_vector(*([tokens] if tokens > 1 else []), cols, dtype=w.dtype)
         formats: Calls = {
@@ -156,7 +158,7 @@ def bench(
         calls["linear"] = lambda i, x=x: F.linear(x, dense[i % len(dense)][0])
         if tokens == 1:
             calls["mv"] = lambda i, x=x: torch.mv(dense[i % len(dense)][0], x)
-        times = seconds(calls, args.rounds, clock)
+        times = seconds(calls, args.rounds, clock, args.warm)
         best = min(times["linear"], times.get("mv", float("inf")))
         for name in calls:
             kind, _, path = name.partition(" ")

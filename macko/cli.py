@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import __version__, codes
-from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, Options, outside_table, sparse11_of, too_many_listed
+from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, Options, outside_table, sparse11_of
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
@@ -364,9 +364,8 @@ class _Memory:
             raw = exact = min(size, TileWeight.from_macko(macko).nbytes)
             tile = format_bytes(raw)
             lacks, count = outside_table(dense, signed=True)
-            shorter = sparse11_of(macko)
-            if shorter and not too_many_listed(shorter):
-                exact = shorter.nbytes
+            shorter = sparse11_of(macko) if lacks <= SPARSE11_LISTED * count else None
+            exact = shorter.nbytes if shorter else raw
             sparse11 = f"{format_bytes(shorter.nbytes) if shorter else '-'} ({lacks / max(1, count):.4%})"
         compressed, dense12 = exact, self._dense12(dense)
         if exact >= DENSE12_SHARE * size and dense.numel() >= DENSE12_WEIGHTS and dense12:

@@ -47,13 +47,7 @@ macko_bitmap matrix_of(const char *op, const Packed &p) {
     if (bits.size(0) != rows || bits.size(1) != row_bytes)
         fail(op, "bits has shape ", shape_name(bits), ", expected [", rows, ", ", row_bytes, "]");
     check_memory(op, all);
-    return {values.const_data_ptr(),
-            static_cast<const uint8_t *>(bits.const_data_ptr()),
-            static_cast<const int32_t *>(row_ptr.const_data_ptr()),
-            rows,
-            cols,
-            values.numel(),
-            dtype};
+    return {values.const_data_ptr(), reads<uint8_t>(bits), reads<int32_t>(row_ptr), rows, cols, values.numel(), dtype};
 }
 
 constexpr int64_t MAX_STORED = INT32_LIMIT - MACKO_BITMAP_PAD; // row_ptr is int32, values are padded
@@ -84,8 +78,8 @@ void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t to
     const Tensor turned = torch::stable::new_empty(x, {macko_bitmap_turned_bytes(&m, most)}, ScalarType::Byte);
     for (int64_t token = 0; token < tokens; token += MACKO_BITMAP_TOKENS) { // sums and turned x do not grow with them
         const int64_t here = std::min<int64_t>(tokens - token, MACKO_BITMAP_TOKENS);
-        const auto *from = static_cast<const char *>(x.const_data_ptr()) + token * m.cols * x.element_size();
-        auto *to = static_cast<char *>(y.mutable_data_ptr()) + token * m.rows * x.element_size();
+        const auto *from = reads<char>(x) + token * m.cols * x.element_size();
+        auto *to = writes<char>(y) + token * m.rows * x.element_size();
         for_rows(macko_bitmap_words(m.cols), MACKO_BITMAP_WORD * here, [&](int64_t begin, int64_t end) {
             macko_bitmap_turn_cpu(&m, from, here, begin, end, turned.mutable_data_ptr());
         });
@@ -105,14 +99,13 @@ Made lay_out(const Packed &canonical, const Ints &) {
     for_rows(m.rows, entries_per_row,
              [&](int64_t begin, int64_t end) { macko_bitmap_count_cpu(&m, begin, end, counts.data()); });
     Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
-    auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
+    auto *pointers = writes<int32_t>(row_ptr);
     const int64_t stored = sum_counts(op, counts, MAX_STORED, pointers);
     Tensor values = torch::stable::new_empty(values_in, {stored + MACKO_BITMAP_PAD});
     clear_from(values, stored);
     Tensor bits = torch::stable::new_zeros(values_in, {m.rows, macko_bitmap_words(m.cols) * 8}, ScalarType::Byte);
     for_rows(m.rows, entries_per_row, [&](int64_t begin, int64_t end) {
-        macko_bitmap_pack_cpu(&m, begin, end, pointers, values.mutable_data_ptr(),
-                              static_cast<uint8_t *>(bits.mutable_data_ptr()));
+        macko_bitmap_pack_cpu(&m, begin, end, pointers, values.mutable_data_ptr(), writes<uint8_t>(bits));
     });
     return {{values, bits, row_ptr}, {MACKO_LAYOUT_BITMAP, m.rows, m.cols, canonical.own(0)}};
 }
@@ -130,7 +123,7 @@ Made to_canonical(const Packed &p) {
     });
     if (fault.kind) fail_for(op, fault, m);
     Tensor row_ptr = torch::stable::new_empty(values_in, {m.rows + 1}, ScalarType::Int);
-    auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
+    auto *pointers = writes<int32_t>(row_ptr);
     const int64_t stored = sum_counts(op, counts, MAX_STORED, pointers);
     const int64_t capacity = (stored + MACKO_CHUNK - 1) / MACKO_CHUNK * MACKO_CHUNK;
     Tensor values = torch::stable::new_empty(values_in, {capacity});
@@ -142,7 +135,7 @@ Made to_canonical(const Packed &p) {
         for (int64_t row = begin; row < end; row++) {
             macko_bitmap_expand_cpu(&m, row, row + 1, dense.data());
             macko_pack_write_cpu(dense.data(), m.dtype, int(delta_bits), m.cols, 0, 1, pointers + row,
-                                 values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
+                                 values.mutable_data_ptr(), writes<uint8_t>(deltas));
         }
     });
     return {{values, deltas, row_ptr}, {MACKO_LAYOUT_CANONICAL, m.rows, m.cols, delta_bits}};
@@ -152,7 +145,7 @@ Tensor dense(const Packed &p, bool) { // nobody waits for a look at the content 
     const macko_bitmap m = matrix_of("dense", p);
     const Tensor &values = p[0];
     Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
-    auto *const data = static_cast<char *>(w.mutable_data_ptr());
+    auto *const data = writes<char>(w);
     const macko_fault fault = first_fault(m.rows, m.cols, [&](int64_t begin, int64_t end) {
         return macko_bitmap_expand_cpu(&m, begin, end, data + begin * m.cols * values.element_size());
     });

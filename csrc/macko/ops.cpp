@@ -54,8 +54,8 @@ int64_t smallest_width(const int64_t *stored, const std::vector<int> &widths, in
 // y [tokens, rows] = x W^T + bias, token by token, all checked but the content.
 void spmv_into(const char *op, const macko_matrix &m, int64_t tokens, const Tensor &x, const void *bias, Tensor &y) {
     for (int64_t token = 0; token < tokens; token++) {
-        const auto *from = static_cast<const char *>(x.const_data_ptr()) + token * m.cols * x.element_size();
-        auto *to = static_cast<char *>(y.mutable_data_ptr()) + token * m.rows * x.element_size();
+        const auto *from = reads<char>(x) + token * m.cols * x.element_size();
+        auto *to = writes<char>(y) + token * m.rows * x.element_size();
 #ifdef USE_CUDA
         (void)op;
         STD_CUDA_CHECK(macko_spmv_cuda(&m, from, bias, to, current_stream(x)));
@@ -98,8 +98,8 @@ Made pack(const Tensor &w_any, const Ints &options) {
     // The device writes the totals to the host's memory: no copy to wait for.
     const torch::stable::Device host(torch::headeronly::DeviceType::CPU);
     Tensor totals = torch::stable::empty({num_widths}, ScalarType::Long, std::nullopt, host, /*pin_memory=*/true);
-    auto *row_ptr64 = static_cast<int64_t *>(counts.mutable_data_ptr());
-    auto *stored = static_cast<int64_t *>(totals.mutable_data_ptr());
+    auto *row_ptr64 = writes<int64_t>(counts);
+    auto *stored = writes<int64_t>(totals);
     STD_CUDA_CHECK(macko_pack_count_cuda(w.const_data_ptr(), int(delta_bits), rows, cols, row_ptr64, stored, stream));
     Tensor row_ptr = torch::stable::new_empty(w, {rows + 1}, ScalarType::Int); // while the device counts
     STD_CUDA_CHECK(cudaStreamSynchronize(stream));                             // the size of what is allocated next
@@ -108,9 +108,8 @@ Made pack(const Tensor &w_any, const Ints &options) {
     Tensor values = torch::stable::new_empty(w, {capacity});
     Tensor deltas = torch::stable::new_empty(w, {capacity * widths[best] / 8}, ScalarType::Byte);
     STD_CUDA_CHECK(macko_pack_write_cuda(w.const_data_ptr(), widths[best], rows, cols, row_ptr64 + best * (rows + 1),
-                                         capacity, static_cast<int32_t *>(row_ptr.mutable_data_ptr()),
-                                         values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()),
-                                         stream));
+                                         capacity, writes<int32_t>(row_ptr), values.mutable_data_ptr(),
+                                         writes<uint8_t>(deltas), stream));
 #else
     std::vector<std::vector<int64_t>> counts(num_widths, std::vector<int64_t>(rows));
     std::vector<int64_t> stored;
@@ -123,14 +122,14 @@ Made pack(const Tensor &w_any, const Ints &options) {
     const int64_t best = smallest_width(stored.data(), widths, w.element_size());
     const int64_t capacity = round_up_to_chunk(stored[best]);
     Tensor row_ptr = torch::stable::new_empty(w, {rows + 1}, ScalarType::Int);
-    auto *pointers = static_cast<int32_t *>(row_ptr.mutable_data_ptr());
+    auto *pointers = writes<int32_t>(row_ptr);
     sum_counts("pack", counts[best], MAX_STORED, pointers);
     Tensor values = torch::stable::new_empty(w, {capacity});
     Tensor deltas = torch::stable::new_zeros(w, {capacity * widths[best] / 8}, ScalarType::Byte);
     clear_from(values, stored[best]);
     for_rows(rows, cols, [&](int64_t begin, int64_t end) {
         macko_pack_write_cpu(w.const_data_ptr(), dtype, widths[best], cols, begin, end, pointers,
-                             values.mutable_data_ptr(), static_cast<uint8_t *>(deltas.mutable_data_ptr()));
+                             values.mutable_data_ptr(), writes<uint8_t>(deltas));
     });
 #endif
     return {{values, deltas, row_ptr}, {MACKO_LAYOUT_CANONICAL, rows, cols, widths[best]}};
@@ -148,7 +147,7 @@ Tensor dense(const Packed &p, bool check) {
 #else
     (void)check; // nobody waits for it here
     Tensor w = torch::stable::new_empty(values, {m.rows, m.cols});
-    auto *const data = static_cast<char *>(w.mutable_data_ptr());
+    auto *const data = writes<char>(w);
     const macko_fault fault = first_fault(m.rows, m.cols, [&](int64_t begin, int64_t end) {
         return macko_unpack_cpu(&m, begin, end, data + begin * m.cols * values.element_size());
     });
@@ -241,13 +240,7 @@ macko_matrix checked_matrix(const char *op, const Packed &p) {
     check_sizes(op, p);
     check_row_ptr(op, row_ptr, p.rows());
     check_memory(op, all);
-    return {values.const_data_ptr(),
-            static_cast<const uint8_t *>(deltas.const_data_ptr()),
-            static_cast<const int32_t *>(row_ptr.const_data_ptr()),
-            p.rows(),
-            cols,
-            capacity,
-            dtype,
+    return {values.const_data_ptr(), reads<uint8_t>(deltas), reads<int32_t>(row_ptr), p.rows(), cols, capacity, dtype,
             int(delta_bits)};
 }
 

@@ -48,16 +48,16 @@ macko_sell_matrix matrix_of(const char *op, const Packed &p) {
         fail(op, "bases has ", bases.numel(), " elements, expected a multiple of ", int(MACKO_SELL_LANES), ", ",
              num_blocks * warps * MACKO_SELL_LANES, " at least");
     check_memory(op, all);
-    return {static_cast<const uint8_t *>(data.const_data_ptr()),
+    return {reads<uint8_t>(data),
             int(num_blocks),
             int(gap_bits),
             int(warps),
             int(head),
             dtype,
-            static_cast<const uint16_t *>(bases.const_data_ptr()),
-            static_cast<const macko_sell_block *>(blocks.const_data_ptr()),
-            static_cast<const int32_t *>(perm.const_data_ptr()),
-            static_cast<const int32_t *>(perm.const_data_ptr()) + perm.size(1),
+            reads<uint16_t>(bases),
+            reads<macko_sell_block>(blocks),
+            reads<int32_t>(perm),
+            reads<int32_t>(perm) + perm.size(1),
             perm.size(1),
             cols,
             data.numel() * 2 / slot_bytes};
@@ -127,14 +127,14 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     const int64_t rows = m.rows;
 
     Tensor totals_tensor = torch::stable::new_empty(values, {int64_t(sizeof(macko_sell_totals) / 8)}, ScalarType::Long);
-    auto *device_totals = static_cast<macko_sell_totals *>(totals_tensor.mutable_data_ptr());
+    auto *device_totals = writes<macko_sell_totals>(totals_tensor);
     macko_sell_totals totals;
     const auto read_totals = [&] {
         STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
         STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     };
     Tensor counts = torch::stable::new_empty(values, {MACKO_SELL_GAP_WIDTHS, rows}, ScalarType::Int);
-    auto *counts_data = static_cast<int32_t *>(counts.mutable_data_ptr());
+    auto *counts_data = writes<int32_t>(counts);
     STD_CUDA_CHECK(macko_sell_count_cuda(&m, counts_data, device_totals, stream));
     read_totals();
     if (totals.faults)
@@ -161,17 +161,17 @@ Made lay_out(const Packed &canonical, const Ints &options) {
         fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,
              " bytes of shared memory of this GPU: use the macko format");
     Tensor perm = torch::stable::new_empty(values, {2, rows}, ScalarType::Int);
-    auto *perm_data = static_cast<int32_t *>(perm.mutable_data_ptr());
+    auto *perm_data = writes<int32_t>(perm);
     Tensor starts = torch::stable::new_empty(values, {rows + 1}, ScalarType::Long);
     Tensor line = torch::stable::new_empty(values, {rows}, ScalarType::Long);
-    auto *starts_data = static_cast<int64_t *>(starts.mutable_data_ptr());
+    auto *starts_data = writes<int64_t>(starts);
     const int64_t panel_rows = rows_of_panel(rows, cols, 2);
     const auto cut = [&](int64_t range_rows) {
         Tensor blocks = torch::stable::new_empty(values, {shape.num_blocks, BLOCK_FIELDS}, ScalarType::Int);
-        STD_CUDA_CHECK(macko_sell_plan_cuda(
-            counts_data + (gap_bits - MACKO_SELL_MIN_GAP_BITS) * rows, rows, range_rows, panel_rows, shape.warps,
-            shape.num_blocks, perm_data, perm_data + rows, starts_data, static_cast<int64_t *>(line.mutable_data_ptr()),
-            static_cast<macko_sell_block *>(blocks.mutable_data_ptr()), device_totals, stream));
+        STD_CUDA_CHECK(macko_sell_plan_cuda(counts_data + (gap_bits - MACKO_SELL_MIN_GAP_BITS) * rows, rows, range_rows,
+                                            panel_rows, shape.warps, shape.num_blocks, perm_data, perm_data + rows,
+                                            starts_data, writes<int64_t>(line), writes<macko_sell_block>(blocks),
+                                            device_totals, stream));
         read_totals();
         return blocks;
     };
@@ -190,13 +190,12 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     Tensor data = torch::stable::new_empty(values, {totals.slots * macko_sell_slot_bytes(int(gap_bits)) / 2});
     Tensor bases = torch::stable::new_empty(values, {totals.groups * MACKO_SELL_LANES}, ScalarType::Short);
     Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
-    auto *scratch_data = static_cast<uint16_t *>(scratch.mutable_data_ptr());
+    auto *scratch_data = writes<uint16_t>(scratch);
     Made packed{{data, bases, blocks, perm},
                 {MACKO_LAYOUT_SELL, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
     const macko_sell_matrix s = matrix_of(op, packed);
     STD_CUDA_CHECK(macko_sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
-                                         static_cast<uint8_t *>(data.mutable_data_ptr()),
-                                         static_cast<uint16_t *>(bases.mutable_data_ptr()), stream));
+                                         writes<uint8_t>(data), writes<uint16_t>(bases), stream));
     // A kernel launched with PDL reads weights before the launch before it has ended: that must not be the one that writes
     // them, hence this launch between the two.
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));

@@ -83,9 +83,7 @@ macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor 
 #ifdef USE_CUDA
     check_aligned(op, name, packed, 16); // what a bulk copy takes
 #endif
-    return {{rows, cols, int(n), type},
-            static_cast<const uint8_t *>(packed.const_data_ptr()),
-            static_cast<const float *>(scale.const_data_ptr())};
+    return {{rows, cols, int(n), type}, reads<uint8_t>(packed), reads<float>(scale)};
 }
 
 void check_rows(const char *op, const Packed &p) {
@@ -100,7 +98,7 @@ std::tuple<Tensor, Tensor> quantise(const char *op, const Tensor &x, macko_dtype
     Tensor lifted = torch::stable::new_empty(x, shape, to);
     const std::vector<int64_t> leading(shape.begin(), shape.end() - 1);
     Tensor scale = torch::stable::new_empty(x, leading, ScalarType::Float);
-    auto *scales = static_cast<float *>(scale.mutable_data_ptr());
+    auto *scales = writes<float>(scale);
 #ifdef USE_CUDA
     const cudaError_t status = macko_slide_quant_cuda(x.const_data_ptr(), dtype, tokens, cols, int(n), type,
                                                       lifted.mutable_data_ptr(), scales, current_stream(x));
@@ -177,13 +175,13 @@ Made pack(const Tensor &w_any, const Ints &options) {
         ScalarType::Byte);
     Tensor scale = torch::stable::new_empty(w, {rows}, ScalarType::Float);
     int64_t dropped = 0;
-    auto *bytes = static_cast<uint8_t *>(packed.mutable_data_ptr());
-    auto *scales = static_cast<float *>(scale.mutable_data_ptr());
+    auto *bytes = writes<uint8_t>(packed);
+    auto *scales = writes<float>(scale);
     macko_slide_found first{-1, -1, 0, 0};
 #ifdef USE_CUDA
     int64_t found[2];
     Tensor counts = torch::stable::new_zeros(w, {2}, ScalarType::Long);
-    auto *counted = static_cast<int64_t *>(counts.mutable_data_ptr());
+    auto *counted = writes<int64_t>(counts);
     STD_CUDA_CHECK(
         macko_slide_pack_cuda(&shape, w.const_data_ptr(), source, prune, bytes, scales, counted, current_stream(w)));
     STD_CUDA_CHECK(cudaMemcpyAsync(found, counted, sizeof found, cudaMemcpyDeviceToHost, current_stream(w)));
@@ -268,7 +266,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     if (!as_is) {
         lifted = quantise(op, x, from, n, dtype);
         args.lifted = std::get<0>(*lifted).const_data_ptr();
-        args.token_scale = static_cast<const float *>(std::get<1>(*lifted).const_data_ptr());
+        args.token_scale = reads<float>(std::get<1>(*lifted));
         args.lifted_cols = macko_slide_depth(cols, int(n));
         args.follows_quantiser = tokens > 0;
     }
@@ -307,10 +305,10 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
     const auto bias = checked_bias(op, bias_any, "packed", packed, out_dtype, weight.shape.rows);
     const DeviceOf guard(packed);
     const Tensor lifted = as_contiguous(lifted_any), token_scale = as_contiguous(token_scale_any);
-    return multiply(op,
-                    {weight, lifted.const_data_ptr(), static_cast<const float *>(token_scale.const_data_ptr()),
-                     data_of(bias), nullptr, tokens, to, depth, 0, 0},
-                    lifted, out_dtype);
+    return multiply(
+        op,
+        {weight, lifted.const_data_ptr(), reads<float>(token_scale), data_of(bias), nullptr, tokens, to, depth, 0, 0},
+        lifted, out_dtype);
 }
 
 const Layout slide_layout = {

@@ -36,6 +36,16 @@ template <typename... Parts>
     throw std::runtime_error(message.str());
 }
 
+// What a tensor holds, its dtype checked or chosen: to be read, and to be written.
+template <typename T>
+const T *reads(const Tensor &t) {
+    return static_cast<const T *>(t.const_data_ptr());
+}
+template <typename T>
+T *writes(Tensor &t) {
+    return static_cast<T *>(t.mutable_data_ptr());
+}
+
 inline const char *dtype_name(ScalarType dtype) {
     switch (dtype) {
     case ScalarType::Half: return "float16";

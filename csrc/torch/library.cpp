@@ -55,7 +55,7 @@ using Returned = std::tuple<std::vector<Tensor>, Tensor>;
 Returned returned(Made &&made) {
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
     Tensor header = torch::stable::empty({int64_t(made.header.size())}, ScalarType::Long, std::nullopt, cpu);
-    std::copy(made.header.begin(), made.header.end(), static_cast<int64_t *>(header.mutable_data_ptr()));
+    std::copy(made.header.begin(), made.header.end(), writes<int64_t>(header));
     return {std::move(made.tensors), header};
 }
 

@@ -55,7 +55,7 @@ inline int64_t sum_counts(const char *op, const std::vector<int64_t> &counts, in
 }
 
 inline void clear_from(Tensor &values, int64_t entry) {
-    auto *data = static_cast<char *>(values.mutable_data_ptr());
+    auto *data = writes<char>(values);
     std::fill(data + entry * values.element_size(), data + values.numel() * values.element_size(), 0);
 }
 
@@ -72,8 +72,7 @@ macko_fault linear_by_blocks(const Tensor &x, int64_t rows, const std::optional<
     for (int64_t begin = 0; begin < rows; begin += block_rows) {
         const int64_t count = std::min(block_rows, rows - begin);
         const macko_fault fault = first_fault(count, cols, [&](int64_t from, int64_t to) {
-            return fill(begin + from, begin + to,
-                        static_cast<char *>(block.mutable_data_ptr()) + from * cols * x.element_size());
+            return fill(begin + from, begin + to, writes<char>(block) + from * cols * x.element_size());
         });
         if (fault.kind) return fault;
         Tensor to = torch::stable::narrow(y, 1, begin, count);

@@ -103,7 +103,7 @@ inline Tensor new_fault(const Tensor &like) {
 }
 
 inline macko_fault *fault_in(Tensor &t) {
-    return static_cast<macko_fault *>(t.mutable_data_ptr());
+    return writes<macko_fault>(t);
 }
 
 #ifdef USE_CUDA

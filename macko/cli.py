@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import __version__, codes
-from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, Options, outside_table, sparse11_of
+from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, VALUES, Options, outside_table, sparse11_of
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
@@ -154,7 +154,7 @@ def _bench_arguments(add: Any) -> None:
     pruned = "prune by magnitude first, to each of these (default 0.5 for random:)"
     add("--sparsity", type=float, nargs="+", help=pruned)
     add("--format", default="auto", help="as of convert, or dense12: bfloat16 weights with zeros or none, lm_head too")
-    add("--values", choices=codes.KINDS, help="8 bits a value, of format auto, dense8 or sparse8")
+    add("--values", choices=VALUES, help="how values are held, of format auto; dense8 and sparse8 take fp8 and int8")
     add("--merge", action=argparse.BooleanOptionalAction, help="q, k, v as one matrix (default: on a GPU)")
     add("--batch", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="sequences to decode at once")
     lengths = "lengths to time the prefill of; decode: the first"

@@ -300,6 +300,16 @@ def test_exact_products_of_every_density(density: float, dtype: torch.dtype) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(20_000, 700), (64, 33_000), (9000, 300), (30_000, 20)])
+def test_odd_numbers_of_slabs_which_warpgroups_take_in_turns(rows: int, cols: int) -> None:
+    """Row blocks of 3, 129, 2 and 1 slabs, several of which a thread block has: some begin with the other's turn."""
+    w, x, y = integer_problem(rows, cols, 0.5, torch.float16)
+    made = packed(w)
+    for count in (1, 8, 16):
+        assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0"])
 def test_every_path_gives_the_same(keys: str, plan: Plan) -> None:
     plan(keys)

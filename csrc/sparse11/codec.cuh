@@ -15,19 +15,25 @@ struct sparse11_weights {
     uint32_t table[2];
 };
 
+// A number whose origin the compiler does not know. zero: 0 where it may know that all lanes have the same, for which there
+// are registers of their own; else threadIdx.y.
+__device__ __forceinline__ uint32_t hidden(uint32_t number, int lane, int zero) {
+    return __shfl_sync(FULL_WARP, lane ? 0 : number, zero);
+}
+
 // What every step multiplies with or looks up, in registers: the compiler would load or make a number at each use whose
 // origin it knows, also through `held`. And factors that it does not know it does not turn into shifts and additions, of
 // which the ALU has enough.
 struct sparse11_numbers {
-    uint32_t table[2], one, four, first_ranks, last_ranks;
+    uint32_t table[2], one, four, upper, first_ranks, last_ranks;
 
-    __device__ __forceinline__ sparse11_numbers(const sparse11_weights &weights, int lane) {
-        const auto hidden = [&](uint32_t number) { return __shfl_sync(FULL_WARP, lane ? 0 : number, 0); };
-        for (int i = 0; i < 2; i++) table[i] = hidden(weights.table[i]);
-        one = hidden(1);
-        four = hidden(4);
-        first_ranks = hidden((0x1110 - 4) / 4);
-        last_ranks = hidden(-((0x1110u + 4) / 4));
+    __device__ __forceinline__ sparse11_numbers(const sparse11_weights &weights, int lane, int zero = 0) {
+        for (int i = 0; i < 2; i++) table[i] = hidden(weights.table[i], lane, zero);
+        one = hidden(1, lane, zero);
+        four = hidden(4, lane, zero);
+        upper = hidden(0x0100, lane, zero);
+        first_ranks = hidden((0x1110 - 4) / 4, lane, zero);
+        last_ranks = hidden(-((0x1110u + 4) / 4), lane, zero);
     }
 };
 
@@ -38,19 +44,15 @@ struct sparse11_lane {
         std::is_same_v<T, __half> ? 3 : 0; // at the end of a number, which move it to its place
     static constexpr int STEPS = MACKO_SPARSE11_STEPS;
     static constexpr uint32_t ONES = 0x11111111;
-    uint32_t codes[STEPS];    // first as they lie in the slab, then a nibble an element
-    uint32_t have[STEPS];     // bit 3 of an element's nibble: it has a value
-    uint32_t at[STEPS + 1];   // bits of the column before a step's values
-    uint32_t column;          // where it begins
-    uint32_t entry, entry_at; // the next one of the warp's part of the list, and where it stands
+    uint32_t codes[STEPS];  // first as they lie in the slab, then a nibble an element
+    uint32_t have[STEPS];   // bit 2 of an element's nibble: it has a value
+    uint32_t at[STEPS + 1]; // bits of the column before a step's values
+    uint32_t column;        // where it begins
+    uint32_t slab, part;    // where the tile is, and its part
 
     __device__ __forceinline__ void read_codes(uint32_t from) {
 #pragma unroll
         for (int i = 0; i < MACKO_SPARSE11_WORDS; i++) read_32(codes[i], from + i * MACKO_TILE_LANES * 4);
-    }
-    __device__ __forceinline__ void find_list(uint32_t slab, uint32_t part) {
-        entry_at = slab + (part >> 16);
-        read_32(entry, entry_at);
     }
     // at[0] is known.
     __device__ __forceinline__ void count(const sparse11_numbers &numbers) {
@@ -59,16 +61,17 @@ struct sparse11_lane {
         for (int i = 0; i < MACKO_SPARSE11_WORDS; i++) codes[i] &= 7 * ONES;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            have[step] = (codes[step] * numbers.one + 7 * ONES) & 8 * ONES;
+            have[step] = (codes[step] | (codes[step] * numbers.one + 3 * ONES)) & 4 * ONES;
             at[step + 1] = at[step] + 8 * __popc(have[step]);
         }
     }
-    // The words around where a step's values begin, or the last one's end.
-    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse11_numbers &numbers) const {
+    // The words around where a step's values begin, or the last one's end; goes_on: behind which the next tile begins.
+    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse11_numbers &numbers,
+                                         bool goes_on = false) const {
         const uint32_t row = (at[step] & ~31u) * numbers.four + column;
         if (step > 0) words[0] = load_row<-1>(row);
         words[1] = load_row<0>(row);
-        if (step < STEPS) words[2] = load_row<1>(row);
+        if (step < STEPS || goes_on) words[2] = load_row<1>(row);
     }
     // here, next: what was loaded of this step and of the next one.
     __device__ __forceinline__ void make(int step, const uint32_t (&here)[3], const uint32_t (&next)[3],
@@ -76,36 +79,34 @@ struct sparse11_lane {
         const uint32_t first = funnel_shift(here[1], here[2], at[step]),
                        last = funnel_shift(next[0], next[1], at[step + 1]);
         // Of an element e < 4 the nibble is 4 - 4 have[e] + the number of those before it; 4 and more are zero bytes.
-        const uint32_t low0 = byte_permute(first, 0, (have[step] >> 1) * numbers.first_ranks + 0x4444);
-        const uint32_t low1 = byte_permute(last, 0, (have[step] >> 17) * numbers.last_ranks + 0x7777);
+        const uint32_t low0 = byte_permute(first, 0, have[step] * numbers.first_ranks + 0x4444);
+        const uint32_t low1 = byte_permute(last, 0, upper_half(have[step], numbers) * numbers.last_ranks + 0x7777);
         const uint32_t high0 = byte_permute(numbers.table[0], numbers.table[1], codes[step]);
-        const uint32_t high1 = byte_permute(numbers.table[0], numbers.table[1], codes[step] >> 16);
+        const uint32_t high1 = byte_permute(numbers.table[0], numbers.table[1], upper_half(codes[step], numbers));
         a[0] = byte_permute(low0, high0, 0x5140) << ZEROS;
         a[1] = byte_permute(low0, high0, 0x7362) << ZEROS;
         a[2] = byte_permute(low1, high1, 0x5140) << ZEROS;
         a[3] = byte_permute(low1, high1, 0x7362) << ZEROS;
     }
-    // The listed values of steps STEP - 1 and STEP, one by one: few steps have any.
-    template <int STEP>
-    __device__ __forceinline__ void put_listed(uint32_t (&a)[4][4]) {
-        if (entry >= (uint32_t)(STEP + 1) << 24) return;
+    // >> 16 by a dot product, as the ALU has enough to do.
+    __device__ __forceinline__ static uint32_t upper_half(uint32_t word, const sparse11_numbers &numbers) {
+        return __dp2a_lo(word, numbers.upper, 0u);
+    }
+    // The listed values of steps FIRST to STEP, one by one: few parts have any.
+    template <int FIRST, int STEP>
+    __device__ __forceinline__ void put_listed(uint32_t (&a)[4][4]) const {
+        if (part < (uint32_t)(MACKO_SPARSE11_END_AT + 1) << 16) return;
         const uint32_t lane = (threadIdx.x % WARP) << 19;
-        const auto put = [&](uint32_t (&to)[4]) {
-            const uint32_t pair = (entry ^ lane) & 0xfe0000, half = entry & 1 << 16 ? 0x5410 : 0x3254;
+        uint32_t entry, at = slab + (part >> 16);
+        for (read_32(entry, at); entry < (uint32_t)(STEP + 1) << 24; at += 4, read_32(entry, at)) {
+            const uint32_t pair = (entry ^ lane) & 0xfffe0000, half = entry & 1 << 16 ? 0x5410 : 0x3254;
 #pragma unroll
-            for (int i = 0; i < 4; i++) // asm: an index that is not known would put `a` into local memory
+            for (int i = FIRST * 4; i <= STEP * 4 + 3;
+                 i++) // asm: an index that is not known would put `a` into local memory
                 asm("{ .reg .pred p;\nsetp.eq.u32 p, %1, %4;\n@p prmt.b32 %0, %0, %2, %3; }"
-                    : "+r"(to[i])
-                    : "r"(pair), "r"(entry), "r"(half), "r"(i << 17));
-        };
-        do {
-            if (entry < (uint32_t)STEP << 24)
-                put(a[STEP - 1]);
-            else
-                put(a[STEP]);
-            entry_at += 4;
-            read_32(entry, entry_at);
-        } while (entry < (uint32_t)(STEP + 1) << 24);
+                    : "+r"(a[i / 4][i % 4])
+                    : "r"(pair), "r"(entry), "r"(half), "r"(i / 4 << 24 | i % 4 << 17));
+        }
     }
 };
 
@@ -114,9 +115,12 @@ struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
     static constexpr bool SAME_SIZE = false, SCALED = false;
-    static constexpr int BASE = 0;
+    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
-    struct few_reader {
+    // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
+    template <bool HALF>
+    struct reader {
+        static constexpr int STEPS = MACKO_SPARSE11_STEPS, NEXT_PART = MACKO_TILE_SLICES * 4;
         // Offsets in a slab of the lane's codes and start, and of the warp's part.
         uint32_t codes_at, start_at, part_at;
         // Warpgroups differ by factors, not by branches: dp4a of a start with `before` gives the bits of the column before
@@ -124,10 +128,10 @@ struct sparse11 {
         uint32_t before, own_column, select;
         sparse11_numbers numbers;
         sparse11_lane<T> lanes[2];
-        uint32_t words[MACKO_SPARSE11_STEPS + 1][3], start, part;
+        uint32_t words[STEPS + 1][3], start;
 
-        __device__ __forceinline__ few_reader(const constants &weights, int tile, int slice, int lane)
-            : numbers(weights, lane) {
+        __device__ __forceinline__ reader(const constants &weights, int tile, int slice, int lane)
+            : numbers(weights, lane, HALF ? threadIdx.y : 0) {
             const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
             codes_at = held((tile * MACKO_TILE_SLICES + slice) * MACKO_SPARSE11_SLICE_BYTES + lane * 4);
             start_at = held(MACKO_SPARSE11_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
@@ -138,35 +142,42 @@ struct sparse11 {
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
+            constexpr bool GOES_ON = HALF && TILE == 1;
             sparse11_lane<T> &tile = lanes[TILE];
             if (STEP == 0) {
-                read_32(part, slab + part_at);
-                read_32(start, slab + start_at);
-                tile.read_codes(slab + codes_at);
+                tile.slab = slab;
+                read_32(tile.part, slab + part_at + (GOES_ON ? NEXT_PART : 0));
+                if (!GOES_ON) read_32(start, slab + start_at);
+                tile.read_codes(slab + codes_at + (GOES_ON ? MACKO_TILE_SLICES * MACKO_SPARSE11_SLICE_BYTES : 0));
             } else if (STEP == 1) {
-                tile.at[0] = __dp4a(start, before, 0u);
-                tile.column = slab + (part & 0xffff) + byte_permute(start, own_column, select);
+                tile.at[0] = GOES_ON ? lanes[0].at[STEPS] : __dp4a(start, before, 0u);
+                tile.column =
+                    GOES_ON ? lanes[0].column : slab + (tile.part & 0xffff) + byte_permute(start, own_column, select);
             } else if (STEP == 2) {
                 tile.count(numbers);
             } else {
-                tile.find_list(slab, part);
-                tile.load(0, words[0], numbers);
+                if (GOES_ON)
+                    for (int i = 1; i < 3; i++) words[0][i] = words[STEPS][i];
+                else
+                    tile.load(0, words[0], numbers);
                 tile.load(1, words[1], numbers);
             }
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void load_next(uint32_t, const constants &) {
-            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers);
+            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers, HALF && TILE == 0);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             lanes[TILE].make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
-            if constexpr (STEP % 2) lanes[TILE].template put_listed<STEP>(a);
+            if constexpr (HALF ? STEP == 3 : STEP % 2) lanes[TILE].template put_listed<HALF ? 0 : STEP - 1, STEP>(a);
         }
         __device__ __forceinline__ void move_1_to_0() {
             lanes[0] = lanes[1];
         }
     };
+    using few_reader = reader<false>;
+    using half_reader = reader<true>;
 
     struct many_reader {
         static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_SPARSE11_SLICE_BYTES;
@@ -175,7 +186,7 @@ struct sparse11 {
         // and where its values begin.
         uint32_t slab, values, start, codes_at, part_at, column, at;
         sparse11_lane<T> here, next;
-        uint32_t words[MACKO_SPARSE11_STEPS + 1][3], part;
+        uint32_t words[MACKO_SPARSE11_STEPS + 1][3];
 
         __device__ __forceinline__ explicit many_reader(const constants &weights)
             : numbers(weights, threadIdx.x % WARP) {
@@ -215,15 +226,14 @@ struct sparse11 {
         template <int STEP>
         __device__ __forceinline__ void prepare(const constants &) {
             if (STEP == 0) {
-                read_32(part, part_at);
+                next.slab = slab;
+                read_32(next.part, part_at);
                 next.read_codes(codes_at);
             } else if (STEP == 1) {
                 next.at[0] = at;
                 next.column = column;
                 next.count(numbers);
-            } else if (STEP == 2) {
-                next.find_list(slab, part);
-            } else {
+            } else if (STEP == 3) {
                 next.load(0, words[0], numbers);
                 next.load(1, words[1], numbers);
             }
@@ -235,7 +245,7 @@ struct sparse11 {
         template <int STEP>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             here.make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
-            if constexpr (STEP % 2) here.template put_listed<STEP>(a);
+            if constexpr (STEP % 2) here.template put_listed<STEP - 1, STEP>(a);
         }
     };
 };

@@ -65,7 +65,7 @@ struct sparse8 {
     using lane_type = sparse8_lane<KIND, T>;
     static constexpr bool SAME_SIZE = false, SCALED = true;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
-    static constexpr int BASE = 0;
+    static constexpr int BASE = 0, HALVES_TO = 0;
 
     struct few_reader {
         // Offsets in a slab of the lane's mask and start, and of where its slice begins.

@@ -5,6 +5,8 @@
 //     SAME_SIZE    whether all slabs are of one size, so that nobody has to look up where one begins
 //     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
+//     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never; then too:
+//     half_reader  as few_reader, but tiles 0 and 1 that it is asked for are neighbours in a slab
 //     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before it
 //                  is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
@@ -24,7 +26,8 @@ struct sparse16 {
     using T = T_;
     using constants = tile_weights;
     static constexpr bool SAME_SIZE = false, SCALED = false;
-    static constexpr int BASE = MACKO_TILE_VALUES_AT; // masks and offsets lie at fixed distances before it
+    static constexpr int BASE = MACKO_TILE_VALUES_AT, // masks and offsets lie at fixed distances before it
+        HALVES_TO = 0;
 
     struct few_reader {
         // Offsets of a lane's words of its slice, of this tile, and of its slice's first row.
@@ -140,6 +143,20 @@ struct sparse16 {
     };
 };
 
+// d += a b of a warp, 16 x 16 by 16 x 8, from compute capability 8.0 on.
+template <typename T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+#define MACKO_TILE_MMA(T, KIND)                                                                                        \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void mma<T>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {          \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND                                            \
+                     ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                  \
+    }
+MACKO_TILE_MMA(__half, "f16")
+MACKO_TILE_MMA(__nv_bfloat16, "bf16")
+
 // After every second step the products of both with the tile's tokens at b. Two together, as the warps of a warpgroup wait
 // for each other at every wgmma.
 template <typename T, int TOKENS, int STEP>
@@ -148,6 +165,15 @@ __device__ __forceinline__ void multiply_pair(float (&sums)[TOKENS / 2], const u
     sm90::warpgroup_arrive();
     sm90::wgmma<T, TOKENS>::registers(sums, a[STEP & 2], b + 2 * (STEP & 2));
     sm90::wgmma<T, TOKENS>::registers(sums, a[STEP], b + 2 * STEP);
+    sm90::warpgroup_commit_batch();
+}
+
+// The same of a whole tile at once, where the next one has registers of its own.
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply_tile(float (&sums)[TOKENS / 2], const uint32_t (&a)[4][4], uint64_t b) {
+    sm90::warpgroup_arrive();
+#pragma unroll
+    for (int step = 0; step < 4; step++) sm90::wgmma<T, TOKENS>::registers(sums, a[step], b + 2 * step);
     sm90::warpgroup_commit_batch();
 }
 

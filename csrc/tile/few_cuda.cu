@@ -9,19 +9,6 @@ namespace {
 // x 8 tokens; four groups of four warps take a tile each of a stage, which is a slab. Tokens are read through L1.
 constexpr int MMA_THREADS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES * WARP;
 
-template <typename T>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-#define MACKO_TILE_MMA(T, KIND)                                                                                        \
-    template <>                                                                                                        \
-    __device__ __forceinline__ void mma<T>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {          \
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND                                            \
-                     ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                  \
-    }
-MACKO_TILE_MMA(__half, "f16")
-MACKO_TILE_MMA(__nv_bfloat16, "bf16")
-
 template <typename T, int OCTETS>
 __global__ void __launch_bounds__(MMA_THREADS)
     tile_mma_kernel(const __grid_constant__ few_task<sparse16<T>> task, const uint16_t *x, int64_t x_stride, int cols) {

@@ -3,6 +3,10 @@
 //     block      warpgroups 0 .. 3   consumers: tile 0 .. 3 of every slab, decoded 16 columns at a time into registers
 //                                    of operand A, and multiplied (wgmma, fp32 sums) while the next ones are decoded.
 //                                    How is the codec's (codec.cuh)
+//                                    To HALVES_TO tokens of a codec: two neighbouring tiles of every other slab,
+//                                    warpgroups 0 and 1 of slabs 0, 2 ..., 2 and 3 of slabs 1, 3 ...: what a slab
+//                                    costs a warp is paid once for two tiles. To 8 tokens each warp multiplies by
+//                                    itself then (mma.sync), as warpgroups wait for their slowest warp at every wgmma
 //                warpgroup 4         four producer warps, stages 0, 4, 8 ... of the pipeline, 1, 5, 9 ... and so on
 //     stage      | slab: one bulk copy | tokens of its tiles: TMA, [tile][token][64 columns], 128-byte swizzle |
 //     barriers   full: slab and tokens have come. empty: all four consumer warpgroups have released the stage
@@ -37,6 +41,7 @@ constexpr int MAX_CLUSTER = 8;
 constexpr int MAX_STAGES = 16;
 constexpr int BARRIER_BYTES = 1024; // at the beginning of shared memory
 constexpr int MIN_STAGES = 3;       // one is multiplied, one prepared, one waits for its last product
+constexpr int MIN_HALVES = 4;       // two of either half of the warpgroups: one is multiplied, one comes
 // Bytes a ns, what a kernel gets of an H200's memory. Where there is much to do, more than that is asked for, or
 // it would be missing wherever a block is late; where there is little, the first stage counts. A slower memory is asked
 // too fast, which is as if there were no pace. (CUDA 13 does not tell a memory's clock any more.)
@@ -73,14 +78,20 @@ struct few_task {
     CUtensorMap x; // [tile][token][column of it] with boxes of a slab, or [0][token][column] with boxes of a tile
 };
 
-template <int TOKENS>
+template <int TOKENS, class CODEC>
 struct few_shape {
     static constexpr int WARPGROUPS = MACKO_TILE_SLAB_TILES;
+    // Whether a warpgroup takes half of every other slab, and not a tile of each (above).
+    static constexpr bool HALVES = TOKENS <= CODEC::HALVES_TO;
+    // Then, of few tokens, warps multiply by themselves (mma.sync) and wait for no other one.
+    static constexpr bool BY_WARPS = HALVES && TOKENS == 8;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
     // How often a consumer warpgroup releases a stage: racecheck wants it of every thread (sm90::WARP_ARRIVALS).
-    static constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? WARPGROUP : 1;
+    static constexpr int RELEASES = sm90::WARP_ARRIVALS > 1 ? WARPGROUP : BY_WARPS ? WARPGROUP / WARP : 1;
+    static constexpr int LEAST_STAGES = HALVES ? MIN_HALVES : MIN_STAGES;
+    static constexpr int STAGE_RELEASES = (HALVES ? WARPGROUPS / 2 : WARPGROUPS) * RELEASES;
     // Where there are many sums, those of a whole row block meet in several passes, and those of a split one take the
     // place of the stages.
     static constexpr bool MANY_SUMS = TOKENS > 32;
@@ -100,9 +111,18 @@ struct few_memory {
     uint32_t stages, sums, split_sums;                 // sums: of the warpgroups; of blocks that share a row block
 };
 
+template <class CODEC, bool HALVES>
+struct few_reader_of {
+    using type = typename CODEC::few_reader;
+};
+template <class CODEC>
+struct few_reader_of<CODEC, true> {
+    using type = typename CODEC::half_reader;
+};
+
 template <int TOKENS, class CODEC>
 __host__ __device__ inline few_memory memory_of(const few_task<CODEC> &task, uint32_t base) {
-    using SHAPE = few_shape<TOKENS>;
+    using SHAPE = few_shape<TOKENS, CODEC>;
     few_memory m;
     m.full = base;
     m.empty = m.full + MAX_STAGES * 8;
@@ -140,13 +160,13 @@ struct stage_position {
 // By one lane of each producer warp: the barriers of its stages, and of the sums by that of the first warp.
 template <int TOKENS, class CODEC>
 __device__ __forceinline__ void make_barriers(const few_task<CODEC> &task, const few_memory &memory, int warp) {
-    using SHAPE = few_shape<TOKENS>;
+    using SHAPE = few_shape<TOKENS, CODEC>;
     for (int stage = warp; stage < task.stages; stage += PRODUCERS) {
         sm90::barrier_init(memory.full + stage * 8, 1);
-        sm90::barrier_init(memory.empty + stage * 8, SHAPE::WARPGROUPS * SHAPE::RELEASES);
+        sm90::barrier_init(memory.empty + stage * 8, SHAPE::STAGE_RELEASES);
     }
     if (warp == 0) {
-        sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS * SHAPE::RELEASES);
+        sm90::barrier_init(memory.unused, SHAPE::STAGE_RELEASES);
         sm90::barrier_init(memory.sums_full, 1);
         sm90::barrier_init(memory.sums_full + 8, 1);
         sm90::barrier_init(memory.may_send, task.cluster);
@@ -158,7 +178,7 @@ __device__ __forceinline__ void make_barriers(const few_task<CODEC> &task, const
 // hold where its next four slabs begin and end.
 template <int TOKENS, class CODEC>
 __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t base, int cluster, int rank) {
-    using SHAPE = few_shape<TOKENS>;
+    using SHAPE = few_shape<TOKENS, CODEC>;
     constexpr int AT_ONCE = 4, ABOUT = 32, PREFETCHED = 2;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
     const uint32_t began = nanoseconds();
@@ -300,26 +320,44 @@ __device__ __forceinline__ void prefetch_scales(const float *scales, int64_t fir
     if (threadIdx.x < MACKO_TILE_ROWS / 32 && row < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + row));
 }
 
-// A consumer warpgroup: a tile of every slab. In order: the first tile is prepared; stages are multiplied (the main
-// loop); the four warpgroups' sums, and with split-K those of other blocks, meet in shared memory and are stored. The
-// phases are lambdas and not functions of their own, as ptxas orders the instructions of functions in another way.
+// A consumer warpgroup: a tile of every slab, or half of every other one. In order: the first tile is prepared; stages
+// are multiplied (the main loop); the four warpgroups' sums, and with split-K those of other blocks, meet in shared
+// memory and are stored. The phases are lambdas and not functions of their own, as ptxas orders the instructions of
+// functions in another way.
 template <class CODEC, int TOKENS>
 __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_memory &memory, int cluster, int rank,
-                                        int tile_index) {
-    using SHAPE = few_shape<TOKENS>;
+                                        int warpgroup) {
+    using SHAPE = few_shape<TOKENS, CODEC>;
     constexpr int SUMS = TOKENS / 2, FOURS = SUMS / 4 / SHAPE::PASSES;
-    const uint32_t first_thread = held(threadIdx.x % WARPGROUP); // is 0; unless held it is asked for at every stage
+    // Is 0; unless held it is asked for at every stage.
+    const uint32_t first_thread = held(threadIdx.x % (SHAPE::BY_WARPS ? WARP : WARPGROUP));
     const int thread = threadIdx.x % 128, lane = thread % WARP, slice = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const few_work work(task, cluster, rank);
+    constexpr bool HALVES = SHAPE::HALVES;
+    const int first_tile = HALVES ? warpgroup % 2 * 2 : warpgroup, turn = HALVES ? warpgroup / 2 : 0;
+    const auto own_stages = [&](int stages, int before) { // of so many, behind so many
+        return HALVES ? (stages + !((turn + before) % 2)) / 2 : stages;
+    };
     // The upper half of a descriptor is the same for all stages, the lower one has a fixed distance from the slab.
     const uint64_t descriptor =
-        sm90::smem_descriptor<128>(memory.stages + task.tokens_at + tile_index * task.token_bytes);
+        sm90::smem_descriptor<128>(memory.stages + task.tokens_at + first_tile * task.token_bytes);
     const stage_position begin{memory.full, 0, memory.stages + CODEC::BASE};
     const uint32_t tokens_offset = held((uint32_t)descriptor - (begin.slab >> 4));
-    typename CODEC::few_reader reader(task.weights, tile_index, slice, lane);
+    typename few_reader_of<CODEC, HALVES>::type reader(task.weights, first_tile, slice, lane);
     const uint32_t full_end = memory.full + task.stages * 8;
+    // In halves a slab is found by its stage's barrier: one multiplication. And where the second tile's tokens are.
+    const uint32_t ring_bytes = HALVES ? held(task.stages * 8) : 0,
+                   slab_factor = HALVES ? held(task.stage_bytes / 8) : 0,
+                   slab_base = HALVES ? held(begin.slab - begin.full * slab_factor) : 0,
+                   second_tile = HALVES ? held(task.token_bytes >> 4) : 0;
+    // By warps: of either tile a lane's row of four matrices (32 columns of x), of columns 0 and 32 on.
+    uint32_t x_at[2][2] = {};
+    for (int i = 0; SHAPE::BY_WARPS && i < 4; i++)
+        x_at[i / 2][i % 2] = held(task.tokens_at + (first_tile + i / 2) * task.token_bytes + lane % 8 * 128 +
+                                  ((lane / 8 + i % 2 * 4) ^ lane % 8) * 16);
     const auto release = [&](uint32_t full) {
-        if (SHAPE::RELEASES > 1 || first_thread == 0) sm90::barrier_arrive(full + (memory.empty - memory.full));
+        if (SHAPE::RELEASES == WARPGROUP || first_thread == 0)
+            sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
     const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
     // Of many sums y is whole: there are no registers for more.
@@ -337,8 +375,9 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     constexpr std::integral_constant<int, 1> step1;
     constexpr std::integral_constant<int, 2> step2;
     constexpr std::integral_constant<int, 3> step3;
-    stage_position here = begin, ahead = begin;                        // what is multiplied, and what is prepared
-    int stages_left = work.whole * task.slabs + work.end - work.start; // with this one
+    stage_position here = begin, ahead = begin; // what is multiplied, and what is prepared
+    if (turn) here.full += 8, here.slab += task.stage_bytes, ahead = here;
+    int stages_left = own_stages(work.whole * task.slabs + work.end - work.start, 0); // with this one
     // The first one of the row blocks that the share is of; how they are split is looked up while the first stage comes.
     int nth = 0;
     while ((nth + 1) * task.slabs <= work.start) nth++;
@@ -357,6 +396,16 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     const int in_first = min(work.end, (nth + 1) * task.slabs) - work.start,
               in_second = work.end - work.start - in_first;
     const int rounds = work.whole + (in_first > 0) + (in_second > 0);
+    int stages_before = 0;                   // of the rounds before
+    const auto go_on = [&] {                 // in halves, to the next stage
+        const bool more = --stages_left > 0; // else it stays there, as below
+        if (more) ahead.full += 16;
+        if (ahead.full >= full_end) {
+            ahead.full -= ring_bytes;
+            ahead.phase ^= 1;
+        }
+        ahead.slab = held(ahead.full * slab_factor + slab_base);
+    };
     for (int round = 0; round < rounds; round++) {
         const bool whole = round<work.whole, second = round> work.whole;
         const int row_block = whole ? work.first_row_block + round : work.left + nth + second;
@@ -403,7 +452,76 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             previous = here.full;
             here = ahead;
         };
-        int left = whole ? task.slabs : second ? in_second : in_first;
+        if constexpr (SHAPE::BY_WARPS) {
+            const int stages = whole ? task.slabs : second ? in_second : in_first;
+            float odd[SUMS] = {}; // of steps 1 and 3
+            const auto multiply_half = [&](auto tile, auto next) {
+                constexpr int TILE = decltype(tile)::value, NEXT = decltype(next)::value;
+                uint32_t x[2][4];
+                for (int i = 0; i < 2; i++) sm90::ldmatrix_x4(x[i], here.slab + x_at[TILE][i]);
+                const auto take = [&](auto step) {
+                    constexpr int STEP = decltype(step)::value;
+                    reader.template load_next<STEP, TILE>(here.slab, task.weights);
+                    reader.template prepare<STEP, NEXT>(ahead.slab, task.weights);
+                    if (STEP == 1 && TILE == 0) {
+                        __syncwarp();
+                        release(previous);
+                    }
+                    reader.template make<STEP, TILE>(a, task.weights);
+                };
+                take(step0);
+                take(step1);
+                take(step2);
+                take(step3);
+                for (int i = 0; i < 4; i++)
+                    mma<typename CODEC::T>(i % 2 ? odd : sums, a[i], x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
+            };
+#pragma unroll 1
+            for (int left = own_stages(stages, stages_before); left > 0; left--) {
+                multiply_half(step0, step1);
+                go_on();
+                sm90::barrier_wait(ahead.full, ahead.phase);
+                multiply_half(step1, step0);
+                previous = here.full;
+                here = ahead;
+            }
+            stages_before += stages;
+            for (int i = 0; i < SUMS; i++) sums[i] += odd[i];
+            __syncwarp();
+        } else if constexpr (HALVES) {
+            const int stages = whole ? task.slabs : second ? in_second : in_first;
+            uint32_t both[2][4][4]; // operand A of either tile
+            // Of a stage the first tile, while the second one is prepared, and then that one.
+            const auto multiply_half = [&](auto tile, auto next, uint32_t tokens) {
+                constexpr int TILE = decltype(tile)::value, NEXT = decltype(next)::value;
+                const auto take = [&](auto step) {
+                    constexpr int STEP = decltype(step)::value;
+                    reader.template load_next<STEP, TILE>(here.slab, task.weights);
+                    reader.template prepare<STEP, NEXT>(ahead.slab, task.weights);
+                    if (STEP == 0 && TILE == 0) sm90::warpgroup_wait<1>(); // for what reads these registers last
+                    reader.template make<STEP, TILE>(both[TILE], task.weights);
+                };
+                take(step0);
+                take(step1);
+                take(step2);
+                take(step3);
+                multiply_tile<typename CODEC::T, TOKENS>(sums, both[TILE], descriptor >> 32 << 32 | tokens);
+            };
+#pragma unroll 1
+            for (int left = own_stages(stages, stages_before); left > 0; left--) {
+                const uint32_t tokens = tokens_offset + (here.slab >> 4);
+                multiply_half(step0, step1, tokens);
+                go_on();
+                sm90::warpgroup_wait<1>();
+                release(previous); // first: what is waited for may come in its place
+                sm90::barrier_wait(ahead.full, ahead.phase);
+                multiply_half(step1, step0, tokens + second_tile);
+                previous = here.full;
+                here = ahead;
+            }
+            stages_before += stages;
+        }
+        int left = HALVES ? 0 : whole ? task.slabs : second ? in_second : in_first;
 #pragma unroll 1
         for (; left > 0; left -= 2) { // two at a time, so that nothing is moved from `next` to `tile`
             multiply(step0, step1);
@@ -413,8 +531,10 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             }
             multiply(step1, step0);
         }
-        sm90::warpgroup_wait<0>();
-        sm90::warpgroup_fence_operand(sums);
+        if constexpr (!SHAPE::BY_WARPS) {
+            sm90::warpgroup_wait<0>();
+            sm90::warpgroup_fence_operand(sums);
+        }
         release(previous);
         if (!round) sm90::pdl_wait(); // before y is written
         // The sums of the four warpgroups, in shared memory: [tile][fours][thread] of four floats. Where the row block
@@ -457,7 +577,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             if (threadIdx.x < task.cluster) sm90::barrier_arrive_remote(memory.may_send, threadIdx.x);
 #pragma unroll
             for (int i = 0; i < SUMS / 4; i++)
-                store_sums(sums_at + ((tile_index * (SUMS / 4) + i) * WARPGROUP + thread) * 16, sums + i * 4);
+                store_sums(sums_at + ((warpgroup * (SUMS / 4) + i) * WARPGROUP + thread) * 16, sums + i * 4);
             sync_consumers();
             sm90::barrier_wait(memory.may_send, 0);
             add_up(0, SUMS / 4);
@@ -467,7 +587,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                 if (round || pass) sync_consumers(); // the sums before are read
 #pragma unroll
                 for (int i = 0; i < FOURS; i++)
-                    store_sums(sums_at + ((tile_index * FOURS + i) * WARPGROUP + thread) * 16,
+                    store_sums(sums_at + ((warpgroup * FOURS + i) * WARPGROUP + thread) * 16,
                                sums + (pass * FOURS + i) * 4);
                 sync_consumers();
                 add_up(pass, FOURS);
@@ -506,10 +626,10 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
 #endif
 
 template <class CODEC, int TOKENS>
-__global__ void __launch_bounds__(few_shape<TOKENS>::THREADS, 1)
+__global__ void __launch_bounds__(few_shape<TOKENS, CODEC>::THREADS, 1)
     tile_few_kernel(const __grid_constant__ few_task<CODEC> task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using SHAPE = few_shape<TOKENS>;
+    using SHAPE = few_shape<TOKENS, CODEC>;
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t base = held(shared_address(shared));
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
@@ -553,7 +673,7 @@ struct few_plan {
 template <class CODEC, int TOKENS>
 cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, const device_info &device,
                         few_plan *plan) {
-    using SHAPE = few_shape<TOKENS>;
+    using SHAPE = few_shape<TOKENS, CODEC>;
     // Which blocks do what does not depend on the tokens, so that a token's bits do not; how many stages there are does.
     // Behind the last value (MACKO_TILE_OVERREAD) is what may be read, and so is behind the last token: the sums.
     plan->tokens_at = (int)ceil_div(widest * MACKO_TILE_UNIT, 1024) * 1024;
@@ -571,15 +691,21 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
         const int area = shares.split * (shares.halves ? 1 : 2) * WARPGROUP * TOKENS * 2;
         const int areas = SHAPE::MANY_SUMS ? 0 : area * (1 + shares.crosses);
         const int room = device.shared_bytes - BARRIER_BYTES - SHAPE::SUMS_BYTES - areas;
-        int stages = std::min(room / most_bytes, MAX_STAGES), stage_bytes = most_bytes;
+        // In halves an even number: so a stage belongs to the same warpgroups at every turn. Else one could wait for the
+        // next phase of a barrier before the last one has ended, which parity cannot tell from the one after it.
+        const auto stages_of = [&](int bytes) {
+            const int most = std::min(room / bytes, MAX_STAGES);
+            return SHAPE::HALVES ? most / 2 * 2 : most;
+        };
+        int stages = stages_of(most_bytes), stage_bytes = most_bytes;
         const double time = shares.time * (stages < 5 ? 1.15 : 1); // (H200, 32 tokens)
         // Where they take the place of stages, no share may go on with another row block.
         const auto fits = [&](int bytes) {
             return !SHAPE::MANY_SUMS || !shares.split ||
                    (!shares.crosses && SHAPE::SUMS_BYTES * SHAPE::PASSES + area <= bytes);
         };
-        if (!fits(stages * stage_bytes) || stages < MIN_STAGES || time >= plan->time * 0.99) continue;
-        if (const int more = std::min(room / least_bytes, MAX_STAGES); fits(more * least_bytes)) {
+        if (!fits(stages * stage_bytes) || stages < SHAPE::LEAST_STAGES || time >= plan->time * 0.99) continue;
+        if (const int more = stages_of(least_bytes); fits(more * least_bytes)) {
             stages = more;
             stage_bytes = least_bytes;
         }
@@ -626,7 +752,7 @@ cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, cons
 template <class CODEC, int TOKENS>
 cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                    const macko_tile_parts &y, const device_info &device, cudaStream_t stream) {
-    using SHAPE = few_shape<TOKENS>;
+    using SHAPE = few_shape<TOKENS, CODEC>;
     if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.part[1].rows))
         return cudaErrorInvalidValue; // for the kernel for many
     const int slabs = (int)macko_tile_slabs(w.cols), row_blocks = (int)macko_tile_row_blocks(w.rows);

@@ -315,6 +315,10 @@ RIVALS = {
     (0.5, "sparse11_alone"): "sparse11, launched alone",
     (0.5, "tile"): "tile, half zeros, exact",
     (0.5, "tile_alone"): "tile, launched alone",
+    (1.0, "dense8_fp8"): "dense8, fp8 by row, tokens of 16 bits",
+    (1.0, "dense8_fp8_alone"): "dense8, launched alone",
+    (0.5, "sparse8_fp8"): "sparse8, half zeros, fp8 by row",
+    (0.5, "sparse8_fp8_alone"): "sparse8, launched alone",
     (1.0, "fp8"): "fp8, one scale, x quantised before",
     (1.0, "fp8_quant"): "fp8, one scale, quantising x too",
     (1.0, "fp8_rows"): "fp8, a scale a row, x quantised before",
@@ -388,7 +392,7 @@ def lossless_model_table(path: Path) -> str:
         return NO_LINES
     found = {(line["batch"], line["model"]): line for line in load_bench(path) if line["what"] == "decode"}
     rows = []
-    for batch, model in sorted(found, key=lambda key: (key[0], ORDER.index(key[1]))):
+    for batch, model in sorted(found, key=lambda key: (key[0], (*ORDER, key[1]).index(key[1]))):
         ms, dense = found[batch, model]["ms"], found[batch, "dense"]["ms"]
         gigabytes = f"{found[batch, model]['peak_bytes'] / 1e9:.1f}"
         rows.append([f"{batch}", model, f"{ms:.2f}", f"{dense / ms:.2f}x", gigabytes])

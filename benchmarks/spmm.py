@@ -49,7 +49,7 @@ from macko.formats import (
     TileWeight,
 )
 
-from .rivals import NAMES, Rival
+from .rivals import NAMES, Rival, product
 from .slide import put_gains
 from .spmv import DTYPES, EIGHT, make_mask, packed_copies
 from .timing import Timing, append_jsonl, copies, provenance, time_graph
@@ -134,7 +134,10 @@ class Kernel:
     def check(self, call: Callable[[], Tensor], w: Tensor, x: Tensor) -> float:
         exact_sum = self.name not in ("tiles", "zeros") and (self.name != "sell" or len(x) == 1)
         check(self.name, call, self.exactly, x, exact_sum)
-        return 0.0
+        if self.exactly is w:
+            return 0.0
+        wanted = product(x, w)
+        return float((call().double() - wanted).norm() / wanted.norm())
 
     def time_unpack(self, w: Tensor) -> Timing:
         """The whole dense matrix, which has to be w."""

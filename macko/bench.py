@@ -122,8 +122,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         """Also writes the lines at once: what comes behind may fail."""
         torch._dynamo.reset()  # what was compiled for the model before holds memory
         gc.collect()
-        if prompts.is_cuda:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         found = (measuring or measure_all)(side, model, prompts, options, lines)
         results.extend(found)
         append(options.json, ({**line, **about} for line in (*lines, *map(dataclasses.asdict, found))))

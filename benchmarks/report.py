@@ -296,6 +296,19 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
 
 
+def eight_table(path: Path) -> str:
+    """dense8 and sparse8 at density 0.5 over dense of the same type: geometric mean over shapes, and the least."""
+    found = {dtype: load_tokens(path, dtype) for dtype in ("float16", "bfloat16")}
+    columns = [(kind, values, dtype) for kind in ("dense8", "sparse8") for values in ("fp8", "int8") for dtype in found]
+    rows = []
+    for tokens in sorted({key[1] for lines in found.values() for key in lines if key[2] == "dense8_fp8"}):
+        every = [found[dtype].get((0.5, tokens, f"{kind}_{values}"), {}) for kind, values, dtype in columns]
+        rows.append([f"{tokens}", *(mean_and_least(speedups.values()) for speedups in every)])
+    return (
+        table(["tokens", *(f"{kind} {values}, {dtype}" for kind, values, dtype in columns)], rows) if rows else NO_LINES
+    )
+
+
 def cpu_decode_table(path: Path) -> str:
     """What a weight takes of the bitmap's kernel, from the cache and from memory."""
     rows = []
@@ -1440,6 +1453,7 @@ def main() -> None:
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
         "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
+        "eight products": lambda: eight_table(path.parent / "spmm.jsonl"),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),
         "rivals": lambda: rivals_table(path.parent / "spmm.jsonl"),
         "rivals plot": lambda: plot_rivals(path.parent / "spmm.jsonl", IMAGES / "rivals.svg"),

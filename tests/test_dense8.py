@@ -658,6 +658,7 @@ def test_a_layer_keeps_its_codes() -> None:
     model = tower()
     macko.sparsify_(model, values="int8", progress=False)
     layer, before = model[0], model[0].packed.codes()
+    assert layer._options is None  # which would choose where it moves to another kind of device
     layer.reformat_("auto")
     assert layer.format == "sparse8"
     layer.half().bfloat16()

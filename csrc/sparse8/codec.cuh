@@ -27,17 +27,17 @@ struct sparse8_lane {
     using bytes = four_bytes<KIND, T>;
     static constexpr int STEPS = MACKO_SPARSE8_STEPS;
     static constexpr uint32_t HAVE = 0x44444444;
-    uint32_t mask, at[STEPS + 1]; // bits of the column before a step's values
-    uint32_t column;              // where it begins
+    uint32_t mask, have[STEPS]; // bit 2 of an element's nibble: it has a value
+    uint32_t at[STEPS + 1];     // bits of the column before a step's values
+    uint32_t column;            // where it begins
 
-    // Bit 2 of an element's nibble: it has a value.
-    __device__ __forceinline__ uint32_t have(int step) const {
-        return (step < 3 ? mask << step : mask >> 1) & HAVE;
-    }
     // at[0] is known.
     __device__ __forceinline__ void count() {
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) at[step + 1] = at[step] + 8 * __popc(have(step));
+        for (int step = 0; step < STEPS; step++) {
+            have[step] = (step < 3 ? mask << step : mask >> 1) & HAVE;
+            at[step + 1] = at[step] + 8 * __popc(have[step]);
+        }
     }
     // The words around where a step's values begin, or the last one's end.
     __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse8_numbers &numbers) const {
@@ -52,9 +52,8 @@ struct sparse8_lane {
         const uint32_t first = funnel_shift(here[1], here[2], at[step]),
                        last = funnel_shift(next[0], next[1], at[step + 1]);
         // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it; 4 and more are zeros.
-        const uint32_t own = have(step);
-        bytes::make(byte_permute(first, bytes::ZEROS, own * numbers.first_ranks + 0x4444), a[0], a[1]);
-        bytes::make(byte_permute(last, bytes::ZEROS, (own >> 16) * numbers.last_ranks + 0x7777), a[2], a[3]);
+        bytes::make(byte_permute(first, bytes::ZEROS, have[step] * numbers.first_ranks + 0x4444), a[0], a[1]);
+        bytes::make(byte_permute(last, bytes::ZEROS, (have[step] >> 16) * numbers.last_ranks + 0x7777), a[2], a[3]);
     }
 };
 

@@ -1090,7 +1090,7 @@ class ByteWeight(PackedWeight):
     values_name: ClassVar[str] = "data"
     lossless: ClassVar[bool] = False
     overlaps: ClassVar[bool] = True
-    parts_from: ClassVar[int | None] = 65  # more than any kernel for few takes; OWN_PART says where it pays
+    stores_parts: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"kind": range(len(codes.KINDS))}
     _at: ClassVar[str] = "slab {entry} of row block {place}"
     data: Tensor

@@ -386,7 +386,7 @@ def test_sums_of_the_largest_and_smallest_codes(format: type[ByteWeight]) -> Non
 @pytest.mark.parametrize("part_rows", [(64, 128, 108), (300,), (192, 0, 108), (100, 200), (128, 172)])
 def test_parts_of_a_merged_layer(format: type[ByteWeight], part_rows: tuple[int, ...]) -> None:
     made, x, y = exact_problem(format, 300, 1001, 0, torch.bfloat16, "cuda")
-    for count in (1, 65, 300):
+    for count in (1, 20, 64, 65, 300):
         parts = made._own_parts(x.expand(count, -1).cuda(), part_rows)
         assert_same_bits(torch.cat([*parts], -1) + 0, y.expand(count, -1) + 0)
 
@@ -620,6 +620,7 @@ def test_merged_layers_keep_their_codes(values: str) -> None:
         merged = model["attention"][name]
         assert_same_bits(merged.packed.codes(), layer.packed.codes())
         assert_same_bits(merged(x), layer(x))
+        assert merged(x).is_contiguous()
     for name, tensor in alone.state_dict().items():
         assert_same_bits(model.state_dict()[name], tensor)
     macko.split_(model)

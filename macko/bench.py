@@ -169,7 +169,7 @@ def _convert(model: Any, options: argparse.Namespace) -> Report:
         "format": options.format,
         "merge": options.merge,
         "tokens": options.tokens,
-        "values": options.values or "raw",
+        "values": options.values or "exact",
     }
     report = sparsify_(model, ignore=ignore, **how)
     if not report.changed and not ignore:

@@ -36,8 +36,8 @@ _Kind = TypeVar("_Kind", bound=PackedWeight)
 
 #: Formats that leave the layout of each weight to be chosen.
 CHOICES = ("auto", "smallest", "mixed")
-#: How "auto" may hold values: as they are; in fewer bits, every one of them exactly; or rounded to 8 bits.
-VALUES = ("raw", "exact", *codes.KINDS)
+#: How "auto" may hold values: in fewer bits, every one of them exactly; as they are; or rounded to 8 bits.
+VALUES = ("exact", "raw", *codes.KINDS)
 #: Tokens that slide's kernels are chosen for where nobody says how many there will be: a prompt's.
 SLIDE_TOKENS = 2048
 #: The range of all numbers of tokens.
@@ -57,7 +57,7 @@ WORTH_SAYING = 0.95
 DENSE12_WEIGHTS = 1024 * 1024
 #: Bytes of dense12 over those of dense, but for lists: what a sparse layer has to be below to be held as sparse.
 DENSE12_SHARE = 0.75
-#: Where values="exact" takes sparse11 in place of tile: from this density up, as below tile decodes faster, and up to
+#: Where auto takes sparse11 in place of tile: from this density up, as below tile decodes faster, and up to
 #: this share of values in lists (H200, 8192 x 8192, one token: 19.2 us without any, 21.0 with 0.1 %, tile 20.4); and
 #: where tile's measured time over its is no less than this, as times vary by two per cent and it is smaller.
 SPARSE11_DENSITY, SPARSE11_LISTED, SPARSE11_GAIN = 0.4, 0.001, 0.98
@@ -80,10 +80,10 @@ class Options:
         pattern: of formats "slide" and "mixed", as dtype and keep_dense: "2:4" to "14:16", or "auto" for the sparsest
             that a weight fits. With "slide" a layer that does not fit stays dense.
         dtype: "int8", "fp8", or None for the weight's.
-        values: of "auto": "raw" holds values as they are; "exact" may hold them in fewer bits, each of them exactly
-            (sparse11, in place of tile where that is no slower at these tokens, or nobody measured); "fp8"
-            and "int8" round them to 8 bits with a scale a row: sparse8, or dense8 where that is smaller. Of formats
-            "dense8" and "sparse8": "fp8", which is their default, or "int8".
+        values: of "auto": "exact" may hold values in fewer bits, each of them exactly (sparse11, in place of tile where
+            that is no slower at these tokens, or nobody measured); "raw" holds them as they are; "fp8" and "int8" round
+            them to 8 bits with a scale a row: sparse8, or dense8 where that is smaller. Of formats "dense8" and
+            "sparse8": "fp8", which is their default, or "int8".
         keep_dense: a layer holds one weight, for the kernel that was picked; with this the dense one too where the
             pattern's kernel is faster for a range of tokens only: the report says which range.
 
@@ -97,7 +97,7 @@ class Options:
     pattern: str = "auto"
     dtype: str | None = None
     keep_dense: bool = False
-    values: str = "raw"
+    values: str = "exact"
 
     def __post_init__(self) -> None:
         if self.format not in CHOICES:
@@ -112,7 +112,7 @@ class Options:
         if self.values not in VALUES:
             raise ValueError(f"values is {self.values!r}, expected one of {', '.join(VALUES)}")
         of_bytes = self.in_bytes and self.format in (Dense8Weight.format, Sparse8Weight.format)
-        if self.values != "raw" and self.format not in ("auto", "mixed") and not of_bytes:
+        if self.values != "exact" and self.format not in ("auto", "mixed") and not of_bytes:
             raise ValueError(f'values is of formats "auto" and "mixed", the format is {self.format!r}')
         if self.in_bytes and self.format == "mixed":
             raise ValueError(f'values={self.values!r} is of format "auto"; slide\'s 8 bits are dtype={self.values!r}')

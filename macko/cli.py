@@ -263,7 +263,7 @@ def convert(options: argparse.Namespace) -> None:
     from .integrations.transformers import MackoConfig, load_packed
 
     ignore = _ignored(options.ignore)
-    values = options.values or "raw"
+    values = options.values or "exact"
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
     if takes_any_weight(options.format):
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
@@ -387,7 +387,7 @@ class _Memory:
     def __str__(self) -> str:
         if not self.dense:
             return ""
-        ways = {"sparsify_": self.raw, 'sparsify_(values="exact")': self.exact, "compress_": self.compressed}
+        ways = {'sparsify_(values="raw")': self.raw, "sparsify_": self.exact, "compress_": self.compressed}
         text = ", ".join(f"{way} {format_bytes(size)}" for way, size in ways.items())
         return f"in memory on a GPU of compute capability 9.0, of {format_bytes(self.dense)}: {text}.\n"
 

@@ -59,7 +59,7 @@ def sparsify_(
     tokens: int | None = None,
     keep_dense: bool = False,
     merge: bool | None = None,
-    values: str = "raw",
+    values: str = "exact",
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -139,8 +139,8 @@ def compress_(
     Raises:
         ValueError: as sparsify_, and for other values.
     """
-    if values not in VALUES[1:]:
-        raise ValueError(f"values is {values!r}, expected one of {', '.join(VALUES[1:])}")
+    if values not in (known := [name for name in VALUES if name != "raw"]):
+        raise ValueError(f"values is {values!r}, expected one of {', '.join(known)}")
     _refuse_one_layer(model, "compress_")
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     options = Options(tokens=tokens, values=values)

@@ -981,7 +981,7 @@ def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureF
     assert not lines["embed.weight"].endswith("%)")
     assert "as tile" not in printed  # nothing has zeros
     dense = f"{(w.nbytes + spread.nbytes) / 1e3:.2f} kB"
-    assert f'of {dense}: sparsify_ {dense}, sparsify_(values="exact") {dense}, compress_ {dense}.' in lines["in"]
+    assert f'of {dense}: sparsify_(values="raw") {dense}, sparsify_ {dense}, compress_ {dense}.' in lines["in"]
     save_file({"a.weight": w.half()}, tmp_path / "model.safetensors")
     assert main(["inspect", str(tmp_path)]) == 0
     assert f"{made.nbytes / 1e3:.2f} kB" in capsys.readouterr().out
@@ -1018,7 +1018,7 @@ def test_inspect_says_what_each_way_to_hold_weights_takes(
         long + 2 * short + spread_raw + small,
     )
     texts = [f"{size / 1e3:.2f} kB" if size < 1e6 else f"{size / 1e6:.2f} MB" for size in (dense, *by_way)]
-    assert 'of {}: sparsify_ {}, sparsify_(values="exact") {}, compress_ {}.'.format(*texts) in lines["in"]
+    assert 'of {}: sparsify_(values="raw") {}, sparsify_ {}, compress_ {}.'.format(*texts) in lines["in"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

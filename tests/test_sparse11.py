@@ -567,9 +567,10 @@ def tile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_values_take_it_in_place_of_tile_where_few_are_listed(dtype: torch.dtype) -> None:
     w = weight(128, 512, density=0.5, listed=0.0003, dtype=dtype)
-    exact = Options(values="exact")
-    assert pack(w, exact).format == pack(w, Options("mixed", values="exact")).format == "sparse11"
-    assert pack(w, Options()).format == pack(w, Options("mixed")).format == pack(w, Options("tile")).format == "tile"
+    exact, raw = Options(), Options(values="raw")
+    assert pack(w, exact).format == pack(w, Options("mixed")).format == "sparse11"
+    assert pack(w, raw).format == pack(w, Options("mixed", values="raw")).format == pack(w, Options("tile")).format
+    assert pack(w, raw).format == "tile"
     assert pack(weight(128, 512, density=0.3, dtype=dtype), exact).format == "tile"
     assert pack(weight(128, 512, density=0.5, listed=0.005, dtype=dtype), exact).format == "tile"
     assert pack(w.float().to(torch.float16) * 1.001, exact).format == "tile"
@@ -580,7 +581,7 @@ def test_the_report_says_what_is_listed_and_why_values_stay() -> None:
     model = nn.ModuleDict({name: nn.Linear(512, 128, bias=False, dtype=BFLOAT16) for name in ("few", "many")})
     for name, layer in model.items():
         layer.weight.data = weight(128, 512, listed=0.0003 if name == "few" else 0.05)
-    report = macko.sparsify_(model, values="exact", progress=False)
+    report = macko.sparsify_(model, progress=False)
     rows = {row.name: row for row in report}
     assert (rows["few"].format, rows["many"].format) == ("sparse11", "tile")
     assert re.fullmatch(r"0\.\d{3}% of its values listed", rows["few"].note)
@@ -588,7 +589,7 @@ def test_the_report_says_what_is_listed_and_why_values_stay() -> None:
     raw = copy.deepcopy(model)
     for name, layer in raw.items():
         raw[name] = layer.to_linear()
-    assert {row.format for row in macko.sparsify_(raw, progress=False)} == {"tile"}
+    assert {row.format for row in macko.sparsify_(raw, values="raw", progress=False)} == {"tile"}
 
 
 @pytest.mark.usefixtures("tile_is_chosen")
@@ -646,7 +647,7 @@ def test_another_dtype_is_another_choice(scale: float, format: str) -> None:
 
 
 def test_values_are_of_formats_that_choose() -> None:
-    with pytest.raises(ValueError, match="values is 'fp4', expected one of raw, exact, fp8, int8"):
+    with pytest.raises(ValueError, match="values is 'fp4', expected one of exact, raw, fp8, int8"):
         Options(values="fp4")
     with pytest.raises(ValueError, match=r'values is of formats "auto" and "mixed", the format is \'tile\''):
-        Options("tile", values="exact")
+        Options("tile", values="raw")

@@ -50,7 +50,7 @@ class MackoConfig(QuantizationConfigMixin):
         min_sparsity: float = MIN_SPARSITY,
         version: int = VERSION,
         layers: dict[str, dict[str, Any]] | None = None,
-        values: str = "raw",
+        values: str = "exact",
     ) -> None:
         self.quant_method = "macko"  # type: ignore[assignment]
         check_about({"version": version, "layers": layers}, "quantization_config")

@@ -34,7 +34,8 @@ from torch import Tensor
 import macko
 from benchmarks.timing import append_jsonl, commit
 from macko import FORMATS, EcWeight, MackoWeight, _library
-from macko.formats import PART_ROWS, Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.codes import KINDS, TYPES
+from macko.formats import PART_ROWS, ByteWeight, Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 #: Rows, columns and density. Of eight columns, for norms and gates; rings of stages that wrap several times, by columns
@@ -137,7 +138,13 @@ def packings(w: Tensor, small: bool) -> dict[str, Callable[[], PackedWeight]]:
             made[f"sell {bits or 'chosen'} bits"] = partial(SellWeight.from_dense, w, gap_bits=bits)
     for kind in FORMATS.values():
         runs = kind is TileWeight or w.device.type in kind.device_types  # tile's is dense rows on a CPU
-        if runs and w.dtype in kind.dtypes and kind not in (MackoWeight, SellWeight, SlideWeight):
+        if not runs or w.dtype not in kind.dtypes or kind in (MackoWeight, SellWeight, SlideWeight):
+            continue
+        if issubclass(kind, ByteWeight):  # scales of 1: with others sums are rounded, and not as integers are
+            for name, codes in zip(KINDS, TYPES, strict=True):
+                ones = torch.ones(len(w), device=w.device)
+                made[f"{kind.format} {name}"] = partial(kind.from_codes, w.to(codes), ones, w.dtype)
+        else:
             made[kind.format] = partial(kind.from_dense, w)
     made["ec paper 4 bits"] = partial(EcWeight.paper, w)
     made["ec 1 lane, slabs"] = partial(EcWeight.from_dense, w, lanes=1, tile_rows=1024, max_slabs=4)

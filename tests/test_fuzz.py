@@ -44,6 +44,7 @@ assert failures == [(1, "took over 0.5 s"), (2, "MemoryError in : ")], failures
 """
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_and_one_that_takes_memory_are_failures() -> None:
     pytest.importorskip("safetensors")
     done = subprocess.run([sys.executable, "-c", PLANTED], capture_output=True, text=True, cwd=ROOT)

@@ -10,6 +10,8 @@ from torch import Tensor
 #: Kinds of codes by their number in headers, as macko_byte_kind (csrc/dense8/bytes.h) has them.
 KINDS = ("fp8", "int8")
 TYPES = (torch.float8_e4m3fn, torch.int8)
+#: Scales are below this: a kernel multiplies some by 64. The largest that a weight of 16 bits can want is half of it.
+LARGEST_SCALE = 2.0**122
 #: The largest code, by kind, that a row's largest magnitude gets.
 _MOST = (448, 127)
 #: Elements that are looked at at a time.
@@ -62,8 +64,8 @@ def check(values: Tensor, scales: Tensor) -> None:
         )
     if values.dtype == torch.float8_e4m3fn and bool((values.view(torch.uint8) & 127 == 127).any()):
         raise ValueError("values have NaN among them")
-    if not bool(((scales > 0) & scales.isfinite()).all()):
-        raise ValueError("scales have numbers that are not above 0, or not finite")
+    if not bool(((scales > 0) & (scales < LARGEST_SCALE)).all()):
+        raise ValueError("scales have numbers that are not above 0 and below 2^122")
 
 
 def rounded(values: Tensor, scale: Tensor, kind: int) -> Tensor:

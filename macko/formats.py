@@ -1201,7 +1201,7 @@ class Dense8Weight(ByteWeight):
     format: ClassVar[str] = "dense8"
     any_weight: ClassVar[bool] = True
     faults: ClassVar[Mapping[int, str]] = {
-        1: "the scale of row {found} is not above 0 and finite",
+        1: "the scale of row {found} is not above 0 and below 2^122",
         2: f"{ByteWeight._at}, byte {{found}}: an element outside of the matrix is not 0",
         3: f"{ByteWeight._at}, byte {{found}}: NaN or -0.0",
     }
@@ -1242,7 +1242,7 @@ class Sparse8Weight(ByteWeight):
 
     format: ClassVar[str] = "sparse8"
     faults: ClassVar[Mapping[int, str]] = {
-        1: "the scale of row {found} is not above 0 and finite",
+        1: "the scale of row {found} is not above 0 and below 2^122",
         2: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 149 more than the one before",
         3: "widest is {of.widest}, the largest slab has {found}",
         4: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",

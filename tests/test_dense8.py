@@ -433,13 +433,21 @@ def test_faults_are_named() -> None:
     dense = made_of(Dense8Weight, 70, 300, kind=0, dtype=torch.float16)
     sparse = made_of(Sparse8Weight, 70, 300, kind=0, dtype=torch.float16)
     assert isinstance(sparse, Sparse8Weight)
-    bad = {value: dense.scales.index_fill(0, torch.tensor([66]), value) for value in (0.0, -1.0, float("inf"))}
+    bad = {
+        value: dense.scales.index_fill(0, torch.tensor([66]), value) for value in (0.0, -1.0, 2.0**122, float("inf"))
+    }
     end = int(sparse.offsets[1]) * 128
     start = int(sparse.data.view(torch.uint8)[2048])
     replace: Any = dataclasses.replace
     for made, message in (
-        *((replace(dense, scales=scales), "the scale of row 66 is not above 0 and finite") for scales in bad.values()),
-        *((replace(sparse, scales=scales), "the scale of row 66 is not above 0 and finite") for scales in bad.values()),
+        *(
+            (replace(dense, scales=scales), "the scale of row 66 is not above 0 and below 2.122")
+            for scales in bad.values()
+        ),
+        *(
+            (replace(sparse, scales=scales), "the scale of row 66 is not above 0 and below 2.122")
+            for scales in bad.values()
+        ),
         (changed(dense, 0, 0x7F), f"{at}, byte 0: NaN or -0.0"),
         (changed(dense, 9, 0x80), f"{at}, byte 9: NaN or -0.0"),
         (changed(dense, 2 * 16384 + 2047, 3), "slab 2 of row block 1, byte 2047: an element outside"),

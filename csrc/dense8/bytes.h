@@ -14,6 +14,9 @@ typedef enum macko_byte_kind {
     MACKO_BYTE_KINDS
 } macko_byte_kind;
 
+/* Scales are below it: a kernel multiplies some by 64. The largest that a weight of 16 bits can want is half of it. */
+#define MACKO_BYTE_LARGEST_SCALE 0x1p122f
+
 /*
  * A code as a layout holds it, and back. Of int8 numbers count from 0 up, -128 first. Of e4m3 for bfloat16 the low seven bits
  * are rotated, | s | eeee | mmm | to | s | e0 mmm | e3 e2 e1 |: each part is then a byte of a bfloat16 but for its place.

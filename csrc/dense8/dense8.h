@@ -4,7 +4,7 @@
  *
  * Slabs, tiles, slices, lanes and the order of elements are those of the tile layout (../tile/tile.h), so the same kernels
  * multiply it. An element is its code (bytes.h) times scales[row]. The product is the sum of codes times x, in float32,
- * times the scale, plus the bias: one rounding of each.
+ * times the scale, plus the bias; a GPU rounds both at once.
  *
  *   bytes of a slab: 16384, [tile][slice][2][lane][16]
  *   16 bytes of a lane: steps 0 and 1 of a slice of a tile, then those of steps 2 and 3
@@ -33,7 +33,7 @@ enum {
 
 typedef struct macko_dense8_matrix {
     const uint8_t *data; /* [MACKO_DENSE8_SLAB_BYTES * slabs], 16-byte aligned (fastest: 128) */
-    const float *scales; /* [rows], above 0 and finite */
+    const float *scales; /* [rows], above 0 and below MACKO_BYTE_LARGEST_SCALE */
     int64_t rows, cols;
     macko_byte_kind kind;
     macko_dtype dtype; /* of x and y, MACKO_BF16 or MACKO_F16 */
@@ -48,7 +48,7 @@ void macko_dense8_unpack_cpu(const macko_dense8_matrix *m, int64_t first, int64_
 /* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
 enum {
     MACKO_DENSE8_OK = 0,
-    MACKO_DENSE8_SCALE,   /* a scale is not above 0 and finite; found: the row */
+    MACKO_DENSE8_SCALE,   /* a scale is not above 0, or too large; found: the row */
     MACKO_DENSE8_OUTSIDE, /* an element outside of the matrix is not 0; found: byte of the slab */
     MACKO_DENSE8_CODE,    /* a code is NaN or -0.0; found: byte of the slab */
 };
@@ -56,7 +56,7 @@ enum {
 /* What packing cannot have made. */
 macko_fault macko_dense8_check_cpu(const macko_dense8_matrix *m);
 
-/* A row of which the scale is not above 0 and finite, or -1. */
+/* A row of which the scale is not above 0 or is too large, or -1. */
 int64_t macko_bad_scale_cpu(const float *scales, int64_t rows);
 
 #ifdef MACKO_TILE_CUDA

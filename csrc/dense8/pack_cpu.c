@@ -47,7 +47,7 @@ void macko_dense8_unpack_cpu(const macko_dense8_matrix *m, int64_t first, int64_
 
 int64_t macko_bad_scale_cpu(const float *scales, int64_t rows) {
     for (int64_t row = 0; row < rows; row++)
-        if (!(scales[row] > 0 && scales[row] < INFINITY)) return row;
+        if (!(scales[row] > 0 && scales[row] < MACKO_BYTE_LARGEST_SCALE)) return row;
     return -1;
 }
 

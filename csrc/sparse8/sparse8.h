@@ -40,7 +40,7 @@ enum {
 typedef struct macko_sparse8_matrix {
     const uint8_t *data;    /* [MACKO_TILE_UNIT * offsets[slabs]], 16-byte aligned (fastest: 128) */
     const int32_t *offsets; /* [slabs + 1], in units */
-    const float *scales;    /* [rows], above 0 and finite */
+    const float *scales;    /* [rows], above 0 and below MACKO_BYTE_LARGEST_SCALE */
     int64_t rows, cols;
     int32_t widest; /* units of the largest slab; 0 where there are none */
     int64_t units;  /* of all slabs */
@@ -73,7 +73,7 @@ void macko_sparse8_unpack_cpu(const macko_sparse8_matrix *m, int64_t first, int6
 /* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
 enum {
     MACKO_SPARSE8_OK = 0,
-    MACKO_SPARSE8_SCALE,   /* a scale is not above 0 and finite; found: the row */
+    MACKO_SPARSE8_SCALE,   /* a scale is not above 0, or too large; found: the row */
     MACKO_SPARSE8_OFFSETS, /* offsets[entry] is not 0 at the start, or no slab's units after the one before; found: it */
     MACKO_SPARSE8_WIDEST,  /* the largest slab has not m->widest units; found: how many */
     MACKO_SPARSE8_END,     /* the last offset is not the size of data; found: the offset */

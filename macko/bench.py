@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .choose import Options
+from .choose import Options, _runs_wgmma
+from .codes import KINDS
 from .convert import sparsify_
 from .formats import ByteWeight, takes_any_weight
 from .fuse import Fuse
@@ -112,6 +113,8 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
     model = _load(source, device, dtype)
     prunes = options.source[:7] == "random:" and not any_weight
+    if options.values in KINDS and len(options.sparsity or ()) > 1:
+        raise ValueError(f"--values {options.values} rounds the model: give one --sparsity")
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if prunes else []))
     prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []
@@ -342,7 +345,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     def check(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
         packed = layer.packed
         weight = layer.weight.as_subclass(Tensor)
-        if isinstance(packed, ByteWeight) and x.is_cuda:
+        if isinstance(packed, ByteWeight) and x.is_cuda and _runs_wgmma(x.device):
             weight = packed.unrounded()
         wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.

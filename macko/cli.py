@@ -29,7 +29,7 @@ from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, VALUES, Opt
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
-from .formats import FORMATS, Dense12Weight, MackoWeight, TileWeight, takes_any_weight
+from .formats import FORMATS, Dense12Weight, MackoWeight, TileWeight
 from .integrations import require_transformers
 from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
@@ -265,7 +265,7 @@ def convert(options: argparse.Namespace) -> None:
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
-    if takes_any_weight(options.format):
+    if options.format in FORMATS and FORMATS[options.format].saved_dense:
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)

@@ -80,18 +80,21 @@ def _values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _on_grid(rows: Tensor, scales: Tensor, kind: int) -> Tensor:
     """Scales that give all values of a row again, where there is one; else those that are given."""
+    if rows.shape[1] < 2:
+        return scales
     largest_first, _ = rows.abs().sort(1, descending=True)
+    negative = (rows.amax(1) < largest_first[:, 0]) & bool(kind)  # then it may be -128, and 128 is no code
     place = (largest_first.diff(dim=1) != 0).cumsum(1)
-    few = (place[:, -1] < _MAGNITUDES + 1).nonzero()[:, 0] if rows.shape[1] > 1 else torch.arange(len(rows))
+    few = (place[:, -1] < _MAGNITUDES + 1).nonzero()[:, 0]
     scales = scales.clone()
     for some in few.to(rows.device).split(64):
         magnitudes = rows.new_zeros(len(some), _MAGNITUDES + 1)
-        magnitudes[:, 0] = largest_first[some, 0]
+        magnitudes[:, 0] = torch.where(negative[some], -largest_first[some, 0], largest_first[some, 0])
         magnitudes.scatter_(1, place[some], largest_first[some, 1:])
         # Some of them first, of which few scales give all.
         sample = magnitudes.gather(1, place[some, -1:] * torch.arange(1, 9, device=rows.device) // 8)
         left = torch.arange(len(some), device=rows.device)
-        for tried in _candidates(magnitudes[:, 0].float(), kind):
+        for tried in _candidates(magnitudes[:, 0].abs().float(), kind):
             tried = tried[left]
             most, choice = _fits(sample[left], tried, kind).int().topk(min(8, tried.shape[1]), 1)
             tried = tried.gather(1, choice)

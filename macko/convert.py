@@ -141,6 +141,8 @@ def compress_(
     """
     if values not in (known := [name for name in VALUES if name != "raw"]):
         raise ValueError(f"values is {values!r}, expected one of {', '.join(known)}")
+    if copy_tied and values != "exact":
+        raise ValueError(f'copy_tied is of values="exact", values is {values!r}')
     _refuse_one_layer(model, "compress_")
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     options = Options(tokens=tokens, values=values)
@@ -413,11 +415,12 @@ def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:
     """Puts the sparse layer in every place of the dense one; returns what undoes it.
 
     The dense module is let go, so that its memory is free for the next layer. Undoing takes it back where somebody else
-    still holds it; else it is made again from the packed weight.
+    still holds it; else it is made again from the packed weight, or where that is rounded from a copy on the CPU.
     """
     places = layer.places
     module, weight = weakref.ref(layer.module), weakref.ref(layer.module.weight)
     bias, trainable, home = layer.module.bias, layer.module.weight.requires_grad, layer.module.weight.device
+    copy = None if sparse.packed.lossless else layer.module.weight.detach().cpu()
     for parent, attribute in places:
         setattr(parent, attribute, sparse)
     layer.module = sparse  # let go
@@ -428,7 +431,8 @@ def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:
             now = getattr(*places[0])  # not held here: merging lets it go
             dense = now.to_linear()
             kept = weight()
-            dense.weight = nn.Parameter(dense.weight.to(home), trainable) if kept is None else kept
+            again = dense.weight if copy is None else copy
+            dense.weight = nn.Parameter(again.to(home), trainable) if kept is None else kept
             dense.register_parameter("bias", bias)
             vars(dense).update({name: vars(now)[name] for name in HOOKS})
         for parent, attribute in places:

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from .choose import AUTO, Options, pack
 from .formats import (
+    FORMATS,
     ByteWeight,
     Macko8Weight,
     MackoWeight,
@@ -184,7 +185,10 @@ class SparseLinear(nn.Linear):
         self._options = wanted.again and (self._options or wanted.again)
         own_choice = not packed.is_layout and not isinstance(packed, MackoWeight)  # ec, slide and dense12
         if not own_choice if wanted.again else packed.format != format:
-            dense = packed.saved_dense or takes_any_weight(format)
+            dense, kind = packed.saved_dense or takes_any_weight(format), FORMATS.get(format)
+            if isinstance(packed, ByteWeight) and kind and issubclass(kind, ByteWeight):  # nothing is rounded again
+                self._hold(kind.from_codes(packed.codes(), packed.scales, packed.dtype))
+                return self
             self._hold(pack(packed.to_dense() if dense else packed.to_macko(), self._options or wanted))
         return self
 

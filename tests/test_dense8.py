@@ -676,3 +676,56 @@ def test_a_layer_keeps_its_codes() -> None:
     dense = layer.to_linear()
     layer.reformat_("macko")
     assert_same_bits(layer.packed.to_dense(), dense.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_whose_largest_is_minus_128_keeps_its_values(dtype: torch.dtype) -> None:
+    numbers = torch.randint(-127, 128, (16, 128), generator=torch.Generator().manual_seed(3))
+    numbers[:, 5] = -128
+    scales = torch.linspace(0.01, 0.02, 16).half().float()
+    w = (numbers * scales[:, None]).to(dtype)
+    assert_same_bits(Dense8Weight.from_dense(w, 1).to_dense(), w)
+
+
+def test_another_layout_of_8_bits_holds_the_same_codes() -> None:
+    layer = macko.SparseLinear.from_packed(made_of(Sparse8Weight, 70, 300, kind=1, dtype=torch.bfloat16))
+    packed: Any = layer.packed
+    layer.reformat_("dense8")
+    held: Any = layer.packed
+    assert held.label == "dense8 int8"
+    assert_same_bits(held.codes(), packed.codes())
+
+
+def test_what_is_interrupted_has_its_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tower()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("macko.convert.merge_", fails)
+    with pytest.raises(KeyboardInterrupt):
+        macko.sparsify_(model, values="fp8", merge=True, progress=False)
+    for parameter, wanted in zip(model.parameters(), before, strict=True):
+        assert_same_bits(parameter.detach(), wanted)
+
+
+def test_merged_layers_take_states_of_their_kind_only() -> None:
+    def siblings(values: str, merge: bool) -> Any:
+        model: Any = nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in ("q_proj", "k_proj", "v_proj")})
+        for number, layer in enumerate(model.values()):
+            layer.weight.data = random_vector(128, 128, dtype=torch.float32, seed=number) * mask(
+                "uniform", 128, 128, 0.5
+            )
+        macko.sparsify_(model.bfloat16(), values=values, merge=merge, progress=False)
+        return model
+
+    merged = siblings("int8", True)
+    assert type(merged["q_proj"]).__name__ == "MergedLinear"
+    before = [layer.packed.codes() for layer in merged.values()]
+    merged.load_state_dict(siblings("int8", False).state_dict())
+    for values in ("fp8", "exact"):
+        with pytest.raises(RuntimeError, match=r"q_proj: holds values .*, what it is merged with values in int8"):
+            merged.load_state_dict(siblings(values, False).state_dict())
+    for layer, wanted in zip(merged.values(), before, strict=True):
+        assert_same_bits(layer.packed.codes(), wanted)

@@ -44,21 +44,7 @@ macko_dense12_matrix matrix_of(const char *op, const Packed &p) {
             dtype};
 }
 
-// For what tile's slabs have in common (products.h).
-struct Dense12 {
-    using Matrix = macko_dense12_matrix;
-    static constexpr macko_layout_id layout = MACKO_LAYOUT_DENSE12;
-    static constexpr auto matrix_of = macko::matrix_of;
-#ifdef USE_CUDA
-    static constexpr auto unpack = macko_dense12_unpack_cuda;
-    static constexpr auto few = macko_dense12_few_cuda;
-    static constexpr auto many_plan = macko_dense12_many_plan_cuda;
-    static constexpr auto many = macko_dense12_many_cuda;
-#else
-    static constexpr auto unpack = macko_dense12_unpack_cpu;
-    static constexpr auto check = macko_dense12_check_cpu;
-#endif
-};
+MACKO_TILE_KIND(Dense12, dense12, DENSE12);
 
 // A matrix [rows, cols] of which the table is known, and how many elements it lacks; no data yet.
 struct Counted {

@@ -27,21 +27,7 @@ macko_dense8_matrix matrix_of(const char *op, const Packed &p) {
             dtype};
 }
 
-// For what tile's slabs have in common (products.h).
-struct Dense8 {
-    using Matrix = macko_dense8_matrix;
-    static constexpr macko_layout_id layout = MACKO_LAYOUT_DENSE8;
-    static constexpr auto matrix_of = macko::matrix_of;
-#ifdef USE_CUDA
-    static constexpr auto unpack = macko_dense8_unpack_cuda;
-    static constexpr auto few = macko_dense8_few_cuda;
-    static constexpr auto many_plan = macko_dense8_many_plan_cuda;
-    static constexpr auto many = macko_dense8_many_cuda;
-#else
-    static constexpr auto unpack = macko_dense8_unpack_cpu;
-    static constexpr auto check = macko_dense8_check_cpu;
-#endif
-};
+MACKO_TILE_KIND(Dense8, dense8, DENSE8);
 
 Made pack(const Tensor &w_any, const Ints &options) {
     const ByteOptions wanted = check_codes("pack", w_any, options);

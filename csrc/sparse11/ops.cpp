@@ -31,21 +31,7 @@ macko_sparse11_matrix matrix_of(const char *op, const Packed &p) {
             dtype};
 }
 
-// For what tile's slabs have in common (products.h).
-struct Sparse11 {
-    using Matrix = macko_sparse11_matrix;
-    static constexpr macko_layout_id layout = MACKO_LAYOUT_SPARSE11;
-    static constexpr auto matrix_of = macko::matrix_of;
-#ifdef USE_CUDA
-    static constexpr auto unpack = macko_sparse11_unpack_cuda;
-    static constexpr auto few = macko_sparse11_few_cuda;
-    static constexpr auto many_plan = macko_sparse11_many_plan_cuda;
-    static constexpr auto many = macko_sparse11_many_cuda;
-#else
-    static constexpr auto unpack = macko_sparse11_unpack_cpu;
-    static constexpr auto check = macko_sparse11_check_cpu;
-#endif
-};
+MACKO_TILE_KIND(Sparse11, sparse11, SPARSE11);
 
 void check_listed(const macko_sparse11_totals &totals) {
     if (totals.fullest > MACKO_SPARSE11_MOST_LISTED)

@@ -24,21 +24,7 @@ macko_sparse8_matrix matrix_of(const char *op, const Packed &p) {
             dtype};
 }
 
-// For what tile's slabs have in common (products.h).
-struct Sparse8 {
-    using Matrix = macko_sparse8_matrix;
-    static constexpr macko_layout_id layout = MACKO_LAYOUT_SPARSE8;
-    static constexpr auto matrix_of = macko::matrix_of;
-#ifdef USE_CUDA
-    static constexpr auto unpack = macko_sparse8_unpack_cuda;
-    static constexpr auto few = macko_sparse8_few_cuda;
-    static constexpr auto many_plan = macko_sparse8_many_plan_cuda;
-    static constexpr auto many = macko_sparse8_many_cuda;
-#else
-    static constexpr auto unpack = macko_sparse8_unpack_cpu;
-    static constexpr auto check = macko_sparse8_check_cpu;
-#endif
-};
+MACKO_TILE_KIND(Sparse8, sparse8, SPARSE8);
 
 Made pack(const Tensor &w_any, const Ints &options) {
     const char *op = "pack";

@@ -20,21 +20,7 @@ macko_tile_matrix matrix_of(const char *op, const Packed &p) {
             data.numel() * 2 / MACKO_TILE_UNIT};
 }
 
-// For what tile's slabs have in common (products.h).
-struct Tile {
-    using Matrix = macko_tile_matrix;
-    static constexpr macko_layout_id layout = MACKO_LAYOUT_TILE;
-    static constexpr auto matrix_of = macko::matrix_of;
-#ifdef USE_CUDA
-    static constexpr auto unpack = macko_tile_unpack_cuda;
-    static constexpr auto few = macko_tile_few_cuda;
-    static constexpr auto many_plan = macko_tile_many_plan_cuda;
-    static constexpr auto many = macko_tile_many_cuda;
-#else
-    static constexpr auto unpack = macko_tile_unpack_cpu;
-    static constexpr auto check = macko_tile_check_cpu;
-#endif
-};
+MACKO_TILE_KIND(Tile, tile, TILE);
 
 Made lay_out(const Packed &canonical, const Ints &) {
     const char *op = "lay_out";

@@ -15,6 +15,29 @@
 #include "../torch/rows.h"
 #endif
 
+// A Kind, by the names that all layouts of slabs have; behind its matrix_of.
+#ifdef USE_CUDA
+#define MACKO_TILE_KIND(Kind, name, NAME)                                                                              \
+    struct Kind {                                                                                                      \
+        using Matrix = macko_##name##_matrix;                                                                          \
+        static constexpr macko_layout_id layout = MACKO_LAYOUT_##NAME;                                                 \
+        static constexpr auto matrix_of = macko::matrix_of;                                                            \
+        static constexpr auto unpack = macko_##name##_unpack_cuda;                                                     \
+        static constexpr auto few = macko_##name##_few_cuda;                                                           \
+        static constexpr auto many_plan = macko_##name##_many_plan_cuda;                                               \
+        static constexpr auto many = macko_##name##_many_cuda;                                                         \
+    }
+#else
+#define MACKO_TILE_KIND(Kind, name, NAME)                                                                              \
+    struct Kind {                                                                                                      \
+        using Matrix = macko_##name##_matrix;                                                                          \
+        static constexpr macko_layout_id layout = MACKO_LAYOUT_##NAME;                                                 \
+        static constexpr auto matrix_of = macko::matrix_of;                                                            \
+        static constexpr auto unpack = macko_##name##_unpack_cpu;                                                      \
+        static constexpr auto check = macko_##name##_check_cpu;                                                        \
+    }
+#endif
+
 namespace macko {
 
 inline macko_dtype check_16_bits(const char *op, const char *name, const Tensor &t) {

@@ -166,7 +166,7 @@ __device__ __forceinline__ void make_barriers(const few_task<CODEC> &task, const
         sm90::barrier_init(memory.empty + stage * 8, SHAPE::STAGE_RELEASES);
     }
     if (warp == 0) {
-        sm90::barrier_init(memory.unused, SHAPE::STAGE_RELEASES);
+        sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS * SHAPE::RELEASES);
         sm90::barrier_init(memory.sums_full, 1);
         sm90::barrier_init(memory.sums_full + 8, 1);
         sm90::barrier_init(memory.may_send, task.cluster);

@@ -296,6 +296,22 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
 
 
+def listed_table(path: Path) -> str:
+    """sparse11 by the share of its values that are listed, and tile, over dense bfloat16 of the same run."""
+    shares: dict[str, dict[tuple[int, str], float]] = {}
+    for mask in dict.fromkeys(json.loads(line).get("mask") for line in path.read_text().splitlines()):
+        if mask:
+            of = load_tokens(path, "bfloat16", mask)
+            shares[mask] = {key[1:]: geomean(speedups.values()) for key, speedups in of.items() if key[1]}
+    columns = sorted({key for of in shares.values() for key in of}, key=lambda key: (key[0], key[1]))
+    rows = [
+        [mask.partition(", ")[2].removesuffix(" listed") or "0", *(f"{of[key]:.2f}x" for key in columns)]
+        for mask, of in shares.items()
+    ]
+    head = [f"{name}, {tokens} token{'s' if tokens > 1 else ''}" for tokens, name in columns]
+    return table(["listed", *head], rows)
+
+
 def eight_table(path: Path) -> str:
     """dense8 and sparse8 at density 0.5 over dense of the same type: geometric mean over shapes, and the least."""
     found = {dtype: load_tokens(path, dtype) for dtype in ("float16", "bfloat16")}
@@ -1103,8 +1119,8 @@ def transformers_table(path: Path, hidden: int = 4096) -> str:
     return table(head, rows)
 
 
-#: Of continuous batching: what `graphs` of its lines means; the oldest count the making of the cache too.
-CONTINUOUS = {None: ", set-up and all", False: "", True: ", CUDA graphs"}
+#: Of continuous batching: what `graphs` of its lines means.
+CONTINUOUS = {False: "", True: ", CUDA graphs"}
 
 
 def continuous_table(path: Path) -> str:
@@ -1433,6 +1449,7 @@ def main() -> None:
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
         "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
+        "sparse11 listed": lambda: listed_table(path.parent / "listed.jsonl"),
         "eight products": lambda: eight_table(path.parent / "spmm.jsonl"),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),
         "rivals": lambda: rivals_table(path.parent / "spmm.jsonl"),

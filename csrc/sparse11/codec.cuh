@@ -106,7 +106,8 @@ struct sparse11_lane {
             const uint32_t of_step = (entry ^ place) & 0x00fe0000, half = entry & 1 << 16 ? 0x5410 : 0x3254;
             const auto put = [&](uint32_t (&to)[4]) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) // volatile: else the ways below become one, in which all registers are looked at
+                for (int i = 0; i < 4;
+                     i++) // volatile: else the ways below become one, in which all registers are looked at
                     asm volatile("{ .reg .pred p;\nsetp.eq.u32 p, %1, %4;\n@p prmt.b32 %0, %0, %2, %3; }"
                                  : "+r"(to[i])
                                  : "r"(of_step), "r"(entry), "r"(half), "r"(i << 17));
@@ -188,7 +189,8 @@ struct sparse11 {
         template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             lanes[TILE].make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
-            if constexpr (HALF ? STEP == 3 : STEP % 2) lanes[TILE].template put_listed<HALF ? 0 : STEP - 1, STEP>(a, own_column << 17);
+            if constexpr (HALF ? STEP == 3 : STEP % 2)
+                lanes[TILE].template put_listed<HALF ? 0 : STEP - 1, STEP>(a, own_column << 17);
         }
         __device__ __forceinline__ void move_1_to_0() {
             lanes[0] = lanes[1];

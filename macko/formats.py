@@ -149,7 +149,8 @@ class PackedWeight:
             x: [..., cols], of the values' dtype and device; cols a multiple of 8.
             weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
         """
-        return ops.call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
+        ops.refuse_gradients("norm_linear", x, weight, bias)
+        return torch.ops.macko.norm_linear(x, weight, eps, *self.packed, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
         """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
@@ -158,7 +159,8 @@ class PackedWeight:
             gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. They may be halves of one
                 product. Both the silu and the product are rounded, as modules do it.
         """
-        return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
+        ops.refuse_gradients("gated_linear", gate, up, bias)
+        return torch.ops.macko.gated_linear(gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], in parts [..., rows of a part]: contiguous where `gives_parts`, else slices."""
@@ -185,7 +187,7 @@ class PackedWeight:
         return tokens >= cls.parts_from and tokens * min(part_rows) >= OWN_PART
 
     def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        return ops.call(torch.ops.macko.linear_parts, x, *self.packed, part_rows)
+        return torch.ops.macko.linear_parts(x, *self.packed, part_rows)
 
     def validate(self) -> None:
         """Checks every rule of the format, once: a layout of a GPU on the CPU, what runs on both where it is.

@@ -228,7 +228,7 @@ class SparseLinear(nn.Linear):
         if not self._format.gives_parts(input, part_rows):
             return slices(self.forward(input), part_rows)
         tensors = list(self._buffers.values())
-        return call(torch.ops.macko.linear_parts, self._cast(input), tensors, self._header, part_rows)
+        return torch.ops.macko.linear_parts(self._cast(input), tensors, self._header, part_rows)
 
     def _cast(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu") and input.dtype != self.dtype:

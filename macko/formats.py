@@ -138,7 +138,7 @@ class PackedWeight:
         Raises:
             RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix.
         """
-        return ops.call(torch.ops.macko.linear, x, *self.packed, bias)
+        return ops.multiply(x, *self.packed, bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         """linear(x / sqrt(mean(x^2) + eps) * weight, bias), without gradients; on a GPU.

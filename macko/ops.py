@@ -33,6 +33,16 @@ def call(product: Callable[..., Any], *args: Any) -> Any:
         return product(*args)
 
 
+#: With gradients and without: overloads, which take 0.2 us less than what chooses one.
+_LINEAR, _BELOW_AUTOGRAD = torch.ops.macko.linear.default, torch.ops.macko.linear_below_autograd.default
+
+
+def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias with a packed weight of any layout; under no_grad by the op that has no gradients."""
+    linear = _LINEAR if torch.is_grad_enabled() or torch.compiler.is_compiling() else _BELOW_AUTOGRAD
+    return linear(x, tensors, header, bias)
+
+
 def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
     """NotImplementedError where one of these wants a gradient, which torch would only warn of, in backward."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
@@ -117,7 +127,7 @@ def linear(
     Returns:
         [..., rows] of the same dtype.
     """
-    return call(torch.ops.macko.linear, x, *_canonical(values, deltas, row_ptr, cols, delta_bits), bias)
+    return multiply(x, *_canonical(values, deltas, row_ptr, cols, delta_bits), bias)
 
 
 #: block_values, delta_indices, base_indices, block_indptr, row_indices, tile_ptr, sets, col_order of an EC-CSR matrix.
@@ -186,7 +196,7 @@ def ec_spmv(packed: EcMatrix, x: Tensor) -> Tensor:
 
 def ec_linear(x: Tensor, packed: EcMatrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [..., cols]; differentiable in x and bias. More than one token: by a temporary dense copy."""
-    return call(torch.ops.macko.linear, x, *_ec(packed), bias)
+    return multiply(x, *_ec(packed), bias)
 
 
 def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,7 +296,7 @@ def slide_linear(
     """
     (tiles, scale, held), header = _slide(packed, scale, cols, n, dtype)
     tensors, header = [tiles, scale, held if dense is None else dense], [*header[:-2], sparse_from, sparse_to]
-    return call(torch.ops.macko.linear, x, tensors, header, bias)
+    return multiply(x, tensors, header, bias)
 
 
 def slide_depth(cols: Any, n: int) -> Any:

@@ -33,7 +33,7 @@ from ..convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..files import VERSION, check_about
 from ..formats import ByteWeight, MackoWeight, PackedWeight, saved_as, takes_any_weight
 from ..layers import IGNORED, matching
-from ..ops import call
+from ..ops import multiply
 from ..shards import sliced
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
@@ -185,7 +185,7 @@ class _Method(LinearMethodBase):
 
     def product(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         packed = [getattr(layer, name) for name in self.names]
-        return call(torch.ops.macko.linear, x, packed, self.header, bias)
+        return multiply(x, packed, self.header, bias)
 
     def dequantize_weight(self, layer: nn.Module) -> Tensor:
         return torch.ops.macko.dense([getattr(layer, name) for name in self.names], self.header)

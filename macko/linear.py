@@ -308,10 +308,10 @@ class SparseLinear(nn.Linear):
             if self.bias is not None:
                 destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
             return
-        if held.device.type != "meta":
-            self._hold(held.to_saved())
-        elif held.is_layout or isinstance(held, ByteWeight):
+        if held.device.type == "meta" and held.is_layout:
             self._hold(MackoWeight.zeros(held.rows, held.cols, held.dtype, "meta"))
+        else:
+            self._hold(held.to_saved())
         try:
             super()._save_to_state_dict(destination, prefix, keep_vars)
         finally:
@@ -346,19 +346,21 @@ class SparseLinear(nn.Linear):
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
         packed: PackedWeight | None
         held, extra, dense = self._format, f"{prefix}_extra_state", state_dict.get(f"{prefix}weight")
-        own = [prefix + name for name in self._buffers]
+        own, assigned = [prefix + name for name in self._buffers], bool(local_metadata.get("assign_to_params_buffers"))
         try:
             if isinstance(dense, Tensor) and (dense.numel() or (held.saved_dense and extra not in state_dict)):
-                packed = self._pack_loaded(dense, bool(local_metadata.get("assign_to_params_buffers")))
+                packed = self._pack_loaded(dense, assigned)
                 state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
             else:
                 packed = self._read(state_dict, prefix)
+                if packed is not None and not assigned and packed.device.type == "meta" != self.device.type:
+                    raise ValueError("the state is on the meta device and has no content to copy")
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
             return
         if packed is not None:
             elsewhere = self.device.type not in packed.device_types
-            if not local_metadata.get("assign_to_params_buffers"):
+            if not assigned:
                 elsewhere |= packed.dtype != self.dtype
             changed = isinstance(packed, ByteWeight)  # from what files hold
             if elsewhere and "meta" not in (self.device.type, packed.device.type):
@@ -419,6 +421,6 @@ class SparseLinear(nn.Linear):
             )
         if any(tensor.device.type != "meta" for tensor in tensors.values()):
             packed.validate()
-            if isinstance(packed, Macko8Weight):
-                return (packed if self.device.type == "meta" else packed.to(self.device)).held()
+        if isinstance(packed, Macko8Weight):
+            return (packed if "meta" in (self.device.type, packed.device.type) else packed.to(self.device)).held()
         return packed

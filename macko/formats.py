@@ -138,7 +138,7 @@ class PackedWeight:
         Raises:
             RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix.
         """
-        return ops.call(torch.ops.macko.linear, x, *self.packed, bias)
+        return ops.multiply(x, *self.packed, bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         """linear(x / sqrt(mean(x^2) + eps) * weight, bias), without gradients; on a GPU.
@@ -149,7 +149,8 @@ class PackedWeight:
             x: [..., cols], of the values' dtype and device; cols a multiple of 8.
             weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
         """
-        return ops.call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
+        ops.refuse_gradients("norm_linear", x, weight, bias)
+        return torch.ops.macko.norm_linear(x, weight, eps, *self.packed, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
         """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
@@ -158,7 +159,8 @@ class PackedWeight:
             gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. They may be halves of one
                 product. Both the silu and the product are rounded, as modules do it.
         """
-        return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
+        ops.refuse_gradients("gated_linear", gate, up, bias)
+        return torch.ops.macko.gated_linear(gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], in parts [..., rows of a part]: contiguous where `gives_parts`, else slices."""
@@ -185,7 +187,7 @@ class PackedWeight:
         return tokens >= cls.parts_from and tokens * min(part_rows) >= OWN_PART
 
     def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        return ops.call(torch.ops.macko.linear_parts, x, *self.packed, part_rows)
+        return torch.ops.macko.linear_parts(x, *self.packed, part_rows)
 
     def validate(self) -> None:
         """Checks every rule of the format, once: a layout of a GPU on the CPU, what runs on both where it is.
@@ -1136,6 +1138,14 @@ class ByteWeight(PackedWeight):
         """A canonical weight in this format, by way of a dense one."""
         return cls.from_dense(weight.to_dense())
 
+    @classmethod
+    def on_meta(cls, rows: int, cols: int, kind: int, dtype: torch.dtype) -> Self:
+        """A weight without content."""
+        types = {"data": dtype, "offsets": torch.int32, "scales": torch.float32}
+        sizes = {"data": 0, "offsets": 0, "scales": rows}
+        tensors = {name: torch.empty(sizes[name], dtype=types[name], device="meta") for name in cls.tensor_names}
+        return cls(**tensors, **(dict.fromkeys(cls.size_names, 0) | {"rows": rows, "cols": cols, "kind": kind}))
+
     def codes(self) -> Tensor:
         """The values without scales, [rows, cols], float8_e4m3fn or int8."""
         numbers = dataclasses.replace(self, scales=torch.ones_like(self.scales)).to_dense()  # type: ignore[type-var]
@@ -1311,18 +1321,25 @@ class Macko8Weight(PackedWeight):
 
     @classmethod
     def from_bytes(cls, weight: ByteWeight) -> Macko8Weight:
-        """What files hold of a weight, on the CPU."""
-        numbers, scales = weight.codes().cpu(), weight.scales.cpu()
+        """What files hold of a weight, on the CPU; of one on meta nothing."""
+        on_meta, is_dense = weight.device.type == "meta", isinstance(weight, Dense8Weight)
+        scales = weight.scales if on_meta else weight.scales.cpu()
         about = (scales, weight.rows, weight.cols)
         more = (weight.kind, ByteWeight.dtypes[::-1].index(weight.dtype))
-        if isinstance(weight, Dense8Weight):
-            empty = torch.empty(0, dtype=torch.uint8)
+        empty = torch.empty(0, dtype=torch.uint8, device=scales.device)
+        if on_meta:
+            return cls(empty, empty, empty.int(), *about, 0 if is_dense else 4, *more)
+        numbers = weight.codes().cpu()
+        if is_dense:
             return cls(numbers.view(torch.uint8).flatten(), empty, empty.int(), *about, 0, *more)
         packed = MackoWeight.smallest(numbers.to(torch.bfloat16))
         values = packed.values.to(codes.TYPES[weight.kind]).view(torch.uint8)
         return cls(values, packed.deltas, packed.row_ptr, *about, packed.delta_bits, *more)
 
     def held(self) -> ByteWeight:
+        if self.device.type == "meta":
+            kind = Sparse8Weight if self.delta_bits else Dense8Weight
+            return kind.on_meta(self.rows, self.cols, self.kind, self.dtype)
         self.validate()
         if not self.delta_bits:
             return Dense8Weight.from_codes(self._numbers.view(self.rows, self.cols), self.scales, self.dtype)

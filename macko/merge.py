@@ -109,6 +109,8 @@ class MergedLinear(SparseLinear):
     def packed(self) -> PackedWeight:
         """This layer's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
         if self.device.type == "meta":
+            if isinstance(whole := self._whole.packed, ByteWeight):
+                return whole.on_meta(self.out_features, self.in_features, whole.kind, self.dtype)
             return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
         return self._whole.rows_of(self._index)
 
@@ -159,6 +161,8 @@ class MergedLinear(SparseLinear):
         if len(errors) > before or not any(key.startswith(prefix) for key in state_dict):
             return
         try:
+            if alone.device.type == "meta":
+                raise ValueError("the state is on meta, and what it is merged with is not: split_ them first")
             self._whole.replace_part(self._index, alone.packed)
         except ValueError as error:
             errors.append(f"{prefix.removesuffix('.')}: {error}")

@@ -580,6 +580,40 @@ def test_models_are_saved_and_loaded_with_the_same_codes(
     assert_same_bits(moved[0].packed.codes(), model[0].packed.codes())
 
 
+@pytest.mark.parametrize("values", codes.KINDS)
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_layer_on_meta_knows_how_it_holds_values(values: str, zeros: bool) -> None:
+    model = tower(zeros=zeros)
+    (macko.sparsify_ if zeros else macko.compress_)(model, values=values, progress=False)
+    packed: Any = model[0].packed
+    state = model.state_dict()
+    nowhere = {name: tensor if "extra" in name else tensor.to("meta") for name, tensor in state.items()}
+    blank = copy.deepcopy(model).to("meta")
+    for about in (blank.state_dict(), nowhere):
+        assert values in bytes(about["0._extra_state"].tolist()).decode()
+        for other in (blank, copy.deepcopy(model)):
+            other.load_state_dict(about, assign=True)
+            assert other[0].device.type == "meta"
+            assert other[0].packed.label == packed.label
+            assert other(torch.empty(3, 512, dtype=torch.bfloat16, device="meta")).shape == (3, 512)
+            other.load_state_dict(state, assign=True)
+            assert_same_bits(other[0].packed.codes(), packed.codes())
+            other.to("meta")
+    with pytest.raises(RuntimeError, match="0: the state is on the meta device and has no content to copy"):
+        model.load_state_dict(nowhere)
+    assert_same_bits(model[0].packed.codes(), packed.codes())
+
+
+def test_merged_layers_on_meta_know_how_they_hold_values() -> None:
+    names = ("q_proj", "k_proj", "v_proj")
+    model: Any = nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in names}).bfloat16()
+    macko.sparsify_(model, values="int8", merge=True, min_sparsity=0, progress=False)
+    nowhere = copy.deepcopy(model).to("meta").state_dict()
+    assert '"int8"' in bytes(nowhere["k_proj._extra_state"].tolist()).decode()
+    with pytest.raises(RuntimeError, match="k_proj: the state is on meta, and what it is merged with is not"):
+        model.load_state_dict(nowhere, assign=True)
+
+
 def test_files_are_checked() -> None:
     sparse = made_of(Sparse8Weight, 70, 300, kind=0, dtype=torch.bfloat16).to_saved()
     dense = made_of(Dense8Weight, 70, 300, kind=0, dtype=torch.bfloat16).to_saved()

@@ -187,7 +187,7 @@ def test_the_op_of_parts(device: str, weight: type[MackoWeight] | type[SellWeigh
             op(x, *packed.packed, part_rows)
     with pytest.raises(RuntimeError, match="x has shape"):
         op(x[:, 1:], *packed.packed, [96])
-    with pytest.raises(NotImplementedError, match="has no gradients"):
+    with pytest.warns(UserWarning, match="linear_parts: an autograd kernel was not registered"):
         op(x.requires_grad_(), *packed.packed, [96])[0].sum().backward()
 
 
@@ -199,7 +199,9 @@ def test_parts_of_dense12(device: str, rows: tuple[int, ...], own: bool) -> None
     ops = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        ops.append([str(node.target) for node in graph.graph.nodes if "macko" in str(node.target)])
+        ops.append(
+            [str(node.target).removesuffix(".default") for node in graph.graph.nodes if "macko" in str(node.target)]
+        )
         return graph.forward
 
     def some(x: Tensor, keep: Tensor) -> Tensor:

@@ -59,12 +59,21 @@ __device__ __forceinline__ uint32_t load_row(uint32_t at) {
     return word;
 }
 
+// A number whose origin the compiler does not know. zero: 0 where it may know that all lanes have the same, for which there
+// are registers of their own; else threadIdx.y.
+__device__ __forceinline__ uint32_t hidden(uint32_t number, int lane, int zero) {
+    return __shfl_sync(FULL_WARP, lane ? 0 : number, zero);
+}
+
 // Weights of dp4a, a byte each. They are kernel arguments, because dp4a takes an operand from there itself: immediates
 // go through uniform registers, an instruction each time.
 struct tile_weights {
     uint32_t one = 0x01010101, one_up = 0x80808080;                    // 1, and 1 << 7
     uint32_t below[4] = {0, 0x80, 0x8080, 0x808080}, all = 0x80808080; // 128 for all bytes before byte i; for all bytes
-    uint32_t back[2] = {0x8080, 0xc0c0}; // -128 (j even) or -64 (j odd) for the first two bytes
+    uint32_t back[2] = {0x8080, 0xc0c0};             // -128 (j even) or -64 (j odd) for the first two bytes
+    uint32_t all_back[2] = {0x80808080, 0xc0c0c0c0}; // and for all
+    uint32_t pick = 0x1054;
+    uint32_t half[2] = {0x0001, 0x0100};
 };
 
 // Where a lane's two streams go on at the beginning of a tile. A warp that takes tile after tile begins with a slab's
@@ -85,6 +94,9 @@ struct tile_streams {
     __device__ __forceinline__ void spill() {
         at[0] = values + (spills & 0xffff);
         at[1] = values + (spills >> 16);
+    }
+    __device__ __forceinline__ void spill(const tile_weights &weights) {
+        for (int i = 0; i < MACKO_TILE_STREAMS; i++) at[i] = __dp2a_lo(spills, weights.half[i], values);
     }
     // To the end of a tile with this mask.
     __device__ __forceinline__ void skip(uint32_t mask) {
@@ -149,6 +161,48 @@ struct tile_lane {
         const uint32_t m = missing(j), step = 0x4422u >> j % 2;
         low = byte_permute(values[1], values[0], 0x1054u + step * m);
         high = byte_permute(values[3], values[2], 0x1054u + step * (m >> 16));
+    }
+};
+
+// What every group multiplies with, in registers.
+struct tile_numbers {
+    uint32_t pairs[2];
+
+    __device__ __forceinline__ explicit tile_numbers(int lane) {
+        pairs[0] = hidden(0x22004422, lane, threadIdx.y);
+        pairs[1] = hidden(0x11002211, lane, threadIdx.y);
+    }
+};
+
+// What a lane has of a tile whose groups it takes one after the other.
+struct tile_walk {
+    uint32_t mask;
+    uint32_t at[MACKO_TILE_STREAMS];
+
+    __device__ __forceinline__ void read(uint32_t mask_at) {
+        read_32(mask, mask_at);
+    }
+    __device__ __forceinline__ uint32_t missing(int j) const {
+        return ~(mask >> (j & ~1)) & 0x01010101u << j % 2;
+    }
+    template <int J, int TILE>
+    __device__ __forceinline__ void load(uint32_t (&values)[MACKO_TILE_QUAD], const tile_weights &weights) {
+        constexpr int ROW = (TILE * 4 + J % 4) * MACKO_TILE_QUAD;
+        uint32_t &from = at[J / 4];
+        const int m = (int)missing(J);
+        const uint32_t third = __dp4a(m, (int)weights.back[J % 2], (int)from);
+        values[0] = load_value<ROW * MACKO_TILE_ROW_BYTES>(from);
+        values[1] = load_value<(ROW + 1) * MACKO_TILE_ROW_BYTES>(from);
+        values[2] = load_value<(ROW + 2) * MACKO_TILE_ROW_BYTES>(third);
+        values[3] = load_value<(ROW + 3) * MACKO_TILE_ROW_BYTES>(third);
+        from = __dp4a(m, (int)weights.all_back[J % 2], (int)from);
+    }
+    __device__ __forceinline__ void place(int j, const uint32_t (&values)[MACKO_TILE_QUAD], uint32_t &low,
+                                          uint32_t &high, const tile_numbers &numbers,
+                                          const tile_weights &weights) const {
+        const uint32_t m = missing(j);
+        low = byte_permute(values[1], values[0], __dp2a_lo(numbers.pairs[j % 2], m, weights.pick));
+        high = byte_permute(values[3], values[2], __dp2a_hi(numbers.pairs[j % 2], m, weights.pick));
     }
 };
 

@@ -39,7 +39,7 @@ struct sparse16 {
         // tile before in tiles 1 and 3.
         uint32_t spill_mask, column, words_before, low, high;
         tile_numbers numbers;
-        tile_walk tiles[2];
+        tile_lane tiles[2];
         uint32_t values[2][2][MACKO_TILE_QUAD];
         tile_streams streams;
         uint32_t before;
@@ -60,7 +60,7 @@ struct sparse16 {
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &weights) {
             constexpr bool GOES_ON = HALF && TILE == 1;
             const uint32_t header = slab - MACKO_TILE_VALUES_AT;
-            tile_walk &tile = tiles[TILE];
+            tile_lane &tile = tiles[TILE];
             if (STEP == 0) { // all loads
                 if (!GOES_ON) read_16(streams.values, header + MACKO_TILE_SLICES_AT + first);
                 if (!GOES_ON) read_32(streams.spills, header + MACKO_TILE_SPILLS_AT + words);
@@ -72,18 +72,16 @@ struct sparse16 {
                 streams.spill(weights);
                 if (!HALF) streams.at[0] += __popc(before & low) * MACKO_TILE_ROW_BYTES;
                 if (!HALF) streams.at[1] += __popc(before & high) * MACKO_TILE_ROW_BYTES;
-                for (int i = 0; i < MACKO_TILE_STREAMS; i++) tile.at[i] = streams.at[i];
+                tile.begin(streams.at);
             } else if (STEP == 3) {
-                if (GOES_ON)
-                    for (int i = 0; i < MACKO_TILE_STREAMS; i++) tile.at[i] = tiles[0].at[i];
+                if (GOES_ON) tile.begin(tiles[0].at);
                 load<0, TILE>(weights);
             }
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void load(const constants &weights) {
-            constexpr int FIRST = HALF ? TILE : 0;
-            tiles[TILE].template load<2 * STEP, FIRST>(values[STEP % 2][0], weights);
-            tiles[TILE].template load<2 * STEP + 1, FIRST>(values[STEP % 2][1], weights);
+#pragma unroll
+            for (int i = 0; i < 2; i++) tiles[TILE].load(2 * STEP + i, values[STEP % 2][i], weights, HALF ? TILE : 0);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void load_next(uint32_t, const constants &weights) {
@@ -102,15 +100,16 @@ struct sparse16 {
     using half_reader = reader<true>;
 
     struct many_reader {
+        tile_numbers numbers;
         tile_lane here, next;
         tile_streams streams;
         uint32_t values[2][2][MACKO_TILE_QUAD], mask_at;
 
-        __device__ __forceinline__ explicit many_reader(const constants &) {
+        __device__ __forceinline__ explicit many_reader(const constants &) : numbers(threadIdx.x % WARP) {
         }
-        __device__ __forceinline__ void load(tile_lane &tile, int j, int set, const constants &weights) {
+        __device__ __forceinline__ void load(tile_lane &tile, int step, const constants &weights) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) tile.load(j + i, values[set][i], weights);
+            for (int i = 0; i < 2; i++) tile.load(2 * step + i, values[step % 2][i], weights);
         }
         // A slab from its first tile on.
         __device__ __forceinline__ void open(uint32_t slab, int slice, int lane) {
@@ -123,10 +122,9 @@ struct sparse16 {
         }
         // Without a tile before it.
         __device__ __forceinline__ void prepare_first(const constants &weights) {
-            next.read(mask_at);
-            next.count(weights);
-            next.find(weights, streams);
-            load(next, 0, 0, weights);
+            prepare<0>(weights);
+            prepare<1>(weights);
+            prepare<3>(weights);
         }
         // To the tile that is prepared. to_second_half: what is prepared next is in it.
         __device__ __forceinline__ void advance(bool to_second_half) {
@@ -137,18 +135,20 @@ struct sparse16 {
         template <int STEP>
         __device__ __forceinline__ void prepare(const constants &weights) {
             if (STEP == 0) next.read(mask_at);
-            if (STEP == 1) next.count(weights);
-            if (STEP == 2) next.find(weights, streams);
-            if (STEP == 3) load(next, 0, 0, weights);
+            if (STEP == 1) {
+                next.begin(streams.at);
+                streams.skip(next.mask);
+            }
+            if (STEP == 3) load(next, 0, weights);
         }
         template <int STEP>
         __device__ __forceinline__ void load_next(const constants &weights) {
-            if (STEP < 3) load(here, 2 * STEP + 2, (STEP + 1) % 2, weights);
+            if (STEP < 3) load(here, STEP + 1, weights);
         }
         template <int STEP>
-        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
-            here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
-            here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &weights) {
+            here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1], numbers, weights);
+            here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3], numbers, weights);
         }
     };
 };

@@ -15,12 +15,6 @@ struct sparse11_weights {
     uint32_t table[2];
 };
 
-// A number whose origin the compiler does not know. zero: 0 where it may know that all lanes have the same, for which there
-// are registers of their own; else threadIdx.y.
-__device__ __forceinline__ uint32_t hidden(uint32_t number, int lane, int zero) {
-    return __shfl_sync(FULL_WARP, lane ? 0 : number, zero);
-}
-
 // What every step multiplies with or looks up, in registers: the compiler would load or make a number at each use whose
 // origin it knows, also through `held`. And factors that it does not know it does not turn into shifts and additions, of
 // which the ALU has enough.
@@ -133,7 +127,7 @@ template <typename VALUE>
 struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
-    static constexpr bool SAME_SIZE = false, SCALED = false;
+    static constexpr bool SAME_SIZE = false, SCALED = false, OVERLAPS = true;
     static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.

@@ -39,12 +39,13 @@ struct sparse8_lane {
             at[step + 1] = at[step] + 8 * __popc(have[step]);
         }
     }
-    // The words around where a step's values begin, or the last one's end.
-    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse8_numbers &numbers) const {
+    // The words around where a step's values begin, or the last one's end; goes_on: behind which the next tile begins.
+    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse8_numbers &numbers,
+                                         bool goes_on = false) const {
         const uint32_t row = (at[step] & ~31u) * numbers.four + column;
         if (step > 0) words[0] = load_row<-1>(row);
         words[1] = load_row<0>(row);
-        if (step < STEPS) words[2] = load_row<1>(row);
+        if (step < STEPS || goes_on) words[2] = load_row<1>(row);
     }
     // here, next: what was loaded of this step and of the next one.
     __device__ __forceinline__ void make(int step, const uint32_t (&here)[3], const uint32_t (&next)[3],
@@ -64,18 +65,21 @@ struct sparse8 {
     using lane_type = sparse8_lane<KIND, T>;
     static constexpr bool SAME_SIZE = false, SCALED = true;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
-    static constexpr int BASE = 0, HALVES_TO = 0;
+    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
-    struct few_reader {
+    // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
+    template <bool HALF>
+    struct reader {
+        static constexpr int STEPS = MACKO_SPARSE8_STEPS;
         // Offsets in a slab of the lane's mask and start, and of where its slice begins.
         uint32_t mask_at, start_at, slice_at;
         // As in sparse11: which column it is, and its bits before the tile's values.
         uint32_t before, own_column, select;
         sparse8_numbers numbers;
         lane_type lanes[2];
-        uint32_t words[MACKO_SPARSE8_STEPS + 1][3], start, values;
+        uint32_t words[STEPS + 1][3], start, values;
 
-        __device__ __forceinline__ few_reader(const constants &, int tile, int slice, int lane) : numbers(lane) {
+        __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane) : numbers(lane) {
             const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
             mask_at = held(tile_lane::mask_at(0, tile, slice, lane));
             start_at = held(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
@@ -86,24 +90,28 @@ struct sparse8 {
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
+            constexpr bool GOES_ON = HALF && TILE == 1;
             lane_type &tile = lanes[TILE];
             if (STEP == 0) {
-                read_32(values, slab + slice_at);
-                read_32(start, slab + start_at);
-                read_32(tile.mask, slab + mask_at);
+                if (!GOES_ON) read_32(values, slab + slice_at);
+                if (!GOES_ON) read_32(start, slab + start_at);
+                read_32(tile.mask, slab + mask_at + (GOES_ON ? MACKO_TILE_MASK_BYTES : 0));
             } else if (STEP == 1) {
-                tile.at[0] = __dp4a(start, before, 0u);
-                tile.column = slab + values + byte_permute(start, own_column, select);
+                tile.at[0] = GOES_ON ? lanes[0].at[STEPS] : __dp4a(start, before, 0u);
+                tile.column = GOES_ON ? lanes[0].column : slab + values + byte_permute(start, own_column, select);
             } else if (STEP == 2) {
                 tile.count();
             } else {
-                tile.load(0, words[0], numbers);
+                if (GOES_ON)
+                    for (int i = 1; i < 3; i++) words[0][i] = words[STEPS][i];
+                else
+                    tile.load(0, words[0], numbers);
                 tile.load(1, words[1], numbers);
             }
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void load_next(uint32_t, const constants &) {
-            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers);
+            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers, HALF && TILE == 0);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
@@ -113,6 +121,8 @@ struct sparse8 {
             lanes[0] = lanes[1];
         }
     };
+    using few_reader = reader<false>;
+    using half_reader = reader<true>;
 
     struct many_reader {
         sparse8_numbers numbers;

@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
         }
         commit_copies();
     };
+    const tile_numbers numbers(lane);
     float sums[OCTETS][4] = {};
     for (int stage = 0; stage + 1 < task.stages; stage++) fetch(stage);
     for (int stage = 0; stage < stages; stage++) {
@@ -43,20 +44,19 @@ __global__ void __launch_bounds__(MMA_THREADS)
         tile_lane tile, before;
         streams.begin(slab, slice, lane);
         tile.read(tile_lane::mask_at(slab, tile_index, slice, lane));
-        if (tile_index >= MACKO_TILE_SLAB_TILES / 2) streams.spill();
+        if (tile_index >= MACKO_TILE_SLAB_TILES / 2) streams.spill(task.weights);
         if (tile_index % 2) {
             before.read(tile_lane::mask_at(slab, tile_index - 1, slice, lane));
             streams.skip(before.mask);
         }
-        tile.count(task.weights);
-        tile.find(task.weights, streams);
+        tile.begin(streams.at);
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             uint32_t a[4], values[2][MACKO_TILE_QUAD];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 tile.load(2 * step + half, values[half], task.weights);
-                tile.place(2 * step + half, values[half], a[2 * half], a[2 * half + 1]);
+                tile.place(2 * step + half, values[half], a[2 * half], a[2 * half + 1], numbers, task.weights);
             }
 #pragma unroll
             for (int octet = 0; octet < OCTETS; octet++) {

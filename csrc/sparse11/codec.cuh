@@ -114,8 +114,9 @@ template <typename VALUE>
 struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
-    static constexpr bool SAME_SIZE = false, SCALED = false;
-    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
+    static constexpr bool SAME_SIZE = false, SCALED = false, BRANCHES = true;
+    static constexpr int BASE = 0, HALVES_TO = 32,
+                         WARPS_TO = 8; // with more tokens there are too few stages for two at once
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
     template <bool HALF>

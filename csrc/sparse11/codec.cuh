@@ -128,7 +128,8 @@ struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
     static constexpr bool SAME_SIZE = false, SCALED = false, OVERLAPS = true;
-    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
+    static constexpr int BASE = 0, HALVES_TO = 32, // with more tokens there are too few stages for two at once
+        WARPS_TO = 8;
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
     template <bool HALF>

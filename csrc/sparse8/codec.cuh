@@ -9,15 +9,16 @@
 
 namespace macko {
 
-// What every step multiplies with, in registers (sparse11_numbers says why).
+// What every step adds or multiplies with, in registers (sparse11_numbers says why).
 struct sparse8_numbers {
-    uint32_t four, first_ranks, last_ranks;
+    uint32_t four, upper, first_none, last_none;
 
-    __device__ __forceinline__ explicit sparse8_numbers(int lane) {
-        const auto hidden = [&](uint32_t number) { return __shfl_sync(FULL_WARP, lane ? 0 : number, 0); };
+    __device__ __forceinline__ explicit sparse8_numbers(int lane, int zero = 0) {
+        const auto hidden = [&](uint32_t number) { return __shfl_sync(FULL_WARP, lane ? 0 : number, zero); };
         four = hidden(4);
-        first_ranks = hidden((0x1110 - 4) / 4);
-        last_ranks = hidden(-((0x1110u + 4) / 4));
+        upper = hidden(0x0100);
+        first_none = hidden(0x4444);
+        last_none = hidden(0x7777);
     }
 };
 
@@ -26,16 +27,19 @@ template <macko_byte_kind KIND, typename T>
 struct sparse8_lane {
     using bytes = four_bytes<KIND, T>;
     static constexpr int STEPS = MACKO_SPARSE8_STEPS;
-    static constexpr uint32_t HAVE = 0x44444444;
-    uint32_t mask, have[STEPS]; // bit 2 of an element's nibble: it has a value
+    static constexpr uint32_t ONES = 0x11111111;
+    uint32_t mask, have[STEPS]; // bit BIT of an element's nibble: it has a value
     uint32_t at[STEPS + 1];     // bits of the column before a step's values
     uint32_t column;            // where it begins
 
+    __device__ __forceinline__ static constexpr int bit(int step) {
+        return step < 3 ? 2 - step : 2;
+    }
     // at[0] is known.
     __device__ __forceinline__ void count() {
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            have[step] = (step < 3 ? mask << step : mask >> 1) & HAVE;
+            have[step] = (step < 3 ? mask : mask >> 1) & ONES << bit(step);
             at[step + 1] = at[step] + 8 * __popc(have[step]);
         }
     }
@@ -53,8 +57,12 @@ struct sparse8_lane {
         const uint32_t first = funnel_shift(here[1], here[2], at[step]),
                        last = funnel_shift(next[0], next[1], at[step + 1]);
         // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it; 4 and more are zeros.
-        bytes::make(byte_permute(first, bytes::ZEROS, have[step] * numbers.first_ranks + 0x4444), a[0], a[1]);
-        bytes::make(byte_permute(last, bytes::ZEROS, (have[step] >> 16) * numbers.last_ranks + 0x7777), a[2], a[3]);
+        bytes::make(byte_permute(first, bytes::ZEROS, have[step] * (0x1110 - 4 >> bit(step)) + numbers.first_none),
+                    a[0], a[1]);
+        bytes::make(
+            byte_permute(last, bytes::ZEROS,
+                         __dp2a_lo(have[step], numbers.upper, 0u) * -(0x1110 + 4 >> bit(step)) + numbers.last_none),
+            a[2], a[3]);
     }
 };
 
@@ -63,9 +71,10 @@ struct sparse8 {
     using T = VALUE;
     using constants = byte_weights;
     using lane_type = sparse8_lane<KIND, T>;
-    static constexpr bool SAME_SIZE = false, SCALED = true;
+    static constexpr bool SAME_SIZE = false, SCALED = true, OVERLAPS = false;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
-    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
+    static constexpr int BASE = 0, HALVES_TO = 32,
+                         WARPS_TO = 16; // with more tokens there are too few stages for two at once
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
     template <bool HALF>
@@ -79,7 +88,8 @@ struct sparse8 {
         lane_type lanes[2];
         uint32_t words[STEPS + 1][3], start, values;
 
-        __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane) : numbers(lane) {
+        __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane)
+            : numbers(lane, HALF ? threadIdx.y : 0) {
             const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
             mask_at = held(tile_lane::mask_at(0, tile, slice, lane));
             start_at = held(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);

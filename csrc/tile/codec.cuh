@@ -7,6 +7,9 @@
 //     BASE         byte of a slab to which the readers' addresses refer
 //     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never; then too:
 //     half_reader  as few_reader, but tiles 0 and 1 that it is asked for are neighbours in a slab
+//     WARPS_TO     tokens of those, up to which warps multiply by themselves
+//     OVERLAPS     whether products of one tile run while those of the next are made. ptxas sees registers that are in use
+//                  then, and lets each product wait for the one before, unless `make` has branches
 //     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before it
 //                  is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
@@ -27,7 +30,7 @@ struct sparse16 {
     using constants = tile_weights;
     static constexpr bool SAME_SIZE = false, SCALED = false, OVERLAPS = false;
     static constexpr int BASE = MACKO_TILE_VALUES_AT, // masks and offsets lie at fixed distances before it
-        HALVES_TO = 32;
+        HALVES_TO = 32, WARPS_TO = 8;
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and streams go on from the one to the other. Else any two tiles.
     template <bool HALF>
@@ -155,10 +158,10 @@ struct sparse16 {
 
 // d += a b of a warp, 16 x 16 by 16 x 8, from compute capability 8.0 on.
 template <typename T>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+__device__ __forceinline__ void mma(float *d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 #define MACKO_TILE_MMA(T, KIND)                                                                                        \
     template <>                                                                                                        \
-    __device__ __forceinline__ void mma<T>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {          \
+    __device__ __forceinline__ void mma<T>(float *d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {               \
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND                                            \
                      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \

@@ -498,8 +498,8 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                     constexpr int STEP = decltype(step)::value;
                     reader.template load_next<STEP, TILE>(here.slab, task.weights);
                     reader.template prepare<STEP, NEXT>(ahead.slab, task.weights);
-                    if (STEP == 0 && TILE == 0 && CODEC::OVERLAPS)
-                        sm90::warpgroup_wait<1>(); // for what reads these registers last
+                    // For what reads these registers last.
+                    if (STEP == 0 && TILE == 0 && CODEC::OVERLAPS) sm90::warpgroup_wait<1>();
                     reader.template make<STEP, TILE>(both[TILE], task.weights);
                 };
                 take(step0);

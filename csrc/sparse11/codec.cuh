@@ -127,9 +127,8 @@ template <typename VALUE>
 struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
-    static constexpr bool SAME_SIZE = false, SCALED = false, OVERLAPS = true;
-    static constexpr int BASE = 0, HALVES_TO = 32, // with more tokens there are too few stages for two at once
-        WARPS_TO = 8;
+    static constexpr bool SAME_SIZE = false, SCALED = false;
+    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
     template <bool HALF>

@@ -5,11 +5,8 @@
 //     SAME_SIZE    whether all slabs are of one size, so that nobody has to look up where one begins
 //     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
-//     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never; then too:
+//     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never. Else one more:
 //     half_reader  as few_reader, but tiles 0 and 1 that it is asked for are neighbours in a slab
-//     WARPS_TO     tokens of those, up to which warps multiply by themselves
-//     OVERLAPS     whether products of one tile run while those of the next are made. ptxas sees registers that are in use
-//                  then, and lets each product wait for the one before, unless `make` has branches
 //     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before it
 //                  is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
@@ -28,9 +25,9 @@ template <typename T_>
 struct sparse16 {
     using T = T_;
     using constants = tile_weights;
-    static constexpr bool SAME_SIZE = false, SCALED = false, OVERLAPS = false;
+    static constexpr bool SAME_SIZE = false, SCALED = false;
     static constexpr int BASE = MACKO_TILE_VALUES_AT, // masks and offsets lie at fixed distances before it
-        HALVES_TO = 32, WARPS_TO = 8;
+        HALVES_TO = 16;                               // with more tokens there are too few stages for two at once
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and streams go on from the one to the other. Else any two tiles.
     template <bool HALF>

@@ -86,6 +86,19 @@ def test_another_gpu_is_judged_by_its_bandwidth(own_tables: Path) -> None:
     assert times.times("Known").measured
 
 
+def test_tiles_times_stand_for_the_kernel_with_wgmma_alone(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own_tables / "shipped" / times.file_name("Known")).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)))
+    monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
+    monkeypatch.setattr(choose, "_sell_runs", lambda cols, device: True)
+    weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
+    for name, major, one in (("Other", 8, "sell"), ("Other", 10, "sell"), ("Other", 9, "tile"), ("Known", 8, "tile")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
+        assert choose.choose(weight, 1).format == one  # type: ignore[arg-type]
+        assert choose.choose(weight).format == one  # type: ignore[arg-type]
+        assert choose.choose(weight, 8).format == "tile"  # type: ignore[arg-type]
+
+
 def test_own_lines_come_before_shipped_ones(own_tables: Path) -> None:
     shipped = table(line(512, 512, 0.5, dense=10, sell=4, ec=5), line(1024, 512, 0.5, dense=15, sell=6))
     (own_tables / "shipped" / times.file_name(GPU)).write_text(shipped)

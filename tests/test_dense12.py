@@ -476,7 +476,7 @@ def test_validate_names_what_is_wrong() -> None:
         r"slab 3 of row block 1, byte 2: an element outside": changed(made, 3 * slab + 2, 1),
         r"slab 3 of row block 1, byte 1088: an element outside": changed(made, 3 * slab + 1088, 0x80),  # -0.0
         f"{at}, byte {slab - 1}: not zero behind the list": changed(made, slab - 1, 1),
-        "listed is 7, its lists have 12": dataclasses.replace(made, listed=7),
+        "listed is 7, it has 12": dataclasses.replace(made, listed=7),
         "data has .* elements, expected .* in slabs of 194 units": dataclasses.replace(made, slab_units=194),
         "slab_units is 192, expected 193 to 256": dataclasses.replace(made, slab_units=192),
         "slab_units is 257, expected 193 to 256": dataclasses.replace(made, slab_units=257),

@@ -79,9 +79,11 @@ class Result(Side):
 
 def check(options: argparse.Namespace) -> None:
     """ValueError or OSError for what would else be found out behind the first times."""
-    Options(options.format, options.tokens)
+    Options(options.format, options.tokens, values=options.values or "exact")
     for sparsity in options.sparsity or ():
         asked_for(sparsity, "magnitude", None)
+    if options.values in KINDS and len(options.sparsity or ()) > 1:
+        raise ValueError(f"--values {options.values} rounds the model: give one --sparsity")
     append(options.json, ())
 
 
@@ -105,6 +107,8 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     """
     check(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reason := Options(options.format).not_on(device):
+        raise ValueError(f"--format {reason}, models are timed on {device.type} here")
     if options.compile is None:
         options.compile = "default" if device.type == "cuda" else "no"
     if options.merge is None:
@@ -113,8 +117,6 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
     model = _load(source, device, dtype)
     prunes = options.source[:7] == "random:" and not any_weight
-    if options.values in KINDS and len(options.sparsity or ()) > 1:
-        raise ValueError(f"--values {options.values} rounds the model: give one --sparsity")
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if prunes else []))
     prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []

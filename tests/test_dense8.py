@@ -29,6 +29,7 @@ from tests.common import (
     assert_graph_of_layers,
     assert_same_bits,
     devices,
+    each_token,
     integer_problem,
     mask,
     needs_capture,
@@ -197,7 +198,9 @@ def test_nan_and_inf_are_refused(format: type[ByteWeight], wrong: float) -> None
 
 @each_format
 def test_other_arguments_are_refused(format: type[ByteWeight]) -> None:
-    with pytest.raises(ValueError, match=f"the {format.format} format is of bfloat16 and float16, the .* is float32"):
+    with pytest.raises(
+        ValueError, match=f"the {format.format} format holds bfloat16 and float16, the weight is float32"
+    ):
         format.from_dense(torch.ones(2, 2))
     ones, eight = torch.ones(2), torch.ones(2, 3).to(torch.int8)
     for match, *arguments in (
@@ -289,10 +292,9 @@ def test_exact_products(
     device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int, rows: int, cols: int
 ) -> None:
     made, x, y = exact_problem(format, rows, cols, kind, dtype, device)
-    factor = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(200)[:, None]
-    xs, ys = (x * factor).to(dtype), (y * factor).to(dtype)
     for count in TOKENS if device == "cuda" else (1, 65):
-        assert_same_bits(made.linear(xs[:count].to(device)) + 0, ys[:count] + 0)
+        xs, ys = each_token(x, y, count)
+        assert_same_bits(made.linear(xs.to(device)) + 0, ys)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -320,7 +322,8 @@ def test_every_path_gives_the_same(keys: str, format: type[ByteWeight], plan: Pl
         for dtype in DTYPES:
             made, x, y = exact_problem(format, 300, 2307, kind, dtype, "cuda")
             for count in (1, 8, 64, 65, 300):
-                assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+                xs, ys = each_token(x, y, count)
+                assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -333,7 +336,8 @@ def test_every_way_to_multiply_many(way: str, split: int, format: type[ByteWeigh
         for dtype in DTYPES:
             made, x, y = exact_problem(format, 1100, 2307, kind, dtype, "cuda")
             for count in (65, 300):
-                assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+                xs, ys = each_token(x, y, count)
+                assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -387,8 +391,9 @@ def test_sums_of_the_largest_and_smallest_codes(format: type[ByteWeight]) -> Non
 def test_parts_of_a_merged_layer(format: type[ByteWeight], part_rows: tuple[int, ...]) -> None:
     made, x, y = exact_problem(format, 300, 1001, 0, torch.bfloat16, "cuda")
     for count in (1, 20, 64, 65, 300):
-        parts = made._own_parts(x.expand(count, -1).cuda(), part_rows)
-        assert_same_bits(torch.cat([*parts], -1) + 0, y.expand(count, -1) + 0)
+        xs, ys = each_token(x, y, count)
+        parts = made._own_parts(xs.cuda(), part_rows)
+        assert_same_bits(torch.cat([*parts], -1) + 0, ys)
 
 
 @pytest.mark.gpu

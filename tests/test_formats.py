@@ -14,7 +14,7 @@ from macko import FORMATS, MackoWeight, SparseLinear, _library
 from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
 from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight
-from tests.common import assert_same_bits, devices, integer_problem, random_weight
+from tests.common import assert_same_bits, devices, each_token, integer_problem, random_weight
 from tests.fuzz import honest
 
 
@@ -56,9 +56,10 @@ def test_second_gpu(name: str) -> None:
             assert_same_bits(packed.to_dense().cpu(), w)
             assert_same_bits(packed.to(f"cuda:{current}").to_dense().cpu(), w)
             for tokens in (1, 3, 200):
-                got = packed.linear(x.to(at).expand(tokens, 520), torch.ones(264, dtype=w.dtype, device=at))
+                xs, ys = each_token(x, y, tokens)
+                got = packed.linear(xs.to(at))
                 assert str(got.device) == at
-                assert_same_bits(got.cpu() + 0, y.expand(tokens, 264) + 1)
+                assert_same_bits(got.cpu() + 0, ys)
             with pytest.raises(RuntimeError, match=f"x is on cuda:{current}, .* is on {at}"):
                 packed.linear(x.to(f"cuda:{current}"))
 

@@ -221,6 +221,35 @@ def test_parts_of_dense12(device: str, rows: tuple[int, ...], own: bool) -> None
     assert ops == [["macko.linear"], *[["macko.linear_parts" if own else "macko.linear"]] * 2]
 
 
+def test_hooks_of_accelerate_leave_merged_layers_where_they_are() -> None:
+    """Which is right where all are on one device; elsewhere their products refuse (the next test)."""
+    accelerate = pytest.importorskip("accelerate")
+    _, model = models()
+    x = vector(3, 64)
+    wanted = model(x)
+    places = {f"0.{name}": "cpu" for name in NAMES}
+    hooked = copy.deepcopy(model)
+    for name in NAMES:
+        hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True)
+        accelerate.hooks.add_hook_to_module(hooked[0].get_submodule(name), hook)
+    for dispatched in (
+        hooked,
+        accelerate.dispatch_model(copy.deepcopy(model), places, main_device="cpu", force_hooks=True),
+        accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu"),
+    ):
+        assert type(dispatched[0].q_proj) is MergedLinear
+        for _ in range(2):
+            assert_same_bits(dispatched(x), wanted)
+
+
+def test_merged_layers_refuse_an_input_on_another_device_by_name() -> None:
+    _, model = models()
+    replica = model[0].q_proj._replicate_for_data_parallel()  # as nn.DataParallel has one on each device
+    for layer in (replica, model[0].q_proj):
+        with pytest.raises(RuntimeError, match=r"merged layers are on cpu, their input is on meta: .*split_\(model\)"):
+            layer(vector(3, 64).to("meta"))
+
+
 def test_any_order_and_repeated_calls() -> None:
     sparse, merged = models()
     a, b = vector(2, 64), vector(2, 64, seed=1)

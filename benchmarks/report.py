@@ -560,7 +560,8 @@ def bench_summary(lines: list[Line]) -> str:
     pairs = bench_pairs(lines)
     rows = []
     for what, of in pairs.items():
-        for held, (dense, sparse) in of.items():
+        for held in (held for held in HELD if held in of):
+            dense, sparse = of[held]
             gain = dense["ms"] / sparse["ms"]
             sizes = [f"{line['peak_bytes'] / 1e9:.1f}" for line in (dense, sparse)]
             rows.append(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import macko
 from macko import formats
 from macko.files import VERSION, Checkpoint
-from tests.common import CPU_DTYPES, assert_same_bits, device_dtypes, random_weight
+from tests.common import CPU_DTYPES, assert_same_bits, assert_same_model, device_dtypes, random_weight
 
 
 class Model(nn.Module):
@@ -73,13 +73,6 @@ def siblings(density: float, format: str) -> Siblings:
 def on_meta() -> Model:
     with torch.device("meta"):
         return Model()
-
-
-def assert_same_model(got: nn.Module, wanted: nn.Module) -> None:
-    state, other = got.state_dict(), wanted.state_dict()
-    assert state.keys() == other.keys()
-    for name, tensor in state.items():
-        assert_same_bits(tensor, other[name])
 
 
 @pytest.mark.parametrize("start", [Model, on_meta, sparse_model])

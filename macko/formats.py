@@ -309,7 +309,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+        return sum(t.nbytes for t in self.tensors().values())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
         """The same weight elsewhere, or the dense weight's conversion to dtype packed anew.

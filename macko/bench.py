@@ -40,7 +40,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
 #: What "fast" and "max" have besides where layers are sparse, so that both sides are at their best: norms and sums in
 #: the products, which Inductor's dense products have by themselves, and small kernels put together. What the latter do
-#: to dense is not known: the one run with them had a disturbed host (the first of the H200's bench_slow_host.jsonl).
+#: to dense was not measured on a quiet host.
 FOR_SPARSE: dict[str, Any] = {"post_grad_custom_pre_pass": Fuse(), "combo_kernels": True}
 
 
@@ -284,11 +284,11 @@ def _difference(longer: Callable[[], Any], shorter: Callable[[], Any], on_gpu: b
 
 
 def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
-    """What generate() does before its first token: not compiled."""
+    """What generate() does before its first token: not compiled. A GPU waits for the host there, so of many calls."""
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
-        seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6))
+        seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 30 if prompts.is_cuda else 6))
     return result(side, "prefill", 1, prompts.shape[1], prompts.shape[1], seconds, _peak(prompts))
 
 

@@ -9,15 +9,16 @@
 
 namespace macko {
 
-// What every step multiplies with, in registers (sparse11_numbers says why).
+// What every step adds or multiplies with, in registers (sparse11_numbers says why).
 struct sparse8_numbers {
-    uint32_t four, first_ranks, last_ranks;
+    uint32_t four, upper, first_none, last_none;
 
-    __device__ __forceinline__ explicit sparse8_numbers(int lane) {
-        const auto hidden = [&](uint32_t number) { return __shfl_sync(FULL_WARP, lane ? 0 : number, 0); };
+    __device__ __forceinline__ explicit sparse8_numbers(int lane, int zero = 0) {
+        const auto hidden = [&](uint32_t number) { return __shfl_sync(FULL_WARP, lane ? 0 : number, zero); };
         four = hidden(4);
-        first_ranks = hidden((0x1110 - 4) / 4);
-        last_ranks = hidden(-((0x1110u + 4) / 4));
+        upper = hidden(0x0100);
+        first_none = hidden(0x4444);
+        last_none = hidden(0x7777);
     }
 };
 
@@ -26,25 +27,29 @@ template <macko_byte_kind KIND, typename T>
 struct sparse8_lane {
     using bytes = four_bytes<KIND, T>;
     static constexpr int STEPS = MACKO_SPARSE8_STEPS;
-    static constexpr uint32_t HAVE = 0x44444444;
-    uint32_t mask, have[STEPS]; // bit 2 of an element's nibble: it has a value
+    static constexpr uint32_t ONES = 0x11111111;
+    uint32_t mask, have[STEPS]; // bit BIT of an element's nibble: it has a value
     uint32_t at[STEPS + 1];     // bits of the column before a step's values
     uint32_t column;            // where it begins
 
+    __device__ __forceinline__ static constexpr int bit(int step) {
+        return step < 3 ? 2 - step : 2;
+    }
     // at[0] is known.
     __device__ __forceinline__ void count() {
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            have[step] = (step < 3 ? mask << step : mask >> 1) & HAVE;
+            have[step] = (step < 3 ? mask : mask >> 1) & ONES << bit(step);
             at[step + 1] = at[step] + 8 * __popc(have[step]);
         }
     }
-    // The words around where a step's values begin, or the last one's end.
-    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse8_numbers &numbers) const {
+    // The words around where a step's values begin, or the last one's end; goes_on: behind which the next tile begins.
+    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse8_numbers &numbers,
+                                         bool goes_on = false) const {
         const uint32_t row = (at[step] & ~31u) * numbers.four + column;
         if (step > 0) words[0] = load_row<-1>(row);
         words[1] = load_row<0>(row);
-        if (step < STEPS) words[2] = load_row<1>(row);
+        if (step < STEPS || goes_on) words[2] = load_row<1>(row);
     }
     // here, next: what was loaded of this step and of the next one.
     __device__ __forceinline__ void make(int step, const uint32_t (&here)[3], const uint32_t (&next)[3],
@@ -52,8 +57,12 @@ struct sparse8_lane {
         const uint32_t first = funnel_shift(here[1], here[2], at[step]),
                        last = funnel_shift(next[0], next[1], at[step + 1]);
         // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it; 4 and more are zeros.
-        bytes::make(byte_permute(first, bytes::ZEROS, have[step] * numbers.first_ranks + 0x4444), a[0], a[1]);
-        bytes::make(byte_permute(last, bytes::ZEROS, (have[step] >> 16) * numbers.last_ranks + 0x7777), a[2], a[3]);
+        bytes::make(byte_permute(first, bytes::ZEROS, have[step] * (0x1110 - 4 >> bit(step)) + numbers.first_none),
+                    a[0], a[1]);
+        bytes::make(
+            byte_permute(last, bytes::ZEROS,
+                         __dp2a_lo(have[step], numbers.upper, 0u) * -(0x1110 + 4 >> bit(step)) + numbers.last_none),
+            a[2], a[3]);
     }
 };
 
@@ -64,18 +73,22 @@ struct sparse8 {
     using lane_type = sparse8_lane<KIND, T>;
     static constexpr bool SAME_SIZE = false, SCALED = true;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
-    static constexpr int BASE = 0, HALVES_TO = 0;
+    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
-    struct few_reader {
+    // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
+    template <bool HALF>
+    struct reader {
+        static constexpr int STEPS = MACKO_SPARSE8_STEPS;
         // Offsets in a slab of the lane's mask and start, and of where its slice begins.
         uint32_t mask_at, start_at, slice_at;
         // As in sparse11: which column it is, and its bits before the tile's values.
         uint32_t before, own_column, select;
         sparse8_numbers numbers;
         lane_type lanes[2];
-        uint32_t words[MACKO_SPARSE8_STEPS + 1][3], start, values;
+        uint32_t words[STEPS + 1][3], start, values;
 
-        __device__ __forceinline__ few_reader(const constants &, int tile, int slice, int lane) : numbers(lane) {
+        __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane)
+            : numbers(lane, HALF ? threadIdx.y : 0) {
             const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
             mask_at = held(tile_lane::mask_at(0, tile, slice, lane));
             start_at = held(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
@@ -86,24 +99,28 @@ struct sparse8 {
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
+            constexpr bool GOES_ON = HALF && TILE == 1;
             lane_type &tile = lanes[TILE];
             if (STEP == 0) {
-                read_32(values, slab + slice_at);
-                read_32(start, slab + start_at);
-                read_32(tile.mask, slab + mask_at);
+                if (!GOES_ON) read_32(values, slab + slice_at);
+                if (!GOES_ON) read_32(start, slab + start_at);
+                read_32(tile.mask, slab + mask_at + (GOES_ON ? MACKO_TILE_MASK_BYTES : 0));
             } else if (STEP == 1) {
-                tile.at[0] = __dp4a(start, before, 0u);
-                tile.column = slab + values + byte_permute(start, own_column, select);
+                tile.at[0] = GOES_ON ? lanes[0].at[STEPS] : __dp4a(start, before, 0u);
+                tile.column = GOES_ON ? lanes[0].column : slab + values + byte_permute(start, own_column, select);
             } else if (STEP == 2) {
                 tile.count();
             } else {
-                tile.load(0, words[0], numbers);
+                if (GOES_ON)
+                    for (int i = 1; i < 3; i++) words[0][i] = words[STEPS][i];
+                else
+                    tile.load(0, words[0], numbers);
                 tile.load(1, words[1], numbers);
             }
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void load_next(uint32_t, const constants &) {
-            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers);
+            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers, HALF && TILE == 0);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
@@ -113,6 +130,8 @@ struct sparse8 {
             lanes[0] = lanes[1];
         }
     };
+    using few_reader = reader<false>;
+    using half_reader = reader<true>;
 
     struct many_reader {
         sparse8_numbers numbers;

@@ -332,6 +332,8 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     other.up = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(ValueError, match="a packed layer up, in the model it is a Identity"):
         macko.load_model(other, path)
+    with pytest.raises(ValueError, match="a packed layer up, which the model cannot hold: it is float64; macko holds"):
+        macko.load_model(Model().double(), path)  # as float32 on a GPU
     other = Model()
     other.up = nn.Linear(40, 73)
     with pytest.raises(ValueError, match=r"up: size mismatch: the state has shape \[72, 40\], the layer \[73, 40\]"):

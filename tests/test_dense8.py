@@ -758,8 +758,8 @@ def test_merged_layers_take_states_of_their_kind_only() -> None:
     assert type(merged["q_proj"]).__name__ == "MergedLinear"
     before = [layer.packed.codes() for layer in merged.values()]
     merged.load_state_dict(siblings("int8", False).state_dict())
-    for values in ("fp8", "exact"):
-        with pytest.raises(RuntimeError, match=r"q_proj: holds values .*, what it is merged with values in int8"):
+    for values, ways in (("fp8", "fp8 and int8"), ("exact", "16 bits and int8")):
+        with pytest.raises(RuntimeError, match=f"q_proj: .* have values in {ways}: .* split_ them first"):
             merged.load_state_dict(siblings(values, False).state_dict())
     for layer, wanted in zip(merged.values(), before, strict=True):
         assert_same_bits(layer.packed.codes(), wanted)

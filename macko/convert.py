@@ -227,7 +227,7 @@ def convert_layer(
     if row := _row_without_weight(layer, options):
         return row, None
     dense = module.weight.detach()
-    size, target = dense.numel() * dense.element_size(), device or dense.device
+    size, target = dense.nbytes, device or dense.device
     row = LayerReport(layer.name, tuple(dense.shape), None, "dense", size, size)
     row.reason = layer.left_out or _why_not(module.weight, layer.name, options, target, tied)
     if not row.reason:
@@ -309,7 +309,7 @@ def _row_without_weight(layer: FoundLinear, options: Options) -> LayerReport | N
         return LayerReport(layer.name, shape, density, module.format, size, size, "is sparse already")
     if reason := _weight_out_of_reach(layer):
         shape = (module.out_features, module.in_features)
-        size = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
+        size = sum(p.nbytes for p in module.parameters() if not is_lazy(p) and p.dim() == 2)
         if options.format == "slide":
             reason = _refused_shards(module.weight, options.pattern) or reason
         return LayerReport(layer.name, shape, None, "dense", size, size, layer.left_out or reason)

@@ -270,7 +270,7 @@ def _time_loading() -> None:
 def _bytes_and_seconds(model: Any) -> tuple[int, float | None]:
     """Bytes of all weights that the model holds, and the seconds that they took to load, if a fork of ours did it."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values()), getattr(model, "macko_loading_s", None)
+    return sum(t.nbytes for t in tensors.values()), getattr(model, "macko_loading_s", None)
 
 
 def _fill_dummies(sparsity: float) -> None:

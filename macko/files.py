@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .choose import AUTO, Options
 from .formats import FORMATS, MackoWeight, PackedWeight, saved_as
 from .layers import tied_parameters
-from .linear import SparseLinear, as_extra_state
+from .linear import SparseLinear, as_extra_state, unsupported
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1
@@ -283,6 +283,8 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
         return model
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
+    if reason := unsupported(layer.weight.dtype, layer.weight.device):
+        raise ValueError(f"the file has a packed layer {name}, which the model cannot hold: {reason}")
     blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
     sparse = SparseLinear.from_packed(blank, layer.bias, options=AUTO).train(layer.training)
     if not name:

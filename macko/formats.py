@@ -83,6 +83,8 @@ class PackedWeight:
     #: Its fields in their order, which torch.compile could not ask a dataclass for.
     tensor_names: ClassVar[tuple[str, ...]] = ()
     size_names: ClassVar[tuple[str, ...]] = ()
+    #: Packed from the dense weight; else laid out from the canonical one.
+    of_dense: ClassVar[bool] = False
     #: Made from any weight, zeros or none.
     any_weight: ClassVar[bool] = False
     #: The field that holds the values.
@@ -110,7 +112,7 @@ class PackedWeight:
     @classmethod
     def from_macko(cls, weight: MackoWeight) -> Self:
         """A canonical weight in this format. On a GPU tile goes by dense rows of at most 64 MB at a time."""
-        return cls._laid_out(weight)
+        return cls.from_dense(weight.to_dense()) if cls.of_dense else cls._laid_out(weight)
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
@@ -309,7 +311,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+        return sum(t.nbytes for t in self.tensors().values())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
         """The same weight elsewhere, or the dense weight's conversion to dtype packed anew.
@@ -672,6 +674,7 @@ class EcWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "ec"
+    of_dense: ClassVar[bool] = True
     values_name: ClassVar[str] = "block_values"
     faults: ClassVar[Mapping[int, str]] = {
         1: "sets[{place}] is no possible set, or not as long as its arrays",
@@ -712,11 +715,6 @@ class EcWeight(PackedWeight):
         """
         options = {name: getattr(cls, name) for name in cls.size_names[2:]} | options
         return cls(*ops.ec_pack(w, **options), w.shape[0], w.shape[1], *options.values())
-
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """A canonical weight in this format, by way of a dense one."""
-        return cls.from_dense(weight.to_dense())
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
@@ -786,6 +784,7 @@ class SlideWeight(PackedWeight):
     """
 
     format: ClassVar[str] = "slide"
+    of_dense: ClassVar[bool] = True
     values_name: ClassVar[str] = "tiles"
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"n": (0, *range(2, 9)), "element": range(4), "source": range(3)}
 
@@ -861,11 +860,6 @@ class SlideWeight(PackedWeight):
         """The dense [rows, cols] weight, as quantised."""
         codes = super().to_dense()
         return codes if self.element >= 2 else (codes.float() * self.scale[:, None]).to(self.dtype)
-
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """A canonical weight in this format, by way of a dense one."""
-        return cls.from_dense(weight.to_dense())
 
     @property
     def label(self) -> str:
@@ -953,6 +947,7 @@ class Dense12Weight(SlabWeight):
     """
 
     format: ClassVar[str] = "dense12"
+    of_dense: ClassVar[bool] = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     saved_dense: ClassVar[bool] = True
     any_weight: ClassVar[bool] = True
@@ -988,11 +983,6 @@ class Dense12Weight(SlabWeight):
         with _not_held("the table of dense12"):
             tensors, header = torch.ops.macko.pack(w, cls.number, [])
         return cls(*tensors, *header.tolist()[1:])
-
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """A canonical weight in this format, by way of a dense one."""
-        return cls.from_dense(weight.to_dense())
 
     def _options(self) -> dict[str, int]:
         return {}  # its sizes follow from the weight
@@ -1070,6 +1060,7 @@ class ByteWeight(SlabWeight):
     A weight is rounded once, where it is packed; nothing after that changes a code. Files hold them as Macko8Weight.
     """
 
+    of_dense: ClassVar[bool] = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     lossless: ClassVar[bool] = False
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"kind": range(len(codes.KINDS))}
@@ -1108,11 +1099,6 @@ class ByteWeight(SlabWeight):
         options = [codes.TYPES.index(values.dtype), cls.dtypes[::-1].index(dtype)]
         tensors, header = torch.ops.macko.pack(values.view(torch.uint8), cls.number, options)
         return cls(*tensors[:-1], scales.contiguous(), *header.tolist()[1:])  # type: ignore[call-arg]
-
-    @classmethod
-    def from_macko(cls, weight: MackoWeight) -> Self:
-        """A canonical weight in this format, by way of a dense one."""
-        return cls.from_dense(weight.to_dense())
 
     @classmethod
     def on_meta(cls, rows: int, cols: int, kind: int, dtype: torch.dtype) -> Self:

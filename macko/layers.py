@@ -288,7 +288,7 @@ def unpackable(model: nn.Module) -> list[LayerReport]:
             elif weight.dim() == 3 and "expert" in f"{name} {type(module).__name__}".lower():
                 reason = f"{type(module).__name__} holds all experts in one tensor, macko packs nn.Linear"
             if reason:
-                size = weight.numel() * weight.element_size()
+                size = weight.nbytes
                 full = name if key == "weight" else f"{name}.{key}"
                 rows.append(LayerReport(full, tuple(weight.shape), density_of(weight), "dense", size, size, reason))
     return rows

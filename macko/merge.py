@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .choose import Options, pack
-from .codes import KINDS
 from .formats import ByteWeight, MackoWeight, PackedWeight
 from .linear import HOOKS, SparseLinear
+from .shards import joined
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -87,9 +87,6 @@ class _Whole(SparseLinear):
         """Packs the matrix anew, with other rows for a sibling. ValueError: the format does not hold it so."""
         if isinstance(weight, ByteWeight):
             weight = weight.to(self.device, self.dtype)
-        if _byte_kind(weight) != _byte_kind(self.packed):
-            others = _held_as(self.packed)
-            raise ValueError(f"holds {_held_as(weight)}, what it is merged with {others}: split_ them first")
         held = [self.rows_of(i) if i != index else weight for i in range(len(self._part_rows))]
         self._hold(_pack_together(held, self._options or Options(self.format), self.packed))
 
@@ -242,10 +239,6 @@ def _byte_kind(packed: PackedWeight) -> int | None:
     return packed.kind if isinstance(packed, ByteWeight) else None
 
 
-def _held_as(packed: PackedWeight) -> str:
-    return f"values in {KINDS[packed.kind]}" if isinstance(packed, ByteWeight) else "values of 16 or 32 bits"
-
-
 def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
     first, held = layers[0], [layer.packed for layer in layers]
     options = first._options or Options(first.format)
@@ -257,8 +250,8 @@ def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
 
 def _pack_together(parts: Sequence[PackedWeight], options: Options, like: PackedWeight) -> PackedWeight:
     """One matrix of all rows, of the dtype and on the device of `like`."""
-    if isinstance(like, ByteWeight):  # all are, of one kind
-        return type(like).joined([part for part in parts if isinstance(part, ByteWeight)], sum(p.rows for p in parts))
+    if (in_bytes := joined(parts, sum(part.rows for part in parts))) is not None:
+        return in_bytes
     dense = torch.cat([part.to_dense().to(like.device, like.dtype) for part in parts])
     return pack(dense if like.saved_dense else MackoWeight.smallest(dense), options)
 

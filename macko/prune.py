@@ -415,5 +415,5 @@ def _row(layer: FoundLinear, reason: str) -> LayerReport:
     module, shape = layer.module, (layer.module.out_features, layer.module.in_features)
     if isinstance(module, SparseLinear) or type(module._parameters.get("weight")) is not nn.Parameter:
         return LayerReport(layer.name, shape, None, getattr(module, "format", "dense"), 0, 0, reason)
-    size = 0 if reason.startswith("shares") else module.weight.numel() * module.weight.element_size()
+    size = 0 if reason.startswith("shares") else module.weight.nbytes
     return LayerReport(layer.name, shape, density_of(module.weight), "dense", size, size, reason)

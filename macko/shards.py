@@ -51,7 +51,8 @@ def joined(parts: Sequence[PackedWeight], rows: int) -> ByteWeight | None:
     if not in_bytes:
         return None
     if len(ways) > 1:
-        raise ValueError(f"parts of one matrix have values in {' and '.join(sorted(ways))}: pack all of them alike")
+        every = " and ".join(sorted(ways))
+        raise ValueError(f"parts of one matrix have values in {every}: hold all of them alike, or split_ them first")
     kinds = {type(part) for part in in_bytes}
     wholes = [kind.joined(in_bytes, rows) for kind in (Dense8Weight, Sparse8Weight) if kind in kinds]
     return min(wholes, key=lambda whole: whole.nbytes)

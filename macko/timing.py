@@ -22,7 +22,7 @@ MIN_LAUNCHES = 64
 
 def copies(tensors: Sequence[torch.Tensor], cold_bytes: int = COLD_BYTES) -> list[list[torch.Tensor]]:
     """As many copies of a call's weights as exceed cold_bytes together, at least two; the first is the original."""
-    nbytes = max(1, sum(t.numel() * t.element_size() for t in tensors))
+    nbytes = max(1, sum(t.nbytes for t in tensors))
     count = max(2, cold_bytes // nbytes + 1)
     return [list(tensors)] + [[t.clone() for t in tensors] for _ in range(count - 1)]
 

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from macko import reference
+from macko.formats import PackedWeight
 
 #: 16-bit types, everywhere; float32 too on the CPU.
 HALVES = (torch.float16, torch.bfloat16)
@@ -144,6 +145,28 @@ def assert_same_bits(got: Tensor, wanted: Tensor) -> None:
     assert got.shape == wanted.shape
     as_bytes = [t.cpu().contiguous().view(-1).view(torch.uint8) for t in (got, wanted)]
     assert torch.equal(*as_bytes), f"{(as_bytes[0] != as_bytes[1]).sum()} bytes differ"
+
+
+def assert_same_model(got: nn.Module, wanted: nn.Module) -> None:
+    state, other = got.state_dict(), wanted.state_dict()
+    assert state.keys() == other.keys()
+    for name, tensor in state.items():
+        assert_same_bits(tensor, other[name])
+
+
+def assert_other_tensors_are_refused(packed: PackedWeight) -> Tensor:
+    """By their name and what is expected; x that is not, of 3 tokens."""
+    rows, cols = packed.shape
+    x = random_vector(3, cols, dtype=packed.dtype).to(packed.device)
+    other = torch.float16 if packed.dtype == torch.bfloat16 else torch.bfloat16
+    names = [str(dtype).removeprefix("torch.") for dtype in (other, packed.dtype)]
+    with pytest.raises(RuntimeError, match=rf"x has shape \[3, {cols - 1}\], expected \[..., {cols}\]"):
+        packed.linear(x[:, :-1])
+    with pytest.raises(RuntimeError, match="x has dtype {}, expected {}".format(*names)):
+        packed.linear(x.to(other))
+    with pytest.raises(RuntimeError, match=f"bias has {rows - 1} elements, the matrix has {rows} rows"):
+        packed.linear(x, x.new_zeros(rows - 1))
+    return x
 
 
 def assert_graph_of_layers(layers: list, x: Tensor, bias: Tensor, bare: int) -> None:

@@ -28,8 +28,8 @@ from tests import reference
 from tests.common import (
     Plan,
     assert_close_library,
-    assert_close_spmv,
     assert_graph_of_layers,
+    assert_other_tensors_are_refused,
     assert_same_bits,
     devices,
     each_token,
@@ -37,7 +37,7 @@ from tests.common import (
     needs_capture,
     random_vector,
 )
-from tests.test_tile import chain
+from tests.test_tile import assert_close
 
 #: One element, one row, one column, nothing, less and more than a tile and a slab, whole ones, cols of no 16 bytes.
 SHAPES = (
@@ -88,14 +88,6 @@ def assert_packs(w: Tensor, device: str) -> Dense12Weight:
     elif device != "cpu":
         assert_same_bits(made.data, packed(w, "cpu").data)
     return made
-
-
-def assert_close(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """y against x W^T + bias; the tensor cores round as those of tile do, whose operands these are."""
-    if y.is_cuda:
-        assert_close_spmv(y, w, x, bias, chain=chain(w.shape[1]))
-    else:
-        assert_close_library(y, w, x, bias)
 
 
 # Bytes.
@@ -528,13 +520,7 @@ def test_bytes_of_any_kind_are_checked(seed: int, fill: float, units: int) -> No
 @pytest.mark.parametrize("device", devices())
 def test_errors_name_the_argument(device: str) -> None:
     made = packed(weight(30, 50, 0.0), device)
-    x = random_vector(3, 50, dtype=torch.bfloat16).to(device)
-    with pytest.raises(RuntimeError, match=r"x has shape \[3, 49\], expected \[..., 50\]"):
-        made.linear(x[:, :49])
-    with pytest.raises(RuntimeError, match="x has dtype float16, expected bfloat16"):
-        made.linear(x.half())
-    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        made.linear(x, x[0, :29])
+    x = assert_other_tensors_are_refused(made)
     with pytest.raises(RuntimeError, match="table_low is -1, expected 0 to"):
         dataclasses.replace(made, table_low=-1).linear(x)
     with pytest.raises(RuntimeError, match=r"data has .* elements, expected"):

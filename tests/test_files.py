@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import macko
 from macko import formats
 from macko.files import VERSION, Checkpoint
-from tests.common import CPU_DTYPES, assert_same_bits, device_dtypes, random_weight
+from tests.common import CPU_DTYPES, assert_same_bits, assert_same_model, device_dtypes, random_weight
 
 
 class Model(nn.Module):
@@ -73,13 +73,6 @@ def siblings(density: float, format: str) -> Siblings:
 def on_meta() -> Model:
     with torch.device("meta"):
         return Model()
-
-
-def assert_same_model(got: nn.Module, wanted: nn.Module) -> None:
-    state, other = got.state_dict(), wanted.state_dict()
-    assert state.keys() == other.keys()
-    for name, tensor in state.items():
-        assert_same_bits(tensor, other[name])
 
 
 @pytest.mark.parametrize("start", [Model, on_meta, sparse_model])
@@ -339,6 +332,8 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     other.up = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(ValueError, match="a packed layer up, in the model it is a Identity"):
         macko.load_model(other, path)
+    with pytest.raises(ValueError, match="a packed layer up, which the model cannot hold: it is float64; macko holds"):
+        macko.load_model(Model().double(), path)  # as float32 on a GPU
     other = Model()
     other.up = nn.Linear(40, 73)
     with pytest.raises(ValueError, match=r"up: size mismatch: the state has shape \[72, 40\], the layer \[73, 40\]"):

@@ -74,7 +74,7 @@ def test_parts_that_hold_values_in_several_ways_are_refused() -> None:
     w = random_weight(64, 256, 0.5, torch.bfloat16)
     parts = [Sparse8Weight.from_dense(w, 0), Dense8Weight.from_dense(w, 1), MackoWeight.from_dense(w)]
     assert joined(parts[2:], 64) is None
-    with pytest.raises(ValueError, match="values in fp8 and int8: pack all of them alike"):
+    with pytest.raises(ValueError, match="values in fp8 and int8: hold all of them alike"):
         joined(parts[:2], 128)
     with pytest.raises(ValueError, match="values in 16 bits and int8"):
         joined(parts[1:], 128)

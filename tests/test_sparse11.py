@@ -20,9 +20,8 @@ from macko.formats import MackoWeight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (
     Plan,
-    assert_close_library,
-    assert_close_spmv,
     assert_graph_of_layers,
+    assert_other_tensors_are_refused,
     assert_same_bits,
     devices,
     each_token,
@@ -32,7 +31,7 @@ from tests.common import (
     random_vector,
 )
 from tests.test_dense12 import DTYPES, SHAPES, TOKENS, bits_of
-from tests.test_tile import chain
+from tests.test_tile import assert_close
 
 #: Where the parts of a slab begin, in bytes; docs of the bytes are in csrc/sparse11/sparse11.h.
 STARTS_AT, PARTS_AT, END_AT, VALUES_AT = 6144, 6656, 6720, 6784
@@ -90,14 +89,6 @@ def assert_packs(w: Tensor, device: str, delta_bits: int = 4) -> Sparse11Weight:
     elif device != "cpu":
         assert_same_bits(made.data, packed(w, "cpu").data)
     return made
-
-
-def assert_close(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """y against x W^T + bias; the tensor cores round as those of tile do, whose operands these are."""
-    if y.is_cuda:
-        assert_close_spmv(y, w, x, bias, chain=chain(w.shape[1]))
-    else:
-        assert_close_library(y, w, x, bias)
 
 
 # Bytes.
@@ -506,13 +497,7 @@ def test_bytes_of_any_kind_are_checked(seed: int, fill: float, units: int) -> No
 @pytest.mark.parametrize("device", devices())
 def test_errors_name_the_argument(device: str) -> None:
     made = packed(weight(30, 50, listed=0.0), device)
-    x = random_vector(3, 50, dtype=torch.bfloat16).to(device)
-    with pytest.raises(RuntimeError, match=r"x has shape \[3, 49\], expected \[..., 50\]"):
-        made.linear(x[:, :49])
-    with pytest.raises(RuntimeError, match="x has dtype float16, expected bfloat16"):
-        made.linear(x.half())
-    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        made.linear(x, x[0, :29])
+    x = assert_other_tensors_are_refused(made)
     with pytest.raises(RuntimeError, match=r"offsets has 2 elements, expected 3"):
         dataclasses.replace(made, cols=300).linear(x)
 

@@ -65,7 +65,7 @@ def in_parts(tile: TileWeight, x: Tensor) -> Tensor:
 
 
 def assert_close(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """y against x W^T + bias."""
+    """y against x W^T + bias, as the tensor cores round it, where operands are tile's."""
     if y.is_cuda:
         assert_close_spmv(y, w, x, bias, chain=chain(w.shape[1]))
     else:

@@ -19,7 +19,7 @@ from torch import nn
 import macko
 from macko import cli, formats
 from macko.files import Checkpoint
-from tests.common import assert_same_bits, torch_threads
+from tests.common import assert_same_bits, assert_same_model, torch_threads
 from tests.tiny_llama import TinyLlama
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
@@ -58,13 +58,6 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def load(folder: Path, **options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def assert_same_model(got: nn.Module, wanted: nn.Module) -> None:
-    state, other = got.state_dict(), wanted.state_dict()
-    assert state.keys() == other.keys()
-    for name, tensor in state.items():
-        assert_same_bits(tensor, other[name])
 
 
 def sparse_names(model: nn.Module) -> set[str]:

@@ -47,7 +47,7 @@ def sparsity_format(config: Mapping[str, Any]) -> str | None:
             raise ValueError(f"sparsity_config has format {name!r}, macko reads {' and '.join(FORMATS)}")
         if groups := (about or {}).get("config_groups"):
             raise ValueError(
-                f"the weights are quantised too ({', '.join(groups)}), macko holds 16- and 32-bit floats only"
+                f"the weights are quantised too ({', '.join(groups)}), macko reads sparse ones of 16 and 32 bits only"
             )
         return str(name)
     return None

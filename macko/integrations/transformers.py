@@ -125,7 +125,7 @@ class MackoHfQuantizer(HfQuantizer):
                 self._found[layer.name] = layer
             else:
                 shape = tuple(layer.module.weight.shape)
-                size = layer.module.weight.numel() * layer.module.weight.element_size()
+                size = layer.module.weight.nbytes
                 kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
                 self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
         self._share = _expected_share(checkpoint_files or [], self._found)

@@ -5,14 +5,15 @@
 //     SAME_SIZE    whether all slabs are of one size, so that nobody has to look up where one begins
 //     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
-//     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never. Else one more:
+//     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never. Else also:
 //     half_reader  as few_reader, but tiles 0 and 1 that it is asked for are neighbours in a slab
-//     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before it
-//                  is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
+//     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before
+//                  it is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
 //
-// This file has the codec of the tile layout itself, masks and 16 bits a value (tile.h); those of dense12, dense8, sparse11
-// and sparse8 are in codec.cuh of their folders. Reader functions are templates of the step, and of which of two tiles is meant (0 or 1).
+// This file has the codec of the tile layout itself, masks and 16 bits a value (tile.h); those of dense12, dense8,
+// sparse11 and sparse8 are in codec.cuh of their folders. Reader functions are templates of the step, and of which of
+// two tiles is meant (0 or 1).
 #pragma once
 
 #include "../core/cuda.cuh"

@@ -56,14 +56,14 @@ __device__ __forceinline__ uint32_t load_row(uint32_t at) {
     return word;
 }
 
-// A number whose origin the compiler does not know. zero: 0 where it may know that all lanes have the same, for which there
-// are registers of their own; else threadIdx.y.
+// A number whose origin the compiler does not know. zero: 0 where it may know that all lanes have the same, for which
+// there are registers of their own; else threadIdx.y.
 __device__ __forceinline__ uint32_t hidden(uint32_t number, int lane, int zero) {
     return __shfl_sync(FULL_WARP, lane ? 0 : number, zero);
 }
 
-// What every group multiplies with. Weights of dp4a and dp2a, a byte each, are kernel arguments, because an instruction takes
-// one operand from there itself: immediates go through uniform registers, an instruction each time.
+// What every group multiplies with. Weights of dp4a and dp2a, a byte each, are kernel arguments, because an instruction
+// takes one operand from there itself: immediates go through uniform registers, an instruction each time.
 struct tile_weights {
     // A missing value of a group j, 1 << j % 2 in its byte, is a row less: for the first two bytes, for all.
     uint32_t first_two[2] = {0x8080, 0xc0c0}, all[2] = {0x80808080, 0xc0c0c0c0};
@@ -71,7 +71,8 @@ struct tile_weights {
     uint32_t select = 0x1054;                              // the first value, the second one
 };
 
-// What dp2a multiplies with bytes: a selector's change where the first, and where the second of two elements has no value.
+// What dp2a multiplies with bytes, of 16 bits each: a selector's change where the first of two elements has no value,
+// and where the second one has none.
 struct tile_numbers {
     uint32_t missing[2]; // of groups j, by j % 2
 
@@ -103,8 +104,8 @@ struct tile_streams {
     }
 };
 
-// What a lane has of a tile: its mask, and its streams, which go on with every group that is loaded, four rows less one for
-// each value that is missing. The four rows are part of the next loads. So groups are loaded in their order, once.
+// What a lane has of a tile: its mask, and its streams, which go on with every group that is loaded: four rows, less
+// one for each value that is missing. The four rows are part of the next loads. So groups are loaded in order, once.
 struct tile_lane {
     uint32_t mask, at[MACKO_TILE_STREAMS];
 
@@ -124,8 +125,8 @@ struct tile_lane {
     }
 
     // Elements 0 and 1 of group j find their values in the two rows from the group's begin on, elements 2 and 3 in the
-    // two rows from the third element's begin on. `place` picks by the mask. before: tiles whose values come before this
-    // one's, if the streams began there.
+    // two rows from the third element's begin on: two rows further, less one for each of the first two that is missing.
+    // `place` picks by the mask. before: tiles whose values come before this one's, if the streams began there.
     __device__ __forceinline__ void load(int j, uint32_t (&values)[MACKO_TILE_QUAD], const tile_weights &weights,
                                          int before = 0) {
         const uint32_t row = (before * MACKO_TILE_GROUPS / MACKO_TILE_STREAMS + j % 4) * MACKO_TILE_QUAD;

@@ -145,10 +145,10 @@ struct sparse16 {
 
 // d += a b of a warp, 16 x 16 by 16 x 8, from compute capability 8.0 on.
 template <typename T>
-__device__ __forceinline__ void mma(float *d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 #define MACKO_TILE_MMA(T, KIND)                                                                                        \
     template <>                                                                                                        \
-    __device__ __forceinline__ void mma<T>(float *d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {               \
+    __device__ __forceinline__ void mma<T>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {          \
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND                                            \
                      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \

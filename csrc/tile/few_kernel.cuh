@@ -477,8 +477,8 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                 take(step3);
                 for (int i = 0; i < 4; i++)
                     for (int k = 0; k < EIGHTS; k++)
-                        mma<typename CODEC::T>((i % 2 ? odd : sums) + 4 * k, a[i], x[k][i / 2][i % 2 * 2],
-                                               x[k][i / 2][i % 2 * 2 + 1]);
+                        mma<typename CODEC::T>(reinterpret_cast<float (&)[4]>((i % 2 ? odd : sums)[4 * k]), a[i],
+                                               x[k][i / 2][i % 2 * 2], x[k][i / 2][i % 2 * 2 + 1]);
             };
 #pragma unroll 1
             for (int left = own_stages(stages, stages_before); left > 0; left--) {

@@ -194,4 +194,11 @@ struct sparse8 {
     };
 };
 
+template <typename RUN>
+cudaError_t with_weight(const macko_sparse8_matrix &m, const RUN &run) {
+    return with_codec<sparse8>(m.kind, m.dtype, [&](auto codec) {
+        return run(slab_weight<decltype(codec)>{m.data, m.offsets, m.rows, m.cols, m.widest, m.units, {m.scales}});
+    });
+}
+
 } // namespace macko

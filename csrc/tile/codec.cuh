@@ -7,6 +7,8 @@
 //     BASE         byte of a slab to which the readers' addresses refer
 //     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never; then too:
 //     half_reader  as few_reader, but tiles 0 and 1 that it is asked for are neighbours in a slab
+//     WARPS_TO     tokens up to which warps of those multiply by themselves
+//     BRANCHES     whether half_reader's `make` has any
 //     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before it
 //                  is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
@@ -20,6 +22,18 @@
 #include "decode.cuh"
 
 namespace macko {
+
+// The weight of a launch.
+template <class CODEC>
+struct slab_weight {
+    using T = typename CODEC::T;
+    const uint8_t *data;
+    const int32_t *offsets; // NULL if SAME_SIZE
+    int64_t rows, cols;
+    int widest;    // units of the largest slab
+    int64_t units; // of data
+    typename CODEC::constants constants;
+};
 
 template <typename T_>
 struct sparse16 {
@@ -142,6 +156,15 @@ struct sparse16 {
         }
     };
 };
+
+// Of each layout: calls run(weight).
+template <typename RUN>
+cudaError_t with_weight(const macko_tile_matrix &m, const RUN &run) {
+    const auto of = [&](auto codec) {
+        return run(slab_weight<decltype(codec)>{m.data, m.offsets, m.rows, m.cols, m.widest, m.units, {}});
+    };
+    return m.dtype == MACKO_F16 ? of(sparse16<__half>()) : of(sparse16<__nv_bfloat16>());
+}
 
 // d += a b of a warp, 16 x 16 by 16 x 8, from compute capability 8.0 on.
 template <typename T>

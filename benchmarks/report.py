@@ -296,6 +296,22 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
 
 
+def listed_table(path: Path) -> str:
+    """sparse11 by the share of its values that are listed, and tile, over dense bfloat16 of the same run."""
+    shares: dict[str, dict[tuple[int, str], float]] = {}
+    for mask in dict.fromkeys(json.loads(line).get("mask") for line in path.read_text().splitlines()):
+        if mask:
+            of = load_tokens(path, "bfloat16", mask)
+            shares[mask] = {key[1:]: geomean(speedups.values()) for key, speedups in of.items() if key[1]}
+    columns = sorted({key for of in shares.values() for key in of}, key=lambda key: (key[0], key[1]))
+    rows = [
+        [mask.partition(", ")[2].removesuffix(" listed") or "0", *(f"{of[key]:.2f}x" for key in columns)]
+        for mask, of in shares.items()
+    ]
+    head = [f"{name}, {tokens} token{'s' if tokens > 1 else ''}" for tokens, name in columns]
+    return table(["listed", *head], rows)
+
+
 def eight_table(path: Path) -> str:
     """dense8 and sparse8 at density 0.5 over dense of the same type: geometric mean over shapes, and the least."""
     found = {dtype: load_tokens(path, dtype) for dtype in ("float16", "bfloat16")}
@@ -467,13 +483,23 @@ def models_table(path: Path) -> str:
 
 def load_bench(path: Path) -> list[Line]:
     """Lines of `macko bench --json`; of those that measured the same thing the last one counts."""
-    names = ("what", "compile", "batch", "prompt_tokens", "model", "sparsity", "tokens", "kernel", "format")
+    names = (
+        "what",
+        "dtype",
+        "values",
+        "compile",
+        "batch",
+        "prompt_tokens",
+        "model",
+        "sparsity",
+        "tokens",
+        "kernel",
+        "format",
+    )
     found: dict[tuple[Any, ...], Line] = {}
     for line in map(json.loads, path.read_text().splitlines()):
         if line.get("ms", 0) is None:
             continue  # too noisy to tell
-        if line.get("tokens") == "batch":  # as it was said before it was a number
-            line["tokens"] = 8
         key = tuple(line.get(name) or None for name in names)
         found.pop(key, None)
         found[key] = line
@@ -482,106 +508,74 @@ def load_bench(path: Path) -> list[Line]:
 
 def bench_where(lines: list[Line]) -> str:
     commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
-    return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, {lines[-1]['dtype']}, commit {commits}."
+    return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, commit {commits}."
 
 
-#: Lines of the first table of README: (format, compile).
-HEADLINE = {("tile", "default"), ("auto", "max")}
+#: What a model of half zeros is held as by the default: (dtype, values), and how tables say it.
+HELD = {
+    ("bfloat16", None): "bfloat16",
+    ("float16", None): "float16",
+    ("bfloat16", "fp8"): '`values="fp8"` (rounds)',
+}
+#: A run's own dense model is what its others are compared with.
+RUN = ("dtype", "values", "format", "compile")
 
 
-def headline_table(lines: list[Line], tokens: dict[tuple[float, int, str], dict[tuple[int, int], float]]) -> str:
-    """What half of the weights being zero is worth to a model, by tokens at once and by what it is held for."""
-    found: dict[tuple[str, int, str, float], Line] = {}
+def bench_pairs(lines: list[Line]) -> dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]]:
+    """Of ("decode", sequences) and ("prefill", tokens), by HELD: the dense line of its run, and the half sparse one."""
+    found: dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]] = {}
+    dense: dict[tuple[Any, ...], Line] = {}
     for line in lines:
-        # tile as generate() compiles it by itself; sell, which "auto" was until tile became the choice, at its best.
-        if line["what"] in ("decode", "prefill") and (line["format"], line["compile"]) in HEADLINE:
+        if line["what"] in ("decode", "prefill") and line["compile"] == "default":
             size = line["batch"] if line["what"] == "decode" else line["prompt_tokens"]
-            found[line["what"], size, line["format"], line["sparsity"]] = line
-
-    def gain(what: str, size: int, held: str) -> str:
-        return f"{found[what, size, held, 0.0]['ms'] / found[what, size, held, 0.5]['ms']:.2f}x"
-
-    alone = f"{geomean(tokens[0.5, 8, 'stream'].values()):.2f}x (its layers alone)"
-    before, after = (found["decode", 1, "tile", sparsity]["peak_bytes"] / 1e9 for sparsity in (0.0, 0.5))
-    rows = [
-        [
-            "1 token at a time",
-            f"**{gain('decode', 1, 'tile')}**",
-            f"**{gain('decode', 1, 'auto')}**, compiled at its best",
-        ],
-        ["8 sequences at once", f"**{gain('decode', 8, 'tile')}**", alone],
-        ["a prompt of 128 tokens", gain("prefill", 128, "tile"), gain("prefill", 128, "auto")],
-        ["a prompt of 2048 tokens", gain("prefill", 2048, "tile"), gain("prefill", 2048, "auto")],
-        ["memory", f"**{after:.1f} GB** instead of {before:.1f}", "the same"],
-        ["quality", "packing costs none, pruning less where it is fitted ([how much](docs/quality.md))", "the same"],
-    ]
-    return table(["speed over dense", "`sparsify_(model)`", "the same with `tokens=1`"], rows)
+            held, run = (line["dtype"], line.get("values")), (line["what"], size, *(line.get(key) for key in RUN))
+            if line["model"] == "dense":
+                dense[run] = line
+            elif line["sparsity"] == 0.5 and held in HELD:
+                found.setdefault((line["what"], size), {})[held] = (dense[run], line)
+    return dict(sorted(found.items()))
 
 
-def layout_of(line: Line) -> str:
-    """What held the weights. "auto" was sell for one sequence (tokens: ""), until it became tile for any number."""
-    if line["format"] != "auto":
-        return str(line["format"])
-    return "sell" if line.get("tokens") in ("", 1) else "tile"
+def bench_row(what: str, size: int) -> str:
+    if what == "prefill":
+        return f"a prompt of {size} tokens"
+    return "1 token at a time" if size == 1 else f"{size} sequences at once"
 
 
-def bench_name(line: Line) -> str:
-    return "dense" if line["model"] == "dense" else f"{line['sparsity']:.0%} sparse, {layout_of(line)}"
-
-
-def bench_table(lines: list[Line], what: str) -> str:
-    """Decoding or prefill: every model of a batch, prompt and way to compile, and what it is over dense in its run."""
-    found = [line for line in lines if line["what"] == what]
-    ways = ("format", "compile", "batch", "prompt_tokens")
-    dense = {tuple(line[way] for way in ways): line for line in found if line["model"] == "dense"}
+def headline_table(lines: list[Line]) -> str:
+    """What half of the weights being zero is worth to a model by default, by tokens at once."""
+    pairs = bench_pairs(lines)
     rows = []
-    found.sort(key=lambda line: (*(line[way] or "" for way in ("batch", "prompt_tokens", *ways[:2])), line["sparsity"]))
-    for line in found:
-        base = dense[tuple(line[way] for way in ways)]
-        name = bench_name(line)
-        first = line["compile"] or "no" if what == "decode" else str(line["prompt_tokens"])
-        rows.append(
-            [first, str(line["batch"]), name, f"{line['ms']:.3f}", f"{line['tokens_per_s']:.1f}",
-             f"{line['tokens_per_s'] / base['tokens_per_s']:.2f}x", f"{line['peak_bytes'] / 1e9:.2f}"]
-        )  # fmt: skip
-    first = "compile" if what == "decode" else "prompt tokens"
-    return table([first, "batch", "model", "ms", "tokens/s", "over dense", "peak GPU memory, GB"], rows)
+    for what, of in pairs.items():
+        gains = [f"{of[held][0]['ms'] / of[held][1]['ms']:.2f}x" if held in of else "" for held in HELD]
+        rows.append([bench_row(*what), *(f"**{gain}**" if gain and what[0] == "decode" else gain for gain in gains)])
+    one = pairs["decode", 1]
+    peaks = [[line["peak_bytes"] / 1e9 for line in one[held]] for held in HELD if held in one]
+    rows.append([f"memory, of {peaks[0][0]:.1f} GB", *(f"**{sparse:.1f} GB**" for _, sparse in peaks)])
+    return table(["speed over dense", *HELD.values()], rows)
 
 
 def bench_summary(lines: list[Line]) -> str:
-    """Half of the weights zero, over the dense model of the same run; of batches only decoding."""
-    ways = ("what", "format", "compile", "batch", "prompt_tokens")
-    found = [line for line in lines if line["what"] in ("decode", "prefill")]
-    dense = {tuple(line[way] for way in ways): line for line in found if line["model"] == "dense"}
+    """Milliseconds of what headline_table compares, and what they are over the dense model of the same run."""
+    pairs = bench_pairs(lines)
     rows = []
-    for line in sorted(found, key=lambda line: (line["what"], line["batch"], line["prompt_tokens"], line["format"])):
-        batched = line.get("tokens") == "batch"
-        if line["sparsity"] != 0.5 or (batched and line["what"] == "prefill"):
-            continue
-        base = dense[tuple(line[way] for way in ways)]
-        what = f"a prompt of {line['prompt_tokens']} tokens"
-        if line["what"] == "decode":
-            what = "a token of " + ("1 sequence" if line["batch"] == 1 else f"each of {line['batch']} sequences")
-        rows.append(
-            [
-                what,
-                layout_of(line),
-                line["compile"] or "no",
-                f"{base['ms']:.2f}",
-                f"{line['ms']:.2f} ({base['ms'] / line['ms']:.2f}x)",
-                f"{base['peak_bytes'] / 1e9:.1f}",
-                f"{line['peak_bytes'] / 1e9:.1f}",
-            ]
-        )
-    return table(["what", "layout", "compile", "dense, ms", "sparse, ms", "dense, peak GB", "sparse, peak GB"], rows)
+    for what, of in pairs.items():
+        for held, (dense, sparse) in of.items():
+            gain = dense["ms"] / sparse["ms"]
+            sizes = [f"{line['peak_bytes'] / 1e9:.1f}" for line in (dense, sparse)]
+            rows.append(
+                [bench_row(*what), HELD[held], f"{dense['ms']:.2f}", f"{sparse['ms']:.2f} ({gain:.2f}x)", *sizes]
+            )
+    return table(["what", "model", "dense, ms", "sparse, ms", "dense, peak GB", "sparse, peak GB"], rows)
 
 
 def logits_table(lines: list[Line]) -> str:
-    found = {bench_name(line): line for line in lines if line["what"] == "logits"}
     rows = []
-    for name, line in sorted(found.items()):
-        layers = ", ".join(map(of_bound, line.get("layers", []))) or "-"
-        rows.append([name, f"{line['error']:.2g}", f"{line['largest']:.2g}", layers])
+    for line in lines:
+        if line["what"] == "logits":
+            name = f"{line['sparsity']:.0%} sparse, {HELD[line['dtype'], line.get('values')]}"
+            layers = ", ".join(map(of_bound, line.get("layers", []))) or "-"
+            rows.append([name, f"{line['error']:.2g}", f"{line['largest']:.2g}", layers])
     return table(["model", "largest difference of logits", "largest logit", "layers, of their bound"], rows)
 
 
@@ -614,24 +608,25 @@ def profile_table(lines: list[Line], sparsity: float = 0.5, batch: int = 1) -> s
 
 
 def plot_bench(lines: list[Line], path: Path) -> None:
-    """Tokens a second and memory against sparsity: one sequence, compiled as well as was measured."""
+    """Tokens a second of each sequence, and memory: dense and half sparse, each as it is held by default."""
     import matplotlib.pyplot as plt
 
-    found = [line for line in lines if line["what"] == "decode" and line["batch"] == 1 and line["format"] == "auto"]
-    way = next(way for way in ("max", "fast", "default", None) if any(line["compile"] == way for line in found))
-    points = sorted((line for line in found if line["compile"] == way), key=lambda line: line["sparsity"])
+    pairs = {size: of for (what, size), of in bench_pairs(lines).items() if what == "decode"}
+    sides = ["dense", *(name.replace("`", "") for name in HELD.values())]
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
-    for axis, label, values in (
-        (axes[0], "tokens a second, one sequence", [line["tokens_per_s"] for line in points]),
-        (axes[1], "peak GPU memory, GB", [line["peak_bytes"] / 1e9 for line in points]),
+    for axis, label, value in (
+        (axes[0], "tokens a second of a sequence", lambda line: 1000 / line["ms"]),
+        (axes[1], "peak GPU memory, GB", lambda line: line["peak_bytes"] / 1e9),
     ):
-        axis.plot([line["sparsity"] * 100 for line in points], values, marker="o")
-        axis.axhline(values[0], color="black", linewidth=0.8, linestyle="--", label="dense")
-        axis.set_xlabel("zeros in the linear layers, %")
+        for index, side in enumerate(sides):
+            held = list(HELD)[max(0, index - 1)]
+            own = [(at, of[held][min(index, 1)]) for at, of in enumerate(pairs.values()) if held in of]
+            places = [at + (index - 1.5) * 0.2 for at, _ in own]
+            axis.bar(places, [value(line) for _, line in own], 0.2, label=side)
+        axis.set_xticks(range(len(pairs)), [f"{size} sequence{'s' if size > 1 else ''}" for size in pairs])
         axis.set_ylabel(label)
-        axis.set_ylim(0, None)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3, axis="y")
+    axes[1].legend(fontsize=8, loc="lower right")
     save(figure, path)
 
 
@@ -1124,8 +1119,8 @@ def transformers_table(path: Path, hidden: int = 4096) -> str:
     return table(head, rows)
 
 
-#: Of continuous batching: what `graphs` of its lines means; the oldest count the making of the cache too.
-CONTINUOUS = {None: ", set-up and all", False: "", True: ", CUDA graphs"}
+#: Of continuous batching: what `graphs` of its lines means.
+CONTINUOUS = {False: "", True: ", CUDA graphs"}
 
 
 def continuous_table(path: Path) -> str:
@@ -1324,9 +1319,10 @@ def kind_of(line: Line) -> tuple[str, str]:
 
 
 def speeds_of(bench: list[Line]) -> dict[float, float]:
-    """Tokens a second of one sequence by the share of zeros, in 16 bits and compiled at their best."""
-    found = [line for line in bench if (line["what"], line["compile"], line.get("batch")) == ("decode", "max", 1)]
-    return {line["sparsity"]: 1000 / line["ms"] for line in found if layout_of(line) == "sell"}
+    """Tokens a second of one sequence by the share of zeros, in bfloat16, held as by default."""
+    wanted = ("decode", "default", 1, "bfloat16", None)
+    names = ("what", "compile", "batch", "dtype", "values")
+    return {line["sparsity"]: 1000 / line["ms"] for line in bench if tuple(map(line.get, names)) == wanted}
 
 
 def plot_quality(lines: list[Line], bench: list[Line], path: Path) -> None:
@@ -1453,6 +1449,7 @@ def main() -> None:
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(tokens),
         "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
+        "sparse11 listed": lambda: listed_table(path.parent / "listed.jsonl"),
         "eight products": lambda: eight_table(path.parent / "spmm.jsonl"),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),
         "rivals": lambda: rivals_table(path.parent / "spmm.jsonl"),
@@ -1460,13 +1457,11 @@ def main() -> None:
         "lossless where": lambda: bench_where(load_bench(lossless)) if lossless.exists() else "",
         "lossless model": lambda: lossless_model_table(lossless),
         "models": lambda: models_table(path.parent / "models.jsonl"),
-        "headline": lambda: headline_table(bench, tokens),
+        "headline": lambda: headline_table(bench),
         "bench summary": lambda: bench_summary(bench),
         "bench where": lambda: bench_where(bench),
-        "bench decode": lambda: bench_table(bench, "decode"),
-        "bench prefill": lambda: bench_table(bench, "prefill"),
         "bench logits": lambda: logits_table(bench),
-        "bench profile": lambda: profile_table(bench),
+        "bench profile": lambda: profile_table(load_bench(path.parent / "profile.jsonl")),
         "ec where": lambda: where(ec_lines(path.parent / "ec.jsonl").values()),
         "ec": lambda: ec_table(path.parent / "ec.jsonl"),
         "ec packing": lambda: ec_packing_table(path.parent / "ec.jsonl"),

@@ -5,6 +5,8 @@ r"""A few tokens and many times a pruned matrix on the GPU, from one packed weig
     python -m benchmarks.spmm --gpu --kernels tile,tile_128x256x1x1,tile_128x256x2x2 --tokens 128,256,512
     python -m benchmarks.spmm --gpu --kernels dense12,dense12_alone --dtype bfloat16 --densities 1
     python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude
+    python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude --densities 0.5 \
+        --tokens 1,8 --listed 0,0.001,0.002,0.005 --out listed.jsonl      # with values that the table has no code for
     python -m benchmarks.spmm --gpu --kernels dense12,fp8,fp8_quant,fp8_rows,fp8_rows_quant,int4 --dtype bfloat16 \
         --densities 1 --tokens 1,8,16,64                # against what rounds the weights (benchmarks/rivals.py)
     python -m benchmarks.spmm --gpu --kernels dense8_fp8,sparse8_fp8,sparse8_int8 --densities 0.5
@@ -198,7 +200,7 @@ class Shape:
             facts = {"dense_us": round(self.dense_us[n], 3), "held_bytes": held.nbytes, "error": round(error, 5)}
             self.write(timing, kernel=kernel, tokens=n, **facts, **about)
             shown.append(f"{n}: {timing.median_us:.2f} ({speedups[n]:.2f}x)")
-        print(f"{self.name} {density} {kernel:6} us (x over dense)  {'  '.join(shown)}", flush=True)
+        print(f"{self.name} {density} {mask} {kernel:6} us (x over dense)  {'  '.join(shown)}", flush=True)
         return speedups
 
 
@@ -226,6 +228,7 @@ def main() -> None:
     parser.add_argument("--densities", default="0.5,0.3", help="comma separated")
     parser.add_argument("--dtype", default="float16", choices=list(DTYPES))
     parser.add_argument("--mask", default="uniform", choices=["uniform", "magnitude", "sgpt"])
+    parser.add_argument("--listed", default="0", help="comma separated shares of values too small for sparse11's table")
     parser.add_argument("--kernels", default="sell,tile", help=f"of {', '.join([*VARIANTS, *NAMES])}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further shape after this time")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/spmm.jsonl")
@@ -253,16 +256,20 @@ def main() -> None:
             shape.dense = shape.dense.bfloat16().to(DTYPES[args.dtype])
         shape.time_dense()
         for density in map(float, args.densities.split(",")):
-            mask = make_mask(args.mask, shape.dense, density, shape.generator)
-            w = torch.where(mask, shape.dense, torch.zeros_like(shape.dense))
-            for kernel in kernels:
-                for n, speedup in shape.time(kernel, w, density, args.mask).items():
-                    logs.setdefault((density, n, kernel), []).append(math.log(speedup))
-            del mask, w
+            kept = make_mask(args.mask, shape.dense, density, shape.generator)
+            for listed in map(float, args.listed.split(",")):
+                w = torch.where(kept, shape.dense, torch.zeros_like(shape.dense))
+                w[torch.rand(w.shape, device="cuda", generator=shape.generator) < listed] *= 2.0**-60
+                mask = f"{args.mask}, {listed:.2%} listed" if listed else args.mask
+                for kernel in kernels:
+                    for n, speedup in shape.time(kernel, w, density, mask).items():
+                        logs.setdefault((density, n, f"{kernel}, {mask}"), []).append(math.log(speedup))
+                del w
+            del kept
         del shape
     for (density, n, kernel), values in sorted(logs.items()):
         mean, worst = math.exp(sum(values) / len(values)), math.exp(min(values))
-        print(f"density {density} tokens {n:5} {kernel:13} geomean {mean:.3f}x over {len(values)}, least {worst:.3f}x")
+        print(f"density {density} tokens {n:5} {kernel:24} geomean {mean:.3f}x over {len(values)}, least {worst:.3f}x")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
 #: What "fast" and "max" have besides where layers are sparse, so that both sides are at their best: norms and sums in
 #: the products, which Inductor's dense products have by themselves, and small kernels put together. What the latter do
-#: to dense is not known: the one run with them had a disturbed host (the first of the H200's bench_slow_host.jsonl).
+#: to dense was not measured on a quiet host.
 FOR_SPARSE: dict[str, Any] = {"post_grad_custom_pre_pass": Fuse(), "combo_kernels": True}
 
 
@@ -79,9 +79,11 @@ class Result(Side):
 
 def check(options: argparse.Namespace) -> None:
     """ValueError or OSError for what would else be found out behind the first times."""
-    Options(options.format, options.tokens)
+    Options(options.format, options.tokens, values=options.values or "exact")
     for sparsity in options.sparsity or ():
         asked_for(sparsity, "magnitude", None)
+    if options.values in KINDS and len(options.sparsity or ()) > 1:
+        raise ValueError(f"--values {options.values} rounds the model: give one --sparsity")
     append(options.json, ())
 
 
@@ -105,6 +107,8 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     """
     check(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reason := Options(options.format).not_on(device):
+        raise ValueError(f"--format {reason}, models are timed on {device.type} here")
     if options.compile is None:
         options.compile = "default" if device.type == "cuda" else "no"
     if options.merge is None:
@@ -113,8 +117,6 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
     model = _load(source, device, dtype)
     prunes = options.source[:7] == "random:" and not any_weight
-    if options.values in KINDS and len(options.sparsity or ()) > 1:
-        raise ValueError(f"--values {options.values} rounds the model: give one --sparsity")
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if prunes else []))
     prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []
@@ -282,11 +284,11 @@ def _difference(longer: Callable[[], Any], shorter: Callable[[], Any], on_gpu: b
 
 
 def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
-    """What generate() does before its first token: not compiled."""
+    """What generate() does before its first token: not compiled. A GPU waits for the host there, so of many calls."""
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
-        seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 6))
+        seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 30 if prompts.is_cuda else 6))
     return result(side, "prefill", 1, prompts.shape[1], prompts.shape[1], seconds, _peak(prompts))
 
 

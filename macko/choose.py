@@ -297,9 +297,12 @@ def expected_us(
     """
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype.itemsize != 2):
         return {}
-    us = times_of(device).us(rows, cols, density, dtype, tokens or 1)
+    known = times_of(device)
+    us = known.us(rows, cols, density, dtype, tokens or 1)
     if device.type == "cuda" and not _sell_runs(cols, device):
         us.pop(SellWeight.format, None)
+    if device.type == "cuda" and not known.measured and not _runs_wgmma(device):
+        us.pop(TileWeight.format, None)  # the lines of another GPU are of another kernel
     return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
 
 

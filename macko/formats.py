@@ -6,9 +6,10 @@ conversion and files know no more of a format than PackedWeight has.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -50,6 +51,17 @@ def slices(y: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         return torch.split_with_sizes(y, part_rows, -1)  # type: ignore[arg-type]
     stops = itertools.accumulate(part_rows)
     return [y[..., stop - rows : stop] for rows, stop in zip(part_rows, stops, strict=True)]
+
+
+@contextlib.contextmanager
+def _not_held(words: str) -> Iterator[None]:
+    """ValueError in place of an op's error that has these words: the format does not hold this weight."""
+    try:
+        yield
+    except RuntimeError as error:
+        if words not in str(error):
+            raise
+        raise ValueError(str(error).partition(": ")[2]) from None
 
 
 class PackedWeight:
@@ -138,7 +150,7 @@ class PackedWeight:
         Raises:
             RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix.
         """
-        return ops.call(torch.ops.macko.linear, x, *self.packed, bias)
+        return ops.multiply(x, *self.packed, bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
         """linear(x / sqrt(mean(x^2) + eps) * weight, bias), without gradients; on a GPU.
@@ -149,7 +161,8 @@ class PackedWeight:
             x: [..., cols], of the values' dtype and device; cols a multiple of 8.
             weight: [cols], of the same dtype. The norm is rounded as a module does it: x scaled, then its product.
         """
-        return ops.call(torch.ops.macko.norm_linear, x, weight, eps, *self.packed, bias)
+        ops.refuse_gradients("norm_linear", x, weight, bias)
+        return torch.ops.macko.norm_linear(x, weight, eps, *self.packed, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
         """linear(silu(gate) * up, bias), two launches that overlap, without gradients; on a GPU.
@@ -158,7 +171,8 @@ class PackedWeight:
             gate, up: [..., cols], of the values' dtype and device; cols a multiple of 8. They may be halves of one
                 product. Both the silu and the product are rounded, as modules do it.
         """
-        return ops.call(torch.ops.macko.gated_linear, gate, up, *self.packed, bias)
+        ops.refuse_gradients("gated_linear", gate, up, bias)
+        return torch.ops.macko.gated_linear(gate, up, *self.packed, bias)
 
     def linear_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """x W^T for x [..., cols], in parts [..., rows of a part]: contiguous where `gives_parts`, else slices."""
@@ -185,7 +199,7 @@ class PackedWeight:
         return tokens >= cls.parts_from and tokens * min(part_rows) >= OWN_PART
 
     def _own_parts(self, x: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
-        return ops.call(torch.ops.macko.linear_parts, x, *self.packed, part_rows)
+        return torch.ops.macko.linear_parts(x, *self.packed, part_rows)
 
     def validate(self) -> None:
         """Checks every rule of the format, once: a layout of a GPU on the CPU, what runs on both where it is.
@@ -301,7 +315,7 @@ class PackedWeight:
         """The same weight elsewhere, or the dense weight's conversion to dtype packed anew.
 
         A value may round to zero, and a zero is not stored: so another dtype means another packing, made on `device`.
-        A layout that does not run there becomes the canonical weight.
+        A layout that does not run there becomes the canonical weight, as does what the format does not hold.
         """
         device = self.device if device is None else torch.device(device)
         runs = device.type in (*self.device_types, "meta")
@@ -310,8 +324,14 @@ class PackedWeight:
         if self.is_layout:
             moved = self.to_macko().to(device, dtype)
             assert isinstance(moved, MackoWeight)
-            return self.from_macko(moved) if runs else moved
-        return self.from_dense(self.to_dense().to(device, dtype), **self._options())
+            with contextlib.suppress(ValueError):
+                return self.from_macko(moved) if runs else moved
+            return moved
+        dense = self.to_dense().to(device, dtype)
+        try:
+            return self.from_dense(dense, **self._options())
+        except ValueError:
+            return MackoWeight.smallest(dense)
 
     def _options(self) -> dict[str, int]:
         """The sizes that from_dense takes."""
@@ -519,8 +539,53 @@ class SellWeight(PackedWeight):
         return self.data.view(-1, 512 + 32 * self.gap_bits)[:, :512]
 
 
+#: Where a fault of a slab is.
+_AT = "slab {entry} of row block {place}"
+
+
+class SlabWeight(PackedWeight):
+    """What tile and the layouts of slabs like its own (csrc/tile/tile.h) have in common."""
+
+    values_name: ClassVar[str] = "data"
+    overlaps: ClassVar[bool] = True
+    stores_parts: ClassVar[bool] = True
+    #: Sizes that the op `check` counts.
+    counted: ClassVar[tuple[str, ...]] = ("entries",)
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        shapes = {"data": (None, _any() * 64), "offsets": (torch.int32, cls._num_slabs(rows, cols) + 1)}
+        return [shapes[name] for name in cls.tensor_names]
+
+    @staticmethod
+    def _num_slabs(rows: Any, cols: Any) -> Any:
+        return (rows + 63) // 64 * ((cols + 255) // 256)
+
+    @classmethod
+    def _check_dtype(cls, dtype: torch.dtype) -> None:
+        """ValueError where the format does not hold weights of it."""
+        if dtype not in cls.dtypes:
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"the {cls.format} format holds bfloat16 and float16, the weight is {name}")
+
+    def _check_sizes(self, found: int, entry: int) -> None:
+        for name, count in zip(self.counted, (found, entry), strict=False):
+            if count != getattr(self, name):
+                self._refuse(f"{name} is {getattr(self, name)}, it has {count}")
+
+    @property
+    def stored(self) -> int:
+        """Non-zeros held; of a dense weight all elements."""
+        return getattr(self, "entries", self.rows * self.cols)
+
+    @property
+    def density(self) -> float:
+        """Non-zeros over all; waits for the device where the weight is held dense."""
+        return self.stored / max(1, self.rows * self.cols) if "entries" in self.size_names else super().density
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class TileWeight(PackedWeight):
+class TileWeight(SlabWeight):
     """How a GPU multiplies a macko weight by several tokens at a time; csrc/tile/tile.h specifies the bytes.
 
     Held instead of the canonical tensors, never saved: `to_macko` gives what is. The same bytes on every device; the
@@ -537,19 +602,15 @@ class TileWeight(PackedWeight):
     format: ClassVar[str] = "tile"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
-    values_name: ClassVar[str] = "data"
-    overlaps: ClassVar[bool] = True
-    stores_parts: ClassVar[bool] = True
-    _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
         1: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 277 more than the one before",
         2: "widest is {of.widest}, the largest slab has {found}",
         3: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
-        4: f"{_at}: word {{found}} of its masks has a value outside of the matrix",
-        5: f"{_at} has another size than the {{found}} rows of values that its masks say",
-        6: f"{_at}, byte {{found}}: not the row where a slice's values begin, or not zero after the last slice's",
-        7: f"{_at}, byte {{found}}: not the spill offset of these values",
-        8: f"{_at}, byte {{found}}: a zero is stored, or what is no value is not zero",
+        4: f"{_AT}: word {{found}} of its masks has a value outside of the matrix",
+        5: f"{_AT} has another size than the {{found}} rows of values that its masks say",
+        6: f"{_AT}, byte {{found}}: not the row where a slice's values begin, or not zero after the last slice's",
+        7: f"{_AT}, byte {{found}}: not the spill offset of these values",
+        8: f"{_AT}, byte {{found}}: a zero is stored, or what is no value is not zero",
     }
 
     data: Tensor
@@ -559,19 +620,6 @@ class TileWeight(PackedWeight):
     widest: int
     entries: int
     delta_bits: int = 4
-
-    @classmethod
-    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
-        return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
-
-    def _check_sizes(self, found: int, entry: int) -> None:
-        if found != self.entries:
-            self._refuse(f"entries is {self.entries}, it has {found} values")
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all."""
-        return self.entries / max(1, self.rows * self.cols)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -790,12 +838,8 @@ class SlideWeight(PackedWeight):
             raise ValueError(f"the slide format holds int8, float8, float16 and bfloat16, the weight is {w.dtype}")
         n = sparsest_pattern(w) if n < 0 else n
         element = SLIDE_ELEMENTS.index(w.dtype) if element < 0 else element
-        try:
+        with _not_held("does not fit the pattern"):
             tiles, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
-        except RuntimeError as error:
-            if "does not fit the pattern" not in str(error):
-                raise
-            raise ValueError(str(error).removeprefix("macko::pack: ")) from None
         source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
         dtype = SLIDE_ELEMENTS[element]
         if sparse_to and n:
@@ -895,7 +939,7 @@ class SlideWeight(PackedWeight):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Dense12Weight(PackedWeight):
+class Dense12Weight(SlabWeight):
     """A dense weight in 12 bits an element, bit for bit; csrc/dense12/dense12.h specifies the bytes.
 
     It is made from any bfloat16 weight whose exponents lie close enough, or such a one that was converted to float16,
@@ -912,18 +956,15 @@ class Dense12Weight(PackedWeight):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     saved_dense: ClassVar[bool] = True
     any_weight: ClassVar[bool] = True
-    values_name: ClassVar[str] = "data"
-    overlaps: ClassVar[bool] = True
-    stores_parts: ClassVar[bool] = True
-    _at: ClassVar[str] = "slab {entry} of row block {place}"
+    counted: ClassVar[tuple[str, ...]] = ("listed",)
     faults: ClassVar[Mapping[int, str]] = {
         1: "byte {found} of its table: expected 0, then rising bytes under 128 (float16: 16), then zeros",
-        2: f"{_at}: part {{found}} of its list does not begin where the one before it ends, or ends behind the slab",
-        3: f"{_at}: entry {{found}} of its list is not behind the one before it, or is of no place",
-        4: f"{_at}: entry {{found}} of its list has a code, is outside of the matrix, or what stands there is not +0.0",
-        5: f"{_at}, byte {{found}}: an element outside of the matrix is not +0.0",
-        6: f"{_at}, byte {{found}}: a code is not the lowest of its exponent",
-        7: f"{_at}, byte {{found}}: not zero behind the list",
+        2: f"{_AT}: part {{found}} of its list does not begin where the one before it ends, or ends behind the slab",
+        3: f"{_AT}: entry {{found}} of its list is not behind the one before it, or is of no place",
+        4: f"{_AT}: entry {{found}} of its list has a code, is outside of the matrix, or what stands there is not +0.0",
+        5: f"{_AT}, byte {{found}}: an element outside of the matrix is not +0.0",
+        6: f"{_AT}, byte {{found}}: a code is not the lowest of its exponent",
+        7: f"{_AT}, byte {{found}}: not zero behind the list",
         8: "slab_units is {of.slab_units}, the fullest slab needs {found}",
     }
 
@@ -943,15 +984,9 @@ class Dense12Weight(PackedWeight):
             ValueError: w has another dtype, or its exponents are too far apart, or it is float16 and was never
                 bfloat16: says how many elements the table lacks.
         """
-        if w.dtype not in cls.dtypes:
-            name = str(w.dtype).removeprefix("torch.")
-            raise ValueError(f"the dense12 format holds bfloat16 and float16, the weight is {name}")
-        try:
+        cls._check_dtype(w.dtype)
+        with _not_held("the table of dense12"):
             tensors, header = torch.ops.macko.pack(w, cls.number, [])
-        except RuntimeError as error:
-            if "the table of dense12" not in str(error):
-                raise
-            raise ValueError(str(error).removeprefix("macko::pack: ")) from None
         return cls(*tensors, *header.tolist()[1:])
 
     @classmethod
@@ -959,35 +994,15 @@ class Dense12Weight(PackedWeight):
         """A canonical weight in this format, by way of a dense one."""
         return cls.from_dense(weight.to_dense())
 
-    @classmethod
-    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
-        return [(None, _any() * 64)]
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
-        """As of other formats; the canonical weight where this format does not hold what another dtype gives."""
-        try:
-            return super().to(device, dtype)
-        except ValueError:
-            return MackoWeight.smallest(self.to_dense().to(device, dtype))
-
     def _options(self) -> dict[str, int]:
         return {}  # its sizes follow from the weight
-
-    def _check_sizes(self, found: int, entry: int) -> None:
-        if found != self.listed:
-            self._refuse(f"listed is {self.listed}, its lists have {found}")
-
-    @property
-    def stored(self) -> int:
-        """Elements, all of them."""
-        return self.rows * self.cols
 
     def _values(self) -> Tensor:
         return self.to_dense()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sparse11Weight(PackedWeight):
+class Sparse11Weight(SlabWeight):
     """As tile, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
 
     For bfloat16, and float16 that was converted from it. Lossless: `to_macko` gives what it was made from. Held instead
@@ -1007,25 +1022,22 @@ class Sparse11Weight(PackedWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
-    values_name: ClassVar[str] = "data"
-    overlaps: ClassVar[bool] = True
-    stores_parts: ClassVar[bool] = True
+    counted: ClassVar[tuple[str, ...]] = ("entries", "listed")
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **PackedWeight.limits, "table_low": range(2**32), "table_high": range(2**32)
     }  # fmt: skip
-    _at: ClassVar[str] = "slab {entry} of row block {place}"
     faults: ClassVar[Mapping[int, str]] = {
         1: "byte {found} of its table: expected 0, then rising bytes (float16: under 32), then zeros",
         2: "offsets[{entry}] is {found}, expected 0 at the start and 53 to 246 more than the one before",
         3: "widest is {of.widest}, the largest slab has {found}",
         4: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
-        5: f"{_at}, byte {{found}}: a code of no high byte, or of an element outside of the matrix",
-        6: f"{_at}, byte {{found}}: not the start of these values",
-        7: f"{_at}, byte {{found}}: not where a part's values or its places in the list begin, or not zero behind them",
-        8: f"{_at}, byte {{found}}: not behind the place before it in the list, or of no place",
-        9: f"{_at}, byte {{found}}: a listed value is zero or has a code, or its place has one or is outside",
-        10: f"{_at} has another size than the {{found}} units that its codes and its list say",
-        11: f"{_at}, byte {{found}}: a zero is stored, or what is no value is not zero",
+        5: f"{_AT}, byte {{found}}: a code of no high byte, or of an element outside of the matrix",
+        6: f"{_AT}, byte {{found}}: not the start of these values",
+        7: f"{_AT}, byte {{found}}: not where a part's values or its places in the list begin, or not zero behind them",
+        8: f"{_AT}, byte {{found}}: not behind the place before it in the list, or of no place",
+        9: f"{_AT}, byte {{found}}: a listed value is zero or has a code, or its place has one or is outside",
+        10: f"{_AT} has another size than the {{found}} units that its codes and its list say",
+        11: f"{_AT}, byte {{found}}: a zero is stored, or what is no value is not zero",
     }
 
     data: Tensor
@@ -1047,52 +1059,20 @@ class Sparse11Weight(PackedWeight):
             ValueError: it has another dtype, or its exponents are too far apart, or it is float16 and was never
                 bfloat16: says how many values the table lacks.
         """
-        if weight.dtype not in cls.dtypes:
-            name = str(weight.dtype).removeprefix("torch.")
-            raise ValueError(f"the sparse11 format holds bfloat16 and float16, the weight is {name}")
-        try:
+        cls._check_dtype(weight.dtype)
+        with _not_held("the table of sparse11"):
             return cls._laid_out(weight)
-        except RuntimeError as error:
-            if "the table of sparse11" not in str(error):
-                raise
-            raise ValueError(str(error).removeprefix("macko::lay_out: ")) from None
-
-    @classmethod
-    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
-        return [(None, _any() * 64), (torch.int32, (rows + 63) // 64 * ((cols + 255) // 256) + 1)]
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PackedWeight:
-        """As of other layouts; the canonical weight where this format does not hold what another dtype gives."""
-        try:
-            return super().to(device, dtype)
-        except ValueError:
-            return self.to_macko().to(device, dtype)
-
-    def _check_sizes(self, found: int, entry: int) -> None:
-        if found != self.entries:
-            self._refuse(f"entries is {self.entries}, it has {found} values")
-        if entry != self.listed:
-            self._refuse(f"listed is {self.listed}, its lists have {entry}")
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all."""
-        return self.entries / max(1, self.rows * self.cols)
 
 
-class ByteWeight(PackedWeight):
+class ByteWeight(SlabWeight):
     """What the formats of 8 bits a value, dense8 and sparse8, have in common: codes times a scale a row.
 
     A weight is rounded once, where it is packed; nothing after that changes a code. Files hold them as Macko8Weight.
     """
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
-    values_name: ClassVar[str] = "data"
     lossless: ClassVar[bool] = False
-    overlaps: ClassVar[bool] = True
-    stores_parts: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"kind": range(len(codes.KINDS))}
-    _at: ClassVar[str] = "slab {entry} of row block {place}"
     data: Tensor
     scales: Tensor
     kind: int
@@ -1107,9 +1087,7 @@ class ByteWeight(PackedWeight):
         Raises:
             ValueError: w has another dtype than bfloat16 and float16, or NaN or Inf in it.
         """
-        if w.dtype not in cls.dtypes:
-            name = str(w.dtype).removeprefix("torch.")
-            raise ValueError(f"the {cls.format} format is of bfloat16 and float16, the weight is {name}")
+        cls._check_dtype(w.dtype)
         return cls.from_codes(*codes.quantised(w, kind), w.dtype)
 
     @classmethod
@@ -1135,6 +1113,14 @@ class ByteWeight(PackedWeight):
     def from_macko(cls, weight: MackoWeight) -> Self:
         """A canonical weight in this format, by way of a dense one."""
         return cls.from_dense(weight.to_dense())
+
+    @classmethod
+    def on_meta(cls, rows: int, cols: int, kind: int, dtype: torch.dtype) -> Self:
+        """A weight without content."""
+        types = {"data": dtype, "offsets": torch.int32, "scales": torch.float32}
+        sizes = {"data": 0, "offsets": 0, "scales": rows}
+        tensors = {name: torch.empty(sizes[name], dtype=types[name], device="meta") for name in cls.tensor_names}
+        return cls(**tensors, **(dict.fromkeys(cls.size_names, 0) | {"rows": rows, "cols": cols, "kind": kind}))
 
     def codes(self) -> Tensor:
         """The values without scales, [rows, cols], float8_e4m3fn or int8."""
@@ -1200,10 +1186,11 @@ class Dense8Weight(ByteWeight):
 
     format: ClassVar[str] = "dense8"
     any_weight: ClassVar[bool] = True
+    counted: ClassVar[tuple[str, ...]] = ()
     faults: ClassVar[Mapping[int, str]] = {
         1: "the scale of row {found} is not above 0 and below 2^122",
-        2: f"{ByteWeight._at}, byte {{found}}: an element outside of the matrix is not 0",
-        3: f"{ByteWeight._at}, byte {{found}}: NaN or -0.0",
+        2: f"{_AT}, byte {{found}}: an element outside of the matrix is not 0",
+        3: f"{_AT}, byte {{found}}: NaN or -0.0",
     }
 
     data: Tensor
@@ -1214,13 +1201,7 @@ class Dense8Weight(ByteWeight):
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
-        slabs = (rows + 63) // 64 * ((cols + 255) // 256)
-        return [(cls.dtypes[1 - options[1]], slabs * 8192), (torch.float32, rows)]
-
-    @property
-    def stored(self) -> int:
-        """Elements, all of them."""
-        return self.rows * self.cols
+        return [(cls.dtypes[1 - options[1]], cls._num_slabs(rows, cols) * 8192), (torch.float32, rows)]
 
     def _values(self) -> Tensor:
         return self.codes().float()
@@ -1246,11 +1227,11 @@ class Sparse8Weight(ByteWeight):
         2: "offsets[{entry}] is {found}, expected 0 at the start and 21 to 149 more than the one before",
         3: "widest is {of.widest}, the largest slab has {found}",
         4: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
-        5: f"{ByteWeight._at}, byte {{found}}: a mask has a value outside of the matrix",
-        6: f"{ByteWeight._at} has another size than the {{found}} rows of values that its masks say",
-        7: f"{ByteWeight._at}, byte {{found}}: not the start of these values",
-        8: f"{ByteWeight._at}, byte {{found}}: not where a slice's values begin, or not zero behind them",
-        9: f"{ByteWeight._at}, byte {{found}}: zero or NaN is stored, or what is no value is not zero",
+        5: f"{_AT}, byte {{found}}: a mask has a value outside of the matrix",
+        6: f"{_AT} has another size than the {{found}} rows of values that its masks say",
+        7: f"{_AT}, byte {{found}}: not the start of these values",
+        8: f"{_AT}, byte {{found}}: not where a slice's values begin, or not zero behind them",
+        9: f"{_AT}, byte {{found}}: zero or NaN is stored, or what is no value is not zero",
     }
 
     data: Tensor
@@ -1264,17 +1245,8 @@ class Sparse8Weight(ByteWeight):
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
-        slabs = (rows + 63) // 64 * ((cols + 255) // 256)
-        return [(cls.dtypes[1 - options[1]], _any() * 64), (torch.int32, slabs + 1), (torch.float32, rows)]
-
-    def _check_sizes(self, found: int, entry: int) -> None:
-        if found != self.entries:
-            self._refuse(f"entries is {self.entries}, it has {found} values")
-
-    @property
-    def density(self) -> float:
-        """Non-zeros over all."""
-        return self.entries / max(1, self.rows * self.cols)
+        offsets = (torch.int32, cls._num_slabs(rows, cols) + 1)
+        return [(cls.dtypes[1 - options[1]], _any() * 64), offsets, (torch.float32, rows)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -1311,18 +1283,25 @@ class Macko8Weight(PackedWeight):
 
     @classmethod
     def from_bytes(cls, weight: ByteWeight) -> Macko8Weight:
-        """What files hold of a weight, on the CPU."""
-        numbers, scales = weight.codes().cpu(), weight.scales.cpu()
+        """What files hold of a weight, on the CPU; of one on meta nothing."""
+        on_meta, is_dense = weight.device.type == "meta", isinstance(weight, Dense8Weight)
+        scales = weight.scales if on_meta else weight.scales.cpu()
         about = (scales, weight.rows, weight.cols)
         more = (weight.kind, ByteWeight.dtypes[::-1].index(weight.dtype))
-        if isinstance(weight, Dense8Weight):
-            empty = torch.empty(0, dtype=torch.uint8)
+        empty = torch.empty(0, dtype=torch.uint8, device=scales.device)
+        if on_meta:
+            return cls(empty, empty, empty.int(), *about, 0 if is_dense else 4, *more)
+        numbers = weight.codes().cpu()
+        if is_dense:
             return cls(numbers.view(torch.uint8).flatten(), empty, empty.int(), *about, 0, *more)
         packed = MackoWeight.smallest(numbers.to(torch.bfloat16))
         values = packed.values.to(codes.TYPES[weight.kind]).view(torch.uint8)
         return cls(values, packed.deltas, packed.row_ptr, *about, packed.delta_bits, *more)
 
     def held(self) -> ByteWeight:
+        if self.device.type == "meta":
+            kind = Sparse8Weight if self.delta_bits else Dense8Weight
+            return kind.on_meta(self.rows, self.cols, self.kind, self.dtype)
         self.validate()
         if not self.delta_bits:
             return Dense8Weight.from_codes(self._numbers.view(self.rows, self.cols), self.scales, self.dtype)
@@ -1452,13 +1431,8 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     kind = SAVED.get(format) if isinstance(format, str) else None
     kind = kind or format_named(format)  # type: ignore[arg-type]
     if kind.is_layout or kind.saved_dense or issubclass(kind, ByteWeight):
-        held = (
-            "the dense weight"
-            if kind.saved_dense
-            else "macko8"
-            if issubclass(kind, ByteWeight)
-            else "the canonical format"
-        )
+        held = "macko8" if issubclass(kind, ByteWeight) else "the canonical format"
+        held = "the dense weight" if kind.saved_dense else held
         raise ValueError(f"{kind.format} is an execution layout, never saved: files hold {held}")
     sizes = {name: size for name, size in about.items() if name != "format"}
     if kind is Macko8Weight and "values" in sizes:

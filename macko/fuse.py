@@ -69,7 +69,7 @@ class Fuse(CustomGraphPass):
     a GPU where the layout's product overlaps with what makes its input. Results are rounded to the dtype where modules
     round them, but for one token's sums, once; in float32 between, the norm's sum has another order, and silu a faster
     exp. Graphs of more tokens at once, or of a number that depends on data, and without sparse layers stay as they are.
-    Where it may change later, as of a batch, its first value counts, and kernels take any. All products become ops
+    Where it may change later, as of a batch, its first value counts, and kernels take any. `linear` becomes the op
     without gradients, of which a graph has no more need.
     """
 
@@ -93,9 +93,8 @@ class Fuse(CustomGraphPass):
                 _insert(linear, macko.gated_linear.default, gate["x"], gate["other"], *linear.args[1:])
         if nodes:
             graph.eliminate_dead_code()
-        for name, below in ops.BELOW_AUTOGRAD.items():
-            for node in graph.find_nodes(op="call_function", target=getattr(macko, name).default):
-                node.target = getattr(macko, below).default
+        for node in graph.find_nodes(op="call_function", target=macko.linear.default):
+            node.target = macko.linear_below_autograd.default
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__, formats.__file__, ops.__file__))

@@ -55,6 +55,7 @@ class _Whole(SparseLinear):
         if held is None or held[0] is not self or held[1] is not x or held[2] != key or index in held[4]:
             if not tracing:
                 last.eager = held = None  # before there is more
+                self._check_device(x)
             held = (self, x, key, self._parts(x, self._part_rows), ())
         taken = (*held[4], index)
         kept = (*held[:4], taken) if len(taken) < len(self._part_rows) else None
@@ -63,6 +64,14 @@ class _Whole(SparseLinear):
         else:
             last.eager = kept
         return held[3][index]
+
+    def _check_device(self, x: Tensor) -> None:
+        """RuntimeError where x is elsewhere: what moves modules tensor by tensor does not see this one."""
+        if x.device != (here := next(iter(self._buffers.values())).device):  # type: ignore[union-attr]
+            raise RuntimeError(
+                f"merged layers are on {here}, their input is on {x.device}: model.to() moves them together, but "
+                "nn.DataParallel and accelerate's device maps do not; call macko.split_(model) before those"
+            )
 
     def rows_of(self, index: int) -> PackedWeight:
         """A sibling's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
@@ -109,6 +118,8 @@ class MergedLinear(SparseLinear):
     def packed(self) -> PackedWeight:
         """This layer's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
         if self.device.type == "meta":
+            if isinstance(whole := self._whole.packed, ByteWeight):
+                return whole.on_meta(self.out_features, self.in_features, whole.kind, self.dtype)
             return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
         return self._whole.rows_of(self._index)
 
@@ -159,6 +170,8 @@ class MergedLinear(SparseLinear):
         if len(errors) > before or not any(key.startswith(prefix) for key in state_dict):
             return
         try:
+            if alone.device.type == "meta":
+                raise ValueError("the state is on meta, and what it is merged with is not: split_ them first")
             self._whole.replace_part(self._index, alone.packed)
         except ValueError as error:
             errors.append(f"{prefix.removesuffix('.')}: {error}")

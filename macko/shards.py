@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .formats import ByteWeight, MackoWeight, PackedWeight, SlideWeight
+from . import codes
+from .formats import ByteWeight, Dense8Weight, MackoWeight, PackedWeight, SlideWeight, Sparse8Weight
 
 #: The canonical capacity is a multiple of so many entries (MACKO_CHUNK in csrc/macko/macko.h).
 _CHUNK = 8
@@ -34,6 +36,25 @@ def sliced(weight: PackedWeight, dim: int, start: int, stop: int) -> PackedWeigh
     if isinstance(weight, MackoWeight) and dim == 0:
         return _canonical_rows(weight, start, stop)
     return _packed_as(weight, weight.to_dense().narrow(dim, start, stop - start))
+
+
+def joined(parts: Sequence[PackedWeight], rows: int) -> ByteWeight | None:
+    """Parts that hold values in 8 bits as one weight with their codes and scales; zeros up to so many rows.
+
+    In their format, or of two in that of fewer bytes. None where no part holds values so.
+
+    Raises:
+        ValueError: parts hold values in several ways, and those of some would be rounded again.
+    """
+    in_bytes = [part for part in parts if isinstance(part, ByteWeight)]
+    ways = {codes.KINDS[part.kind] for part in in_bytes} | ({"16 bits"} if len(in_bytes) < len(parts) else set())
+    if not in_bytes:
+        return None
+    if len(ways) > 1:
+        raise ValueError(f"parts of one matrix have values in {' and '.join(sorted(ways))}: pack all of them alike")
+    kinds = {type(part) for part in in_bytes}
+    wholes = [kind.joined(in_bytes, rows) for kind in (Dense8Weight, Sparse8Weight) if kind in kinds]
+    return min(wholes, key=lambda whole: whole.nbytes)
 
 
 def _canonical_rows(weight: MackoWeight, start: int, stop: int) -> MackoWeight:

@@ -216,8 +216,14 @@ def own_table(gpu: str) -> dict[str, Any] | None:
 
 
 @cache
-def times(gpu: str, bandwidth: float = 0) -> Times:
-    """What is known of a GPU: the user's own lines, those that are shipped, or those of another GPU for the model."""
+def times(gpu: str, bandwidth: float | None = None) -> Times:
+    """What is known of a GPU: the user's own lines, those that are shipped, or those of another GPU for the model.
+
+    Args:
+        gpu: its name.
+        bandwidth: of its memory, by which times of another GPU are scaled. 0, where torch does not say, or None where
+            nobody asked: times are as they are there, in the first case with a warning.
+    """
     tables = []
     if (shipped := SHIPPED / file_name(gpu)).exists():
         tables.append(read(shipped))
@@ -231,6 +237,12 @@ def times(gpu: str, bandwidth: float = 0) -> Times:
     for path in () if is_cpu(gpu) else sorted(SHIPPED.glob("*.json")):
         table = read(path)
         if table["linear"] and not is_cpu(table["gpu"]):
+            if bandwidth == 0:
+                warnings.warn(
+                    f"torch does not say how fast the memory of {gpu} is: its times are taken to be those of "
+                    f"{table['gpu']}. `macko tune` measures them",
+                    stacklevel=3,
+                )
             scale = table["bandwidth_gbps"] / bandwidth if bandwidth and table["bandwidth_gbps"] else 1.0
             return Times(gpu, scale, tuple(table["linear"]), False, slide)
     return Times(gpu, 1.0, (), False, slide)

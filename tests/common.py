@@ -130,6 +130,14 @@ def integer_problem(
     return w.to(dtype), x.to(dtype), (w @ x).to(dtype)
 
 
+def each_token(x: Tensor, y: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """x [cols] and y [rows] by a factor for each of so many tokens, a power of two or 0: who mixes tokens up is off."""
+    factors = torch.tensor([1, -1, 0.5, -0.5, 2, -2, 0])
+    chosen = torch.randint(len(factors), (count,), generator=torch.Generator().manual_seed(count))
+    chosen[:1] = 0
+    return tuple((t * factors[chosen, None]).to(t.dtype) + 0 for t in (x, y))  # type: ignore[return-value]
+
+
 def assert_same_bits(got: Tensor, wanted: Tensor) -> None:
     """Same dtype, shape and bytes: NaN equals NaN of the same bits, 0.0 does not equal -0.0."""
     assert got.dtype == wanted.dtype

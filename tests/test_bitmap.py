@@ -20,6 +20,7 @@ from tests.common import (
     assert_close_spmv,
     assert_same_bits,
     cpu_paths,
+    each_token,
     integer_problem,
     random_vector,
     random_weight,
@@ -153,9 +154,8 @@ def test_integers_are_exact(cpu_path: str, dtype: torch.dtype) -> None:
         layout = laid_out(w)
         assert_same_bits(bitmap_spmv(*layout, cols, x) + 0, y)
         for tokens in (3, 6, 70):
-            many = x.expand(tokens, cols) * torch.tensor([1, -1, 0])[torch.arange(tokens) % 3, None]
-            wanted = y.expand(tokens, rows) * torch.tensor([1, -1, 0])[torch.arange(tokens) % 3, None]
-            assert_same_bits(bitmap_linear(many.to(dtype), *layout, cols) + 0, wanted.to(dtype) + 0)
+            xs, ys = each_token(x, y, tokens)
+            assert_same_bits(bitmap_linear(xs, *layout, cols) + 0, ys)
 
 
 @all_dtypes
@@ -182,8 +182,9 @@ def test_many_rows_of_many_tokens(dtype: torch.dtype) -> None:
     rows, cols = 1500, 3000
     w, x, y = integer_problem(rows, cols, 0.3, dtype)
     layout = bitmap_pack(*ops.pack(w), cols)
-    assert_same_bits(bitmap_linear(x.expand(65, cols), *layout, cols) + 0, y.expand(65, rows) + 0)
-    assert_same_bits(ops.linear(x.expand(65, cols), *ops.pack(w), cols) + 0, y.expand(65, rows) + 0)
+    xs, ys = each_token(x, y, 65)
+    assert_same_bits(bitmap_linear(xs, *layout, cols) + 0, ys)
+    assert_same_bits(ops.linear(xs, *ops.pack(w), cols) + 0, ys)
 
 
 @all_dtypes

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -630,14 +631,22 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
 @needs_transformers
 def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_times", None)
+    load = mock.Mock(wraps=bench._load)
+    monkeypatch.setattr(bench, "_load", load)
     for more, message in (
         (["--format", "elves"], ": --format is 'elves'"),
+        (["--format", "tile", "--values", "fp8"], "--values is of formats"),
+        (["--values", "int8", "--sparsity", "0.5", "0.6"], "--values int8 rounds the model: give one --sparsity"),
         (["--sparsity", "0.5", "50"], "sparsity is 50"),
         (["--json", str(dense)], "Is a directory"),
         (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens are 152"),
     ):
         assert main(["bench", str(dense), *more]) == 1
         assert message in one_line(capsys)
+        assert load.called == (more[0] == "--prompt-tokens"), "the model's config says how long a prompt may be"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", str(dense), "--format", "sell"]) == 1
+    assert "--format sell runs on cuda only" in one_line(capsys)
 
 
 @pytest.mark.slow

@@ -13,7 +13,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import macko
-from macko import SparseLinear, sparsify_
+from macko import SparseLinear, compress_, sparsify_
+from macko.choose import Options
+from macko.convert import _compress_layer, convert_layer
+from macko.layers import FoundLinear
 from tests.common import assert_close_spmv, assert_same_bits, devices, random_vector, random_weight
 
 
@@ -254,6 +257,31 @@ def test_dtypes_and_devices_without_kernels() -> None:
     assert "it is float64" in report["0"]
     assert "meta" in report["1"]
     assert report["2"] == ""
+
+
+@pytest.mark.parametrize("options", [Options(), Options("macko"), Options("mixed"), Options(values="int8")])
+def test_float32_on_a_gpu_stays_dense_before_anything_is_moved(options: Options) -> None:
+    layer = linear(dtype=torch.float32)
+    cuda = torch.device("cuda")  # asked for what nothing is: there may be none
+    for row, sparse in (
+        convert_layer(FoundLinear("a", layer, [], [], None), options, 0.0, cuda, {}),
+        _compress_layer(FoundLinear("a", layer, [], [], None), options, cuda, {}, set(), False),
+    ):
+        assert sparse is None
+        assert "it is float32, which macko holds on the CPU only; convert to float16 or bfloat16 first" in row.reason
+
+
+@pytest.mark.gpu
+def test_a_float32_model_on_a_gpu_stays_as_it_is() -> None:
+    model = nn.Sequential(linear(dtype=torch.float32), linear(dtype=torch.float32)).cuda()
+    weights = [layer.weight for layer in model]
+    for convert in (sparsify_, compress_):
+        for values in ("exact", "fp8"):
+            with pytest.warns(UserWarning, match="because: it is float32"):
+                assert not convert(model, values=values).changed
+    assert all(layer.weight is weight for layer, weight in zip(model, weights, strict=True))
+    with pytest.raises(TypeError, match="it is float32, which macko holds on the CPU only"):
+        SparseLinear.from_linear(model[0])
 
 
 def test_frozen_or_not_biases_and_hooks_stay() -> None:

@@ -32,6 +32,7 @@ from tests.common import (
     assert_graph_of_layers,
     assert_same_bits,
     devices,
+    each_token,
     integer_problem,
     needs_capture,
     random_vector,
@@ -296,10 +297,9 @@ def test_exact_products_with_listed_elements(device: str, kind: str, rows: int, 
     assert made.listed == {
         "none": 0, "some": int((w[:, x != 0].abs() > 1).sum()), "all": int((x != 0).sum()) * rows
     }[kind]  # fmt: skip
-    scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(200)[:, None]
-    xs, ys = (x * scale).to(dtype), (y * scale).to(dtype)
     for count in TOKENS if device == "cuda" else (1, 65):
-        assert_same_bits(made.linear(xs[:count].to(device)) + 0, ys[:count] + 0)
+        xs, ys = each_token(x, y, count)
+        assert_same_bits(made.linear(xs.to(device)) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -310,7 +310,8 @@ def test_every_path_gives_the_same(keys: str, plan: Plan) -> None:
         w, x, y = exact_problem(300, 2307, kind, dtype)
         made = packed(w)
         for count in (1, 8, 64, 65, 300):
-            assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+            xs, ys = each_token(x, y, count)
+            assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -377,10 +378,11 @@ def test_x_and_bias_of_any_stride_and_alignment(device: str) -> None:
 @pytest.mark.parametrize("part_rows", [(64, 128, 72), (100, 64, 100), (0, 264), (64, 0, 200)])
 def test_parts(device: str, part_rows: tuple[int, ...], tokens: int) -> None:
     w, x, y = exact_problem(264, 2200, "some")
-    parts = packed(w, device)._own_parts(x.expand(tokens, -1).to(device), part_rows)
+    xs, ys = each_token(x, y, tokens)
+    parts = packed(w, device)._own_parts(xs.to(device), part_rows)
     assert [part.shape for part in parts] == [(tokens, rows) for rows in part_rows]
     assert all(part.is_contiguous() for part in parts)
-    assert_same_bits(torch.cat(list(parts), 1) + 0, y.expand(tokens, -1) + 0)
+    assert_same_bits(torch.cat(list(parts), 1) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -474,7 +476,7 @@ def test_validate_names_what_is_wrong() -> None:
         r"slab 3 of row block 1, byte 2: an element outside": changed(made, 3 * slab + 2, 1),
         r"slab 3 of row block 1, byte 1088: an element outside": changed(made, 3 * slab + 1088, 0x80),  # -0.0
         f"{at}, byte {slab - 1}: not zero behind the list": changed(made, slab - 1, 1),
-        "listed is 7, its lists have 12": dataclasses.replace(made, listed=7),
+        "listed is 7, it has 12": dataclasses.replace(made, listed=7),
         "data has .* elements, expected .* in slabs of 194 units": dataclasses.replace(made, slab_units=194),
         "slab_units is 192, expected 193 to 256": dataclasses.replace(made, slab_units=192),
         "slab_units is 257, expected 193 to 256": dataclasses.replace(made, slab_units=257),

@@ -29,6 +29,7 @@ from tests.common import (
     assert_graph_of_layers,
     assert_same_bits,
     devices,
+    each_token,
     integer_problem,
     mask,
     needs_capture,
@@ -197,7 +198,9 @@ def test_nan_and_inf_are_refused(format: type[ByteWeight], wrong: float) -> None
 
 @each_format
 def test_other_arguments_are_refused(format: type[ByteWeight]) -> None:
-    with pytest.raises(ValueError, match=f"the {format.format} format is of bfloat16 and float16, the .* is float32"):
+    with pytest.raises(
+        ValueError, match=f"the {format.format} format holds bfloat16 and float16, the weight is float32"
+    ):
         format.from_dense(torch.ones(2, 2))
     ones, eight = torch.ones(2), torch.ones(2, 3).to(torch.int8)
     for match, *arguments in (
@@ -289,10 +292,9 @@ def test_exact_products(
     device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int, rows: int, cols: int
 ) -> None:
     made, x, y = exact_problem(format, rows, cols, kind, dtype, device)
-    factor = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(200)[:, None]
-    xs, ys = (x * factor).to(dtype), (y * factor).to(dtype)
     for count in TOKENS if device == "cuda" else (1, 65):
-        assert_same_bits(made.linear(xs[:count].to(device)) + 0, ys[:count] + 0)
+        xs, ys = each_token(x, y, count)
+        assert_same_bits(made.linear(xs.to(device)) + 0, ys)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -320,7 +322,8 @@ def test_every_path_gives_the_same(keys: str, format: type[ByteWeight], plan: Pl
         for dtype in DTYPES:
             made, x, y = exact_problem(format, 300, 2307, kind, dtype, "cuda")
             for count in (1, 8, 64, 65, 300):
-                assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+                xs, ys = each_token(x, y, count)
+                assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -333,7 +336,8 @@ def test_every_way_to_multiply_many(way: str, split: int, format: type[ByteWeigh
         for dtype in DTYPES:
             made, x, y = exact_problem(format, 1100, 2307, kind, dtype, "cuda")
             for count in (65, 300):
-                assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+                xs, ys = each_token(x, y, count)
+                assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -387,8 +391,9 @@ def test_sums_of_the_largest_and_smallest_codes(format: type[ByteWeight]) -> Non
 def test_parts_of_a_merged_layer(format: type[ByteWeight], part_rows: tuple[int, ...]) -> None:
     made, x, y = exact_problem(format, 300, 1001, 0, torch.bfloat16, "cuda")
     for count in (1, 20, 64, 65, 300):
-        parts = made._own_parts(x.expand(count, -1).cuda(), part_rows)
-        assert_same_bits(torch.cat([*parts], -1) + 0, y.expand(count, -1) + 0)
+        xs, ys = each_token(x, y, count)
+        parts = made._own_parts(xs.cuda(), part_rows)
+        assert_same_bits(torch.cat([*parts], -1) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -578,6 +583,40 @@ def test_models_are_saved_and_loaded_with_the_same_codes(
     moved = copy.deepcopy(model).to("cpu").to(torch.float16)
     assert moved[0].packed.scales.dtype == torch.float32
     assert_same_bits(moved[0].packed.codes(), model[0].packed.codes())
+
+
+@pytest.mark.parametrize("values", codes.KINDS)
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_layer_on_meta_knows_how_it_holds_values(values: str, zeros: bool) -> None:
+    model = tower(zeros=zeros)
+    (macko.sparsify_ if zeros else macko.compress_)(model, values=values, progress=False)
+    packed: Any = model[0].packed
+    state = model.state_dict()
+    nowhere = {name: tensor if "extra" in name else tensor.to("meta") for name, tensor in state.items()}
+    blank = copy.deepcopy(model).to("meta")
+    for about in (blank.state_dict(), nowhere):
+        assert values in bytes(about["0._extra_state"].tolist()).decode()
+        for other in (blank, copy.deepcopy(model)):
+            other.load_state_dict(about, assign=True)
+            assert other[0].device.type == "meta"
+            assert other[0].packed.label == packed.label
+            assert other(torch.empty(3, 512, dtype=torch.bfloat16, device="meta")).shape == (3, 512)
+            other.load_state_dict(state, assign=True)
+            assert_same_bits(other[0].packed.codes(), packed.codes())
+            other.to("meta")
+    with pytest.raises(RuntimeError, match="0: the state is on the meta device and has no content to copy"):
+        model.load_state_dict(nowhere)
+    assert_same_bits(model[0].packed.codes(), packed.codes())
+
+
+def test_merged_layers_on_meta_know_how_they_hold_values() -> None:
+    names = ("q_proj", "k_proj", "v_proj")
+    model: Any = nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in names}).bfloat16()
+    macko.sparsify_(model, values="int8", merge=True, min_sparsity=0, progress=False)
+    nowhere = copy.deepcopy(model).to("meta").state_dict()
+    assert '"int8"' in bytes(nowhere["k_proj._extra_state"].tolist()).decode()
+    with pytest.raises(RuntimeError, match="k_proj: the state is on meta, and what it is merged with is not"):
+        model.load_state_dict(nowhere, assign=True)
 
 
 def test_files_are_checked() -> None:

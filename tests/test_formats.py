@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from macko import FORMATS, MackoWeight, SparseLinear
+from macko import FORMATS, MackoWeight, SparseLinear, _library
 from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
 from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight
-from tests.common import assert_same_bits, devices, integer_problem, random_weight
+from tests.common import assert_same_bits, devices, each_token, integer_problem, random_weight
 from tests.fuzz import honest
 
 
@@ -56,9 +56,10 @@ def test_second_gpu(name: str) -> None:
             assert_same_bits(packed.to_dense().cpu(), w)
             assert_same_bits(packed.to(f"cuda:{current}").to_dense().cpu(), w)
             for tokens in (1, 3, 200):
-                got = packed.linear(x.to(at).expand(tokens, 520), torch.ones(264, dtype=w.dtype, device=at))
+                xs, ys = each_token(x, y, tokens)
+                got = packed.linear(xs.to(at))
                 assert str(got.device) == at
-                assert_same_bits(got.cpu() + 0, y.expand(tokens, 264) + 1)
+                assert_same_bits(got.cpu() + 0, ys)
             with pytest.raises(RuntimeError, match=f"x is on cuda:{current}, .* is on {at}"):
                 packed.linear(x.to(f"cuda:{current}"))
 
@@ -289,6 +290,31 @@ def test_auto_takes_no_layout_that_is_mostly_padding(tokens: int | None) -> None
         assert SparseLinear.from_linear(linear).format == "macko"
     canonical = MackoWeight.smallest(random_weight(400, 512, 0.6, torch.float16))
     assert pack(canonical, Options(tokens=tokens)).format == "bitmap"
+
+
+def test_ops_are_few() -> None:
+    """A new layout is a row of a table, no new op; and an op takes a packed weight as two arguments."""
+    schemas = [getattr(torch.ops.macko, name).default._schema for name in _library.op_names]
+    assert len(schemas) <= 16
+    assert sum(len(schema.arguments) for schema in schemas) <= 90
+    for schema in schemas:
+        names = [argument.name for argument in schema.arguments]
+        if "header" in names:
+            at = names.index("header")
+            assert (names[at - 1], str(schema.arguments[at - 1].type)) == ("packed", "List[Tensor]")
+            assert str(schema.arguments[at].type) == "List[int]"
+
+
+def test_what_has_no_gradients_says_so() -> None:
+    packed = MackoWeight.from_dense(random_weight(72, 64, 0.5, torch.float32))
+    x, weight = torch.randn(2, 64, requires_grad=True), torch.ones(64)
+    for call in (lambda: packed.norm_linear(x, weight, 1e-5), lambda: packed.gated_linear(weight.expand(2, 64), x)):
+        with pytest.raises(NotImplementedError, match="has no gradients"):
+            call()
+        with pytest.raises(RuntimeError, match="the macko layout has no such kernel here"), torch.no_grad():
+            call()
+    sum(part.sum() for part in packed.linear_parts(x, (8, 64))).backward()  # slices of linear, which has
+    torch.testing.assert_close(x.grad, packed.to_dense().sum(0).expand(2, 64))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from macko import EcWeight, MackoWeight
-from macko.formats import PackedWeight, SlideWeight
-from macko.shards import sliced
+from macko.formats import ByteWeight, Dense8Weight, PackedWeight, SlideWeight, Sparse8Weight
+from macko.shards import joined, sliced
 from tests.common import assert_same_bits, device_dtypes, random_weight
 
 
@@ -46,6 +46,38 @@ def test_a_format_that_files_hold_too() -> None:
     whole = EcWeight.from_dense(w, delta_bits=8, lanes=4)
     assert_same_weight(sliced(whole, 0, 3, 20), EcWeight.from_dense(w[3:20], delta_bits=8, lanes=4))
     assert_same_weight(sliced(whole, 1, 3, 20), EcWeight.from_dense(w[:, 3:20].contiguous(), delta_bits=8, lanes=4))
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("density", [0.3, 1.0])
+def test_parts_of_8_bits_are_joined_by_their_codes(kind: int, density: float) -> None:
+    """Of both formats too: their products with 16 bits would be other ones."""
+    dense = [random_weight(rows, 256, density, torch.bfloat16, seed=rows) for rows in (70, 64, 58)]
+    mixed: tuple[type[ByteWeight], ...] = (Dense8Weight, Sparse8Weight, Dense8Weight)
+    for formats in ((Dense8Weight,) * 3, (Sparse8Weight,) * 3, mixed):
+        parts = [made.from_dense(w, kind) for made, w in zip(formats, dense, strict=True)]
+        for rows in (192, 200):
+            whole = joined(parts, rows)
+            assert whole is not None
+            whole.validate()
+            assert whole.shape == (rows, 256)
+            if formats is not mixed:
+                assert type(whole) is formats[0]
+            elif rows == 192:
+                assert type(whole) is (Sparse8Weight if density < 1 else Dense8Weight)
+            assert_same_bits(whole.codes()[:192], torch.cat([part.codes() for part in parts]))
+            assert_same_bits(whole.scales[:192], torch.cat([part.scales for part in parts]))
+            assert not whole.codes()[192:].float().any()
+
+
+def test_parts_that_hold_values_in_several_ways_are_refused() -> None:
+    w = random_weight(64, 256, 0.5, torch.bfloat16)
+    parts = [Sparse8Weight.from_dense(w, 0), Dense8Weight.from_dense(w, 1), MackoWeight.from_dense(w)]
+    assert joined(parts[2:], 64) is None
+    with pytest.raises(ValueError, match="values in fp8 and int8: pack all of them alike"):
+        joined(parts[:2], 128)
+    with pytest.raises(ValueError, match="values in 16 bits and int8"):
+        joined(parts[1:], 128)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -25,6 +25,7 @@ from tests.common import (
     assert_graph_of_layers,
     assert_same_bits,
     devices,
+    each_token,
     integer_problem,
     mask,
     needs_capture,
@@ -282,10 +283,9 @@ def test_exact_products_with_listed_values(device: str, dtype: torch.dtype, kind
     there = w[:, x != 0]
     lacking = {"none": there != there, "some": (there != 0) & (there != 1), "all": there != 0}[kind]
     assert made.listed == int(lacking.sum())
-    scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(200)[:, None]
-    xs, ys = (x * scale).to(dtype), (y * scale).to(dtype)
     for count in TOKENS if device == "cuda" else (1, 65):
-        assert_same_bits(made.linear(xs[:count].to(device)) + 0, ys[:count] + 0)
+        xs, ys = each_token(x, y, count)
+        assert_same_bits(made.linear(xs.to(device)) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -296,7 +296,8 @@ def test_exact_products_of_every_density(density: float, dtype: torch.dtype) -> 
         w, x, y = integer_problem(rows, cols, density, dtype, seed=seed)
         made = packed(w)
         for count in TOKENS:
-            assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+            xs, ys = each_token(x, y, count)
+            assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -306,7 +307,8 @@ def test_odd_numbers_of_slabs_which_warpgroups_take_in_turns(rows: int, cols: in
     w, x, y = integer_problem(rows, cols, 0.5, torch.float16)
     made = packed(w)
     for count in (1, 8, 16):
-        assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+        xs, ys = each_token(x, y, count)
+        assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -317,7 +319,8 @@ def test_every_path_gives_the_same(keys: str, plan: Plan) -> None:
         w, x, y = exact_problem(300, 2700, kind)
         made = packed(w)
         for count in (1, 8, 64, 65, 300):
-            assert_same_bits(made.linear(x.expand(count, -1).cuda()) + 0, y.expand(count, -1) + 0)
+            xs, ys = each_token(x, y, count)
+            assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -369,10 +372,11 @@ def test_a_token_does_not_depend_on_the_others(tokens: int) -> None:
 @pytest.mark.parametrize("part_rows", [(64, 128, 72), (100, 64, 100), (0, 264), (64, 0, 200)])
 def test_parts(device: str, part_rows: tuple[int, ...], tokens: int) -> None:
     w, x, y = exact_problem(264, 2700, "some")
-    parts = packed(w, device)._own_parts(x.expand(tokens, -1).to(device), part_rows)
+    xs, ys = each_token(x, y, tokens)
+    parts = packed(w, device)._own_parts(xs.to(device), part_rows)
     assert [part.shape for part in parts] == [(tokens, rows) for rows in part_rows]
     assert all(part.is_contiguous() for part in parts)
-    assert_same_bits(torch.cat(list(parts), 1) + 0, y.expand(tokens, -1) + 0)
+    assert_same_bits(torch.cat(list(parts), 1) + 0, ys)
 
 
 @pytest.mark.gpu

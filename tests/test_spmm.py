@@ -15,6 +15,7 @@ from tests.common import (
     assert_close_spmv,
     assert_graph_of_layers,
     assert_same_bits,
+    each_token,
     integer_problem,
     needs_capture,
     random_vector,
@@ -40,16 +41,15 @@ def tokens_of(count: int, cols: int, dtype: torch.dtype, seed: int = 1) -> torch
 def test_every_number_of_tokens_up_to_70(rows: int, cols: int, dtype: torch.dtype) -> None:
     w, x, bias = random_weight(rows, cols, 0.5, dtype), tokens_of(70, cols, dtype), random_vector(rows, dtype=dtype)
     exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
-    scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(14)[:, None]
     sell, exact = packed(w), packed(exact_w)
     many = layouts.stream(sell, x.cuda(), bias.cuda())
     assert_close_spmv(many, w, x, bias)
     for count in range(1, 71):
         assert_close_spmv(layouts.stream(sell, x[:count].cuda(), bias.cuda()), w, x[:count], bias)
         assert_close_library(sell.linear(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
-        scaled, wanted = (exact_x * scale[:count]).to(dtype), (exact_y * scale[:count]).to(dtype)
-        for y in (layouts.stream(exact, scaled.cuda()), exact.linear(scaled.cuda())):
-            assert_same_bits(y + 0, wanted + 0)
+        xs, ys = each_token(exact_x, exact_y, count)
+        for y in (layouts.stream(exact, xs.cuda()), exact.linear(xs.cuda())):
+            assert_same_bits(y + 0, ys)
 
 
 @pytest.mark.gpu

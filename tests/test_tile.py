@@ -28,6 +28,7 @@ from tests.common import (
     assert_graph_of_layers,
     assert_same_bits,
     devices,
+    each_token,
     integer_problem,
     needs_capture,
     random_vector,
@@ -218,13 +219,12 @@ def test_every_number_of_tokens_up_to_300(rows: int, cols: int, copy: str, dtype
         random_vector(rows, dtype=dtype),
     )
     exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
-    scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(60)[:, None]
-    scaled, wanted = (exact_x * scale).to(dtype), (exact_y * scale).to(dtype)
+    xs, ys = each_token(exact_x, exact_y, 300)
     tile, exact = packed(w), packed(exact_w)
-    on_gpu, bias_on_gpu, scaled_on_gpu = x.cuda(), bias.cuda(), scaled.cuda()
+    on_gpu, bias_on_gpu, xs = x.cuda(), bias.cuda(), xs.cuda()
     for count in range(1, 301):
         assert_close(tile.linear(on_gpu[:count], bias_on_gpu), w, x[:count], bias)
-        assert_same_bits(exact.linear(scaled_on_gpu[:count]) + 0, wanted[:count] + 0)
+        assert_same_bits(exact.linear(xs[:count]) + 0, ys[:count])
 
 
 @pytest.mark.gpu
@@ -252,10 +252,10 @@ def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, plan: Plan) 
             y = tile.linear(x.cuda(), bias.cuda())
             assert_close(y, w, x, bias)
             assert_same_bits(tile.linear(x.cuda(), bias.cuda()), y)
-            scale = torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0]).repeat(120)[:count, None]
-            got = exact.linear((exact_x * scale).to(dtype).cuda())
-            assert_same_bits(got + 0, (exact_y * scale).to(dtype) + 0)
-            assert_same_bits(in_parts(exact, (exact_x * scale).to(dtype).cuda()), got)
+            xs, ys = each_token(exact_x, exact_y, count)
+            got = exact.linear(xs.cuda())
+            assert_same_bits(got + 0, ys)
+            assert_same_bits(in_parts(exact, xs.cuda()), got)
 
 
 @pytest.mark.gpu
@@ -265,9 +265,8 @@ def test_more_tiles_of_the_output_than_blocks(way: str, plan: Plan) -> None:
     plan("tile_tokens=1000000")
     plan(f"tile_gemm={way}")
     w, x, y = integer_problem(22_000, 450, 0.5, torch.float16)
-    signs = torch.tensor([1.0, -1.0, 0.0]).repeat(200)[:, None]
-    got = packed(w).linear((x * signs).to(w.dtype).cuda())
-    assert_same_bits(got + 0, (y * signs).to(w.dtype) + 0)
+    xs, ys = each_token(x, y, 600)
+    assert_same_bits(packed(w).linear(xs.cuda()) + 0, ys)
 
 
 @pytest.mark.gpu
@@ -291,8 +290,7 @@ def test_products_that_wait_for_other_blocks_on_two_streams(way: str, plan: Plan
     plan(f"tile_gemm={way}")
     plan("tile_tokens=1000000")
     w, x, y = integer_problem(5504, 4096, 0.5, torch.float16)
-    signs = torch.tensor([1.0, -1.0, 0.0]).repeat(86)[:256, None]
-    tile, tokens, wanted = packed(w), (x * signs).to(w.dtype).cuda(), ((y * signs).to(w.dtype) + 0).cuda()
+    tile, (tokens, wanted) = packed(w), (t.cuda() for t in each_token(x, y, 256))
     streams = [torch.cuda.Stream() for _ in range(2)]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
@@ -352,11 +350,11 @@ def test_row_blocks_whole_and_split(row_blocks: int) -> None:
     rows = row_blocks * 64 - 5
     for cols in (72, 1032):
         w, x, wanted = integer_problem(rows, cols, 0.5, torch.float16)
-        tile, tokens = packed(w), torch.arange(64) % 3 - 1
-        xs, ys = (x * tokens[:, None]).half(), (wanted * tokens[:, None]).half()
+        tile = packed(w)
         for count in (1, 9, 17, 33, 64):
-            assert_same_bits(tile.linear(xs[:count].cuda()) + 0, ys[:count] + 0)
-            assert_same_bits(in_parts(tile, xs[:count].cuda()) + 0, ys[:count] + 0)
+            xs, ys = each_token(x, wanted, count)
+            assert_same_bits(tile.linear(xs.cuda()) + 0, ys)
+            assert_same_bits(in_parts(tile, xs.cuda()) + 0, ys)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -367,12 +365,12 @@ def test_row_blocks_whole_and_split(row_blocks: int) -> None:
 def test_parts(device: str, tokens: int, part_rows: tuple[int, ...]) -> None:
     """Each a matrix of its own: by kernels where row blocks are of one, else through dense rows, on a CPU by copies."""
     w, x, y = integer_problem(sum(part_rows), 500, 0.5, torch.float16)
-    signs = (torch.arange(tokens) % 3 - 1).half()[:, None]
-    parts = packed(w, device)._own_parts((x * signs).to(device), part_rows)
+    xs, ys = each_token(x, y, tokens)
+    parts = packed(w, device)._own_parts(xs.to(device), part_rows)
     assert [part.shape for part in parts] == [(tokens, rows) for rows in part_rows]
     assert all(part.is_contiguous() and part.storage_offset() == 0 for part in parts)
     assert len({part.data_ptr() for part in parts if part.numel()}) == sum(part.numel() > 0 for part in parts)
-    assert_same_bits(torch.cat(list(parts), -1) + 0, y * signs + 0)
+    assert_same_bits(torch.cat(list(parts), -1) + 0, ys)
 
 
 @pytest.mark.gpu

@@ -220,6 +220,16 @@ def test_another_dtype(pruned: tuple[Any, Path], tmp_path: Path) -> None:
         assert_same_bits(model.model.layers[0].mlp.up_proj.weight, dense.model.layers[0].mlp.up_proj.weight.half())
 
 
+@pytest.mark.gpu
+def test_a_packed_folder_of_float32_on_a_gpu(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    dense, folder = pruned
+    load(folder, quantization_config=macko.MackoConfig(), dtype=torch.float32).save_pretrained(tmp_path / "sparse")
+    with pytest.raises(ValueError, match="the weight cannot be loaded: it is float32, which macko holds on the CPU"):
+        load(tmp_path / "sparse", dtype=torch.float32, device_map="cuda")
+    model = load(tmp_path / "sparse", dtype=torch.bfloat16, device_map="cuda")
+    assert_same_bits(model.model.layers[0].mlp.up_proj.weight.cpu(), dense.model.layers[0].mlp.up_proj.weight)
+
+
 def test_a_model_without_its_head(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     dense, folder = pruned
     load(folder, quantization_config=macko.MackoConfig()).save_pretrained(tmp_path / "sparse")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,33 @@ def test_another_gpu_is_judged_by_its_bandwidth(own_tables: Path) -> None:
     assert same.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 5.12)
     assert slower.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 4 * 5.12)
     assert times.times("Known").measured
+
+
+def test_a_gpu_of_unknown_bandwidth_has_times_as_they_are_and_a_warning(own_tables: Path) -> None:
+    first = [line(rows, 4096, 0.5, dense=3 + rows / 100, sell=1 + rows / 200) for rows in (512, 4096)]
+    (own_tables / "shipped" / times.file_name("Known")).write_text(table(*first, bandwidth=4000))
+    with pytest.warns(UserWarning, match=f"how fast the memory of Other is: its times are taken to be those of {GPU}"):
+        unknown = times.times("Other", 0)
+    assert not unknown.measured
+    assert unknown.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 5.12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        times.times("Other", 0)  # said once
+        times.times("Other")  # nobody asked
+        times.times("cpu avx512", 0)
+
+
+def test_tiles_times_stand_for_the_kernel_with_wgmma_alone(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own_tables / "shipped" / times.file_name("Known")).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)))
+    monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
+    monkeypatch.setattr(choose, "_sell_runs", lambda cols, device: True)
+    weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
+    for name, major, one in (("Other", 8, "sell"), ("Other", 10, "sell"), ("Other", 9, "tile"), ("Known", 8, "tile")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
+        assert choose.choose(weight, 1).format == one  # type: ignore[arg-type]
+        assert choose.choose(weight).format == one  # type: ignore[arg-type]
+        assert choose.choose(weight, 8).format == "tile"  # type: ignore[arg-type]
 
 
 def test_own_lines_come_before_shipped_ones(own_tables: Path) -> None:

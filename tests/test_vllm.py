@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 import macko
-from macko.formats import MackoWeight
+from macko.formats import MackoWeight, Sparse8Weight
 from tests.common import assert_same_bits, random_weight
 
 pytestmark = [
@@ -330,6 +331,21 @@ def test_each_rank_has_its_part_of_a_stack_and_ranks_share_heads(ranks: int) -> 
             method._cut(layer, MackoWeight.from_dense(random_weight(65, 48, 0.5, torch.float16)), [0])
         with pytest.raises(ValueError, match="the checkpoint has 47 columns, vLLM wants 48 for each of"):
             method._cut(layer, MackoWeight.from_dense(whole[:, :47].contiguous()), [0, 1, 2])
+
+
+def test_what_files_hold_in_8_bits_is_unpacked_once_its_shape_is_known() -> None:
+    from macko.integrations.vllm import Packed
+
+    method = Packed.__new__(Packed)
+    method.rows, method.cols, method.dtype = [64], 48, torch.bfloat16
+    layer = SimpleNamespace(tp_rank=0, tp_size=1)
+    saved = Sparse8Weight.from_dense(random_weight(64, 48, 0.5, torch.bfloat16)).to_saved()
+    (part,) = method._cut(layer, saved, [0])
+    assert part.format == "sparse8"
+    large: Any = dataclasses.replace(saved, cols=2**31 - 1)  # type: ignore[type-var]
+    large.validate()  # nothing in it is wrong
+    with pytest.raises(ValueError, match="the checkpoint has 2147483647 columns, vLLM wants 48 for each of 1"):
+        method._cut(layer, large, [0])
 
 
 def test_layers_of_a_shape_are_the_same_code_whatever_they_hold() -> None:

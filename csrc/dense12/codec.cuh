@@ -59,7 +59,7 @@ struct dense12 {
         uint32_t table[2];
     };
     static constexpr bool SAME_SIZE = true, SCALED = false;
-    static constexpr int BASE = 0, HALVES_TO = 0, WARPS_TO = 0;
+    static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_DENSE12_SLICE_BYTES,
                          CHUNK = MACKO_TILE_LANES * MACKO_DENSE12_CHUNK; // of a warp
 

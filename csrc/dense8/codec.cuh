@@ -13,7 +13,7 @@ struct dense8 {
     using bytes = four_bytes<KIND, T>;
     static constexpr bool SAME_SIZE = true, SCALED = true;
     static constexpr float FOLD = bytes::FOLD;
-    static constexpr int BASE = 0, HALVES_TO = 0, WARPS_TO = 0;
+    static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_DENSE8_SLICE_BYTES,
                          CHUNK = MACKO_TILE_LANES * MACKO_DENSE8_CHUNK; // of a warp
 

@@ -15,12 +15,6 @@ struct sparse11_weights {
     uint32_t table[2];
 };
 
-// A number whose origin the compiler does not know. zero: 0 where it may know that all lanes have the same, for which there
-// are registers of their own; else threadIdx.y.
-__device__ __forceinline__ uint32_t hidden(uint32_t number, int lane, int zero) {
-    return __shfl_sync(FULL_WARP, lane ? 0 : number, zero);
-}
-
 // What every step multiplies with or looks up, in registers: the compiler would load or make a number at each use whose
 // origin it knows, also through `held`. And factors that it does not know it does not turn into shifts and additions, of
 // which the ALU has enough.
@@ -92,21 +86,40 @@ struct sparse11_lane {
     __device__ __forceinline__ static uint32_t upper_half(uint32_t word, const sparse11_numbers &numbers) {
         return __dp2a_lo(word, numbers.upper, 0u);
     }
-    // The listed values of steps FIRST to STEP, one by one: few parts have any.
+    // The listed values of steps FIRST to STEP, one by one: few parts have any, and those mostly one, so that the word
+    // behind it is read with it. place: the lane's, as in a list.
     template <int FIRST, int STEP>
-    __device__ __forceinline__ void put_listed(uint32_t (&a)[4][4]) const {
+    __device__ __forceinline__ void put_listed(uint32_t (&a)[4][4], uint32_t place) const {
         if (part < (uint32_t)(MACKO_SPARSE11_END_AT + 1) << 16) return;
-        const uint32_t lane = (threadIdx.x % WARP) << 19;
-        uint32_t entry, at = slab + (part >> 16);
-        for (read_32(entry, at); entry < (uint32_t)(STEP + 1) << 24; at += 4, read_32(entry, at)) {
-            const uint32_t pair = (entry ^ lane) & 0xfffe0000, half = entry & 1 << 16 ? 0x5410 : 0x3254;
+        constexpr uint32_t END = (uint32_t)(STEP + 1) << 24;
+        uint32_t entry, next, at = slab + (part >> 16);
+        read_32(entry, at);
+        read_32(next, at + 4);
+        if (STEP < STEPS - 1 && entry >= END) return;
+        do {
+            const uint32_t of_step = (entry ^ place) & 0x00fe0000, half = entry & 1 << 16 ? 0x5410 : 0x3254;
+            const auto put = [&](uint32_t (&to)[4]) {
 #pragma unroll
-            for (int i = FIRST * 4; i <= STEP * 4 + 3;
-                 i++) // asm: an index that is not known would put `a` into local memory
-                asm("{ .reg .pred p;\nsetp.eq.u32 p, %1, %4;\n@p prmt.b32 %0, %0, %2, %3; }"
-                    : "+r"(a[i / 4][i % 4])
-                    : "r"(pair), "r"(entry), "r"(half), "r"(i / 4 << 24 | i % 4 << 17));
-        }
+                for (int i = 0; i < 4;
+                     i++) // volatile: else the ways below become one, in which all registers are looked at
+                    asm volatile("{ .reg .pred p;\nsetp.eq.u32 p, %1, %4;\n@p prmt.b32 %0, %0, %2, %3; }"
+                                 : "+r"(to[i])
+                                 : "r"(of_step), "r"(entry), "r"(half), "r"(i << 17));
+            };
+            // All lanes go one way, to the four registers of the value's step.
+            const uint32_t step = entry >> 24;
+            if (FIRST <= 0 && step == 0)
+                put(a[0]);
+            else if (FIRST <= 1 && step == 1)
+                put(a[1]);
+            else if (STEP >= 2 && step == 2)
+                put(a[2]);
+            else if (STEP >= 3 && step == 3)
+                put(a[3]);
+            entry = next;
+            at += 4;
+            read_32(next, at + 4);
+        } while (entry < END);
     }
 };
 
@@ -114,9 +127,8 @@ template <typename VALUE>
 struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
-    static constexpr bool SAME_SIZE = false, SCALED = false, BRANCHES = true;
-    static constexpr int BASE = 0, HALVES_TO = 32,
-                         WARPS_TO = 8; // with more tokens there are too few stages for two at once
+    static constexpr bool SAME_SIZE = false, SCALED = false;
+    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
     template <bool HALF>
@@ -171,7 +183,8 @@ struct sparse11 {
         template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             lanes[TILE].make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
-            if constexpr (HALF ? STEP == 3 : STEP % 2) lanes[TILE].template put_listed<HALF ? 0 : STEP - 1, STEP>(a);
+            if constexpr (HALF ? STEP == 3 : STEP % 2)
+                lanes[TILE].template put_listed<HALF ? 0 : STEP - 1, STEP>(a, own_column << 17);
         }
         __device__ __forceinline__ void move_1_to_0() {
             lanes[0] = lanes[1];
@@ -246,7 +259,7 @@ struct sparse11 {
         template <int STEP>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             here.make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
-            if constexpr (STEP % 2) here.template put_listed<STEP - 1, STEP>(a);
+            if constexpr (STEP % 2) here.template put_listed<STEP - 1, STEP>(a, (threadIdx.x % WARP) << 19);
         }
     };
 };

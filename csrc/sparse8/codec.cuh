@@ -71,10 +71,9 @@ struct sparse8 {
     using T = VALUE;
     using constants = byte_weights;
     using lane_type = sparse8_lane<KIND, T>;
-    static constexpr bool SAME_SIZE = false, SCALED = true, BRANCHES = false;
+    static constexpr bool SAME_SIZE = false, SCALED = true;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
-    static constexpr int BASE = 0, HALVES_TO = 32,
-                         WARPS_TO = 16; // with more tokens there are too few stages for two at once
+    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
     template <bool HALF>

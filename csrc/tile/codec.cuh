@@ -5,10 +5,8 @@
 //     SAME_SIZE    whether all slabs are of one size, so that nobody has to look up where one begins
 //     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
-//     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never; then too:
+//     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never. Else one more:
 //     half_reader  as few_reader, but tiles 0 and 1 that it is asked for are neighbours in a slab
-//     WARPS_TO     tokens up to which warps of those multiply by themselves
-//     BRANCHES     whether half_reader's `make` has any
 //     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before it
 //                  is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
@@ -41,21 +39,24 @@ struct sparse16 {
     using constants = tile_weights;
     static constexpr bool SAME_SIZE = false, SCALED = false;
     static constexpr int BASE = MACKO_TILE_VALUES_AT, // masks and offsets lie at fixed distances before it
-        HALVES_TO = 0, WARPS_TO = 0;
+        HALVES_TO = 16;                               // with more tokens there are too few stages for two at once
 
-    struct few_reader {
+    // HALF: tiles 0 and 1 are neighbours in a slab, and streams go on from the one to the other. Else any two tiles.
+    template <bool HALF>
+    struct reader {
         // Offsets of a lane's words of its slice, of this tile, and of its slice's first row.
         uint32_t words, tile_words, first;
         // Warpgroups differ by masks, not by branches, which would take more instructions. A stream begins at the lane's
         // column (tiles 0 and 1, the head) or at its spill offset (tiles 2 and 3, the tail); after the values of the
         // tile before in tiles 1 and 3.
         uint32_t spill_mask, column, words_before, low, high;
-        tile_lane lanes[2];
+        tile_numbers numbers;
+        tile_lane tiles[2];
         uint32_t values[2][2][MACKO_TILE_QUAD];
         tile_streams streams;
         uint32_t before;
 
-        __device__ __forceinline__ few_reader(const constants &, int tile, int slice, int lane) {
+        __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane) : numbers(lane) {
             const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
             words = held((slice * MACKO_TILE_LANES + lane) * 4);
             tile_words = held(words + tile * MACKO_TILE_MASK_BYTES);
@@ -66,55 +67,61 @@ struct sparse16 {
             low = held(odd ? MACKO_TILE_STREAM_BITS : 0);
             high = held(low << 4);
         }
-        // Its mask is read and counted, its values are found, and the first ones loaded.
+        // Its mask is read, its streams are found, and their first values loaded.
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &weights) {
-            tile_lane &tile = lanes[TILE];
+            constexpr bool GOES_ON = HALF && TILE == 1;
+            const uint32_t header = slab - MACKO_TILE_VALUES_AT;
+            tile_lane &tile = tiles[TILE];
             if (STEP == 0) { // all loads
-                read_16(streams.values, slab - MACKO_TILE_VALUES_AT + MACKO_TILE_SLICES_AT + first);
-                read_32(streams.spills, slab - MACKO_TILE_VALUES_AT + MACKO_TILE_SPILLS_AT + words);
-                read_32(before, slab - MACKO_TILE_VALUES_AT + words_before);
-                tile.read(slab - MACKO_TILE_VALUES_AT + tile_words);
-            } else if (STEP == 1) {
+                if (!GOES_ON) read_16(streams.values, header + MACKO_TILE_SLICES_AT + first);
+                if (!GOES_ON) read_32(streams.spills, header + MACKO_TILE_SPILLS_AT + words);
+                if (!HALF) read_32(before, header + words_before);
+                tile.read(header + tile_words + (GOES_ON ? MACKO_TILE_MASK_BYTES : 0));
+            } else if (STEP == 1 && !GOES_ON) {
                 streams.values = slab + streams.values * MACKO_TILE_ROW_BYTES;
                 streams.spills = (streams.spills & spill_mask) | column;
-                streams.spill();
-                streams.at[0] += __popc(before & low) * MACKO_TILE_ROW_BYTES;
-                streams.at[1] += __popc(before & high) * MACKO_TILE_ROW_BYTES;
-            } else if (STEP == 2) {
-                tile.count(weights);
-            } else {
-                tile.find(weights, streams);
-                tile.load(0, values[0][0], weights);
-                tile.load(1, values[0][1], weights);
+                streams.spill(weights);
+                if (!HALF) streams.at[0] += __popc(before & low) * MACKO_TILE_ROW_BYTES;
+                if (!HALF) streams.at[1] += __popc(before & high) * MACKO_TILE_ROW_BYTES;
+                tile.begin(streams.at);
+            } else if (STEP == 3) {
+                if (GOES_ON) tile.begin(tiles[0].at);
+                load<0, TILE>(weights);
             }
         }
         template <int STEP, int TILE>
-        __device__ __forceinline__ void load_next(uint32_t, const constants &weights) {
-            if (STEP == 3) return;
-            lanes[TILE].load(2 * STEP + 2, values[(STEP + 1) % 2][0], weights);
-            lanes[TILE].load(2 * STEP + 3, values[(STEP + 1) % 2][1], weights);
+        __device__ __forceinline__ void load(const constants &weights) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) tiles[TILE].load(2 * STEP + i, values[STEP % 2][i], weights, HALF ? TILE : 0);
         }
         template <int STEP, int TILE>
-        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
-            lanes[TILE].place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
-            lanes[TILE].place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
+        __device__ __forceinline__ void load_next(uint32_t, const constants &weights) {
+            if constexpr (STEP < 3) load<STEP + 1, TILE>(weights);
+        }
+        template <int STEP, int TILE>
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &weights) {
+            tiles[TILE].place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1], numbers, weights);
+            tiles[TILE].place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3], numbers, weights);
         }
         __device__ __forceinline__ void move_1_to_0() {
-            lanes[0] = lanes[1];
+            tiles[0] = tiles[1];
         }
     };
+    using few_reader = reader<false>;
+    using half_reader = reader<true>;
 
     struct many_reader {
+        tile_numbers numbers;
         tile_lane here, next;
         tile_streams streams;
         uint32_t values[2][2][MACKO_TILE_QUAD], mask_at;
 
-        __device__ __forceinline__ explicit many_reader(const constants &) {
+        __device__ __forceinline__ explicit many_reader(const constants &) : numbers(threadIdx.x % WARP) {
         }
-        __device__ __forceinline__ void load(tile_lane &tile, int j, int set, const constants &weights) {
+        __device__ __forceinline__ void load(tile_lane &tile, int step, const constants &weights) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) tile.load(j + i, values[set][i], weights);
+            for (int i = 0; i < 2; i++) tile.load(2 * step + i, values[step % 2][i], weights);
         }
         // A slab from its first tile on.
         __device__ __forceinline__ void open(uint32_t slab, int slice, int lane) {
@@ -127,10 +134,9 @@ struct sparse16 {
         }
         // Without a tile before it.
         __device__ __forceinline__ void prepare_first(const constants &weights) {
-            next.read(mask_at);
-            next.count(weights);
-            next.find(weights, streams);
-            load(next, 0, 0, weights);
+            prepare<0>(weights);
+            prepare<1>(weights);
+            prepare<3>(weights);
         }
         // To the tile that is prepared. to_second_half: what is prepared next is in it.
         __device__ __forceinline__ void advance(bool to_second_half) {
@@ -141,18 +147,20 @@ struct sparse16 {
         template <int STEP>
         __device__ __forceinline__ void prepare(const constants &weights) {
             if (STEP == 0) next.read(mask_at);
-            if (STEP == 1) next.count(weights);
-            if (STEP == 2) next.find(weights, streams);
-            if (STEP == 3) load(next, 0, 0, weights);
+            if (STEP == 1) {
+                next.begin(streams.at);
+                streams.skip(next.mask);
+            }
+            if (STEP == 3) load(next, 0, weights);
         }
         template <int STEP>
         __device__ __forceinline__ void load_next(const constants &weights) {
-            if (STEP < 3) load(here, 2 * STEP + 2, (STEP + 1) % 2, weights);
+            if (STEP < 3) load(here, STEP + 1, weights);
         }
         template <int STEP>
-        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
-            here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1]);
-            here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3]);
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &weights) {
+            here.place(2 * STEP, values[STEP % 2][0], a[STEP][0], a[STEP][1], numbers, weights);
+            here.place(2 * STEP + 1, values[STEP % 2][1], a[STEP][2], a[STEP][3], numbers, weights);
         }
     };
 };
@@ -168,10 +176,10 @@ cudaError_t with_weight(const macko_tile_matrix &m, const RUN &run) {
 
 // d += a b of a warp, 16 x 16 by 16 x 8, from compute capability 8.0 on.
 template <typename T>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+__device__ __forceinline__ void mma(float *d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 #define MACKO_TILE_MMA(T, KIND)                                                                                        \
     template <>                                                                                                        \
-    __device__ __forceinline__ void mma<T>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {          \
+    __device__ __forceinline__ void mma<T>(float *d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {               \
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND                                            \
                      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
@@ -193,7 +201,10 @@ __device__ __forceinline__ void multiply_pair(float (&sums)[TOKENS / 2], const u
 
 // The same of a whole tile at once, where the next one has registers of its own.
 template <typename T, int TOKENS>
-__device__ __forceinline__ void multiply_tile(float (&sums)[TOKENS / 2], const uint32_t (&a)[4][4], uint64_t b) {
+__device__ __forceinline__ void multiply_tile(float (&sums)[TOKENS / 2], uint32_t (&a)[4][4], uint64_t b) {
+    // Made before the first product: else the compiler moves some in between, and ptxas has each product wait.
+#pragma unroll
+    for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i / 4][i % 4]));
     sm90::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < 4; step++) sm90::wgmma<T, TOKENS>::registers(sums, a[step], b + 2 * step);

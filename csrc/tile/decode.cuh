@@ -2,9 +2,7 @@
 //
 //     tile_streams::begin      where a lane's two streams are: heads at its own columns, and after `spill` the tails
 //     tile_lane::read          the mask, 32 elements: group j is bits j, 8 + j, 16 + j, 24 + j
-//     tile_lane::count         how many values each group has
-//     tile_lane::find          so where each group's values begin; the streams go on after this tile
-//     tile_lane::load          four values of a group, right ones and neighbours
+//     tile_lane::load          four values of a group, right ones and neighbours; its stream goes on to the next group
 //     tile_lane::place         the right ones, and zeros, into two registers of operand A
 #pragma once
 
@@ -13,11 +11,10 @@
 
 namespace macko {
 
-// OFFSET is part of the instruction.
-template <int OFFSET = 0>
+// Not volatile, so that the compiler may move it; its address comes from a load behind the pipeline's barrier.
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     uint32_t value;
-    asm("ld.shared.u16 %0, [%1 + %2];" : "=r"(value) : "r"(at), "n"(OFFSET));
+    asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
     return value;
 }
 
@@ -51,7 +48,7 @@ __device__ __forceinline__ uint32_t funnel_shift(uint32_t low, uint32_t high, ui
     return word;
 }
 
-// A row of columns of bytes (columns_cpu.h), from one of them. Not volatile, so that the compiler may move it; its address comes from a load behind the pipeline's barrier.
+// A row of columns of bytes (columns_cpu.h), from one of them. Not volatile, as load_value.
 template <int ROW>
 __device__ __forceinline__ uint32_t load_row(uint32_t at) {
     uint32_t word;
@@ -59,17 +56,31 @@ __device__ __forceinline__ uint32_t load_row(uint32_t at) {
     return word;
 }
 
-// Weights of dp4a, a byte each. They are kernel arguments, because dp4a takes an operand from there itself: immediates
-// go through uniform registers, an instruction each time.
+// A number whose origin the compiler does not know. zero: 0 where it may know that all lanes have the same, for which there
+// are registers of their own; else threadIdx.y.
+__device__ __forceinline__ uint32_t hidden(uint32_t number, int lane, int zero) {
+    return __shfl_sync(FULL_WARP, lane ? 0 : number, zero);
+}
+
+// What every group multiplies with. Weights of dp4a and dp2a, a byte each, are kernel arguments, because an instruction takes
+// one operand from there itself: immediates go through uniform registers, an instruction each time.
 struct tile_weights {
-    uint32_t one = 0x01010101, one_up = 0x80808080;                    // 1, and 1 << 7
-    uint32_t below[4] = {0, 0x80, 0x8080, 0x808080}, all = 0x80808080; // 128 for all bytes before byte i; for all bytes
-    uint32_t back[2] = {0x8080, 0xc0c0}; // -128 (j even) or -64 (j odd) for the first two bytes
+    // A missing value of a group j, 1 << j % 2 in its byte, is a row less: for the first two bytes, for all.
+    uint32_t first_two[2] = {0x8080, 0xc0c0}, all[2] = {0x80808080, 0xc0c0c0c0};
+    uint32_t spill[MACKO_TILE_STREAMS] = {0x0001, 0x0100}; // of a word its lower half, its upper one
+    uint32_t select = 0x1054;                              // the first value, the second one
 };
 
-// Where a lane's two streams go on at the beginning of a tile. A warp that takes tile after tile begins with a slab's
-// first one; `find` moves the streams to the end of each tile, and before the third tile they go on at their spill
-// offsets.
+// What dp2a multiplies with bytes: a selector's change where the first, and where the second of two elements has no value.
+struct tile_numbers {
+    uint32_t missing[2]; // of groups j, by j % 2
+
+    __device__ __forceinline__ explicit tile_numbers(int lane) {
+        for (int i = 0; i < 2; i++) missing[i] = hidden(0x22004422 >> i, lane, threadIdx.y);
+    }
+};
+
+// Where a lane's two streams go on at the beginning of a tile, or of their tails.
 struct tile_streams {
     uint32_t values, spills; // where the slice's values begin; the lane's two spill offsets, 16 bits each
     uint32_t at[MACKO_TILE_STREAMS];
@@ -82,9 +93,8 @@ struct tile_streams {
         at[0] = values + lane * 4;
         at[1] = at[0] + 2;
     }
-    __device__ __forceinline__ void spill() {
-        at[0] = values + (spills & 0xffff);
-        at[1] = values + (spills >> 16);
+    __device__ __forceinline__ void spill(const tile_weights &weights = tile_weights()) {
+        for (int i = 0; i < MACKO_TILE_STREAMS; i++) at[i] = __dp2a_lo(spills, weights.spill[i], values);
     }
     // To the end of a tile with this mask.
     __device__ __forceinline__ void skip(uint32_t mask) {
@@ -93,10 +103,10 @@ struct tile_streams {
     }
 };
 
-// What a lane has of a tile: its mask, and where its values of each group begin.
+// What a lane has of a tile: its mask, and its streams, which go on with every group that is loaded, four rows less one for
+// each value that is missing. The four rows are part of the next loads. So groups are loaded in their order, once.
 struct tile_lane {
-    uint32_t mask, at[MACKO_TILE_GROUPS];
-    uint32_t own[MACKO_TILE_STREAMS]; // how many each group has, a byte each
+    uint32_t mask, at[MACKO_TILE_STREAMS];
 
     __device__ __forceinline__ static uint32_t mask_at(uint32_t slab, int tile, int slice, int lane) {
         return slab + tile * MACKO_TILE_MASK_BYTES + (slice * MACKO_TILE_LANES + lane) * 4;
@@ -104,24 +114,8 @@ struct tile_lane {
     __device__ __forceinline__ void read(uint32_t mask_at) {
         read_32(mask, mask_at);
     }
-    // Byte j of `both` has the counts of groups j and j + 4, four bits each. dp4a adds up the bits of four elements
-    // where they stand, at bit j of each byte; weight 128 lifts those of odd groups by seven bits, into the next byte.
-    __device__ __forceinline__ void count(const tile_weights &weights) {
-        const uint32_t low = __dp4a(mask & 0x22222222u, weights.one_up, __dp4a(mask & 0x11111111u, weights.one, 0u));
-        const uint32_t high = __dp4a(mask & 0x88888888u, weights.one_up, __dp4a(mask & 0x44444444u, weights.one, 0u));
-        const uint32_t both = low + (high << 14);
-        own[0] = both & 0x0f0f0f0fu;
-        own[1] = both >> 4 & 0x0f0f0f0fu;
-    }
-    // Moves the streams to the end of this tile.
-    __device__ __forceinline__ void find(const tile_weights &weights, tile_streams &streams) {
-#pragma unroll
-        for (int stream = 0; stream < MACKO_TILE_STREAMS; stream++) {
-            uint32_t &from = streams.at[stream];
-#pragma unroll
-            for (int j = 0; j < 4; j++) at[stream * 4 + j] = j ? __dp4a(own[stream], weights.below[j], from) : from;
-            from = __dp4a(own[stream], weights.all, from);
-        }
+    __device__ __forceinline__ void begin(const uint32_t (&from)[MACKO_TILE_STREAMS]) {
+        for (int i = 0; i < MACKO_TILE_STREAMS; i++) at[i] = from[i];
     }
 
     // Of each element of group j that has no value, 1 << j % 2 in its byte: one shift serves two groups.
@@ -130,25 +124,28 @@ struct tile_lane {
     }
 
     // Elements 0 and 1 of group j find their values in the two rows from the group's begin on, elements 2 and 3 in the
-    // two rows from the third element's begin on. `place` picks by the mask. That begin is two rows further, less one
-    // for each of the first two elements that is missing: +2 rows is part of the load, and dp4a subtracts.
-    __device__ __forceinline__ void load(int j, uint32_t (&values)[MACKO_TILE_QUAD],
-                                         const tile_weights &weights) const {
-        const uint32_t third = __dp4a((int)missing(j), (int)weights.back[j % 2], (int)at[j]);
-        values[0] = load_value<0>(at[j]);
-        values[1] = load_value<MACKO_TILE_ROW_BYTES>(at[j]);
-        values[2] = load_value<2 * MACKO_TILE_ROW_BYTES>(third);
-        values[3] = load_value<3 * MACKO_TILE_ROW_BYTES>(third);
+    // two rows from the third element's begin on. `place` picks by the mask. before: tiles whose values come before this
+    // one's, if the streams began there.
+    __device__ __forceinline__ void load(int j, uint32_t (&values)[MACKO_TILE_QUAD], const tile_weights &weights,
+                                         int before = 0) {
+        const uint32_t row = (before * MACKO_TILE_GROUPS / MACKO_TILE_STREAMS + j % 4) * MACKO_TILE_QUAD;
+        uint32_t &from = at[j / 4];
+        const uint32_t third = __dp4a((int)missing(j), (int)weights.first_two[j % 2], (int)from);
+#pragma unroll
+        for (int i = 0; i < MACKO_TILE_QUAD; i++)
+            values[i] = load_value((i < 2 ? from : third) + (row + i) * MACKO_TILE_ROW_BYTES);
+        from = __dp4a((int)missing(j), (int)weights.all[j % 2], (int)from);
     }
 
     // Two registers of the operand, two elements each. The first element takes the first value; the second one the
     // second value, or the first where the first element has none. Elements without a value take the zeros above a
     // value's 16 bits.
     __device__ __forceinline__ void place(int j, const uint32_t (&values)[MACKO_TILE_QUAD], uint32_t &low,
-                                          uint32_t &high) const {
-        const uint32_t m = missing(j), step = 0x4422u >> j % 2;
-        low = byte_permute(values[1], values[0], 0x1054u + step * m);
-        high = byte_permute(values[3], values[2], 0x1054u + step * (m >> 16));
+                                          uint32_t &high, const tile_numbers &numbers,
+                                          const tile_weights &weights) const {
+        const uint32_t changes = numbers.missing[j % 2];
+        low = byte_permute(values[1], values[0], __dp2a_lo(changes, missing(j), weights.select));
+        high = byte_permute(values[3], values[2], __dp2a_hi(changes, missing(j), weights.select));
     }
 };
 

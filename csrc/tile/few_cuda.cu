@@ -5,6 +5,14 @@
 namespace macko {
 namespace {
 
+// There is a plan for the densest slabs, too: a cluster of one block splits no row block, and has the stages it needs.
+using densest = few_shape<sparse16<__half>::HALVES_TO, sparse16<__half>>;
+static_assert(densest::LEAST_STAGES *
+                      (ceil_div(MACKO_TILE_VALUES_AT + MACKO_TILE_MOST_ROWS * MACKO_TILE_ROW_BYTES, 1024) * 1024 +
+                       MACKO_TILE_SLAB_TILES * sparse16<__half>::HALVES_TO * MACKO_TILE_COLS * 2) +
+                  densest::SUMS_BYTES + BARRIER_BYTES <=
+              227 * 1024);
+
 // The same product where there is no wgmma: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS
 // x 8 tokens; four groups of four warps take a tile each of a stage, which is a slab. Tokens are read through L1.
 constexpr int MMA_THREADS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES * WARP;
@@ -28,6 +36,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
         }
         commit_copies();
     };
+    const tile_numbers numbers(lane);
     float sums[OCTETS][4] = {};
     for (int stage = 0; stage + 1 < task.stages; stage++) fetch(stage);
     for (int stage = 0; stage < stages; stage++) {
@@ -43,20 +52,19 @@ __global__ void __launch_bounds__(MMA_THREADS)
         tile_lane tile, before;
         streams.begin(slab, slice, lane);
         tile.read(tile_lane::mask_at(slab, tile_index, slice, lane));
-        if (tile_index >= MACKO_TILE_SLAB_TILES / 2) streams.spill();
+        if (tile_index >= MACKO_TILE_SLAB_TILES / 2) streams.spill(task.weights);
         if (tile_index % 2) {
             before.read(tile_lane::mask_at(slab, tile_index - 1, slice, lane));
             streams.skip(before.mask);
         }
-        tile.count(task.weights);
-        tile.find(task.weights, streams);
+        tile.begin(streams.at);
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             uint32_t a[4], values[2][MACKO_TILE_QUAD];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 tile.load(2 * step + half, values[half], task.weights);
-                tile.place(2 * step + half, values[half], a[2 * half], a[2 * half + 1]);
+                tile.place(2 * step + half, values[half], a[2 * half], a[2 * half + 1], numbers, task.weights);
             }
 #pragma unroll
             for (int octet = 0; octet < OCTETS; octet++) {

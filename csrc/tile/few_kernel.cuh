@@ -84,7 +84,7 @@ struct few_shape {
     // Whether a warpgroup takes half of every other slab, and not a tile of each (above).
     static constexpr bool HALVES = TOKENS <= CODEC::HALVES_TO;
     // Then, of few tokens, warps multiply by themselves (mma.sync) and wait for no other one.
-    static constexpr bool BY_WARPS = HALVES && TOKENS <= CODEC::WARPS_TO;
+    static constexpr bool BY_WARPS = HALVES && TOKENS == 8;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = 112, PRODUCER_REGISTERS = 32;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void make_barriers(const few_task<CODEC> &task, const
         sm90::barrier_init(memory.empty + stage * 8, SHAPE::STAGE_RELEASES);
     }
     if (warp == 0) {
-        sm90::barrier_init(memory.unused, SHAPE::STAGE_RELEASES);
+        sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS * SHAPE::RELEASES);
         sm90::barrier_init(memory.sums_full, 1);
         sm90::barrier_init(memory.sums_full + 8, 1);
         sm90::barrier_init(memory.may_send, task.cluster);
@@ -353,8 +353,8 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     // By warps: of either tile a lane's row of four matrices (32 columns of x), of columns 0 and 32 on.
     uint32_t x_at[2][2] = {};
     for (int i = 0; SHAPE::BY_WARPS && i < 4; i++)
-        x_at[i / 2][i % 2] = held(task.tokens_at + (first_tile + i / 2) * task.token_bytes + lane % 8 * 128 +
-                                  ((lane / 8 + i % 2 * 4) ^ lane % 8) * 16);
+        x_at[i / 2][i % 2] = held(task.tokens_at - CODEC::BASE + (first_tile + i / 2) * task.token_bytes +
+                                  lane % 8 * 128 + ((lane / 8 + i % 2 * 4) ^ lane % 8) * 16);
     const auto release = [&](uint32_t full) {
         if (SHAPE::RELEASES == WARPGROUP || first_thread == 0)
             sm90::barrier_arrive(full + (memory.empty - memory.full));
@@ -454,13 +454,11 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         };
         if constexpr (SHAPE::BY_WARPS) {
             const int stages = whole ? task.slabs : second ? in_second : in_first;
-            constexpr int EIGHTS = TOKENS / 8; // of tokens
-            float odd[SUMS] = {};              // of steps 1 and 3
+            float odd[SUMS] = {}; // of steps 1 and 3
             const auto multiply_half = [&](auto tile, auto next) {
                 constexpr int TILE = decltype(tile)::value, NEXT = decltype(next)::value;
-                uint32_t x[EIGHTS][2][4];
-                for (int i = 0; i < 2 * EIGHTS; i++)
-                    sm90::ldmatrix_x4(x[i / 2][i % 2], here.slab + x_at[TILE][i % 2] + i / 2 * 1024);
+                uint32_t x[2][4];
+                for (int i = 0; i < 2; i++) sm90::ldmatrix_x4(x[i], here.slab + x_at[TILE][i]);
                 const auto take = [&](auto step) {
                     constexpr int STEP = decltype(step)::value;
                     reader.template load_next<STEP, TILE>(here.slab, task.weights);
@@ -476,9 +474,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                 take(step2);
                 take(step3);
                 for (int i = 0; i < 4; i++)
-                    for (int k = 0; k < EIGHTS; k++)
-                        mma<typename CODEC::T>(reinterpret_cast<float (&)[4]>((i % 2 ? odd : sums)[4 * k]), a[i],
-                                               x[k][i / 2][i % 2 * 2], x[k][i / 2][i % 2 * 2 + 1]);
+                    mma<typename CODEC::T>(i % 2 ? odd : sums, a[i], x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
             };
 #pragma unroll 1
             for (int left = own_stages(stages, stages_before); left > 0; left--) {
@@ -495,9 +491,6 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         } else if constexpr (HALVES) {
             const int stages = whole ? task.slabs : second ? in_second : in_first;
             uint32_t both[2][4][4]; // operand A of either tile
-            // Products of one tile at a time. Else, unless `make` has branches, ptxas sees registers of products being made
-            // while other products run, and lets each product wait for the one before.
-            constexpr bool ONE_BATCH = !CODEC::BRANCHES;
             // Of a stage the first tile, while the second one is prepared, and then that one.
             const auto multiply_half = [&](auto tile, auto next, uint32_t tokens) {
                 constexpr int TILE = decltype(tile)::value, NEXT = decltype(next)::value;
@@ -505,16 +498,16 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                     constexpr int STEP = decltype(step)::value;
                     reader.template load_next<STEP, TILE>(here.slab, task.weights);
                     reader.template prepare<STEP, NEXT>(ahead.slab, task.weights);
-                    // For what reads these registers last.
-                    if (!ONE_BATCH && STEP == 0 && TILE == 0) sm90::warpgroup_wait<1>();
                     reader.template make<STEP, TILE>(both[TILE], task.weights);
                 };
                 take(step0);
                 take(step1);
                 take(step2);
                 take(step3);
-                if (ONE_BATCH) sm90::warpgroup_wait<0>();
-                if (ONE_BATCH && TILE == 0) release(previous);
+                // One batch of products at a time: with two in flight ptxas sees registers that are in use being made, where
+                // `make` has no branch, and lets each product wait for the one before it (C7513).
+                sm90::warpgroup_wait<0>();
+                if (TILE == 0) release(previous);
                 multiply_tile<typename CODEC::T, TOKENS>(sums, both[TILE], descriptor >> 32 << 32 | tokens);
             };
 #pragma unroll 1
@@ -522,26 +515,23 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                 const uint32_t tokens = tokens_offset + (here.slab >> 4);
                 multiply_half(step0, step1, tokens);
                 go_on();
-                if (!ONE_BATCH) {
-                    sm90::warpgroup_wait<1>();
-                    release(previous); // first: what is waited for may come in its place
-                }
                 sm90::barrier_wait(ahead.full, ahead.phase);
                 multiply_half(step1, step0, tokens + second_tile);
                 previous = here.full;
                 here = ahead;
             }
             stages_before += stages;
-        }
-        int left = HALVES ? 0 : whole ? task.slabs : second ? in_second : in_first;
+        } else {
+            int left = whole ? task.slabs : second ? in_second : in_first;
 #pragma unroll 1
-        for (; left > 0; left -= 2) { // two at a time, so that nothing is moved from `next` to `tile`
-            multiply(step0, step1);
-            if (left == 1) {
-                reader.move_1_to_0();
-                break;
+            for (; left > 0; left -= 2) { // two at a time, so that nothing is moved from `next` to `tile`
+                multiply(step0, step1);
+                if (left == 1) {
+                    reader.move_1_to_0();
+                    break;
+                }
+                multiply(step1, step0);
             }
-            multiply(step1, step0);
         }
         if constexpr (!SHAPE::BY_WARPS) {
             sm90::warpgroup_wait<0>();

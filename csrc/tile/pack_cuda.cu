@@ -176,20 +176,21 @@ __global__ void __launch_bounds__(THREADS, 8)
     const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
     const bool whole = aligned && row >= first && row + SLICE_ROWS <= stop;
     uint16_t *const out = w + (row + lane / 8 - first) * m.cols + col + lane % 8 * 8;
+    const tile_numbers numbers(lane);
     tile_streams streams;
     streams.begin(slab, slice, lane);
 #pragma unroll
     for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
-        if (tile == MACKO_TILE_SLAB_TILES / 2) streams.spill();
+        if (tile == MACKO_TILE_SLAB_TILES / 2) streams.spill(weights);
         tile_lane own;
         own.read(tile_lane::mask_at(slab, tile, slice, lane));
-        own.count(weights);
-        own.find(weights, streams);
+        own.begin(streams.at);
+        streams.skip(own.mask);
 #pragma unroll
         for (int j = 0; j < MACKO_TILE_GROUPS; j++) {
             uint32_t values[MACKO_TILE_QUAD], low, high;
             own.load(j, values, weights);
-            own.place(j, values, low, high);
+            own.place(j, values, low, high, numbers, weights);
             *(uint32_t *)(dense + 8 * j) = low;
             *(uint32_t *)(dense + 8 * j + 8 * DENSE_STRIDE) = high;
         }

@@ -95,6 +95,13 @@ Tensor linear(const Tensor &x, const std::vector<Tensor> &packed, const Ints &he
     return which("linear", layout, layout.linear)(p, x, bias);
 }
 
+// What compiled graphs call (macko/fuse.py): linear's gradients are a kernel in Python, 4 us a call where none is wanted
+// either. The ops behind have none.
+Tensor linear_below_autograd(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header,
+                             const std::optional<Tensor> &bias) {
+    return linear(x, packed, header, bias);
+}
+
 std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header,
                                  const Ints &part_rows) {
     const char *op = "linear_parts";
@@ -220,18 +227,17 @@ Tensor check_on_cpu(const Packed &p) {
 
 // clang-format off
 // A packed weight is a list of tensors and a header of whole numbers: packed.h says which. The last four are the papers'.
-#define MACKO_PRODUCTS(OP) \
-    OP(linear, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
-    OP(linear_parts, "(Tensor x, Tensor[] packed, int[] header, int[] part_rows) -> Tensor[]") \
-    OP(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor? other=None) -> Tensor[]") \
-    OP(norm_linear, "(Tensor x, Tensor weight, float eps, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
-    OP(gated_linear, "(Tensor gate, Tensor up, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor")
 #define MACKO_OPS(OP) \
     OP(pack, "(Tensor w, int layout, int[] options) -> (Tensor[], Tensor)") \
     OP(lay_out, "(Tensor[] packed, int[] header, int layout, int[] options) -> (Tensor[], Tensor)") \
     OP(dense, "(Tensor[] packed, int[] header, bool check=True) -> Tensor") \
     OP(check, "(Tensor[] packed, int[] header) -> Tensor") \
-    MACKO_PRODUCTS(OP) \
+    OP(linear, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
+    OP(linear_below_autograd, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
+    OP(linear_parts, "(Tensor x, Tensor[] packed, int[] header, int[] part_rows) -> Tensor[]") \
+    OP(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor? other=None) -> Tensor[]") \
+    OP(norm_linear, "(Tensor x, Tensor weight, float eps, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
+    OP(gated_linear, "(Tensor gate, Tensor up, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(spmv, /* MACKO-SpMV */ \
        "(Tensor values, Tensor deltas, Tensor row_ptr, int cols, Tensor x, int delta_bits=4) -> Tensor") \
     OP(ec_spmv, /* EC-SpMV */ \
@@ -243,14 +249,10 @@ Tensor check_on_cpu(const Packed &p) {
 
 #define DEFINE(name, schema) m.def(#name schema);
 #define IMPLEMENT(name, schema) m.impl(#name, TORCH_BOX(&macko::name));
-// What compiled graphs call (macko/fuse.py): gradients of the ops above are kernels in Python, 4 us a call where none is
-// wanted either.
-#define DEFINE_BELOW(name, schema) m.def(#name "_below_autograd" schema);
-#define IMPLEMENT_BELOW(name, schema) m.impl(#name "_below_autograd", TORCH_BOX(&macko::name));
 
 #ifdef USE_CUDA
-STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) MACKO_PRODUCTS(IMPLEMENT_BELOW) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CUDA, m) { MACKO_OPS(IMPLEMENT) }
 #else
-STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) MACKO_PRODUCTS(DEFINE_BELOW) }
-STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) MACKO_PRODUCTS(IMPLEMENT_BELOW) }
+STABLE_TORCH_LIBRARY(macko, m) { MACKO_OPS(DEFINE) }
+STABLE_TORCH_LIBRARY_IMPL(macko, CPU, m) { MACKO_OPS(IMPLEMENT) }
 #endif

@@ -21,7 +21,7 @@ from ..convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weigh
 from ..files import VERSION, Checkpoint, check_about, join, open_tensors
 from ..formats import saved_as
 from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
-from ..linear import SparseLinear
+from ..linear import SparseLinear, unsupported
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
 
@@ -247,13 +247,17 @@ class MackoHfQuantizer(HfQuantizer):
                 if missing := module.missing():
                     raise ValueError(f"{name}: the checkpoint has no {missing[0]}")
                 module.__class__ = SparseLinear  # type: ignore[assignment]
+                packed, home, dtype = module.packed, module.device, self._dtypes[name]
+                if reason := unsupported(dtype, home):
+                    raise ValueError(f"{name}: the weight cannot be loaded: {reason}")
                 try:
-                    module.packed.validate()
-                    module._hold(module.packed.held())
+                    if packed.dtype != dtype:
+                        packed = packed.to("cpu")  # a GPU has no kernels for float32
+                    packed.validate()
+                    module._hold(packed.held().to(home, dtype))
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-                if module.dtype != self._dtypes[name]:
-                    module.to(self._dtypes[name])
+                module.to(dtype)  # its bias
                 module.reformat_(self._format_on(module.device))
         self._found.clear()
         if not self.pre_quantized:

@@ -31,10 +31,10 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from ..choose import Options, pack
 from ..convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..files import VERSION, check_about
-from ..formats import ByteWeight, MackoWeight, PackedWeight, saved_as, takes_any_weight
+from ..formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
 from ..layers import IGNORED, matching
-from ..ops import call
-from ..shards import sliced
+from ..ops import multiply
+from ..shards import joined, sliced
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
 
@@ -185,7 +185,7 @@ class _Method(LinearMethodBase):
 
     def product(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         packed = [getattr(layer, name) for name in self.names]
-        return call(torch.ops.macko.linear, x, packed, self.header, bias)
+        return multiply(x, packed, self.header, bias)
 
     def dequantize_weight(self, layer: nn.Module) -> Tensor:
         return torch.ops.macko.dense([getattr(layer, name) for name in self.names], self.header)
@@ -317,33 +317,45 @@ class Packed(_Method):
             if whole.dtype != self.dtype:
                 whole = whole.to("cpu")  # a GPU has no kernels for float32
             whole.validate()
-            whole = whole.held()
-            cut += self._cut(layer, whole.to(device, self.dtype), self._places(shard))
+            cut += [part.to(device, self.dtype) for part in self._cut(layer, whole, self._places(shard))]
         options = self.options(device)
         if takes_any_weight(options.format):  # which is for what the files hold dense
             options = Options(tokens=options.tokens)
         if len(cut) == 1 and cut[0].rows == sum(self.rows):
             # ec and slide are what somebody chose
             return pack(cut[0].to_macko(), options) if isinstance(cut[0], MackoWeight) or not options.again else cut[0]
-        bytes_ = [part for part in cut if isinstance(part, ByteWeight)]
-        if len(bytes_) == len(cut) and len({(type(part), part.kind) for part in bytes_}) == 1:
-            return bytes_[0].joined(bytes_, sum(self.rows))
+        if (in_bytes := joined(cut, sum(self.rows))) is not None:
+            return in_bytes
         dense = torch.cat([part.to_dense() for part in cut])
         return pack(nn.functional.pad(dense, (0, 0, 0, sum(self.rows) - len(dense))), options)
 
     def _cut(self, layer: Any, whole: PackedWeight, places: list[int]) -> list[PackedWeight]:
-        """This rank's parts of what one layer of the checkpoint has for these places of the stack."""
-        if isinstance(layer, ParallelLMHead):  # behind its last row is padding
-            indices = layer.shard_indices
-            return [sliced(whole, 0, indices.org_vocab_start_index, indices.org_vocab_end_index)]
+        """This rank's parts of what one layer of the checkpoint has for these places of the stack.
+
+        Nothing is unpacked before it has the rows and columns that vLLM wants.
+        """
+        is_head = isinstance(layer, ParallelLMHead)
+        rank, ranks = (0, 1) if is_head else (layer.tp_rank, layer.tp_size)
+        if whole.cols not in (self.cols, self.cols * ranks):
+            raise ValueError(f"the checkpoint has {whole.cols} columns, vLLM wants {self.cols} for each of {ranks}")
+        first = rank * self.cols if whole.cols > self.cols else 0
+        rows = self._head_rows(layer, whole) if is_head else self._stack_rows(layer, whole, places)
+        part = sliced(whole.held(), 1, first, first + self.cols)
+        return [sliced(part, 0, start, stop) for start, stop in rows]
+
+    def _head_rows(self, layer: Any, whole: PackedWeight) -> list[tuple[int, int]]:
+        """This rank's rows of a head; behind its last row is padding."""
+        start, stop = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+        if whole.rows < stop:
+            raise ValueError(f"the checkpoint has {whole.rows} rows, vLLM wants {start} to {stop}")
+        return [(start, stop)]
+
+    def _stack_rows(self, layer: Any, whole: PackedWeight, places: list[int]) -> list[tuple[int, int]]:
+        """This rank's rows for each of the places, or all of them at once."""
         rank, ranks = layer.tp_rank, layer.tp_size
-        if whole.cols != self.cols:
-            if whole.cols != self.cols * ranks:
-                raise ValueError(f"the checkpoint has {whole.cols} columns, vLLM wants {self.cols} for each of {ranks}")
-            whole = sliced(whole, 1, rank * self.cols, (rank + 1) * self.cols)
         rows = [self.rows[place] for place in places]
         if whole.rows == sum(rows):
-            return [whole]
+            return [(0, whole.rows)]
         # Several ranks may share a head of k and v.
         shared = [getattr(layer, "num_kv_head_replicas", 1) if place else 1 for place in places]
         wholes = [count * ranks // by for count, by in zip(rows, shared, strict=True)]
@@ -353,4 +365,4 @@ class Packed(_Method):
             stop - size + rank // by * count
             for stop, size, by, count in zip(accumulate(wholes), wholes, shared, rows, strict=True)
         ]
-        return [sliced(whole, 0, start, start + count) for start, count in zip(starts, rows, strict=True)]
+        return [(start, start + count) for start, count in zip(starts, rows, strict=True)]

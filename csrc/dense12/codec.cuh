@@ -148,4 +148,14 @@ struct dense12 {
     };
 };
 
+template <typename RUN>
+cudaError_t with_weight(const macko_dense12_matrix &m, const RUN &run) {
+    const int64_t units = macko_tile_count(m.rows, m.cols) * m.slab_units;
+    const auto of = [&](auto codec) {
+        return run(slab_weight<decltype(codec)>{
+            m.data, nullptr, m.rows, m.cols, m.slab_units, units, {{m.table[0], m.table[1]}}});
+    };
+    return m.dtype == MACKO_F16 ? of(dense12<__half>()) : of(dense12<__nv_bfloat16>());
+}
+
 } // namespace macko

@@ -126,13 +126,7 @@ cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *
 cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
                                       cudaStream_t stream);
 
-/* As macko_tile_few_cuda, macko_tile_many_plan_cuda and macko_tile_many_cuda (../tile/tile.h), with wgmma only. */
-cudaError_t macko_dense12_few_cuda(const macko_dense12_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                   const void *bias, const macko_tile_parts *y, cudaStream_t stream);
-cudaError_t macko_dense12_many_plan_cuda(const macko_dense12_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
-cudaError_t macko_dense12_many_cuda(const macko_dense12_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                    const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
-                                    void *workspace, cudaStream_t stream);
+MACKO_TILE_PRODUCTS(dense12);
 #endif
 
 #ifdef __cplusplus

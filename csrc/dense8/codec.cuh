@@ -80,4 +80,13 @@ struct dense8 {
     };
 };
 
+template <typename RUN>
+cudaError_t with_weight(const macko_dense8_matrix &m, const RUN &run) {
+    const int64_t units = macko_tile_count(m.rows, m.cols) * MACKO_DENSE8_UNITS;
+    return with_codec<dense8>(m.kind, m.dtype, [&](auto codec) {
+        return run(
+            slab_weight<decltype(codec)>{m.data, nullptr, m.rows, m.cols, MACKO_DENSE8_UNITS, units, {m.scales}});
+    });
+}
+
 } // namespace macko

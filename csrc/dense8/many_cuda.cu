@@ -3,19 +3,13 @@
 #include "codec.cuh"
 
 cudaError_t macko_dense8_many_plan_cuda(const macko_dense8_matrix *m, int64_t tokens, macko_tile_many_plan *plan) {
-    using namespace macko;
-    return with_codec<dense8>(m->kind, m->dtype, [&](auto codec) {
-        return plan_many<decltype(codec)>(m->rows, m->cols, MACKO_DENSE8_UNITS, tokens, plan);
-    });
+    return macko::with_weight(*m, [&](const auto &weight) { return macko::plan_many(weight, tokens, plan); });
 }
 
 cudaError_t macko_dense8_many_cuda(const macko_dense8_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
                                    const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
                                    void *workspace, cudaStream_t stream) {
-    using namespace macko;
-    return with_codec<dense8>(m->kind, m->dtype, [&](auto codec) {
-        const many_weight<decltype(codec)> weight = {m->data, nullptr,    m->rows, m->cols, MACKO_DENSE8_UNITS,
-                                                     0,       {m->scales}};
-        return launch_many(weight, tokens, x, x_stride, bias, *y, *plan, workspace, stream);
+    return macko::with_weight(*m, [&](const auto &weight) {
+        return macko::multiply_many(weight, tokens, x, x_stride, bias, *y, *plan, workspace, stream);
     });
 }

@@ -65,9 +65,5 @@ cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w,
 
 cudaError_t macko_dense8_unpack_cuda(const macko_dense8_matrix *m, int64_t first, int64_t count, void *w,
                                      cudaStream_t stream) {
-    if (!count || !m->cols) return cudaSuccess;
-    const int64_t blocks = (first + count - 1) / MACKO_TILE_ROWS - first / MACKO_TILE_ROWS + 1;
-    unpack_slabs<<<(unsigned)(blocks * macko_tile_slabs(m->cols)), THREADS, 0, stream>>>(*m, first, first + count,
-                                                                                         (uint16_t *)w);
-    return cudaGetLastError();
+    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
 }

@@ -264,4 +264,13 @@ struct sparse11 {
     };
 };
 
+template <typename RUN>
+cudaError_t with_weight(const macko_sparse11_matrix &m, const RUN &run) {
+    const auto of = [&](auto codec) {
+        return run(slab_weight<decltype(codec)>{
+            m.data, m.offsets, m.rows, m.cols, m.widest, m.units, {{m.table[0], m.table[1]}}});
+    };
+    return m.dtype == MACKO_F16 ? of(sparse11<__half>()) : of(sparse11<__nv_bfloat16>());
+}
+
 } // namespace macko

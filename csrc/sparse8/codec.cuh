@@ -28,10 +28,11 @@ struct sparse8_lane {
     using bytes = four_bytes<KIND, T>;
     static constexpr int STEPS = MACKO_SPARSE8_STEPS;
     static constexpr uint32_t ONES = 0x11111111;
-    uint32_t mask, have[STEPS]; // bit BIT of an element's nibble: it has a value
+    uint32_t mask, have[STEPS]; // bit bit(step) of an element's nibble: it has a value
     uint32_t at[STEPS + 1];     // bits of the column before a step's values
     uint32_t column;            // where it begins
 
+    // That of the mask, but for the last step: of bit 3 no factor makes ranks.
     __device__ __forceinline__ static constexpr int bit(int step) {
         return step < 3 ? 2 - step : 2;
     }
@@ -56,13 +57,13 @@ struct sparse8_lane {
                                          uint32_t (&a)[4], const sparse8_numbers &numbers) const {
         const uint32_t first = funnel_shift(here[1], here[2], at[step]),
                        last = funnel_shift(next[0], next[1], at[step + 1]);
-        // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it; 4 and more are zeros.
-        bytes::make(byte_permute(first, bytes::ZEROS, have[step] * (0x1110 - 4 >> bit(step)) + numbers.first_none),
-                    a[0], a[1]);
-        bytes::make(
-            byte_permute(last, bytes::ZEROS,
-                         __dp2a_lo(have[step], numbers.upper, 0u) * -(0x1110 + 4 >> bit(step)) + numbers.last_none),
-            a[2], a[3]);
+        // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it, of the others 7 - 4 have - that of
+        // those behind it in the stream; 4 and more are zeros.
+        const int first_factor = (0x1110 - 4) >> bit(step), last_factor = -((0x1110 + 4) >> bit(step));
+        const uint32_t first_ranks = have[step] * first_factor + numbers.first_none;
+        bytes::make(byte_permute(first, bytes::ZEROS, first_ranks), a[0], a[1]);
+        const uint32_t last_ranks = __dp2a_lo(have[step], numbers.upper, 0u) * last_factor + numbers.last_none;
+        bytes::make(byte_permute(last, bytes::ZEROS, last_ranks), a[2], a[3]);
     }
 };
 
@@ -192,5 +193,12 @@ struct sparse8 {
         }
     };
 };
+
+template <typename RUN>
+cudaError_t with_weight(const macko_sparse8_matrix &m, const RUN &run) {
+    return with_codec<sparse8>(m.kind, m.dtype, [&](auto codec) {
+        return run(slab_weight<decltype(codec)>{m.data, m.offsets, m.rows, m.cols, m.widest, m.units, {m.scales}});
+    });
+}
 
 } // namespace macko

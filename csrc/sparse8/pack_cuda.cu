@@ -158,9 +158,5 @@ cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *
 
 cudaError_t macko_sparse8_unpack_cuda(const macko_sparse8_matrix *m, int64_t first, int64_t count, void *w,
                                       cudaStream_t stream) {
-    if (!count || !m->cols) return cudaSuccess;
-    const int64_t blocks = (first + count - 1) / MACKO_TILE_ROWS - first / MACKO_TILE_ROWS + 1;
-    unpack_slabs<<<(unsigned)(blocks * macko_tile_slabs(m->cols)), THREADS, 0, stream>>>(*m, first, first + count,
-                                                                                         (uint16_t *)w);
-    return cudaGetLastError();
+    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
 }

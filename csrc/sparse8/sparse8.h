@@ -102,13 +102,7 @@ cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *
 cudaError_t macko_sparse8_unpack_cuda(const macko_sparse8_matrix *m, int64_t first, int64_t count, void *w,
                                       cudaStream_t stream);
 
-/* As macko_tile_few_cuda, macko_tile_many_plan_cuda and macko_tile_many_cuda (../tile/tile.h), with wgmma only. */
-cudaError_t macko_sparse8_few_cuda(const macko_sparse8_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                   const void *bias, const macko_tile_parts *y, cudaStream_t stream);
-cudaError_t macko_sparse8_many_plan_cuda(const macko_sparse8_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
-cudaError_t macko_sparse8_many_cuda(const macko_sparse8_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                    const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
-                                    void *workspace, cudaStream_t stream);
+MACKO_TILE_PRODUCTS(sparse8);
 #endif
 
 #ifdef __cplusplus

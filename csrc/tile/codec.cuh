@@ -22,6 +22,18 @@
 
 namespace macko {
 
+// The weight of a launch.
+template <class CODEC>
+struct slab_weight {
+    using T = typename CODEC::T;
+    const uint8_t *data;
+    const int32_t *offsets; // NULL if SAME_SIZE
+    int64_t rows, cols;
+    int widest;    // units of the largest slab
+    int64_t units; // of data
+    typename CODEC::constants constants;
+};
+
 template <typename T_>
 struct sparse16 {
     using T = T_;
@@ -153,6 +165,15 @@ struct sparse16 {
         }
     };
 };
+
+// Of each layout: calls run(weight).
+template <typename RUN>
+cudaError_t with_weight(const macko_tile_matrix &m, const RUN &run) {
+    const auto of = [&](auto codec) {
+        return run(slab_weight<decltype(codec)>{m.data, m.offsets, m.rows, m.cols, m.widest, m.units, {}});
+    };
+    return m.dtype == MACKO_F16 ? of(sparse16<__half>()) : of(sparse16<__nv_bfloat16>());
+}
 
 // d += a b of a warp, 16 x 16 by 16 x 8, from compute capability 8.0 on.
 template <typename T>

@@ -137,18 +137,13 @@ cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, cons
     if (!m->rows || !tokens) return cudaSuccess;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const float mean = (float)m->units / macko_tile_count(m->rows, m->cols);
-    const auto run = [&](auto codec) {
-        using CODEC = decltype(codec);
-        using T = typename CODEC::T;
-        const few_weight<CODEC> weight = {m->data, m->offsets, m->rows, m->cols, m->widest, mean, {}};
-        if (has_wgmma(device.major))
-            return few_launch<CODEC>(tokens)(weight, tokens, x, x_stride, bias, *y, device, stream);
+    return with_weight(*m, [&](const auto &weight) {
+        using T = typename std::decay_t<decltype(weight)>::T;
+        if (has_wgmma(device.major)) return multiply_few(weight, tokens, x, x_stride, bias, *y, stream);
         const auto mma = tokens <= 8    ? launch_mma<T, 1>
                          : tokens <= 16 ? launch_mma<T, 2>
                          : tokens <= 32 ? launch_mma<T, 4>
                                         : launch_mma<T, 8>;
         return mma(*m, tokens, x, x_stride, bias, *y, device, stream);
-    };
-    return m->dtype == MACKO_F16 ? run(sparse16<__half>()) : run(sparse16<__nv_bfloat16>());
+    });
 }

@@ -652,17 +652,6 @@ __global__ void __launch_bounds__(few_shape<TOKENS, CODEC>::THREADS, 1)
 #endif
 }
 
-// The weight of a launch.
-template <class CODEC>
-struct few_weight {
-    const uint8_t *data;
-    const int32_t *offsets; // NULL if SAME_SIZE
-    int64_t rows, cols;
-    int widest; // units of the largest slab
-    float mean; // units of a slab in the mean
-    typename CODEC::constants constants;
-};
-
 // How a matrix is shared by blocks: of a launch all that depends on sizes alone.
 struct few_plan {
     int grid, shared_bytes;
@@ -752,7 +741,7 @@ cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, cons
 }
 
 template <class CODEC, int TOKENS>
-cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
+cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
                    const macko_tile_parts &y, const device_info &device, cudaStream_t stream) {
     using SHAPE = few_shape<TOKENS, CODEC>;
     if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.part[1].rows))
@@ -771,10 +760,10 @@ cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, in
     task.each = plan.each;
     task.more = (short)plan.more;
     task.all_slabs = slabs * row_blocks;
-    task.mean = w.mean;
+    task.mean = (float)w.units / task.all_slabs;
     task.slab_units = w.widest;
     // All blocks end together: those with more to do go faster.
-    const double total = (double)w.mean * task.all_slabs * MACKO_TILE_UNIT / MEMORY_RATE * (plan.time < 12 ? 1.09 : 1);
+    const double total = (double)w.units * MACKO_TILE_UNIT / MEMORY_RATE * (plan.time < 12 ? 1.09 : 1);
     for (int i = 0; i < 2; i++) {
         task.partition[i] = plan.partition[i];
         task.advance[i] = plan.advance[i];
@@ -816,13 +805,18 @@ cudaError_t launch(const few_weight<CODEC> &w, int64_t tokens, const void *x, in
     return cudaLaunchKernelEx(&config, tile_few_kernel<CODEC, TOKENS>, task);
 }
 
-// The launch for as many tokens as are together in a block.
+// A product, by the kernel for as many tokens as are together in a block.
 template <class CODEC>
-auto few_launch(int64_t tokens) {
-    return tokens <= 8    ? launch<CODEC, 8>
-           : tokens <= 16 ? launch<CODEC, 16>
-           : tokens <= 32 ? launch<CODEC, 32>
-                          : launch<CODEC, 64>;
+cudaError_t multiply_few(const slab_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
+                         const void *bias, const macko_tile_parts &y, cudaStream_t stream) {
+    if (!weight.rows || !tokens) return cudaSuccess;
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    const auto run = tokens <= 8    ? launch<CODEC, 8>
+                     : tokens <= 16 ? launch<CODEC, 16>
+                     : tokens <= 32 ? launch<CODEC, 32>
+                                    : launch<CODEC, 64>;
+    return run(weight, tokens, x, x_stride, bias, y, device, stream);
 }
 
 } // namespace

@@ -3,18 +3,13 @@
 #include "tile.h"
 
 cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens, macko_tile_many_plan *plan) {
-    using namespace macko;
-    return m->dtype == MACKO_F16 ? plan_many<sparse16<__half>>(m->rows, m->cols, m->widest, tokens, plan)
-                                 : plan_many<sparse16<__nv_bfloat16>>(m->rows, m->cols, m->widest, tokens, plan);
+    return macko::with_weight(*m, [&](const auto &weight) { return macko::plan_many(weight, tokens, plan); });
 }
 
 cudaError_t macko_tile_many_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
                                  const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
                                  void *workspace, cudaStream_t stream) {
-    using namespace macko;
-    const auto run = [&](auto codec) {
-        const many_weight<decltype(codec)> weight = {m->data, m->offsets, m->rows, m->cols, m->widest, m->units, {}};
-        return launch_many(weight, tokens, x, x_stride, bias, *y, *plan, workspace, stream);
-    };
-    return m->dtype == MACKO_F16 ? run(sparse16<__half>()) : run(sparse16<__nv_bfloat16>());
+    return macko::with_weight(*m, [&](const auto &weight) {
+        return macko::multiply_many(weight, tokens, x, x_stride, bias, *y, *plan, workspace, stream);
+    });
 }

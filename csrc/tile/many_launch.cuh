@@ -30,17 +30,6 @@ inline bool fits(macko_tile_many_shape shape, int widest, const device_info &dev
     return macko_tile_many_fit_stages(shape, widest, device.shared_bytes, &stages);
 }
 
-// The weight of a launch.
-template <class CODEC>
-struct many_weight {
-    const uint8_t *data;
-    const int32_t *offsets; // NULL if SAME_SIZE
-    int64_t rows, cols;
-    int widest;    // units of the largest slab
-    int64_t units; // of data, unless SAME_SIZE
-    typename CODEC::constants constants;
-};
-
 // How many clusters of each shape run at once. Each block takes an SM.
 template <class CODEC>
 cudaError_t find_clusters(int widest, const device_info &device, macko_tile_many_problem *problem) {
@@ -59,7 +48,7 @@ cudaError_t find_clusters(int widest, const device_info &device, macko_tile_many
 
 template <class CODEC>
 struct many_args {
-    const many_weight<CODEC> &weight;
+    const slab_weight<CODEC> &weight;
     int64_t tokens;
     const void *x;
     int64_t x_stride;
@@ -72,7 +61,7 @@ struct many_args {
 
 template <class CODEC, class SHAPE>
 cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
-    const many_weight<CODEC> &m = args.weight;
+    const slab_weight<CODEC> &m = args.weight;
     const macko_tile_many_plan &plan = args.plan;
     many_task<CODEC> task{};
     task.data = m.data;
@@ -138,7 +127,9 @@ cudaError_t run(const many_args<CODEC> &args, const device_info &device) {
 }
 
 template <class CODEC>
-cudaError_t plan_many(int64_t rows, int64_t cols, int widest, int64_t tokens, macko_tile_many_plan *plan) {
+cudaError_t plan_many(const slab_weight<CODEC> &weight, int64_t tokens, macko_tile_many_plan *plan) {
+    const int64_t rows = weight.rows, cols = weight.cols;
+    const int widest = weight.widest;
     *plan = {};
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
@@ -171,9 +162,9 @@ cudaError_t plan_many(int64_t rows, int64_t cols, int widest, int64_t tokens, ma
 }
 
 template <class CODEC>
-cudaError_t launch_many(const many_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
-                        const void *bias, const macko_tile_parts &y, const macko_tile_many_plan &plan, void *workspace,
-                        cudaStream_t stream) {
+cudaError_t multiply_many(const slab_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
+                          const void *bias, const macko_tile_parts &y, const macko_tile_many_plan &plan,
+                          void *workspace, cudaStream_t stream) {
     if (!weight.rows || !tokens) return cudaSuccess;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;

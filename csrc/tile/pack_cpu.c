@@ -1,10 +1,9 @@
 /* The tile layout from dense rows, its dense rows, and its checks: the order of tile.h. */
 #include "../core/cpu.h"
-#include "tile.h"
+#include "places_cpu.h"
 
 enum {
     SIGN = 0x8000,
-    SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES,
     STREAM_GROUPS = MACKO_TILE_GROUPS / MACKO_TILE_STREAMS,
     HALF_TILES = MACKO_TILE_SLAB_TILES / 2,
     HALF_MOST = HALF_TILES * STREAM_GROUPS * MACKO_TILE_QUAD, /* values of half a stream */
@@ -19,10 +18,6 @@ static inline uint16_t load_16(const uint8_t *p) {
 static inline void store_16(uint8_t *p, int value) {
     const uint16_t bits = (uint16_t)value;
     memcpy(p, &bits, sizeof bits);
-}
-
-static inline int min_int64(int64_t a, int b) {
-    return a < b ? (int)a : b;
 }
 
 /* Of a slice of a slab. */

@@ -149,4 +149,15 @@ __device__ __forceinline__ void store_dense(const uint16_t *room, const slice_of
     }
 }
 
+// Launches a kernel that unpacks, with a thread block for each slab that has some of the rows [first, first + count).
+template <class MATRIX>
+cudaError_t launch_unpack(void (*kernel)(MATRIX, int64_t, int64_t, uint16_t *), const MATRIX &m, int64_t first,
+                          int64_t count, void *w, cudaStream_t stream) {
+    if (!count || !m.cols) return cudaSuccess;
+    const int64_t blocks = (first + count - 1) / MACKO_TILE_ROWS - first / MACKO_TILE_ROWS + 1;
+    kernel<<<(unsigned)(blocks * macko_tile_slabs(m.cols)), THREADS, 0, stream>>>(m, first, first + count,
+                                                                                  (uint16_t *)w);
+    return cudaGetLastError();
+}
+
 } // namespace macko

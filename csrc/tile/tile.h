@@ -214,22 +214,30 @@ cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, in
                                    cudaStream_t stream);
 
 /*
- * y [tokens, rows] = x [tokens, cols] W^T + bias, in parts; bias [rows] may be NULL. One launch, same bits every run. With
- * wgmma at most 64 tokens, else cudaErrorInvalidValue (torch/path.h decides). cols > 0. Rows of x begin every x_stride
- * elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants it). May start before the kernel before it in
- * the stream is done (PDL, programmatic dependent launch): that one must not write the weight.
- */
-cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                const void *bias, const macko_tile_parts *y, cudaStream_t stream);
-/*
- * The same for more tokens with wgmma, of at least one row, as the plan says (many_plan.h). workspace: device memory of
- * plan->workspace_bytes, with any content.
+ * The products of macko_NAME_matrix, a layout of slabs:
+ *
+ *   few        y [tokens, rows] = x [tokens, cols] W^T + bias, in parts; bias [rows] may be NULL. One launch, same bits every
+ *              run. With wgmma at most 64 tokens, else cudaErrorInvalidValue (torch/path.h decides). cols > 0. Rows of x begin
+ *              every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants it). May start before
+ *              the kernel before it in the stream is done (PDL, programmatic dependent launch): that one must not write the
+ *              weight
+ *   many       the same for more tokens with wgmma, of at least one row, as the plan says (many_plan.h). workspace: device
+ *              memory of plan->workspace_bytes, with any content
+ *   many_plan  that plan
+ *
+ * Without wgmma (before sm_90) there is tile's `few` alone.
  */
 typedef struct macko_tile_many_plan macko_tile_many_plan;
-cudaError_t macko_tile_many_plan_cuda(const macko_tile_matrix *m, int64_t tokens, macko_tile_many_plan *plan);
-cudaError_t macko_tile_many_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                 const void *bias, const macko_tile_parts *y, const macko_tile_many_plan *plan,
-                                 void *workspace, cudaStream_t stream);
+#define MACKO_TILE_PRODUCTS(NAME)                                                                                      \
+    cudaError_t macko_##NAME##_few_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                 \
+                                        int64_t x_stride, const void *bias, const macko_tile_parts *y,                 \
+                                        cudaStream_t stream);                                                          \
+    cudaError_t macko_##NAME##_many_plan_cuda(const macko_##NAME##_matrix *m, int64_t tokens,                          \
+                                              macko_tile_many_plan *plan);                                             \
+    cudaError_t macko_##NAME##_many_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                \
+                                         int64_t x_stride, const void *bias, const macko_tile_parts *y,                \
+                                         const macko_tile_many_plan *plan, void *workspace, cudaStream_t stream)
+MACKO_TILE_PRODUCTS(tile);
 #endif
 
 #ifdef __cplusplus

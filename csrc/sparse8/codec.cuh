@@ -1,7 +1,7 @@
 // From a slab of sparse8 to the registers of operand A (sparse8.h; tile/codec.cuh says what the kernels ask).
 //
-// As in sparse11, a step's bytes are found at any byte of a stream, and its elements' ranks among those that have a value
-// by one multiplication. Elements without one take a zero from beside the stream.
+// As in sparse11, a step's bytes are found at any byte of a stream, and its elements' ranks among those that have a
+// value by one multiplication. Elements without one take a zero from beside the stream.
 #pragma once
 
 #include "../dense8/bytes.cuh"
@@ -57,8 +57,8 @@ struct sparse8_lane {
                                          uint32_t (&a)[4], const sparse8_numbers &numbers) const {
         const uint32_t first = funnel_shift(here[1], here[2], at[step]),
                        last = funnel_shift(next[0], next[1], at[step + 1]);
-        // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it, of the others 7 - 4 have - that of
-        // those behind it in the stream; 4 and more are zeros.
+        // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it, of the others 7 - 4 have - that
+        // of those behind it in the stream; 4 and more are zeros.
         const int first_factor = (0x1110 - 4) >> bit(step), last_factor = -((0x1110 + 4) >> bit(step));
         const uint32_t first_ranks = have[step] * first_factor + numbers.first_none;
         bytes::make(byte_permute(first, bytes::ZEROS, first_ranks), a[0], a[1]);
@@ -136,7 +136,8 @@ struct sparse8 {
 
     struct many_reader {
         sparse8_numbers numbers;
-        // The slice's values and the lane's start; of the tile that is prepared the lane's mask, and where its values begin.
+        // The slice's values and the lane's start; of the tile that is prepared the lane's mask, and where its values
+        // begin.
         uint32_t values, start, mask_at, column, at;
         lane_type here, next;
         uint32_t words[MACKO_SPARSE8_STEPS + 1][3];

@@ -1,4 +1,4 @@
-/* What layouts of tile's slabs have in common on the CPU, and where in a matrix the elements of those of single ones are. */
+/* What layouts of tile's slabs have in common on the CPU: where in a matrix elements are, and small helpers. */
 #ifndef MACKO_TILE_PLACES_CPU_H
 #define MACKO_TILE_PLACES_CPU_H
 

@@ -216,13 +216,13 @@ cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, in
 /*
  * The products of macko_NAME_matrix, a layout of slabs:
  *
- *   few        y [tokens, rows] = x [tokens, cols] W^T + bias, in parts; bias [rows] may be NULL. One launch, same bits every
- *              run. With wgmma at most 64 tokens, else cudaErrorInvalidValue (torch/path.h decides). cols > 0. Rows of x begin
- *              every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants it). May start before
- *              the kernel before it in the stream is done (PDL, programmatic dependent launch): that one must not write the
- *              weight
- *   many       the same for more tokens with wgmma, of at least one row, as the plan says (many_plan.h). workspace: device
- *              memory of plan->workspace_bytes, with any content
+ *   few        y [tokens, rows] = x [tokens, cols] W^T + bias, in parts; bias [rows] may be NULL. One launch, same bits
+ *              every run. With wgmma at most 64 tokens, else cudaErrorInvalidValue (torch/path.h decides). cols > 0.
+ *              Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants
+ *              it). May start before the kernel before it in the stream is done (PDL, programmatic dependent launch):
+ *              that one must not write the weight
+ *   many       the same for more tokens with wgmma, of at least one row, as the plan says (many_plan.h). workspace:
+ *              device memory of plan->workspace_bytes, with any content
  *   many_plan  that plan
  *
  * Without wgmma (before sm_90) there is tile's `few` alone.

@@ -49,6 +49,7 @@ KNOWN = (
     Known("reader.template make<STEP, TILE>(", "release(previous)", "few: of the stage behind the released one"),
     Known("sm90::ldmatrix_x4(", "release(previous)", "few: of the stage behind the released one"),
     Known("reader.template prepare<", "memory.may_send", "few: behind the last stage it is prepared for nothing"),
+    Known("read_32(next, at + 4)", "memory.may_send", "few: sparse11 reads on behind a list's end, which nobody uses"),
     Known("reader.", "X_EMPTY + stage * 8", "many: they are of slabs, what is released are tokens"),
     Known("multiply_tile(", "release(last_stage)", "many: the stage had tokens, which tensor cores alone read"),
     Known("reader.template prepare<STEP>(", "release_slab(stage)", "many: of the slab behind the released one"),

@@ -14,11 +14,10 @@ struct sparse8_numbers {
     uint32_t four, upper, first_none, last_none;
 
     __device__ __forceinline__ explicit sparse8_numbers(int lane, int zero = 0) {
-        const auto hidden = [&](uint32_t number) { return __shfl_sync(FULL_WARP, lane ? 0 : number, zero); };
-        four = hidden(4);
-        upper = hidden(0x0100);
-        first_none = hidden(0x4444);
-        last_none = hidden(0x7777);
+        four = hidden(4, lane, zero);
+        upper = hidden(0x0100, lane, zero);
+        first_none = hidden(0x4444, lane, zero);
+        last_none = hidden(0x7777, lane, zero);
     }
 };
 

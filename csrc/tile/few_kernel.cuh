@@ -9,7 +9,7 @@
 //                                    itself then (mma.sync), as warpgroups wait for their slowest warp at every wgmma
 //                warpgroup 4         four producer warps, stages 0, 4, 8 ... of the pipeline, 1, 5, 9 ... and so on
 //     stage      | slab: one bulk copy | tokens of its tiles: TMA, [tile][token][64 columns], 128-byte swizzle |
-//     barriers   full: slab and tokens have come. empty: all four consumer warpgroups have released the stage
+//     barriers   full: slab and tokens have come. empty: all consumers of the stage have released it
 //
 //     cluster    has row blocks that follow each other. Its blocks take as many whole ones each; the slabs of those that
 //                are left over are dealt out evenly (split-K), so a share may end one row block and begin the next:

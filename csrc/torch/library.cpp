@@ -95,8 +95,8 @@ Tensor linear(const Tensor &x, const std::vector<Tensor> &packed, const Ints &he
     return which("linear", layout, layout.linear)(p, x, bias);
 }
 
-// What compiled graphs call (macko/fuse.py): linear's gradients are a kernel in Python, 4 us a call where none is wanted
-// either. The ops behind have none.
+// What compiled graphs call (macko/fuse.py), and layers under no_grad: linear's gradients are a kernel in Python, 4 us a
+// call where none is wanted either. The ops behind have none.
 Tensor linear_below_autograd(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header,
                              const std::optional<Tensor> &bias) {
     return linear(x, packed, header, bias);

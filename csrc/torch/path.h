@@ -34,8 +34,8 @@ typedef enum macko_layout_id { MACKO_LAYOUTS(MACKO_LAYOUT_ID) MACKO_NUM_LAYOUTS 
 typedef enum macko_path {
     MACKO_PATH_SPMV,        /* from packed bytes, for one token (bitmap: a few): FMAs, memory bound */
     MACKO_PATH_SPMM,        /* the same for several */
-    MACKO_PATH_FEW,         /* tile, dense12, sparse11: tensor cores, memory bound */
-    MACKO_PATH_MANY,        /* tile, dense12, sparse11: tensor cores, compute bound */
+    MACKO_PATH_FEW,         /* tile and its codecs: tensor cores, memory bound */
+    MACKO_PATH_MANY,        /* tile and its codecs: tensor cores, compute bound */
     MACKO_PATH_SPARSE,      /* slide: the packed weight */
     MACKO_PATH_DENSE_TILES, /* slide: the dense one beside it */
     MACKO_PATH_DENSE_ROWS,  /* unpacked, then the library's product */
@@ -49,7 +49,7 @@ typedef struct macko_path_weight {
     int64_t held; /* canonical: entries, with padding. sell: bytes of its slots */
     /* slide: tokens for which the packed weight is the faster one; 0, 0: there is one only */
     int64_t sparse_from, sparse_to;
-    bool in_parts; /* tile, dense12, sparse11: the result's rows go to several matrices */
+    bool in_parts; /* tile and its codecs: the result's rows go to several matrices */
 } macko_path_weight;
 typedef struct macko_path_device {
     bool is_gpu, has_wgmma, has_vectors; /* has_vectors: AVX2, of a CPU */
@@ -87,7 +87,7 @@ enum {
 };
 
 /*
- * tile, dense12 and sparse11 with wgmma: up to how many tokens the kernel for few multiplies; at most 64, in parts
+ * tile and its codecs with wgmma: up to how many tokens the kernel for few multiplies; at most 64, in parts
  * 32, as it has no registers for them. Above 32 each block of it reads more of x than of the weight, and the other one shares x among the rows of two or three row blocks and two blocks.
  * 64 tokens, few / many, us (H200, tile at density 0.5): 4096 x 4096 10.1 / 10.9, 4096 x 11008 19.8 / 19.3 (alone 20.8 /
  * 21.8), 11008 x 4096 21.9 / 19.7, 8192 x 8192 26.8 / 25.9, 28672 x 8192 107 / 85. dense12: 12.0 / 11.7, 28.2 / 20.6,

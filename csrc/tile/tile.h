@@ -225,7 +225,7 @@ cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, in
  *              device memory of plan->workspace_bytes, with any content
  *   many_plan  that plan
  *
- * Without wgmma (but on 9.0) there is tile's `few` alone.
+ * Without wgmma, which 9.0 alone has, there is tile's `few` alone.
  */
 typedef struct macko_tile_many_plan macko_tile_many_plan;
 #define MACKO_TILE_PRODUCTS(NAME)                                                                                      \

@@ -518,7 +518,7 @@ HELD = {
     ("bfloat16", "fp8"): '`values="fp8"` (rounds)',
 }
 #: A run's own dense model is what its others are compared with.
-RUN = ("dtype", "values", "format", "compile")
+RUN = ("dtype", "values", "format", "compile", "commit")
 
 
 def bench_pairs(lines: list[Line]) -> dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]]:

@@ -150,7 +150,7 @@ class PackedWeight:
             [..., rows] of x's dtype, summed in float32; the same bits at every run.
 
         Raises:
-            RuntimeError: wrong device, dtype or shape; on the CPU also content that points outside the matrix.
+            RuntimeError: wrong device, dtype or shape; on the CPU, but for ec, content that points outside the matrix.
         """
         return ops.multiply(x, *self.packed, bias)
 
@@ -183,9 +183,9 @@ class PackedWeight:
     @classmethod
     def gives_parts(cls, x: Tensor, part_rows: Sequence[int]) -> bool:
         """Whether parts of the product are tensors of their own: never where x wants a gradient, or is one token."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            return False
         compiling = torch.compiler.is_compiling()
+        if (torch.is_grad_enabled() and x.requires_grad) or (not compiling and ops.has_tangent(x)):
+            return False
         if cls.stores_parts:
             if len(part_rows) > MOST_PARTS or any(rows % PART_ROWS for rows in part_rows[:-1]):
                 return False

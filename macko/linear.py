@@ -52,6 +52,7 @@ def as_extra_state(about: Mapping[str, Any]) -> Tensor:
 
 #: Names of the tensors that a state_dict has of a layout, and no module has as attributes.
 _SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None, scales=None)
+_NO_CONTENT = "the state is on the meta device and has no content to copy"
 
 
 class UnpackedWeight(Tensor):
@@ -354,7 +355,7 @@ class SparseLinear(nn.Linear):
             else:
                 packed = self._read(state_dict, prefix)
                 if packed is not None and not assigned and packed.device.type == "meta" != self.device.type:
-                    raise ValueError("the state is on the meta device and has no content to copy")
+                    raise ValueError(_NO_CONTENT)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
             return
@@ -394,6 +395,12 @@ class SparseLinear(nn.Linear):
         if dense.shape != (self.out_features, self.in_features):
             wanted = [self.out_features, self.in_features]
             raise ValueError(f"size mismatch: the state has shape {list(dense.shape)}, the layer {wanted}")
+        if dense.device.type == "meta":  # as a packed state there: without content
+            if not assigned and self.device.type != "meta":
+                raise ValueError(_NO_CONTENT)
+            held = self.packed
+            blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.tensors().items()}
+            return type(held)(**blank, **held.sizes())
         target = dense.device if self.device.type == "meta" else self.device
         return pack(dense.detach().to(target, dense.dtype if assigned else self.dtype), Options(self.format))
 

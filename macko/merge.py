@@ -146,7 +146,13 @@ class MergedLinear(SparseLinear):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseLinear:
-        """What moves one layer moves all; done again for the others it changes nothing."""
+        """What moves one layer moves all; done again for the others it changes nothing.
+
+        RuntimeError where it leaves the meta device without content, as to_empty does: nothing could be loaded then, as
+        a sibling's rows are packed with those of the others.
+        """
+        if self.device.type == "meta" and fn(torch.empty(0, device="meta")).device.type != "meta":
+            raise RuntimeError("a merged layer cannot leave the meta device: split_ the model first")
         self._whole._apply(fn, recurse)
         return self
 
@@ -165,6 +171,9 @@ class MergedLinear(SparseLinear):
         alone = SparseLinear.from_packed(self.packed)
         alone._load_from_state_dict(state_dict, prefix, *others)
         if len(errors) > before or not any(key.startswith(prefix) for key in state_dict):
+            return
+        if alone.device.type == "meta":
+            errors.append(f"{prefix.removesuffix('.')}: is merged with others, and the state is on meta: split_ first")
             return
         try:
             if alone.device.type == "meta":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _library  # noqa: F401  registers the ops
 
@@ -38,9 +39,22 @@ _LINEAR, _BELOW_AUTOGRAD = torch.ops.macko.linear.default, torch.ops.macko.linea
 
 
 def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias with a packed weight of any layout; under no_grad by the op that has no gradients."""
-    linear = _LINEAR if torch.is_grad_enabled() or torch.compiler.is_compiling() else _BELOW_AUTOGRAD
+    """x W^T + bias with a packed weight of any layout; under no_grad by the op that has no gradients, not while traced.
+
+    Raises:
+        NotImplementedError: x has a tangent, of forward-mode differentiation, which would be lost.
+    """
+    if torch.compiler.is_compiling():
+        return _LINEAR(x, tensors, header, bias)
+    if has_tangent(x):
+        raise NotImplementedError("macko::linear has no forward-mode derivatives: use reverse mode")
+    linear = _LINEAR if torch.is_grad_enabled() or torch._C._is_tracing() else _BELOW_AUTOGRAD
     return linear(x, tensors, header, bias)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode differentiation goes through x."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def refuse_gradients(op: str, *tensors: Tensor | None) -> None:

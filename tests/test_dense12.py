@@ -1040,3 +1040,16 @@ def test_commands_that_write_or_serve_refuse_it(tmp_path: Path, capsys: pytest.C
     pytest.importorskip("transformers", minversion="5")
     assert main(["convert", "in", str(tmp_path / "out"), "--format", "dense12"]) == 1
     assert "its file is the dense model" in capsys.readouterr().err
+
+
+def test_a_state_without_content() -> None:
+    """As of other layers: refused to be copied, taken where it is assigned."""
+    layer = SparseLinear.from_linear(nn.Linear(64, 64, bias=False).bfloat16(), "dense12")
+    state = {name: tensor.to("meta") for name, tensor in layer.state_dict().items()}
+    before = layer.packed.to_dense()
+    with pytest.raises(RuntimeError, match="no content to copy"):
+        layer.load_state_dict(state)
+    assert_same_bits(layer.packed.to_dense(), before)
+    for held in (layer, copy.deepcopy(layer).to("meta")):
+        held.load_state_dict(state, assign=True)
+        assert (held.device.type, held.format) == ("meta", "dense12")

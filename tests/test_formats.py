@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from macko import FORMATS, MackoWeight, SparseLinear, _library
+from macko import FORMATS, MackoWeight, SparseLinear, _library, sparsify_
 from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
 from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight
@@ -57,9 +57,9 @@ def test_second_gpu(name: str) -> None:
             assert_same_bits(packed.to(f"cuda:{current}").to_dense().cpu(), w)
             for tokens in (1, 3, 200):
                 xs, ys = each_token(x, y, tokens)
-                got = packed.linear(xs.to(at))
+                got = packed.linear(xs.to(at), torch.ones(264, dtype=w.dtype, device=at))
                 assert str(got.device) == at
-                assert_same_bits(got.cpu() + 0, ys)
+                assert_same_bits(got.cpu() + 0, ys + 1)
             with pytest.raises(RuntimeError, match=f"x is on cuda:{current}, .* is on {at}"):
                 packed.linear(x.to(f"cuda:{current}"))
 
@@ -303,6 +303,35 @@ def test_ops_are_few() -> None:
             at = names.index("header")
             assert (names[at - 1], str(schema.arguments[at - 1].type)) == ("packed", "List[Tensor]")
             assert str(schema.arguments[at].type) == "List[int]"
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_forward_mode_is_refused(merge: bool) -> None:
+    """It would be lost: torch.func.jvp gave zeros."""
+    layers = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ("q_proj", "k_proj", "v_proj")})
+    for layer in layers.values():
+        layer.weight.data[:, ::2] = 0
+    sparsify_(layers, merge=merge)
+    x = torch.randn(3, 64)
+    for layer in layers.values():
+        assert isinstance(layer, SparseLinear)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+            torch.func.jvp(layer, (x,), (x,))
+        with torch.autograd.forward_ad.dual_level():  # another input has no tangent
+            layer(x)
+
+
+@pytest.mark.parametrize("name", ["tile", "sparse11", "sparse8"])
+def test_content_that_nobody_wrote_is_refused_on_a_cpu(name: str) -> None:
+    """As to_empty leaves it: where slabs lie is content, too."""
+    layer = SparseLinear.from_linear(nn.Linear(256, 128, bias=False).bfloat16(), name).to("meta").to_empty(device="cpu")
+    for buffer in layer.buffers():
+        buffer.view(torch.uint8).random_(0, 256)
+    layer.packed.tensors().get("scales", torch.ones(())).fill_(1)
+    with pytest.raises(RuntimeError, match="content breaks the format's rule"):
+        layer(torch.ones(2, 256, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="content breaks the format's rule"):
+        layer.packed.to_dense()
 
 
 def test_what_has_no_gradients_says_so() -> None:

@@ -587,3 +587,17 @@ def test_a_llama_generates_the_same_and_takes_adapters(tmp_path: Path) -> None:
     adapters = [p for n, p in adapted.named_parameters() if "lora_B" in n]
     assert len(adapters) == 14
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapters)
+
+
+def test_merged_layers_do_not_leave_the_meta_device_empty() -> None:
+    """Their rows are packed with those of the others, so nothing could be loaded into them."""
+    _, merged = models()
+    held = copy.deepcopy(merged)
+    with pytest.raises(RuntimeError, match="split_ the model first"):
+        merged.to("meta").to_empty(device="cpu")
+    state = {name: tensor.to("meta") for name, tensor in held.state_dict().items()}
+    before = [layer.packed.to_dense() for layer in held[0].children()]
+    with pytest.raises((RuntimeError, ValueError)):
+        held.load_state_dict(state, assign=True)
+    for layer, dense in zip(held[0].children(), before, strict=True):
+        assert_same_bits(layer.packed.to_dense(), dense)

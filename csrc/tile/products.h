@@ -110,8 +110,22 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
 }
 #endif
 
+#ifndef USE_CUDA
+// Slabs of any size are found by content, so it is looked at before anything is read by it. Where all have one size, nothing
+// lies outside, whatever the content.
 template <typename Kind>
-Tensor dense(const Packed &p, bool) {
+void refuse_bad_content(const char *op, const typename Kind::Matrix &m) {
+    if constexpr (requires { m.offsets; }) {
+        const macko_fault found = Kind::check(&m);
+        if (found.kind)
+            fail(op, "the content breaks the format's rule ", found.kind, " at row block ", found.row, ", entry ",
+                 found.entry, ": ", found.found);
+    }
+}
+#endif
+
+template <typename Kind>
+Tensor dense(const Packed &p, [[maybe_unused]] bool check) {
     const typename Kind::Matrix m = Kind::matrix_of("dense", p);
     const Tensor &data = p[0];
     const DeviceOf guard(data);
@@ -119,6 +133,7 @@ Tensor dense(const Packed &p, bool) {
 #ifdef USE_CUDA
     STD_CUDA_CHECK(Kind::unpack(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
 #else
+    if (check) refuse_bad_content<Kind>("dense", m);
     for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
         Kind::unpack(&m, begin, end - begin, static_cast<uint16_t *>(w.mutable_data_ptr()) + begin * m.cols);
     });
@@ -149,6 +164,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 #ifdef USE_CUDA
     return multiply<Kind>(m, data, x_any, {&rows, 1}, bias)[0];
 #else
+    refuse_bad_content<Kind>(op, m);
     const int64_t tokens = num_tokens(x_any);
     Tensor y = torch::stable::new_empty(data, {tokens, rows});
     linear_by_blocks(torch::stable::reshape(x_any, {tokens, cols}), rows, bias, y,

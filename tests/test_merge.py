@@ -187,8 +187,9 @@ def test_the_op_of_parts(device: str, weight: type[MackoWeight] | type[SellWeigh
             op(x, *packed.packed, part_rows)
     with pytest.raises(RuntimeError, match="x has shape"):
         op(x[:, 1:], *packed.packed, [96])
-    with pytest.warns(UserWarning, match="linear_parts: an autograd kernel was not registered"):
-        op(x.requires_grad_(), *packed.packed, [96])[0].sum().backward()
+    if device == "cpu" or weight is TileWeight:  # on a GPU the others' product is made of torch's, which have gradients
+        with pytest.warns(UserWarning, match="linear_parts: an autograd kernel was not registered"):
+            op(x.requires_grad_(), *packed.packed, [96])[0].sum().backward()
 
 
 @pytest.mark.parametrize("device", devices())

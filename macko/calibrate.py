@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,20 @@ from tqdm.auto import tqdm
 
 from .layers import FoundLinear
 
-if TYPE_CHECKING:
-    from .reconstruct import Fitter
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Statistic = Callable[[Tensor], Tensor]
 #: prune(layer, what was seen of its inputs, whether it is done already)
 Prune = Callable[[FoundLinear, "Tensor | None", bool], None]
 #: By id, a tensor (so that its id stays its own) and where it was moved to.
 Moved = dict[int, tuple[Tensor, Tensor]]
+
+
+class Fits(Protocol):
+    """What is done for each block around its layers (reconstruct.Fitter)."""
+
+    def work(self, block: nn.Module, calls: list[Call]) -> int: ...
+    def watch(self, block: nn.Module, layers: list[FoundLinear], calls: list[Call], bar: Any) -> None: ...
+    def fit(self, block: nn.Module, layers: list[FoundLinear], calls: list[Call], bar: Any) -> None: ...
 
 
 def calibrate(
@@ -39,7 +44,7 @@ def calibrate(
     device: torch.device | str | None,
     done: Container[str],
     bar: tqdm[Any],
-    fitter: Fitter | None = None,
+    fitter: Fits | None = None,
 ) -> None:
     """Calls prune(layer, seen, done) for each layer: those of the blocks in order, then what hangs elsewhere.
 

@@ -518,10 +518,10 @@ def _reference() -> str:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """python -m macko."""
-    from .__main__ import main as check
+    """What is installed, and whether each kernel is right here."""
+    from . import doctor as checks
 
-    return check()
+    return checks.main()
 
 
 def _device(asked: str | None) -> str:

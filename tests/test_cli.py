@@ -676,7 +676,7 @@ def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama)
 
 
 def test_doctor_is_python_m_macko(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("macko.__main__.main", lambda: 7)
+    monkeypatch.setattr("macko.doctor.main", lambda: 7)
     assert main(["doctor"]) == 7
 
 

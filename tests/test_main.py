@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import macko.__main__ as main
 from macko import MackoWeight, _library
+from macko import doctor as main
 
 
 @pytest.mark.slow

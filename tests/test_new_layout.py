@@ -84,7 +84,7 @@ import copy, dataclasses, pytest, torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from macko import FORMATS, MackoWeight, SparseLinear, load_model, save_model
-from macko.__main__ import self_test
+from macko.doctor import self_test
 from macko.choose import layouts
 
 self_test(torch.device("cpu"), torch.bfloat16)

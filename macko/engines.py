@@ -13,6 +13,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import statistics
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -274,13 +275,15 @@ def _bytes_and_seconds(model: Any) -> tuple[int, float | None]:
 
 
 def _fill_dummies(sparsity: float) -> None:
-    """Random weights of the right spread with so many zeros, in place of vLLM's dummies, which have none."""
+    """Random weights of the right spread, so many of the smallest zero, in place of vLLM's dummies, which have none."""
     from .integrations import vllm
 
-    convert = vllm.convert_weight
+    convert, spread = vllm.convert_weight, 0.02
+    threshold = spread * statistics.NormalDist().inv_cdf((1 + sparsity) / 2)
 
     def filled(name: str, weight: Tensor, *how: Any) -> Any:
-        weight.normal_(0, 0.02).mul_(torch.rand_like(weight, dtype=torch.float32) >= sparsity)
+        weight.normal_(0, spread)
+        weight.mul_(weight.abs() >= threshold)
         return convert(name, weight, *how)
 
     vllm.convert_weight = filled  # type: ignore[assignment]

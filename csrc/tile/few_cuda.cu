@@ -5,13 +5,7 @@
 namespace macko {
 namespace {
 
-// There is a plan for the densest slabs, too: a cluster of one block splits no row block, and has the stages it needs.
-using densest = few_shape<sparse16<__half>::HALVES_TO, sparse16<__half>>;
-static_assert(densest::LEAST_STAGES *
-                      (ceil_div(MACKO_TILE_VALUES_AT + MACKO_TILE_MOST_ROWS * MACKO_TILE_ROW_BYTES, 1024) * 1024 +
-                       MACKO_TILE_SLAB_TILES * sparse16<__half>::HALVES_TO * MACKO_TILE_COLS * 2) +
-                  densest::SUMS_BYTES + BARRIER_BYTES <=
-              227 * 1024);
+static_assert(densest_has_plan<sparse16<__half>>(MACKO_TILE_VALUES_AT + MACKO_TILE_MOST_ROWS * MACKO_TILE_ROW_BYTES));
 
 // The same product where there is no wgmma: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS
 // x 8 tokens; four groups of four warps take a tile each of a stage, which is a slab. Tokens are read through L1.

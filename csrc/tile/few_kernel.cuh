@@ -102,6 +102,17 @@ struct few_shape {
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
+// Whether there is a plan for slabs of so many bytes, the densest ones, too: a cluster of one block splits no row block, and
+// has the stages that it needs.
+template <class CODEC>
+constexpr bool densest_has_plan(int slab_bytes) {
+    using SHAPE = few_shape<CODEC::HALVES_TO, CODEC>;
+    const int tokens_bytes = MACKO_TILE_SLAB_TILES * CODEC::HALVES_TO * MACKO_TILE_COLS * 2;
+    return SHAPE::LEAST_STAGES * (ceil_div(slab_bytes, 1024) * 1024 + tokens_bytes) + SHAPE::SUMS_BYTES +
+               BARRIER_BYTES <=
+           227 * 1024;
+}
+
 // Where things are in shared memory. The swizzle wants the tokens, and so the stages, at multiples of 1024.
 struct few_memory {
     // Barriers. `unused` is what the first release of each row block arrives at, when there is no stage to release: so

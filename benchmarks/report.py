@@ -629,7 +629,8 @@ def plot_bench(lines: list[Line], path: Path) -> None:
         axis.set_xticks(range(len(pairs)), [f"{size} sequence{'s' if size > 1 else ''}" for size in pairs])
         axis.set_ylabel(label)
         axis.grid(alpha=0.3, axis="y")
-    axes[1].legend(fontsize=8, loc="lower right")
+    axes[1].set_ylim(0, axes[1].get_ylim()[1] * 1.25)  # room for the legend
+    axes[1].legend(fontsize=8, loc="upper left", ncols=2)
     save(figure, path)
 
 

@@ -396,7 +396,8 @@ def plot_rivals(path: Path, image: Path) -> str:
     figure, axis = plt.subplots(figsize=(7, 4))
     for key, by_tokens in found.items():
         means = {
-            n: geomean(line["dense_us"] / line["median_us"] for line in of.values()) for n, of in by_tokens.items()
+            n: geomean(line["dense_us"] / line["median_us"] for line in of.values())
+            for n, of in sorted(by_tokens.items())
         }
         dashes = "-" if "exact" in RIVALS[key] else "--"
         axis.plot([*means], [*means.values()], dashes, marker="o", markersize=3, label=RIVALS[key])

@@ -143,16 +143,6 @@ Made pack(const Tensor &w_any, const Ints &) {
 
 } // namespace
 
-const Layout dense12_layout = {.name = "dense12",
-                               .tensors = 1,
-                               .own = 4,
-                               .pack = pack,
-                               .dense = dense<Dense12>,
-                               .check = check<Dense12>,
-                               .linear = linear<Dense12>,
-#ifdef USE_CUDA
-                               .linear_parts = linear_parts<Dense12>
-#endif
-};
+const Layout dense12_layout = {.name = "dense12", .tensors = 1, .own = 4, .pack = pack, MACKO_TILE_OPS(Dense12)};
 
 } // namespace macko

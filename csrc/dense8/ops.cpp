@@ -49,17 +49,7 @@ Made pack(const Tensor &w_any, const Ints &options) {
 
 } // namespace
 
-const Layout dense8_layout = {.name = "dense8",
-                              .tensors = 2,
-                              .own = 1,
-                              .pack_options = 2,
-                              .pack = pack,
-                              .dense = dense<Dense8>,
-                              .check = check<Dense8>,
-                              .linear = linear<Dense8>,
-#ifdef USE_CUDA
-                              .linear_parts = linear_parts<Dense8>
-#endif
-};
+const Layout dense8_layout = {
+    .name = "dense8", .tensors = 2, .own = 1, .pack_options = 2, .pack = pack, MACKO_TILE_OPS(Dense8)};
 
 } // namespace macko

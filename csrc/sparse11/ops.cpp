@@ -134,16 +134,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
 
 } // namespace
 
-const Layout sparse11_layout = {.name = "sparse11",
-                                .tensors = 2,
-                                .own = 6,
-                                .lay_out = lay_out,
-                                .dense = dense<Sparse11>,
-                                .check = check<Sparse11>,
-                                .linear = linear<Sparse11>,
-#ifdef USE_CUDA
-                                .linear_parts = linear_parts<Sparse11>
-#endif
-};
+const Layout sparse11_layout = {
+    .name = "sparse11", .tensors = 2, .own = 6, .lay_out = lay_out, MACKO_TILE_OPS(Sparse11)};
 
 } // namespace macko

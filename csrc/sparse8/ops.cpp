@@ -68,17 +68,7 @@ Made pack(const Tensor &w_any, const Ints &options) {
 
 } // namespace
 
-const Layout sparse8_layout = {.name = "sparse8",
-                               .tensors = 3,
-                               .own = 3,
-                               .pack_options = 2,
-                               .pack = pack,
-                               .dense = dense<Sparse8>,
-                               .check = check<Sparse8>,
-                               .linear = linear<Sparse8>,
-#ifdef USE_CUDA
-                               .linear_parts = linear_parts<Sparse8>
-#endif
-};
+const Layout sparse8_layout = {
+    .name = "sparse8", .tensors = 3, .own = 3, .pack_options = 2, .pack = pack, MACKO_TILE_OPS(Sparse8)};
 
 } // namespace macko

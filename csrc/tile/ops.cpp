@@ -80,16 +80,6 @@ Made lay_out(const Packed &canonical, const Ints &) {
 
 } // namespace
 
-const Layout tile_layout = {.name = "tile",
-                            .tensors = 2,
-                            .own = 3,
-                            .lay_out = lay_out,
-                            .dense = dense<Tile>,
-                            .check = check<Tile>,
-                            .linear = linear<Tile>,
-#ifdef USE_CUDA
-                            .linear_parts = linear_parts<Tile>
-#endif
-};
+const Layout tile_layout = {.name = "tile", .tensors = 2, .own = 3, .lay_out = lay_out, MACKO_TILE_OPS(Tile)};
 
 } // namespace macko

@@ -15,28 +15,29 @@
 #include "../torch/rows.h"
 #endif
 
-// A Kind, by the names that all layouts of slabs have; behind its matrix_of.
+// A Kind, by the names that all layouts of slabs have, behind its matrix_of; and what the ops below are of its row of the table
+// of layouts.
 #ifdef USE_CUDA
-#define MACKO_TILE_KIND(Kind, name, NAME)                                                                              \
-    struct Kind {                                                                                                      \
-        using Matrix = macko_##name##_matrix;                                                                          \
-        static constexpr macko_layout_id layout = MACKO_LAYOUT_##NAME;                                                 \
-        static constexpr auto matrix_of = macko::matrix_of;                                                            \
-        static constexpr auto unpack = macko_##name##_unpack_cuda;                                                     \
-        static constexpr auto few = macko_##name##_few_cuda;                                                           \
-        static constexpr auto many_plan = macko_##name##_many_plan_cuda;                                               \
-        static constexpr auto many = macko_##name##_many_cuda;                                                         \
-    }
+#define MACKO_TILE_KERNELS(name)                                                                                       \
+    static constexpr auto unpack = macko_##name##_unpack_cuda;                                                         \
+    static constexpr auto few = macko_##name##_few_cuda;                                                               \
+    static constexpr auto many_plan = macko_##name##_many_plan_cuda;                                                   \
+    static constexpr auto many = macko_##name##_many_cuda;
+#define MACKO_TILE_OPS(Kind)                                                                                           \
+    .dense = dense<Kind>, .check = check<Kind>, .linear = linear<Kind>, .linear_parts = linear_parts<Kind>
 #else
+#define MACKO_TILE_KERNELS(name)                                                                                       \
+    static constexpr auto unpack = macko_##name##_unpack_cpu;                                                          \
+    static constexpr auto check = macko_##name##_check_cpu;
+#define MACKO_TILE_OPS(Kind) .dense = dense<Kind>, .check = check<Kind>, .linear = linear<Kind>
+#endif
 #define MACKO_TILE_KIND(Kind, name, NAME)                                                                              \
     struct Kind {                                                                                                      \
         using Matrix = macko_##name##_matrix;                                                                          \
         static constexpr macko_layout_id layout = MACKO_LAYOUT_##NAME;                                                 \
         static constexpr auto matrix_of = macko::matrix_of;                                                            \
-        static constexpr auto unpack = macko_##name##_unpack_cpu;                                                      \
-        static constexpr auto check = macko_##name##_check_cpu;                                                        \
+        MACKO_TILE_KERNELS(name)                                                                                       \
     }
-#endif
 
 namespace macko {
 

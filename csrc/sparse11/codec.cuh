@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../tile/codec.cuh"
+#include "../tile/columns.cuh"
 #include "sparse11.h"
 
 namespace macko {
@@ -34,9 +35,9 @@ struct sparse11_numbers {
 // What a lane has of a tile.
 template <typename T>
 struct sparse11_lane {
+    static constexpr int STEPS = COLUMN_STEPS;
     static constexpr int ZEROS =
         std::is_same_v<T, __half> ? 3 : 0; // at the end of a number, which move it to its place
-    static constexpr int STEPS = MACKO_SPARSE11_STEPS;
     static constexpr uint32_t ONES = 0x11111111;
     uint32_t codes[STEPS];  // first as they lie in the slab, then a nibble an element
     uint32_t have[STEPS];   // bit 2 of an element's nibble: it has a value
@@ -59,13 +60,9 @@ struct sparse11_lane {
             at[step + 1] = at[step] + 8 * __popc(have[step]);
         }
     }
-    // The words around where a step's values begin, or the last one's end; goes_on: behind which the next tile begins.
-    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse11_numbers &numbers,
-                                         bool goes_on = false) const {
-        const uint32_t row = (at[step] & ~31u) * numbers.four + column;
-        if (step > 0) words[0] = load_row<-1>(row);
-        words[1] = load_row<0>(row);
-        if (step < STEPS || goes_on) words[2] = load_row<1>(row);
+    // A step's words, or those at the last one's end; goes_on: behind which the next tile begins.
+    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], uint32_t four, bool goes_on = false) const {
+        load_around(words, at[step], column, four, step > 0, step < STEPS || goes_on);
     }
     // here, next: what was loaded of this step and of the next one.
     __device__ __forceinline__ void make(int step, const uint32_t (&here)[3], const uint32_t (&next)[3],
@@ -130,28 +127,20 @@ struct sparse11 {
     static constexpr bool SAME_SIZE = false, SCALED = false;
     static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
-    // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
     template <bool HALF>
-    struct reader {
-        static constexpr int STEPS = MACKO_SPARSE11_STEPS, NEXT_PART = MACKO_TILE_SLICES * 4;
+    struct reader : column_reader<sparse11_lane<T>, sparse11_numbers, HALF> {
+        using columns = column_reader<sparse11_lane<T>, sparse11_numbers, HALF>;
+        using columns::lanes, columns::words, columns::start, columns::numbers, columns::own_column;
+        static constexpr int NEXT_PART = MACKO_TILE_SLICES * 4;
         // Offsets in a slab of the lane's codes and start, and of the warp's part.
         uint32_t codes_at, start_at, part_at;
-        // Warpgroups differ by factors, not by branches: dp4a of a start with `before` gives the bits of the column before
-        // the tile's values, and a permutation gives which column it is.
-        uint32_t before, own_column, select;
-        sparse11_numbers numbers;
-        sparse11_lane<T> lanes[2];
-        uint32_t words[STEPS + 1][3], start;
 
         __device__ __forceinline__ reader(const constants &weights, int tile, int slice, int lane)
-            : numbers(weights, lane, HALF ? threadIdx.y : 0) {
-            const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
+            : columns(sparse11_numbers(weights, lane, HALF ? threadIdx.y : 0)) {
             codes_at = held((tile * MACKO_TILE_SLICES + slice) * MACKO_SPARSE11_SLICE_BYTES + lane * 4);
             start_at = held(MACKO_SPARSE11_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
             part_at = held(MACKO_SPARSE11_PARTS_AT + (tile * MACKO_TILE_SLICES + slice) * 4);
-            before = held((tail ? 8u : 0) | (odd ? 8u << (tail ? 24 : 16) : 0));
-            own_column = held(lane * 4);
-            select = held(tail ? 0x5551 : 0x5554);
+            this->hold(tile, lane);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
@@ -163,22 +152,16 @@ struct sparse11 {
                 if (!GOES_ON) read_32(start, slab + start_at);
                 tile.read_codes(slab + codes_at + (GOES_ON ? MACKO_TILE_SLICES * MACKO_SPARSE11_SLICE_BYTES : 0));
             } else if (STEP == 1) {
-                tile.at[0] = GOES_ON ? lanes[0].at[STEPS] : __dp4a(start, before, 0u);
-                tile.column =
-                    GOES_ON ? lanes[0].column : slab + (tile.part & 0xffff) + byte_permute(start, own_column, select);
+                this->template begin<TILE>(slab + (tile.part & 0xffff));
             } else if (STEP == 2) {
                 tile.count(numbers);
             } else {
-                if (GOES_ON)
-                    for (int i = 1; i < 3; i++) words[0][i] = words[STEPS][i];
-                else
-                    tile.load(0, words[0], numbers);
-                tile.load(1, words[1], numbers);
+                this->template load_first<TILE>();
             }
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void load_next(uint32_t, const constants &) {
-            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers, HALF && TILE == 0);
+            this->template load_behind<STEP, TILE>();
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
@@ -186,38 +169,29 @@ struct sparse11 {
             if constexpr (HALF ? STEP == 3 : STEP % 2)
                 lanes[TILE].template put_listed<HALF ? 0 : STEP - 1, STEP>(a, own_column << 17);
         }
-        __device__ __forceinline__ void move_1_to_0() {
-            lanes[0] = lanes[1];
-        }
     };
     using few_reader = reader<false>;
     using half_reader = reader<true>;
 
-    struct many_reader {
+    struct many_reader : column_stream {
         static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_SPARSE11_SLICE_BYTES;
         sparse11_numbers numbers;
-        // The slab, its slice's values and the lane's start; of the tile that is prepared the lane's codes, the warp's part,
-        // and where its values begin.
-        uint32_t slab, values, start, codes_at, part_at, column, at;
+        // The slab; of the tile that is prepared the lane's codes and the warp's part.
+        uint32_t slab, codes_at, part_at;
         sparse11_lane<T> here, next;
-        uint32_t words[MACKO_SPARSE11_STEPS + 1][3];
+        uint32_t words[COLUMN_STEPS + 1][3];
 
         __device__ __forceinline__ explicit many_reader(const constants &weights)
             : numbers(weights, threadIdx.x % WARP) {
         }
-        __device__ __forceinline__ void open(uint32_t begin, int slice, int lane) {
-            slab = begin;
+        __device__ __forceinline__ void open(uint32_t first, int slice, int lane) {
+            slab = first;
             codes_at = slab + slice * MACKO_SPARSE11_SLICE_BYTES + lane * 4;
             part_at = slab + MACKO_SPARSE11_PARTS_AT + slice * 4;
             read_32(start, slab + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
             read_32(values, part_at);
             values = slab + (values & 0xffff);
-            column = values + lane * 4;
-            at = 0;
-        }
-        __device__ __forceinline__ void spill() {
-            column = values + (start >> 8 & 0xff);
-            at = (start & 0xff) * 8;
+            begin(lane);
         }
         __device__ __forceinline__ void skip_half() {
             codes_at += MACKO_TILE_SLAB_TILES / 2 * TILE_BYTES;
@@ -234,7 +208,7 @@ struct sparse11 {
             here = next;
             codes_at += TILE_BYTES;
             part_at += MACKO_TILE_SLICES * 4;
-            at = next.at[MACKO_SPARSE11_STEPS];
+            at = next.at[COLUMN_STEPS];
             if (to_second_half) spill();
         }
         template <int STEP>
@@ -248,13 +222,13 @@ struct sparse11 {
                 next.column = column;
                 next.count(numbers);
             } else if (STEP == 3) {
-                next.load(0, words[0], numbers);
-                next.load(1, words[1], numbers);
+                next.load(0, words[0], numbers.four);
+                next.load(1, words[1], numbers.four);
             }
         }
         template <int STEP>
         __device__ __forceinline__ void load_next(const constants &) {
-            if (STEP < 3) here.load(STEP + 2, words[STEP + 2], numbers);
+            if (STEP < 3) here.load(STEP + 2, words[STEP + 2], numbers.four);
         }
         template <int STEP>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../dense8/bytes.cuh"
+#include "../tile/columns.cuh"
 #include "sparse8.h"
 
 namespace macko {
@@ -25,8 +26,8 @@ struct sparse8_numbers {
 template <macko_byte_kind KIND, typename T>
 struct sparse8_lane {
     using bytes = four_bytes<KIND, T>;
-    static constexpr int STEPS = MACKO_SPARSE8_STEPS;
     static constexpr uint32_t ONES = 0x11111111;
+    static constexpr int STEPS = COLUMN_STEPS;
     uint32_t mask, have[STEPS]; // bit bit(step) of an element's nibble: it has a value
     uint32_t at[STEPS + 1];     // bits of the column before a step's values
     uint32_t column;            // where it begins
@@ -43,13 +44,9 @@ struct sparse8_lane {
             at[step + 1] = at[step] + 8 * __popc(have[step]);
         }
     }
-    // The words around where a step's values begin, or the last one's end; goes_on: behind which the next tile begins.
-    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], const sparse8_numbers &numbers,
-                                         bool goes_on = false) const {
-        const uint32_t row = (at[step] & ~31u) * numbers.four + column;
-        if (step > 0) words[0] = load_row<-1>(row);
-        words[1] = load_row<0>(row);
-        if (step < STEPS || goes_on) words[2] = load_row<1>(row);
+    // A step's words, or those at the last one's end; goes_on: behind which the next tile begins.
+    __device__ __forceinline__ void load(int step, uint32_t (&words)[3], uint32_t four, bool goes_on = false) const {
+        load_around(words, at[step], column, four, step > 0, step < STEPS || goes_on);
     }
     // here, next: what was loaded of this step and of the next one.
     __device__ __forceinline__ void make(int step, const uint32_t (&here)[3], const uint32_t (&next)[3],
@@ -75,27 +72,20 @@ struct sparse8 {
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
     static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
 
-    // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
     template <bool HALF>
-    struct reader {
-        static constexpr int STEPS = MACKO_SPARSE8_STEPS;
+    struct reader : column_reader<lane_type, sparse8_numbers, HALF> {
+        using columns = column_reader<lane_type, sparse8_numbers, HALF>;
+        using columns::lanes, columns::words, columns::start, columns::numbers;
         // Offsets in a slab of the lane's mask and start, and of where its slice begins.
         uint32_t mask_at, start_at, slice_at;
-        // As in sparse11: which column it is, and its bits before the tile's values.
-        uint32_t before, own_column, select;
-        sparse8_numbers numbers;
-        lane_type lanes[2];
-        uint32_t words[STEPS + 1][3], start, values;
+        uint32_t values;
 
         __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane)
-            : numbers(lane, HALF ? threadIdx.y : 0) {
-            const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
+            : columns(sparse8_numbers(lane, HALF ? threadIdx.y : 0)) {
             mask_at = held(tile_lane::mask_at(0, tile, slice, lane));
             start_at = held(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
             slice_at = held(MACKO_SPARSE8_SLICES_AT + slice * 4);
-            before = held((tail ? 8u : 0) | (odd ? 8u << (tail ? 24 : 16) : 0));
-            own_column = held(lane * 4);
-            select = held(tail ? 0x5551 : 0x5554);
+            this->hold(tile, lane);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
@@ -106,40 +96,30 @@ struct sparse8 {
                 if (!GOES_ON) read_32(start, slab + start_at);
                 read_32(tile.mask, slab + mask_at + (GOES_ON ? MACKO_TILE_MASK_BYTES : 0));
             } else if (STEP == 1) {
-                tile.at[0] = GOES_ON ? lanes[0].at[STEPS] : __dp4a(start, before, 0u);
-                tile.column = GOES_ON ? lanes[0].column : slab + values + byte_permute(start, own_column, select);
+                this->template begin<TILE>(slab + values);
             } else if (STEP == 2) {
                 tile.count();
             } else {
-                if (GOES_ON)
-                    for (int i = 1; i < 3; i++) words[0][i] = words[STEPS][i];
-                else
-                    tile.load(0, words[0], numbers);
-                tile.load(1, words[1], numbers);
+                this->template load_first<TILE>();
             }
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void load_next(uint32_t, const constants &) {
-            if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers, HALF && TILE == 0);
+            this->template load_behind<STEP, TILE>();
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             lanes[TILE].make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
         }
-        __device__ __forceinline__ void move_1_to_0() {
-            lanes[0] = lanes[1];
-        }
     };
     using few_reader = reader<false>;
     using half_reader = reader<true>;
 
-    struct many_reader {
+    struct many_reader : column_stream {
         sparse8_numbers numbers;
-        // The slice's values and the lane's start; of the tile that is prepared the lane's mask, and where its values
-        // begin.
-        uint32_t values, start, mask_at, column, at;
+        uint32_t mask_at; // of the tile that is prepared
         lane_type here, next;
-        uint32_t words[MACKO_SPARSE8_STEPS + 1][3];
+        uint32_t words[COLUMN_STEPS + 1][3];
 
         __device__ __forceinline__ explicit many_reader(const constants &) : numbers(threadIdx.x % WARP) {
         }
@@ -148,12 +128,7 @@ struct sparse8 {
             read_32(start, slab + MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
             read_32(values, slab + MACKO_SPARSE8_SLICES_AT + slice * 4);
             values += slab;
-            column = values + lane * 4;
-            at = 0;
-        }
-        __device__ __forceinline__ void spill() {
-            column = values + (start >> 8 & 0xff);
-            at = (start & 0xff) * 8;
+            begin(lane);
         }
         __device__ __forceinline__ void skip_half() {
             mask_at += MACKO_TILE_SLAB_TILES / 2 * MACKO_TILE_MASK_BYTES;
@@ -167,7 +142,7 @@ struct sparse8 {
         __device__ __forceinline__ void advance(bool to_second_half) {
             here = next;
             mask_at += MACKO_TILE_MASK_BYTES;
-            at = next.at[MACKO_SPARSE8_STEPS];
+            at = next.at[COLUMN_STEPS];
             if (to_second_half) spill();
         }
         template <int STEP>
@@ -179,13 +154,13 @@ struct sparse8 {
                 next.column = column;
                 next.count();
             } else if (STEP == 3) {
-                next.load(0, words[0], numbers);
-                next.load(1, words[1], numbers);
+                next.load(0, words[0], numbers.four);
+                next.load(1, words[1], numbers.four);
             }
         }
         template <int STEP>
         __device__ __forceinline__ void load_next(const constants &) {
-            if (STEP < 3) here.load(STEP + 2, words[STEP + 2], numbers);
+            if (STEP < 3) here.load(STEP + 2, words[STEP + 2], numbers.four);
         }
         template <int STEP>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {

@@ -139,6 +139,11 @@ class PackedWeight:
         """The tensors and the header, as ops take them."""
         return [getattr(self, name) for name in self.tensor_names], self.header
 
+    def blank(self, device: torch.device | str) -> Self:
+        """A weight of the same sizes, without content."""
+        blank = {name: torch.empty_like(tensor, device=device) for name, tensor in self.tensors().items()}
+        return type(self)(**blank, **self.sizes())
+
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
         return torch.ops.macko.dense(*self.packed)

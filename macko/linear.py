@@ -368,8 +368,7 @@ class SparseLinear(nn.Linear):
                 packed, changed = packed.to(self.device, self.dtype), True
             if changed:
                 state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
-            blank = {name: torch.empty_like(t, device=self.device) for name, t in packed.tensors().items()}
-            self._hold(type(packed)(**blank, **packed.sizes()))
+            self._hold(packed.blank(self.device))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -398,9 +397,7 @@ class SparseLinear(nn.Linear):
         if dense.device.type == "meta":  # as a packed state there: without content
             if not assigned and self.device.type != "meta":
                 raise ValueError(_NO_CONTENT)
-            held = self.packed
-            blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in held.tensors().items()}
-            return type(held)(**blank, **held.sizes())
+            return self.packed.blank("meta")
         target = dense.device if self.device.type == "meta" else self.device
         return pack(dense.detach().to(target, dense.dtype if assigned else self.dtype), Options(self.format))
 

@@ -80,7 +80,10 @@ VARIANTS |= {
 #: tile in each way to run many tokens that csrc/tile/many_plan.h knows, where it fits (else as it chooses).
 VARIANTS |= {
     f"tile_{size}x{split}": (TileWeight, f"tile_gemm={size}x{split}", range(33, 1 << 30))
-    for size in ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2")
+    for size in (
+        *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2", "192x192x1", "192x192x2"),
+        *("128x160x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"),
+    )
     for split in range(3)
 }
 

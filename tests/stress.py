@@ -50,7 +50,7 @@ LARGE = {"tall": (20_011, 264, 0.5), "in L2": (4096, 4096, 0.5), "beyond L2": (1
 #: Products of a GPU between two looks at the clock, and of one graph.
 BATCH = 64
 OLD_COPIES = "copy=cp_async"
-GEMM_WAYS = ("128x256x1x1", "128x128x2x2", "192x128x2x1")
+GEMM_WAYS = ("128x320x1x1", "128x320x2x2", "128x256x1x1", "192x192x2x1")
 #: Keys of MACKO_PLAN that choose other kernels.
 KNOBS: dict[str, Sequence[str]] = {
     "sell": ("", OLD_COPIES, "stream_tokens=1000000"),

@@ -37,7 +37,7 @@ from tests.common import (
     random_vector,
 )
 from tests.test_dense12 import SHAPES, TOKENS
-from tests.test_tile import chain
+from tests.test_tile import GEMM_SIZES, chain
 
 DTYPES = (torch.bfloat16, torch.float16)
 KINDS = (0, 1)
@@ -328,7 +328,7 @@ def test_every_path_gives_the_same(keys: str, format: type[ByteWeight], plan: Pl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["128x256x1", "128x192x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"])
+@pytest.mark.parametrize("way", [*GEMM_SIZES, "128x64x2", "192x64x2"])
 @pytest.mark.parametrize("split", range(3))
 @each_format
 def test_every_way_to_multiply_many(way: str, split: int, format: type[ByteWeight], plan: Plan) -> None:

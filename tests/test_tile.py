@@ -44,7 +44,10 @@ SHAPES = (
 
 #: Values of the knob tile_gemm: rows and tokens of a block, blocks that share an output tile (split-K), 0: no output
 #: tile is split (Stream-K), 1: some are, 2: all, evenly.
-GEMM_SIZES = ("128x256x1", "128x256x2", "128x192x1", "128x192x2", "128x128x2", "192x128x2")
+GEMM_SIZES = (
+    *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2", "192x192x1", "192x192x2"),
+    *("128x160x2", "128x128x2", "192x128x2"),
+)
 GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
 
 
@@ -211,18 +214,18 @@ def test_dense_rows_keep_to_the_workspace(plan: Plan) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("copy", ["bulk", "cp_async"])
 @pytest.mark.parametrize(("rows", "cols"), [(130, 500), (301, 203)])
-def test_every_number_of_tokens_up_to_300(rows: int, cols: int, copy: str, dtype: torch.dtype, plan: Plan) -> None:
+def test_every_number_of_tokens_up_to_330(rows: int, cols: int, copy: str, dtype: torch.dtype, plan: Plan) -> None:
     plan(f"copy={copy}")
     w, x, bias = (
         random_weight(rows, cols, 0.5, dtype),
-        tokens_of(300, cols, dtype=dtype),
+        tokens_of(330, cols, dtype=dtype),
         random_vector(rows, dtype=dtype),
     )
     exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
-    xs, ys = each_token(exact_x, exact_y, 300)
+    xs, ys = each_token(exact_x, exact_y, 330)
     tile, exact = packed(w), packed(exact_w)
     on_gpu, bias_on_gpu, xs = x.cuda(), bias.cuda(), xs.cuda()
-    for count in range(1, 301):
+    for count in range(1, 331):
         assert_close(tile.linear(on_gpu[:count], bias_on_gpu), w, x[:count], bias)
         assert_same_bits(exact.linear(xs[:count]) + 0, ys[:count])
 
@@ -245,7 +248,7 @@ def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, plan: Plan) 
         w, bias = random_weight(rows, cols, density, dtype), random_vector(rows, dtype=dtype)
         exact_w, exact_x, exact_y = integer_problem(rows, cols, density, dtype)
         tile, exact = packed(w), packed(exact_w)
-        for count in (65, 128, 129, 193, 256, 257, 600):
+        for count in (65, 128, 129, 193, 256, 257, 320, 600, 641):
             x = tokens_of(count, cols, dtype=dtype)
             poison = torch.full((count, rows), float("nan"), dtype=dtype, device="cuda")
             del poison  # the output gets its memory
@@ -624,7 +627,8 @@ int check_plans(uint64_t seed, int count, macko_tile_many_problem *p, macko_tile
 int check_up_to_64(void) {
     for (int64_t rows = 64; rows <= 30000; rows = rows * 3 / 2 + 17)
         for (int64_t cols = 2000; cols < 200000; cols = cols * 5 / 4 + 13) {
-            macko_tile_many_problem p = {rows, cols, 33, {66, 66, 66, 66, 66, 66, 66, 66}};
+            macko_tile_many_problem p = {rows, cols, 33, {0}};
+            for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
             macko_tile_many_plan few, more;
             EXPECT(50, macko_tile_many_choose(&p, NULL, &few));
             p.tokens = 64;
@@ -722,7 +726,7 @@ extern "C" int check_shares(int row_blocks, int most_clusters, int blocks, int s
 
 
 class Problem(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "cols", "tokens")), ("clusters", ctypes.c_int * 8))
+    _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "cols", "tokens")), ("clusters", ctypes.c_int * 13))
 
 
 class Way(ctypes.Structure):

@@ -28,6 +28,7 @@ namespace macko::sm90 {
 #define MACKO_D_32(C) MACKO_D16(C, 0)
 #define MACKO_D_64(C) MACKO_D32(C, 0)
 #define MACKO_D_128(C) MACKO_D64(C, 0)
+#define MACKO_D_160(C) MACKO_D64(C, 0), MACKO_D16(C, 64)
 #define MACKO_D_192(C) MACKO_D64(C, 0), MACKO_D32(C, 64)
 #define MACKO_D_256(C) MACKO_D64(C, 0), MACKO_D64(C, 64)
 
@@ -41,6 +42,7 @@ namespace macko::sm90 {
 #define MACKO_NAMES_32 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define MACKO_NAMES_64 "{" MACKO_30 "%30, %31}"
 #define MACKO_NAMES_128 "{" MACKO_60 "%60, %61, %62, %63}"
+#define MACKO_NAMES_160 "{" MACKO_60 MACKO_TEN("6") "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79}"
 #define MACKO_NAMES_192 "{" MACKO_90 "%90, %91, %92, %93, %94, %95}"
 #define MACKO_NAMES_256 "{" MACKO_120 "%120, %121, %122, %123, %124, %125, %126, %127}"
 
@@ -51,6 +53,7 @@ namespace macko::sm90 {
     X(32, "%16", "%17", "%18", "%19", "%20", __VA_ARGS__)                                                              \
     X(64, "%32", "%33", "%34", "%35", "%36", __VA_ARGS__)                                                              \
     X(128, "%64", "%65", "%66", "%67", "%68", __VA_ARGS__)                                                             \
+    X(160, "%80", "%81", "%82", "%83", "%84", __VA_ARGS__)                                                             \
     X(192, "%96", "%97", "%98", "%99", "%100", __VA_ARGS__)                                                            \
     X(256, "%128", "%129", "%130", "%131", "%132", __VA_ARGS__)
 

@@ -14,6 +14,9 @@ struct dense8 {
     static constexpr bool SAME_SIZE = true, SCALED = true;
     static constexpr float FOLD = bytes::FOLD;
     static constexpr int BASE = 0, HALVES_TO = 0;
+    static constexpr bool takes(macko_tile_many_shape shape) {
+        return shape.tokens <= 256 || shape.split_k < 2;
+    }
     static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_DENSE8_SLICE_BYTES,
                          CHUNK = MACKO_TILE_LANES * MACKO_DENSE8_CHUNK; // of a warp
 

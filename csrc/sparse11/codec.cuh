@@ -126,6 +126,9 @@ struct sparse11 {
     using constants = sparse11_weights;
     static constexpr bool SAME_SIZE = false, SCALED = false;
     static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
+    static constexpr bool takes(macko_tile_many_shape shape) {
+        return shape.tokens <= 128 || shape.row_blocks < 3;
+    }
 
     template <bool HALF>
     struct reader : column_reader<sparse11_lane<T>, sparse11_numbers, HALF> {

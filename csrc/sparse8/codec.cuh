@@ -71,6 +71,9 @@ struct sparse8 {
     static constexpr bool SAME_SIZE = false, SCALED = true;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
     static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
+    static constexpr bool takes(macko_tile_many_shape) {
+        return true;
+    }
 
     template <bool HALF>
     struct reader : column_reader<lane_type, sparse8_numbers, HALF> {

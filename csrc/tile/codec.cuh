@@ -3,6 +3,8 @@
 //     T            what is multiplied, __half or __nv_bfloat16
 //     constants    what a launch tells of the weight besides its bytes
 //     SAME_SIZE    whether all slabs are of one size, so that nobody has to look up where one begins
+//     takes        whether there is a kernel of a shape for many tokens: not where ptxas has too few registers, and so
+//                  waits for each product
 //     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
 //     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never. Else also:
@@ -19,6 +21,7 @@
 #include "../core/cuda.cuh"
 #include "../core/wgmma.cuh"
 #include "decode.cuh"
+#include "schedule.h"
 
 namespace macko {
 
@@ -41,6 +44,9 @@ struct sparse16 {
     static constexpr bool SAME_SIZE = false, SCALED = false;
     static constexpr int BASE = MACKO_TILE_VALUES_AT, // masks and offsets lie at fixed distances before it
         HALVES_TO = 16;                               // with more tokens there are too few stages for two at once
+    static constexpr bool takes(macko_tile_many_shape) {
+        return true;
+    }
 
     // HALF: tiles 0 and 1 are neighbours in a slab, and streams go on from the one to the other. Else any two tiles.
     template <bool HALF>
@@ -190,13 +196,18 @@ MACKO_TILE_MMA(__half, "f16")
 MACKO_TILE_MMA(__nv_bfloat16, "bf16")
 
 // After every second step the products of both with the tile's tokens at b. Two together, as the warps of a warpgroup wait
-// for each other at every wgmma.
+// for each other at every wgmma. One takes 256 tokens at most: more are two.
 template <typename T, int TOKENS, int STEP>
 __device__ __forceinline__ void multiply_pair(float (&sums)[TOKENS / 2], const uint32_t (&a)[4][4], uint64_t b) {
+    constexpr int PARTS = TOKENS > 256 ? 2 : 1, PART = TOKENS / PARTS;
     if (STEP % 2 == 0) return;
     sm90::warpgroup_arrive();
-    sm90::wgmma<T, TOKENS>::registers(sums, a[STEP & 2], b + 2 * (STEP & 2));
-    sm90::wgmma<T, TOKENS>::registers(sums, a[STEP], b + 2 * STEP);
+#pragma unroll
+    for (int step = STEP - 1; step <= STEP; step++)
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            sm90::wgmma<T, PART>::registers(*(float(*)[PART / 2])(sums + part * (PART / 2)), a[step],
+                                            b + 2 * step + part * PART * (MACKO_TILE_COLS * 2 / 16));
     sm90::warpgroup_commit_batch();
 }
 

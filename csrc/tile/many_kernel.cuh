@@ -33,7 +33,7 @@ template <class CODEC>
 struct many_task {
     CUtensorMap x,
         last_x; // boxes of MACKO_TILE_COLS columns by BOX tokens, and by those that the last token tile has of one
-    CUtensorMap y[MACKO_TILE_MOST_PARTS]; // boxes of MACKO_TILE_ROWS rows by OUT_TOKENS tokens
+    CUtensorMap y[MACKO_TILE_MOST_PARTS]; // boxes of MACKO_TILE_ROWS rows by OUT_BOX tokens
     const uint8_t *data;
     const int32_t *offsets;
     const void *bias;
@@ -55,21 +55,24 @@ struct many_task {
 template <int TOKENS_, int ROW_BLOCKS_, int SPLIT_K_>
 struct many_shape {
     static constexpr int TOKENS = TOKENS_, ROW_BLOCKS = ROW_BLOCKS_, SPLIT_K = SPLIT_K_;
+    static_assert(TOKENS % MACKO_TILE_MANY_TOKENS_UNIT == 0);
     static __host__ __device__ constexpr macko_tile_many_shape plain() {
         return {TOKENS, ROW_BLOCKS, SPLIT_K};
     }
-    // Blocks that multicast tokens to each other, and the tokens that each fetches.
-    static constexpr int MULTICAST = MACKO_TILE_CLUSTER_BLOCKS / SPLIT_K, BOX = TOKENS / MULTICAST;
+    // Blocks that multicast tokens to each other, the tokens that each fetches, and those of a box, 256 at most.
+    static constexpr int MULTICAST = MACKO_TILE_CLUSTER_BLOCKS / SPLIT_K, FETCHED = TOKENS / MULTICAST;
+    static constexpr int BOX = FETCHED > 256 ? FETCHED / 2 : FETCHED;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (ROW_BLOCKS + 1) * MACKO_TILE_WARPGROUP;
-    static constexpr int REGISTERS = ROW_BLOCKS > 2 ? 152 : TOKENS > 128 ? 232 : 208;
-    static constexpr int PRODUCER_REGISTERS = ROW_BLOCKS > 2 ? 56 : TOKENS > 128 ? 40 : 88;
+    static constexpr int REGISTERS = ROW_BLOCKS > 2 ? (TOKENS > 128 ? 160 : 152) : TOKENS > 128 ? 232 : 208;
+    static constexpr int PRODUCER_REGISTERS = ROW_BLOCKS > 2 ? (TOKENS > 128 ? 32 : 56) : TOKENS > 128 ? 40 : 88;
     static_assert(REGISTERS * ROW_BLOCKS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (ROW_BLOCKS + 1));
     static constexpr int STAGE_BYTES = macko_tile_x_stage_bytes({TOKENS, ROW_BLOCKS, SPLIT_K});
     static constexpr int MAX_STAGES = macko_tile_max_x_stages({TOKENS, ROW_BLOCKS, SPLIT_K});
     static constexpr int SUMS = TOKENS / 2; // of a thread
     // What a block stores of an output tile: with split-K, its own half of the tokens.
     static constexpr int OUT_TOKENS = TOKENS / SPLIT_K, OUT_SUMS = SUMS / SPLIT_K;
+    static constexpr int OUT_BOX = OUT_TOKENS > 256 ? OUT_TOKENS / 2 : OUT_TOKENS;
     static constexpr int PARTIAL_BYTES = macko_tile_partial_bytes({TOKENS, ROW_BLOCKS, SPLIT_K});
     static_assert(PARTIAL_BYTES == MACKO_TILE_WARPGROUP * OUT_SUMS * 4);
     static_assert(SPLIT_K == 1 || PARTIAL_BYTES == STAGE_BYTES); // a stage takes a warpgroup's sums of the other block,
@@ -286,8 +289,8 @@ __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint3
         next += macko_tile_length(&segment);
         // What follows the last tokens in shared memory is whatever was there: each token has its own rows of y.
         const int tokens = place.token_tile == task.schedule.token_tiles - 1 ? task.last_tokens : SHAPE::TOKENS;
-        const int before = SHAPE::MULTICAST > 1 ? share.rank * SHAPE::BOX : 0, own = min(SHAPE::BOX, tokens - before);
-        const CUtensorMap *map = own == SHAPE::BOX ? &task.x : &task.last_x;
+        const int before = SHAPE::MULTICAST > 1 ? share.rank * SHAPE::FETCHED : 0,
+                  own = min(SHAPE::FETCHED, tokens - before);
         const int bytes = tokens * MACKO_TILE_COLS * 2, first = place.token_tile * SHAPE::TOKENS + before;
         for (int i = 0; i < macko_tile_own_count(&segment) * MACKO_TILE_HALF_SLAB_TILES; i++) {
             const int k_tile = macko_tile_nth(&segment, i / MACKO_TILE_HALF_SLAB_TILES) * MACKO_TILE_HALF_SLAB_TILES +
@@ -300,10 +303,15 @@ __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint3
                 const uint32_t full = smem + SHAPE::X_FULL + x.stage * 8;
                 const uint32_t to = smem + SHAPE::X + x.stage * SHAPE::STAGE_BYTES + before * MACKO_TILE_COLS * 2;
                 sm90::barrier_arrive_expect_tx(full, bytes);
-                if (SHAPE::MULTICAST == 1)
-                    sm90::tma_load(to, map, k_tile * MACKO_TILE_COLS, first, full);
-                else if (own > 0)
-                    sm90::tma_load_multicast(to, map, k_tile * MACKO_TILE_COLS, first, full, 3);
+#pragma unroll
+                for (int box = 0; box < SHAPE::FETCHED; box += SHAPE::BOX) {
+                    const CUtensorMap *map = own - box >= SHAPE::BOX ? &task.x : &task.last_x;
+                    const uint32_t at = to + box * MACKO_TILE_COLS * 2;
+                    if (SHAPE::MULTICAST == 1 && (box == 0 || own > box))
+                        sm90::tma_load(at, map, k_tile * MACKO_TILE_COLS, first + box, full);
+                    else if (SHAPE::MULTICAST > 1 && own > box)
+                        sm90::tma_load_multicast(at, map, k_tile * MACKO_TILE_COLS, first + box, full, 3);
+                }
             }
             __syncwarp();
             x.advance(task.stages.x);
@@ -425,8 +433,11 @@ __device__ __forceinline__ void store_outputs(const many_task<CODEC> &task, uint
             } else {
                 if (lane == 0 && !task.plain && row < task.rows && token < task.tokens) {
                     const int part = macko_tile_part_of(&task.parts, row);
-                    sm90::tma_store(&task.y[part], (int)(row - task.parts.begins[part]), token,
-                                    smem + SHAPE::X + stage * SHAPE::STAGE_BYTES);
+#pragma unroll
+                    for (int box = 0; box < SHAPE::OUT_TOKENS; box += SHAPE::OUT_BOX)
+                        if (box == 0 || token + box < task.tokens)
+                            sm90::tma_store(&task.y[part], (int)(row - task.parts.begins[part]), token + box,
+                                            smem + SHAPE::X + stage * SHAPE::STAGE_BYTES + box * MACKO_TILE_ROWS * 2);
                     sm90::tma_store_wait_read();
                 }
                 __syncwarp();

@@ -16,11 +16,14 @@ inline std::atomic<uint64_t> many_launches;
 
 namespace {
 
-// body(index, shape) for each shape that is compiled, in the order of MACKO_TILE_MANY_SHAPES.
-template <class BODY>
+// body(index, shape) for each shape that is compiled for a codec; its index is that of MACKO_TILE_MANY_SHAPES.
+template <class CODEC, class BODY>
 void for_shapes(const BODY &body) {
     int index = 0;
-#define MACKO_TILE_SHAPE(tokens, row_blocks, split_k) body(index++, many_shape<tokens, row_blocks, split_k>());
+#define MACKO_TILE_SHAPE(tokens, row_blocks, split_k)                                                                  \
+    if constexpr (CODEC::takes({tokens, row_blocks, split_k}))                                                         \
+        body(index, many_shape<tokens, row_blocks, split_k>());                                                        \
+    index++;
     MACKO_TILE_MANY_SHAPES(MACKO_TILE_SHAPE)
 #undef MACKO_TILE_SHAPE
 }
@@ -34,7 +37,7 @@ inline bool fits(macko_tile_many_shape shape, int widest, const device_info &dev
 template <class CODEC>
 cudaError_t find_clusters(int widest, const device_info &device, macko_tile_many_problem *problem) {
     cudaError_t error = cudaSuccess;
-    for_shapes([&](int index, auto shape) {
+    for_shapes<CODEC>([&](int index, auto shape) {
         using SHAPE = decltype(shape);
         constexpr auto KERNEL = tile_many_kernel<CODEC, SHAPE>;
         if (!error) error = allow_all_shared_memory<KERNEL>(device);
@@ -96,7 +99,7 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     for (int i = 0; i < MACKO_TILE_MOST_PARTS && args.y.part[i].rows && !task.plain && !error; i++) {
         const macko_tile_part &part = args.y.part[i];
         error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)part.y + args.y.begins[i],
-                                      part.rows, args.tokens, part.rows * 2, MACKO_TILE_ROWS, SHAPE::OUT_TOKENS);
+                                      part.rows, args.tokens, part.rows * 2, MACKO_TILE_ROWS, SHAPE::OUT_BOX);
     }
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
@@ -117,7 +120,7 @@ template <class CODEC>
 cudaError_t run(const many_args<CODEC> &args, const device_info &device) {
     cudaError_t error = cudaErrorInvalidValue;
     const macko_tile_many_shape wanted = args.plan.shape;
-    for_shapes([&](int, auto shape) {
+    for_shapes<CODEC>([&](int, auto shape) {
         using SHAPE = decltype(shape);
         if (wanted.tokens == SHAPE::TOKENS && wanted.row_blocks == SHAPE::ROW_BLOCKS &&
             wanted.split_k == SHAPE::SPLIT_K)
@@ -136,14 +139,15 @@ cudaError_t plan_many(const slab_weight<CODEC> &weight, int64_t tokens, macko_ti
     const int *forced = macko_knob(MACKO_KNOB_TILE_GEMM); // taken where it can be
     // A plan takes longer than a launch, so plans are kept: a model asks for the same ones again and again.
     constexpr size_t MOST = 4096;
+    constexpr int UNIT = MACKO_TILE_MANY_TOKENS_UNIT;
     static std::mutex mutex;
     static std::map<std::array<int64_t, 6>, macko_tile_many_plan> known;
     int64_t fitting = 0; // which shapes: all that a plan depends on of the largest slab
-    for_shapes([&](int, auto shape) { fitting = fitting * 2 + fits(decltype(shape)::plain(), widest, device); });
-    // What it depends on: of the tokens, how many tiles they fill, which follows from those of 64.
+    for_shapes<CODEC>([&](int, auto shape) { fitting = fitting * 2 + fits(decltype(shape)::plain(), widest, device); });
+    // What it depends on: of the tokens, how many tiles they fill, which follows from those of a unit.
     const std::array<int64_t, 6> key = {
         device.index, macko_tile_row_blocks(rows), cols,
-        fitting,      ceil_div(tokens, 64),        macko_tile_tokens_exceed_l2(tokens, cols)};
+        fitting,      ceil_div(tokens, UNIT),      macko_tile_tokens_exceed_l2(tokens, cols)};
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto found = known.find(key); !forced && found != known.end()) {
         *plan = found->second;

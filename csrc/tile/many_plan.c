@@ -47,7 +47,11 @@ typedef struct clocks {
 } clocks;
 
 static clocks clocks_of(macko_tile_many_shape shape) {
-    const int slab = shape.tokens > 192 ? 4240 : shape.tokens > 128 ? 3550 : shape.row_blocks > 2 ? 4090 : 2730;
+    const int slab = shape.tokens > 256   ? 4960
+                     : shape.tokens > 192 ? 4240
+                     : shape.tokens > 160 ? (shape.row_blocks > 2 ? 5000 : 3550)
+                     : shape.tokens > 128 ? 3150
+                                          : (shape.row_blocks > 2 ? 4090 : 2730);
     const int sums = shape.row_blocks * macko_tile_partial_bytes(shape);
     return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 3800, sums / 100,
                     2300 + sums / 150};

@@ -177,9 +177,6 @@ class _Method(LinearMethodBase):
         self.names: tuple[str, ...] = ()
         self.header: list[int] = []
         self.engine = get_current_vllm_config()
-        # Norms and gates, which Inductor writes, and products begin before what is ahead of them has ended.
-        if torch.cuda.is_available():
-            self.engine.compilation_config.inductor_compile_config.setdefault("triton.enable_pdl", True)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if torch.compiler.is_compiling():

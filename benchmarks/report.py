@@ -994,15 +994,19 @@ def plot_slide(linears: SlideLines, path: Path) -> None:
 
 
 def load_engines(path: Path) -> list[Line]:
-    """Lines of `macko bench --engine vllm`; of those that measured the same thing the last one counts."""
-    found: dict[tuple[Any, ...], Line] = {}
+    """Lines of `macko bench --engine vllm`; of those that measured the same thing the last one counts. So does dense of
+    the runs that the others are of, before the last one of dense."""
+    found: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
         line["compiled"] = line["engine_args"].get("compilation_config", {}).get("mode") != 0
         line["ranks"] = line["engine_args"].get("tensor_parallel_size", 1)
         line["dtype"] = line["engine_args"]["dtype"]
         names = ("what", "batch", "prompt_tokens", "model", "compiled", "ranks", "source", "format", "dtype", "hidden")
-        found[tuple(line[name] for name in names)] = line
-    return list(found.values())
+        found.setdefault(tuple(line[name] for name in names), {})[line["commit"]] = line
+    last = [list(runs.values())[-1] for runs in found.values()]
+    of_last = {line["commit"] for line in last}
+    before = [list(runs.values())[:-1] for runs in found.values()]
+    return [x for runs in before for x in runs if x["model"] == "dense" and x["commit"] in of_last] + last
 
 
 def engines_where(lines: list[Line]) -> str:

@@ -37,7 +37,7 @@ from tests.common import (
     needs_capture,
     random_vector,
 )
-from tests.test_tile import assert_close
+from tests.test_tile import GEMM_KEYS, assert_close
 
 #: One element, one row, one column, nothing, less and more than a tile and a slab, whole ones, cols of no 16 bytes.
 SHAPES = (
@@ -295,13 +295,13 @@ def test_exact_products_with_listed_elements(device: str, kind: str, rows: int, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0"])
+@pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0", *GEMM_KEYS])
 def test_every_path_gives_the_same(keys: str, plan: Plan) -> None:
     plan(keys)
     for kind, dtype in itertools.product(("none", "some", "all"), DTYPES):
         w, x, y = exact_problem(300, 2307, kind, dtype)
         made = packed(w)
-        for count in (1, 8, 64, 65, 300):
+        for count in (1, 8, 64, 65, 160, 300, 321, 480):
             xs, ys = each_token(x, y, count)
             assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 

@@ -31,7 +31,7 @@ from tests.common import (
     random_vector,
 )
 from tests.test_dense12 import DTYPES, SHAPES, TOKENS, bits_of
-from tests.test_tile import assert_close
+from tests.test_tile import GEMM_KEYS, assert_close
 
 #: Where the parts of a slab begin, in bytes; docs of the bytes are in csrc/sparse11/sparse11.h.
 STARTS_AT, PARTS_AT, END_AT, VALUES_AT = 6144, 6656, 6720, 6784
@@ -303,13 +303,13 @@ def test_odd_numbers_of_slabs_which_warpgroups_take_in_turns(rows: int, cols: in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0"])
+@pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0", *GEMM_KEYS])
 def test_every_path_gives_the_same(keys: str, plan: Plan) -> None:
     plan(keys)
     for kind in ("none", "some", "all"):
         w, x, y = exact_problem(300, 2700, kind)
         made = packed(w)
-        for count in (1, 8, 64, 65, 300):
+        for count in (1, 8, 64, 65, 160, 300, 321, 480):
             xs, ys = each_token(x, y, count)
             assert_same_bits(made.linear(xs.cuda()) + 0, ys)
 

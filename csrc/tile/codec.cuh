@@ -206,7 +206,7 @@ __device__ __forceinline__ void multiply_pair(float (&sums)[TOKENS / 2], const u
     for (int step = STEP - 1; step <= STEP; step++)
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
-            sm90::wgmma<T, PART>::registers(*(float(*)[PART / 2])(sums + part * (PART / 2)), a[step],
+            sm90::wgmma<T, PART>::registers(*(float (*)[PART / 2])(sums + part * (PART / 2)), a[step],
                                             b + 2 * step + part * PART * (MACKO_TILE_COLS * 2 / 16));
     sm90::warpgroup_commit_batch();
 }

@@ -12,8 +12,9 @@
 namespace macko {
 
 // Not volatile, so that the compiler may move it; its address comes from a load behind the pipeline's barrier.
-// MAY_BE_BEHIND: the slab; what lies there is dropped. tools/sanitize.py knows these loads by that.
-template <bool MAY_BE_BEHIND = false>
+// LAST: of a stream's last group, of which what is missing may lie behind the slab, and is dropped. tools/sanitize.py knows
+// these loads by that.
+template <bool LAST = false>
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     uint32_t value;
     asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
@@ -137,7 +138,7 @@ struct tile_lane {
 #pragma unroll
         for (int i = 0; i < MACKO_TILE_QUAD; i++) {
             const uint32_t value_at = (i < 2 ? from : third) + (row + i) * MACKO_TILE_ROW_BYTES;
-            values[i] = i + 1 < MACKO_TILE_QUAD ? load_value(value_at) : load_value<true>(value_at);
+            values[i] = j % 4 < 3 ? load_value(value_at) : load_value<true>(value_at);
         }
         from = __dp4a((int)missing(j), (int)weights.all[j % 2], (int)from);
     }

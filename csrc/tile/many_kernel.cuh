@@ -31,8 +31,7 @@ namespace {
 
 template <class CODEC>
 struct many_task {
-    CUtensorMap x,
-        last_x; // boxes of MACKO_TILE_COLS columns by BOX tokens, and by those that the last token tile has of one
+    CUtensorMap x, last_x; // boxes of MACKO_TILE_COLS columns by BOX tokens, and by what is left of all tokens
     CUtensorMap y[MACKO_TILE_MOST_PARTS]; // boxes of MACKO_TILE_ROWS rows by OUT_BOX tokens
     const uint8_t *data;
     const int32_t *offsets;
@@ -81,6 +80,9 @@ struct many_shape {
     static constexpr int FIX_UP_BYTES = ROW_BLOCKS > 2 ? STAGE_BYTES / 4 : STAGE_BYTES / ROW_BLOCKS;
     static constexpr int FIX_UP_STAGES = PARTIAL_BYTES / FIX_UP_BYTES;
     static_assert(FIX_UP_STAGES * FIX_UP_BYTES == PARTIAL_BYTES && ROW_BLOCKS * FIX_UP_BYTES <= STAGE_BYTES);
+    static_assert(FIX_UP_BYTES % (MACKO_TILE_WARPGROUP * 16) == 0); // 16 bytes a thread at a time
+    // TMA's limit, the swizzle's 1024 bytes, and what stmatrix stores at once.
+    static_assert(BOX <= 256 && OUT_BOX <= 256 && BOX % 8 == 0 && OUT_BOX % 8 == 0 && OUT_TOKENS % 16 == 0);
     // Barriers of the exchange are two, used alternately. When the next one but one is used, this segment's stage is
     // free: the segment between is not given away, and each block has a half slab of it at least (consider_shape,
     // many_plan.c).
@@ -264,7 +266,7 @@ __device__ __forceinline__ void fetch_partials(const many_task<CODEC> &task, uin
     producer_tail<SHAPE>(task, smem, x);
 }
 
-// Tokens of all slabs, a box a tile, and the other stages of the x pipeline up to the fix-up.
+// Tokens of all slabs, a box or two a tile, and the other stages of the x pipeline up to the fix-up.
 template <class SHAPE, class CODEC>
 __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint32_t smem) {
     const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);

@@ -21,8 +21,7 @@ template <class CODEC, class BODY>
 void for_shapes(const BODY &body) {
     int index = 0;
 #define MACKO_TILE_SHAPE(tokens, row_blocks, split_k)                                                                  \
-    if constexpr (CODEC::takes({tokens, row_blocks, split_k}))                                                         \
-        body(index, many_shape<tokens, row_blocks, split_k>());                                                        \
+    if constexpr (CODEC::takes({tokens, row_blocks, split_k})) body(index, many_shape<tokens, row_blocks, split_k>()); \
     index++;
     MACKO_TILE_MANY_SHAPES(MACKO_TILE_SHAPE)
 #undef MACKO_TILE_SHAPE

@@ -433,7 +433,7 @@ def many_tokens_table(found: dict[tuple[float, int, str], dict[tuple[int, int], 
     """Speed-up of tile by shape, where the tensor cores' time counts; in brackets that over the same zeros."""
     numbers = sorted({key[1] for key in found if key[2] == "tile" and key[0] == 0.5 and key[1] >= 64})
     cells = {tokens: found[0.5, tokens, "tile"] for tokens in numbers}
-    shapes = sorted(cells[numbers[0]], key=lambda shape: shape[0] * shape[1])
+    shapes = sorted({shape for of in cells.values() for shape in of}, key=lambda shape: (shape[0] * shape[1], shape))
     rows = []
     for shape in shapes:
         row = []
@@ -1443,7 +1443,8 @@ def main() -> None:
     problems = load(path)
     plot_densities(problems, IMAGES / "spmv_density.svg")
     plot_floor(problems, IMAGES / "spmv_floor.svg")
-    tokens = load_tokens(path.parent / "spmm.jsonl")
+    by_shape = load_tokens(path.parent / "spmm.jsonl")
+    tokens = {key: {shape: x for shape, x in of.items() if shape in EIGHT} for key, of in by_shape.items()}
     lossless = path.parent / "lossless.jsonl"
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
     bench = load_bench(path.parent / "bench.jsonl")
@@ -1456,7 +1457,7 @@ def main() -> None:
         "spmv others": lambda: others_table(problems, path.parent / "published.jsonl"),
         "spmv densities": lambda: densities_table(problems),
         "spmm tokens": lambda: tokens_table(tokens),
-        "spmm many tokens": lambda: many_tokens_table(tokens),
+        "spmm many tokens": lambda: many_tokens_table(by_shape),
         "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
         "sparse11 listed": lambda: listed_table(path.parent / "listed.jsonl"),
         "eight products": lambda: eight_table(path.parent / "spmm.jsonl"),

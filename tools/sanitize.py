@@ -67,7 +67,7 @@ class Known(NamedTuple):
 KNOWN = (
     Known("initcheck", "load_acquire", "a flag holds anything until it is the launch's own number of 64 bits"),
     Known("initcheck", "Host API memory access error", "results that bulk copies stored, which the tool does not see"),
-    Known("racecheck", "load_value<(bool)1>", "the value behind a group's last one is read, too, and dropped"),
+    Known("racecheck", "load_value<(bool)1>", "what a stream's last group reads behind its last value is dropped"),
 )
 
 

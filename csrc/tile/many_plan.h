@@ -17,8 +17,10 @@ extern "C" {
 /* The shapes that are compiled: tokens, row blocks, split_k. Not of every codec (`takes`, codec.cuh). */
 #define MACKO_TILE_MANY_SHAPES(X)                                                                                      \
     X(320, 2, 1)                                                                                                       \
-    X(320, 2, 2) X(256, 2, 1) X(256, 2, 2) X(192, 2, 1) X(192, 2, 2) X(192, 3, 1) X(192, 3, 2) X(160, 2, 2)            \
-        X(128, 2, 2) X(128, 3, 2) X(64, 2, 2) X(64, 3, 2)
+    X(320, 2, 2)                                                                                                       \
+    X(256, 2, 1)                                                                                                       \
+    X(256, 2, 2)                                                                                                       \
+    X(192, 2, 1) X(192, 2, 2) X(192, 3, 1) X(192, 3, 2) X(160, 2, 2) X(128, 2, 2) X(128, 3, 2) X(64, 2, 2) X(64, 3, 2)
 enum {
     MACKO_TILE_MANY_NUM_SHAPES = 13,
     MACKO_TILE_MANY_TOKENS_UNIT = 32, /* those of every shape are a multiple */

@@ -49,8 +49,8 @@ KNOWN = (
     Known("sm90::ldmatrix_x4(", "release(previous)", "few: of the stage behind the released one"),
     Known("reader.template prepare<", "memory.may_send", "few: behind the last stage it is prepared for nothing"),
     Known("read_32(next, at + 4)", "", "sparse11 reads on behind a list's end, which nobody uses"),
-    # In nine kernels of dense12 and sparse11 loads have the line of what stands before them, which loads nothing. They are
-    # of the slab behind the released one: nothing reads their registers before the arrival (SASS of nvcc 13.0).
+    # In nine kernels of dense12 and sparse11 loads have the line of what stands before them, which loads nothing. They
+    # are of the slab behind the released one: nothing reads their registers before the arrival (SASS of nvcc 13.0).
     Known("high1 = byte_permute(table[0]", "release_slab(stage)", "many: of the slab behind the released one"),
     Known("if (STEP == 2) release(last_stage)", "release_slab(stage)", "many: of the slab behind the released one"),
     Known("reader.", "X_EMPTY + stage * 8", "many: they are of slabs, what is released are tokens"),

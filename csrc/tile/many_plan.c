@@ -36,8 +36,8 @@ bool macko_tile_many_fit_stages(macko_tile_many_shape shape, int widest, int sha
 
 /* What takes how many clocks of an SM: fitted to the times of all ways at 35 shapes and numbers of tokens (H200,
  * density 0.5, 2026-11-22); blocks of 320 and of 160 tokens, and of 192 rows by 192, by the wavefronts of shared memory
- * that they have more or less (docs/kernels.md). While one warpgroup does these things the other multiplies, so most are less than a clock
- * in the kernel says. */
+ * that they have more or less (docs/kernels.md). While one warpgroup does these things the other multiplies, so most
+ * are less than a clock in the kernel says. */
 typedef struct clocks {
     int64_t half_slab; /* its products */
     int64_t exchange;  /* of partial sums by the two blocks of a cluster */

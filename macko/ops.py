@@ -36,6 +36,7 @@ def call(product: Callable[..., Any], *args: Any) -> Any:
 
 #: With gradients and without: overloads, which take 0.2 us less than what chooses one.
 _LINEAR, _BELOW_AUTOGRAD = torch.ops.macko.linear.default, torch.ops.macko.linear_below_autograd.default
+_MAKE_FX = torch._C._TorchDispatchModeKey.PROXY
 
 
 def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int], bias: Tensor | None = None) -> Tensor:
@@ -48,8 +49,8 @@ def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int],
         return _LINEAR(x, tensors, header, bias)
     if has_tangent(x):
         raise NotImplementedError("macko::linear has no forward-mode derivatives: use reverse mode")
-    linear = _LINEAR if torch.is_grad_enabled() or torch._C._is_tracing() else _BELOW_AUTOGRAD
-    return linear(x, tensors, header, bias)
+    traced = torch._C._is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None
+    return (_LINEAR if torch.is_grad_enabled() or traced else _BELOW_AUTOGRAD)(x, tensors, header, bias)
 
 
 def has_tangent(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import macko
 from macko import FORMATS, MackoWeight, SparseLinear
@@ -480,6 +481,19 @@ def test_compiled_as_one_node_for_every_number_of_tokens(device: str) -> None:
         assert sum("macko." in target for target in graphs[0]) == 1, name
         # torch makes a graph of its own for one token, unless it is told not to: of any layer.
         assert graphs_of(layer, one_is_special=True) == graphs_of(dense, one_is_special=True), name
+
+
+@pytest.mark.parametrize("trace", ["make_fx", "jit"])
+def test_what_is_traced_under_no_grad_has_gradients(trace: str) -> None:
+    w, x = random_weight(24, 40, 0.4, torch.float32), random_vector(3, 40, dtype=torch.float32)
+    linear = nn.Linear(40, 24, bias=False)
+    linear.weight = nn.Parameter(w)
+    layer = SparseLinear.from_linear(linear)
+    with torch.no_grad():
+        traced: Any = make_fx(lambda x: layer(x))(x) if trace == "make_fx" else torch.jit.trace(layer, x)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(traced(x).sum(), x)
+    torch.testing.assert_close(grad, w.sum(0).expand(3, 40))
 
 
 def test_compile_trains_an_adapter() -> None:

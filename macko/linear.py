@@ -140,7 +140,7 @@ class SparseLinear(nn.Linear):
     def _hold(self, packed: PackedWeight) -> None:
         self._buffers.clear()
         for name, tensor in packed.tensors().items():
-            self.register_buffer(name, tensor)
+            super().register_buffer(name, tensor)
         self._format, self._sizes, self._header = type(packed), packed.sizes(), tuple(packed.header)
 
     @classmethod
@@ -250,6 +250,13 @@ class SparseLinear(nn.Linear):
         if name == "weight":
             self._refuse_distribution()
         super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name not in self._buffers:
+            raise RuntimeError(
+                f"{type(self).__name__}: its buffers are the packed weight's: register {name} in the module around it"
+            )
+        super().register_buffer(name, tensor, persistent)
 
     def _refuse_distribution(self) -> NoReturn:
         raise RuntimeError(

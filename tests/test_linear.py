@@ -156,6 +156,13 @@ def test_setting_weight_is_refused(value: Tensor | None) -> None:
     assert_same_bits(layer.weight, before)
 
 
+def test_a_buffer_of_somebody_else_is_refused_by_name() -> None:
+    layer = SparseLinear.from_linear(nn.Linear(40, 24))
+    with pytest.raises(RuntimeError, match="register scale in the module around it"):
+        layer.register_buffer("scale", torch.ones(3))
+    assert layer(torch.randn(2, 40)).shape == (2, 24)
+
+
 def test_reset_parameters_is_refused() -> None:
     with pytest.raises(RuntimeError, match="no random start"):
         sparse_layer().reset_parameters()

@@ -77,13 +77,15 @@ VARIANTS |= {
     for values in codes.KINDS
     for alone in ("", "_alone")
 }
-#: tile in each way to run many tokens that csrc/tile/many_plan.h knows, where it fits (else as it chooses).
+#: Rows and tokens of a block for many tokens, and blocks that share an output tile: all of csrc/tile/many_plan.h.
+GEMM_SIZES = (
+    *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2", "192x192x1", "192x192x2"),
+    *("128x160x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"),
+)
+#: tile in each way to run many tokens, where it fits (else as it chooses).
 VARIANTS |= {
     f"tile_{size}x{split}": (TileWeight, f"tile_gemm={size}x{split}", range(33, 1 << 30))
-    for size in (
-        *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2", "192x192x1", "192x192x2"),
-        *("128x160x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"),
-    )
+    for size in GEMM_SIZES
     for split in range(3)
 }
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import macko
+from benchmarks.spmm import GEMM_SIZES
 from macko import SparseLinear, codes, grids
 from macko.choose import Options, pack
 from macko.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as
@@ -37,7 +38,7 @@ from tests.common import (
     random_vector,
 )
 from tests.test_dense12 import SHAPES, TOKENS
-from tests.test_tile import GEMM_SIZES, chain
+from tests.test_tile import chain
 
 DTYPES = (torch.bfloat16, torch.float16)
 KINDS = (0, 1)
@@ -328,7 +329,7 @@ def test_every_path_gives_the_same(keys: str, format: type[ByteWeight], plan: Pl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [*GEMM_SIZES, "128x64x2", "192x64x2"])
+@pytest.mark.parametrize("way", GEMM_SIZES)
 @pytest.mark.parametrize("split", range(3))
 @each_format
 def test_every_way_to_multiply_many(way: str, split: int, format: type[ByteWeight], plan: Plan) -> None:

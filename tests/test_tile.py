@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
+from benchmarks.spmm import GEMM_SIZES
 from macko.choose import choose
 from macko.formats import MackoWeight, TileWeight
 from tests import layouts, reference
@@ -42,12 +44,7 @@ SHAPES = (
     *((130, 320), (40, 1001)),
 )
 
-#: Values of the knob tile_gemm: rows and tokens of a block, blocks that share an output tile (split-K), 0: no output
-#: tile is split (Stream-K), 1: some are, 2: all, evenly.
-GEMM_SIZES = (
-    *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2", "192x192x1", "192x192x2"),
-    *("128x160x2", "128x128x2", "192x128x2"),
-)
+#: Values of the knob tile_gemm: a size, and 0: no output tile is split (Stream-K), 1: some are, 2: all, evenly.
 GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
 GEMM_KEYS = tuple(f"tile_gemm={way}" for way in GEMM_WAYS)
 
@@ -286,8 +283,9 @@ def test_tiles_that_are_split_anywhere(way: str, plan: Plan) -> None:
     """Partial sums are given first, whole tiles follow, fix-up comes last; also half a slab, none for one of a pair."""
     plan(f"tile_gemm={way}")
     random = torch.Generator("cuda").manual_seed(1)
-    for rows, cols, tokens in ((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300), (4882, 270, 507)):
-        w = sparse_integers(rows, cols, 0.65, random)
+    sizes = ((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300), (4882, 270, 507))
+    for (rows, cols, tokens), density in itertools.product(sizes, (0.65, 0.8)):
+        w = sparse_integers(rows, cols, density, random)
         x = torch.randint(-1, 2, (tokens, cols), device="cuda", generator=random).half()
         tile, y = TileWeight.from_dense(w), (x.float() @ w.float().T).half()
         assert not any(bool((tile.linear(x) != y).any()) for _ in range(5))
@@ -316,12 +314,12 @@ def test_products_that_wait_for_other_blocks_on_two_streams(way: str, plan: Plan
 
 @pytest.mark.gpu
 @needs_capture
-@pytest.mark.parametrize("density", [0.45, 0.65])
+@pytest.mark.parametrize("density", [0.45, 0.65, 0.8])
 @pytest.mark.parametrize("way", [way for way in GEMM_WAYS if way[-1] != "2"])
 def test_a_large_product_many_times(way: str, density: float, plan: Plan) -> None:
     """All SMs busy for long: a place that is filled anew while it is read gives a wrong product in some hundred.
 
-    Of 192 rows by 192 tokens with either density another number of stages has room.
+    With another density another number of stages has room: of 192 rows by 192 tokens none with the last one.
     """
     plan(f"tile_gemm={way}")
     plan("tile_tokens=1000000")
@@ -329,7 +327,7 @@ def test_a_large_product_many_times(way: str, density: float, plan: Plan) -> Non
     w = sparse_integers(8192, 8192, density, random)
     x = torch.randint(-1, 2, (1536, 8192), device="cuda", generator=random).half()
     tile, y = TileWeight.from_dense(w), (x.float() @ w.float().T).half()
-    wrong = [(tile.linear(x) != y).any() for _ in range(75)]
+    wrong = [(tile.linear(x) != y).any() for _ in range(150)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = tile.linear(x)
@@ -738,7 +736,10 @@ extern "C" int check_shares(int row_blocks, int most_clusters, int blocks, int s
 
 
 class Problem(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_int64) for name in ("rows", "cols", "tokens")), ("clusters", ctypes.c_int * 13))
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "tokens")),
+        ("clusters", ctypes.c_int * len(GEMM_SIZES)),
+    )
 
 
 class Way(ctypes.Structure):
@@ -753,7 +754,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("needs cc and the sources")
     target = tmp_path_factory.mktemp("plans") / "plans.so"
     command = ["cc", "-std=c17", "-O2", "-shared", "-fPIC", "-x", "c", "-", f"-I{sources}", "-o", str(target)]
-    subprocess.run(command, input=PLAN_CHECKS, text=True, check=True)
+    known = f'_Static_assert(MACKO_TILE_MANY_NUM_SHAPES == {len(GEMM_SIZES)}, "GEMM_SIZES has all");'
+    subprocess.run(command, input=PLAN_CHECKS + known, text=True, check=True)
     return ctypes.CDLL(str(target))
 
 

@@ -174,6 +174,8 @@ def test_sell_streams_as_long_as_dense_rows_take_longer(room: Room, device: tupl
 def test_tile_has_a_kernel_for_few_and_one_for_many(room: Room) -> None:
     assert room("tile", HOPPER) == room("tile", HOPPER, rows=1) == {0: "few", 65: "many", END: "dense rows"}
     assert room("tile", HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
+    assert room("tile", HOPPER, held=22528) == room("tile", HOPPER) != room("tile", HOPPER, held=22529)
+    assert room("tile", HOPPER, held=22529) == room("tile", HOPPER, rows=4097)
     assert room("tile", OTHER_GPU) == {0: "few", 513: "dense rows"}
     assert room("tile", HOPPER, rows=0) == {0: "few", 513: "dense rows"}
     assert room("tile", CPU) == room("tile", HOPPER, cols=0) == {0: "dense rows"}

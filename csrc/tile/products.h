@@ -53,8 +53,10 @@ macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool in_parts
     device_info device{};
     STD_CUDA_CHECK(current_device(&device));
     const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
+    int64_t widest = 0;
+    if constexpr (requires { m.widest; }) widest = int64_t(m.widest) * MACKO_TILE_UNIT;
     return macko_path_of(
-        {.layout = Kind::layout, .rows = m.rows, .cols = m.cols, .in_parts = in_parts}, tokens,
+        {.layout = Kind::layout, .rows = m.rows, .cols = m.cols, .held = widest, .in_parts = in_parts}, tokens,
         {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
 }
 

@@ -46,7 +46,8 @@ typedef struct macko_path_weight {
     macko_layout_id layout;
     macko_dtype dtype;
     int64_t rows, cols;
-    int64_t held; /* canonical: entries, with padding. sell: bytes of its slots */
+    int64_t held; /* canonical: entries, with padding. sell: bytes of its slots. tile, sparse11, sparse8: of its largest
+                     slab */
     /* slide: tokens for which the packed weight is the faster one; 0, 0: there is one only */
     int64_t sparse_from, sparse_to;
     bool in_parts; /* tile and its codecs: the result's rows go to several matrices */
@@ -84,17 +85,21 @@ static inline int64_t macko_stream_tokens(macko_path_weight w) {
 enum {
     MACKO_BITMAP_FEW_TOKENS = 4, /* multiplied with x as it is; above, turning x pays (Zen 4, all dtypes, both paths) */
     MACKO_TILE_MMA_TOKENS = 512, /* without wgmma more go through dense rows */
+    MACKO_FEW_SLAB = 22 << 10,   /* bytes of a slab of which four fit an SM with 64 tokens (few_kernel.cuh) */
 };
 
 /*
  * tile and its codecs with wgmma: up to how many tokens the kernel for few multiplies; at most 64, in parts
- * 32, as it has no registers for them. Above 32 each block of it reads more of x than of the weight, and the other one shares x among the rows of two or three row blocks and two blocks.
+ * 32, as it has no registers for them. Above 32 each block of it reads more of x than of the weight, and the other one
+ * shares x among the rows of two or three row blocks and two blocks.
  * 64 tokens, few / many, us (H200, tile at density 0.5): 4096 x 4096 10.1 / 10.9, 4096 x 11008 19.8 / 19.3 (alone 20.8 /
- * 21.8), 11008 x 4096 21.9 / 19.7, 8192 x 8192 26.8 / 25.9, 28672 x 8192 107 / 85. dense12: 12.0 / 11.7, 28.2 / 20.6,
- * 29.8 / 21.0, 40.0 / 28.9, 143 / 93.
+ * 21.8), 11008 x 4096 21.9 / 19.7, 8192 x 8192 26.8 / 25.9, 28672 x 8192 107 / 85. With three stages of denser slabs
+ * it waits for memory: at density 0.6 4096 x 4096 12.7 / 11.5, 4096 x 11008 29.1 / 20.3, 4096 x 14336 36.8 / 25.2.
+ * dense12, always with three: 12.0 / 11.7, 28.2 / 20.6, 29.8 / 21.0, 40.0 / 28.9, 143 / 93.
  */
 static inline int64_t macko_few_tokens(macko_path_weight w) {
-    return !w.in_parts && w.rows <= 4096 && (w.layout != MACKO_LAYOUT_DENSE12 || w.cols <= 4096) ? 64 : 32;
+    const bool reads_ahead = w.layout == MACKO_LAYOUT_DENSE12 ? w.cols <= 4096 : w.held <= MACKO_FEW_SLAB;
+    return !w.in_parts && w.rows <= 4096 && reads_ahead ? 64 : 32;
 }
 
 static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, macko_path_device d) {

@@ -508,7 +508,7 @@ def load_bench(path: Path) -> list[Line]:
 
 
 def bench_where(lines: list[Line]) -> str:
-    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
+    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines if line["compile"] == "default"))
     return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, commit {commits}."
 
 
@@ -522,12 +522,14 @@ HELD = {
 RUN = ("dtype", "values", "format", "compile", "commit")
 
 
-def bench_pairs(lines: list[Line]) -> dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]]:
+def bench_pairs(
+    lines: list[Line], compiled: str = "default"
+) -> dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]]:
     """Of ("decode", sequences) and ("prefill", tokens), by HELD: the dense line of its run, and the half sparse one."""
     found: dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]] = {}
     dense: dict[tuple[Any, ...], Line] = {}
     for line in lines:
-        if line["what"] in ("decode", "prefill") and line["compile"] == "default":
+        if line["what"] in ("decode", "prefill") and line["compile"] == compiled:
             size = line["batch"] if line["what"] == "decode" else line["prompt_tokens"]
             held, run = (line["dtype"], line.get("values")), (line["what"], size, *(line.get(key) for key in RUN))
             if line["model"] == "dense":
@@ -558,11 +560,16 @@ def headline_table(lines: list[Line]) -> str:
     return table(["speed over dense", *(HELD[held] for held in exact)], rows)
 
 
-def bench_summary(lines: list[Line]) -> str:
-    """Milliseconds of what headline_table compares, and what they are over the dense model of the same run."""
-    pairs = bench_pairs(lines)
+def bench_summary(lines: list[Line], compiled: str = "default") -> str:
+    """Milliseconds of what headline_table compares, and what they are over the dense model of the same run.
+
+    Of other values of --compile decoding alone: prompts are not compiled.
+    """
+    pairs = bench_pairs(lines, compiled)
     rows = []
     for what, of in pairs.items():
+        if what[0] == "prefill" and compiled != "default":
+            continue
         for held in (held for held in HELD if held in of):
             dense, sparse = of[held]
             gain = dense["ms"] / sparse["ms"]
@@ -576,7 +583,7 @@ def bench_summary(lines: list[Line]) -> str:
 def logits_table(lines: list[Line]) -> str:
     rows = []
     for line in lines:
-        if line["what"] == "logits":
+        if line["what"] == "logits" and line["compile"] == "default":
             name = f"{line['sparsity']:.0%} sparse, {HELD[line['dtype'], line.get('values')]}"
             layers = ", ".join(map(of_bound, line.get("layers", []))) or "-"
             rows.append([name, f"{line['error']:.2g}", f"{line['largest']:.2g}", layers])
@@ -1469,6 +1476,7 @@ def main() -> None:
         "models": lambda: models_table(path.parent / "models.jsonl"),
         "headline": lambda: headline_table(bench),
         "bench summary": lambda: bench_summary(bench),
+        "bench max": lambda: bench_summary(bench, "max"),
         "bench where": lambda: bench_where(bench),
         "bench logits": lambda: logits_table(bench),
         "bench profile": lambda: profile_table(load_bench(path.parent / "profile.jsonl")),

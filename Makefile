@@ -64,7 +64,7 @@ report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
 	$(if $(ENV),$(PY) -m pip install --quiet --group report)
 	$(PY) -m benchmarks.report
 
-# racecheck can follow a library of its own only (docs/kernels.md, "Sanitizers and races").
+# initcheck and racecheck can follow a library of their own only (docs/kernels.md, "Sanitizers and races").
 LANES = NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES
 lanes: $(ENV)
 	@$(LANES) $(PY) setup.py --quiet build_ext --build-lib build/lanes --build-temp build/lanes/objects

@@ -56,7 +56,7 @@ def compute_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("MACKO_COMMIT", "abc")
     (tmp_path / "lanes/macko").mkdir(parents=True)
-    (tmp_path / "lanes/macko/_C_cuda.abi3.so").write_bytes(b"for racecheck")
+    (tmp_path / "lanes/macko/_C_cuda.abi3.so").write_bytes(b"for tools")
     return tmp_path
 
 
@@ -106,9 +106,9 @@ def test_a_race_and_one_that_is_known(compute_sanitizer: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_racecheck_runs_with_the_library_made_for_it(compute_sanitizer: Path) -> None:
+def test_tools_run_with_the_library_made_for_them(compute_sanitizer: Path) -> None:
     lanes = sanitize.package_with(compute_sanitizer / "lanes")
-    assert (lanes / "macko/_C_cuda.abi3.so").read_bytes() == b"for racecheck"
+    assert (lanes / "macko/_C_cuda.abi3.so").read_bytes() == b"for tools"
     said = subprocess.run(
         [sys.executable, "-c", "import tests.stress, macko; print(macko.__file__)"],
         cwd=lanes,
@@ -119,9 +119,10 @@ def test_racecheck_runs_with_the_library_made_for_it(compute_sanitizer: Path) ->
     assert said.stdout.strip() == str(lanes / "macko/__init__.py"), said.stderr
 
 
-def test_racecheck_without_the_library_made_for_it(compute_sanitizer: Path) -> None:
-    with pytest.raises(SystemExit, match=r"racecheck needs .* made with NVCC_APPEND_FLAGS"):
-        run(compute_sanitizer, "racecheck", CLEAN, "--lanes", str(compute_sanitizer))
+@pytest.mark.parametrize("tool", sanitize.LEAN)
+def test_without_the_library_made_for_it(compute_sanitizer: Path, tool: str) -> None:
+    with pytest.raises(SystemExit, match=r"initcheck and racecheck need .* made with NVCC_APPEND_FLAGS"):
+        run(compute_sanitizer, tool, CLEAN, "--lanes", str(compute_sanitizer))
 
 
 def test_a_process_that_dies_is_no_clean_run(compute_sanitizer: Path) -> None:

@@ -1,7 +1,7 @@
 """Runs every kernel under the tools of compute-sanitizer, on one GPU, and keeps what they say.
 
-    python tools/sanitize.py memcheck initcheck synccheck
-    python tools/sanitize.py racecheck --lanes build/lanes    # of a CUDA library made for it, as `make sanitize` does
+    python tools/sanitize.py memcheck synccheck
+    python tools/sanitize.py initcheck racecheck    # of a CUDA library made for both, as `make sanitize` does
 
 What runs are the small problems of tests/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap; every
 layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. initcheck and
@@ -36,7 +36,8 @@ TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
 #: Seconds that a process may take to its first case, and from one to the next if not 100: then it hangs.
 START, STALL = 300, {"initcheck": 300, "racecheck": 300}
-#: What follows all kernels, torch's and the library's too: of the problems these get those of `tests.stress --lean`.
+#: What follows all kernels, torch's and the library's too: of the problems these get those of `tests.stress --lean`,
+#: with a library made with LANES.
 LEAN = ("initcheck", "racecheck")
 #: Parts of the processes that a tool has at first, if not 1.
 SHARE = {"racecheck": 3}
@@ -67,7 +68,7 @@ class Known(NamedTuple):
     why: str
 
 
-#: Of racecheck where it looks at a library made with LANES; docs/kernels.md says why it cannot follow any other.
+#: Where initcheck and racecheck look at a library made with LANES; docs/kernels.md says why they can follow no other.
 KNOWN = (
     Known("initcheck", "load_acquire", "a flag holds anything until it is the launch's own number of 64 bits"),
     Known("racecheck", "load_value<(bool)1>", "what a stream's last group reads behind its last value is dropped"),
@@ -108,8 +109,9 @@ def package_with(lanes: Path) -> Path:
     libraries = list(lanes.glob("macko/_C_cuda.*so"))
     if not libraries:
         raise SystemExit(
-            f"racecheck needs {lanes}/macko/_C_cuda.abi3.so, made with NVCC_APPEND_FLAGS=-D{LANES} (make sanitize): "
-            "it does not see that one lane arrives at a barrier for its warp"
+            f"{' and '.join(LEAN)} need {lanes}/macko/_C_cuda.abi3.so, made with NVCC_APPEND_FLAGS=-D{LANES} (make "
+            "sanitize): racecheck does not see that one lane arrives at a barrier for its warp, and initcheck would "
+            "write down each look at a flag that nobody has set yet"
         )
     ignored = shutil.ignore_patterns("__pycache__", "_C_cuda.*", "results")
     for name in ("macko", "benchmarks", "tests"):
@@ -165,7 +167,7 @@ class Run:
 
     def __init__(self, tool: str, jobs: int, folder: Path, options: argparse.Namespace) -> None:
         self.tool, self.jobs, self.folder, self.options = tool, jobs, folder, options
-        self.where = package_with(options.lanes) if tool == "racecheck" else ROOT
+        self.where = options.package if tool in LEAN else ROOT
         self.begun = self.ended = time.monotonic()
         self.is_over = False  #: no process more is of use
         self.started: list[Job] = []
@@ -282,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(options.sanitizer).exists():
         parser.error("there is no compute-sanitizer: it is in the CUDA toolkit")
+    options.package = package_with(options.lanes) if set(options.tools) & set(LEAN) else None
     bad, until = False, time.monotonic() + (options.minutes + options.grace) * 60
     with contextlib.ExitStack() as stack:
         folder = Path(options.logs or stack.enter_context(tempfile.TemporaryDirectory()))

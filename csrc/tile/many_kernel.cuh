@@ -166,6 +166,20 @@ __device__ __forceinline__ void start_wait() {
 #endif
 }
 
+// The first LANES of a warp wait, each at a barrier of its own. In the build for racecheck one after another: of two that
+// passed in one instruction it may know of one only, and named dense8's copies to slabs of 192 x 192 (H200, 111a810).
+template <int LANES>
+__device__ __forceinline__ void wait_by_lanes(int lane, uint32_t barrier, uint32_t phase) {
+#ifdef MACKO_EVERY_LANE_ARRIVES
+    for (int i = 0; i < LANES; i++) {
+        if (lane == i) sm90::barrier_wait(barrier, phase);
+        __syncwarp((1 << LANES) - 1);
+    }
+#else
+    sm90::barrier_wait(barrier, phase);
+#endif
+}
+
 // All mbarriers. Every warp but the last two makes some: one takes a warp about 40 clocks, whichever lane makes it
 // (H200, by a clock in the kernel).
 template <class SHAPE>
@@ -238,6 +252,9 @@ __device__ __forceinline__ void fetch_partials(const many_task<CODEC> &task, uin
         if (lane < SHAPE::ROW_BLOCKS) { // a lane for each warpgroup's
             uint64_t *flag = flag_of<SHAPE>(task, share, other, lane);
             while (load_acquire(flag) != task.epoch) {
+#ifdef MACKO_EVERY_LANE_ARRIVES
+                __nanosleep(1 << 19); // initcheck writes down each look at a flag that nobody has set
+#endif
             }
             *flag = 0;                                       // a graph launches this again with the same epoch
             asm volatile("fence.proxy.async;" ::: "memory"); // bulk copies read what was stored
@@ -379,7 +396,7 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
         if (lane < SHAPE::ROW_BLOCKS) {
             const int place = slabs.stage * SHAPE::ROW_BLOCKS + lane, bytes = (to - from) * MACKO_TILE_UNIT;
             const uint32_t full = smem + SHAPE::SLAB_FULL + place * 8;
-            sm90::barrier_wait(smem + SHAPE::SLAB_EMPTY + place * 8, slabs.phase ^ 1);
+            wait_by_lanes<SHAPE::ROW_BLOCKS>(lane, smem + SHAPE::SLAB_EMPTY + place * 8, slabs.phase ^ 1);
             sm90::barrier_arrive_expect_tx(full, bytes);
             sm90::bulk_copy(slabs_at + place * task.stages.slab_bytes, task.data + (int64_t)from * MACKO_TILE_UNIT,
                             bytes, full, policy);

@@ -685,7 +685,7 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
     const int least_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * token_bytes,
               most_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * TOKENS * MACKO_TILE_COLS * 2;
     plan->time = 1e30;
-    for (int blocks = 1; blocks <= MAX_CLUSTER && blocks <= slabs; blocks++) {
+    for (int blocks = 1; blocks <= std::min({MAX_CLUSTER, slabs, device.num_sms}); blocks++) {
         int clusters;
         const cudaError_t error = max_active_clusters<tile_few_kernel<CODEC, TOKENS>, MAX_CLUSTER>(
             device, blocks, SHAPE::THREADS, device.shared_bytes - 1024, &clusters);
@@ -739,9 +739,9 @@ template <class CODEC, int TOKENS>
 cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, const device_info &device, few_plan *plan) {
     constexpr size_t MOST = 4096;
     static std::mutex mutex;
-    static std::map<std::array<int, 5>, few_plan> known;
+    static std::map<std::array<int, 6>, few_plan> known;
     const std::lock_guard<std::mutex> lock(mutex);
-    const std::array<int, 5> key = {device.index, row_blocks, slabs, widest, token_bytes};
+    const std::array<int, 6> key = {device.index, device.num_sms, row_blocks, slabs, widest, token_bytes};
     if (const auto found = known.find(key); found != known.end()) {
         *plan = found->second;
         return cudaSuccess;

@@ -357,6 +357,17 @@ def test_large_shapes(rows: int, cols: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sms", [1, 2, 5])
+def test_rings_wrap_where_few_blocks_do_all(sms: int, plan: Plan) -> None:
+    plan(f"sms={sms}")
+    w, x, wanted = integer_problem(200, 3000, 0.5, torch.float16)
+    tile = packed(w)
+    for count in (1, 9, 17, 40, 64, 200, 700):
+        xs, ys = each_token(x, wanted, count)
+        assert_same_bits(tile.linear(xs.cuda()) + 0, ys)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("row_blocks", [1, 3, 65, 67, 131, 133, 199, 265, 400, 530])
 def test_row_blocks_whole_and_split(row_blocks: int) -> None:
     """Row blocks in every remainder of what the SMs can share; several rounds use the same memory for sums."""

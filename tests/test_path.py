@@ -193,6 +193,7 @@ def test_the_kernel_for_few_has_no_registers_for_parts_of_64_tokens(room: Room) 
 @pytest.mark.parametrize("name", ["sparse11", "dense8", "sparse8"])
 def test_layouts_of_bytes_have_them_with_wgmma_alone(room: Room, name: str) -> None:
     assert room(name, HOPPER) == room(name, HOPPER, cols=4097) == {0: "few", 65: "many", END: "dense rows"}
+    assert room(name, HOPPER, held=30_000) == room(name, HOPPER)
     assert room(name, HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
     assert room(name, CPU) == room(name, OTHER_GPU) == room(name, HOPPER, cols=0) == {0: "dense rows"}
 

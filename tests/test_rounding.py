@@ -144,8 +144,9 @@ SAME_BITS = {
 
 
 def assert_same_bits_in_ranges(device: str, dtype: torch.dtype) -> None:
-    for rows, cols in ((70, 904), (300, 2050), (4160, 600)):
-        w = random_weight(rows, cols, 0.5, dtype).bfloat16().to(device, dtype)  # which dense12 holds in float16, too
+    for rows, cols, density in ((70, 904, 0.5), (300, 2050, 0.5), (4160, 600, 0.5), (300, 2050, 0.9)):
+        w = random_weight(rows, cols, density, dtype)
+        w = w.bfloat16().to(device, dtype)  # which dense12 holds in float16, too
         x = random_vector(64, cols, dtype=dtype).to(device)
         for (on, name), ranges in SAME_BITS.items():
             if on != device or dtype not in FORMATS[name].dtypes:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import macko
 from benchmarks.spmm import GEMM_SIZES
 from macko.choose import choose
-from macko.formats import MackoWeight, TileWeight
+from macko.formats import MackoWeight, SellWeight, TileWeight
 from tests import layouts, reference
 from tests.common import (
     HALVES,
@@ -361,6 +361,7 @@ def test_large_shapes(rows: int, cols: int) -> None:
 def test_rings_wrap_where_few_blocks_do_all(sms: int, plan: Plan) -> None:
     plan(f"sms={sms}")
     w, x, wanted = integer_problem(200, 3000, 0.5, torch.float16)
+    assert len(SellWeight.from_dense(w.cuda()).blocks) <= 2 * sms  # of 200
     tile = packed(w)
     for count in (1, 9, 17, 40, 64, 200, 700):
         xs, ys = each_token(x, wanted, count)

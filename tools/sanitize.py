@@ -6,7 +6,7 @@
 What runs are the small problems of tests/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap; every
 layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. initcheck and
 racecheck follow torch's kernels, too, and take seconds a product: theirs are one size for float16, which fills no
-tile, and one for bfloat16, with which rings wrap, with a bias only. The tools run at once, each in its part of --jobs
+tile, and a wide one for bfloat16, with a bias only. The tools run at once, each in its part of --jobs
 processes, which take turns at its problems and begin none after --minutes. Where one dies or hangs, its case and the
 first lines of its log are shown, and another process goes on behind it. A line of tool, commit, seconds and errors is
 appended to --out. Exit status 1: an error of a kernel of macko's that is not in KNOWN, or one that was not printed, a

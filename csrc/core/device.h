@@ -37,7 +37,7 @@ inline cudaError_t current_device(device_info *device) {
         cudaDeviceGetAttribute(&d.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
     });
     *device = devices[index];
-    device->num_sms = std::clamp(macko_knob_number(MACKO_KNOB_SMS, device->num_sms), 1, device->num_sms);
+    device->num_sms = std::max(1, std::min(device->num_sms, macko_knob_number(MACKO_KNOB_SMS, device->num_sms)));
     return cudaSuccess;
 }
 

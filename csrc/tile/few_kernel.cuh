@@ -100,8 +100,8 @@ struct few_shape {
     static constexpr bool MANY_SUMS = TOKENS > 32;
     static constexpr int PASSES = MANY_SUMS ? 8 : TOKENS > 16 ? 2 : 1;
     static constexpr int SUMS_BYTES = WARPGROUPS * WARPGROUP * TOKENS * 2 / PASSES; // a thread has TOKENS / 2 floats
-    // Behind the last stage's tokens, which are filled up to eight, wgmma reads on: into the sums.
-    static_assert(TOKENS <= 16 || (TOKENS / 2 - 8) * MACKO_TILE_COLS * 2 <= SUMS_BYTES);
+    // Behind the last stage's tokens, half of TOKENS at least, wgmma reads on: into the sums.
+    static_assert(TOKENS <= 16 || TOKENS / 2 * MACKO_TILE_COLS * 2 <= SUMS_BYTES);
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 

@@ -46,8 +46,7 @@ typedef struct macko_path_weight {
     macko_layout_id layout;
     macko_dtype dtype;
     int64_t rows, cols;
-    int64_t held; /* canonical: entries, with padding. sell: bytes of its slots. tile, sparse11, sparse8: of its largest
-                     slab */
+    int64_t held; /* canonical: entries, with padding. sell: bytes of its slots. tile: of its largest slab */
     /* slide: tokens for which the packed weight is the faster one; 0, 0: there is one only */
     int64_t sparse_from, sparse_to;
     bool in_parts; /* tile and its codecs: the result's rows go to several matrices */
@@ -95,11 +94,13 @@ enum {
  * 64 tokens, few / many, us (H200, tile at density 0.5): 4096 x 4096 10.1 / 10.9, 4096 x 11008 19.8 / 19.3 (alone 20.8 /
  * 21.8), 11008 x 4096 21.9 / 19.7, 8192 x 8192 26.8 / 25.9, 28672 x 8192 107 / 85. With three stages of denser slabs
  * it waits for memory: at density 0.6 4096 x 4096 12.7 / 11.5, 4096 x 11008 29.1 / 20.3, 4096 x 14336 36.8 / 25.2.
- * dense12, always with three: 12.0 / 11.7, 28.2 / 20.6, 29.8 / 21.0, 40.0 / 28.9, 143 / 93.
+ * dense12, always with three: 12.0 / 11.7, 28.2 / 20.6, 29.8 / 21.0, 40.0 / 28.9, 143 / 93. Not so sparse11, whose other
+ * kernel takes longer: at 0.8 4096 x 4096 12.2 / 16.1, 4096 x 11008 24.6 / 34.3.
  */
 static inline int64_t macko_few_tokens(macko_path_weight w) {
-    const bool reads_ahead = w.layout == MACKO_LAYOUT_DENSE12 ? w.cols <= 4096 : w.held <= MACKO_FEW_SLAB;
-    return !w.in_parts && w.rows <= 4096 && reads_ahead ? 64 : 32;
+    const bool waits =
+        w.layout == MACKO_LAYOUT_DENSE12 ? w.cols > 4096 : w.layout == MACKO_LAYOUT_TILE && w.held > MACKO_FEW_SLAB;
+    return !w.in_parts && w.rows <= 4096 && !waits ? 64 : 32;
 }
 
 static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, macko_path_device d) {

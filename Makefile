@@ -35,7 +35,7 @@ build: $(ENV) ## compile the native libraries into macko/, and put the command m
 	@$(if $(ENV),test $(VENV)/bin/macko -nt pyproject.toml || \
 	    $(PY) -m pip install -qq --no-deps --no-build-isolation --editable .)
 
-demo: build ## what macko does for a model on this machine, in a minute
+demo: build ## what macko does for a model on this machine, in two minutes
 	@$(PY) -m examples.demo
 
 check: build ## the self-test and the quick tests: a minute, before and after a change

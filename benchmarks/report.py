@@ -508,7 +508,7 @@ def load_bench(path: Path) -> list[Line]:
 
 
 def bench_where(lines: list[Line]) -> str:
-    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines if line["compile"] == "default"))
+    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
     return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, commit {commits}."
 
 
@@ -522,14 +522,12 @@ HELD = {
 RUN = ("dtype", "values", "format", "compile", "commit")
 
 
-def bench_pairs(
-    lines: list[Line], compiled: str = "default"
-) -> dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]]:
+def bench_pairs(lines: list[Line]) -> dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]]:
     """Of ("decode", sequences) and ("prefill", tokens), by HELD: the dense line of its run, and the half sparse one."""
     found: dict[tuple[str, int], dict[tuple[str, Any], tuple[Line, Line]]] = {}
     dense: dict[tuple[Any, ...], Line] = {}
     for line in lines:
-        if line["what"] in ("decode", "prefill") and line["compile"] == compiled:
+        if line["what"] in ("decode", "prefill"):
             size = line["batch"] if line["what"] == "decode" else line["prompt_tokens"]
             held, run = (line["dtype"], line.get("values")), (line["what"], size, *(line.get(key) for key in RUN))
             if line["model"] == "dense":
@@ -560,16 +558,11 @@ def headline_table(lines: list[Line]) -> str:
     return table(["speed over dense", *(HELD[held] for held in exact)], rows)
 
 
-def bench_summary(lines: list[Line], compiled: str = "default") -> str:
-    """Milliseconds of what headline_table compares, and what they are over the dense model of the same run.
-
-    Of other values of --compile decoding alone: prompts are not compiled.
-    """
-    pairs = bench_pairs(lines, compiled)
+def bench_summary(lines: list[Line]) -> str:
+    """Milliseconds of what headline_table compares, and what they are over the dense model of the same run."""
+    pairs = bench_pairs(lines)
     rows = []
     for what, of in pairs.items():
-        if what[0] == "prefill" and compiled != "default":
-            continue
         for held in (held for held in HELD if held in of):
             dense, sparse = of[held]
             gain = dense["ms"] / sparse["ms"]
@@ -583,7 +576,7 @@ def bench_summary(lines: list[Line], compiled: str = "default") -> str:
 def logits_table(lines: list[Line]) -> str:
     rows = []
     for line in lines:
-        if line["what"] == "logits" and line["compile"] == "default":
+        if line["what"] == "logits":
             name = f"{line['sparsity']:.0%} sparse, {HELD[line['dtype'], line.get('values')]}"
             layers = ", ".join(map(of_bound, line.get("layers", []))) or "-"
             rows.append([name, f"{line['error']:.2g}", f"{line['largest']:.2g}", layers])
@@ -1336,8 +1329,8 @@ def kind_of(line: Line) -> tuple[str, str]:
 
 def speeds_of(bench: list[Line]) -> dict[float, float]:
     """Tokens a second of one sequence by the share of zeros, in bfloat16, held as by default."""
-    wanted = ("decode", "default", 1, "bfloat16", None)
-    names = ("what", "compile", "batch", "dtype", "values")
+    wanted = ("decode", 1, "bfloat16", None)
+    names = ("what", "batch", "dtype", "values")
     return {line["sparsity"]: 1000 / line["ms"] for line in bench if tuple(map(line.get, names)) == wanted}
 
 
@@ -1454,7 +1447,9 @@ def main() -> None:
     tokens = {key: {shape: x for shape, x in of.items() if shape in EIGHT} for key, of in by_shape.items()}
     lossless = path.parent / "lossless.jsonl"
     plot_tokens(tokens, IMAGES / "spmm_tokens.svg")
-    bench = load_bench(path.parent / "bench.jsonl")
+    compiled = load_bench(path.parent / "bench.jsonl")
+    bench = [line for line in compiled if line["compile"] == "default"]
+    at_most = [line for line in compiled if line["compile"] == "max" and line["what"] == "decode"]
     plot_bench(bench, IMAGES / "llama.svg")
     cpu, canonical = path.parent.parent / "cpu" / "kernels.jsonl", path.parent / "canonical.jsonl"
     parts: dict[str, Callable[[], str]] = {
@@ -1476,7 +1471,7 @@ def main() -> None:
         "models": lambda: models_table(path.parent / "models.jsonl"),
         "headline": lambda: headline_table(bench),
         "bench summary": lambda: bench_summary(bench),
-        "bench max": lambda: bench_summary(bench, "max"),
+        "bench max": lambda: bench_summary(at_most),
         "bench where": lambda: bench_where(bench),
         "bench logits": lambda: logits_table(bench),
         "bench profile": lambda: profile_table(load_bench(path.parent / "profile.jsonl")),

@@ -49,8 +49,8 @@ def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int],
         return _LINEAR(x, tensors, header, bias)
     if has_tangent(x):
         raise NotImplementedError("macko::linear has no forward-mode derivatives: use reverse mode")
-    traced = torch._C._is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None
-    return (_LINEAR if torch.is_grad_enabled() or traced else _BELOW_AUTOGRAD)(x, tensors, header, bias)
+    recorded = torch.is_grad_enabled() or torch._C._is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None
+    return (_LINEAR if recorded else _BELOW_AUTOGRAD)(x, tensors, header, bias)
 
 
 def has_tangent(x: Tensor) -> bool:

@@ -20,8 +20,8 @@ struct device_info {
 
 constexpr int MAX_DEVICES = 64;
 
-// The current device, with as many SMs as MACKO_PLAN's sms says at most. Asked once: the driver takes microseconds to
-// answer.
+// The current device, with as many SMs as MACKO_PLAN's sms says at most: two at least, which a pair of blocks needs. Asked
+// once: the driver takes microseconds to answer.
 inline cudaError_t current_device(device_info *device) {
     static device_info devices[MAX_DEVICES];
     static std::once_flag asked[MAX_DEVICES];
@@ -37,7 +37,7 @@ inline cudaError_t current_device(device_info *device) {
         cudaDeviceGetAttribute(&d.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
     });
     *device = devices[index];
-    device->num_sms = std::max(1, std::min(device->num_sms, macko_knob_number(MACKO_KNOB_SMS, device->num_sms)));
+    device->num_sms = std::min(device->num_sms, std::max(2, macko_knob_number(MACKO_KNOB_SMS, device->num_sms)));
     return cudaSuccess;
 }
 

@@ -44,7 +44,7 @@ slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int 
         const int warpgroups = slide_size_rows(tile.size) / 64, cluster = warpgroups; // large tiles run in pairs
         const int tile_rows = slide_size_rows(tile.size) * cluster, tile_tokens = slide_size_tokens(tile.size);
         const int64_t count = (shape.rows + tile_rows - 1) / tile_rows * ((tokens + tile_tokens - 1) / tile_tokens);
-        const int64_t clusters = std::max(1, num_sms / cluster), whole = slide_whole_tiles(count, clusters, warpgroups);
+        const int64_t clusters = num_sms / cluster, whole = slide_whole_tiles(count, clusters, warpgroups);
         int64_t time = (whole + clusters - 1) / clusters * tile.round[kind];
         if (warpgroups == 1 && time < tile.last[kind]) time = tile.last[kind];
         if (whole < count) time += tile.last[kind];

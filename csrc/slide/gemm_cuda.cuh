@@ -15,7 +15,6 @@
 // So a sparse step of 64 x 256 takes 144 clocks instead of 128, and a stage 625 of 512 (H200, 2026-11-21).
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "../core/cuda.cuh"
@@ -439,8 +438,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
         task.splits *= 2;
     }
     const int cluster = TILE::CLUSTER * task.splits;
-    const int64_t clusters = std::max<int64_t>(1, slots / cluster),
-                  whole = slide_whole_tiles(tiles, clusters, TILE::WARPGROUPS);
+    const int64_t clusters = slots / cluster, whole = slide_whole_tiles(tiles, clusters, TILE::WARPGROUPS);
     task.whole_tiles = (int)whole;
     task.num_tiles = (int)(2 * tiles - task.whole_tiles);
     const int last = task.tokens - (task.token_tiles - 1) * TILE::TOKENS;

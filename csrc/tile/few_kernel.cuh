@@ -42,8 +42,8 @@ constexpr int MAX_STAGES = 16;
 constexpr int BARRIER_BYTES = 1024; // at the beginning of shared memory
 constexpr int MIN_STAGES = 3;       // one is multiplied, one prepared, one waits for its last product
 constexpr int MIN_HALVES = 4;       // two of either half of the warpgroups: one is multiplied, one comes
-// With fewer than so many stages a tile a warp is faster than halves (H200, tile at density 0.7, 16 tokens: 28672 x 8192
-// 87 us and 99 with four; 8192 x 8192, where there are six, 26.1 and 25.6).
+// With fewer than so many stages a tile a warp is faster than halves (H200, tile at density 0.7, 16 tokens, where there are
+// four: 28672 x 8192 99.8 us in halves at 350e7c5, 89.7 at 111a810; 11008 x 4096 21.6 and 19.1).
 constexpr int GOOD_HALVES = 6;
 // Bytes a ns, what a kernel gets of an H200's memory. Where there is much to do, more than that is asked for, or
 // it would be missing wherever a block is late; where there is little, the first stage counts. A slower memory is asked
@@ -768,7 +768,7 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     if (!error) error = plan_of<CODEC, TOKENS>(row_blocks, slabs, w.widest, token_bytes, device, &plan);
     if (error) return error;
     // Of 9 to 16 tokens, which fill as many: so the number of tokens does not matter.
-    if constexpr (SHAPE::HALVES && TOKENS == 16 && TOKENS == CODEC::HALVES_TO)
+    if constexpr (TOKENS == 16 && TOKENS == CODEC::HALVES_TO)
         if (plan.stages < GOOD_HALVES) return launch<CODEC, 32>(w, tokens, x, x_stride, bias, y, device, stream);
     few_task<CODEC> task{};
     task.offsets = w.offsets;

@@ -93,9 +93,9 @@ enum {
  * shares x among the rows of two or three row blocks and two blocks.
  * 64 tokens, few / many, us (H200, tile at density 0.5): 4096 x 4096 10.1 / 10.9, 4096 x 11008 19.8 / 19.3 (alone 20.8 /
  * 21.8), 11008 x 4096 21.9 / 19.7, 8192 x 8192 26.8 / 25.9, 28672 x 8192 107 / 85. With three stages of denser slabs
- * it waits for memory: at density 0.6 4096 x 4096 12.7 / 11.5, 4096 x 11008 29.1 / 20.3, 4096 x 14336 36.8 / 25.2.
- * dense12, always with three: 12.0 / 11.7, 28.2 / 20.6, 29.8 / 21.0, 40.0 / 28.9, 143 / 93. Not so sparse11, whose other
- * kernel takes longer: at 0.8 4096 x 4096 12.2 / 16.1, 4096 x 11008 24.6 / 34.3.
+ * it waits for memory: at density 0.7 4096 x 4096 12.7 / 11.4, 4096 x 11008 29.9 / 22.6 (350e7c5, 111a810). dense12,
+ * always with three: 12.0 / 11.7, 28.2 / 20.6, 29.8 / 21.0, 40.0 / 28.9, 143 / 93. Not so sparse11, whose kernel for many
+ * takes longer to decode.
  */
 static inline int64_t macko_few_tokens(macko_path_weight w) {
     const bool waits =

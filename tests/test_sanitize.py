@@ -95,6 +95,22 @@ def test_an_error_of_a_kernel_of_ours_and_one_of_the_librarys(compute_sanitizer:
     assert line["of_others"] == 2
 
 
+DROPPED = """\
+========= Warning: Error buffer overflow has been detected. Some records have been dropped
+=========
+========= 70 errors were skipped (error buffer overflow).
+"""
+
+
+def test_records_that_were_dropped_are_of_the_kernel_before(compute_sanitizer: Path) -> None:
+    head, ours, theirs = UNINITIALISED.partition("========= ERROR")[0].split("========= Uninitialized")
+    mark = "========= Uninitialized"
+    status, line = run(compute_sanitizer, "initcheck", head + mark + theirs + DROPPED)
+    assert (status, line["errors"], line["of_others"]) == (0, {}, 2 * 3)
+    status, line = run(compute_sanitizer, "initcheck", head + mark + theirs + mark + ours + DROPPED)
+    assert (status, len(line["errors"]), line["of_others"]) == (1, 3, 2 * 1)
+
+
 def test_a_race_and_one_that_is_known(compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, line = run(compute_sanitizer, "racecheck", RACE)
     assert status == 1

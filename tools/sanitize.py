@@ -45,6 +45,8 @@ SHARE = {"racecheck": 3}
 FIRST_LOG, OTHER_LOGS = 60, 6
 
 FAILURE = re.compile(r"^(?:Traceback|terminate called|Fatal Python error)", re.MULTILINE)
+#: Errors of a kernel beyond those that the tool had room for.
+OVERFLOW = re.compile("error buffer overflow", re.IGNORECASE)
 #: Errors beyond --print-limit: nobody knows whose.
 UNPRINTED = re.compile(r"(\d+) errors? (?:was|were) not printed")
 
@@ -90,6 +92,24 @@ def reports(log: str) -> list[str]:
 def is_ours(report: str) -> bool:
     """Of a kernel of macko's, or of none; else it is the library's, or torch's."""
     return "_cuda.cu" in report or "macko" in report or not re.search(r"^(at|and) ", report, re.MULTILINE)
+
+
+def by_owner(found: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A log's reports: of macko's kernels, or of none; and of others. What a kernel reads beyond the tool's 256 records
+    is dropped, which the tool says right behind these, so that is the same kernel's; and at the end for all of them."""
+    ours: list[str] = []
+    others: list[str] = []
+    dropped = False  # of ours
+    for report, before in zip(found, ["", *found], strict=False):
+        if not OVERFLOW.search(report):
+            mine = is_ours(report)
+        elif "detected" in report:
+            mine = not before or is_ours(before)
+            dropped |= mine
+        else:
+            mine = dropped
+        (ours if mine else others).append(report)
+    return ours, others
 
 
 def place_of(report: str) -> str:
@@ -218,9 +238,9 @@ class Run:
 
     def line(self) -> dict[str, Any]:
         logs = [job.logged() for job in self.started]
-        found = [report for log in logs for report in reports(log)]
+        owned = [by_owner(reports(log)) for log in logs]
         lines = [line for job in self.started if (line := job.line())]
-        errors = [report for report in found if is_ours(report)]
+        errors = [report for ours, _ in owned for report in ours]
         known = {r: k.why for r in errors for k in KNOWN if k.tool == self.tool and k.report in r}
         done = sum(line["problems"] for line in lines)
         return {
@@ -237,7 +257,7 @@ class Run:
             "wrong": sum(line["wrong"] for line in lines),
             "errors": dict(Counter(place_of(report) for report in errors if report not in known)),
             "known": dict(Counter(known[report] for report in errors if report in known)),
-            "of_others": len(found) - len(errors),
+            "of_others": sum(len(others) for _, others in owned),
             "unprinted": sum(int(count) for log in logs for count in UNPRINTED.findall(log)),
             "broken": [f"exit status {job.process.returncode} at {job.case() or 'no case'}" for job in self.broken()],
         }

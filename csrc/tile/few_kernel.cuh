@@ -119,7 +119,7 @@ constexpr bool densest_has_plan(int slab_bytes) {
 // Where things are in shared memory. The swizzle wants the tokens, and so the stages, at multiples of 1024.
 struct few_memory {
     // Barriers. `unused` is what the first release of each row block arrives at, when there is no stage to release: so
-    // no test is needed.
+    // no test is needed. Nobody waits for it, so it has no phase to end.
     uint32_t full, empty, sums_full, may_send, unused; // sums_full: of the first and of the second row block of a share
     uint32_t splits;                                   // few_split of both
     uint32_t stages, sums, split_sums;                 // sums: of the warpgroups; of blocks that share a row block
@@ -180,7 +180,7 @@ __device__ __forceinline__ void make_barriers(const few_task<CODEC> &task, const
         sm90::barrier_init(memory.empty + stage * 8, SHAPE::STAGE_RELEASES);
     }
     if (warp == 0) {
-        sm90::barrier_init(memory.unused, SHAPE::WARPGROUPS * SHAPE::RELEASES);
+        sm90::barrier_init(memory.unused, sm90::MOST_ARRIVALS);
         sm90::barrier_init(memory.sums_full, 1);
         sm90::barrier_init(memory.sums_full + 8, 1);
         sm90::barrier_init(memory.may_send, task.cluster);

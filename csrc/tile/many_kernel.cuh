@@ -212,8 +212,8 @@ __device__ __forceinline__ void lend_stage(const many_task<CODEC> &task, uint32_
     sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
     if (threadIdx.x % WARP == 0) {
         const uint32_t full = smem + SHAPE::X_FULL + x.stage * 8;
-        sm90::barrier_wait(full, x.phase ^ 1); // long over, as the stage is empty; synccheck wants to see it
         sm90::barrier_arrive(full);
+        sm90::barrier_wait(full, x.phase); // at once; who exchanges sums does not, and synccheck wants to see it
     }
     __syncwarp();
     x.advance(task.stages.x);
@@ -266,10 +266,7 @@ __device__ __forceinline__ void fetch_partials(const many_task<CODEC> &task, uin
         for (int i = 0; i < SHAPE::FIX_UP_STAGES; i++) {
             const uint32_t full = smem + SHAPE::X_FULL + x.stage * 8;
             sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
-            if (lane == 0) {
-                sm90::barrier_wait(full, x.phase ^ 1); // as in lend_stage
-                sm90::barrier_arrive_expect_tx(full, SHAPE::ROW_BLOCKS * SHAPE::FIX_UP_BYTES);
-            }
+            if (lane == 0) sm90::barrier_arrive_expect_tx(full, SHAPE::ROW_BLOCKS * SHAPE::FIX_UP_BYTES);
             __syncwarp();
             if (lane < SHAPE::ROW_BLOCKS)
                 sm90::bulk_copy(smem + SHAPE::X + x.stage * SHAPE::STAGE_BYTES + lane * SHAPE::FIX_UP_BYTES,

@@ -111,14 +111,34 @@ def test_records_that_were_dropped_are_of_the_kernel_before(compute_sanitizer: P
     assert (status, len(line["errors"]), line["of_others"]) == (1, 3, 2 * 1)
 
 
-def test_a_race_and_one_that_is_known(compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race(compute_sanitizer: Path) -> None:
     status, line = run(compute_sanitizer, "racecheck", RACE)
     assert status == 1
     assert [place.rpartition(" in ")[2] for place in line["errors"]] == ["spmv_cuda.cu:287"]
-    monkeypatch.setattr(sanitize, "KNOWN", (sanitize.Known("racecheck", "spmv_cuda.cu:281", "a reason"),))
-    status, line = run(compute_sanitizer, "racecheck", RACE)
-    assert status == 0
-    assert line["known"] == {"a reason": 2}
+
+
+LAST = """\
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at void macko::copy_async<(int)16>(int)+0x40 in cuda.cuh:130
+=========     and Read access at unsigned int macko::load_value<(bool)1>(unsigned int)+0x80 in decode.cuh:20 [4 hazards]
+=========     and Read access at unsigned int macko::load_value<(bool)1>(unsigned int)+0x90 in decode.cuh:20 [4 hazards]
+=========
+"""
+OTHER_READ = "=========     and Read access at macko::read_32(unsigned int)+0xa0 in decode.cuh:29 [4 hazards]\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "known"),
+    [
+        (LAST, True),
+        (LAST.replace("=========\n", OTHER_READ), False),
+        (LAST.replace("copy_async<", "bulk_copy<"), False),
+    ],
+)
+def test_a_race_that_is_known_is_so_as_a_whole(compute_sanitizer: Path, log: str, known: bool) -> None:
+    status, line = run(compute_sanitizer, "racecheck", log)
+    assert status == (not known)
+    assert (sum(line["known"].values()), sum(line["errors"].values())) == ((2, 0) if known else (0, 2))
 
 
 @pytest.mark.slow

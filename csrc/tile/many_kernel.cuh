@@ -166,20 +166,6 @@ __device__ __forceinline__ void start_wait() {
 #endif
 }
 
-// The first LANES of a warp wait, each at a barrier of its own. In the build for racecheck one after another: of two that
-// passed in one instruction it may know of one only, and named dense8's copies to slabs of 192 x 192 (H200, 111a810).
-template <int LANES>
-__device__ __forceinline__ void wait_by_lanes(int lane, uint32_t barrier, uint32_t phase) {
-#ifdef MACKO_EVERY_LANE_ARRIVES
-    for (int i = 0; i < LANES; i++) {
-        if (lane == i) sm90::barrier_wait(barrier, phase);
-        __syncwarp((1 << LANES) - 1);
-    }
-#else
-    sm90::barrier_wait(barrier, phase);
-#endif
-}
-
 // All mbarriers. Every warp but the last two makes some: one takes a warp about 40 clocks, whichever lane makes it
 // (H200, by a clock in the kernel).
 template <class SHAPE>
@@ -388,12 +374,18 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
     start_arrive();
     const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
     const uint64_t policy = evict_first();
+    // A lane waits for its own slab's place. racecheck takes no notice where some lanes of a warp wait, together or one
+    // after another, and named what they copied next (H200, bb3f076), so in its build all wait for all of them.
+    constexpr bool ALL_WAIT = sm90::WARP_ARRIVALS > 1;
     sm90::pipeline_state slabs;
     const auto fetch = [&] {
+        const uint32_t empty = smem + SHAPE::SLAB_EMPTY;
+        for (int i = 0; ALL_WAIT && i < SHAPE::ROW_BLOCKS; i++)
+            sm90::barrier_wait(empty + (slabs.stage * SHAPE::ROW_BLOCKS + i) * 8, slabs.phase ^ 1);
         if (lane < SHAPE::ROW_BLOCKS) {
             const int place = slabs.stage * SHAPE::ROW_BLOCKS + lane, bytes = (to - from) * MACKO_TILE_UNIT;
             const uint32_t full = smem + SHAPE::SLAB_FULL + place * 8;
-            wait_by_lanes<SHAPE::ROW_BLOCKS>(lane, smem + SHAPE::SLAB_EMPTY + place * 8, slabs.phase ^ 1);
+            if (!ALL_WAIT) sm90::barrier_wait(empty + place * 8, slabs.phase ^ 1);
             sm90::barrier_arrive_expect_tx(full, bytes);
             sm90::bulk_copy(slabs_at + place * task.stages.slab_bytes, task.data + (int64_t)from * MACKO_TILE_UNIT,
                             bytes, full, policy);

@@ -375,7 +375,7 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
     const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
     const uint64_t policy = evict_first();
     // A lane waits for its own slab's place. racecheck takes no notice where some lanes of a warp wait, together or one
-    // after another, and named what they copied next (H200, bb3f076), so in its build all wait for all of them.
+    // after another, and named what they copied next (H200, 512ba27), so in its build all wait for all of them.
     constexpr bool ALL_WAIT = sm90::WARP_ARRIVALS > 1;
     sm90::pipeline_state slabs;
     const auto fetch = [&] {

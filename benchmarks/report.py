@@ -80,10 +80,14 @@ def uniform(problems: dict[Key, dict[str, Line]], density: float) -> dict[tuple[
     return {shape: kernels for shape, kernels in found.items() if any(name in kernels for name in DENSE)}
 
 
+def commits_of(lines: Iterable[Line]) -> str:
+    return " and ".join(dict.fromkeys(line["commit"] for line in lines))
+
+
 def where(lines: Iterable[Line]) -> str:
     """What the lines were measured on, and with which commits."""
     *_, line = lines = list(lines)
-    commits = " and ".join(dict.fromkeys(each["commit"] for each in lines))
+    commits = commits_of(lines)
     return textwrap.fill(
         f"{line['gpu']}, driver {line['driver']}, torch {line['torch']}, commit {commits}, "
         f"memory clock {line.get('memory_mhz', '?')} MHz, SM clock up to {line.get('max_sm_mhz', '?')} MHz.",
@@ -482,6 +486,18 @@ def models_table(path: Path) -> str:
     return f"{where(steps.values())}\n\n{table(head, rows)}"
 
 
+def sanitize_table(path: Path) -> str:
+    """The last line of each tool of tools/sanitize.py."""
+    last = {line["tool"]: line for line in map(json.loads, path.read_text().splitlines())}
+    rows = [
+        [tool, f"{line['problems']} of {line['problems'] + line['problems_left']}", f"{line['products']:,}",
+         str(line["wrong"]), str(sum(line["errors"].values())), f"{sum(line['known'].values()):,}", str(line["seconds"])]
+        for tool, line in last.items()
+    ]  # fmt: skip
+    head = ["tool", "problems", "products", "wrong elements", "errors of macko's kernels", "known reports", "seconds"]
+    return f"{last['memcheck']['device']}, commit {commits_of(last.values())}.\n\n{table(head, rows)}"
+
+
 def load_bench(path: Path) -> list[Line]:
     """Lines of `macko bench --json`; of those that measured the same thing the last one counts."""
     names = (
@@ -508,7 +524,7 @@ def load_bench(path: Path) -> list[Line]:
 
 
 def bench_where(lines: list[Line]) -> str:
-    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
+    commits = commits_of(lines)
     return f"{lines[-1]['device']}, torch {lines[-1]['torch']}, commit {commits}."
 
 
@@ -754,7 +770,7 @@ def cpu_where(path: Path) -> str:
     """Of the lines that the tables of docs/cpu.md are made of."""
     run = {"op": "linear", "rows": 8192, "cols": 8192, "tokens": 1, "delta_bits": 4}
     lines = [line for clock in ("cpu", "wall") for line in latest(path, "dtype", clock=clock, **run).values()]
-    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
+    commits = commits_of(lines)
     return f"{lines[-1]['cpu']}, torch {lines[-1]['torch']}, commit {commits}."
 
 
@@ -1010,7 +1026,7 @@ def load_engines(path: Path) -> list[Line]:
 
 
 def engines_where(lines: list[Line]) -> str:
-    commits = " and ".join(dict.fromkeys(line["commit"] for line in lines))
+    commits = commits_of(lines)
     line = lines[-1]
     return textwrap.fill(
         f"{line['device']}, vLLM {line['vllm']}, torch {line['torch']}, commit {commits}, attention by "
@@ -1200,7 +1216,7 @@ def load_quality(path: Path, what: str = "quality") -> list[Line]:
 
 def quality_where(lines: list[Line]) -> str:
     line = lines[0]
-    commits = " and ".join(dict.fromkeys(each["commit"] for each in lines))
+    commits = commits_of(lines)
     return textwrap.fill(
         f"A Llama of {line['weights'] / 1e6:.1f} million weights after {line['trained_tokens'] / 1e6:.0f} million "
         f"tokens; perplexity {line['perplexity']:.2f} on {line['tokens']} held-out tokens of "
@@ -1469,6 +1485,7 @@ def main() -> None:
         "lossless where": lambda: bench_where(load_bench(lossless)) if lossless.exists() else "",
         "lossless model": lambda: lossless_model_table(lossless),
         "models": lambda: models_table(path.parent / "models.jsonl"),
+        "sanitizers": lambda: sanitize_table(path.parent / "sanitize.jsonl"),
         "headline": lambda: headline_table(bench),
         "bench summary": lambda: bench_summary(bench),
         "bench max": lambda: bench_summary(at_most),

@@ -281,7 +281,7 @@ def problems(
         w = packed.to_dense().to(random.device) if w is None else w
         packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})  # type: ignore[type-var]
         counts: Sequence[int] = TOKENS.get(packed.format, TOKENS["tile"])
-        if lean and "tile_gemm" in keys:  # fewer go another way, and this took racecheck half its time
+        if lean and "tile_gemm" in keys:  # fewer go another way, which others run
             counts = [count for count in counts if count > 64]
         return list(cases_of(full, packed, w, random, largest, counts, lean, put))
 

@@ -104,8 +104,8 @@ def is_ours(report: str) -> bool:
 
 
 def by_owner(found: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A log's reports: of macko's kernels, or of none; and of others. What a kernel reads beyond the tool's 256 records
-    is dropped, which the tool says right behind these, so that is the same kernel's; and at the end for all of them."""
+    """A log's reports: of macko's kernels, or of none; and of others. That records of a kernel were dropped is said
+    behind those that were kept, so it is that kernel's; and at the end for all."""
     ours: list[str] = []
     others: list[str] = []
     dropped = False  # of ours

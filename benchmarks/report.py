@@ -491,7 +491,8 @@ def sanitize_table(path: Path) -> str:
     last = {line["tool"]: line for line in map(json.loads, path.read_text().splitlines())}
     rows = [
         [tool, f"{line['problems']} of {line['problems'] + line['problems_left']}", f"{line['products']:,}",
-         str(line["wrong"]), str(sum(line["errors"].values())), f"{sum(line['known'].values()):,}", str(line["seconds"])]
+         str(line["wrong"]), str(sum(line["errors"].values())), f"{sum(line['known'].values()):,}",
+         str(line["seconds"])]
         for tool, line in last.items()
     ]  # fmt: skip
     head = ["tool", "problems", "products", "wrong elements", "errors of macko's kernels", "known reports", "seconds"]

@@ -84,6 +84,8 @@ def check(options: argparse.Namespace) -> None:
         asked_for(sparsity, "magnitude", None)
     if options.values in KINDS and len(options.sparsity or ()) > 1:
         raise ValueError(f"--values {options.values} rounds the model: give one --sparsity")
+    if options.weights_dtype and not options.source.startswith("random:"):
+        raise ValueError(f"--weights-dtype is of random: alone, MODEL is {options.source!r}")
     append(options.json, ())
 
 
@@ -115,12 +117,12 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         options.merge = device.type == "cuda"  # as sparsify_
     any_weight = takes_any_weight(options.format)
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
-    model = _load(source, device, dtype)
+    model = _load(source, device, dtype, options.weights_dtype)
     prunes = options.source[:7] == "random:" and not any_weight
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if prunes else []))
     prompts = _prompts(options, source, model).to(device)
     results: list[Result] = []
-    about = about_run(options, "source", "format", "values", "merge", "compile", "new_tokens")
+    about = about_run(options, "source", "format", "values", "merge", "compile", "new_tokens", "weights_dtype")
     about |= {"dtype": str(dtype).removeprefix("torch.")}
 
     def measure(model: Any, side: Side, lines: list[Line]) -> None:
@@ -153,14 +155,16 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         measure(model, side, [line])
     del model
     for name in options.against:
-        measure(_rival(name, source, device, dtype, prompts), Side(name, 0.0, None), [])
+        measure(_rival(name, source, device, dtype, prompts, options), Side(name, 0.0, None), [])
     if results:
         print(_table(results))
 
 
-def _rival(name: str, source: str, device: torch.device, dtype: torch.dtype, prompts: Tensor) -> Any:
+def _rival(
+    name: str, source: str, device: torch.device, dtype: torch.dtype, prompts: Tensor, options: argparse.Namespace
+) -> Any:
     """The model, not pruned, with a rival's layers; says how many, and how far its logits are from the dense ones."""
-    model = _load(source, device, dtype)
+    model = _load(source, device, dtype, options.weights_dtype)
     before, layers = _logits(model, prompts[:1]), replace_(model, name)
     error = (_logits(model, prompts[:1]) - before).abs().max().item()
     print(f"{name}, {layers} layers, logits: {error:.3g} apart at most, the largest is {before.abs().max():.3g}")
@@ -377,8 +381,8 @@ def _verdict(worst: list[Line]) -> str:
     return f"outputs of each layer equal to dense but for rounding: {outcome} ({where})"
 
 
-def _load(source: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A checkpoint, or a Llama of random weights."""
+def _load(source: str, device: torch.device, dtype: torch.dtype, weights_dtype: str | None) -> Any:
+    """A checkpoint, or a Llama of random weights, that were of weights_dtype before where that is given."""
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     if not source.startswith("random:"):
@@ -387,7 +391,8 @@ def _load(source: str, device: torch.device, dtype: torch.dtype) -> Any:
     config = random_config(source)
     torch.manual_seed(0)
     with device:
-        return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+        drawn = getattr(torch, weights_dtype) if weights_dtype else dtype
+        return LlamaForCausalLM._from_config(config, dtype=drawn).to(dtype).eval()
 
 
 def random_config(source: str, **more: Any) -> Any:

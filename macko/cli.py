@@ -161,13 +161,15 @@ def _bench_arguments(add: Any) -> None:
     add("--prompt-tokens", type=_count, nargs="+", default=[128, 32, 512, 2048], help=lengths)
     add("--new-tokens", type=_count, default=32)
     add("--dtype", choices=_DTYPES, help="default: float16, on a CPU and for dense12 bfloat16")
+    drawn = "of random: what weights were before: a float16 model that was bfloat16, as Llama 2, takes fewer bytes"
+    add("--weights-dtype", choices=_DTYPES, help=drawn)
     add("--tokens", type=_count, help="as of sparsify_: how many a layer gets at a time, if you know")
     compiled = "a static cache and torch.compile, as generate() does by itself (default, but on a CPU), or at its best"
     add("--compile", choices=("no", "default", "fast", "max"), nargs="?", const="fast", help=compiled)
     add("--json", metavar="FILE", help="append the results as JSON lines")
     against = "also time torch's own dense products of 8 and 4 bits, of the weights before they are pruned"
     add("--against", choices=RIVALS, nargs="+", default=[], help=against)
-    counts = "--sparsity, --format, --batch, --prompt-tokens, --new-tokens, --dtype and --json"
+    counts = "--sparsity, --format, --batch, --prompt-tokens, --new-tokens, --dtype, --weights-dtype and --json"
     engine = f"what runs the model; with vllm of the options above only {counts} count"
     add("--engine", choices=("transformers", "vllm"), default="transformers", help=engine)
     sides = "of vllm: also fp8-w8a16 and, of random: alone, int4, int4-marlin (default: %(default)s)"

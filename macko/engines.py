@@ -184,7 +184,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     makes = given.get("load_format") == "dummy" and name == "macko"
     sparsity = 0.0 if any_weight or not makes else (options.sparsity or [0.5])[0]
     if makes:
-        _fill_dummies(sparsity)
+        _fill_dummies(sparsity, getattr(torch, options.weights_dtype) if options.weights_dtype else None)
     side = Side(name, sparsity, None)
     longest = max(options.prompt_tokens) + options.new_tokens + 1
     # All prompts of a batch in one step, where they are not many tokens: decoding begins for all at once.
@@ -211,7 +211,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     config = llm.model_config.hf_text_config
     about |= {"layers": config.num_hidden_layers, "hidden": config.hidden_size}
     about |= {"weights_s": loading, "start_s": started}
-    about |= bench.about_run(options, "source", "format")
+    about |= bench.about_run(options, "source", "format", "weights_dtype")
 
     def send(result: Result) -> None:
         pipe.send((result, {**dataclasses.asdict(result), **about}))
@@ -274,8 +274,9 @@ def _bytes_and_seconds(model: Any) -> tuple[int, float | None]:
     return sum(t.nbytes for t in tensors.values()), getattr(model, "macko_loading_s", None)
 
 
-def _fill_dummies(sparsity: float) -> None:
-    """Random weights of the right spread, so many of the smallest zero, in place of vLLM's dummies, which have none."""
+def _fill_dummies(sparsity: float, dtype: torch.dtype | None) -> None:
+    """Random weights of the right spread, so many of the smallest zero, in place of vLLM's dummies, which have none; of
+    that dtype before they have the model's, if one is given."""
     from .integrations import vllm
 
     convert, spread = vllm.convert_weight, 0.02
@@ -283,6 +284,8 @@ def _fill_dummies(sparsity: float) -> None:
 
     def filled(name: str, weight: Tensor, *how: Any) -> Any:
         weight.normal_(0, spread)
+        if dtype is not None:
+            weight.copy_(weight.to(dtype))
         weight.mul_(weight.abs() >= threshold)
         return convert(name, weight, *how)
 

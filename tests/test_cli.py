@@ -542,6 +542,24 @@ def test_bench_against_fewer_bits(
 
 
 @needs_transformers
+def test_weights_of_random_models_may_have_been_bfloat16() -> None:
+    def low_bits(weights: Tensor) -> Tensor:
+        return weights.view(torch.int16) & 7
+
+    for dtype in (None, "bfloat16"):
+        drawn = bench._load("random:tiny", torch.device("cpu"), torch.float16, dtype).lm_head.weight.detach()
+        dummy = torch.empty(64, 64, dtype=torch.float16)
+        plugin = mock.Mock()  # vLLM is not here
+        with mock.patch.dict(sys.modules, {"macko.integrations.vllm": plugin}):
+            engines._fill_dummies(0.5, getattr(torch, dtype) if dtype else None)
+        plugin.convert_weight("a layer", dummy)
+        large = drawn[drawn.abs() > 2**-14]  # smaller ones are denormals
+        assert drawn.dtype == torch.float16
+        assert bool(low_bits(large).any()) == bool(low_bits(dummy).any()) == (dtype is None)
+        assert 0.4 < (dummy == 0).float().mean() < 0.6
+
+
+@needs_transformers
 @pytest.mark.slow
 def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -639,6 +657,7 @@ def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch:
         (["--values", "int8", "--sparsity", "0.5", "0.6"], "--values int8 rounds the model: give one --sparsity"),
         (["--sparsity", "0.5", "50"], "sparsity is 50"),
         (["--json", str(dense)], "Is a directory"),
+        (["--weights-dtype", "bfloat16"], "--weights-dtype is of random: alone, MODEL is "),
         (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens are 152"),
     ):
         assert main(["bench", str(dense), *more]) == 1

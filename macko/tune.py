@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from . import ops
 from .choose import layouts, meant_pattern
-from .formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
+from .formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight, Sparse11Weight
 from .layers import find_linears
 from .linear import SparseLinear, unsupported
 from .times import SLIDE_DTYPES, Line, bandwidth_gbps, cache_file, gpu_name, read, write
@@ -136,7 +136,9 @@ def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]
         yield "mv", [partial(torch.mv, held, x[0]) for held in dense]
     del dense
     macko = MackoWeight.from_dense(w)
-    kinds: list[type[PackedWeight]] = [MackoWeight, *layouts(macko), *([EcWeight] if w.is_cuda else [])]
+    # Not sparse11: it does not hold every weight, and where it is taken in place of tile its own lines say.
+    others = [kind for kind in layouts(macko) if kind is not Sparse11Weight]
+    kinds: list[type[PackedWeight]] = [MackoWeight, *others, *([EcWeight] if w.is_cuda else [])]
     for kind in kinds:
         try:
             packed = kind.from_macko(macko)

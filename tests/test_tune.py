@@ -114,6 +114,18 @@ def test_tiles_times_stand_for_the_kernel_with_wgmma_alone(own_tables: Path, mon
         assert choose.choose(weight, 8).format == "tile"  # type: ignore[arg-type]
 
 
+def test_sparse11_is_taken_in_place_of_tile_and_not_by_its_own_times(
+    own_tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every weight can be held so, and values="raw" is without it."""
+    times.cache_file(GPU).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2, sparse11=1)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
+    monkeypatch.setattr(choose, "_sell_runs", lambda cols, device: True)
+    weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
+    assert choose.choose(weight, 1).format == "tile"  # type: ignore[arg-type]
+
+
 def test_own_lines_come_before_shipped_ones(own_tables: Path) -> None:
     shipped = table(line(512, 512, 0.5, dense=10, sell=4, ec=5), line(1024, 512, 0.5, dense=15, sell=6))
     (own_tables / "shipped" / times.file_name(GPU)).write_text(shipped)

@@ -293,8 +293,14 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
         (0.7, "sparse11"): "sparse11, density 0.7",
         (0.7, "tile"): "tile, density 0.7",
     }
+    counts = sorted({key[1] for key in found if key[2] == "sparse11" and key[1]})
+    columns = {
+        (density, name): title
+        for (density, name), title in columns.items()
+        if any((density, tokens, name) in found for tokens in counts)
+    }
     rows = []
-    for tokens in sorted({key[1] for key in found if key[2] == "sparse11" and key[1]}):
+    for tokens in counts:
         cells = [mean_and_least(found.get((density, tokens, name), {}).values()) for density, name in columns]
         rows.append([f"{tokens}", *cells, f"{len(found[0.5, tokens, 'sparse11'])}"])
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
@@ -1018,7 +1024,9 @@ def load_engines(path: Path) -> list[Line]:
         line["compiled"] = line["engine_args"].get("compilation_config", {}).get("mode") != 0
         line["ranks"] = line["engine_args"].get("tensor_parallel_size", 1)
         line["dtype"] = line["engine_args"]["dtype"]
-        names = ("what", "batch", "prompt_tokens", "model", "compiled", "ranks", "source", "format", "dtype", "hidden")
+        line.setdefault("weights_dtype", None)  # of lines from before there was one
+        names = ("what", "batch", "prompt_tokens", "model", "compiled", "ranks", "source", "format", "dtype", "hidden",
+                 "weights_dtype")  # fmt: skip
         found.setdefault(tuple(line[name] for name in names), {})[line["commit"]] = line
     last = [list(runs.values())[-1] for runs in found.values()]
     of_last = {line["commit"] for line in last}
@@ -1027,13 +1035,12 @@ def load_engines(path: Path) -> list[Line]:
 
 
 def engines_where(lines: list[Line]) -> str:
-    commits = commits_of(lines)
     line = lines[-1]
-    return textwrap.fill(
-        f"{line['device']}, vLLM {line['vllm']}, torch {line['torch']}, commit {commits}, attention by "
-        f"{line['engine_args'].get('attention_backend', 'its default')}.",
-        110,
-    )
+    by: dict[str, list[Line]] = {}
+    for each in lines:
+        by.setdefault(each["engine_args"].get("attention_backend", "vLLM's default"), []).append(each)
+    attention = ", ".join(f"{name} (commit {commits_of(of)})" for name, of in reversed(by.items()))
+    return textwrap.fill(f"{line['device']}, vLLM {line['vllm']}, torch {line['torch']}. Attention: {attention}.", 110)
 
 
 #: What the sides of --engine vllm are called, in the order of tables.
@@ -1049,7 +1056,9 @@ ENGINE_SIDES = {
 
 def engine_side(line: Line) -> str:
     kept = "" if line["format"] == "auto" or line["model"] != "macko" else f" {line['format']}"
-    return ENGINE_SIDES[line["model"]] + kept + (f", {line['dtype']}" if line["dtype"] != "float16" else "")
+    dtype = f", {line['dtype']}" if line["dtype"] != "float16" else ""
+    before = f", {line['dtype']} that was {line['weights_dtype']}" if line["weights_dtype"] else ""
+    return ENGINE_SIDES[line["model"]] + kept + (before or dtype)
 
 
 def engines_table(lines: list[Line], what: str, ranks: int, compiled: bool, hidden: int = 4096) -> str:
@@ -1457,6 +1466,7 @@ def main() -> None:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "macko"
     path = ROOT / "benchmarks" / "results" / "h200" / "spmv.jsonl"
+    h100 = ROOT / "benchmarks" / "results" / "h100-80gb-hbm3" / "spmm.jsonl"
     problems = load(path)
     plot_densities(problems, IMAGES / "spmv_density.svg")
     plot_floor(problems, IMAGES / "spmv_floor.svg")
@@ -1478,6 +1488,8 @@ def main() -> None:
         "spmm tokens": lambda: tokens_table(tokens),
         "spmm many tokens": lambda: many_tokens_table(by_shape),
         "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
+        "h100 where": lambda: where(map(json.loads, h100.read_text().splitlines())),
+        "h100 products": lambda: sparse11_table(load_tokens(h100, "bfloat16", "magnitude")),
         "sparse11 listed": lambda: listed_table(path.parent / "listed.jsonl"),
         "eight products": lambda: eight_table(path.parent / "spmm.jsonl"),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),

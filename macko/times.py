@@ -11,7 +11,8 @@ by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vect
 
 "slide" is of slide's kernels: dense time over the pattern's, by tokens; its pattern "sparse11" is tile's time over
 sparse11's, of weights with half zeros. The model of a format is a + b * bytes, fitted
-to the lines of the GPU; for a GPU without lines to those of the first table that is shipped, by the bandwidths' ratio.
+to the lines of the GPU; for a GPU without lines to those of the shipped table whose memory is as fast most nearly, by
+the bandwidths' ratio.
 """
 
 from __future__ import annotations
@@ -234,18 +235,24 @@ def times(gpu: str, bandwidth: float | None = None) -> Times:
         slide |= {kind: list(lines) for kind, lines in groupby(sorted(table["slide"], key=slide_kind), slide_kind)}
     if lines := _latest(line for table in tables for line in table["linear"]):
         return Times(gpu, 1.0, tuple(lines), True, slide)
-    for path in () if is_cpu(gpu) else sorted(SHIPPED.glob("*.json")):
-        table = read(path)
-        if table["linear"] and not is_cpu(table["gpu"]):
-            if bandwidth == 0:
-                warnings.warn(
-                    f"torch does not say how fast the memory of {gpu} is: its times are taken to be those of "
-                    f"{table['gpu']}. `macko tune` measures them",
-                    stacklevel=3,
-                )
-            scale = table["bandwidth_gbps"] / bandwidth if bandwidth and table["bandwidth_gbps"] else 1.0
-            return Times(gpu, scale, tuple(table["linear"]), False, slide)
-    return Times(gpu, 1.0, (), False, slide)
+    shipped_tables = [] if is_cpu(gpu) else [read(path) for path in sorted(SHIPPED.glob("*.json"))]
+    others = [table for table in shipped_tables if table["linear"] and not is_cpu(table["gpu"])]
+    if not others:
+        return Times(gpu, 1.0, (), False, slide)
+    if not bandwidth:
+        if bandwidth == 0:
+            warnings.warn(
+                f"torch does not say how fast the memory of {gpu} is: its times are taken to be those of "
+                f"{others[0]['gpu']}. `macko tune` measures them",
+                stacklevel=3,
+            )
+        return Times(gpu, 1.0, tuple(others[0]["linear"]), False, slide)
+    # As many times slower or faster as its memory is: the fewer times, the less is guessed.
+    scale, table = min(
+        ((other["bandwidth_gbps"] / bandwidth or 1.0, other) for other in others),
+        key=lambda found: abs(math.log(found[0])),
+    )
+    return Times(gpu, scale, tuple(table["linear"]), False, slide)
 
 
 def slide_kind(line: Line) -> tuple[str, str]:

@@ -85,6 +85,11 @@ def test_another_gpu_is_judged_by_its_bandwidth(own_tables: Path) -> None:
     assert same.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 5.12)
     assert slower.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 4 * 5.12)
     assert times.times("Known").measured
+    (own_tables / "shipped" / times.file_name("Slow")).write_text(table(line(512, 4096, 0.5, dense=40), bandwidth=500))
+    times.times.cache_clear()
+    near_slow, near_fast = times.times("Other", 900), times.times("Other", 2000)
+    assert near_slow.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(40 * 500 / 900)
+    assert near_fast.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 2 * 5.12)
 
 
 def test_a_gpu_of_unknown_bandwidth_has_times_as_they_are_and_a_warning(own_tables: Path) -> None:

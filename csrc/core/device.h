@@ -14,8 +14,9 @@ struct device_info {
     int index;
     int major; // of its compute capability
     int num_sms;
-    int shared_bytes;  // what a block may have at most, having asked for it
-    int shared_per_sm; // of all its blocks
+    int shared_bytes;   // what a block may have at most, having asked for it
+    int shared_per_sm;  // of all its blocks
+    double memory_rate; // bytes a ns, by the memory's clock and width; 0 where the driver does not say
 };
 
 constexpr int MAX_DEVICES = 64;
@@ -35,6 +36,10 @@ inline cudaError_t current_device(device_info *device) {
         cudaDeviceGetAttribute(&d.num_sms, cudaDevAttrMultiProcessorCount, index);
         cudaDeviceGetAttribute(&d.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
         cudaDeviceGetAttribute(&d.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
+        int kilohertz = 0, bits = 0; // two transfers a clock
+        cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, index);
+        cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, index);
+        d.memory_rate = 2e-6 * kilohertz * bits / 8;
     });
     *device = devices[index];
     device->num_sms = std::min(device->num_sms, std::max(2, macko_knob_number(MACKO_KNOB_SMS, device->num_sms)));

@@ -45,10 +45,11 @@ constexpr int MIN_HALVES = 4;       // two of either half of the warpgroups: one
 // With fewer than so many stages a tile a warp is faster than halves (H200, tile at density 0.7, 16 tokens, where there are
 // four: 28672 x 8192 99.8 us in halves at 350e7c5, 89.7 at 111a810; 11008 x 4096 21.6 and 19.1).
 constexpr int GOOD_HALVES = 6;
-// Bytes a ns, what a kernel gets of an H200's memory. Where there is much to do, more than that is asked for, or
-// it would be missing wherever a block is late; where there is little, the first stage counts. A slower memory is asked
-// too fast, which is as if there were no pace. (CUDA 13 does not tell a memory's clock any more.)
-constexpr double MEMORY_RATE = 4680;
+// Of memory's rate, what a kernel asks for: about what it gets. Where there is much to do, more is asked for, or it would be
+// missing wherever a block is late; where there is little, the first stage counts. (Chosen on an H200, of 4814 bytes a ns. On
+// an H100, of 3352, with the pace of 3150 and of an H200: 5120 x 5120, one token, launched alone 14.1 and 15.5 us, 11008 x 4096
+// 21.2 and 22.9; only 4096 x 4096 one behind another was slower, 9.3 and 8.7.)
+constexpr double MEMORY_SHARE = 0.972;
 constexpr int WARPGROUP =
     MACKO_FEW_WARPGROUP; // threads; of all warpgroups the same thread has the same sums, each of its tile
 
@@ -780,7 +781,8 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     task.mean = (float)w.units / task.all_slabs;
     task.slab_units = w.widest;
     // All blocks end together: those with more to do go faster.
-    const double total = (double)w.units * MACKO_TILE_UNIT / MEMORY_RATE * (plan.time < 12 ? 1.09 : 1);
+    const double rate = device.memory_rate ? MEMORY_SHARE * device.memory_rate : 1e30; // unknown: there is no pace
+    const double total = (double)w.units * MACKO_TILE_UNIT / rate * (plan.time < 12 ? 1.09 : 1);
     for (int i = 0; i < 2; i++) {
         task.partition[i] = plan.partition[i];
         task.advance[i] = plan.advance[i];

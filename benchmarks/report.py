@@ -306,6 +306,24 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
 
 
+def pace_table(folder: Path) -> str:
+    """One token by tile on an H100: weights asked for as an H200's memory brings them, and as its own does."""
+    files = {"an H200's pace": "spmm.jsonl", "3150 bytes a ns": "pace.jsonl"}
+    ways = {"tile_alone": "launched alone", "tile": "one behind another"}
+    us: dict[tuple[str, str, int, int], float] = {}
+    for pace, file in files.items():
+        for line in map(json.loads, (folder / file).read_text().splitlines()):
+            if line["kernel"] in ways and (line["dtype"], line["tokens"], line["density"]) == ("float16", 1, 0.5):
+                us[pace, line["kernel"], line["rows"], line["cols"]] = line["median_us"]
+    shapes = sorted({key[2:] for key in us})
+    rows = [
+        [f"{way}, {pace}", *(f"{us[pace, kernel, rows, cols]:.1f}" for rows, cols in shapes)]
+        for kernel, way in ways.items()
+        for pace in files
+    ]
+    return table(["us", *(f"{rows} x {cols}" for rows, cols in shapes)], rows)
+
+
 def listed_table(path: Path) -> str:
     """sparse11 by the share of its values that are listed, and tile, over dense bfloat16 of the same run."""
     shares: dict[str, dict[tuple[int, str], float]] = {}
@@ -1490,6 +1508,7 @@ def main() -> None:
         "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
         "h100 where": lambda: where(map(json.loads, h100.read_text().splitlines())),
         "h100 products": lambda: sparse11_table(load_tokens(h100, "bfloat16", "magnitude")),
+        "h100 pace": lambda: pace_table(h100.parent),
         "sparse11 listed": lambda: listed_table(path.parent / "listed.jsonl"),
         "eight products": lambda: eight_table(path.parent / "spmm.jsonl"),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),

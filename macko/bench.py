@@ -390,9 +390,12 @@ def _load(source: str, device: torch.device, dtype: torch.dtype, weights_dtype: 
         return dense.to(device).eval()
     config = random_config(source)
     torch.manual_seed(0)
-    with device:
-        drawn = getattr(torch, weights_dtype) if weights_dtype else dtype
-        return LlamaForCausalLM._from_config(config, dtype=drawn).to(dtype).eval()
+    with device, torch.no_grad():
+        model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+        if weights_dtype:
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(getattr(torch, weights_dtype)))
+    return model
 
 
 def random_config(source: str, **more: Any) -> Any:

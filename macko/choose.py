@@ -303,7 +303,6 @@ def expected_us(
         us.pop(SellWeight.format, None)
     if device.type == "cuda" and not known.measured and not _runs_wgmma(device):
         us.pop(TileWeight.format, None)  # the lines of another GPU are of another kernel
-    us.pop(Sparse11Weight.format, None)  # not for every weight: it is chosen in place of tile, where it holds this one
     return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
 
 

@@ -161,8 +161,10 @@ def _bench_arguments(add: Any) -> None:
     add("--prompt-tokens", type=_count, nargs="+", default=[128, 32, 512, 2048], help=lengths)
     add("--new-tokens", type=_count, default=32)
     add("--dtype", choices=_DTYPES, help="default: float16, on a CPU and for dense12 bfloat16")
-    drawn = "of random: what weights were before: a float16 model that was bfloat16, as Llama 2, takes fewer bytes"
-    add("--weights-dtype", choices=_DTYPES, help=drawn)
+    drawn = (
+        "of random: alone: what weights were before --dtype; float16 that was bfloat16, as Llama 2's, is held in less"
+    )
+    add("--weights-dtype", choices=("bfloat16",), help=drawn)
     add("--tokens", type=_count, help="as of sparsify_: how many a layer gets at a time, if you know")
     compiled = "a static cache and torch.compile, as generate() does by itself (default, but on a CPU), or at its best"
     add("--compile", choices=("no", "default", "fast", "max"), nargs="?", const="fast", help=compiled)

@@ -211,7 +211,8 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     config = llm.model_config.hf_text_config
     about |= {"layers": config.num_hidden_layers, "hidden": config.hidden_size}
     about |= {"weights_s": loading, "start_s": started}
-    about |= bench.about_run(options, "source", "format", "weights_dtype")
+    about |= bench.about_run(options, "source", "format")
+    about["weights_dtype"] = options.weights_dtype if makes else None  # other sides' dummies are vLLM's
 
     def send(result: Result) -> None:
         pipe.send((result, {**dataclasses.asdict(result), **about}))

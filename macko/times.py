@@ -3,7 +3,7 @@
 A table is a JSON file. `macko/times/<gpu>.json` are shipped; `$XDG_CACHE_HOME/macko/<gpu>.json` is the user's own, made
 by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vector path, "cpu avx512" or "cpu avx2":
 
-    {"version": 2, "gpu": "NVIDIA H200", "bandwidth_gbps": 4917, "slide": [
+    {"version": 2, "gpu": "NVIDIA H200", "bandwidth_gbps": 4814, "slide": [
         {"rows": 3584, "cols": 18944, "dtype": "int8", "pattern": "2:4", "gain": {"1": 1.37, "2048": 1.46}}
     ], "linear": [
         {"rows": 4096, "cols": 4096, "density": 0.5, "dtype": "float16", "tokens": 1, "us": {"dense": 12.6, "sell": 8}}
@@ -99,6 +99,8 @@ class Times:
             for format, us in line["us"].items():
                 there = held_bytes(format, rows, cols, line["density"], size)
                 modelled[format] = us * held_bytes(format, rows, cols, density, size) / max(1, there)
+        # Older tables of users have it, but it does not hold every weight: sparse11_gain says when it stands for tile.
+        modelled.pop("sparse11", None)
         return modelled
 
     def slide_gain(self, dtype: torch.dtype, n: int, shape: Sequence[int], tokens: int) -> float | None:
@@ -223,7 +225,7 @@ def times(gpu: str, bandwidth: float | None = None) -> Times:
     Args:
         gpu: its name.
         bandwidth: of its memory, by which times of another GPU are scaled. 0, where torch does not say, or None where
-            nobody asked: times are as they are there, in the first case with a warning.
+            nobody asked: times are those of the slowest memory that is shipped, in the first case with a warning.
     """
     tables = []
     if (shipped := SHIPPED / file_name(gpu)).exists():
@@ -239,20 +241,18 @@ def times(gpu: str, bandwidth: float | None = None) -> Times:
     others = [table for table in shipped_tables if table["linear"] and not is_cpu(table["gpu"])]
     if not others:
         return Times(gpu, 1.0, (), False, slide)
-    if not bandwidth:
-        if bandwidth == 0:
-            warnings.warn(
-                f"torch does not say how fast the memory of {gpu} is: its times are taken to be those of "
-                f"{others[0]['gpu']}. `macko tune` measures them",
-                stacklevel=3,
-            )
-        return Times(gpu, 1.0, tuple(others[0]["linear"]), False, slide)
-    # As many times slower or faster as its memory is: the fewer times, the less is guessed.
-    scale, table = min(
-        ((other["bandwidth_gbps"] / bandwidth or 1.0, other) for other in others),
-        key=lambda found: abs(math.log(found[0])),
-    )
-    return Times(gpu, scale, tuple(table["linear"]), False, slide)
+    if bandwidth and (known := [table for table in others if table["bandwidth_gbps"]]):
+        # As many times slower or faster as its memory is: the fewer times, the less is guessed.
+        table = min(known, key=lambda table: abs(math.log(table["bandwidth_gbps"] / bandwidth)))
+        return Times(gpu, table["bandwidth_gbps"] / bandwidth, tuple(table["linear"]), False, slide)
+    table = min(others, key=lambda table: table["bandwidth_gbps"])  # most GPUs' memory is slower than any of these
+    if bandwidth == 0:
+        warnings.warn(
+            f"torch does not say how fast the memory of {gpu} is: its times are taken to be those of "
+            f"{table['gpu']}. `macko tune` measures them",
+            stacklevel=3,
+        )
+    return Times(gpu, 1.0, tuple(table["linear"]), False, slide)
 
 
 def slide_kind(line: Line) -> tuple[str, str]:

@@ -40,11 +40,12 @@ def autotune(
     path: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Path:
-    """Times every format that can run the model's linear layers here, once for each shape, density and dtype.
+    """Times the formats that can run the model's linear layers here, once for each shape, density and dtype.
 
-    On the GPU where there is one, else on the CPU. What it finds goes into the user's table for it, which
-    `sparsify_(format="auto")` reads from then on. Takes about half a second a shape, a few on a CPU, and fifteen where
-    slide's kernels are timed too: for weights of an n:m pattern. The model is not changed.
+    Not sparse11, which stands for tile where it holds a weight. On the GPU where there is one, else on the CPU. What it
+    finds goes into the user's table for it, which `sparsify_(format="auto")` reads from then on. Takes about half a
+    second a shape, a few on a CPU, and fifteen where slide's kernels are timed too: for weights of an n:m pattern. The
+    model is not changed.
 
     Args:
         model: dense with zeros in its weights, or sparse.

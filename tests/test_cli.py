@@ -547,7 +547,10 @@ def test_weights_of_random_models_may_have_been_bfloat16() -> None:
         return weights.view(torch.int16) & 7
 
     for dtype in (None, "bfloat16"):
-        drawn = bench._load("random:tiny", torch.device("cpu"), torch.float16, dtype).lm_head.weight.detach()
+        model = bench._load("random:tiny", torch.device("cpu"), torch.float16, dtype)
+        drawn = model.lm_head.weight.detach()
+        assert model.config.dtype == torch.float16
+        assert all(buffer.dtype == torch.float32 for buffer in model.buffers()), "of the positions"
         dummy = torch.empty(64, 64, dtype=torch.float16)
         plugin = mock.Mock()  # vLLM is not here
         with mock.patch.dict(sys.modules, {"macko.integrations.vllm": plugin}):

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import macko
-from macko import choose, convert, times
+from macko import choose, convert, times, tune
 from macko.cli import main
-from macko.formats import FORMATS, SLIDE_PATTERNS
+from macko.formats import FORMATS, SLIDE_PATTERNS, BitmapWeight, Sparse11Weight
 from tests.common import needs_capture, random_weight, torch_threads
 
 GPU = "Imaginary 9000"
@@ -90,6 +90,7 @@ def test_another_gpu_is_judged_by_its_bandwidth(own_tables: Path) -> None:
     near_slow, near_fast = times.times("Other", 900), times.times("Other", 2000)
     assert near_slow.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(40 * 500 / 900)
     assert near_fast.us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(3 + 2 * 5.12)
+    assert times.times("Other").us(512, 4096, 0.5, HALF)["dense"] == pytest.approx(40)
 
 
 def test_a_gpu_of_unknown_bandwidth_has_times_as_they_are_and_a_warning(own_tables: Path) -> None:
@@ -124,11 +125,15 @@ def test_sparse11_is_taken_in_place_of_tile_and_not_by_its_own_times(
 ) -> None:
     """Not every weight can be held so, and values="raw" is without it."""
     times.cache_file(GPU).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2, sparse11=1)))
+    assert times.times(GPU).us(512, 512, 0.5, HALF) == {"dense": 9, "sell": 5, "tile": 2}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
     monkeypatch.setattr(choose, "_sell_runs", lambda cols, device: True)
     weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
     assert choose.choose(weight, 1).format == "tile"  # type: ignore[arg-type]
+    monkeypatch.setattr(tune, "layouts", lambda weight: [BitmapWeight, Sparse11Weight])
+    w = torch.randn(64, 256).relu().bfloat16()
+    assert {name for name, _ in tune._products(w, torch.ones(2, 256).bfloat16())} == {"dense", "macko", "bitmap"}
 
 
 def test_own_lines_come_before_shipped_ones(own_tables: Path) -> None:

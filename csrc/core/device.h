@@ -37,8 +37,9 @@ inline cudaError_t current_device(device_info *device) {
         cudaDeviceGetAttribute(&d.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
         cudaDeviceGetAttribute(&d.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
         int kilohertz = 0, bits = 0; // two transfers a clock
-        cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, index);
-        cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, index);
+        if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, index) ||
+            cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, index))
+            (void)cudaGetLastError(); // what was asked is not known there, and no launch has failed
         d.memory_rate = 2e-6 * kilohertz * bits / 8;
     });
     *device = devices[index];

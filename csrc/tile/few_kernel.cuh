@@ -45,10 +45,10 @@ constexpr int MIN_HALVES = 4;       // two of either half of the warpgroups: one
 // With fewer than so many stages a tile a warp is faster than halves (H200, tile at density 0.7, 16 tokens, where there are
 // four: 28672 x 8192 99.8 us in halves at 350e7c5, 89.7 at 111a810; 11008 x 4096 21.6 and 19.1).
 constexpr int GOOD_HALVES = 6;
-// Of memory's rate, what a kernel asks for: about what it gets. Where there is much to do, more is asked for, or it would be
-// missing wherever a block is late; where there is little, the first stage counts. (Chosen on an H200, of 4814 bytes a ns. On
-// an H100, of 3352, with the pace of 3150 and of an H200: 5120 x 5120, one token, launched alone 14.1 and 15.5 us, 11008 x 4096
-// 21.2 and 22.9; only 4096 x 4096 one behind another was slower, 9.3 and 8.7.)
+// Of memory's rate, what a kernel asks for where there is much to do; more than it gets, or it would be missing wherever a
+// block is late. Where there is little, the first stage counts. (Chosen on an H200, 4680 of 4814 bytes a ns. On an H100, of
+// 3352, with the pace of 3150 and not an H200's, three shapes take up to 9 % less time launched alone; one behind another
+// from 2 % less to 7 % more.)
 constexpr double MEMORY_SHARE = 0.972;
 constexpr int WARPGROUP =
     MACKO_FEW_WARPGROUP; // threads; of all warpgroups the same thread has the same sums, each of its tile

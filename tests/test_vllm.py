@@ -224,6 +224,7 @@ def test_a_file_that_lacks_a_tensor_is_refused_by_the_name_of_the_layer(run: Cal
 
 def test_bench_times_each_side(tmp_path: Path) -> None:
     sizes = ["--batch", "1", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--dtype", "float16"]
+    sizes += ["--weights-dtype", "bfloat16"]
     engine = json.dumps({**MORE, "enforce_eager": True})
     path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     given = ["--engine", "vllm", "--sides", "dense", "macko", "--engine-args", engine, "--json", "lines"]
@@ -238,6 +239,7 @@ def test_bench_times_each_side(tmp_path: Path) -> None:
     assert all(len(line["token_ids"]) == len(line["margins"]) == 4 for line in lines if line["what"] == "tokens")
     dense, *_, packed = (line["peak_bytes"] for line in lines if line["what"] != "tokens")
     assert packed < dense  # of the dummies half were pruned and all were packed
+    assert {(line["model"], line["weights_dtype"]) for line in lines} == {("dense", None), ("macko", "bfloat16")}
     assert all(0 < line["weights_s"] < line["start_s"] for line in lines)
 
 

@@ -1,4 +1,5 @@
 // Up to 64 tokens on CUDA for the tile layout: few_kernel.cuh, and the same product where there is no wgmma.
+#include "../torch/path.h"
 #include "few_kernel.cuh"
 #include "tile.h"
 
@@ -6,6 +7,14 @@ namespace macko {
 namespace {
 
 static_assert(densest_has_plan<sparse16<__half>>(MACKO_TILE_VALUES_AT + MACKO_TILE_MOST_ROWS * MACKO_TILE_ROW_BYTES));
+
+// With 64 tokens, where no row block is split; with three stages the kernel waits for memory (macko_few_tokens).
+constexpr int stages_of_64(int slab_bytes) {
+    const int tokens_bytes = MACKO_TILE_SLAB_TILES * 64 * MACKO_TILE_COLS * 2;
+    return (227 * 1024 - BARRIER_BYTES - few_shape<64, sparse16<__half>>::SUMS_BYTES) /
+           ((int)ceil_div(slab_bytes, 1024) * 1024 + tokens_bytes);
+}
+static_assert(stages_of_64(MACKO_FEW_SLAB) == 4 && stages_of_64(MACKO_FEW_SLAB + 1) == 3);
 
 // The same product where there is no wgmma: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS
 // x 8 tokens; four groups of four warps take a tile each of a stage, which is a slab. Tokens are read through L1.

@@ -184,7 +184,8 @@ def _convert(model: Any, options: argparse.Namespace) -> Report:
     if not report.changed and not ignore:
         raise ValueError(f"{options.source}: {report.layers[0].reason}")
     if not report.changed:
-        raise ValueError(f"{options.source} has no layer that is sparse enough: prune it first, or give --sparsity")
+        reasons = "; ".join(dict.fromkeys(layer.reason for layer in report.layers if layer.reason))
+        raise ValueError(f"{options.source} has no layer to pack: {reasons or 'it has none that is linear'}")
     return report
 
 

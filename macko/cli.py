@@ -180,7 +180,9 @@ def _bench_arguments(add: Any) -> None:
 
 
 def _sparsity(text: str) -> float | str:
-    return text if text.startswith("auto") else float(text)
+    with contextlib.suppress(ValueError):
+        return text if text.startswith("auto") else float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number, and no auto:NUMBER")
 
 
 def _eval_arguments(add: Any) -> None:
@@ -480,6 +482,8 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     if getattr(model, "get_output_embeddings", lambda: None)() is not None and "CausalLM" in type(model).__name__:
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
         lengths = options.lengths or sorted({min(2048, positions), *([positions] if positions <= 8192 else [])})
+        if min(lengths) < 2:
+            raise ValueError("--lengths has 1, expected 2 or more: the first token of a window is not predicted")
         if max(lengths) > positions:
             raise ValueError(f"--lengths has {max(lengths)}, {options.source} has {positions} positions")
         ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]

@@ -215,6 +215,8 @@ class Checkpoint:
             raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
         if quantization.get("quant_method") == "macko":
             about = quantization
+        if about == {} and not self.path.is_dir() and self._is_of_sparse_folder():
+            raise ValueError(f"{self.path}: what it holds is in config.json beside it: give the folder")
         if about != {}:
             check_about(about, str(self.path))
         self.layers: dict[str, dict[str, Any]] = dict(about.get("layers") or {})
@@ -222,6 +224,14 @@ class Checkpoint:
             if weight in self._files and 0 in self.shape(weight):  # see macko.integrations.saving
                 del self._files[weight]
         self.shared: dict[str, str] = dict(about.get("shared") or {})
+
+    def _is_of_sparse_folder(self) -> bool:
+        """Whether a file has the empty weights that stand beside packed ones, and a config.json that is macko's."""
+        config = self.path.with_name("config.json")
+        if not config.exists() or not any(0 in self.shape(n) for n in self._files if n.endswith("weight")):
+            return False
+        quantization = _json(config.read_text(encoding="utf-8"), config).get("quantization_config")
+        return isinstance(quantization, dict) and quantization.get("quant_method") == "macko"
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -213,7 +213,7 @@ class Report:
             many = f"{len(slower)} layers are" if len(slower) > 1 else "1 layer is"
             text += (
                 f"\nWith more tokens at once (prompts, encoders) {many} slower than dense: "
-                f"{least:.2f}x at {tokens} tokens is the worst that was measured. sparsify_(tokens=...) chooses by it."
+                f"{least:.2f}x at {tokens} tokens is the worst by measured times. sparsify_(tokens=...) chooses so."
             )
         lines = [
             text,

@@ -55,6 +55,15 @@ _SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None, scales=None)
 _NO_CONTENT = "the state is on the meta device and has no content to copy"
 
 
+def _is_autocast(input: Tensor) -> bool:
+    return torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu")
+
+
+def _autocast(output: Tensor) -> Tensor:
+    """In the dtype that nn.Linear would give under autocast."""
+    return output.to(torch.get_autocast_dtype("cuda" if output.is_cuda else "cpu"))
+
+
 class UnpackedWeight(Tensor):
     """A dense copy of a packed weight. Who changes it means to change the layer (as an adapter's merge): refused."""
 
@@ -99,8 +108,9 @@ class SparseLinear(nn.Linear):
     what is loaded is validated first, and may have another number of entries, or another format, than it had. In the
     format dense12 its state_dict is that of the nn.Linear, and a dense weight can be loaded.
 
-    Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`; a format that was
-    chosen is chosen again. Types which macko has no kernels for are refused with a TypeError.
+    Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`, but where values
+    have 8 bits (docs/eight.md). A format that was chosen is chosen again. Types which macko has no kernels for are
+    refused with a TypeError.
 
     Args:
         in_features, out_features, bias, device, dtype: as in nn.Linear. Without a dtype torch's default is taken.
@@ -220,23 +230,25 @@ class SparseLinear(nn.Linear):
         return dense if torch.compiler.is_compiling() else dense.as_subclass(UnpackedWeight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., out_features] for input [..., in_features] of the layer's dtype; under autocast it is cast to that."""
+        """[..., out_features] for input [..., in_features] of the layer's dtype. Under autocast, which leaves the
+        weight as it is, input is cast to that, and the output to autocast's dtype.
+        """
         tensors, own = list(self._buffers.values()), self._parameters
         # Less 0.4 us of nn.Module; FSDP and parametrizations take it out of there.
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
-        return multiply(self._cast(input), tensors, self._header, bias)
+        if not _is_autocast(input):
+            return multiply(input, tensors, self._header, bias)
+        return _autocast(multiply(input.to(self.dtype), tensors, self._header, bias))
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: tensors of their own, or slices."""
         if not self._format.gives_parts(input, part_rows):
             return slices(self.forward(input), part_rows)
         tensors = list(self._buffers.values())
-        return torch.ops.macko.linear_parts(self._cast(input), tensors, self._header, part_rows)
-
-    def _cast(self, input: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu") and input.dtype != self.dtype:
-            return input.to(self.dtype)
-        return input
+        if not _is_autocast(input):
+            return torch.ops.macko.linear_parts(input, tensors, self._header, part_rows)
+        parts = torch.ops.macko.linear_parts(input.to(self.dtype), tensors, self._header, part_rows)
+        return [_autocast(part) for part in parts]
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -81,9 +81,10 @@ class Times:
         size, lines = dtype.itemsize, self.lines
         if is_cpu(self.gpu):
             lines = tuple(line for line in lines if getattr(torch, line["dtype"]) == dtype)
-            if rows * cols < min((line["rows"] * line["cols"] for line in lines), default=0):
-                return {}  # in the caches, or no more than a call takes: no line of a larger one says how long
             tokens = min(self.counts, key=lambda count: abs(math.log(count / tokens)), default=tokens)
+            sizes = [line["rows"] * line["cols"] for line in lines if line["tokens"] == tokens]
+            if rows * cols < min(sizes, default=0):
+                return {}  # in the caches, or no more than a call takes: no line of a larger one says how long
         modelled = {}
         for format, (fixed, a_byte) in _fit(lines, tokens).items():
             modelled[format] = fixed + a_byte * self.scale * held_bytes(format, rows, cols, density, size)

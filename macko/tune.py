@@ -104,7 +104,9 @@ def tune(
             if where.type == "cuda" and SlideWeight.runs(w.device, w.dtype) and (n := meant_pattern(w)):
                 patterns.setdefault(f"{2 * n - 2}:{2 * n}", set()).add((w.shape[0], w.shape[1]))
     if not done:
-        raise ValueError("there is no layer with zeros to time: prune the model first (macko prune)")
+        raise ValueError(
+            f"there is no layer with zeros, of {SMALLEST:,} weights or more, to time: macko prune makes zeros"
+        )
     slide: list[Line] = []
     for name, shapes in patterns.items():
         slide += measure_slide(patterns=(name,), shapes=sorted(shapes))

@@ -135,6 +135,8 @@ def test_eval_of_dense_and_packed_folders(
     for a, b in zip(*(each["windows"] for each in found.values()), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
     assert [json.loads(line)["model"] for line in Path(lines).read_text().splitlines()] == list(found)
+    assert main(["eval", dense, "--data", str(text), "--lengths", "1"]) == 1
+    assert "--lengths has 1, expected 2 or more" in capsys.readouterr().err
     assert main(["eval", dense, "--data", str(text), "--lengths", "999"]) == 1
     assert "--lengths has 999" in capsys.readouterr().err
     monkeypatch.setattr("macko.cli._model", None)  # refused before any work

@@ -125,6 +125,17 @@ def test_autocast_takes_float32(device: str) -> None:
     assert_same_bits(y.detach(), layer(x.bfloat16()).detach())
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_autocast_gives_its_own_dtype(device: str, compiled: bool) -> None:
+    """As of nn.Linear: what stands behind it may not take two types, as torch.cat under autocast."""
+    layer = sparse_layer(dtype=torch.float16, device=device)
+    x = random_vector(2, COLS, dtype=torch.float32).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        y = (torch.compile(layer, backend="aot_eager") if compiled else layer)(x)
+    assert_same_bits(y.detach(), layer(x.half()).bfloat16().detach())
+
+
 # The weight: packed, exact, frozen.
 
 

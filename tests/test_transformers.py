@@ -346,6 +346,28 @@ def test_a_layout_that_does_not_run_here_is_held_as_auto(pruned: tuple[Any, Path
         assert_same_model(load(tmp_path), sparse)
 
 
+def test_a_format_that_does_not_hold_the_dtype_is_held_as_auto(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    sparse = load(pruned[1], quantization_config=macko.MackoConfig(values="int8"), dtype=torch.bfloat16)
+    sparse.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["format"] = "sparse8"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = load(tmp_path, dtype=torch.bfloat16).get_submodule(LAYER)
+    with pytest.warns(UserWarning, match=r'format sparse8 does not hold torch.float32: held as "auto"'):
+        wide = load(tmp_path, dtype=torch.float32).get_submodule(LAYER)
+    assert (layer.format, wide.dtype) == ("sparse8", torch.float32)
+    assert torch.equal(wide.weight.bfloat16(), layer.weight)
+
+
+def test_a_file_of_a_packed_folder_is_refused_by_itself(pruned: tuple[Any, Path], tmp_path: Path, capsys: Any) -> None:
+    load(pruned[1], quantization_config=macko.MackoConfig()).save_pretrained(tmp_path)
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    assert "0 B" not in capsys.readouterr().out
+    assert cli.main(["inspect", str(tmp_path / "model.safetensors")]) == 1
+    assert "is in config.json beside it: give the folder" in capsys.readouterr().err
+    assert cli.main(["inspect", str(pruned[1] / "model.safetensors")]) == 0
+
+
 def test_a_dense_weight_of_another_shape_is_not_packed(pruned: tuple[Any, Path]) -> None:
     file = pruned[1] / "model.safetensors"
     state = load_file(file)

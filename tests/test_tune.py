@@ -224,6 +224,10 @@ def test_of_small_layers_and_unknown_paths_nothing_is_expected_on_a_cpu() -> Non
     assert choose.expected_us(512, 512, 0.5, HALF, CPU)["dense"] == 5
     assert choose.expected_us(512, 512, 0.5, torch.bfloat16, CPU) == {}  # other instructions, other times
     assert choose.expected_us(64, 64, 0.5, HALF, CPU) == {}
+    large = {**line(4096, 4096, 0.5, dense=500, bitmap=400), "tokens": 512}
+    times.write(times.cache_file(times.gpu_name(CPU)), times.gpu_name(CPU), [large], [], 0)
+    assert choose.expected_us(512, 512, 0.5, HALF, CPU, 512) == {}  # nobody measured one as small with so many
+    assert choose.expected_us(512, 512, 0.5, HALF, CPU)["dense"] == 5
     small = macko.sparsify_(model(96, 128))
     assert small.gain is None
     assert small.changed

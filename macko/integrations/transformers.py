@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..choose import Options
 from ..convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
 from ..files import VERSION, Checkpoint, check_about, join, open_tensors
-from ..formats import saved_as
+from ..formats import FORMATS, saved_as
 from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
 from ..linear import SparseLinear, unsupported
 from . import tensor_parallel
@@ -258,16 +258,20 @@ class MackoHfQuantizer(HfQuantizer):
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
                 module.to(dtype)  # its bias
-                module.reformat_(self._format_on(module.device))
+                module.reformat_(self._format_on(module.device, dtype))
         self._found.clear()
         if not self.pre_quantized:
             self.report.layers += unpackable(model)
             warn_if_unchanged(self.report, "from_pretrained with a MackoConfig")
         return model
 
-    def _format_on(self, device: torch.device) -> str:
-        """The format that the config asks for, or "auto", with a warning, where that does not run on the device."""
+    def _format_on(self, device: torch.device, dtype: torch.dtype) -> str:
+        """The format that the config asks for, or "auto", with a warning, where that does not run on the device or does
+        not hold the dtype."""
         format = self.quantization_config.format
+        if format in FORMATS and dtype not in FORMATS[format].dtypes:
+            warnings.warn(f'format {format} does not hold {dtype}: held as "auto"', stacklevel=2)
+            return "auto"
         if device.type == "meta" or not (reason := Options(format).not_on(device)):
             return format
         warnings.warn(f'format {reason}, the model is on {device}: held as "auto"', stacklevel=2)

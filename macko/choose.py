@@ -303,7 +303,7 @@ def expected_us(
         us.pop(SellWeight.format, None)
     if device.type == "cuda" and not known.measured and not _runs_wgmma(device):
         us.pop(TileWeight.format, None)  # the lines of another GPU are of another kernel
-    return {name: time for name, time in us.items() if name == "dense" or name in FORMATS}
+    return us
 
 
 def worst_of(

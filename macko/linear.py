@@ -55,13 +55,10 @@ _SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None, scales=None)
 _NO_CONTENT = "the state is on the meta device and has no content to copy"
 
 
-def _is_autocast(input: Tensor) -> bool:
-    return torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu")
-
-
-def _autocast(output: Tensor) -> Tensor:
-    """In the dtype that nn.Linear would give under autocast."""
-    return output.to(torch.get_autocast_dtype("cuda" if output.is_cuda else "cpu"))
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """What nn.Linear would give for it under autocast; None where there is none."""
+    kind = "cuda" if input.is_cuda else "cpu"
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 class UnpackedWeight(Tensor):
@@ -236,19 +233,19 @@ class SparseLinear(nn.Linear):
         tensors, own = list(self._buffers.values()), self._parameters
         # Less 0.4 us of nn.Module; FSDP and parametrizations take it out of there.
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
-        if not _is_autocast(input):
+        if (dtype := autocast_dtype(input)) is None:
             return multiply(input, tensors, self._header, bias)
-        return _autocast(multiply(input.to(self.dtype), tensors, self._header, bias))
+        return multiply(input.to(self.dtype), tensors, self._header, bias).to(dtype)
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: tensors of their own, or slices."""
         if not self._format.gives_parts(input, part_rows):
             return slices(self.forward(input), part_rows)
         tensors = list(self._buffers.values())
-        if not _is_autocast(input):
+        if (dtype := autocast_dtype(input)) is None:
             return torch.ops.macko.linear_parts(input, tensors, self._header, part_rows)
         parts = torch.ops.macko.linear_parts(input.to(self.dtype), tensors, self._header, part_rows)
-        return [_autocast(part) for part in parts]
+        return [part.to(dtype) for part in parts]
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .choose import Options, pack
 from .formats import ByteWeight, MackoWeight, PackedWeight
-from .linear import HOOKS, SparseLinear
+from .linear import HOOKS, SparseLinear, autocast_dtype
 from .shards import joined
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
@@ -50,9 +50,7 @@ class _Whole(SparseLinear):
         """A sibling's part of x W^T, computed for all of them for the first one that asks with this x."""
         last, tracing = self._last, torch.compiler.is_compiling()
         version = None if tracing or x.is_inference() else x._version
-        kind = "cuda" if x.is_cuda else "cpu"  # autocast says the parts' dtype
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (version, torch.is_grad_enabled(), autocast)
+        key = (version, torch.is_grad_enabled(), autocast_dtype(x))
         held = last.traced if tracing else last.eager
         if held is None or held[0] is not self or held[1] is not x or held[2] != key or index in held[4]:
             if not tracing:

@@ -40,6 +40,9 @@ SHIPPED = Path(__file__).parent / "times"
 NEAR = 0.05
 #: What the names of CPUs' tables begin with; their vector path follows.
 CPU = "cpu "
+#: What is chosen by its times: formats that hold every bit of every weight. Other names in a table are of no account:
+#: sparse11 stands for tile where it holds a weight (sparse11_gain), and 8 bits round.
+TIMED = ("dense", "macko", "bitmap", "sell", "tile", "ec")
 #: Widths of gaps that a format chooses from; others are taken to be as small as sell.
 GAP_BITS = {"macko": (2, 4, 8), "ec": (2, 4, 8)}
 
@@ -81,7 +84,8 @@ class Times:
         size, lines = dtype.itemsize, self.lines
         if is_cpu(self.gpu):
             lines = tuple(line for line in lines if getattr(torch, line["dtype"]) == dtype)
-            tokens = min(self.counts, key=lambda count: abs(math.log(count / tokens)), default=tokens)
+            counts = sorted({line["tokens"] for line in lines})
+            tokens = min(counts, key=lambda count: abs(math.log(count / tokens)), default=tokens)
             sizes = [line["rows"] * line["cols"] for line in lines if line["tokens"] == tokens]
             if rows * cols < min(sizes, default=0):
                 return {}  # in the caches, or no more than a call takes: no line of a larger one says how long
@@ -100,9 +104,7 @@ class Times:
             for format, us in line["us"].items():
                 there = held_bytes(format, rows, cols, line["density"], size)
                 modelled[format] = us * held_bytes(format, rows, cols, density, size) / max(1, there)
-        # Older tables of users have it, but it does not hold every weight: sparse11_gain says when it stands for tile.
-        modelled.pop("sparse11", None)
-        return modelled
+        return {format: us for format, us in modelled.items() if format in TIMED}
 
     def slide_gain(self, dtype: torch.dtype, n: int, shape: Sequence[int], tokens: int) -> float | None:
         """Dense time over that of (2n-2):2n: at the shape [rows, cols] measured that is nearest, between the tokens.

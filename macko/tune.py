@@ -15,10 +15,10 @@ from tqdm.auto import tqdm
 
 from . import ops
 from .choose import layouts, meant_pattern
-from .formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight, Sparse11Weight
+from .formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
 from .layers import find_linears
 from .linear import SparseLinear, unsupported
-from .times import SLIDE_DTYPES, Line, bandwidth_gbps, cache_file, gpu_name, read, write
+from .times import SLIDE_DTYPES, TIMED, Line, bandwidth_gbps, cache_file, gpu_name, read, write
 from .timing import capture, copies, read_gbps, time_calls, time_replays
 
 #: Densities are rounded to this before they are compared.
@@ -139,8 +139,7 @@ def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]
         yield "mv", [partial(torch.mv, held, x[0]) for held in dense]
     del dense
     macko = MackoWeight.from_dense(w)
-    # Not sparse11: it does not hold every weight, and where it is taken in place of tile its own lines say.
-    others = [kind for kind in layouts(macko) if kind is not Sparse11Weight]
+    others = [kind for kind in layouts(macko) if kind.format in TIMED]
     kinds: list[type[PackedWeight]] = [MackoWeight, *others, *([EcWeight] if w.is_cuda else [])]
     for kind in kinds:
         try:

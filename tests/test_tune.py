@@ -124,7 +124,7 @@ def test_sparse11_is_taken_in_place_of_tile_and_not_by_its_own_times(
     own_tables: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not every weight can be held so, and values="raw" is without it."""
-    times.cache_file(GPU).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2, sparse11=1)))
+    times.cache_file(GPU).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2, sparse11=1, sparse8=1)))
     assert times.times(GPU).us(512, 512, 0.5, HALF) == {"dense": 9, "sell": 5, "tile": 2}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)

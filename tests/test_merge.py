@@ -317,6 +317,15 @@ def test_an_input_changed_in_place_between_siblings() -> None:
         assert_same_bits(merged[0].k_proj(y), sparse[0].k_proj(y))
 
 
+def test_autocast_between_siblings() -> None:
+    sparse, merged = models()
+    x = vector(2, 64)
+    for model in (sparse, merged):
+        with torch.autocast("cpu", torch.float16):
+            assert model[0].q_proj(x).dtype == torch.float16
+        assert model[0].k_proj(x).dtype == x.dtype
+
+
 def test_gradients_and_no_grad_between_siblings() -> None:
     sparse, merged = models()
     grads = []

@@ -152,20 +152,6 @@ __device__ __forceinline__ int sums_ready(int warpgroup, uint32_t segments) {
     return SUMS_READY + warpgroup * 3 + segments % 3;
 }
 
-// The start of both blocks: a warp arrives, and waits before it uses a barrier. racecheck does not get on where some
-// warps wait and others do something else meanwhile, so in its build all wait at once.
-__device__ __forceinline__ void start_arrive() {
-    sm90::cluster_arrive_relaxed();
-#ifdef MACKO_EVERY_LANE_ARRIVES
-    sm90::cluster_wait();
-#endif
-}
-__device__ __forceinline__ void start_wait() {
-#ifndef MACKO_EVERY_LANE_ARRIVES
-    sm90::cluster_wait();
-#endif
-}
-
 // All mbarriers. Every warp but the last two makes some: one takes a warp about 40 clocks, whichever lane makes it
 // (H200, by a clock in the kernel).
 template <class SHAPE>
@@ -221,7 +207,7 @@ __device__ __forceinline__ void producer_tail(const many_task<CODEC> &task, uint
 template <class SHAPE, class CODEC>
 __device__ __forceinline__ void fetch_partials(const many_task<CODEC> &task, uint32_t smem) {
     const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
-    start_wait();
+    sm90::cluster_wait();
     macko_tile_segment segment{};
     int before = 0; // stages that come before the partial sums
     for (int next = 0; next < share.half_slabs; next += macko_tile_length(&segment)) {
@@ -278,7 +264,7 @@ __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint3
     bool begun = false;
     const auto begin = [&] {
         if (!begun) {
-            start_wait();
+            sm90::cluster_wait();
             pdl_launch_dependents();
         }
         begun = true;
@@ -371,7 +357,7 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
         ask(first_slab);
     }
     __syncwarp();
-    start_arrive();
+    sm90::cluster_arrive_relaxed();
     const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
     const uint64_t policy = evict_first();
     // A lane waits for its own slab's place. racecheck takes no notice where some lanes of a warp wait, together or one
@@ -393,7 +379,7 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
         __syncwarp();
         slabs.advance(task.stages.slabs);
     };
-    start_wait();
+    sm90::cluster_wait();
     if (first_slab < 0) return;
     fetch();
     const macko_tile_share share = macko_tile_share_of(&schedule, SHAPE::plain(), blockIdx.x);
@@ -419,7 +405,7 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
 template <class SHAPE, class CODEC>
 __device__ __forceinline__ void store_outputs(const many_task<CODEC> &task, uint32_t smem) {
     const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
-    start_wait();
+    sm90::cluster_wait();
     const int lane = threadIdx.x % WARP;
     uint32_t segments = 0;
     int stages = 0; // of the x pipeline up to the end of the segment
@@ -740,10 +726,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_many_kernel(const __gr
     asm volatile("" ::"r"(word));
     if (warpgroup < SHAPE::ROW_BLOCKS) {
         make_barriers<SHAPE>(smem);
-        start_arrive();
+        sm90::cluster_arrive_relaxed();
         const macko_tile_share share = macko_tile_share_of(&task.schedule, SHAPE::plain(), blockIdx.x);
         sm90::warpgroup_reg_alloc<SHAPE::REGISTERS>();
-        start_wait();
+        sm90::cluster_wait();
         consume<SHAPE>(task, smem, share, warpgroup);
         return;
     }
@@ -757,7 +743,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) tile_many_kernel(const __gr
         }
         make_barriers<SHAPE>(smem);
     }
-    start_arrive();
+    sm90::cluster_arrive_relaxed();
     if (warp == 0)
         store_outputs<SHAPE>(task, smem);
     else if (warp == 1)

@@ -347,7 +347,7 @@ def inspect(options: argparse.Namespace) -> None:
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
     if known:
         how = "measured times where there are some, else a model fitted to those"
-        how = how if known.measured else "a model fitted to another GPU's times; macko tune measures"
+        how = how if known.at(1).measured else "a model fitted to another GPU's times; macko tune measures"
         print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
 
 

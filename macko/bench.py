@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import timeit
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -44,6 +45,8 @@ COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
 FOR_SPARSE: dict[str, Any] = {"post_grad_custom_pre_pass": Fuse(), "combo_kernels": True}
 
 
+#: Lengths of prompts, where they are not given; decoding is behind the first.
+PROMPT_TOKENS = (128, 32, 512, 2048)
 #: Where noise is as large as what is measured, it is measured so often again.
 RETRIES = 3
 
@@ -120,7 +123,8 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     model = _load(source, device, dtype, options.weights_dtype)
     prunes = options.source[:7] == "random:" and not any_weight
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if prunes else []))
-    prompts = _prompts(options, source, model).to(device)
+    set_lengths(options, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    prompts = _prompts(options, model).to(device)
     results: list[Result] = []
     about = about_run(options, "source", "format", "values", "merge", "compile", "new_tokens", "weights_dtype")
     about |= {"dtype": str(dtype).removeprefix("torch.")}
@@ -189,12 +193,28 @@ def _convert(model: Any, options: argparse.Namespace) -> Report:
     return report
 
 
-def _prompts(options: argparse.Namespace, source: str, model: Any) -> Tensor:
-    """As many tokens as the longest run needs, [batch, prompt]; ValueError where the model has no place for them."""
-    longest = max(options.prompt_tokens[0] + options.new_tokens, *options.prompt_tokens)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions and longest > positions:
-        raise ValueError(f"--prompt-tokens and --new-tokens are {longest}, {source} has {positions} positions")
+def longest(options: argparse.Namespace) -> int:
+    """Tokens of the longest run, prompt and new ones."""
+    return max(options.prompt_tokens[0] + options.new_tokens, *options.prompt_tokens)
+
+
+def set_lengths(options: argparse.Namespace, positions: int | None, more: int = 0) -> None:
+    """--prompt-tokens, where they are not given, cut to the model's positions; ValueError where these are too few.
+
+    more: positions that a run takes besides.
+    """
+    room = (positions or sys.maxsize) - more
+    if not options.prompt_tokens:
+        first, *others = PROMPT_TOKENS
+        lengths = [max(1, min(first, room - options.new_tokens)), *(min(length, room) for length in others)]
+        options.prompt_tokens = list(dict.fromkeys(lengths))
+    if longest(options) > room:
+        taken = longest(options) + more
+        raise ValueError(f"--prompt-tokens and --new-tokens take {taken} positions, {options.source} has {positions}")
+
+
+def _prompts(options: argparse.Namespace, model: Any) -> Tensor:
+    """As many tokens as the longest run needs, [batch, prompt]."""
     prompts = torch.arange(max(options.batch) * max(options.prompt_tokens)).view(max(options.batch), -1)
     return prompts * 7919 % model.config.vocab_size
 

@@ -297,7 +297,7 @@ def expected_us(
     """
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype.itemsize != 2):
         return {}
-    known = times_of(device)
+    known = times_of(device).at(tokens or 1)
     us = known.us(rows, cols, density, dtype, tokens or 1)
     if device.type == "cuda" and not _sell_runs(cols, device):
         us.pop(SellWeight.format, None)

@@ -157,8 +157,8 @@ def _bench_arguments(add: Any) -> None:
     add("--values", choices=VALUES, help="how values are held, of format auto; dense8 and sparse8 take fp8 and int8")
     add("--merge", action=argparse.BooleanOptionalAction, help="q, k, v as one matrix (default: on a GPU)")
     add("--batch", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="sequences to decode at once")
-    lengths = "lengths to time the prefill of; decode: the first"
-    add("--prompt-tokens", type=_count, nargs="+", default=[128, 32, 512, 2048], help=lengths)
+    lengths = "lengths to time the prefill of; decode: the first (default 128 32 512 2048, or the model's positions)"
+    add("--prompt-tokens", type=_count, nargs="+", help=lengths)
     add("--new-tokens", type=_count, default=32)
     add("--dtype", choices=_DTYPES, help="default: float16, on a CPU and for dense12 bfloat16")
     drawn = (
@@ -347,7 +347,7 @@ def inspect(options: argparse.Namespace) -> None:
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
     if known:
         how = "measured times where there are some, else a model fitted to those"
-        how = how if known.measured else "a model fitted to another GPU's times; macko tune measures"
+        how = how if known.at(1).measured else "a model fitted to another GPU's times; macko tune measures"
         print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
 
 

@@ -50,6 +50,8 @@ _OF_SIDE = {
 }
 #: What of vLLM takes long to import.
 _SLOW = ["vllm.model_executor.models.llama", "vllm.v1.worker.gpu_model_runner"]
+#: Positions that a run takes besides: decoding is timed beyond a first token, and behind a prompt vLLM wants one.
+_MORE = 1
 #: A side takes so many seconds at most: compiling for a new shape takes minutes.
 TIMEOUT = 540
 _ENVIRONMENT = {
@@ -90,6 +92,10 @@ def run(options: argparse.Namespace, source: str) -> None:
     if is_random:
         source = _random_folder(source)
         given = {"load_format": "dummy", "skip_tokenizer_init": True, **given}
+    from transformers import PretrainedConfig
+
+    config, _ = PretrainedConfig.get_config_dict(source)
+    bench.set_lengths(options, given.get("max_model_len") or config.get("max_position_embeddings"), _MORE)
     for side in options.sides:
         results += _forked(side, source, options, given)
     if not results:
@@ -186,7 +192,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     if makes:
         _fill_dummies(sparsity, getattr(torch, options.weights_dtype) if options.weights_dtype else None)
     side = Side(name, sparsity, None)
-    longest = max(options.prompt_tokens) + options.new_tokens + 1
+    longest = bench.longest(options) + _MORE
     # All prompts of a batch in one step, where they are not many tokens: decoding begins for all at once.
     prompts = min(max(options.batch) * options.prompt_tokens[0], 8192)
     on_gpu = torch.cuda.is_available()

@@ -10,9 +10,9 @@ by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vect
     ]}
 
 "slide" is of slide's kernels: dense time over the pattern's, by tokens; its pattern "sparse11" is tile's time over
-sparse11's, of weights with half zeros. The model of a format is a + b * bytes, fitted
-to the lines of the GPU; for a GPU without lines to those of the shipped table whose memory is as fast most nearly, by
-the bandwidths' ratio.
+sparse11's, of weights with half zeros. Each line of "linear" has "dense". The model of a format is a + b * bytes,
+fitted to the lines of the GPU; for a number of tokens without lines of the GPU to those of the shipped table whose
+memory is as fast most nearly, by the bandwidths' ratio.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Times:
         lines: as in the file; of lines with the same problem the last one counts.
         measured: whether the lines are of this GPU.
         slide: lines of slide's kernels on this GPU by dtype and pattern.
+        elsewhere: of another GPU, for numbers of tokens that no line has.
     """
 
     gpu: str
@@ -69,11 +70,16 @@ class Times:
     lines: tuple[Line, ...]
     measured: bool
     slide: Mapping[tuple[str, str], Sequence[Line]] = dataclasses.field(default_factory=dict)
+    elsewhere: Times | None = None
 
     @property
     def counts(self) -> list[int]:
         """The numbers of tokens that were measured."""
         return sorted({line["tokens"] for line in self.lines})
+
+    def at(self, tokens: int) -> Times:
+        """What tells of so many tokens: this, or elsewhere."""
+        return self.elsewhere if self.elsewhere and tokens not in self.counts else self
 
     def us(self, rows: int, cols: int, density: float, dtype: torch.dtype, tokens: int = 1) -> dict[str, float]:
         """Microseconds by format, "dense" among them; empty where nothing is known of this number of tokens.
@@ -81,6 +87,8 @@ class Times:
         CPUs take other instructions for each type, and their time grows with the tokens: there only lines of the same
         type count, and the measured number of tokens that is nearest.
         """
+        if (known := self.at(tokens)) is not self:
+            return known.us(rows, cols, density, dtype, tokens)
         size, lines = dtype.itemsize, self.lines
         if is_cpu(self.gpu):
             lines = tuple(line for line in lines if getattr(torch, line["dtype"]) == dtype)
@@ -195,7 +203,7 @@ def read(path: Path) -> dict[str, Any]:
             raise ValueError(f"version is {table['version']!r}, expected {VERSION}")
         for line in table["linear"]:
             good = isinstance(getattr(torch, line["dtype"], None), torch.dtype) and 0 <= line["density"] <= 1
-            _check(line, ("rows", "cols", "tokens"), good, line["us"])
+            _check(line, ("rows", "cols", "tokens"), good and "dense" in line["us"], line["us"])
         for line in table["slide"]:
             good = isinstance(line["dtype"], str) and isinstance(line["pattern"], str)
             _check(line, ("rows", "cols"), good and all(int(tokens) > 0 for tokens in line["gain"]), line["gain"])
@@ -223,7 +231,7 @@ def own_table(gpu: str) -> dict[str, Any] | None:
 
 @cache
 def times(gpu: str, bandwidth: float | None = None) -> Times:
-    """What is known of a GPU: the user's own lines, those that are shipped, or those of another GPU for the model.
+    """What is known of a GPU: the user's own lines, those that are shipped, and those of another GPU for the model.
 
     Args:
         gpu: its name.
@@ -238,24 +246,30 @@ def times(gpu: str, bandwidth: float | None = None) -> Times:
     slide: dict[tuple[str, str], list[Line]] = {}
     for table in tables:  # of a pattern that the user has timed, only the user's lines count
         slide |= {kind: list(lines) for kind, lines in groupby(sorted(table["slide"], key=slide_kind), slide_kind)}
-    if lines := _latest(line for table in tables for line in table["linear"]):
-        return Times(gpu, 1.0, tuple(lines), True, slide)
-    shipped_tables = [] if is_cpu(gpu) else [read(path) for path in sorted(SHIPPED.glob("*.json"))]
-    others = [table for table in shipped_tables if table["linear"] and not is_cpu(table["gpu"])]
-    if not others:
-        return Times(gpu, 1.0, (), False, slide)
-    if bandwidth and (known := [table for table in others if table["bandwidth_gbps"]]):
+    lines = _latest(line for table in tables for line in table["linear"])
+    elsewhere = None if is_cpu(gpu) else _elsewhere(gpu, bandwidth, any(line["tokens"] == 1 for line in lines))
+    if elsewhere and not lines:
+        return dataclasses.replace(elsewhere, slide=slide)
+    return Times(gpu, 1.0, tuple(lines), bool(lines), slide, elsewhere)
+
+
+def _elsewhere(gpu: str, bandwidth: float | None, measured: bool) -> Times | None:
+    """Lines of another GPU for this one. measured: one token is, which formats are chosen by, so nothing is guessed."""
+    shipped = [read(path) for path in sorted(SHIPPED.glob("*.json"))]
+    if not (tables := [table for table in shipped if table["linear"] and not is_cpu(table["gpu"])]):
+        return None
+    if bandwidth and (known := [table for table in tables if table["bandwidth_gbps"]]):
         # As many times slower or faster as its memory is: the fewer times, the less is guessed.
         table = min(known, key=lambda table: abs(math.log(table["bandwidth_gbps"] / bandwidth)))
-        return Times(gpu, table["bandwidth_gbps"] / bandwidth, tuple(table["linear"]), False, slide)
-    table = min(others, key=lambda table: table["bandwidth_gbps"])  # most GPUs' memory is slower than any of these
-    if bandwidth == 0:
+        return Times(gpu, table["bandwidth_gbps"] / bandwidth, tuple(table["linear"]), False)
+    table = min(tables, key=lambda table: table["bandwidth_gbps"])  # most GPUs' memory is slower than any of these
+    if bandwidth == 0 and not measured:
         warnings.warn(
             f"torch does not say how fast the memory of {gpu} is: its times are taken to be those of "
             f"{table['gpu']}. `macko tune` measures them",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return Times(gpu, 1.0, tuple(table["linear"]), False, slide)
+    return Times(gpu, 1.0, tuple(table["linear"]), False)
 
 
 def slide_kind(line: Line) -> tuple[str, str]:

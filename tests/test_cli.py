@@ -526,6 +526,30 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @needs_transformers
+@pytest.mark.parametrize(("engine", "lengths"), [("transformers", [96, 32, 128]), ("vllm", [95, 32, 127])])
+def test_lengths_of_bench_end_with_the_models_positions(
+    engine: str, lengths: list[int], dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody says them: a length that is asked for and does not fit is an error."""
+    seen: list[list[int]] = []
+
+    def measure(*given: Any) -> list[bench.Result]:
+        seen.extend(options.prompt_tokens for options in given if hasattr(options, "prompt_tokens"))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(bench, "measure_all", measure)
+    monkeypatch.setattr(engines, "_forked", measure)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name)
+    command = ["bench", str(dense), "--engine", engine]
+    assert main(command) == 1
+    assert "enough" in one_line(capsys)
+    for more in (["--prompt-tokens", "16", "129"], ["--prompt-tokens", "97"], ["--new-tokens", "128"]):
+        assert main([*command, *more]) == 1
+        assert f"--prompt-tokens and --new-tokens take {129 + (engine == 'vllm')} positions" in one_line(capsys)
+    assert seen == [lengths]
+
+
+@needs_transformers
 @pytest.mark.slow
 def test_bench_against_fewer_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -661,7 +685,7 @@ def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch:
         (["--sparsity", "0.5", "50"], "sparsity is 50"),
         (["--json", str(dense)], "Is a directory"),
         (["--weights-dtype", "bfloat16"], "--weights-dtype is of random: alone, MODEL is "),
-        (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens are 152"),
+        (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens take 152"),
     ):
         assert main(["bench", str(dense), *more]) == 1
         assert message in one_line(capsys)

@@ -18,6 +18,12 @@ def test_every_format_has_problems(lean: bool) -> None:
     assert found == {"packing", "tile"} | {name for name, kind in FORMATS.items() if "cpu" in kind.device_types}
 
 
+def test_rings_wrap_where_six_blocks_multiply_64_tokens_by_dense12() -> None:
+    """By the kernel for few tokens, which has up to 4096 columns then (path.h), and three stages; at 40 tokens four."""
+    slabs = [-(-rows // 64) * -(-cols // 256) for rows, cols, _ in stress.SMALL.values() if cols <= 4096]
+    assert max(slabs) >= 6 * 5
+
+
 @pytest.mark.slow
 def test_each_small_case_is_exact_on_the_cpu() -> None:
     line = stress.stress(CPU, 1, once=True)

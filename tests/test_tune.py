@@ -104,7 +104,26 @@ def test_a_gpu_of_unknown_bandwidth_has_times_as_they_are_and_a_warning(own_tabl
         warnings.simplefilter("error")
         times.times("Other", 0)  # said once
         times.times("Other")  # nobody asked
+        times.write(times.cache_file("Own"), "Own", [line(512, 4096, 0.5, dense=9)], [], 0)
+        times.times("Own", 0)  # measured
         times.times("cpu avx512", 0)
+
+
+def test_times_of_eight_tokens_do_not_hide_the_model_of_one(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is another GPU's; and whose tile it has is told by the number of tokens."""
+    (own_tables / "shipped" / times.file_name("Known")).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)))
+    eight = {**line(512, 512, 0.5, dense=4, sell=8, tile=3), "tokens": 8}
+    times.write(times.cache_file("Other"), "Other", [eight], [], 500)
+    known = times.times("Other", 500)
+    assert known.us(512, 512, 0.5, HALF) == pytest.approx({"dense": 18, "sell": 10, "tile": 4})
+    assert known.us(512, 512, 0.5, HALF, 8) == eight["us"]
+    assert (known.measured, known.at(8).measured, known.at(1).measured) == (True, True, False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 500)
+    monkeypatch.setattr(choose, "_sell_runs", lambda cols, device: True)
+    for tokens, wanted in ((1, {"dense", "sell"}), (8, {"dense", "sell", "tile"})):
+        assert {*choose.expected_us(512, 512, 0.5, HALF, torch.device("cuda"), tokens)} == wanted
 
 
 def test_tiles_times_stand_for_the_kernel_with_wgmma_alone(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +187,7 @@ def test_gains_alone_do_not_stand_for_times(own_tables: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", table(line(0, 5, 0.5, dense=1)), table().replace("2,", "1,", 1),
                                   table(line(8, 8, 0.5, dense=-1)), table().replace("[]", "[[]]"),
+                                  table(line(8, 8, 0.5, sell=1)),
                                   slide_table(gain(8, "2:4", -1)), slide_table(gain(0, "2:4", 1)),
                                   slide_table({**gain(8, "2:4", 1), "gain": {"few": 1}}),
                                   table().replace('"slide": []', '"slide": {"int8": 3}')])  # fmt: skip
@@ -182,7 +202,7 @@ def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in times.SHIPPED.glob("*.json"):
         content = times.read(path)
         assert path.name == times.file_name(content["gpu"])
-        assert {name for entry in content["linear"] for name in entry["us"]} <= {"dense", *FORMATS}
+        assert all({"dense"} < {*entry["us"]} <= {"dense", *FORMATS} for entry in content["linear"])
         assert {entry["pattern"] for entry in content["slide"]} <= {*SLIDE_PATTERNS, "sparse11"}
         assert {entry["dtype"] for entry in content["slide"]} <= {"bf16", *times.SLIDE_DTYPES}
         assert json.loads(path.read_text())["version"] == times.VERSION

@@ -308,7 +308,7 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
 
 def pace_table(folder: Path) -> str:
     """One token by tile on an H100: weights asked for as an H200's memory brings them, and as its own does."""
-    files = {"an H200's pace": "spmm.jsonl", "3150 bytes a ns": "pace.jsonl"}
+    files = {"an H200's pace": "spmm.jsonl", "its own pace": "pace.jsonl"}
     ways = {"tile_alone": "launched alone", "tile": "one behind another"}
     us: dict[tuple[str, str, int, int], float] = {}
     for pace, file in files.items():

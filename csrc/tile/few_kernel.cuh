@@ -47,8 +47,8 @@ constexpr int MIN_HALVES = 4;       // two of either half of the warpgroups: one
 constexpr int GOOD_HALVES = 6;
 // Of memory's rate, what a kernel asks for where there is much to do; more than it gets, or it would be missing wherever a
 // block is late. Where there is little, the first stage counts. (Chosen on an H200, 4680 of 4814 bytes a ns. On an H100, of
-// 3352, with the pace of 3150 and not an H200's, three shapes take up to 9 % less time launched alone; one behind another
-// from 2 % less to 7 % more.)
+// 3352, with this pace, 3258, and not an H200's, three shapes take 2 to 10 % less time launched alone; one behind another
+// from 2 % less to 2 % more.)
 constexpr double MEMORY_SHARE = 0.972;
 constexpr int WARPGROUP =
     MACKO_FEW_WARPGROUP; // threads; of all warpgroups the same thread has the same sums, each of its tile

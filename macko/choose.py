@@ -174,7 +174,7 @@ def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
         return _smallest(dense)
     if kind is SlideWeight:
         return _slide(dense, options)
-    if _slides(dense, options) and (packed := _slide(dense, options)).nbytes < dense.nbytes:
+    if slides(dense, options) and (packed := _slide(dense, options)).nbytes < dense.nbytes:
         return packed  # else its tiles fill up a small weight
     return pack(w, options.again or AUTO)
 
@@ -431,7 +431,7 @@ def _pattern_of(w: Tensor, options: Options) -> int:
     return sparsest_pattern(w) if options.pattern == "auto" else SLIDE_PATTERNS[options.pattern]
 
 
-def _slides(w: Tensor, options: Options) -> bool:
+def slides(w: Tensor, options: Options) -> bool:
     """Whether "mixed" packs w for the kernel of a pattern: w was pruned to it, and the kernel is there and faster."""
     element = SLIDE_DTYPES[options.dtype] if options.dtype else w.dtype
     n = meant_pattern(w) if SlideWeight.runs(w.device, element) else 0

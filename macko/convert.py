@@ -25,11 +25,20 @@ from .choose import (
     not_dense12,
     pack,
     slide_note,
+    slides,
     sparse11_gain,
     sparse11_note,
     worst_of,
 )
-from .formats import SLIDE_PATTERNS, Dense12Weight, PackedWeight, Sparse11Weight, TileWeight, takes_any_weight
+from .formats import (
+    SLIDE_PATTERNS,
+    Dense12Weight,
+    PackedWeight,
+    SlideWeight,
+    Sparse11Weight,
+    TileWeight,
+    takes_any_weight,
+)
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
 from .linear import HOOKS, SparseLinear, unsupported
 from .merge import merge_
@@ -237,19 +246,19 @@ def convert_layer(
         return row, None
     us = expected_us(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, options.layout_tokens)
     row.us_before = row.us_after = us.get("dense")
-    row.reason = row.reason or _why_not_worth(row.density, us, options, min_sparsity)
+    row.reason = row.reason or _why_not_worth(dense, row.density, us, options, min_sparsity)
     packed = None if row.reason else _packed(dense, row, options)
     if packed is None:
         return row, None
     bias = module.bias
-    if bias is not None and bias.device != target:
-        bias = nn.Parameter(bias.detach().to(target), requires_grad=bias.requires_grad)
+    if bias is not None and bias.device != packed.device:  # where "cuda" is cuda:0
+        bias = nn.Parameter(bias.detach().to(packed.device), requires_grad=bias.requires_grad)
     sparse = SparseLinear.from_packed(packed, bias, options=options).train(module.training)
     vars(sparse).update({name: vars(module)[name] for name in HOOKS})
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
     if isinstance(packed, Sparse11Weight) and (as_tile := us.get(TileWeight.format)):
         row.us_after = as_tile / (sparse11_gain(packed.shape, target, options.layout_tokens or 1) or 1)
-    if options.format == "auto":
+    if options.again and not isinstance(packed, SlideWeight):
         row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)
     return row, sparse
 
@@ -325,16 +334,17 @@ def _why_not(weight: Tensor, layer: str, options: Options, target: torch.device,
     return unsupported(weight.dtype, target) or options.not_on(target)
 
 
-def _why_not_worth(density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:
+def _why_not_worth(dense: Tensor, density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:
     """Why a weight is not packed, or nothing: of what is known before it is."""
     if 1 - density < min_sparsity and not takes_any_weight(options.format):
         return f"under {min_sparsity:.0%} sparse it would not pay"
     sparse_us = {name: time for name, time in us.items() if name != "dense"}
     if (
-        options.format == "auto"
+        options.again
         and not options.in_bytes
         and sparse_us
         and min(sparse_us.values()) >= us.get("dense", float("inf"))
+        and not (options.may_slide and slides(dense, options))
     ):
         best = min(sparse_us, key=sparse_us.__getitem__)
         many = f"{options.layout_tokens} tokens" if (options.layout_tokens or 1) > 1 else "a token"

@@ -124,8 +124,13 @@ def packed_state(
     """
     state = dict(model.state_dict() if state is None else state)
     layers: dict[str, dict[str, Any]] = {}
+    names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SparseLinear):
+            first = names.setdefault(id(module), name)
+            for key in (key for key in state if first != name and key.startswith(join(name, ""))):
+                # A layout is made canonical for each of its names: once is enough.
+                state[key] = state.get(join(first, key.removeprefix(join(name, ""))), state[key])
             extra = state.pop(join(name, "_extra_state"), None)
             if extra is not None:
                 layers[name] = json.loads(bytes(extra.tolist()))

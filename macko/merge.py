@@ -7,6 +7,7 @@ and to save, and gives its rows of one product. The first of them that is called
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ class _Whole(SparseLinear):
         """A sibling's part of x W^T, computed for all of them for the first one that asks with this x."""
         last, tracing = self._last, torch.compiler.is_compiling()
         version = None if tracing or x.is_inference() else x._version
-        key = (version, torch.is_grad_enabled(), autocast_dtype(x))
+        inference = not tracing and torch.is_inference_mode_enabled()
+        key = (version, inference, torch.is_grad_enabled(), autocast_dtype(x))
         held = last.traced if tracing else last.eager
         if held is None or held[0] is not self or held[1] is not x or held[2] != key or index in held[4]:
             if not tracing:
@@ -174,20 +176,21 @@ class MergedLinear(SparseLinear):
             return
         try:
             if alone.device.type == "meta":
-                raise ValueError("the state is on meta, and what it is merged with is not: split_ them first")
+                raise ValueError("the state is on meta, and what it is merged with is not")
             self._whole.replace_part(self._index, alone.packed)
         except ValueError as error:
-            errors.append(f"{prefix.removesuffix('.')}: {error}")
+            also = "; it is one matrix with others, whose state may still be to come: split_ them first"
+            errors.append(f"{prefix.removesuffix('.')}: {error}{also}")
 
 
 def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> list[list[str]]:
     """Packs sparse layers of the same input as one matrix, in place, so that a token takes fewer launches.
 
-    Merged are SparseLinear siblings without a bias, of one parent and dtype. Where their formats were chosen, one is
-    chosen for all; named ones have to be the same. Outputs, names and what is saved stay the same. A sibling that gets
-    another input than the others is right still, but computes the product of all. All or nothing, as sparsify_. Not for
-    a model that changes the input in place between siblings: eager mode sees it by the tensor's version, but tensors of
-    inference mode, `.data` and compiled graphs have none.
+    Merged are SparseLinear siblings without a bias, of one parent and dtype, that hang nowhere else. Where their
+    formats were chosen, one is chosen for all; named ones have to be the same. Outputs, names and what is saved stay
+    the same. A sibling that gets another input than the others is right still, but computes the product of all. All or
+    nothing, as sparsify_. Not for a model that changes the input in place between siblings: eager mode sees it by the
+    tensor's version, but tensors of inference mode, `.data` and compiled graphs have none.
 
     Args:
         model: after sparsify_, or as from_pretrained gave it.
@@ -198,6 +201,7 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
     """
     merged: list[list[str]] = []
     last = _Last()
+    places = Counter(id(child) for parent in model.modules() for child in parent._modules.values())
     with contextlib.ExitStack() as undo:
         for path, parent in model.named_modules():
             if any(word in path.rpartition(".")[2].lower() for word in _CROSS):
@@ -205,7 +209,7 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
             for names in siblings:
                 found = [getattr(parent, name, None) for name in names]
                 layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
-                if len({id(layer) for layer in layers}) < len(names):
+                if len(layers) < len(names) or any(places[id(layer)] > 1 for layer in layers):
                     continue
                 kinds = {
                     (one._options or one.format, _byte_kind(one.packed), one.dtype, one.device, one.in_features)

@@ -76,17 +76,44 @@ def _canonical_rows(weight: MackoWeight, start: int, stop: int) -> MackoWeight:
 def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
     """The whole of a weight [shape] on the CPU, of which each process of a DeviceMesh has rows (dim 0) or columns (1).
 
-    In the format that files hold. All processes have to call; each of them needs room for the dense weight meanwhile.
-    """
-    from torch.distributed.tensor import DTensor, Shard
+    In the format that files hold; of 8 bits the codes and scales are those of the parts. All processes have to call;
+    each of them needs room for the dense weight meanwhile.
 
-    size, stride = torch.Size(shape), (shape[1], 1)
-    part = DTensor.from_local(weight.to_dense(), mesh, [Shard(dim)], run_check=False, shape=size, stride=stride)
-    dense = part.full_tensor()
+    Raises:
+        ValueError: parts of columns have scales of their own, which no weight of 8 bits holds together.
+    """
+    if isinstance(weight, ByteWeight):
+        return _gathered_bytes(weight, dim, shape, mesh)
+    dense = _whole(weight.to_dense(), dim, shape, mesh)
     if weight.is_layout or isinstance(weight, MackoWeight):  # parts may have chosen other widths of deltas
         return MackoWeight.smallest(dense).to("cpu")
     return _packed_as(weight, dense).to("cpu")
 
 
+def _gathered_bytes(weight: ByteWeight, dim: int, shape: tuple[int, int], mesh: Any) -> ByteWeight:
+    numbers = _whole(weight.codes().view(torch.uint8), dim, shape, mesh).view(codes.TYPES[weight.kind])
+    if dim == 0:
+        scales = _whole(weight.scales, 0, shape[:1], mesh)
+    else:
+        of_parts = _whole(weight.scales[None], 0, (mesh.size(), len(weight.scales)), mesh)
+        scales = of_parts[0]
+        if not torch.equal(of_parts, scales.expand_as(of_parts)):
+            raise ValueError(
+                "each process has rounded its columns by scales of their own, and a file holds one scale a row: "
+                "convert the dense model without tensor parallelism, and load what that gives with it"
+            )
+    return weight.from_codes(numbers.cpu(), scales.cpu(), weight.dtype)
+
+
+def _whole(part: Tensor, dim: int, shape: Sequence[int], mesh: Any) -> Tensor:
+    """The tensor [shape] of which each process of a DeviceMesh has a part along a dimension."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=size, stride=stride).full_tensor()
+
+
 def _packed_as(weight: PackedWeight, dense: Tensor) -> PackedWeight:
+    if weight.is_layout:
+        return weight.from_macko(MackoWeight.smallest(dense.contiguous()))
     return weight.from_dense(dense.contiguous(), **weight._options())

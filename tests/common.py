@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -219,3 +221,23 @@ def cuda_chain(row_ptr: Tensor) -> int:
     """
     longest = int(row_ptr.diff().max()) if len(row_ptr) > 1 else 0
     return 8 * -(-(longest + 7) // 512) + 8
+
+
+def two_processes(program: str, *arguments: str) -> None:
+    """Runs a program twice at once, as ranks 0 and 1, its last argument."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *arguments, str(rank)],
+            env={**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    assert codes == [0, 0], f"exit status {codes}\n" + "\n".join(errors)

@@ -302,6 +302,14 @@ def test_frozen_or_not_biases_and_hooks_stay() -> None:
     assert calls == ["before", "after", "before"]
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu:0"])
+def test_a_bias_of_two_layers_stays_one_on_a_device_without_its_number(device: str) -> None:
+    model = nn.Sequential(linear(), linear()).to(device)
+    model[1].bias = model[0].bias
+    sparsify_(model, device=device)
+    assert model[1].bias is model[0].bias
+
+
 def test_arguments_are_refused_before_anything_changes() -> None:
     model = Model()
     with pytest.raises(ValueError, match="format is 'elves', expected one of auto, smallest, mixed, macko"):

@@ -165,6 +165,18 @@ def test_overwriting_the_file_that_was_loaded(tmp_path: Path) -> None:
     assert_same_model(loaded, model)
 
 
+def test_a_layer_at_two_places_is_saved_once(tmp_path: Path) -> None:
+    layer = macko.SparseLinear.from_linear(nn.Linear(256, 64, bias=False), "bitmap")
+    macko.save_model(nn.Sequential(layer, nn.ReLU()), tmp_path / "once")
+    macko.save_model(nn.ModuleList([layer, layer]), tmp_path / "twice")
+    once, twice = ((tmp_path / name).stat().st_size for name in ("once", "twice"))
+    assert twice < once + 1000
+    dense = layer.to_linear()
+    loaded = macko.load_model(nn.ModuleList([dense, dense]), tmp_path / "twice")
+    assert loaded[0] is loaded[1]
+    assert_same_bits(loaded[0].weight, layer.weight)
+
+
 def test_overlapping_views_are_saved_apart(tmp_path: Path) -> None:
     model = nn.Module()
     whole = torch.arange(10.0)

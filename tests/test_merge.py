@@ -326,6 +326,15 @@ def test_autocast_between_siblings() -> None:
         assert model[0].k_proj(x).dtype == x.dtype
 
 
+def test_inference_mode_ends_between_siblings() -> None:
+    _, merged = models()
+    x = vector(2, 64)
+    with torch.inference_mode():
+        assert merged[0].q_proj(x).is_inference()
+    with torch.no_grad():
+        assert not merged[0].k_proj(x).is_inference()
+
+
 def test_gradients_and_no_grad_between_siblings() -> None:
     sparse, merged = models()
     grads = []
@@ -442,6 +451,15 @@ def test_saved_as_if_it_were_not_merged(tmp_path: Path) -> None:
     merged.load_state_dict(wanted)
     x = vector(2, 64)
     assert_same_bits(merged(x), sparse(x))
+
+
+def test_a_state_that_the_format_does_not_hold_beside_its_siblings_is_refused_with_the_remedy() -> None:
+    merged = models(format="dense12")[1]
+    state = merged.state_dict()
+    q = "0.q_proj.weight"
+    with pytest.raises(RuntimeError, match=r"q_proj: .*: split_ them first"):
+        merged.load_state_dict({q: state[q] * 2.0**60}, strict=False)
+    assert_same_bits(merged[0].q_proj.weight, state[q])
 
 
 @pytest.mark.parametrize("format", ["auto", "dense12"])
@@ -571,6 +589,11 @@ def test_what_is_not_merged() -> None:
     shared[0].v_proj = shared[0].k_proj
     macko.sparsify_(shared)
     assert macko.merge_(shared) == []
+    of_two = nn.Sequential(Attention(), Attention())
+    of_two[1].q_proj = of_two[0].q_proj
+    macko.sparsify_(of_two)
+    assert macko.merge_(of_two) == []
+    assert of_two[1].q_proj is of_two[0].q_proj
 
 
 def test_a_llama_generates_the_same_and_takes_adapters(tmp_path: Path) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from macko import EcWeight, MackoWeight
-from macko.formats import ByteWeight, Dense8Weight, PackedWeight, SlideWeight, Sparse8Weight
+from macko.formats import (
+    BitmapWeight,
+    ByteWeight,
+    Dense8Weight,
+    Dense12Weight,
+    PackedWeight,
+    SlideWeight,
+    Sparse8Weight,
+    Sparse11Weight,
+    TileWeight,
+)
 from macko.shards import joined, sliced
-from tests.common import assert_same_bits, device_dtypes, random_weight
+from tests.common import assert_same_bits, device_dtypes, random_weight, two_processes
 
 
 def assert_same_weight(got: PackedWeight, wanted: PackedWeight) -> None:
@@ -33,6 +45,15 @@ def test_a_cut_within_a_byte_and_a_chunk(device: str, dtype: torch.dtype, bits: 
                 assert_same_weight(sliced(whole, 0, start, stop), MackoWeight.from_dense(w[start:stop], bits))
     for start, stop in ((0, 50), (50, 101), (17, 18), (40, 40)):
         assert_same_weight(sliced(whole, 1, start, stop), MackoWeight.from_dense(w[:, start:stop].contiguous(), bits))
+
+
+@pytest.mark.parametrize("kind", [TileWeight, Sparse11Weight, BitmapWeight, EcWeight, Dense12Weight])
+def test_a_cut_of_every_other_format_is_what_packing_gives(kind: type[PackedWeight]) -> None:
+    w = random_weight(70, 300, 0.5, torch.bfloat16)
+    for dim, start, stop in ((0, 3, 67), (1, 64, 201)):
+        part = w.narrow(dim, start, stop - start).contiguous()
+        wanted = kind.from_macko(MackoWeight.smallest(part)) if kind.is_layout else kind.from_dense(part)
+        assert_same_weight(sliced(kind.from_dense(w), dim, start, stop), wanted)
 
 
 def test_the_whole_is_not_copied() -> None:
@@ -78,6 +99,41 @@ def test_parts_that_hold_values_in_several_ways_are_refused() -> None:
         joined(parts[:2], 128)
     with pytest.raises(ValueError, match="values in 16 bits and int8"):
         joined(parts[1:], 128)
+
+
+GATHERED = """
+import sys
+import pytest, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from macko.formats import Dense8Weight, Sparse8Weight
+from macko.shards import gathered, sliced
+from tests.common import assert_same_bits, random_weight
+
+store, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+for kind in (Dense8Weight, Sparse8Weight):
+    w = random_weight(65, 130, 0.5, torch.bfloat16)
+    w[:, 100:] *= 8  # the second part has larger values
+    for number in (0, 1):
+        whole = kind.from_dense(w, number)
+        for dim, cut in ((0, 33), (1, 65)):
+            ends = [0, cut, w.shape[dim]]
+            got = gathered(sliced(whole, dim, *ends[rank : rank + 2]), dim, w.shape, mesh)
+            got.validate()
+            assert_same_bits(got.codes(), whole.codes())
+            assert_same_bits(got.scales, whole.scales)
+        own = kind.from_dense(w.chunk(2, 1)[rank].contiguous(), number)
+        with pytest.raises(ValueError, match="rounded its columns by scales of their own"):
+            gathered(own, 1, w.shape, mesh)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_gathered_parts_of_8_bits_are_not_rounded_again(tmp_path: Path) -> None:
+    two_processes(GATHERED, str(tmp_path / "store"))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

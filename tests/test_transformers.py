@@ -19,7 +19,7 @@ from torch import nn
 import macko
 from macko import cli, formats
 from macko.files import Checkpoint
-from tests.common import assert_same_bits, assert_same_model, torch_threads
+from tests.common import assert_same_bits, assert_same_model, torch_threads, two_processes
 from tests.tiny_llama import TinyLlama
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
@@ -901,24 +901,6 @@ for folder, options in ((sparse, two), (dense, config | two), (sparse, {"tp_plan
 assert whole_at_once == [1] * 2 * len(layers)  # of a packed folder one layer at a time is read before it is cut
 dist.destroy_process_group()
 """
-
-
-def two_processes(program: str, *arguments: str) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, *arguments, str(rank)],
-            env={**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
 
 
 @pytest.mark.slow

@@ -220,6 +220,7 @@ def test_what_would_not_gain_stays_dense(monkeypatch: pytest.MonkeyPatch) -> Non
     report = macko.sparsify_(model())
     assert report.layers[0].reason == "dense is as fast here: 5.0 us a token, as macko 6.0 us"
     assert report.gain == 1
+    assert macko.sparsify_(model(), format="mixed").layers[0].reason == report.layers[0].reason
     found["macko"] = found["bitmap"] = 2.5
     report = macko.sparsify_(model())
     assert report.layers[0].reason == ""

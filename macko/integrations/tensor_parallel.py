@@ -111,7 +111,10 @@ def all_whole(model: Any) -> Iterator[None]:
         for name, layer in model.named_modules():
             if isinstance(layer, SparseLinear) and (dim := cut_dim(model, name)) is not None:
                 parts.append((layer, part := layer.packed))
-                layer._hold(gathered(part, dim, (layer.out_features, layer.in_features), _mesh(model)))
+                try:
+                    layer._hold(gathered(part, dim, (layer.out_features, layer.in_features), _mesh(model)))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
         yield
     finally:
         for layer, part in parts:

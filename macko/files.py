@@ -105,9 +105,12 @@ def load_model(
             model.get_submodule(parent)._parameters[last] = model.get_parameter(first)
     if device is not None and not on_meta:
         model = model.to(device)
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, SparseLinear) and format is not None:
-            module.reformat_(format)
+            try:
+                module.reformat_(format)
+            except ValueError as error:
+                raise ValueError(f"{os.fspath(path)}: {name or 'the model'}: {error}") from None
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -19,7 +20,6 @@ from .formats import (
     Macko8Weight,
     MackoWeight,
     PackedWeight,
-    SlideWeight,
     described,
     saved_as,
     slices,
@@ -53,6 +53,14 @@ def as_extra_state(about: Mapping[str, Any]) -> Tensor:
 #: Names of the tensors that a state_dict has of a layout, and no module has as attributes.
 _SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None, scales=None)
 _NO_CONTENT = "the state is on the meta device and has no content to copy"
+
+
+def keeps_format(packed: PackedWeight) -> bool:
+    """Whether a weight stays in its format where one is chosen: it was asked for, or its values are the format's own.
+
+    So ec, slide, dense12 and values in 8 bits; the others hold the canonical weight, each in its way.
+    """
+    return not packed.is_layout and not isinstance(packed, MackoWeight)
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
@@ -158,8 +166,7 @@ class SparseLinear(nn.Linear):
         """
         layer = cls.__new__(cls)
         layer._setup(packed, bias)
-        own_choice = isinstance(packed, (SlideWeight, ByteWeight))
-        layer._options = None if options is None or own_choice else options.again
+        layer._options = None if options is None or keeps_format(packed) else options.again
         return layer
 
     @classmethod
@@ -187,18 +194,31 @@ class SparseLinear(nn.Linear):
     def reformat_(self, format: str = "auto") -> SparseLinear:
         """Holds the same weight in another format, in place; nothing where it is held so already.
 
-        "auto" chooses for as many tokens as sparsify_ was told.
+        "auto" chooses for as many tokens as sparsify_ was told; it leaves ec, slide, dense12 and 8 bits as they are.
+
+        Raises:
+            ValueError: there is no such format, it does not run on the weight's device, or does not hold the weight.
+                The layer is then as it was.
         """
         wanted, packed = Options(format), self.packed
-        self._options = wanted.again and (self._options or wanted.again)
-        own_choice = not packed.is_layout and not isinstance(packed, MackoWeight)  # ec, slide and dense12
-        if not own_choice if wanted.again else packed.format != format:
+        if packed.device.type != "meta" and (reason := wanted.not_on(packed.device)):
+            raise ValueError(f"format {reason}, the weight is on {packed.device}")
+        options = wanted.again and (self._options or wanted.again)
+        if not (keeps_format(packed) if options else packed.format == format):
             dense, kind = packed.saved_dense or takes_any_weight(format), FORMATS.get(format)
             if isinstance(packed, ByteWeight) and kind and issubclass(kind, ByteWeight):  # nothing is rounded again
-                self._hold(kind.from_codes(packed.codes(), packed.scales, packed.dtype))
-                return self
-            self._hold(pack(packed.to_dense() if dense else packed.to_macko(), self._options or wanted))
+                packed = kind.from_codes(packed.codes(), packed.scales, packed.dtype)
+            else:
+                choice = replace(wanted, values=options.values) if options and wanted.may_slide else options or wanted
+                packed = pack(packed.to_dense() if dense else packed.to_macko(), choice)
+            self._hold(packed)
+        self._options = options
         return self
+
+    @property
+    def _chosen(self) -> Options:
+        """What packs the weight anew: what its format was chosen by, or its format."""
+        return Options(self.format) if self._options is None or keeps_format(self.packed) else self._options
 
     @property
     def packed(self) -> PackedWeight:
@@ -228,14 +248,15 @@ class SparseLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype. Under autocast, which leaves the
-        weight as it is, input is cast to that, and the output to autocast's dtype.
+        weight as it is, input and bias are cast to that, and the output to autocast's dtype.
         """
         tensors, own = list(self._buffers.values()), self._parameters
         # Less 0.4 us of nn.Module; FSDP and parametrizations take it out of there.
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         if (dtype := autocast_dtype(input)) is None:
             return multiply(input, tensors, self._header, bias)
-        return multiply(input.to(self.dtype), tensors, self._header, bias).to(dtype)
+        added = None if bias is None else bias.to(self.dtype)
+        return multiply(input.to(self.dtype), tensors, self._header, added).to(dtype)
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: tensors of their own, or slices."""
@@ -300,11 +321,11 @@ class SparseLinear(nn.Linear):
                 raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
             elsewhere = target.dtype != packed.dtype or target.device.type not in packed.device_types
             rechosen = self._options and (target.dtype, target.device.type) != (packed.dtype, packed.device.type)
-            rechosen = rechosen and not isinstance(packed, ByteWeight)  # its codes stay
+            rechosen = rechosen and not keeps_format(packed)
             if (elsewhere or rechosen) and "meta" not in (target.device.type, packed.device.type):
                 moved = packed.to_macko() if rechosen else packed
                 self._hold(moved.to(target.device, target.dtype))
-                if rechosen:
+                if self._options and not keeps_format(self.packed):
                     self.reformat_()
         scales = {name: tensor for name, tensor in self.packed.tensors().items() if tensor.dtype == torch.float32}
         super()._apply(fn, recurse)
@@ -372,16 +393,15 @@ class SparseLinear(nn.Linear):
                 packed = self._read(state_dict, prefix)
                 if packed is not None and not assigned and packed.device.type == "meta" != self.device.type:
                     raise ValueError(_NO_CONTENT)
+            changed = isinstance(packed, ByteWeight)  # from what files hold
+            if packed is not None and "meta" not in (self.device.type, packed.device.type):
+                elsewhere = self.device.type not in packed.device_types
+                if elsewhere or (not assigned and packed.dtype != self.dtype):
+                    packed, changed = packed.to(self.device, self.dtype), True
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
             return
         if packed is not None:
-            elsewhere = self.device.type not in packed.device_types
-            if not assigned:
-                elsewhere |= packed.dtype != self.dtype
-            changed = isinstance(packed, ByteWeight)  # from what files hold
-            if elsewhere and "meta" not in (self.device.type, packed.device.type):
-                packed, changed = packed.to(self.device, self.dtype), True
             if changed:
                 state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
             self._hold(packed.blank(self.device))

@@ -90,7 +90,7 @@ class _Whole(SparseLinear):
         if isinstance(weight, ByteWeight):
             weight = weight.to(self.device, self.dtype)
         held = [self.rows_of(i) if i != index else weight for i in range(len(self._part_rows))]
-        self._hold(_pack_together(held, self._options or Options(self.format), self.packed))
+        self._hold(_pack_together(held, self._chosen, self.packed))
 
 
 class MergedLinear(SparseLinear):
@@ -136,7 +136,7 @@ class MergedLinear(SparseLinear):
 
     def split(self) -> SparseLinear:
         """The layer by itself, in the format of the whole or one chosen anew, with this layer's hooks."""
-        options, packed = self._whole._options or Options(self.format), self.packed
+        options, packed = self._whole._chosen, self.packed
         packed = pack(packed, options) if isinstance(packed, MackoWeight) else packed
         layer = SparseLinear.from_packed(packed, options=options).train(self.training)
         vars(layer).update({name: vars(self)[name] for name in HOOKS})
@@ -212,8 +212,7 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
                 if len(layers) < len(names) or any(places[id(layer)] > 1 for layer in layers):
                     continue
                 kinds = {
-                    (one._options or one.format, _byte_kind(one.packed), one.dtype, one.device, one.in_features)
-                    for one in layers
+                    (one._chosen, _byte_kind(one.packed), one.dtype, one.device, one.in_features) for one in layers
                 }
                 if len(kinds) > 1:
                     continue
@@ -251,7 +250,7 @@ def _byte_kind(packed: PackedWeight) -> int | None:
 
 def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
     first, held = layers[0], [layer.packed for layer in layers]
-    options = first._options or Options(first.format)
+    options = first._chosen
     packed = _pack_together(held, options, held[0])
     whole = _Whole.from_packed(packed, options=options).train(first.training)
     whole._part_rows, whole._last = tuple(layer.out_features for layer in layers), last

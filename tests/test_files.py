@@ -356,6 +356,12 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
         macko.load_model(other, path)
 
 
+def test_a_format_that_does_not_run_there_is_refused_by_layer(tmp_path: Path) -> None:
+    macko.save_model(sparse_model(), tmp_path / "model")
+    with pytest.raises(ValueError, match="model: up: format sell runs on cuda only, the weight is on cpu"):
+        macko.load_model(sparse_model(), tmp_path / "model", format="sell")
+
+
 def test_a_dense_file_loads_too(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors")

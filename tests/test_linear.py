@@ -139,6 +139,16 @@ def test_autocast_gives_its_own_dtype(device: str, compiled: bool) -> None:
 # The weight: packed, exact, frozen.
 
 
+def test_autocast_takes_a_bias_of_another_dtype() -> None:
+    dense = dense_layer()
+    dense.bias = nn.Parameter(dense.bias.detach().float())
+    sparse, x = SparseLinear.from_linear(dense, "macko"), random_vector(COLS, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, wanted = sparse(x), dense(x)
+    assert y.dtype == wanted.dtype
+    torch.testing.assert_close(y, wanted)
+
+
 @pytest.mark.parametrize(("device", "dtype"), device_dtypes())
 def test_to_linear_is_exact(device: str, dtype: torch.dtype) -> None:
     dense = dense_layer(dtype, device)
@@ -427,6 +437,54 @@ def test_a_layout_is_saved_as_canonical_and_loaded_as_layout() -> None:
     other.load_state_dict(state)
     assert_same_layer(other, laid_out(layer))
     SparseLinear(COLS, ROWS, dtype=torch.bfloat16).load_state_dict(state)
+
+
+def of_format(format: str) -> nn.Linear:
+    """A dense layer that this format holds."""
+    layer = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.copy_(random_weight(128, 256, 1.0 if format == "slide" else 0.5, torch.bfloat16))
+        if format == "slide":
+            layer.weight.view(-1, 4)[:, 2:] = 0
+    return layer
+
+
+@pytest.mark.parametrize("format", ["ec", "slide", "dense12", "dense8", "sparse8"])
+def test_a_format_that_is_not_chosen_stays_in_another_dtype(format: str) -> None:
+    layer = SparseLinear.from_linear(of_format(format), format)
+    loaded = SparseLinear(256, 128, bias=False, dtype=torch.bfloat16)  # chooses its formats
+    if format != "dense12":  # files hold that dense
+        loaded.load_state_dict(layer.state_dict())
+        assert loaded.half().format == format
+        chosen = SparseLinear.from_linear(of_format("macko").half())
+        loaded.load_state_dict(chosen.state_dict())
+        assert loaded.format == chosen.format
+    assert layer.reformat_().half().format == format
+    assert copy.deepcopy(layer).to(torch.bfloat16).format == format
+
+
+def test_mixed_is_chosen_anew_as_from_a_dense_layer() -> None:
+    dense = of_format("slide")
+    wanted = SparseLinear.from_linear(dense, "mixed")
+    assert wanted.format == "slide"
+    assert_same_layer(SparseLinear.from_linear(dense).reformat_("mixed"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("format", "error"), [("sell", "sell runs on cuda only, the weight is on cpu"), ("dense12", "")]
+)
+def test_a_format_that_does_not_take_the_weight_leaves_the_layer_as_it_was(format: str, error: str) -> None:
+    layer = SparseLinear.from_linear(dense_layer(torch.float32))
+    before = layer.packed, layer._options
+    with pytest.raises(ValueError, match=error):
+        layer.reformat_(format)
+    assert (layer.packed.tensors().keys(), layer._options) == (before[0].tensors().keys(), before[1])
+
+
+def test_a_state_that_no_layer_of_this_dtype_holds_is_refused_by_name() -> None:
+    state = nn.Sequential(SparseLinear.from_linear(of_format("slide"), "slide")).state_dict()
+    with pytest.raises(RuntimeError, match=r"0: a slide weight of 16-bit values cannot become torch\.float32"):
+        nn.Sequential(SparseLinear(256, 128, bias=False, dtype=torch.float32)).load_state_dict(state)
 
 
 def test_a_layout_keeps_its_kind_in_another_dtype() -> None:

@@ -382,6 +382,14 @@ def saved(pruned: tuple[Any, Path], folder: Path) -> Path:
     return folder
 
 
+def test_a_packed_folder_keeps_how_values_are_held(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    load(pruned[1], quantization_config=macko.MackoConfig(values="raw")).save_pretrained(tmp_path / "raw")
+    model = load(tmp_path / "raw")
+    layers = [module for module in model.modules() if isinstance(module, macko.SparseLinear)]
+    assert {layer._options.values for layer in layers} == {"raw"}
+    assert model.config.quantization_config.values == "raw"
+
+
 @pytest.mark.parametrize("version", [2, 0, "1", None])
 def test_an_unknown_version_is_refused(pruned: tuple[Any, Path], tmp_path: Path, version: Any) -> None:
     folder = saved(pruned, tmp_path / "sparse")

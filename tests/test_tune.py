@@ -355,8 +355,8 @@ def test_autotune_measures_and_is_read_again(own_tables: Path) -> None:
 @pytest.mark.gpu
 def test_the_fastest_format_is_taken(own_tables: Path) -> None:
     name = torch.cuda.get_device_name()
-    for best in ("macko", "sell", "ec"):
-        us = {"dense": 9.0, "macko": 5.0, "sell": 5.0, "ec": 5.0, best: 2.0}
+    for best in ("macko", "sell"):  # never ec, which stays where it is put
+        us = {"dense": 9.0, "macko": 5.0, "sell": 5.0, "ec": 1.0, best: 2.0}
         times.write(times.cache_file(name), name, [line(2048, 2048, 0.5, **us)], [], 1000)
         sparse = model(2048, 2048).cuda()
         report = macko.sparsify_(sparse, tokens=1)

@@ -255,9 +255,11 @@ class MackoHfQuantizer(HfQuantizer):
                         packed = packed.to("cpu")  # a GPU has no kernels for float32
                     packed.validate()
                     module._hold(packed.held().to(home, dtype))
-                except ValueError as error:
+                except (TypeError, ValueError) as error:
                     raise ValueError(f"{name}: {error}") from None
                 module.to(dtype)  # its bias
+                if self.quantization_config.values == "raw":  # 8 bits are not made of what the files hold exactly
+                    module._options = Options(values="raw")
                 module.reformat_(self._format_on(module.device, dtype))
         self._found.clear()
         if not self.pre_quantized:

@@ -111,8 +111,11 @@ def through_a_file(packed: PackedWeight, folder: Path) -> PackedWeight:
     model = nn.Sequential(SparseLinear.from_packed(packed))
     macko.save_model(model, path)
     again = SparseLinear.from_packed(packed) if packed.saved_dense else dense
-    loaded: Any = macko.load_model(nn.Sequential(again), path, format=packed.format)
-    return loaded[0].packed
+    if packed.device.type in packed.device_types:
+        loaded: Any = macko.load_model(nn.Sequential(again), path, device=packed.device, format=packed.format)
+        return loaded[0].packed
+    loaded = macko.load_model(nn.Sequential(again), path, format="macko")
+    return type(packed).from_macko(loaded[0].packed)
 
 
 def run(w: Tensor, kind: type[PackedWeight], device: torch.device, folder: Path | None) -> PackedWeight | None:

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -448,10 +449,17 @@ def named(all_problems: Iterator[Problem], only: str) -> list[Problem]:
 
 
 def by_turns(device: torch.device, seed: int) -> Iterator[Problem]:
-    """Small and large problems; of a CPU small ones."""
+    """Small and large problems, of a CPU small ones, in an order of the seed's: one of each layout and plan, then
+    another of each, and so on. So a short run has all kernels, and one of another seed other sizes first.
+    """
     sizes = (True, False) if device.type == "cuda" else (True,)
-    for both in itertools.zip_longest(*(problems(device, small, seed) for small in sizes)):
-        yield from filter(None, both)
+    found = [problem for small in sizes for problem in problems(device, small, seed)]
+    Random(seed).shuffle(found)
+    kinds: dict[tuple[str, str], list[Problem]] = {}
+    for problem in found:
+        kinds.setdefault((problem.name.partition(" ")[0], problem.plan), []).append(problem)
+    for one_of_each in itertools.zip_longest(*kinds.values()):
+        yield from filter(None, one_of_each)
 
 
 def run_for(device: torch.device, minutes: float, seed: int, only: str, turn: Turn, counts: Counts) -> None:

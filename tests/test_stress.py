@@ -18,6 +18,14 @@ def test_every_format_has_problems(lean: bool) -> None:
     assert found == {"packing", "tile"} | {name for name, kind in FORMATS.items() if "cpu" in kind.device_types}
 
 
+def test_a_short_run_has_each_layout_and_another_seed_other_sizes() -> None:
+    orders = [[problem.name for problem in stress.by_turns(CPU, seed)] for seed in (0, 0, 1)]
+    layouts = {name.partition(" ")[0] for name in orders[0]}
+    assert {name.partition(" ")[0] for name in orders[0][: len(layouts)]} == layouts
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+
+
 def test_rings_wrap_where_six_blocks_multiply_64_tokens_by_dense12() -> None:
     """By the kernel for few tokens, which has up to 4096 columns then (path.h), and three stages; at 40 tokens four."""
     slabs = [-(-rows // 64) * -(-cols // 256) for rows, cols, _ in stress.SMALL.values() if cols <= 4096]

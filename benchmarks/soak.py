@@ -13,6 +13,7 @@ which is appended to --out. Exit status 1: a token differed, or memory grew.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import itertools
@@ -75,11 +76,11 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype, adapter: bool) 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
     model.generation_config.eos_token_id = None  # each sequence has all its tokens
     if adapter:
-        from peft import LoraConfig
+        from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
-        model.add_adapter(LoraConfig(r=8, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-        model.disable_adapters()
+        config = LoraConfig(r=8, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
     return model
 
 
@@ -109,9 +110,8 @@ def graph_tokens(model: Any, prompts: Tensor, count: int, stream: torch.cuda.Str
 @torch.no_grad()
 def decode(model: Any, scenario: Scenario, prompts: Tensor, count: int, stream: Any) -> Tensor:
     """The tokens [batch, count], on the CPU. stream: one for all, as torch keeps a workspace for each there was."""
-    if scenario.adapter:
-        model.enable_adapters()
-    try:
+    is_off = hasattr(model, "disable_adapter") and not scenario.adapter
+    with model.disable_adapter() if is_off else contextlib.nullcontext():
         if scenario.way == "graph":
             return graph_tokens(model, prompts, count, stream).cpu()
         if scenario.way == "eager":
@@ -121,9 +121,6 @@ def decode(model: Any, scenario: Scenario, prompts: Tensor, count: int, stream: 
             tokens = model.generate(prompts, max_new_tokens=count, do_sample=False)[:, PROMPT_TOKENS:].cpu()
         torch.cuda.current_stream().wait_stream(stream)
         return tokens
-    finally:
-        if scenario.adapter:
-            model.disable_adapters()
 
 
 def held(device: torch.device) -> tuple[int, int]:

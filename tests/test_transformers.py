@@ -842,7 +842,7 @@ import torch.distributed as dist
 import macko
 from macko.formats import MackoWeight
 from macko.integrations import tensor_parallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, modeling_utils
 from transformers.distributed import DistributedConfig
 from tests.common import assert_close_spmv, assert_same_bits
 
@@ -871,6 +871,13 @@ def counting(model, name, layer):
     assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "1"  # or all of the file would be read ahead
     cut(model, name, layer)
 
+reserved = []
+
+def reserving(model, places, quantizer):
+    on_gpu = dict.fromkeys(places, torch.device("cuda"))
+    reserved.append(sum(modeling_utils.get_total_byte_count(model, on_gpu, quantizer).values()))
+
+modeling_utils.caching_allocator_warmup = reserving
 tensor_parallel.cut = counting
 for folder, options in ((sparse, two), (dense, config | two), (sparse, {"tp_plan": "auto"})):
     model = load(folder, **options)
@@ -907,6 +914,9 @@ for folder, options in ((sparse, two), (dense, config | two), (sparse, {"tp_plan
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.state_dict().items())
     dist.barrier()
 assert whole_at_once == [1] * 2 * len(layers)  # of a packed folder one layer at a time is read before it is cut
+most = 0.6 * sum(tensor.nbytes for tensor in whole.state_dict().values())
+assert len(reserved) == 3
+assert all(0.4 / 0.6 * most < one < most for one in reserved), (reserved, most)
 dist.destroy_process_group()
 """
 

@@ -78,6 +78,11 @@ def cut_dim(model: Any, name: str) -> int | None:
     return None
 
 
+def holders(model: Any, name: str) -> int:
+    """How many processes hold a layer's weight together."""
+    return 1 if cut_dim(model, name) is None else _mesh(model).size()
+
+
 def cut(model: Any, name: str, layer: SparseLinear) -> None:
     """Leaves a layer, which holds the whole weight and which transformers has wrapped, this process' part of it."""
     if (dim := cut_dim(model, name)) is None:

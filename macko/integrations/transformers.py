@@ -179,10 +179,13 @@ class MackoHfQuantizer(HfQuantizer):
         return param_name in self._packed_names or (key == "weight" and layer in self._found)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes an element to plan with: transformers reserves so much of a GPU before it loads."""
         size = param.element_size()
-        return (
-            size * self._share if not self.pre_quantized and self.param_needs_quantization(model, param_name) else size
-        )
+        if not self.param_needs_quantization(model, param_name):
+            return size
+        if not self.pre_quantized:
+            return size * self._share
+        return size / tensor_parallel.holders(model, param_name.rpartition(".")[0])
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         # A value may round to zero in another type, and a zero is not stored: so packed tensors come as they are.

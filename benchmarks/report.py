@@ -24,6 +24,7 @@ from macko.times import held_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+H100 = ROOT / "benchmarks" / "results" / "h100-80gb-hbm3"
 TIMES = ROOT / "macko" / "times"
 DENSE = ("dense_linear", "dense_mv")
 #: What to call each kernel, in the order of plots.
@@ -1214,15 +1215,18 @@ def shards_table(path: Path) -> str:
 def engines_parts(folder: Path) -> dict[str, Callable[[], str]]:
     """The tables of docs/engines.md, and its plot; those whose lines are not there say so."""
     vllm_path, transformers, shards = (folder / f"{name}.jsonl" for name in ("vllm", "transformers", "shards"))
-    vllm = load_engines(vllm_path) if vllm_path.exists() else []
+    two_path, two_transformers = H100 / "vllm.jsonl", H100 / "transformers.jsonl"
+    vllm, two = (load_engines(path) if path.exists() else [] for path in (vllm_path, two_path))
     parts = {
         "engines where": (vllm_path, lambda: engines_where(vllm)),
         "engines plot": (vllm_path, lambda: "![speed over dense by sequences at once](images/engines.svg)"),
-        "engines loading": (vllm_path, lambda: engines_loading_table(vllm)),
-        "engines two": (vllm_path, lambda: engines_table(vllm, "decode", 2, False)),
-        "engines two 70b": (vllm_path, lambda: engines_table(vllm, "decode", 2, False, 8192)),
-        "engines transformers": (transformers, lambda: transformers_table(transformers)),
-        "engines transformers 70b": (transformers, lambda: transformers_table(transformers, 8192)),
+        "engines loading": (vllm_path, lambda: engines_loading_table([x for x in vllm if x["ranks"] == 1])),
+        "engines two where": (two_path, lambda: engines_where(two)),
+        "engines two": (two_path, lambda: engines_table(two, "decode", 2, False)),
+        "engines two 70b": (two_path, lambda: engines_table(two, "decode", 2, False, 8192)),
+        "engines two loading": (two_path, lambda: engines_loading_table(two)),
+        "engines transformers": (two_transformers, lambda: transformers_table(two_transformers)),
+        "engines transformers 70b": (two_transformers, lambda: transformers_table(two_transformers, 8192)),
         "engines continuous": (transformers, lambda: continuous_table(transformers)),
         "engines shards": (shards, lambda: shards_table(shards)),
     }
@@ -1484,7 +1488,7 @@ def main() -> None:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "macko"
     path = ROOT / "benchmarks" / "results" / "h200" / "spmv.jsonl"
-    h100 = ROOT / "benchmarks" / "results" / "h100-80gb-hbm3" / "spmm.jsonl"
+    h100 = H100 / "spmm.jsonl"
     problems = load(path)
     plot_densities(problems, IMAGES / "spmv_density.svg")
     plot_floor(problems, IMAGES / "spmv_floor.svg")
@@ -1508,7 +1512,7 @@ def main() -> None:
         "sparse11 products": lambda: sparse11_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16", "magnitude")),
         "h100 where": lambda: where(map(json.loads, h100.read_text().splitlines())),
         "h100 products": lambda: sparse11_table(load_tokens(h100, "bfloat16", "magnitude")),
-        "h100 pace": lambda: pace_table(h100.parent),
+        "h100 pace": lambda: pace_table(H100),
         "sparse11 listed": lambda: listed_table(path.parent / "listed.jsonl"),
         "eight products": lambda: eight_table(path.parent / "spmm.jsonl"),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),

@@ -40,7 +40,7 @@ import macko
 from macko import FORMATS, EcWeight, MackoWeight, SparseLinear
 from macko.cli import main as command
 from macko.files import VERSION, Checkpoint, as_extra_state
-from macko.formats import PackedWeight, SellWeight, SlideWeight
+from macko.formats import SAVED, Macko8Weight, PackedWeight, SellWeight, SlideWeight, described
 from tests.common import random_weight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu/fuzz.jsonl"
@@ -83,7 +83,8 @@ def honest() -> list[PackedWeight]:
     made.append(FORMATS["dense12"].from_dense(w))
     w[:, ::2] = 0
     made += [FORMATS["sparse11"].from_dense(w.to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
-    made += [FORMATS[name].from_dense(w, kind).to_saved() for name in ("dense8", "sparse8") for kind in (0, 1)]
+    in_bytes = [FORMATS[name].from_dense(w, kind) for name in ("dense8", "sparse8") for kind in (0, 1)]
+    made += [*in_bytes, *(weight.to_saved() for weight in in_bytes)]
     perm = torch.arange(9, dtype=torch.int32).expand(2, 9).contiguous()
     block = torch.tensor([[0, 0, 0, 9, 0, 0, 1, 0]], dtype=torch.int32)
     made.append(SellWeight(torch.zeros(0).half(), torch.zeros(256).short(), block, perm, 9, 20, 3, 8, 0, 0))
@@ -121,7 +122,7 @@ def change_sizes(choose: random.Random, sizes: Sizes, tensors: Tensors) -> None:
     names = [name for name in sizes if name != "format"]
     what = choose.randrange(10)
     if what == 0:
-        sizes["format"] = choose.choice((*FORMATS, "elves", "auto", None, ["macko"], 3))
+        sizes["format"] = choose.choice((*FORMATS, *SAVED, "elves", "auto", None, ["macko"], 3))
     elif what == 1:
         sizes[choose.choice((*names, "elves", *tensors))] = number(choose)
     elif what == 2 and names:
@@ -249,6 +250,10 @@ def use(packed: PackedWeight) -> None:
     rows, cols = packed.shape
     if isinstance(packed, SellWeight) or max(rows, cols) > SMALL:
         return
+    if isinstance(packed, Macko8Weight):
+        if rows * cols > SMALL:
+            return
+        packed = packed.held()
     _ = packed.density, packed.stored, packed.nbytes, packed.label
     for tokens in (1, 3):
         packed.linear(torch.ones(tokens, cols, dtype=packed.dtype), torch.ones(rows, dtype=packed.dtype))
@@ -293,7 +298,7 @@ def read_file(choose: random.Random, weight: PackedWeight, path: Path) -> bool:
 
 def read_fields(weight: PackedWeight, sizes: Sizes, tensors: Tensors) -> bool:
     """The same as a dataclass of any format, layouts too."""
-    kind = FORMATS.get(sizes["format"]) if isinstance(sizes.get("format"), str) else None
+    kind = {**FORMATS, **SAVED}.get(sizes["format"]) if isinstance(sizes.get("format"), str) else None
     if kind is None:
         return False
     fields = {name: size for name, size in sizes.items() if name != "format"}
@@ -328,11 +333,13 @@ def run_case(
     """What became of it: accepted or refused. Whatever is raised is a failure. made: is told the bytes to be read."""
     choose = random.Random(f"{seed}/{case}")
     torch.manual_seed(case)
-    kind = choose.choice(list(FORMATS))
+    kind = choose.choice([*FORMATS, *SAVED])
     weight = choose.choice([weight for weight in weights if weight.format == kind])
-    sizes: Sizes = {"format": weight.format, **weight.sizes()}
     tensors: Tensors = dict(weight.tensors())
     way = choose.choice(("file", "file", "fields", "state"))
+    sizes: Sizes = described(type(weight), weight.sizes())
+    if way == "fields":
+        sizes = {"format": kind, **weight.sizes()}
     honest_header = way != "file" or choose.random() < 0.75
     for _ in range(choose.choice((1, 1, 1, 2, 3)) if honest_header or choose.random() < 0.2 else 0):
         choose.choice((change_sizes, change_tensors))(choose, sizes, tensors)
@@ -519,16 +526,14 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
 def write_corpus(folder: Path) -> None:
     """The honest weights for tests/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11"]
+    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
         arrays = [
             bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()
         ]
         sizes = weight.sizes()
-        extra = sizes.get(
-            {"tile": "widest", "dense12": "slab_units", "sparse11": "widest"}.get(weight.format, "delta_bits"), 0
-        )
-        table = [sizes.get("table_low", 0), sizes.get("table_high", 0)]
+        extra = next((sizes[name] for name in ("widest", "slab_units", "delta_bits") if name in sizes), 0)
+        table = [sizes.get("table_low", sizes.get("kind", 0)), sizes.get("table_high", 0)]
         if isinstance(weight, EcWeight):
             extra = weight.tile_ptr.shape[1] - 1
         dtype = (torch.float16, torch.bfloat16, torch.float32).index(weight.dtype)

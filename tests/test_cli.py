@@ -851,6 +851,16 @@ def test_a_config_of_compressed_tensors_that_lies(lie: Any) -> None:
             is_quantised({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
 
 
+def test_a_shape_that_holds_nothing_is_not_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 400 bytes, and 256 GB as dense."""
+    rows, cols = 64, 2**31 - 1
+    about = {"version": 1, "layers": {"up": {"format": "macko", "rows": rows, "cols": cols, "delta_bits": 4}}}
+    tensors = {f"up.{name}": t for name, t in macko.MackoWeight.zeros(rows, 8, torch.float16).tensors().items()}
+    save_file(tensors, tmp_path / "file", metadata={"macko": json.dumps(about)})
+    assert main(["inspect", str(tmp_path / "file")]) == 0
+    assert f"{rows}x{cols}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("lie", ["", [], 0, False, "macko"])
 def test_a_quantization_config_that_is_no_object_is_refused(
     lie: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -382,6 +382,7 @@ def test_dense_state_dict_is_refused_with_the_reason() -> None:
         ("deltas", [1, 2], "expected tensors"),
         ("values", torch.zeros(8, dtype=torch.int64), "int64"),
         ("_extra_state", torch.zeros(3, dtype=torch.uint8), "_extra_state does not say"),
+        ("_extra_state", torch.zeros(3, dtype=torch.uint8, device="meta"), "_extra_state does not say"),
         (
             "_extra_state",
             torch.tensor(list(b'{"format": "macko", "rows": 1e9}'), dtype=torch.uint8),

@@ -29,7 +29,7 @@ from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, VALUES, Opt
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
-from .formats import FORMATS, Dense12Weight, MackoWeight, TileWeight
+from .formats import FORMATS, Dense12Weight, EcWeight, MackoWeight, TileWeight
 from .integrations import require_transformers
 from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
@@ -334,6 +334,7 @@ def inspect(options: argparse.Namespace) -> None:
             expected = ""
             if known and "embed" not in name and dense.dtype.itemsize == 2:
                 found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
+                found.pop(EcWeight.format, None)  # which nothing chooses
                 left = 1 - density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
                 best = "" if not found else "dense" if left else min(found, key=found.__getitem__)
                 if best:

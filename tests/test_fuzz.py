@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,12 @@ def test_files_of_8_bits_are_read_in_every_way(tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("safetensors")
     read: set[str] = set()
     for name in ("read_file", "read_fields", "read_state"):
-        monkeypatch.setattr(fuzz, name, lambda *args, name=name: bool(read.add(name)))
+
+        def reader(*args: Any, name: str = name) -> bool:
+            read.add(name)
+            return False
+
+        monkeypatch.setattr(fuzz, name, reader)
     weights = [weight for weight in fuzz.honest() if weight.format in SAVED]
     monkeypatch.setattr(fuzz, "FORMATS", {})
     for case in range(50):

@@ -220,6 +220,8 @@ def test_what_would_not_gain_stays_dense(monkeypatch: pytest.MonkeyPatch) -> Non
     report = macko.sparsify_(model())
     assert report.layers[0].reason == "dense is as fast here: 5.0 us a token, as macko 6.0 us"
     assert report.gain == 1
+    found["ec"] = 1.0  # which auto never takes
+    assert macko.sparsify_(model()).layers[0].reason == report.layers[0].reason
     assert macko.sparsify_(model(), format="mixed").layers[0].reason == report.layers[0].reason
     found["macko"] = found["bitmap"] = 2.5
     report = macko.sparsify_(model())

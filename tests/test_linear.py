@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import macko
-from macko import FORMATS, MackoWeight, SparseLinear
+from macko import FORMATS, MackoWeight, SparseLinear, linear
+from macko.choose import Options, pack
 from tests.common import (
     HALVES,
     assert_close_spmv,
@@ -469,6 +470,15 @@ def test_mixed_is_chosen_anew_as_from_a_dense_layer() -> None:
     wanted = SparseLinear.from_linear(dense, "mixed")
     assert wanted.format == "slide"
     assert_same_layer(SparseLinear.from_linear(dense).reformat_("mixed"), wanted)
+
+
+def test_mixed_that_is_chosen_anew_holds_values_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, asked = SparseLinear.from_linear(dense_layer()), []
+    layer._options = Options(values="raw")
+    monkeypatch.setattr(linear, "pack", lambda w, options: asked.append(options) or pack(w, options))
+    layer.reformat_("mixed")
+    assert asked == [Options("mixed", values="raw")]
+    assert layer._options == Options(values="raw")
 
 
 @pytest.mark.parametrize(

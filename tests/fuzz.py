@@ -3,7 +3,7 @@
     python -m tests.fuzz --cases 1000000 --seed 0
 
 A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file.
-What passes validation is unpacked and multiplied too. A case may take two seconds, and memory of four times what it
+What passes validation is unpacked and multiplied too; some files go through from_pretrained. A case may take two seconds, and memory of four times what it
 reads and 64 MB. The run ends with one JSON line, which --out appends to a file, also where SIGTERM or Ctrl-C ends it:
 its cases are those so far. `--only N` runs one case here, to look at its traceback.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import math
@@ -48,6 +49,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu/fuzz.jsonl"
 #: and of memory, beside what the process has when it begins, so many bytes a byte of the file and these.
 SECONDS = 2.0
 BYTES_A_BYTE, MORE_BYTES = 4, 64 << 20
+#: Share of files that go through transformers too, which takes 20 ms.
+PRETRAINED = 0.02
 #: Rows, columns and elements up to which what was accepted is also run: the shape of a sparse matrix costs nothing.
 SMALL = 1 << 20
 
@@ -211,10 +214,14 @@ TYPES = {
 
 
 def file_bytes(choose: random.Random, tensors: Tensors, metadata: dict[str, str], lies: bool) -> bytes:
-    """A safetensors file, whose header lies about what is behind it where that is asked for."""
+    """A safetensors file, whose header lies about what is behind it where that is asked for.
+
+    Else it is as safetensors writes it: wide elements first, behind a header of whole words. So tensors begin where
+    their types may, and what looks at content is reached.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     data = b""
-    for name, t in tensors.items():
+    for name, t in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         content = bytes(t.contiguous().reshape(-1).view(torch.uint8).tolist()) if t.numel() else b""
         offsets = [len(data), len(data) + len(content)]
         header[name] = {"dtype": TYPES[t.dtype], "shape": list(t.shape), "data_offsets": offsets}
@@ -232,7 +239,8 @@ def file_bytes(choose: random.Random, tensors: Tensors, metadata: dict[str, str]
             del entry[choose.choice(list(entry))]
         elif what == 4:
             header["__metadata__"] = choose.choice(({}, None, [], {"macko": 3}))
-    text = json.dumps(header).encode() + b" " * (choose.randrange(9) if lies else 0)
+    text = json.dumps(header).encode()
+    text += b" " * (choose.randrange(9) if lies else -len(text) % 8)
     length = number(choose, len(text)) if lies and what == 5 else len(text)
     length = length % 2**64 if type(length) is int else 0
     whole = length.to_bytes(8, "little") + text + data
@@ -294,6 +302,56 @@ def read_file(choose: random.Random, weight: PackedWeight, path: Path) -> bool:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             command(["inspect", str(path)])
     return accepted
+
+
+@functools.cache
+def pretrained_class() -> Any:
+    """A transformers model of one layer, by `rows`, `cols` and `dtype` of its config; None without transformers."""
+    if mackoconfig() is None:
+        return None
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    class Config(PreTrainedConfig):
+        model_type = "fuzzed"
+
+    class Pretrained(PreTrainedModel):
+        config_class = Config
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = nn.Linear(config.cols, config.rows, bias=False)
+            self.post_init()
+
+    return Pretrained
+
+
+def import_all() -> None:
+    """What transformers imports when it reads the first model: no case is to be charged with that."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    weight = MackoWeight.zeros(3, 5, torch.float16)
+    with tempfile.TemporaryDirectory() as name:
+        folder, tensors = Path(name), {f"layer.{key}": t for key, t in weight.tensors().items()}
+        (folder / "model.safetensors").write_bytes(file_bytes(random.Random(0), tensors, {"format": "pt"}, False))
+        layers = {"layer": described(MackoWeight, weight.sizes())}
+        as_pretrained(folder, weight, {"quant_method": "macko", "version": VERSION, "layers": layers})
+        assert read_pretrained(pretrained_class(), folder)
+
+
+def read_pretrained(kind: Any, folder: Path) -> bool:
+    """The same as transformers reads it; what that says of a file by itself, macko has no part in."""
+    try:
+        model = kind.from_pretrained(folder, dtype="auto")
+    except ValueError:
+        return False
+    except Exception as error:
+        if place_of(error):
+            raise
+        return False
+    model.layer(torch.ones(2, model.layer.in_features, dtype=model.layer.weight.dtype))
+    return True
 
 
 def read_fields(weight: PackedWeight, sizes: Sizes, tensors: Tensors) -> bool:
@@ -379,11 +437,26 @@ def run_case(
         if choose.random() < 0.03:
             as_folder(choose, folder, about)
             path = folder
-        made(size)
-        accepted = read_file(choose, weight, path)
+            made(size)
+            accepted = read_file(choose, weight, path)
+        elif config is not None and choose.random() < PRETRAINED:
+            about = {"quant_method": "macko", **about} if isinstance(about, dict) else about
+            as_pretrained(folder, weight, about)
+            made(size)
+            accepted = read_pretrained(pretrained_class(), folder)
+        else:
+            made(size)
+            accepted = read_file(choose, weight, path)
         for other in folder.iterdir():
             other.unlink()
     return "accepted" if accepted else "refused"
+
+
+def as_pretrained(folder: Path, weight: PackedWeight, about: Any) -> None:
+    """A config.json of `pretrained_class` that says this of the file's layers."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    config = {"model_type": "fuzzed", "rows": weight.rows, "cols": weight.cols, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
 
 
 def as_folder(choose: random.Random, folder: Path, about: Any) -> None:
@@ -411,14 +484,20 @@ def mackoconfig() -> Any:
     return MackoConfig
 
 
-def kind_of(error: BaseException) -> str:
-    """Type, innermost place in macko, and the first words: what makes two failures the same."""
+def place_of(error: BaseException) -> str:
+    """The innermost place in macko that an error has passed, if any."""
     place, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if "macko" in Path(code.co_filename).parts:
             place = f"{Path(code.co_filename).name}:{trace.tb_lineno} {code.co_name}"
         trace = trace.tb_next
+    return place
+
+
+def kind_of(error: BaseException) -> str:
+    """Type, innermost place in macko, and the first words: what makes two failures the same."""
+    place = place_of(error)
     text = re.sub(r"\S*/", "", str(error))  # no folders of this machine
     words = re.sub(r"[0-9]+", "N", text)[:60].replace("\n", " ")
     return f"{type(error).__name__} in {place}: {words}"
@@ -478,6 +557,9 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     context, config = get_context("fork"), mackoconfig()
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # each of its threads would ask for 64 MB of addresses
+    if config is not None:
+        import_all()
     failures: list[tuple[int, str]] = []
     stop = start + cases
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as log:

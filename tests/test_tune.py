@@ -233,6 +233,12 @@ def test_a_layout_that_fills_up_a_small_weight_is_not_taken() -> None:
     assert isinstance(choose.pack(pattern, choose.Options("mixed")), (MackoWeight, BitmapWeight))
 
 
+def test_mixed_says_where_it_is_slowest_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "worst_of", lambda *_: (8, 0.5))
+    for format, worst in (("auto", (8, 0.5)), ("mixed", (8, 0.5)), ("macko", None)):
+        assert macko.sparsify_(model(), format=format).layers[0].worst == worst
+
+
 def test_what_would_not_gain_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"dense": 5.0, "macko": 6.0}
     monkeypatch.setattr(convert, "expected_us", lambda *_: dict(found))

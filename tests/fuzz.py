@@ -3,9 +3,10 @@
     python -m tests.fuzz --cases 1000000 --seed 0
 
 A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file.
-What passes validation is unpacked and multiplied too; some files go through from_pretrained. A case may take two seconds, and memory of four times what it
-reads and 64 MB. The run ends with one JSON line, which --out appends to a file, also where SIGTERM or Ctrl-C ends it:
-its cases are those so far. `--only N` runs one case here, to look at its traceback.
+What passes validation is unpacked and multiplied too; some files go through from_pretrained. A case may take two
+seconds, and memory of four times what it reads and 64 MB. The run ends with one JSON line, which --out appends to a
+file, also where SIGTERM or Ctrl-C ends it: its cases are those so far. `--only N` runs one case here, to look at its
+traceback.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import macko
 from macko import FORMATS, MackoWeight, SparseLinear, linear
 from macko.choose import Options, pack
+from macko.formats import PackedWeight
 from tests.common import (
     HALVES,
     assert_close_spmv,
@@ -475,7 +476,12 @@ def test_mixed_is_chosen_anew_as_from_a_dense_layer() -> None:
 def test_mixed_that_is_chosen_anew_holds_values_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, asked = SparseLinear.from_linear(dense_layer()), []
     layer._options = Options(values="raw")
-    monkeypatch.setattr(linear, "pack", lambda w, options: asked.append(options) or pack(w, options))
+
+    def seen(w: MackoWeight, options: Options) -> PackedWeight:
+        asked.append(options)
+        return pack(w, options)
+
+    monkeypatch.setattr(linear, "pack", seen)
     layer.reformat_("mixed")
     assert asked == [Options("mixed", values="raw")]
     assert layer._options == Options(values="raw")

@@ -79,7 +79,7 @@ stress: build ## exact products by the ten thousand on every GPU, for MINUTES=10
 soak: build ## a sparse 7B model that decodes for MINUTES=10: the same tokens, no byte more
 	$(PY) -m benchmarks.soak --minutes $(MINUTES)
 
-SANITIZED = $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -fno-sanitize-recover=all -fsanitize=address,undefined
+SANITIZED = $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all -fsanitize=address,undefined
 
 fuzz: build ## files that lie: a minute of the C core under sanitizers, then of every reader
 	$(PY) -m tests.fuzz --corpus build/corpus

@@ -29,7 +29,7 @@ from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, VALUES, Opt
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
-from .formats import FORMATS, Dense12Weight, MackoWeight, TileWeight
+from .formats import FORMATS, Dense12Weight, EcWeight, MackoWeight, TileWeight
 from .integrations import require_transformers
 from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
 from .linear import DTYPES
@@ -45,6 +45,8 @@ EXPECTED = (
 _DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 #: Layers' outputs are compared on so many tokens of a text, so that all of them fit.
 LAYER_TOKENS = 256
+#: A larger matrix with a smaller share of non-zeros is not unpacked to be looked at.
+EMPTY_ELEMENTS, EMPTY_DENSITY = 2**21, 2**-10
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 #: What a repository of the Hub holds besides, or a second time, in other formats.
@@ -327,10 +329,12 @@ def inspect(options: argparse.Namespace) -> None:
             total = [total[0] + size, total[1] + after]
             gain = f"{dense.nbytes / after:.2f}x" if after < dense.nbytes else "-"
             shape = "x".join(map(str, dense.shape))
-            row = (shape, density_text(density), " ".join(patterns(dense)), form, format_bytes(size))
+            held = [] if dense.is_meta else patterns(dense)
+            row = (shape, density_text(density), " ".join(held), form, format_bytes(size))
             expected = ""
             if known and "embed" not in name and dense.dtype.itemsize == 2:
                 found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
+                found.pop(EcWeight.format, None)  # which nothing chooses
                 left = 1 - density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
                 best = "" if not found else "dense" if left else min(found, key=found.__getitem__)
                 if best:
@@ -361,7 +365,7 @@ class _Memory:
 
     def add(self, name: str, dense: Tensor, density: float) -> tuple[str, str, str]:
         """Counts one matrix; gives its cells: bytes, and the share of weights that the format's table lacks."""
-        if dense.dtype not in Dense12Weight.dtypes or "embed" in name:
+        if dense.dtype not in Dense12Weight.dtypes or "embed" in name or dense.is_meta:
             return "", "", ""
         size = raw = exact = dense.nbytes
         tile = sparse11 = ""
@@ -399,7 +403,10 @@ class _Memory:
 
 
 def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
-    """Of every matrix its name, itself as dense, and in what format and how many bytes the checkpoint has it."""
+    """Of every matrix its name, itself as dense, and in what format and how many bytes the checkpoint has it.
+
+    On the meta device where it holds next to nothing: a shape takes no bytes in a file, and gigabytes as dense.
+    """
     from .integrations.compressed_tensors import lazy_state, sparsity_format
 
     masked = sparsity_format(file.config) or ""
@@ -410,9 +417,9 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
     for name in tqdm([*names, *matrices], delay=1, leave=False):
         if name in file.layers:
             packed = file.packed(name)
-            if packed.rows * packed.cols > 2**27 and packed.density < 2**-10:  # a shape takes no bytes in a file
-                raise ValueError(f"{name} holds next to nothing and claims to be {list(packed.shape)}: not unpacked")
-            yield name, packed.to_dense(), packed.format, packed.nbytes
+            empty = packed.rows * packed.cols > EMPTY_ELEMENTS and packed.density < EMPTY_DENSITY
+            dense = torch.empty(packed.shape, dtype=packed.dtype, device="meta") if empty else packed.to_dense()
+            yield name, dense, packed.format, packed.nbytes
         elif name in names:
             size = sum(file[k].nbytes for k in (f"{name}.bitmask", f"{name}.compressed"))
             yield name, names[name][...], masked, size
@@ -435,7 +442,8 @@ def tune(options: argparse.Namespace) -> None:
     def weights() -> Iterator[tuple[str, Tensor]]:
         if options.source:
             with Checkpoint(_folder(options.source, or_file=True)) as file:
-                yield from ((name, dense) for name, dense, *_ in _matrices(file) if "embed" not in name)
+                matrices = ((name, dense) for name, dense, *_ in _matrices(file) if not dense.is_meta)
+                yield from ((name, dense) for name, dense in matrices if "embed" not in name)
         for shape in options.shapes:
             rows, _, cols = shape.partition("x")
             for density in options.densities:

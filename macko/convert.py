@@ -33,6 +33,7 @@ from .choose import (
 from .formats import (
     SLIDE_PATTERNS,
     Dense12Weight,
+    EcWeight,
     PackedWeight,
     SlideWeight,
     Sparse11Weight,
@@ -338,7 +339,7 @@ def _why_not_worth(dense: Tensor, density: float, us: dict[str, float], options:
     """Why a weight is not packed, or nothing: of what is known before it is."""
     if 1 - density < min_sparsity and not takes_any_weight(options.format):
         return f"under {min_sparsity:.0%} sparse it would not pay"
-    sparse_us = {name: time for name, time in us.items() if name != "dense"}
+    sparse_us = {name: time for name, time in us.items() if name not in ("dense", EcWeight.format)}  # see choose
     if (
         options.again
         and not options.in_bytes

@@ -218,7 +218,7 @@ class Checkpoint:
                 self._files |= dict.fromkeys(file.keys(), file)
                 if "macko" in (metadata := file.metadata() or {}):
                     about = _json(metadata["macko"], name)
-        quantization = self.config.get("quantization_config") or {}
+        quantization = {} if (given := self.config.get("quantization_config")) is None else given
         if not isinstance(quantization, dict):
             raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
         if quantization.get("quant_method") == "macko":

@@ -257,13 +257,20 @@ class PackedWeight:
                 raise
             self._refuse(str(error))
 
+    @classmethod
+    def bad_size(cls, name: str, value: Any) -> str:
+        """What is wrong with an int field, or nothing."""
+        allowed = cls.limits.get(name, SIZES)
+        if type(value) is int and value in allowed:
+            return ""
+        wanted = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 8 else ", ".join(map(str, allowed))
+        return f"{name} is {value!r}, expected {wanted}"
+
     def _bad_field(self) -> str:
         """What is wrong with a field by itself, or nothing. Before any content is looked at, or anything allocated."""
         for name, value in self.sizes().items():
-            allowed = self.limits.get(name, SIZES)
-            if type(value) is not int or value not in allowed:
-                wanted = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 8 else ", ".join(map(str, allowed))
-                return f"{name} is {value!r}, expected {wanted}"
+            if reason := self.bad_size(name, value):
+                return reason
         for name, tensor in self.tensors().items():
             if not isinstance(tensor, Tensor):
                 return f"{name} is {tensor!r}, expected a Tensor"
@@ -1413,8 +1420,8 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     """What a file says of a packed weight, as {"format": "macko", "rows": 72, ...}: class, sizes, names of the tensors.
 
     Raises:
-        ValueError: there is no such format, it is never saved, or the sizes are not those of the format, or not from 0
-            to 2^31 - 1.
+        ValueError: there is no such format, it is never saved, or the sizes are not those of the format, or none that
+            they can be there.
     """
     if not isinstance(about, Mapping):
         raise ValueError(f"expected a format and its sizes, which are whole numbers, got {about!r}")
@@ -1435,4 +1442,6 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     # What has a default may be left out.
     if other := sorted(set(sizes) ^ {name for name in kind.size_names if name in sizes or not hasattr(kind, name)}):
         raise ValueError(f"{' and '.join(other)}: the format {kind.format} has the sizes {', '.join(kind.size_names)}")
+    for reason in filter(None, itertools.starmap(kind.bad_size, sizes.items())):
+        raise ValueError(reason)
     return kind, sizes, list(kind.tensor_names)

@@ -444,7 +444,7 @@ class SparseLinear(nn.Linear):
         if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
             try:
                 format, sizes, names = saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
-            except (AttributeError, RecursionError, TypeError, ValueError) as error:
+            except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
                 raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         if missing := [name for name in names if name not in tensors]:

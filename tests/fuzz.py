@@ -3,15 +3,17 @@
     python -m tests.fuzz --cases 1000000 --seed 0
 
 A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file.
-What passes validation is unpacked and multiplied too. A case may take two seconds, and memory of four times what it
-reads and 64 MB. The run ends with one JSON line, which --out appends to a file, also where SIGTERM or Ctrl-C ends it:
-its cases are those so far. `--only N` runs one case here, to look at its traceback.
+What passes validation is unpacked and multiplied too; some files go through from_pretrained. A case may take two
+seconds, and memory of four times what it reads and 64 MB. The run ends with one JSON line, which --out appends to a
+file, also where SIGTERM or Ctrl-C ends it: its cases are those so far. `--only N` runs one case here, to look at its
+traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import math
@@ -40,7 +42,7 @@ import macko
 from macko import FORMATS, EcWeight, MackoWeight, SparseLinear
 from macko.cli import main as command
 from macko.files import VERSION, Checkpoint, as_extra_state
-from macko.formats import PackedWeight, SellWeight, SlideWeight
+from macko.formats import SAVED, Macko8Weight, PackedWeight, SellWeight, SlideWeight, described
 from tests.common import random_weight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu/fuzz.jsonl"
@@ -48,6 +50,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu/fuzz.jsonl"
 #: and of memory, beside what the process has when it begins, so many bytes a byte of the file and these.
 SECONDS = 2.0
 BYTES_A_BYTE, MORE_BYTES = 4, 64 << 20
+#: Share of files that go through transformers too, which takes 20 ms.
+PRETRAINED = 0.02
 #: Rows, columns and elements up to which what was accepted is also run: the shape of a sparse matrix costs nothing.
 SMALL = 1 << 20
 
@@ -83,7 +87,8 @@ def honest() -> list[PackedWeight]:
     made.append(FORMATS["dense12"].from_dense(w))
     w[:, ::2] = 0
     made += [FORMATS["sparse11"].from_dense(w.to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
-    made += [FORMATS[name].from_dense(w, kind).to_saved() for name in ("dense8", "sparse8") for kind in (0, 1)]
+    in_bytes = [FORMATS[name].from_dense(w, kind) for name in ("dense8", "sparse8") for kind in (0, 1)]
+    made += [*in_bytes, *(weight.to_saved() for weight in in_bytes)]
     perm = torch.arange(9, dtype=torch.int32).expand(2, 9).contiguous()
     block = torch.tensor([[0, 0, 0, 9, 0, 0, 1, 0]], dtype=torch.int32)
     made.append(SellWeight(torch.zeros(0).half(), torch.zeros(256).short(), block, perm, 9, 20, 3, 8, 0, 0))
@@ -121,7 +126,7 @@ def change_sizes(choose: random.Random, sizes: Sizes, tensors: Tensors) -> None:
     names = [name for name in sizes if name != "format"]
     what = choose.randrange(10)
     if what == 0:
-        sizes["format"] = choose.choice((*FORMATS, "elves", "auto", None, ["macko"], 3))
+        sizes["format"] = choose.choice((*FORMATS, *SAVED, "elves", "auto", None, ["macko"], 3))
     elif what == 1:
         sizes[choose.choice((*names, "elves", *tensors))] = number(choose)
     elif what == 2 and names:
@@ -210,10 +215,14 @@ TYPES = {
 
 
 def file_bytes(choose: random.Random, tensors: Tensors, metadata: dict[str, str], lies: bool) -> bytes:
-    """A safetensors file, whose header lies about what is behind it where that is asked for."""
+    """A safetensors file, whose header lies about what is behind it where that is asked for.
+
+    Else it is as safetensors writes it: wide elements first, behind a header of whole words. So tensors begin where
+    their types may, and what looks at content is reached.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     data = b""
-    for name, t in tensors.items():
+    for name, t in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         content = bytes(t.contiguous().reshape(-1).view(torch.uint8).tolist()) if t.numel() else b""
         offsets = [len(data), len(data) + len(content)]
         header[name] = {"dtype": TYPES[t.dtype], "shape": list(t.shape), "data_offsets": offsets}
@@ -231,7 +240,8 @@ def file_bytes(choose: random.Random, tensors: Tensors, metadata: dict[str, str]
             del entry[choose.choice(list(entry))]
         elif what == 4:
             header["__metadata__"] = choose.choice(({}, None, [], {"macko": 3}))
-    text = json.dumps(header).encode() + b" " * (choose.randrange(9) if lies else 0)
+    text = json.dumps(header).encode()
+    text += b" " * (choose.randrange(9) if lies else -len(text) % 8)
     length = number(choose, len(text)) if lies and what == 5 else len(text)
     length = length % 2**64 if type(length) is int else 0
     whole = length.to_bytes(8, "little") + text + data
@@ -249,6 +259,10 @@ def use(packed: PackedWeight) -> None:
     rows, cols = packed.shape
     if isinstance(packed, SellWeight) or max(rows, cols) > SMALL:
         return
+    if isinstance(packed, Macko8Weight):
+        if rows * cols > SMALL:
+            return
+        packed = packed.held()
     _ = packed.density, packed.stored, packed.nbytes, packed.label
     for tokens in (1, 3):
         packed.linear(torch.ones(tokens, cols, dtype=packed.dtype), torch.ones(rows, dtype=packed.dtype))
@@ -291,9 +305,59 @@ def read_file(choose: random.Random, weight: PackedWeight, path: Path) -> bool:
     return accepted
 
 
+@functools.cache
+def pretrained_class() -> Any:
+    """A transformers model of one layer, by `rows`, `cols` and `dtype` of its config; None without transformers."""
+    if mackoconfig() is None:
+        return None
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    class Config(PreTrainedConfig):
+        model_type = "fuzzed"
+
+    class Pretrained(PreTrainedModel):
+        config_class = Config
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = nn.Linear(config.cols, config.rows, bias=False)
+            self.post_init()
+
+    return Pretrained
+
+
+def import_all() -> None:
+    """What transformers imports when it reads the first model: no case is to be charged with that."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    weight = MackoWeight.zeros(3, 5, torch.float16)
+    with tempfile.TemporaryDirectory() as name:
+        folder, tensors = Path(name), {f"layer.{key}": t for key, t in weight.tensors().items()}
+        (folder / "model.safetensors").write_bytes(file_bytes(random.Random(0), tensors, {"format": "pt"}, False))
+        layers = {"layer": described(MackoWeight, weight.sizes())}
+        as_pretrained(folder, weight, {"quant_method": "macko", "version": VERSION, "layers": layers})
+        assert read_pretrained(pretrained_class(), folder)
+
+
+def read_pretrained(kind: Any, folder: Path) -> bool:
+    """The same as transformers reads it; what that says of a file by itself, macko has no part in."""
+    try:
+        model = kind.from_pretrained(folder, dtype="auto")
+    except ValueError:
+        return False
+    except Exception as error:
+        if place_of(error):
+            raise
+        return False
+    model.layer(torch.ones(2, model.layer.in_features, dtype=model.layer.weight.dtype))
+    return True
+
+
 def read_fields(weight: PackedWeight, sizes: Sizes, tensors: Tensors) -> bool:
     """The same as a dataclass of any format, layouts too."""
-    kind = FORMATS.get(sizes["format"]) if isinstance(sizes.get("format"), str) else None
+    kind = {**FORMATS, **SAVED}.get(sizes["format"]) if isinstance(sizes.get("format"), str) else None
     if kind is None:
         return False
     fields = {name: size for name, size in sizes.items() if name != "format"}
@@ -328,11 +392,13 @@ def run_case(
     """What became of it: accepted or refused. Whatever is raised is a failure. made: is told the bytes to be read."""
     choose = random.Random(f"{seed}/{case}")
     torch.manual_seed(case)
-    kind = choose.choice(list(FORMATS))
+    kind = choose.choice([*FORMATS, *SAVED])
     weight = choose.choice([weight for weight in weights if weight.format == kind])
-    sizes: Sizes = {"format": weight.format, **weight.sizes()}
     tensors: Tensors = dict(weight.tensors())
     way = choose.choice(("file", "file", "fields", "state"))
+    sizes: Sizes = described(type(weight), weight.sizes())
+    if way == "fields":
+        sizes = {"format": kind, **weight.sizes()}
     honest_header = way != "file" or choose.random() < 0.75
     for _ in range(choose.choice((1, 1, 1, 2, 3)) if honest_header or choose.random() < 0.2 else 0):
         choose.choice((change_sizes, change_tensors))(choose, sizes, tensors)
@@ -372,11 +438,26 @@ def run_case(
         if choose.random() < 0.03:
             as_folder(choose, folder, about)
             path = folder
-        made(size)
-        accepted = read_file(choose, weight, path)
+            made(size)
+            accepted = read_file(choose, weight, path)
+        elif config is not None and choose.random() < PRETRAINED:
+            about = {"quant_method": "macko", **about} if isinstance(about, dict) else about
+            as_pretrained(folder, weight, about)
+            made(size)
+            accepted = read_pretrained(pretrained_class(), folder)
+        else:
+            made(size)
+            accepted = read_file(choose, weight, path)
         for other in folder.iterdir():
             other.unlink()
     return "accepted" if accepted else "refused"
+
+
+def as_pretrained(folder: Path, weight: PackedWeight, about: Any) -> None:
+    """A config.json of `pretrained_class` that says this of the file's layers."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    config = {"model_type": "fuzzed", "rows": weight.rows, "cols": weight.cols, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
 
 
 def as_folder(choose: random.Random, folder: Path, about: Any) -> None:
@@ -404,14 +485,20 @@ def mackoconfig() -> Any:
     return MackoConfig
 
 
-def kind_of(error: BaseException) -> str:
-    """Type, innermost place in macko, and the first words: what makes two failures the same."""
+def place_of(error: BaseException) -> str:
+    """The innermost place in macko that an error has passed, if any."""
     place, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if "macko" in Path(code.co_filename).parts:
             place = f"{Path(code.co_filename).name}:{trace.tb_lineno} {code.co_name}"
         trace = trace.tb_next
+    return place
+
+
+def kind_of(error: BaseException) -> str:
+    """Type, innermost place in macko, and the first words: what makes two failures the same."""
+    place = place_of(error)
     text = re.sub(r"\S*/", "", str(error))  # no folders of this machine
     words = re.sub(r"[0-9]+", "N", text)[:60].replace("\n", " ")
     return f"{type(error).__name__} in {place}: {words}"
@@ -471,6 +558,9 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     context, config = get_context("fork"), mackoconfig()
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # each of its threads would ask for 64 MB of addresses
+    if config is not None:
+        import_all()
     failures: list[tuple[int, str]] = []
     stop = start + cases
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as log:
@@ -519,16 +609,14 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
 def write_corpus(folder: Path) -> None:
     """The honest weights for tests/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11"]
+    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
         arrays = [
             bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()
         ]
         sizes = weight.sizes()
-        extra = sizes.get(
-            {"tile": "widest", "dense12": "slab_units", "sparse11": "widest"}.get(weight.format, "delta_bits"), 0
-        )
-        table = [sizes.get("table_low", 0), sizes.get("table_high", 0)]
+        extra = next((sizes[name] for name in ("widest", "slab_units", "delta_bits") if name in sizes), 0)
+        table = [sizes.get("table_low", sizes.get("kind", 0)), sizes.get("table_high", 0)]
         if isinstance(weight, EcWeight):
             extra = weight.tile_ptr.shape[1] - 1
         dtype = (torch.float16, torch.bfloat16, torch.float32).index(weight.dtype)

@@ -15,18 +15,22 @@
 
 #include "../contrib/ec/ec.h"
 #include "../csrc/bitmap/bitmap.h"
+#include "../csrc/core/cpu.h"
 #include "../csrc/core/knobs.h"
 #include "../csrc/dense12/dense12.h"
+#include "../csrc/dense8/dense8.h"
 #include "../csrc/macko/macko.h"
 #include "../csrc/sparse11/sparse11.h"
+#include "../csrc/sparse8/sparse8.h"
 #include "../csrc/tile/tile.h"
 
-enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
+enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, DENSE8, SPARSE8, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
 
 /* What a corpus file begins with; the arrays follow in the order of the format's dataclass. */
 typedef struct header {
-    int64_t kind, dtype, rows, cols, extra; /* extra: delta_bits, tiles (ec), widest (tile, sparse11), slab_units (dense12) */
-    int64_t table[2];                       /* of dense12 and sparse11 */
+    int64_t kind, dtype, rows, cols;
+    int64_t extra;    /* delta_bits, tiles (ec), widest (tile, sparse11, sparse8), slab_units (dense12) */
+    int64_t table[2]; /* of dense12 and sparse11; of dense8 and sparse8 the kind of codes */
     int64_t num_arrays, bytes[MAX_ARRAYS];
 } header;
 
@@ -90,7 +94,9 @@ static void change(input *in) {
     case 0: in->h.rows = edge(in->h.rows); return;
     case 1: in->h.cols = edge(in->h.cols); return;
     case 2:
-        if (in->h.kind >= DENSE12 && below(2))
+        if (in->h.kind >= DENSE8 && below(2))
+            in->h.table[0] = edge(in->h.table[0]);
+        else if (in->h.kind >= DENSE12 && in->h.kind < DENSE8 && below(2))
             in->h.table[below(2)] ^= (int64_t)1 << below(32);
         else
             in->h.extra = edge(in->h.extra);
@@ -136,6 +142,8 @@ static void change(input *in) {
     }
 }
 
+static const char *const NAMES[KINDS] = {"macko",   "bitmap",   "ec",     "tile",
+                                         "dense12", "sparse11", "dense8", "sparse8"};
 static int64_t accepted[KINDS], refused[KINDS];
 
 static int small(int64_t rows, int64_t cols) {
@@ -266,9 +274,13 @@ static macko_fault try_tile(const input *in) {
         return fault;
     if (h->extra < (slabs ? macko_tile_units(0) : 0) || h->extra > (slabs ? macko_tile_units(MACKO_TILE_MOST_ROWS) : 0))
         return fault;
-    const macko_tile_matrix m = {
-        in->arrays[0],         (const int32_t *)in->arrays[1], h->rows, h->cols, (int32_t)h->extra,
-        (macko_dtype)h->dtype, h->bytes[0] / MACKO_TILE_UNIT,  true};
+    const macko_tile_matrix m = {.data = in->arrays[0],
+                                 .offsets = (const int32_t *)in->arrays[1],
+                                 .rows = h->rows,
+                                 .cols = h->cols,
+                                 .widest = (int32_t)h->extra,
+                                 .dtype = (macko_dtype)h->dtype,
+                                 .units = h->bytes[0] / MACKO_TILE_UNIT};
     fault = macko_tile_check_cpu(&m);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     uint16_t *w = exactly(m.rows * m.cols * 2);
@@ -338,15 +350,14 @@ static macko_fault try_sparse11(const input *in) {
     if (h->extra < least || h->extra > (slabs ? MACKO_SPARSE11_MOST_UNITS : 0)) return fault;
     for (int i = 0; i < 2; i++)
         if (h->table[i] < 0 || h->table[i] > UINT32_MAX) return fault;
-    const macko_sparse11_matrix m = {in->arrays[0],
-                                     (const int32_t *)in->arrays[1],
-                                     h->rows,
-                                     h->cols,
-                                     (int32_t)h->extra,
-                                     {(uint32_t)h->table[0], (uint32_t)h->table[1]},
-                                     h->bytes[0] / MACKO_TILE_UNIT,
-                                     true,
-                                     (macko_dtype)h->dtype};
+    const macko_sparse11_matrix m = {.data = in->arrays[0],
+                                     .offsets = (const int32_t *)in->arrays[1],
+                                     .rows = h->rows,
+                                     .cols = h->cols,
+                                     .widest = (int32_t)h->extra,
+                                     .table = {(uint32_t)h->table[0], (uint32_t)h->table[1]},
+                                     .units = h->bytes[0] / MACKO_TILE_UNIT,
+                                     .dtype = (macko_dtype)h->dtype};
     fault = macko_sparse11_check_cpu(&m);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     const int64_t blocks = macko_tile_row_blocks(m.rows);
@@ -372,6 +383,103 @@ static macko_fault try_sparse11(const input *in) {
     return fault;
 }
 
+/* Codes from the numbers that they stand for, in place: of a weight that was unpacked with scales of 1. */
+static uint8_t *codes_of(uint16_t *w, int64_t count, macko_byte_kind kind, macko_dtype dtype) {
+    uint8_t *codes = exactly(count), *of = exactly(1 << 16);
+    for (int code = 0; code < 256; code++) {
+        uint16_t bits;
+        macko_store(&bits, dtype, 0, macko_byte_value(kind, (uint8_t)code));
+        if (macko_byte_is_valid(kind, (uint8_t)code)) of[bits] = (uint8_t)code;
+    }
+    for (int64_t i = 0; i < count; i++) codes[i] = of[w[i]];
+    free(of);
+    return codes;
+}
+
+/* Whether sizes are such as ops.cpp lets pass, of dense8 and sparse8. */
+static int bytes_pass(const header *h, int64_t scale_bytes) {
+    return h->rows >= 0 && h->rows <= INT32_MAX && h->cols >= 0 && h->cols <= INT32_MAX && h->dtype != MACKO_F32 &&
+           h->table[0] >= 0 && h->table[0] < MACKO_BYTE_KINDS && scale_bytes == h->rows * 4;
+}
+
+static float *ones(int64_t count) {
+    float *all = exactly(count * 4);
+    for (int64_t i = 0; i < count; i++) all[i] = 1;
+    return all;
+}
+
+static macko_fault try_dense8(const input *in) {
+    const header *h = &in->h;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (!bytes_pass(h, h->bytes[1])) return fault;
+    const int64_t slabs = macko_tile_count(h->rows, h->cols);
+    if (h->bytes[0] % MACKO_DENSE8_SLAB_BYTES || h->bytes[0] / MACKO_DENSE8_SLAB_BYTES != slabs) return fault;
+    macko_dense8_matrix m = {.data = in->arrays[0],
+                             .scales = (const float *)in->arrays[1],
+                             .rows = h->rows,
+                             .cols = h->cols,
+                             .kind = (macko_byte_kind)h->table[0],
+                             .dtype = (macko_dtype)h->dtype};
+    fault = macko_dense8_check_cpu(&m);
+    if (fault.kind || !small(m.rows, m.cols)) return fault;
+    uint16_t *w = exactly(m.rows * m.cols * 2);
+    macko_dense8_unpack_cpu(&m, 0, m.rows, w);
+    const int64_t first = below(m.rows + 1), count = below(m.rows - first + 1), bytes = count * m.cols * 2;
+    uint16_t *some = exactly(bytes);
+    macko_dense8_unpack_cpu(&m, first, count, some);
+    must(!memcmp(some, w + first * m.cols, (size_t)bytes), "dense8: some rows are not those of all");
+    float *scales = ones(m.rows);
+    m.scales = scales;
+    macko_dense8_unpack_cpu(&m, 0, m.rows, w);
+    uint8_t *codes = codes_of(w, m.rows * m.cols, m.kind, m.dtype), *data = exactly(h->bytes[0]);
+    macko_dense8_write_cpu(&m, codes, data, 0, macko_tile_row_blocks(m.rows));
+    must(!memcmp(data, m.data, (size_t)h->bytes[0]), "dense8: packed anew it has other bytes");
+    free(w), free(some), free(scales), free(codes), free(data);
+    return fault;
+}
+
+static macko_fault try_sparse8(const input *in) {
+    const header *h = &in->h;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (!bytes_pass(h, h->bytes[2])) return fault;
+    const int64_t slabs = macko_tile_count(h->rows, h->cols), least = slabs ? macko_sparse8_units(0) : 0;
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_TILE_UNIT || h->bytes[0] < slabs * least * MACKO_TILE_UNIT)
+        return fault;
+    if (h->extra < least || h->extra > (slabs ? macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS) : 0)) return fault;
+    macko_sparse8_matrix m = {.data = in->arrays[0],
+                              .offsets = (const int32_t *)in->arrays[1],
+                              .scales = (const float *)in->arrays[2],
+                              .rows = h->rows,
+                              .cols = h->cols,
+                              .widest = (int32_t)h->extra,
+                              .units = h->bytes[0] / MACKO_TILE_UNIT,
+                              .kind = (macko_byte_kind)h->table[0],
+                              .dtype = (macko_dtype)h->dtype};
+    fault = macko_sparse8_check_cpu(&m);
+    if (fault.kind || !small(m.rows, m.cols)) return fault;
+    uint16_t *w = exactly(m.rows * m.cols * 2);
+    macko_sparse8_unpack_cpu(&m, 0, m.rows, w);
+    const int64_t first = below(m.rows + 1), count = below(m.rows - first + 1), bytes = count * m.cols * 2;
+    uint16_t *some = exactly(bytes);
+    macko_sparse8_unpack_cpu(&m, first, count, some);
+    must(!memcmp(some, w + first * m.cols, (size_t)bytes), "sparse8: some rows are not those of all");
+    float *scales = ones(m.rows);
+    m.scales = scales;
+    macko_sparse8_unpack_cpu(&m, 0, m.rows, w);
+    uint8_t *codes = codes_of(w, m.rows * m.cols, m.kind, m.dtype), *data = exactly(h->bytes[0]);
+    int32_t *offsets = exactly((slabs + 1) * 4);
+    const int64_t stored = macko_sparse8_count_cpu(&m, codes, 0, macko_tile_row_blocks(m.rows), offsets);
+    must(stored == fault.found, "sparse8: packed anew it has another number of values");
+    offsets[0] = 0;
+    for (int64_t slab = 0; slab < slabs; slab++) offsets[slab + 1] += offsets[slab];
+    must(!memcmp(offsets, m.offsets, (size_t)(slabs + 1) * 4), "sparse8: packed anew it has other offsets");
+    m.offsets = offsets;
+    macko_sparse8_write_cpu(&m, codes, data, 0, macko_tile_row_blocks(m.rows));
+    must(!memcmp(data, m.data, (size_t)h->bytes[0]), "sparse8: packed anew it has other bytes");
+    free(w), free(some), free(scales), free(codes), free(data), free(offsets);
+    return fault;
+}
+
 static input *load(const char *path) {
     FILE *file = fopen(path, "rb");
     input *in = exactly(sizeof *in);
@@ -386,8 +494,8 @@ static input *load(const char *path) {
 }
 
 static void run(const input *from, int changes) {
-    static macko_fault (*const tries[KINDS])(const input *) = {try_macko, try_bitmap, try_ec, try_tile,
-                                                               try_dense12, try_sparse11};
+    static macko_fault (*const tries[KINDS])(const input *) = {try_macko,   try_bitmap,   try_ec,     try_tile,
+                                                               try_dense12, try_sparse11, try_dense8, try_sparse8};
     static const char *const paths[] = {"cpu=scalar", "cpu=avx2", "cpu=avx512"};
     input in = {.h = from->h};
     for (int64_t i = 0; i < in.h.num_arrays; i++) {
@@ -426,8 +534,7 @@ int main(int count, char **arguments) {
     for (; cases % 256 || time(NULL) < stop; cases++) run(corpus[below(num_inputs)], 1 + (int)below(3));
     printf("%lld cases; accepted, refused:", (long long)cases);
     for (int kind = 0; kind < KINDS; kind++)
-        printf(" %s %lld, %lld;", (const char *[]){"macko", "bitmap", "ec", "tile", "dense12", "sparse11"}[kind],
-               (long long)accepted[kind], (long long)refused[kind]);
+        printf(" %s %lld, %lld;", NAMES[kind], (long long)accepted[kind], (long long)refused[kind]);
     printf("\n");
     for (int i = 0; i < num_inputs; i++) {
         for (int64_t k = 0; k < corpus[i]->h.num_arrays; k++) free(corpus[i]->arrays[k]);

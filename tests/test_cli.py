@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
-from macko import bench, engines
+from macko import bench, cli, engines
 from macko.cli import main
 from macko.files import Checkpoint
-from macko.integrations.compressed_tensors import decode, sparsity_format
+from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
 from macko.layers import format_bytes, packed_share, patterns
 from macko.prune import METHODS
 from tests.common import assert_same_bits, random_weight, torch_threads
@@ -834,6 +834,50 @@ def test_formats_of_compressed_tensors() -> None:
         sparsity_format({"sparsity_config": {"format": "marlin-24"}})
     with pytest.raises(ValueError, match="quantised too"):
         sparsity_format({"quantization_config": {"sparsity_config": sparse, "config_groups": {"group_0": {}}}})
+
+
+@pytest.mark.parametrize("lie", [3, True, "sparse-bitmask", [{}]])
+def test_a_config_of_compressed_tensors_that_lies(lie: Any) -> None:
+    for config in (
+        {"compression_config": lie},
+        {"sparsity_config": lie},
+        {"quantization_config": {"sparsity_config": lie}},
+        {"sparsity_config": {"format": "sparse-bitmask"}, "config_groups": lie},
+    ):
+        with pytest.raises(ValueError, match=r"config\.json: \w+ is .*, expected a JSON object"):
+            sparsity_format(config)
+    for groups in (lie, {"group_0": lie}, {"group_0": {"weights": lie}}):
+        with pytest.raises(ValueError, match=r"config\.json: \w+ is .*, expected a JSON object"):
+            is_quantised({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
+
+
+def test_a_shape_that_holds_nothing_is_not_unpacked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 400 bytes, and 256 GB as dense."""
+    rows, cols = 64, 2**31 - 1
+    about = {"version": 1, "layers": {"up": {"format": "macko", "rows": rows, "cols": cols, "delta_bits": 4}}}
+    tensors = {f"up.{name}": t for name, t in macko.MackoWeight.zeros(rows, 8, torch.float16).tensors().items()}
+    save_file(tensors, tmp_path / "file", metadata={"macko": json.dumps(about)})
+    assert main(["inspect", str(tmp_path / "file")]) == 0
+    assert f"{rows}x{cols}" in capsys.readouterr().out
+    layer = macko.SparseLinear.from_linear(torch.nn.Linear(64, 32, bias=False).half(), "macko")
+    macko.save_model(torch.nn.Sequential(layer), tmp_path / "full")
+    assert main(["inspect", str(tmp_path / "full")]) == 0
+    said = capsys.readouterr().out
+    monkeypatch.setattr(cli, "EMPTY_ELEMENTS", 0)
+    assert main(["inspect", str(tmp_path / "full")]) == 0
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("lie", ["", [], 0, False, "macko"])
+def test_a_quantization_config_that_is_no_object_is_refused(
+    lie: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": lie}))
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "expected a JSON object" in capsys.readouterr().err
 
 
 @needs_transformers

@@ -311,7 +311,7 @@ def test_a_size_that_no_tensor_has_is_refused_with_the_file(tmp_path: Path, shap
         file["a"]
 
 
-@pytest.mark.parametrize("version", [VERSION + 1, 10**9, 0, -1, None, "1", 1.0])
+@pytest.mark.parametrize("version", [VERSION + 1, 10**9, 0, -1, None, "1", 1.0, True])
 def test_an_unknown_version_is_refused(tmp_path: Path, version: Any) -> None:
     path = damaged(tmp_path / "model.safetensors", lambda tensors, about: about.update(version=version))
     wanted = "install a newer one" if isinstance(version, int) and version > VERSION else "expected a whole number"
@@ -331,6 +331,13 @@ def test_foreign_metadata_is_let_be(tmp_path: Path) -> None:
 
 def sparse_model_like(path: Path) -> nn.Module:
     return macko.load_model(on_meta(), path)
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    model = sparse_model()
+    path = damaged(tmp_path / "file", lambda tensors, about: tensors.update({"up.weight": model.up.weight + 0}))
+    with pytest.raises(ValueError, match="up: the state has a dense weight, and this layer is sparse"):
+        macko.load_model(sparse_model(), path)
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:

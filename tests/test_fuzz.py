@@ -1,12 +1,18 @@
 """A short run of tests/fuzz.py, in processes of its own: a crash is a failure there, not the end of the suite."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from macko.formats import FORMATS, SAVED
+from tests import fuzz
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,3 +72,44 @@ def test_a_run_that_is_ended_counts_what_it_did(tmp_path: Path) -> None:
     line = json.loads(out.read_text())
     assert line["failures"] == {}
     assert 0 < line["cases"] == line["refused"] + line["accepted"] < 1_000_000
+
+
+def test_weights_of_every_format_are_changed() -> None:
+    pytest.importorskip("safetensors")
+    assert {weight.format for weight in fuzz.honest()} == {*FORMATS, *SAVED}
+
+
+@pytest.mark.slow
+def test_files_of_8_bits_are_read_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of a format that no weight in memory has."""
+    pytest.importorskip("safetensors")
+    read: set[str] = set()
+    for name in ("read_file", "read_fields", "read_state"):
+
+        def reader(*args: Any, name: str = name) -> bool:
+            read.add(name)
+            return False
+
+        monkeypatch.setattr(fuzz, name, reader)
+    weights = [weight for weight in fuzz.honest() if weight.format in SAVED]
+    monkeypatch.setattr(fuzz, "FORMATS", {})
+    for case in range(50):
+        fuzz.run_case(0, case, weights, tmp_path, None, lambda size: None)
+    assert read == {"read_file", "read_fields", "read_state"}
+
+
+@pytest.mark.slow
+def test_the_c_core_refuses_or_reads_what_has_changed(tmp_path: Path) -> None:
+    """As `make fuzz`, for a second and without sanitizers, which take longer to compile."""
+    compiler = os.environ.get("CC") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    fuzz.write_corpus(tmp_path / "corpus")
+    sources = [path for folder in ("csrc", "contrib") for path in (ROOT / folder).rglob("*.c")]
+    sources = [path for path in sources if path.parent.name not in ("torch", "slide")]
+    flags = ["-std=c17", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror"]
+    command = [compiler, *flags, "-o", tmp_path / "fuzz_core", ROOT / "tests" / "fuzz_core.c", *sources, "-lm"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "fuzz_core", tmp_path / "corpus", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f" {kind} " in done.stdout for kind in FORMATS if kind not in ("sell", "slide"))

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import macko
-from macko import FORMATS, MackoWeight, SparseLinear
+from macko import FORMATS, MackoWeight, SparseLinear, linear
+from macko.choose import Options, pack
+from macko.formats import PackedWeight
 from tests.common import (
     HALVES,
     assert_close_spmv,
@@ -382,6 +384,7 @@ def test_dense_state_dict_is_refused_with_the_reason() -> None:
         ("deltas", [1, 2], "expected tensors"),
         ("values", torch.zeros(8, dtype=torch.int64), "int64"),
         ("_extra_state", torch.zeros(3, dtype=torch.uint8), "_extra_state does not say"),
+        ("_extra_state", torch.zeros(3, dtype=torch.uint8, device="meta"), "_extra_state does not say"),
         (
             "_extra_state",
             torch.tensor(list(b'{"format": "macko", "rows": 1e9}'), dtype=torch.uint8),
@@ -468,6 +471,20 @@ def test_mixed_is_chosen_anew_as_from_a_dense_layer() -> None:
     wanted = SparseLinear.from_linear(dense, "mixed")
     assert wanted.format == "slide"
     assert_same_layer(SparseLinear.from_linear(dense).reformat_("mixed"), wanted)
+
+
+def test_mixed_that_is_chosen_anew_holds_values_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, asked = SparseLinear.from_linear(dense_layer()), []
+    layer._options = Options(values="raw")
+
+    def seen(w: MackoWeight, options: Options) -> PackedWeight:
+        asked.append(options)
+        return pack(w, options)
+
+    monkeypatch.setattr(linear, "pack", seen)
+    layer.reformat_("mixed")
+    assert asked == [Options("mixed", values="raw")]
+    assert layer._options == Options(values="raw")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import macko
 from macko import choose, formats, merge
+from macko.choose import Options
 from macko.formats import MackoWeight, SellWeight, TileWeight
 from macko.merge import MergedLinear
 from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
@@ -534,6 +535,13 @@ def test_split_keeps_the_format_and_every_place(format: str) -> None:
     assert {layer.format for layer in (model[0].q_proj, model[0].k_proj)} == {format}
     assert model[1] is model[0].q_proj
     assert type(model[1]) is macko.SparseLinear
+
+
+def test_split_chooses_again_where_the_whole_would() -> None:
+    model = nn.Sequential(Attention())
+    macko.sparsify_(model, tokens=3, merge=True)
+    macko.split_(model)
+    assert model[0].q_proj._options == Options(tokens=3)
 
 
 def test_what_moves_one_layer_moves_all() -> None:

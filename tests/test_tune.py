@@ -16,7 +16,7 @@ from torch import nn
 import macko
 from macko import choose, convert, times, tune
 from macko.cli import main
-from macko.formats import FORMATS, SLIDE_PATTERNS, BitmapWeight, Sparse11Weight
+from macko.formats import FORMATS, SLIDE_PATTERNS, BitmapWeight, MackoWeight, Sparse11Weight
 from tests.common import needs_capture, random_weight, torch_threads
 
 GPU = "Imaginary 9000"
@@ -214,12 +214,39 @@ def model(rows: int = 512, cols: int = 256) -> nn.Module:
     return nn.Sequential(layer)
 
 
+def test_ec_is_never_chosen_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "expected_us", lambda *_: {"dense": 9.0, "macko": 5.0, "ec": 1.0})
+    assert choose.choose(MackoWeight.from_dense(random_weight(8, 8, 0.5, HALF))) is MackoWeight
+
+
+def test_a_layout_that_fills_up_a_small_weight_is_not_taken() -> None:
+    """Of 16 x 17 elements, 544 bytes: as bitmap 534, canonical 377, as 2:4 for slide 8192."""
+    w = torch.zeros(16 * 17, dtype=HALF)
+    w[: 16 * 17 // 2 + 1] = 1
+    w = w.view(17, 16).t().contiguous()
+    assert choose.choose(MackoWeight.smallest(w)) is BitmapWeight
+    assert BitmapWeight.from_dense(w).nbytes < w.nbytes
+    assert isinstance(choose.pack(w, choose.AUTO), MackoWeight)
+    pattern = torch.ones(16, 16, dtype=HALF)
+    pattern.view(-1, 4)[:, 2:] = 0
+    assert choose.slides(pattern, choose.Options("mixed"))
+    assert isinstance(choose.pack(pattern, choose.Options("mixed")), (MackoWeight, BitmapWeight))
+
+
+def test_mixed_says_where_it_is_slowest_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "worst_of", lambda *_: (8, 0.5))
+    for format, worst in (("auto", (8, 0.5)), ("mixed", (8, 0.5)), ("macko", None)):
+        assert macko.sparsify_(model(), format=format).layers[0].worst == worst
+
+
 def test_what_would_not_gain_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"dense": 5.0, "macko": 6.0}
     monkeypatch.setattr(convert, "expected_us", lambda *_: dict(found))
     report = macko.sparsify_(model())
     assert report.layers[0].reason == "dense is as fast here: 5.0 us a token, as macko 6.0 us"
     assert report.gain == 1
+    found["ec"] = 1.0  # which auto never takes
+    assert macko.sparsify_(model()).layers[0].reason == report.layers[0].reason
     assert macko.sparsify_(model(), format="mixed").layers[0].reason == report.layers[0].reason
     found["macko"] = found["bitmap"] = 2.5
     report = macko.sparsify_(model())

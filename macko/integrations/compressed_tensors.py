@@ -33,19 +33,26 @@ FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 _KEYS = ("shape", "bitmask", "compressed", "row_offsets")
 
 
+def _object(about: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What config.json has under this name; nothing where it has not."""
+    value = about.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {name} is {value!r}, expected a JSON object")
+    return value
+
+
 def sparsity_format(config: Mapping[str, Any]) -> str | None:
     """The format of a checkpoint's config.json, None where it is none of compressed-tensors' sparse ones.
 
     Raises:
         ValueError: the weights are quantised besides, or their format is not one of FORMATS.
     """
-    for about in (config.get("quantization_config"), config.get("compression_config"), config):
-        sparsity = (about or {}).get("sparsity_config") or {}
-        if (name := sparsity.get("format")) in (None, "dense"):
+    for about in (_object(config, "quantization_config"), _object(config, "compression_config"), config):
+        if (name := _object(about, "sparsity_config").get("format")) in (None, "dense"):
             continue
         if name not in FORMATS:
             raise ValueError(f"sparsity_config has format {name!r}, macko reads {' and '.join(FORMATS)}")
-        if groups := (about or {}).get("config_groups"):
+        if groups := _object(about, "config_groups"):
             raise ValueError(
                 f"the weights are quantised too ({', '.join(groups)}), macko reads sparse ones of 16 and 32 bits only"
             )
@@ -59,16 +66,16 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
     Raises:
         ValueError: compressed-tensors has quantised it in another way: names what macko does not hold.
     """
-    about = config.get("quantization_config") or {}
-    if about.get("quant_method") != "compressed-tensors" or not about.get("config_groups"):
+    about = _object(config, "quantization_config")
+    if about.get("quant_method") != "compressed-tensors" or not (groups := _object(about, "config_groups")):
         return False
-    sparsity = (about.get("sparsity_config") or {}).get("format")
+    sparsity = _object(about, "sparsity_config").get("format")
     if sparsity not in (None, "dense"):
         raise ValueError(
             f"the weights are quantised and of the sparse format {sparsity!r} too, macko reads one of both"
         )
-    for group in about["config_groups"].values():
-        weights = group.get("weights") or {}
+    for group in groups:
+        weights = _object(_object(groups, group), "weights")
         for key, known in (
             ("num_bits", (8,)),
             ("type", ("int", "float")),

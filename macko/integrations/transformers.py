@@ -163,7 +163,10 @@ class MackoHfQuantizer(HfQuantizer):
                 raise ValueError(
                     f"{saved}: the checkpoint has shape {list(packed.shape)}, the model {list(linear.weight.shape)}"
                 )
-            sparse = _Loading.from_packed(packed, linear.bias)
+            try:
+                sparse = _Loading.from_packed(packed, linear.bias)
+            except TypeError as error:  # of the values' dtype, which the file has
+                raise ValueError(f"{saved}: {error}") from None
             sparse._is_hf_initialized = True  # or transformers would give it random weights
             model.set_submodule(name, sparse)
             sparse.when_whole = partial(_cut, model, name)

@@ -160,7 +160,7 @@ class SparseLinear(nn.Linear):
         self._hold(packed)
 
     def _hold(self, packed: PackedWeight) -> None:
-        self._buffers.clear()
+        self._buffers = {}  # a copy.copy of the layer has the one before
         for name, tensor in packed.tensors().items():
             super().register_buffer(name, tensor)
         self._format, self._sizes, self._header = type(packed), packed.sizes(), tuple(packed.header)

@@ -501,6 +501,9 @@ class Pair:
         dtypes = (weight.dtype, layer.weight.dtype)
         return not dense12 and not float_slide and (not held_as or all(held(held_as, weight.to(d)) for d in dtypes))
 
+    def default_dtype(self, dtype: torch.dtype) -> None:
+        torch.set_default_dtype(dtype)
+
     def mode(self, train: bool) -> None:
         for model in (self.model, self.twin):
             model.train(train)
@@ -599,8 +602,9 @@ def counted(module: nn.Module, *args: Any) -> None:
 def play(*steps: tuple[Any, ...], dtype: torch.dtype = F32) -> Pair:
     """The steps, each (name of a method of Pair, its arguments), with a check behind each."""
     pair = Pair(dtype)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         warnings.simplefilter("ignore", UserWarning)  # of models that stay dense
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
         for name, *args in steps:
             kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
             with contextlib.suppress(Refused):
@@ -639,6 +643,7 @@ STEPS = st.one_of(
          st.one_of(st.none(), FORMAT)),
     step("copied_layer", NAME),
     step("trainable", BOOL),
+    step("default_dtype", st.sampled_from([BF16, F32, torch.float64])),
     step("mode", BOOL),
     step("bias", NAME, st.sampled_from(["new", "none", "freeze", "negate"])),
     step("prune", st.sampled_from([0.3, 0.5])),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .choose import Options, pack
 from .formats import ByteWeight, MackoWeight, PackedWeight
-from .linear import HOOKS, SparseLinear, autocast_dtype, with_hooks
+from .linear import HOOKS, SparseLinear, autocast_dtype, keeps_format, with_hooks
 from .shards import joined
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
@@ -76,14 +76,14 @@ class _Whole(SparseLinear):
             )
 
     def rows_of(self, index: int) -> PackedWeight:
-        """A sibling's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
+        """A sibling's rows, packed anew: in the canonical format, or in the whole's where that is not chosen."""
         whole = self.packed
         stop = sum(self._part_rows[: index + 1])
         start = stop - self._part_rows[index]
         if isinstance(whole, ByteWeight):
             return whole.part(0, start, stop)
         rows = whole.to_dense()[start:stop]
-        return type(whole).from_dense(rows) if whole.saved_dense else MackoWeight.smallest(rows)
+        return whole.from_dense(rows, **whole._options()) if keeps_format(whole) else MackoWeight.smallest(rows)
 
     def replace_part(self, index: int, weight: PackedWeight) -> None:
         """Packs the matrix anew, with other rows for a sibling. ValueError: the format does not hold it so."""
@@ -115,7 +115,7 @@ class MergedLinear(SparseLinear):
 
     @property
     def packed(self) -> PackedWeight:
-        """This layer's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
+        """This layer's rows, packed anew: in the canonical format, or in the whole's where that is not chosen."""
         if self.device.type == "meta":
             if isinstance(whole := self._whole.packed, ByteWeight):
                 return whole.on_meta(self.out_features, self.in_features, whole.kind, self.dtype)

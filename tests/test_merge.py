@@ -556,6 +556,20 @@ def test_split_keeps_the_format_and_every_place(format: str) -> None:
     assert type(model[1]) is macko.SparseLinear
 
 
+@pytest.mark.parametrize("format", ["ec", "slide"])
+def test_a_format_that_is_asked_of_merged_layers_is_saved_and_split_with_them(format: str) -> None:
+    sparse, merged = models()
+    merged[0].k_proj.reformat_(format)
+    loaded = copy.deepcopy(sparse)
+    loaded.load_state_dict(merged.state_dict())
+    macko.split_(merged)
+    for name in NAMES:
+        for model in (loaded, merged):
+            layer = getattr(model[0], name)
+            assert layer.format == format
+            assert_same_bits(layer.weight, getattr(sparse[0], name).weight)
+
+
 def test_what_moves_one_layer_moves_all() -> None:
     _, merged = models()
     merged[0].k_proj.to(torch.float16)

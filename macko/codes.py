@@ -34,7 +34,8 @@ def quantised(w: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: w has NaN or Inf: names the first row.
     """
-    codes, scales = torch.empty_like(w, dtype=TYPES[kind]), torch.empty(len(w), device=w.device)
+    codes = torch.empty_like(w, dtype=TYPES[kind])
+    scales = torch.empty(len(w), dtype=torch.float32, device=w.device)
     step = max(1, _AT_ONCE // max(1, w.shape[1]))
     for first in range(0, len(w), step):
         rows = w[first : first + step]
@@ -117,7 +118,7 @@ def _fits(values: Tensor, scales: Tensor, kind: int) -> Tensor:
 def _candidates(most: Tensor, kind: int) -> Iterator[Tensor]:
     """Scales [rows, tried] by which the largest magnitude of a row is a code, those of the largest code first."""
     if kind:
-        codes = torch.arange(128, 0, -1.0, device=most.device)
+        codes = torch.arange(128, 0, -1, dtype=torch.float32, device=most.device)
     else:
         bits = torch.arange(126, 0, -1, dtype=torch.uint8, device=most.device)
         codes = bits.view(torch.float8_e4m3fn).float()

@@ -41,7 +41,7 @@ from .formats import (
     takes_any_weight,
 )
 from .layers import Filter, FoundLinear, LayerReport, Report, density_of, find_linears, tied_parameters, unpackable
-from .linear import HOOKS, SparseLinear, unsupported
+from .linear import SparseLinear, unsupported, with_hooks
 from .merge import merge_
 
 #: Layers under this sparsity stay dense: with 2-bit gaps three quarters of the values take 0.84 of the dense bytes. One
@@ -255,7 +255,7 @@ def convert_layer(
     if bias is not None and bias.device != packed.device:  # where "cuda" is cuda:0
         bias = nn.Parameter(bias.detach().to(packed.device), requires_grad=bias.requires_grad)
     sparse = SparseLinear.from_packed(packed, bias, options=options).train(module.training)
-    vars(sparse).update({name: vars(module)[name] for name in HOOKS})
+    with_hooks(sparse, module)
     row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
     if isinstance(packed, Sparse11Weight) and (as_tile := us.get(TileWeight.format)):
         row.us_after = as_tile / (sparse11_gain(packed.shape, target, options.layout_tokens or 1) or 1)
@@ -445,7 +445,7 @@ def _replace(layer: FoundLinear, sparse: SparseLinear) -> Callable[[], None]:
             again = dense.weight if copy is None else copy
             dense.weight = nn.Parameter(again.to(home), trainable) if kept is None else kept
             dense.register_parameter("bias", bias)
-            vars(dense).update({name: vars(now)[name] for name in HOOKS})
+            with_hooks(dense, now)
         for parent, attribute in places:
             setattr(parent, attribute, dense)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .choose import AUTO, Options
 from .formats import FORMATS, MackoWeight, PackedWeight, saved_as
 from .layers import tied_parameters
-from .linear import SparseLinear, as_extra_state, unsupported
+from .linear import SparseLinear, as_extra_state, unsupported, with_hooks
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1
@@ -304,7 +304,7 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
     if reason := unsupported(layer.weight.dtype, layer.weight.device):
         raise ValueError(f"the file has a packed layer {name}, which the model cannot hold: {reason}")
     blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = SparseLinear.from_packed(blank, layer.bias, options=AUTO).train(layer.training)
+    sparse = with_hooks(SparseLinear.from_packed(blank, layer.bias, options=AUTO).train(layer.training), layer)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

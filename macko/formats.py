@@ -761,7 +761,7 @@ class EcWeight(PackedWeight):
         if reason := super()._bad_field():
             return reason
         try:  # options that pack refuses
-            self.from_dense(torch.empty(0, 0), **self._options())
+            self.from_dense(torch.empty(0, 0, dtype=torch.float32, device="cpu"), **self._options())
         except RuntimeError as error:
             return str(error)
         return ""
@@ -1319,7 +1319,7 @@ class Macko8Weight(PackedWeight):
         if reason := self._bad_field() or self._misfit():
             self._refuse(reason)
         try:
-            codes.check(self._numbers[None], torch.ones(1, device=self.values.device))
+            codes.check(self._numbers[None], torch.ones(1, dtype=torch.float32, device=self.values.device))
             codes.check(self._numbers.new_empty(self.rows, 0), self.scales)
             if self.delta_bits:
                 self._canonical().validate()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,18 @@ from .formats import (
 )
 from .ops import multiply
 
+_Module = TypeVar("_Module", bound=nn.Module)
 #: Element types of a packed weight's values.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: What nn.Module keeps of hooks on calls. The dicts themselves go with the layer: a hook's handle still removes it.
 HOOKS = tuple(name for name in vars(nn.Module()) if "forward_" in name or "backward_" in name)
+
+
+def with_hooks(layer: _Module, other: nn.Module) -> _Module:
+    """The layer with the hooks of the one in whose place it is put."""
+    vars(layer).update({name: vars(other)[name] for name in HOOKS})
+    return layer
 
 
 def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -153,7 +160,7 @@ class SparseLinear(nn.Linear):
         self._hold(packed)
 
     def _hold(self, packed: PackedWeight) -> None:
-        self._buffers.clear()
+        self._buffers = {}  # a copy.copy of the layer has the one before
         for name, tensor in packed.tensors().items():
             super().register_buffer(name, tensor)
         self._format, self._sizes, self._header = type(packed), packed.sizes(), tuple(packed.header)

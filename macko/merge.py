@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .choose import Options, pack
 from .formats import ByteWeight, MackoWeight, PackedWeight
-from .linear import HOOKS, SparseLinear, autocast_dtype
+from .linear import HOOKS, SparseLinear, autocast_dtype, keeps_format, with_hooks
 from .shards import joined
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
@@ -76,14 +76,14 @@ class _Whole(SparseLinear):
             )
 
     def rows_of(self, index: int) -> PackedWeight:
-        """A sibling's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
+        """A sibling's rows, packed anew: in the canonical format, or in the whole's where that is not chosen."""
         whole = self.packed
         stop = sum(self._part_rows[: index + 1])
         start = stop - self._part_rows[index]
         if isinstance(whole, ByteWeight):
             return whole.part(0, start, stop)
         rows = whole.to_dense()[start:stop]
-        return type(whole).from_dense(rows) if whole.saved_dense else MackoWeight.smallest(rows)
+        return whole.from_dense(rows, **whole._options()) if keeps_format(whole) else MackoWeight.smallest(rows)
 
     def replace_part(self, index: int, weight: PackedWeight) -> None:
         """Packs the matrix anew, with other rows for a sibling. ValueError: the format does not hold it so."""
@@ -115,7 +115,7 @@ class MergedLinear(SparseLinear):
 
     @property
     def packed(self) -> PackedWeight:
-        """This layer's rows, packed anew: in the canonical format, or where files hold them dense in the whole's."""
+        """This layer's rows, packed anew: in the canonical format, or in the whole's where that is not chosen."""
         if self.device.type == "meta":
             if isinstance(whole := self._whole.packed, ByteWeight):
                 return whole.on_meta(self.out_features, self.in_features, whole.kind, self.dtype)
@@ -134,13 +134,17 @@ class MergedLinear(SparseLinear):
     def device(self) -> torch.device:
         return self._whole.device
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "bias" and param is not None:  # forward has none to add
+            raise ValueError("a merged layer has no bias: call macko.split_(model) before you set one")
+        super().register_parameter(name, param)
+
     def split(self) -> SparseLinear:
         """The layer by itself, in the format of the whole or one chosen anew, with this layer's hooks."""
         options, packed = self._whole._chosen, self.packed
         packed = pack(packed, options) if isinstance(packed, MackoWeight) else packed
         layer = SparseLinear.from_packed(packed, options=options).train(self.training)
-        vars(layer).update({name: vars(self)[name] for name in HOOKS})
-        return layer
+        return with_hooks(layer, self)
 
     def reformat_(self, format: str = "auto") -> SparseLinear:
         """Holds the matrix of all siblings in another format."""
@@ -170,13 +174,19 @@ class MergedLinear(SparseLinear):
             others[-1].append(f"{prefix.removesuffix('.')}: is merged with others and on meta: load before merge_")
             return
         errors, before = others[-1], len(others[-1])
-        alone = SparseLinear.from_packed(self.packed)
+        try:
+            alone = SparseLinear.from_packed(self.packed)
+        except (RuntimeError, ValueError) as error:
+            errors.append(f"{prefix.removesuffix('.')}: {error}, as to_empty leaves it: split_ the model before that")
+            return
         alone._load_from_state_dict(state_dict, prefix, *others)
         if len(errors) > before or not any(key.startswith(prefix) for key in state_dict):
             return
         try:
             if alone.device.type == "meta":
                 raise ValueError("the state is on meta, and what it is merged with is not")
+            if alone.dtype != self.dtype:  # assigned
+                raise ValueError(f"the state is of {alone.dtype}, and what it is merged with of {self.dtype}")
             self._whole.replace_part(self._index, alone.packed)
         except ValueError as error:
             also = "; it is one matrix with others, whose state may still be to come: split_ them first"

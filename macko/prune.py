@@ -96,7 +96,7 @@ def _inverse_factor(gram: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped gram matrix."""
     damping = SPARSEGPT_DAMPING * gram.diagonal().mean()
     for _ in range(6):
-        damped = gram + damping * torch.eye(len(gram), device=gram.device)
+        damped = gram + damping * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         root, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(root), upper=True)

@@ -26,6 +26,8 @@ else:
     settings.register_profile(
         "macko", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
+    # For hours: other examples each time (`pytest tests/test_sequences.py --hypothesis-profile=long`).
+    settings.register_profile("long", settings.get_profile("macko"), derandomize=False, max_examples=20_000)
     settings.load_profile("macko")
 
 

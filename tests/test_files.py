@@ -90,6 +90,17 @@ def test_round_trip(tmp_path: Path, start: Callable[[], nn.Module]) -> None:
         assert_same_bits(loaded(tokens), model(tokens))
 
 
+def test_hooks_of_a_dense_layer_go_with_the_packed_one(tmp_path: Path) -> None:
+    macko.save_model(sparse_model(), tmp_path / "model.safetensors")
+    model, seen = Model(), []
+    hook = model.up.register_forward_hook(lambda *_: seen.append(1))
+    macko.load_model(model, tmp_path / "model.safetensors")(torch.arange(5))
+    assert len(seen) == 1
+    hook.remove()
+    model(torch.arange(5))
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize(("device", "dtype"), device_dtypes())
 def test_every_dtype_on_every_device(tmp_path: Path, device: str, dtype: torch.dtype) -> None:
     model = sparse_model(dtype).to(device)

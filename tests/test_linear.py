@@ -504,6 +504,29 @@ def test_a_state_that_no_layer_of_this_dtype_holds_is_refused_by_name() -> None:
         nn.Sequential(SparseLinear(256, 128, bias=False, dtype=torch.float32)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("format", ["macko", "ec", "slide", "dense12", "dense8", "sparse8"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_no_packed_weight(format: str, default: torch.dtype) -> None:
+    dense = of_format(format)
+    wanted = SparseLinear.from_linear(dense, format)
+    torch.set_default_dtype(default)
+    try:
+        layer = SparseLinear.from_linear(dense, format)
+        loaded = copy.deepcopy(layer)
+        loaded.load_state_dict(wanted.state_dict())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_layer(layer, wanted)
+    assert_same_layer(loaded, wanted)
+
+
+def test_a_shallow_copy_in_another_format_leaves_the_layer_as_it_was() -> None:
+    layer = sparse_layer()
+    weight = layer.weight
+    assert copy.copy(layer).reformat_("ec").format == "ec"
+    assert_same_bits(layer.weight, weight)
+
+
 def test_a_layout_keeps_its_kind_in_another_dtype() -> None:
     layer = laid_out(sparse_layer()).half()
     assert layer.format == "layout"

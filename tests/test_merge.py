@@ -463,6 +463,26 @@ def test_a_state_that_the_format_does_not_hold_beside_its_siblings_is_refused_wi
     assert_same_bits(merged[0].q_proj.weight, state[q])
 
 
+def test_a_state_of_another_dtype_is_converted_and_not_assigned_to_one_of_siblings() -> None:
+    sparse, merged = models()
+    with pytest.raises(RuntimeError, match=r"q_proj: the state is of torch.float16.*split_ them first"):
+        merged.load_state_dict(copy.deepcopy(sparse).half().state_dict(), assign=True)
+    for name in NAMES:
+        assert_same_bits(getattr(merged[0], name).weight, getattr(sparse[0], name).weight)
+    merged.load_state_dict(copy.deepcopy(sparse).float().state_dict())
+    for name in NAMES:
+        assert_same_bits(getattr(merged[0], name).weight, getattr(sparse[0], name).weight)
+
+
+@pytest.mark.parametrize("format", ["auto", "sparse8"])
+def test_what_to_empty_leaves_of_siblings_is_named_with_the_remedy(format: str) -> None:
+    sparse, merged = models(format=format)
+    for tensor in merged[0].q_proj._whole.buffers():  # as memory may be that nobody has written
+        tensor.view(torch.uint8).fill_(0xFF)
+    with pytest.raises(RuntimeError, match=r"q_proj: .*, as to_empty leaves it: split_ the model before that"):
+        merged.load_state_dict(sparse.state_dict())
+
+
 @pytest.mark.parametrize("format", ["auto", "dense12"])
 @pytest.mark.parametrize("device", devices())
 def test_a_state_is_loaded_into_siblings(device: str, format: str) -> None:
@@ -544,6 +564,20 @@ def test_split_chooses_again_where_the_whole_would() -> None:
     assert model[0].q_proj._options == Options(tokens=3)
 
 
+@pytest.mark.parametrize("format", ["ec", "slide"])
+def test_a_format_that_is_asked_of_merged_layers_is_saved_and_split_with_them(format: str) -> None:
+    sparse, merged = models()
+    merged[0].k_proj.reformat_(format)
+    loaded = copy.deepcopy(sparse)
+    loaded.load_state_dict(merged.state_dict())
+    macko.split_(merged)
+    for name in NAMES:
+        for model in (loaded, merged):
+            layer = getattr(model[0], name)
+            assert layer.format == format
+            assert_same_bits(layer.weight, getattr(sparse[0], name).weight)
+
+
 def test_what_moves_one_layer_moves_all() -> None:
     _, merged = models()
     merged[0].k_proj.to(torch.float16)
@@ -602,6 +636,18 @@ def test_what_is_not_merged() -> None:
     macko.sparsify_(of_two)
     assert macko.merge_(of_two) == []
     assert of_two[1].q_proj is of_two[0].q_proj
+
+
+def test_a_merged_layer_refuses_a_bias_that_it_would_not_add() -> None:
+    _, merged = models()
+    bias = nn.Parameter(torch.ones(96).bfloat16())
+    with pytest.raises(ValueError, match=r"call macko.split_\(model\)"):
+        merged[0].q_proj.bias = bias
+    merged[0].q_proj.bias = None
+    macko.split_(merged)
+    x, without = vector(64), merged[0].q_proj(vector(64))
+    merged[0].q_proj.bias = bias
+    assert not torch.equal(merged[0].q_proj(x), without)
 
 
 def test_a_llama_generates_the_same_and_takes_adapters(tmp_path: Path) -> None:

@@ -137,6 +137,18 @@ def test_options_of_the_conversion(pruned: tuple[Any, Path]) -> None:
     assert {row.reason for row in model.hf_quantizer.report} >= {"under 60% sparse it would not pay"}
 
 
+def test_dequantize_gives_the_dtype_and_the_places_that_layers_have(pruned: tuple[Any, Path]) -> None:
+    model = copy.deepcopy(pruned[0])
+    block = model.model.layers[0].mlp
+    block.again = block.up_proj
+    macko.sparsify_(model)
+    other = torch.float16 if model.dtype == torch.bfloat16 else torch.bfloat16
+    model.to(other).dequantize()
+    assert not sparse_names(model)
+    assert block.again is block.up_proj
+    assert {parameter.dtype for parameter in model.parameters()} == {other}
+
+
 def test_an_unpruned_model_stays_as_it_is(tmp_path: Path) -> None:
     dense = llama()
     dense.save_pretrained(tmp_path)

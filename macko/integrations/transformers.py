@@ -21,7 +21,7 @@ from ..convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weigh
 from ..files import VERSION, Checkpoint, check_about, join, open_tensors
 from ..formats import FORMATS, saved_as
 from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
-from ..linear import SparseLinear, unsupported
+from ..linear import SparseLinear, unsupported, with_hooks
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
 
@@ -285,12 +285,19 @@ class MackoHfQuantizer(HfQuantizer):
         warnings.warn(f'format {reason}, the model is on {device}: held as "auto"', stacklevel=2)
         return "auto"
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        if isinstance(dtype, str):  # once it has been saved a config says it so
-            dtype = getattr(torch, dtype)
-        for name, module in list(model.named_modules()):
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """By default of the dtype that layers have: the config has the one that they were loaded with."""
+        model = self._dequantize(model, dtype)
+        self.remove_quantization_config(model)
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        dense: dict[nn.Module, nn.Linear] = {}
+        for name, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, SparseLinear):
-                model.set_submodule(name, module.to_linear().to(dtype))
+                if module not in dense:
+                    dense[module] = with_hooks(module.to_linear().to(dtype), module)
+                model.set_submodule(name, dense[module])
         return model
 
 

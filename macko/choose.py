@@ -63,7 +63,8 @@ DENSE12_SHARE = 0.75
 SPARSE11_DENSITY, SPARSE11_LISTED, SPARSE11_GAIN = 0.4, 0.002, 0.98
 #: A layout is taken up to so many times the canonical bytes, or of the dense ones: it fills up matrices of few rows or
 #: columns to whole blocks. (On an H200 sell holds 2048 x 2048 at density 0.5 in more than 1.05 times, and is worth it.)
-LAYOUT_BYTES, LAYOUT_SHARE = 1.05, 0.75
+#: Of fewer rows than the 64 of a tile only the first counts: most of a block may be filling.
+LAYOUT_BYTES, LAYOUT_SHARE, FEW_ROWS = 1.05, 0.75, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +190,8 @@ def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
     dense = weight.rows * weight.cols * weight.dtype.itemsize
     # Several tokens are worth tile's masks at any density.
     many = tokens != 1 and (kind is TileWeight or tokens is not None)
-    most = dense if many else max(LAYOUT_BYTES * weight.nbytes, LAYOUT_SHARE * dense)
-    return packed if packed.nbytes <= most else weight
+    share = 0 if weight.rows < FEW_ROWS else 1 if many else LAYOUT_SHARE
+    return packed if packed.nbytes <= max(LAYOUT_BYTES * weight.nbytes, share * dense) else weight
 
 
 def _in_bytes(w: Tensor, options: Options) -> ByteWeight:

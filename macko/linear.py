@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -353,14 +354,10 @@ class SparseLinear(nn.Linear):
             if self.bias is not None:
                 destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
             return
-        if held.device.type == "meta" and held.is_layout:
-            self._hold(MackoWeight.zeros(held.rows, held.cols, held.dtype, "meta"))
-        else:
-            self._hold(held.to_saved())
-        try:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-        finally:
-            self._hold(held)
+        saved = copy.copy(self)  # and not the layer itself: another thread may be multiplying
+        on_meta = held.device.type == "meta" and held.is_layout
+        saved._hold(MackoWeight.zeros(held.rows, held.cols, held.dtype, "meta") if on_meta else held.to_saved())
+        super(SparseLinear, saved)._save_to_state_dict(destination, prefix, keep_vars)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint, which looks up each name of a state_dict: those that are no buffers now."""

@@ -599,6 +599,14 @@ def test_compiled_as_one_node_for_every_number_of_tokens(device: str) -> None:
         assert graphs_of(layer, one_is_special=True) == graphs_of(dense, one_is_special=True), name
 
 
+def test_saving_leaves_the_layer_as_it_is_at_every_moment() -> None:
+    """Another thread may be multiplying."""
+    layer = SparseLinear.from_linear(nn.Linear(40, 24), "bitmap")
+    held = layer._buffers
+    assert layer.state_dict().keys() == {"values", "deltas", "row_ptr", "bias", "_extra_state"}
+    assert layer._buffers is held
+
+
 @pytest.mark.parametrize("trace", ["make_fx", "jit"])
 def test_what_is_traced_under_no_grad_has_gradients(trace: str) -> None:
     w, x = random_weight(24, 40, 0.4, torch.float32), random_vector(3, 40, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,15 @@ from torch import nn
 import macko
 from macko import choose, convert, times, tune
 from macko.cli import main
-from macko.formats import FORMATS, SLIDE_PATTERNS, BitmapWeight, MackoWeight, Sparse11Weight
+from macko.formats import (
+    FORMATS,
+    SLIDE_PATTERNS,
+    BitmapWeight,
+    MackoWeight,
+    PackedWeight,
+    Sparse11Weight,
+    TileWeight,
+)
 from tests.common import needs_capture, random_weight, torch_threads
 
 GPU = "Imaginary 9000"
@@ -231,6 +240,20 @@ def test_a_layout_that_fills_up_a_small_weight_is_not_taken() -> None:
     pattern.view(-1, 4)[:, 2:] = 0
     assert choose.slides(pattern, choose.Options("mixed"))
     assert isinstance(choose.pack(pattern, choose.Options("mixed")), (MackoWeight, BitmapWeight))
+
+
+@pytest.mark.parametrize("tokens", [None, 1, 8])
+@pytest.mark.parametrize("kind", [BitmapWeight, TileWeight])
+def test_of_few_rows_no_layout_holds_more_than_the_canonical_format_and_a_twentieth(
+    monkeypatch: pytest.MonkeyPatch, kind: type[PackedWeight], tokens: int | None
+) -> None:
+    """Of as many columns 2.7 times as much in bitmap, and 24 times in tile, which has masks of 64 rows."""
+    monkeypatch.setattr(choose, "choose", lambda weight, tokens: kind)
+    for rows, cols, density in itertools.product((1, 8, 63), (300, 4096, 65_536), (0.02, 0.5)):
+        weight = MackoWeight.smallest(random_weight(rows, cols, density, torch.float16))
+        packed = choose.pack(weight, choose.Options(tokens=tokens, values="raw"))
+        assert packed.nbytes <= 1.05 * weight.nbytes, (rows, cols, density)
+        assert type(packed) is (kind if kind.from_macko(weight).nbytes <= 1.05 * weight.nbytes else MackoWeight)
 
 
 def test_mixed_says_where_it_is_slowest_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -713,14 +713,15 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
 def write_corpus(folder: Path) -> None:
     """The honest weights for tests/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8"]
+    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8", "slide"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
         arrays = [
             bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()
         ]
         sizes = weight.sizes()
-        extra = next((sizes[name] for name in ("widest", "slab_units", "delta_bits") if name in sizes), 0)
-        table = [sizes.get("table_low", sizes.get("kind", 0)), sizes.get("table_high", 0)]
+        extra = next((sizes[name] for name in ("widest", "slab_units", "delta_bits", "n") if name in sizes), 0)
+        low = next((sizes[name] for name in ("table_low", "kind", "element") if name in sizes), 0)
+        table = [low, sizes.get("table_high", 0)]
         if isinstance(weight, EcWeight):
             extra = weight.tile_ptr.shape[1] - 1
         dtype = (torch.float16, torch.bfloat16, torch.float32).index(weight.dtype)

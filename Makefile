@@ -88,8 +88,8 @@ fuzz: build ## files that lie: a minute of the C core under sanitizers, then of 
 	$(PY) -m tests.fuzz --corpus build/corpus
 	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc contrib -name '*.c' ! -path '*/torch/*') -lm
 	mkdir -p build/found
-	build/fuzz_core $(if $(CLANG),-max_total_time=60 -verbosity=0 -artifact_prefix=build/ build/found build/corpus, \
-	    build/corpus 60)
+	build/fuzz_core $(if $(CLANG),-max_total_time=60 -verbosity=0 -print_funcs=0 -print_final_stats=1 \
+	    -artifact_prefix=build/ build/found build/corpus,build/corpus 60)
 	$(PY) -m tests.fuzz --cases 20000 --out ""
 
 mutants: build ## faults planted one by one: which tests notice? Ten minutes

@@ -79,12 +79,17 @@ stress: build ## exact products by the ten thousand on every GPU, for MINUTES=10
 soak: build ## a sparse 7B model that decodes for MINUTES=10: the same tokens, no byte more
 	$(PY) -m benchmarks.soak --minutes $(MINUTES)
 
-SANITIZED = $(CC) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all -fsanitize=address,undefined
+# Where there is clang its libFuzzer goes after what reaches new code, else (or with CLANG=) fuzz_core.c changes at random.
+CLANG ?= $(shell command -v clang)
+SANITIZED = $(or $(CLANG),$(CC)) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all \
+    -fsanitize=address,undefined $(if $(CLANG),-fsanitize=fuzzer -DLIBFUZZER)
 
 fuzz: build ## files that lie: a minute of the C core under sanitizers, then of every reader
 	$(PY) -m tests.fuzz --corpus build/corpus
-	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc contrib -name '*.c' ! -path '*/torch/*' ! -path '*/slide/*') -lm
-	build/fuzz_core build/corpus 60
+	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc contrib -name '*.c' ! -path '*/torch/*') -lm
+	mkdir -p build/found
+	build/fuzz_core $(if $(CLANG),-max_total_time=60 -verbosity=0 -print_funcs=0 -print_final_stats=1 \
+	    -artifact_prefix=build/ build/found build/corpus,build/corpus 60)
 	$(PY) -m tests.fuzz --cases 20000 --out ""
 
 mutants: build ## faults planted one by one: which tests notice? Ten minutes

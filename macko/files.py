@@ -254,6 +254,8 @@ class Checkpoint:
         return name in self._files
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self:
+            raise ValueError(f"there is no tensor {name}")
         with _refused(self.path):
             return self._files[name].get_tensor(name)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,6 +110,54 @@ def random_weight(
     w = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
     w = torch.where(w == 0, torch.ones((), dtype=dtype), w)
     return torch.where(mask(kind, rows, cols, density, seed), w, torch.zeros((), dtype=dtype))
+
+
+def as_bitmask(w: Tensor, two_four: bool) -> dict[str, Tensor]:
+    """A weight in the words of the format, bit by bit."""
+    rows, cols = w.shape
+    bitmask = torch.zeros(rows, (cols + 7) // 8, dtype=torch.uint8)
+    values: list[Tensor] = []
+    offsets: list[int] = []
+    for row in range(rows):
+        offsets.append(len(values))
+        for col in range(cols):
+            group = w[row, col // 4 * 4 : col // 4 * 4 + 4]
+            kept = col % 4 in group.abs().topk(2).indices.tolist() if two_four else w[row, col] != 0
+            if kept:
+                bitmask[row, col // 8] |= 1 << col % 8
+                values.append(w[row, col])
+    flat = torch.stack(values)
+    if two_four:
+        return {
+            "shape": torch.tensor([[rows], [cols]]), "compressed": flat.view(rows, cols // 2), "bitmask": bitmask,
+        }  # fmt: skip
+    return {
+        "shape": torch.tensor([rows, cols]), "compressed": flat, "bitmask": bitmask,
+        "row_offsets": torch.tensor(offsets),
+    }  # fmt: skip
+
+
+def as_8_bits(w: Tensor, kind: str) -> dict[str, Tensor]:
+    """A weight in the 8 bits of compressed-tensors, of kind float or int, or packed: int in words of 32 bits."""
+    scale = (w.float().abs().amax(1, keepdim=True) / 100).bfloat16()  # as no quantiser of macko's would have it
+    values = w.float() / scale
+    codes = values.to(torch.float8_e4m3fn) if kind == "float" else values.round().to(torch.int8)
+    if kind != "packed":
+        return {"weight": codes, "weight_scale": scale}
+    words = (codes.view(torch.uint8) ^ 128).view(torch.int32)
+    return {"weight_packed": words, "weight_shape": torch.tensor(codes.shape), "weight_scale": scale}
+
+
+def compressed_config(kind: str) -> dict[str, Any]:
+    """quantization_config of a folder whose weights are as_bitmask (then its format) or as_8_bits."""
+    if kind.endswith("bitmask"):
+        sparsity = {"format": kind, "targets": ["Linear"], "ignore": ["lm_head"]}
+        return {
+            "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "sparsity_config": sparsity,
+        }  # fmt: skip
+    weights = {"num_bits": 8, "type": "float" if kind == "float" else "int", "strategy": "channel", "symmetric": True}
+    groups = {"group_0": {"weights": weights, "input_activations": None, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
 def random_vector(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:

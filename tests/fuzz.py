@@ -3,7 +3,8 @@
     python -m tests.fuzz --cases 1000000 --seed 0
 
 A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file.
-What passes validation is unpacked and multiplied too; some files go through from_pretrained. A case may take two
+What passes validation is unpacked and multiplied too; some files go through from_pretrained. Or it is a folder, dense
+or of compressed-tensors, for `macko convert`, which writes the whole of another or says one line. A case may take two
 seconds, and memory of four times what it reads and 64 MB. The run ends with one JSON line, which --out appends to a
 file, also where SIGTERM or Ctrl-C ends it: its cases are those so far. `--only N` runs one case here, to look at its
 traceback.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import io
 import json
@@ -43,15 +45,15 @@ from macko import FORMATS, EcWeight, MackoWeight, SparseLinear
 from macko.cli import main as command
 from macko.files import VERSION, Checkpoint, as_extra_state
 from macko.formats import SAVED, Macko8Weight, PackedWeight, SellWeight, SlideWeight, described
-from tests.common import random_weight
+from tests.common import as_8_bits, as_bitmask, compressed_config, random_weight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu/fuzz.jsonl"
 #: What a case may take: seconds of the processor, or ten times as many by the clock, as other work may run beside it;
 #: and of memory, beside what the process has when it begins, so many bytes a byte of the file and these.
 SECONDS = 2.0
 BYTES_A_BYTE, MORE_BYTES = 4, 64 << 20
-#: Share of files that go through transformers too, which takes 20 ms.
-PRETRAINED = 0.02
+#: Share of files that go through transformers too, which takes 20 ms, and of cases that go through `macko convert`.
+PRETRAINED, CONVERTED = 0.02, 0.01
 #: Rows, columns and elements up to which what was accepted is also run: the shape of a sparse matrix costs nothing.
 SMALL = 1 << 20
 
@@ -92,6 +94,24 @@ def honest() -> list[PackedWeight]:
     perm = torch.arange(9, dtype=torch.int32).expand(2, 9).contiguous()
     block = torch.tensor([[0, 0, 0, 9, 0, 0, 1, 0]], dtype=torch.int32)
     made.append(SellWeight(torch.zeros(0).half(), torch.zeros(256).short(), block, perm, 9, 20, 3, 8, 0, 0))
+    return made
+
+
+@functools.cache
+def unpacked() -> list[tuple[Tensors, Sizes]]:
+    """Of folders to convert, dense ones and those of compressed-tensors: a layer's tensors, and config.json."""
+    made: list[tuple[Tensors, Sizes]] = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        w = random_weight(24, 40, 0.3, dtype)
+        pairs = (w.view(-1, 4) * torch.tensor([0, 1, 0, 1])).view(24, 40).to(dtype)
+        config = pretrained_config(24, 40, dtype)
+        made += [({"weight": w}, config)] * 2
+        for kind, parts in (
+            ("sparse-bitmask", as_bitmask(w, two_four=False)),
+            ("sparse-24-bitmask", as_bitmask(pairs, two_four=True)),
+            *((kind, as_8_bits(w, kind)) for kind in ("float", "int", "packed")),
+        ):
+            made.append((parts, {**config, "quantization_config": compressed_config(kind)}))
     return made
 
 
@@ -206,6 +226,23 @@ def change_about(choose: random.Random, about: Any) -> Any:
     return about
 
 
+#: What a word of a config.json may be in place of another.
+WORDS = ("macko", "compressed-tensors", "sparse-bitmask", "dense", "float", "int8", "bfloat16", "utils", "BertModel")
+
+
+def change_json(choose: random.Random, about: dict[str, Any]) -> None:
+    """Replaces a part of a JSON object, or leaves it out."""
+    name = choose.choice(list(about))
+    part = about[name]
+    if isinstance(part, dict) and part and choose.random() < 0.8:
+        change_json(choose, part)
+    elif choose.random() < 0.2:
+        del about[name]
+    else:
+        word = choose.choice(WORDS)
+        about[name] = choose.choice((number(choose, part), word, [word], {word: word}))
+
+
 #: Types of a safetensors header.
 TYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.int8: "I8",
@@ -310,20 +347,24 @@ def pretrained_class() -> Any:
     """A transformers model of one layer, by `rows`, `cols` and `dtype` of its config; None without transformers."""
     if mackoconfig() is None:
         return None
+    import transformers
     from transformers import PreTrainedConfig, PreTrainedModel
 
     class Config(PreTrainedConfig):
         model_type = "fuzzed"
 
-    class Pretrained(PreTrainedModel):
+    class Fuzzed(PreTrainedModel):
         config_class = Config
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.layer = nn.Linear(config.cols, config.rows, bias=False)
+            self.other = nn.Parameter(torch.zeros(1))  # as transformers wants one that is no packed layer's
             self.post_init()
 
-    return Pretrained
+    transformers.AutoConfig.register("fuzzed", Config)
+    transformers.Fuzzed = Fuzzed  # type: ignore[attr-defined]  # where `macko convert` looks for it
+    return Fuzzed
 
 
 def import_all() -> None:
@@ -392,6 +433,9 @@ def run_case(
     """What became of it: accepted or refused. Whatever is raised is a failure. made: is told the bytes to be read."""
     choose = random.Random(f"{seed}/{case}")
     torch.manual_seed(case)
+    if config is not None and choose.random() < CONVERTED:
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            return "accepted" if run_convert(choose, Path(name), made) else "refused"
     kind = choose.choice([*FORMATS, *SAVED])
     weight = choose.choice([weight for weight in weights if weight.format == kind])
     tensors: Tensors = dict(weight.tensors())
@@ -453,24 +497,84 @@ def run_case(
     return "accepted" if accepted else "refused"
 
 
+def pretrained_config(rows: int, cols: int, dtype: torch.dtype) -> Sizes:
+    """config.json of a `pretrained_class`."""
+    name = str(dtype).removeprefix("torch.")
+    return {"model_type": "fuzzed", "architectures": ["Fuzzed"], "rows": rows, "cols": cols, "dtype": name}
+
+
 def as_pretrained(folder: Path, weight: PackedWeight, about: Any) -> None:
     """A config.json of `pretrained_class` that says this of the file's layers."""
-    dtype = str(weight.dtype).removeprefix("torch.")
-    config = {"model_type": "fuzzed", "rows": weight.rows, "cols": weight.cols, "dtype": dtype}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    config = {**pretrained_config(*weight.shape, weight.dtype), "quantization_config": about}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def as_folder(choose: random.Random, folder: Path, about: Any) -> None:
     """The file as one of a Hugging Face folder, with an index and a config.json that may both lie."""
     config: Any = {"quantization_config": {"quant_method": "macko", **about} if isinstance(about, dict) else about}
-    index: Any = {"weight_map": {"layer.values": "model.safetensors"}}
     config = choose.choice((config, config, *NO_NUMBERS, {"quantization_config": choose.choice(NO_NUMBERS)}))
-    index = choose.choice(
-        (index, index, *NO_NUMBERS, {"weight_map": choose.choice(NO_NUMBERS)}, {"weight_map": {"a": 3}})
-    )
     (folder / "config.json").write_text(choose.choice((json.dumps(config), choose.choice(TEXTS))))
     if choose.random() < 0.5:
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        write_index(choose, folder, "model.safetensors")
+
+
+def write_index(choose: random.Random, folder: Path, file: str) -> None:
+    """An index of a folder with this file that may lie."""
+    index: Any = {"weight_map": {"layer.values": file}}
+    lies = (*NO_NUMBERS, {"weight_map": choose.choice(NO_NUMBERS)}, {"weight_map": {"a": 3}})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(choose.choice((index, index, *lies))))
+
+
+def as_unpacked(choose: random.Random, folder: Path) -> tuple[int, bool]:
+    """Fills a folder to convert, which may lie; the bytes of its file, and whether config.json is honest."""
+    tensors, config = copy.deepcopy(choose.choice(unpacked()))
+    honest_header, honest_config = choose.random() < 0.75, choose.random() < 0.5
+    for _ in range(choose.choice((0, 1, 1, 2)) if honest_header and honest_config else choose.random() < 0.1):
+        if tensors:
+            change_tensors(choose, {}, tensors)
+    for _ in range(0 if honest_config else choose.choice((1, 1, 2))):
+        if config:
+            change_json(choose, config)
+    text = choose.choice(TEXTS) if not honest_config and choose.random() < 0.05 else json.dumps(config)
+    (folder / "config.json").write_text(text)
+    named = {**{f"layer.{name}": t for name, t in tensors.items()}, "other": torch.zeros(1)}
+    name = choose.choice(("model.safetensors", "model-00001-of-00001.safetensors"))
+    if name != "model.safetensors" or choose.random() < 0.2:
+        honest = {"metadata": {}, "weight_map": dict.fromkeys(named, name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(honest))
+        if choose.random() < 0.2:
+            write_index(choose, folder, name)
+    content = file_bytes(choose, named, {"format": "pt"}, not honest_header)
+    return (folder / name).write_bytes(content), honest_config
+
+
+def run_convert(choose: random.Random, folder: Path, made: Callable[[int], None]) -> bool:
+    """Whether `macko convert` has packed a folder that may lie: what it wrote can be read; else nothing is left."""
+    source, target = folder / "in", folder / "out"
+    source.mkdir()
+    size, honest_config = as_unpacked(choose, source)
+    made(size)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        if choose.random() < 0.1:
+            command(["inspect", str(source)])
+        code = command(["convert", str(source), str(target), "--device", "cpu"])
+    left = {path.name for path in folder.iterdir()}
+    if code:
+        line = said.getvalue().splitlines()[-1]  # behind a bar of transformers'
+        assert left == {"in"}, f"{left} after {line}"
+        assert line.startswith("macko convert: "), line
+        assert not re.search("memory|MemoryError", line), line
+        return False
+    assert left == {"in", "out"}, left
+    with Checkpoint(target) as file:
+        assert file.layers
+        for name in file.layers:
+            use(file.packed(name))
+    if honest_config:
+        with contextlib.suppress(ValueError):  # 8 bits are packed as they are, whatever shape config.json says
+            pretrained_class().from_pretrained(target, dtype="auto")
+    return True
 
 
 # ---- Processes -------------------------------------------------------------------------------------------------------
@@ -609,14 +713,15 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
 def write_corpus(folder: Path) -> None:
     """The honest weights for tests/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8"]
+    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8", "slide"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
         arrays = [
             bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()
         ]
         sizes = weight.sizes()
-        extra = next((sizes[name] for name in ("widest", "slab_units", "delta_bits") if name in sizes), 0)
-        table = [sizes.get("table_low", sizes.get("kind", 0)), sizes.get("table_high", 0)]
+        extra = next((sizes[name] for name in ("widest", "slab_units", "delta_bits", "n") if name in sizes), 0)
+        low = next((sizes[name] for name in ("table_low", "kind", "element") if name in sizes), 0)
+        table = [low, sizes.get("table_high", 0)]
         if isinstance(weight, EcWeight):
             extra = weight.tile_ptr.shape[1] - 1
         dtype = (torch.float16, torch.bfloat16, torch.float32).index(weight.dtype)

@@ -1,11 +1,13 @@
 /*
  * Packed data that lie, through the C core alone, under the address and undefined-behaviour sanitizers: `make fuzz`.
  *
- *     fuzz_core CORPUS_FOLDER SECONDS [SEED]
- *
  * The corpus is honest weights (python -m tests.fuzz --corpus). Each case changes some bytes, sizes or lengths of one of
  * them, puts each array into an allocation of just its size, passes the border as ops.cpp guards it, and calls check; what
  * has no fault is unpacked, multiplied and packed again. What check has refused goes to the functions that look themselves.
+ *
+ * With -DLIBFUZZER, clang's libFuzzer chooses what to change: it keeps what has reached new code. Else main does, at random:
+ *
+ *     fuzz_core CORPUS_FOLDER SECONDS [SEED]
  */
 #include <dirent.h>
 #include <stdio.h>
@@ -20,17 +22,18 @@
 #include "../csrc/dense12/dense12.h"
 #include "../csrc/dense8/dense8.h"
 #include "../csrc/macko/macko.h"
+#include "../csrc/slide/slide.h"
 #include "../csrc/sparse11/sparse11.h"
 #include "../csrc/sparse8/sparse8.h"
 #include "../csrc/tile/tile.h"
 
-enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, DENSE8, SPARSE8, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
+enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, DENSE8, SPARSE8, SLIDE, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
 
 /* What a corpus file begins with; the arrays follow in the order of the format's dataclass. */
 typedef struct header {
     int64_t kind, dtype, rows, cols;
-    int64_t extra;    /* delta_bits, tiles (ec), widest (tile, sparse11, sparse8), slab_units (dense12) */
-    int64_t table[2]; /* of dense12 and sparse11; of dense8 and sparse8 the kind of codes */
+    int64_t extra;    /* delta_bits, tiles (ec), widest (tile, sparse11, sparse8), slab_units (dense12), n (slide) */
+    int64_t table[2]; /* of dense12 and sparse11; of dense8, sparse8 and slide the kind of codes */
     int64_t num_arrays, bytes[MAX_ARRAYS];
 } header;
 
@@ -40,6 +43,12 @@ typedef struct input {
 } input;
 
 static uint64_t state;
+
+static void begin_random(uint64_t seed) {
+    seed = (seed ^ seed >> 30) * 0xbf58476d1ce4e5b9u;
+    seed = (seed ^ seed >> 27) * 0x94d049bb133111ebu;
+    state = (seed ^ seed >> 31) | 1;
+}
 
 static uint64_t next_random(void) {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
@@ -142,8 +151,6 @@ static void change(input *in) {
     }
 }
 
-static const char *const NAMES[KINDS] = {"macko",   "bitmap",   "ec",     "tile",
-                                         "dense12", "sparse11", "dense8", "sparse8"};
 static int64_t accepted[KINDS], refused[KINDS];
 
 static int small(int64_t rows, int64_t cols) {
@@ -480,65 +487,155 @@ static macko_fault try_sparse8(const input *in) {
     return fault;
 }
 
-static input *load(const char *path) {
-    FILE *file = fopen(path, "rb");
-    input *in = exactly(sizeof *in);
-    must(file && fread(&in->h, sizeof in->h, 1, file) == 1 && in->h.num_arrays <= MAX_ARRAYS, path);
-    for (int64_t i = 0; i < in->h.num_arrays; i++) {
-        const size_t bytes = (size_t)in->h.bytes[i];
-        in->arrays[i] = exactly(in->h.bytes[i]);
-        must(fread(in->arrays[i], 1, bytes, file) == bytes, path);
-    }
-    fclose(file);
-    return in;
+/* Of tiles that pass the border, as n says: quantised tokens are multiplied, the codes unpacked and packed again. Any
+ * bytes are safe to run; a fault is what packing does not give. */
+static macko_fault try_tiles(const input *in, int which, int64_t n) {
+    const header *h = &in->h;
+    const int64_t rows = h->rows, cols = h->cols, tokens = below(4);
+    macko_fault fault = {-1, 0, 0, 0};
+    if (n < 0 || n == 1 || n > MACKO_SLIDE_MAX_N || cols < 0 || cols > MACKO_SLIDE_MAX_COLS || h->table[0] < 0 ||
+        h->table[0] > MACKO_SLIDE_BF16 || h->bytes[1] % 4 || h->bytes[1] / 4 != rows)
+        return fault;
+    const macko_slide_shape shape = {rows, cols, (int)n, (macko_slide_type)h->table[0]};
+    const int64_t tiles = macko_slide_row_blocks(rows) * macko_slide_k_tiles(cols, shape.n, shape.type);
+    if (h->bytes[which] != tiles * macko_slide_tile_bytes(shape.n, shape.type)) return fault;
+    if (!small(rows, cols)) return (macko_fault){0};
+    const int64_t depth = macko_slide_depth(cols, shape.n), size = macko_slide_element_bytes(shape.type);
+    const macko_slide_weight weight = {shape, in->arrays[which], (const float *)in->arrays[1]};
+    uint8_t *x = exactly(tokens * cols * size_of(h->dtype)), *lifted = exactly(tokens * depth * size);
+    float *token_scale = exactly(tokens * 4), *scale = exactly(rows * 4);
+    for (int64_t i = 0; i < tokens * cols * size_of(h->dtype); i++) x[i] = (uint8_t)next_random();
+    must(!macko_slide_quant_cpu(x, (macko_dtype)h->dtype, cols, shape.n, shape.type, 0, tokens, lifted, token_scale),
+         "slide: no memory");
+    uint8_t *out = exactly(tokens * rows * size_of(h->dtype)), *codes = exactly(rows * cols * size);
+    const macko_slide_gemm_args args = {.weight = weight,
+                                        .lifted = lifted,
+                                        .token_scale = token_scale,
+                                        .out = out,
+                                        .tokens = tokens,
+                                        .out_dtype = (macko_dtype)h->dtype};
+    const int64_t first = below(rows + 1);
+    must(!macko_slide_gemm_cpu(&args, 0, first) && !macko_slide_gemm_cpu(&args, first, rows), "slide: no memory");
+    macko_slide_unpack_cpu(&weight, first, rows, codes);
+    macko_slide_unpack_cpu(&weight, 0, first, codes);
+    static const macko_slide_source sources[] = {MACKO_SLIDE_FROM_S8, MACKO_SLIDE_FROM_E4M3, MACKO_SLIDE_FROM_F16,
+                                                 MACKO_SLIDE_FROM_BF16};
+    uint8_t *again = exactly(h->bytes[which]);
+    macko_slide_found found;
+    must(!macko_slide_pack_cpu(&shape, codes, sources[shape.type], 0, 0, rows, again, scale, &found),
+         "slide: no memory");
+    must(found.row < 0, "slide: unpacked, and not of its pattern");
+    fault.kind = memcmp(again, in->arrays[which], (size_t)h->bytes[which]) != 0;
+    free(x), free(lifted), free(token_scale), free(scale), free(out), free(codes), free(again);
+    return fault;
 }
 
-static void run(const input *from, int changes) {
-    static macko_fault (*const tries[KINDS])(const input *) = {try_macko,   try_bitmap,   try_ec,     try_tile,
-                                                               try_dense12, try_sparse11, try_dense8, try_sparse8};
+static macko_fault try_slide(const input *in) {
+    const macko_fault fault = try_tiles(in, 0, in->h.extra);
+    return fault.kind || !in->h.bytes[2] ? fault : try_tiles(in, 2, 0); /* which holds the same weight dense */
+}
+
+/* Of any bytes: whether they are an input. Then each array is an allocation of just its size. */
+static int parse(const uint8_t *data, size_t size, input *in) {
+    header *h = &in->h;
+    if (size < sizeof *h) return 0;
+    memcpy(h, data, sizeof *h);
+    if (h->kind < 0 || h->kind >= KINDS || h->dtype < 0 || h->dtype > MACKO_F32) return 0;
+    if (h->num_arrays < 1 || h->num_arrays > MAX_ARRAYS) return 0;
+    int64_t left = (int64_t)(size - sizeof *h);
+    for (int i = 0; i < MAX_ARRAYS; left -= h->bytes[i++])
+        if (h->bytes[i] < 0 || h->bytes[i] > left) return 0;
+    data += sizeof *h;
+    for (int i = 0; i < MAX_ARRAYS; data += h->bytes[i++])
+        in->arrays[i] = memcpy(exactly(h->bytes[i]), data, (size_t)h->bytes[i]);
+    return 1;
+}
+
+static void release(input *in) {
+    for (int i = 0; i < MAX_ARRAYS; i++) free(in->arrays[i]);
+}
+
+/* Changes an input in place, where there is room; its size now. */
+size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned seed) {
+    input in;
+    if (!parse(data, size, &in)) return size;
+    begin_random(seed);
+    for (int64_t changes = 1 + below(3); changes; changes--) change(&in);
+    size_t now = sizeof in.h;
+    for (int i = 0; i < MAX_ARRAYS; i++) now += (size_t)in.h.bytes[i];
+    if (now <= max_size) {
+        memcpy(data, &in.h, sizeof in.h);
+        data += sizeof in.h;
+        for (int i = 0; i < MAX_ARRAYS; data += in.h.bytes[i++]) memcpy(data, in.arrays[i], (size_t)in.h.bytes[i]);
+        size = now;
+    }
+    release(&in);
+    return size;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static macko_fault (*const tries[KINDS])(const input *) = {
+        try_macko, try_bitmap, try_ec, try_tile, try_dense12, try_sparse11, try_dense8, try_sparse8, try_slide};
     static const char *const paths[] = {"cpu=scalar", "cpu=avx2", "cpu=avx512"};
-    input in = {.h = from->h};
-    for (int64_t i = 0; i < in.h.num_arrays; i++) {
-        in.arrays[i] = exactly(in.h.bytes[i]);
-        memcpy(in.arrays[i], from->arrays[i], (size_t)in.h.bytes[i]);
-    }
-    for (; changes; changes--) change(&in);
+    input in;
+    if (!parse(data, size, &in)) return 0;
+    uint64_t hash = size; /* what is chosen depends on the input alone, so that it shows its fault again */
+    for (size_t i = 0; i < size; i++) hash = (hash ^ data[i]) * 0x100000001b3u;
+    begin_random(hash);
     macko_knobs_set(paths[below(3)]);
-    const macko_fault fault = tries[in.h.kind](&in);
-    (fault.kind ? refused : accepted)[in.h.kind]++;
-    for (int64_t i = 0; i < in.h.num_arrays; i++) free(in.arrays[i]);
-}
-
-int main(int count, char **arguments) {
-    must(count >= 3, "usage: fuzz_core CORPUS_FOLDER SECONDS [SEED]");
-    static input *corpus[4096];
-    int num_inputs = 0;
-    DIR *folder = opendir(arguments[1]);
-    must(folder != NULL, arguments[1]);
-    for (struct dirent *entry; (entry = readdir(folder)) && num_inputs < 4096;) {
-        char path[4096];
-        snprintf(path, sizeof path, "%s/%s", arguments[1], entry->d_name);
-        if (entry->d_name[0] != '.') corpus[num_inputs++] = load(path);
-    }
-    closedir(folder);
-    must(num_inputs > 0, "the corpus is empty");
-    state = 0x9e3779b97f4a7c15u ^ (uint64_t)(count > 3 ? atoll(arguments[3]) : 0);
-    for (int i = 0; i < num_inputs; i++) {
-        run(corpus[i], 0);
-        int64_t sum = 0;
-        for (int kind = 0; kind < KINDS; kind++) sum += refused[kind];
-        must(!sum, "an honest weight is refused");
-    }
-    const time_t stop = time(NULL) + atoll(arguments[2]);
-    int64_t cases = 0;
-    for (; cases % 256 || time(NULL) < stop; cases++) run(corpus[below(num_inputs)], 1 + (int)below(3));
-    printf("%lld cases; accepted, refused:", (long long)cases);
-    for (int kind = 0; kind < KINDS; kind++)
-        printf(" %s %lld, %lld;", NAMES[kind], (long long)accepted[kind], (long long)refused[kind]);
-    printf("\n");
-    for (int i = 0; i < num_inputs; i++) {
-        for (int64_t k = 0; k < corpus[i]->h.num_arrays; k++) free(corpus[i]->arrays[k]);
-        free(corpus[i]);
-    }
+    (tries[in.h.kind](&in).kind ? refused : accepted)[in.h.kind]++;
+    release(&in);
     return 0;
 }
+
+#ifndef LIBFUZZER
+int main(int count, char **arguments) {
+    enum { MAX_INPUTS = 4096, ROOM = 1 << 12 }; /* a case may be longer by so many bytes */
+    static const char *const names[KINDS] = {"macko",    "bitmap", "ec",      "tile", "dense12",
+                                             "sparse11", "dense8", "sparse8", "slide"};
+    static uint8_t *corpus[MAX_INPUTS];
+    static size_t sizes[MAX_INPUTS];
+    must(count >= 3, "usage: fuzz_core CORPUS_FOLDER SECONDS [SEED]");
+    int num_inputs = 0;
+    size_t largest = 0;
+    DIR *folder = opendir(arguments[1]);
+    must(folder != NULL, arguments[1]);
+    for (struct dirent *entry; (entry = readdir(folder)) && num_inputs < MAX_INPUTS;) {
+        char path[4096];
+        snprintf(path, sizeof path, "%s/%s", arguments[1], entry->d_name);
+        if (entry->d_name[0] == '.') continue;
+        FILE *file = fopen(path, "rb");
+        must(file && !fseek(file, 0, SEEK_END), path);
+        const size_t size = sizes[num_inputs] = (size_t)ftell(file);
+        uint8_t *data = corpus[num_inputs] = exactly((int64_t)size);
+        rewind(file);
+        must(fread(data, 1, size, file) == size, path);
+        fclose(file);
+        LLVMFuzzerTestOneInput(data, size);
+        if (size > largest) largest = size;
+        num_inputs++;
+    }
+    closedir(folder);
+    int64_t honest = 0;
+    for (int kind = 0; kind < KINDS; kind++) honest += accepted[kind];
+    must(num_inputs > 0 && honest == num_inputs, "the corpus is empty, or an honest weight is refused");
+    const uint64_t seed = (count > 3 ? (uint64_t)atoll(arguments[3]) : 0) << 40;
+    const time_t stop = time(NULL) + atoll(arguments[2]);
+    uint8_t *data = exactly((int64_t)largest + ROOM);
+    int64_t cases = 0;
+    for (; cases % 256 || time(NULL) < stop; cases++) {
+        begin_random(seed + (uint64_t)cases);
+        const int i = (int)below(num_inputs);
+        memcpy(data, corpus[i], sizes[i]);
+        const size_t size = LLVMFuzzerCustomMutator(data, sizes[i], largest + ROOM, (unsigned)next_random());
+        LLVMFuzzerTestOneInput(data, size);
+    }
+    printf("%lld cases; accepted, refused:", (long long)cases);
+    for (int kind = 0; kind < KINDS; kind++)
+        printf(" %s %lld, %lld;", names[kind], (long long)accepted[kind], (long long)refused[kind]);
+    printf("\n");
+    for (int i = 0; i < num_inputs; i++) free(corpus[i]);
+    free(data);
+    return 0;
+}
+#endif

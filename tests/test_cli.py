@@ -33,7 +33,7 @@ from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
 from macko.layers import format_bytes, packed_share, patterns
 from macko.prune import METHODS
-from tests.common import assert_same_bits, random_weight, torch_threads
+from tests.common import as_8_bits, as_bitmask, assert_same_bits, compressed_config, random_weight, torch_threads
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
 
 
@@ -754,31 +754,6 @@ def test_expected_bytes_are_those_of_a_random_mask(dtype: torch.dtype, density: 
 # ---- compressed-tensors ----------------------------------------------------------------------------------------------
 
 
-def as_bitmask(w: Tensor, two_four: bool) -> dict[str, Tensor]:
-    """A weight in the words of the format, bit by bit."""
-    rows, cols = w.shape
-    bitmask = torch.zeros(rows, (cols + 7) // 8, dtype=torch.uint8)
-    values: list[Tensor] = []
-    offsets: list[int] = []
-    for row in range(rows):
-        offsets.append(len(values))
-        for col in range(cols):
-            group = w[row, col // 4 * 4 : col // 4 * 4 + 4]
-            kept = col % 4 in group.abs().topk(2).indices.tolist() if two_four else w[row, col] != 0
-            if kept:
-                bitmask[row, col // 8] |= 1 << col % 8
-                values.append(w[row, col])
-    flat = torch.stack(values)
-    if two_four:
-        return {
-            "shape": torch.tensor([[rows], [cols]]), "compressed": flat.view(rows, cols // 2), "bitmask": bitmask,
-        }  # fmt: skip
-    return {
-        "shape": torch.tensor([rows, cols]), "compressed": flat, "bitmask": bitmask,
-        "row_offsets": torch.tensor(offsets),
-    }  # fmt: skip
-
-
 def test_decode_a_worked_example() -> None:
     # Row 0 holds columns 0 and 9, row 1 column 2: bit c % 8 of byte c / 8.
     bitmask = torch.tensor([[0b1, 0b10], [0b100, 0]], dtype=torch.uint8)
@@ -804,6 +779,7 @@ def test_decode_random_weights(two_four: bool) -> None:
     [
         (lambda p: p.update(shape=torch.tensor([9])), "two whole numbers"),
         (lambda p: p.update(shape=torch.tensor([9.0, 44])), "two whole numbers"),
+        (lambda p: p.update(shape=torch.empty(2**33, 0, dtype=torch.int64)), "two whole numbers"),  # as a list 64 GB
         (lambda p: p.update(shape=torch.tensor([9, 50])), "bitmask is"),
         (lambda p: p.update(shape=torch.tensor([-9, 44])), "bitmask is"),
         (lambda p: p.update(shape=torch.tensor([9, 41])), "bits past column 41"),
@@ -899,20 +875,15 @@ def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, 
     old.mkdir()
     save_file(tensors, old / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((pruned / "config.json").read_text())
-    about = {
-        "format": "sparse-24-bitmask" if two_four else "sparse-bitmask",
-        "targets": ["Linear"],
-        "ignore": ["lm_head"],
-    }
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "sparsity_config": about,
-    }  # fmt: skip
+    kind = "sparse-24-bitmask" if two_four else "sparse-bitmask"
+    config["quantization_config"] = compressed_config(kind)
+    del config["dtype"]  # it is that of the values
     (old / "config.json").write_text(json.dumps(config))
 
     capsys.readouterr()
     assert main(["inspect", str(old)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "layers.0.mlp.up_proj" in line)
-    assert about["format"] in line.split()
+    assert kind in line.split()
     assert main(["convert", str(old), str(sparse), "--device", "cpu"]) == 0
     loaded = AutoModelForCausalLM.from_pretrained(sparse)
     wanted = AutoModelForCausalLM.from_pretrained(pruned)
@@ -939,21 +910,13 @@ def quantised_folder(folder: Path, kind: str) -> dict[str, tuple[Tensor, Tensor]
     model.save_pretrained(folder)
     tensors, found = load_file(folder / "model.safetensors"), {}
     for key in [key for key in tensors if key.endswith("_proj.weight")]:
-        name, w = key.removesuffix(".weight"), tensors.pop(key).float()
-        scale = (w.abs().amax(1, keepdim=True) / 100).bfloat16()  # as no quantiser of macko's would have it
-        values = (w / scale).to(torch.float8_e4m3fn) if kind == "float" else (w / scale).round().to(torch.int8)
-        found[name] = values, scale.float().flatten()
-        tensors[f"{name}.weight_scale"] = scale
-        if kind == "packed":
-            tensors[f"{name}.weight_packed"] = (values.view(torch.uint8) ^ 128).view(torch.int32)
-            tensors[f"{name}.weight_shape"] = torch.tensor(values.shape)
-        else:
-            tensors[key] = values
+        name, w = key.removesuffix(".weight"), tensors.pop(key)
+        plain = as_8_bits(w, kind.replace("packed", "int"))
+        found[name] = plain["weight"], plain["weight_scale"].float().flatten()
+        tensors |= {f"{name}.{part}": tensor for part, tensor in as_8_bits(w, kind).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    weights = {"num_bits": 8, "type": "float" if kind == "float" else "int", "strategy": "channel", "symmetric": True}
     about = json.loads((folder / "config.json").read_text())
-    groups = {"group_0": {"weights": weights, "input_activations": None, "targets": ["Linear"]}}
-    about["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    about["quantization_config"] = compressed_config(kind)
     (folder / "config.json").write_text(json.dumps(about))
     return found
 
@@ -1000,3 +963,80 @@ def test_other_bits_of_compressed_tensors_are_refused(tmp_path: Path, capsys: py
     assert main(arguments) == 1
     assert "model.layers.0.mlp.up_proj: scales have numbers" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@needs_transformers
+def test_8_bits_in_one_file_of_an_index_can_be_loaded(tmp_path: Path) -> None:
+    """Whatever the only file is called, and whatever else lies beside it."""
+    from transformers import AutoModelForCausalLM
+
+    quantised_folder(tmp_path / "in", "int")
+    file = tmp_path / "in" / "model-00001-of-00001.safetensors"
+    (tmp_path / "in" / "model.safetensors").rename(file)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(file), file.name)}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"of.weight": torch.zeros(2, 2)}, tmp_path / "in" / "consolidated.safetensors")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert sum(isinstance(module, macko.SparseLinear) for module in model.modules()) == 7
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("packed", {"weight_packed": torch.zeros(7, dtype=torch.int32)}, "layers.0.mlp.up_proj: too many indices"),
+        ("packed", {"weight_shape": torch.empty(2**33, 0, dtype=torch.int64)}, "two whole numbers"),  # as a list 64 GB
+        ("int", {"weight": torch.empty(2**33, 0).char(), "weight_scale": torch.ones(1)}, "layers.0.mlp.up_proj: "),
+        ("int", {"weight_scale": None}, "layers.0.mlp.up_proj: it has 8 bits, and no weight_scale"),
+    ],
+)
+def test_8_bits_that_lie_are_told_in_one_line(
+    kind: str, change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised_folder(tmp_path / "in", kind)
+    file = tmp_path / "in" / "model.safetensors"
+    tensors = {**load_file(file), **{f"model.layers.0.mlp.up_proj.{name}": t for name, t in change.items()}}
+    save_file({name: t for name, t in tensors.items() if t is not None}, file, metadata={"format": "pt"})
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_mask_without_values_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = as_bitmask(torch.ones(9, 44), two_four=False)
+    del parts["compressed"]
+    save_file({f"up.{name}": t for name, t in parts.items()}, tmp_path / "model.safetensors")
+    config = {"quantization_config": compressed_config("sparse-bitmask")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "macko inspect: there is no tensor up.compressed\n"
+
+
+def test_8_bits_of_which_there_are_none_are_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "in").mkdir()
+    save_file({"up.weight": torch.ones(2, 2)}, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": compressed_config("int")}))
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert "has no layer of 8 bits" in capsys.readouterr().err
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ({"dtype": "dense"}, "no folder that transformers can read: AttributeError"),
+        ({"architectures": {"a": 1}}, "no folder that transformers can read: KeyError"),
+        ({"hidden_size": 2**24, "intermediate_size": 2**24}, "config.json is of a model of "),  # of 2**50 bytes
+    ],
+)
+def test_a_config_that_transformers_trips_over_is_told_in_one_line(
+    lie: dict[str, Any], message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(dense, tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **lie}))
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "in"}

@@ -99,6 +99,16 @@ def test_files_of_8_bits_are_read_in_every_way(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+def test_folders_that_lie_are_packed_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(fuzz, "CONVERTED", 1)
+    said = [fuzz.run_case(0, case, [], tmp_path, fuzz.mackoconfig(), lambda size: None) for case in range(200)]
+    assert said.count("accepted") > 20
+    assert said.count("refused") > 100
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_the_c_core_refuses_or_reads_what_has_changed(tmp_path: Path) -> None:
     """As `make fuzz`, for a second and without sanitizers, which take longer to compile."""
     compiler = os.environ.get("CC") or shutil.which("cc")
@@ -106,10 +116,10 @@ def test_the_c_core_refuses_or_reads_what_has_changed(tmp_path: Path) -> None:
         pytest.skip("there is no C compiler")
     fuzz.write_corpus(tmp_path / "corpus")
     sources = [path for folder in ("csrc", "contrib") for path in (ROOT / folder).rglob("*.c")]
-    sources = [path for path in sources if path.parent.name not in ("torch", "slide")]
+    sources = [path for path in sources if path.parent.name != "torch"]
     flags = ["-std=c17", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror"]
     command = [compiler, *flags, "-o", tmp_path / "fuzz_core", ROOT / "tests" / "fuzz_core.c", *sources, "-lm"]
     subprocess.run(command, check=True)
     done = subprocess.run([tmp_path / "fuzz_core", tmp_path / "corpus", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(f" {kind} " in done.stdout for kind in FORMATS if kind not in ("sell", "slide"))
+    assert all(f" {kind} " in done.stdout for kind in FORMATS if kind != "sell")

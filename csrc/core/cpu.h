@@ -20,6 +20,11 @@ typedef enum macko_cpu_path { MACKO_SCALAR = 0, MACKO_AVX2 = 1, MACKO_AVX512 = 2
 #define MACKO_TARGET_AVX512                                                                                            \
     __attribute__((target("avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,"      \
                           "gfni")))
+#if defined(__clang__) && __clang_major__ < 18 /* it knows neither, and every CPU with bmi2 has both */
+#define MACKO_HAS_F16C_LZCNT 1
+#else
+#define MACKO_HAS_F16C_LZCNT (__builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt"))
+#endif
 #else
 #define MACKO_X86 0
 #endif
@@ -28,8 +33,8 @@ typedef enum macko_cpu_path { MACKO_SCALAR = 0, MACKO_AVX2 = 1, MACKO_AVX512 = 2
 static inline macko_cpu_path macko_best_cpu_path(void) {
     macko_cpu_path best = MACKO_SCALAR;
 #if MACKO_X86
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+        __builtin_cpu_supports("bmi2") && MACKO_HAS_F16C_LZCNT)
         best = MACKO_AVX2;
     if (best == MACKO_AVX2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("gfni"))

@@ -89,7 +89,7 @@ MACKO_INLINE MACKO_TARGET_AVX2 int dot_avx2(const context *c, macko_dtype dtype,
 /* x from column `next` on, REACH of them readable; `next` may lie up to UNIT_MAX after the last column. */
 static inline const uint16_t *window_at(const context *c, int64_t next) {
     const int64_t cols = c->m->cols;
-    return next + REACH <= cols ? (const uint16_t *)c->x + next : c->tail + next - (cols > REACH ? cols - REACH : 0);
+    return next + REACH <= cols ? (const uint16_t *)c->x + next : c->tail + (next - (cols > REACH ? cols - REACH : 0));
 }
 
 /* The 64 columns from `window` on, looked up at places & 63. */

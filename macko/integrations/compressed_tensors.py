@@ -87,6 +87,13 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
     return True
 
 
+def _sizes(shape: Tensor) -> list[int]:
+    """Rows and columns that a file says a matrix has."""
+    if shape.numel() != 2 or shape.is_floating_point():
+        raise ValueError(f"its shape is {shape.dtype} {list(shape.shape)}, expected two whole numbers")
+    return shape.flatten().tolist()
+
+
 _CODES = ("weight", "weight_packed")
 _OTHERS = ("weight_scale", "weight_shape", "weight_zero_point", "input_scale", "input_zero_point")
 
@@ -96,7 +103,7 @@ def quantised(file: Checkpoint, name: str, dtype: torch.dtype) -> ByteWeight:
     try:
         scales = file[f"{name}.weight_scale"].float().flatten()
         if f"{name}.weight_packed" in file:
-            rows, cols = file[f"{name}.weight_shape"].tolist()
+            rows, cols = _sizes(file[f"{name}.weight_shape"])
             values = (file[f"{name}.weight_packed"].contiguous().view(torch.uint8)[:, :cols] ^ 128).view(torch.int8)
             if values.shape != (rows, cols):
                 raise ValueError(f"weight_packed holds {list(values.shape)}, weight_shape says {[rows, cols]}")
@@ -104,9 +111,10 @@ def quantised(file: Checkpoint, name: str, dtype: torch.dtype) -> ByteWeight:
             values = file[f"{name}.weight"]
         if f"{name}.weight_zero_point" in file and bool(file[f"{name}.weight_zero_point"].float().any()):
             raise ValueError("weight_zero_point is not zero")
-        scales = scales.expand(len(values)).contiguous() if scales.numel() == 1 else scales
+        if scales.numel() == 1 and values.numel():
+            scales = scales.expand(len(values)).contiguous()
         packed = [kind.from_codes(values, scales, dtype) for kind in (Dense8Weight, Sparse8Weight)]
-    except (KeyError, ValueError) as error:
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
     return min(packed, key=lambda weight: weight.nbytes)
 
@@ -128,19 +136,27 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
         for path in sorted(Path(source).glob("*.safetensors")):
             tensors: dict[str, Tensor] = {}
             for key in open_tensors(path).keys():  # noqa: SIM118
+                if key not in file:
+                    continue  # of a file that the index does not name
                 name, _, last = key.rpartition(".")
-                if f"{name}.weight_scale" not in file or last not in (*_CODES, *_OTHERS):
-                    tensors[key] = file[key]
+                has_scale, tensor = f"{name}.weight_scale" in file, file[key]
+                if last in _CODES and not has_scale and tensor.dtype in (torch.int8, torch.float8_e4m3fn, torch.int32):
+                    raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
+                if not has_scale or last not in (*_CODES, *_OTHERS):
+                    tensors[key] = tensor
                 elif last in _CODES:
                     saved = quantised(file, name, dtype).to_saved()
                     layers[name] = described(type(saved), saved.sizes())
                     tensors |= {f"{name}.{field}": tensor for field, tensor in saved.tensors().items()}
                     tensors[f"{name}.weight"] = torch.empty(0, saved.cols, dtype=dtype)  # see macko.integrations.saving
-            save_file(tensors, target / path.name, metadata={"format": "pt"})
+            if tensors:
+                save_file(tensors, target / path.name, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, path.name)
-        if len({*places.values()}) > 1:
+        if {*places.values()} != {"model.safetensors"}:
             (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
         config = {**file.config, "quantization_config": {"quant_method": "macko", "version": VERSION, "layers": layers}}
+    if not layers:
+        raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")
     (target / "config.json").write_text(json.dumps(config, indent=2))
     return layers
 
@@ -166,15 +182,13 @@ def lazy_state(file: Checkpoint) -> dict[str, _Lazy]:
 def _decoded(file: Checkpoint, name: str) -> Tensor:
     try:
         return decode(*(file[f"{name}.{key}"] for key in _KEYS[:3]))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
 def decode(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Tensor:
     """The dense weight; ValueError where the three do not fit each other."""
-    if shape.numel() != 2 or shape.is_floating_point():
-        raise ValueError(f"shape is {shape.tolist()}, expected two whole numbers")
-    rows, cols = shape.flatten().tolist()
+    rows, cols = _sizes(shape)
     if bitmask.dtype != torch.uint8 or list(bitmask.shape) != [rows, -(-cols // 8)]:
         raise ValueError(f"bitmask is {bitmask.dtype} {list(bitmask.shape)}, expected uint8 {[rows, -(-cols // 8)]}")
     if not compressed.is_floating_point() or compressed.element_size() < 2:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -355,27 +358,52 @@ CONVERTED["transformers"] = _mark
 
 
 def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: Any) -> Any:
-    """The model of a dense or compressed-tensors folder, packed as it is read; its class is the one that was saved."""
+    """The model of a dense or compressed-tensors folder, packed as it is read; its class is the one that was saved.
+
+    Raises:
+        ValueError: a file of the folder is not as another says, or transformers has no such model.
+    """
     import transformers
 
     folder = os.fspath(folder)
-    about = transformers.AutoConfig.from_pretrained(folder)
-    if not about.architectures:
-        raise ValueError(f"{folder}/config.json does not name an architecture")
-    kind = getattr(transformers, about.architectures[0], None)
-    if kind is None:
-        raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
-    with Checkpoint(folder) as file:
+    with _named(folder), Checkpoint(folder) as file:
+        about = transformers.AutoConfig.from_pretrained(folder)
+        if not about.architectures:
+            raise ValueError(f"{folder}/config.json does not name an architecture")
+        kind = getattr(transformers, about.architectures[0], None)
+        if kind is None:
+            raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
+        _check_size(folder, kind, about)
         if sparsity_format(file.config) is None:
             return kind.from_pretrained(folder, quantization_config=config, **{"dtype": "auto", **options})
         for name in ("quantization_config", "compression_config", "sparsity_config"):
             if hasattr(about, name):
                 delattr(about, name)
-        dtype = options.pop("dtype", about.dtype)
+        stored = (file[name].dtype for name in file if name.endswith(".compressed"))
+        dtype = options.pop("dtype", about.dtype) or next(stored, None)
         state = lazy_state(file)
         return kind.from_pretrained(
             None, config=about, state_dict=state, quantization_config=config, dtype=dtype, **options
         )
+
+
+@contextlib.contextmanager
+def _named(folder: str) -> Iterator[None]:
+    """ValueError with the folder's name for what transformers trips over where a file lies."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder} is no folder that transformers can read: {reason}") from error
+
+
+def _check_size(folder: str, kind: Any, about: Any) -> None:
+    """ValueError where config.json is of a model that the files are too small for: it would be made at random."""
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in kind(copy.deepcopy(about)).parameters())
+    size = sum(file.stat().st_size for file in Path(folder).iterdir())
+    if count > 8 * size:  # the least that a file holds is a bit of a mask
+        raise ValueError(f"{folder}: config.json is of a model of {count} weights, its files have {size} bytes")
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:

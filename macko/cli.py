@@ -79,8 +79,8 @@ _DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 #: Layers' outputs are compared on so many tokens of a text, so that all of them fit.
 LAYER_TOKENS = 256
 #: A matrix is looked at by so many elements at a time, of whole row blocks of tile; and not at all where it has more
-#: elements than these and so many a byte of its file: a shape takes no bytes, and a look some 20 ns an element.
-PANEL, ELEMENTS_A_BYTE = 2**21, 64
+#: elements than these and so many a byte of its file: a shape takes no bytes, and a look up to 20 ns an element.
+PANEL, ELEMENTS_A_BYTE = 2**20, 64
 #: Bytes that a look at a matrix may take: so many a byte of its file, and these.
 BYTES_A_BYTE, MORE_BYTES = 4, 2**25
 #: Endings of files that hold weights.
@@ -405,7 +405,7 @@ class _Seen:
         self.shape, self.elements = weight.shape, math.prod(weight.shape)
         self.counts: Tensor | None = None
         self.patterns: list[str] = []
-        if not isinstance(weight, Tensor) and not is_worth_it(weight, file_bytes):
+        if not isinstance(weight, Tensor) and not _is_worth_it(weight, file_bytes):
             self.density = weight.density
             return
         held, nonzeros = list(PATTERNS) if self.elements else [], 0
@@ -437,10 +437,13 @@ class _Seen:
 
     def sparse11_bytes(self) -> int | None:
         """None where auto would not take it. It is packed whole: from density 0.4 up that is in proportion."""
-        if not within(2 * Sparse11Weight.num_slabs(*self.shape) * 64 * 256, self.file_bytes):
+        if not _within(2 * Sparse11Weight.num_slabs(*self.shape) * 64 * 256, self.file_bytes):
             return None  # of few rows, which it fills up to 64
         weight = self.weight.to_dense() if isinstance(self.weight, Masked) else self.weight
-        packed = sparse11_of(MackoWeight.from_dense(weight) if isinstance(weight, Tensor) else weight.to_macko())
+        if isinstance(weight, Tensor):
+            weight = MackoWeight.from_dense(weight)
+        assert isinstance(weight, MackoWeight)
+        packed = sparse11_of(weight)
         return packed.nbytes if packed else None
 
     def dense12_bytes(self, listed: int) -> int | None:
@@ -456,19 +459,17 @@ class _Seen:
         return Dense12Weight.bytes_of(rows, cols, listed, fullest)
 
 
-def is_worth_it(weight: Tensor | PackedWeight | Masked, file_bytes: int) -> bool:
+def _is_worth_it(weight: Tensor | PackedWeight | Masked, file_bytes: int) -> bool:
     """Whether a look takes memory and time in proportion to the file; one at what the file has dense always does."""
     if not isinstance(weight, (MackoWeight, Masked)):
         return isinstance(weight, Tensor)  # the rows of other formats cannot be had by themselves
     # Of the least panel: as dense, as canonical, and as tile, whose empty slabs are 2688 bytes of 256 columns.
     least = weight.cols * (10 * min(64, weight.rows) + 11)
     few = weight.rows * weight.cols <= PANEL + ELEMENTS_A_BYTE * file_bytes
-    return (
-        few and within(least, file_bytes) and (isinstance(weight, MackoWeight) or not isinstance(weight, PackedWeight))
-    )
+    return few and _within(least, file_bytes)
 
 
-def within(count: int, file_bytes: int) -> bool:
+def _within(count: int, file_bytes: int) -> bool:
     """Whether so many bytes may be taken for a look at what takes file_bytes in its file."""
     return count <= BYTES_A_BYTE * file_bytes + MORE_BYTES
 
@@ -528,10 +529,9 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
             weight = packed = file.packed(name)
             if isinstance(packed, Macko8Weight):
                 weight = packed.scaled()
-            elif not isinstance(packed, MackoWeight) and within(
-                packed.rows * packed.cols * packed.dtype.itemsize, packed.nbytes
-            ):
-                weight = packed.to_dense()  # the rows of no other format can be had by themselves
+            elif not isinstance(packed, MackoWeight):  # whose rows can be had by themselves
+                dense_bytes = packed.rows * packed.cols * packed.dtype.itemsize
+                weight = packed.to_dense() if _within(dense_bytes, packed.nbytes) else packed
             yield name, weight, packed.format, packed.nbytes
         elif name in names:
             weight = Masked(file, name)
@@ -556,7 +556,7 @@ def tune(options: argparse.Namespace) -> None:
         if options.source:
             with Checkpoint(_folder(options.source, or_file=True)) as file:
                 for name, weight, _, size in _matrices(file):
-                    if "embed" not in name and is_worth_it(weight, size):
+                    if "embed" not in name and _is_worth_it(weight, size):
                         yield name, weight if isinstance(weight, Tensor) else weight.to_dense()
         for shape in options.shapes:
             rows, _, cols = shape.partition("x")

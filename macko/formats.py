@@ -999,7 +999,7 @@ class Dense12Weight(SlabWeight):
     @classmethod
     def bytes_of(cls, rows: int, cols: int, listed: int, fullest: int) -> int | None:
         """Bytes of a weight whose table lacks so many elements, `fullest` of them in one slab; None: it is not held."""
-        units, most = -(-(24640 + 4 * fullest) // 128), 64 * 256 * 2 // 128  # docs: csrc/dense12/dense12.h
+        units, most = -(-(24640 + 4 * fullest) // 128), 64 * 256 * 2 // 128  # as csrc/dense12/dense12.h has it
         return None if units > most or listed > rows * cols // 100 else cls.num_slabs(rows, cols) * units * 128
 
     def _options(self) -> dict[str, int]:
@@ -1324,9 +1324,10 @@ class Macko8Weight(PackedWeight):
         values = self._numbers.to(self.dtype)
         if not self.delta_bits:
             return values.view(self.rows, self.cols).mul_(self.scales[:, None])
-        scales = self.scales.repeat_interleave(self.row_ptr.diff())
-        values[: len(scales)] *= scales
-        return dataclasses.replace(self._canonical(), values=values)
+        for first in range(0, self.rows, 256):
+            ends = self.row_ptr[first : first + 257]
+            values[ends[0] : ends[-1]] *= self.scales[first : first + 256].repeat_interleave(ends.diff())
+        return MackoWeight(values, self.deltas, self.row_ptr, self.rows, self.cols, self.delta_bits)
 
     def _canonical(self) -> MackoWeight:
         """The codes as numbers."""

@@ -51,6 +51,8 @@ PATTERN_FILLED = 0.9
 #: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
 #: That saves launches of a microsecond or two.
 SELL_WITHIN = 1.05
+#: Elements whose bits are counted at a time: of each torch makes some 20 bytes meanwhile.
+COUNTED = 1 << 19
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95
 #: Weights of a layer from which on it gains as dense12: below, a product's fixed costs outweigh the bytes.
@@ -231,21 +233,44 @@ def sparse11_gain(shape: Sequence[int], device: torch.device, tokens: int) -> fl
     return times_of(device).sparse11_gain(shape, tokens)
 
 
-def outside_table(weight: Tensor, signed: bool) -> tuple[int, int]:
-    """How many elements a table of seven exponents lacks, and of how many: what sparse11 or dense12 would list.
+def bit_counts(weight: Tensor) -> Tensor:
+    """[65536]: how many elements of 16 bits have each pattern of bits. Those of a matrix' parts add up."""
+    counts = torch.zeros(1 << 16, dtype=torch.int64, device=weight.device)
+    for bits in weight.detach().contiguous().view(torch.int16).flatten().split(COUNTED):
+        counts += (bits.int() & 0xFFFF).bincount(minlength=1 << 16)
+    return counts
+
+
+def have_codes(counts: Tensor, dtype: torch.dtype, signed: bool) -> Tensor:
+    """[65536], bool: which patterns of bits have a code in the table of the matrix that counts (bit_counts) are of.
 
     Args:
-        weight: bfloat16, or float16, of which all but what was bfloat16 is lacking.
-        signed: as sparse11: seven signs and upper exponent bits, zeros do not count. Else as dense12: seven upper
-            exponent bits beside those of zeros.
+        dtype: bfloat16, or float16, of which only what was bfloat16 has a code.
+        signed: as sparse11, a table of seven signs and upper exponent bits; zeros have no code. Else as dense12: of
+            seven upper exponent bits beside those of zeros.
     """
-    bits, half = weight.detach().contiguous().view(torch.int16).flatten(), weight.dtype == torch.float16
-    bits = bits[bits & 0x7FFF != 0] if signed else bits
-    coded = bits[bits & 7 == 0] >> 3 if half else bits
-    high = coded >> 8 & ((0x1F if half else 0xFF) >> (not signed))
-    counts = high.bincount(minlength=256)
-    held = int(counts[1:].topk(7).values.sum()) + (0 if signed else int(counts[0]))
-    return len(bits) - held, len(bits)
+    bits = torch.arange(1 << 16, device=counts.device)
+    coded = bits & 7 == 0 if dtype == torch.float16 else torch.ones_like(bits, dtype=torch.bool)
+    high = bits >> 11 if dtype == torch.float16 else bits >> 8
+    if signed:
+        coded &= bits & 0x7FFF != 0
+    else:
+        high &= 0xF if dtype == torch.float16 else 0x7F
+    by_high = torch.zeros(256, dtype=torch.int64, device=counts.device).index_add_(0, high, counts * coded)
+    table = by_high[1:].sort(descending=True, stable=True).indices[:7] + 1
+    return coded & torch.isin(high, table if signed else torch.cat([table, table.new_zeros(1)]))
+
+
+def outside_table(weight: Tensor, signed: bool) -> tuple[int, int]:
+    """How many elements have no code (have_codes), and of how many: signed, of those that are not zero."""
+    return lacking(bit_counts(weight), weight.dtype, signed)
+
+
+def lacking(counts: Tensor, dtype: torch.dtype, signed: bool) -> tuple[int, int]:
+    """outside_table of the matrix that bit_counts are of."""
+    zeros = int(counts[0] + counts[0x8000])
+    count = int(counts.sum()) - (zeros if signed else 0)
+    return count - int(counts[have_codes(counts, dtype, signed)].sum()), count
 
 
 def too_many_listed(packed: Sparse11Weight) -> bool:

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -25,17 +26,49 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import __version__, codes
-from .choose import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, VALUES, Options, outside_table, sparse11_of
+from .choose import (
+    DENSE12_SHARE,
+    DENSE12_WEIGHTS,
+    SPARSE11_LISTED,
+    VALUES,
+    Options,
+    bit_counts,
+    have_codes,
+    lacking,
+    sparse11_of,
+)
 from .convert import MIN_SPARSITY
 from .evaluate import windows
 from .files import Checkpoint
-from .formats import FORMATS, Dense12Weight, EcWeight, MackoWeight, TileWeight
+from .formats import (
+    FORMATS,
+    Dense12Weight,
+    EcWeight,
+    Macko8Weight,
+    MackoWeight,
+    PackedWeight,
+    Sparse11Weight,
+    TileWeight,
+)
 from .integrations import require_transformers
-from .layers import IGNORED, Report, columns, density_of, density_text, format_bytes, packed_share, patterns
+from .integrations.compressed_tensors import Masked, sparsity_format
+from .layers import (
+    IGNORED,
+    PATTERNS,
+    Report,
+    columns,
+    countable,
+    density_text,
+    format_bytes,
+    holding,
+    named,
+    packed_share,
+)
 from .linear import DTYPES
 from .prune import METHODS, STATISTICS, asked_for, prune_
 from .reconstruct import RECIPES
 from .rivals import RIVALS
+from .shards import sliced
 from .times import read, times, times_of
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
@@ -45,8 +78,11 @@ EXPECTED = (
 _DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 #: Layers' outputs are compared on so many tokens of a text, so that all of them fit.
 LAYER_TOKENS = 256
-#: A larger matrix with a smaller share of non-zeros is not unpacked to be looked at.
-EMPTY_ELEMENTS, EMPTY_DENSITY = 2**21, 2**-10
+#: A matrix is looked at by so many elements at a time, of whole row blocks of tile; and not at all where it has more
+#: elements than these and so many a byte of its file: a shape takes no bytes, and a look up to 20 ns an element.
+PANEL, ELEMENTS_A_BYTE = 2**20, 64
+#: Bytes that a look at a matrix may take: so many a byte of its file, and these.
+BYTES_A_BYTE, MORE_BYTES = 4, 2**25
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 #: What a repository of the Hub holds besides, or a second time, in other formats.
@@ -322,25 +358,25 @@ def inspect(options: argparse.Namespace) -> None:
     table = [(*titles, f">on {known.gpu if known else 'a GPU'}", *_Memory.titles)]
     total, memory = [0, 0], _Memory()
     with Checkpoint(_folder(options.source, or_file=True)) as file:
-        for name, dense, form, size in _matrices(file):
-            density = density_of(dense) or 0.0
-            share = min(1.0, packed_share(density, 8 * dense.element_size())) if dense.dtype in DTYPES else 1.0
-            after = size if name in file.layers else round(dense.nbytes * share)
+        for name, weight, form, size in _matrices(file):
+            seen = _Seen(weight, size)
+            density, dense_bytes = seen.density, math.prod(weight.shape) * weight.dtype.itemsize
+            share = min(1.0, packed_share(density, 8 * weight.dtype.itemsize)) if weight.dtype in DTYPES else 1.0
+            after = size if name in file.layers else round(dense_bytes * share)
             total = [total[0] + size, total[1] + after]
-            gain = f"{dense.nbytes / after:.2f}x" if after < dense.nbytes else "-"
-            shape = "x".join(map(str, dense.shape))
-            held = [] if dense.is_meta else patterns(dense)
-            row = (shape, density_text(density), " ".join(held), form, format_bytes(size))
+            gain = f"{dense_bytes / after:.2f}x" if 0 < after < dense_bytes else "-"
+            shape = "x".join(map(str, weight.shape))
+            row = (shape, density_text(density), " ".join(seen.patterns), form, format_bytes(size))
             expected = ""
-            if known and "embed" not in name and dense.dtype.itemsize == 2:
-                found = known.us(dense.shape[0], dense.shape[1], density, dense.dtype)
+            if known and "embed" not in name and weight.dtype.itemsize == 2:
+                found = known.us(weight.shape[0], weight.shape[1], density, weight.dtype)
                 found.pop(EcWeight.format, None)  # which nothing chooses
                 left = 1 - density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
                 best = "" if not found else "dense" if left else min(found, key=found.__getitem__)
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
-            cells = memory.add(name, dense, density)
+            cells = memory.add(name, seen)
             table.append((name, *row, format_bytes(after), gain, expected, *cells))
     expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
     table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected, "", "", ""))
@@ -355,6 +391,89 @@ def inspect(options: argparse.Namespace) -> None:
         print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
 
 
+class _Seen:
+    """What a look at a matrix says, which is taken by panels of rows: whole as dense, it may be many times its file.
+
+    Attributes:
+        density: non-zeros over all.
+        patterns: n:m patterns that it holds.
+        counts: of its bits (bit_counts), where it has 16; None also where nobody looked.
+    """
+
+    def __init__(self, weight: Tensor | PackedWeight | Masked, file_bytes: int) -> None:
+        self.weight, self.file_bytes = weight, file_bytes
+        self.shape, self.elements = weight.shape, math.prod(weight.shape)
+        self.counts: Tensor | None = None
+        self.patterns: list[str] = []
+        if not isinstance(weight, Tensor) and not _is_worth_it(weight, file_bytes):
+            self.density = weight.density
+            return
+        held, nonzeros = list(PATTERNS) if self.elements else [], 0
+        counts = torch.zeros(1 << 16, dtype=torch.int64) if weight.dtype in Dense12Weight.dtypes else None
+        for panel in self._panels():
+            held = holding(panel, held)
+            if counts is None:
+                nonzeros += int(countable(panel).count_nonzero())
+            else:
+                counts += bit_counts(panel)
+        if counts is not None:
+            nonzeros = int(counts.sum() - counts[0] - counts[0x8000])
+        self.counts, self.patterns, self.density = counts, named(held), nonzeros / max(1, self.elements)
+
+    def _panels(self) -> Iterator[Tensor]:
+        (rows, cols), weight = self.shape, self.weight
+        step = max(1, PANEL // max(256, cols) // 64) * 64  # of tile's row blocks, whose slabs have 256 columns
+        if isinstance(weight, Masked):
+            yield from weight.panels(step)
+            return
+        for first in range(0, rows if cols else 0, step):
+            stop = min(rows, first + step)
+            yield weight[first:stop] if isinstance(weight, Tensor) else sliced(weight, 0, first, stop).to_dense()
+
+    def tile_bytes(self) -> int:
+        slabs = TileWeight.num_slabs(*self.shape)
+        panels = (TileWeight.from_macko(MackoWeight.from_dense(panel)) for panel in self._panels())
+        return sum(panel.data.nbytes for panel in panels) + 4 * (slabs + 1)
+
+    def sparse11_bytes(self) -> int | None:
+        """None where auto would not take it. It is packed whole: from density 0.4 up that is in proportion."""
+        if not _within(2 * Sparse11Weight.num_slabs(*self.shape) * 64 * 256, self.file_bytes):
+            return None  # of few rows, which it fills up to 64
+        weight = self.weight.to_dense() if isinstance(self.weight, Masked) else self.weight
+        if isinstance(weight, Tensor):
+            weight = MackoWeight.from_dense(weight)
+        assert isinstance(weight, MackoWeight)
+        packed = sparse11_of(weight)
+        return packed.nbytes if packed else None
+
+    def dense12_bytes(self, listed: int) -> int | None:
+        """None where it does not hold the matrix, of which its table lacks so many."""
+        assert self.counts is not None
+        rows, cols = self.shape
+        fullest, slabs = 0, -(-cols // 256)
+        if 0 < listed <= self.elements // 100:
+            lacks = ~have_codes(self.counts, self.weight.dtype, signed=False)
+            for panel in self._panels():
+                row, col = lacks[panel.view(torch.int16).int() & 0xFFFF].nonzero().unbind(1)
+                fullest = max(fullest, int((row // 64 * slabs + col // 256).bincount(minlength=1).max()))
+        return Dense12Weight.bytes_of(rows, cols, listed, fullest)
+
+
+def _is_worth_it(weight: Tensor | PackedWeight | Masked, file_bytes: int) -> bool:
+    """Whether a look takes memory and time in proportion to the file; one at what the file has dense always does."""
+    if not isinstance(weight, (MackoWeight, Masked)):
+        return isinstance(weight, Tensor)  # the rows of other formats cannot be had by themselves
+    # Of the least panel: as dense, as canonical, and as tile, whose empty slabs are 2688 bytes of 256 columns.
+    least = weight.cols * (10 * min(64, weight.rows) + 11)
+    few = weight.rows * weight.cols <= PANEL + ELEMENTS_A_BYTE * file_bytes
+    return few and _within(least, file_bytes)
+
+
+def _within(count: int, file_bytes: int) -> bool:
+    """Whether so many bytes may be taken for a look at what takes file_bytes in its file."""
+    return count <= BYTES_A_BYTE * file_bytes + MORE_BYTES
+
+
 class _Memory:
     """What matrices of 16 bits would take in the memory of a GPU of compute capability 9.0; nothing of others."""
 
@@ -363,36 +482,29 @@ class _Memory:
     def __init__(self) -> None:
         self.dense = self.raw = self.exact = self.compressed = 0
 
-    def add(self, name: str, dense: Tensor, density: float) -> tuple[str, str, str]:
+    def add(self, name: str, seen: _Seen) -> tuple[str, str, str]:
         """Counts one matrix; gives its cells: bytes, and the share of weights that the format's table lacks."""
-        if dense.dtype not in Dense12Weight.dtypes or "embed" in name or dense.is_meta:
+        if seen.counts is None or "embed" in name:
             return "", "", ""
-        size = raw = exact = dense.nbytes
+        size = raw = exact = 2 * seen.elements
         tile = sparse11 = ""
-        if 1 - density >= MIN_SPARSITY:
-            macko = MackoWeight.from_dense(dense)
-            raw = exact = min(size, TileWeight.from_macko(macko).nbytes)
+        if 1 - seen.density >= MIN_SPARSITY:
+            raw = exact = min(size, seen.tile_bytes())
             tile = format_bytes(raw)
-            lacks, count = outside_table(dense, signed=True)
-            shorter = sparse11_of(macko) if lacks <= SPARSE11_LISTED * count else None
-            exact = shorter.nbytes if shorter else raw
-            sparse11 = f"{format_bytes(shorter.nbytes) if shorter else '-'} ({lacks / max(1, count):.4%})"
-        compressed, dense12 = exact, self._dense12(dense)
-        if exact >= DENSE12_SHARE * size and dense.numel() >= DENSE12_WEIGHTS and dense12:
-            compressed = min(exact, dense12.nbytes)
+            lacks, count = lacking(seen.counts, seen.weight.dtype, signed=True)
+            shorter = seen.sparse11_bytes() if lacks <= SPARSE11_LISTED * count else None
+            exact = raw if shorter is None else shorter
+            sparse11 = f"{'-' if shorter is None else format_bytes(shorter)} ({lacks / max(1, count):.4%})"
+        listed, _ = lacking(seen.counts, seen.weight.dtype, signed=False)
+        compressed, dense12 = exact, seen.dense12_bytes(listed)
+        if exact >= DENSE12_SHARE * size and seen.elements >= DENSE12_WEIGHTS and dense12:
+            compressed = min(exact, dense12)
         left = name.rpartition(".")[0].endswith(IGNORED)  # as sparsify_ leaves it
         self.dense, self.compressed = self.dense + size, self.compressed + compressed
         self.raw, self.exact = self.raw + (size if left else raw), self.exact + (size if left else exact)
         if dense12 is None:
             return tile, sparse11, "-"
-        return tile, sparse11, f"{format_bytes(dense12.nbytes)} ({dense12.listed / max(1, dense.numel()):.4%})"
-
-    @staticmethod
-    def _dense12(dense: Tensor) -> Dense12Weight | None:
-        try:
-            return Dense12Weight.from_dense(dense)
-        except ValueError:  # its exponents are too far apart, or it was never bfloat16
-            return None
+        return tile, sparse11, f"{format_bytes(dense12)} ({listed / max(1, seen.elements):.4%})"
 
     def __str__(self) -> str:
         if not self.dense:
@@ -402,27 +514,28 @@ class _Memory:
         return f"in memory on a GPU of compute capability 9.0, of {format_bytes(self.dense)}: {text}.\n"
 
 
-def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
-    """Of every matrix its name, itself as dense, and in what format and how many bytes the checkpoint has it.
+def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | Masked, str, int]]:
+    """Of every matrix its name, itself, and in what format and how many bytes the checkpoint has it.
 
-    On the meta device where it holds next to nothing: a shape takes no bytes in a file, and gigabytes as dense.
+    Itself: dense, or canonical where its file is sparse; or as it is where that would be much more than its file.
     """
-    from .integrations.compressed_tensors import lazy_state, sparsity_format
-
+    weight: Tensor | PackedWeight | Masked
     masked = sparsity_format(file.config) or ""
-    names: dict[str, Any] = dict.fromkeys(file.layers)
-    if masked:
-        names |= {n.removesuffix(".weight"): t for n, t in lazy_state(file).items() if f"{n[:-7]}.bitmask" in file}
+    names = dict.fromkeys(file.layers)
+    names |= dict.fromkeys(n.removesuffix(".bitmask") for n in file if masked and n.endswith(".bitmask"))
     matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
     for name in tqdm([*names, *matrices], delay=1, leave=False):
         if name in file.layers:
-            packed = file.packed(name)
-            empty = packed.rows * packed.cols > EMPTY_ELEMENTS and packed.density < EMPTY_DENSITY
-            dense = torch.empty(packed.shape, dtype=packed.dtype, device="meta") if empty else packed.to_dense()
-            yield name, dense, packed.format, packed.nbytes
+            weight = packed = file.packed(name)
+            if isinstance(packed, Macko8Weight):
+                weight = packed.scaled()
+            elif not isinstance(packed, MackoWeight):  # whose rows can be had by themselves
+                dense_bytes = packed.rows * packed.cols * packed.dtype.itemsize
+                weight = packed.to_dense() if _within(dense_bytes, packed.nbytes) else packed
+            yield name, weight, packed.format, packed.nbytes
         elif name in names:
-            size = sum(file[k].nbytes for k in (f"{name}.bitmask", f"{name}.compressed"))
-            yield name, names[name][...], masked, size
+            weight = Masked(file, name)
+            yield name, weight, masked, weight.nbytes
         else:
             dense = file[name]
             yield name, dense, "dense", dense.nbytes
@@ -442,8 +555,9 @@ def tune(options: argparse.Namespace) -> None:
     def weights() -> Iterator[tuple[str, Tensor]]:
         if options.source:
             with Checkpoint(_folder(options.source, or_file=True)) as file:
-                matrices = ((name, dense) for name, dense, *_ in _matrices(file) if not dense.is_meta)
-                yield from ((name, dense) for name, dense in matrices if "embed" not in name)
+                for name, weight, _, size in _matrices(file):
+                    if "embed" not in name and _is_worth_it(weight, size):
+                        yield name, weight if isinstance(weight, Tensor) else weight.to_dense()
         for shape in options.shapes:
             rows, _, cols = shape.partition("x")
             for density in options.densities:

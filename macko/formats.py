@@ -568,11 +568,11 @@ class SlabWeight(PackedWeight):
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
-        shapes = {"data": (None, _any() * 64), "offsets": (torch.int32, cls._num_slabs(rows, cols) + 1)}
+        shapes = {"data": (None, _any() * 64), "offsets": (torch.int32, cls.num_slabs(rows, cols) + 1)}
         return [shapes[name] for name in cls.tensor_names]
 
     @staticmethod
-    def _num_slabs(rows: Any, cols: Any) -> Any:
+    def num_slabs(rows: Any, cols: Any) -> Any:
         return (rows + 63) // 64 * ((cols + 255) // 256)
 
     @classmethod
@@ -996,6 +996,12 @@ class Dense12Weight(SlabWeight):
             tensors, header = torch.ops.macko.pack(w, cls.number, [])
         return cls(*tensors, *header.tolist()[1:])
 
+    @classmethod
+    def bytes_of(cls, rows: int, cols: int, listed: int, fullest: int) -> int | None:
+        """Bytes of a weight whose table lacks so many elements, `fullest` of them in one slab; None: it is not held."""
+        units, most = -(-(24640 + 4 * fullest) // 128), 64 * 256 * 2 // 128  # as csrc/dense12/dense12.h has it
+        return None if units > most or listed > rows * cols // 100 else cls.num_slabs(rows, cols) * units * 128
+
     def _options(self) -> dict[str, int]:
         return {}  # its sizes follow from the weight
 
@@ -1199,7 +1205,7 @@ class Dense8Weight(ByteWeight):
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
-        return [(cls.dtypes[1 - options[1]], cls._num_slabs(rows, cols) * 8192), (torch.float32, rows)]
+        return [(cls.dtypes[1 - options[1]], cls.num_slabs(rows, cols) * 8192), (torch.float32, rows)]
 
     def _values(self) -> Tensor:
         return self.codes().float()
@@ -1243,7 +1249,7 @@ class Sparse8Weight(ByteWeight):
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
-        offsets = (torch.int32, cls._num_slabs(rows, cols) + 1)
+        offsets = (torch.int32, cls.num_slabs(rows, cols) + 1)
         return [(cls.dtypes[1 - options[1]], _any() * 64), offsets, (torch.float32, rows)]
 
 
@@ -1309,6 +1315,19 @@ class Macko8Weight(PackedWeight):
     @property
     def _numbers(self) -> Tensor:
         return self.values.view(codes.TYPES[self.kind])
+
+    def scaled(self) -> MackoWeight | Tensor:
+        """The weight for who looks at it, canonical or dense as its codes are, in few bytes beside its own.
+
+        A code whose product with its scale rounds to zero is an entry still, which no canonical weight has.
+        """
+        values = self._numbers.to(self.dtype)
+        if not self.delta_bits:
+            return values.view(self.rows, self.cols).mul_(self.scales[:, None])
+        for first in range(0, self.rows, 256):
+            ends = self.row_ptr[first : first + 257]
+            values[ends[0] : ends[-1]] *= self.scales[first : first + 256].repeat_interleave(ends.diff())
+        return MackoWeight(values, self.deltas, self.row_ptr, self.rows, self.cols, self.delta_bits)
 
     def _canonical(self) -> MackoWeight:
         """The codes as numbers."""

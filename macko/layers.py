@@ -247,13 +247,31 @@ def patterns(weight: Tensor) -> list[str]:
 
     A pattern that follows from one of those named is left out: 2:4 says 6:8 too.
     """
+    return named(holding(weight, PATTERNS)) if weight.numel() else []
+
+
+def holding(weight: Tensor, among: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those of the patterns (PATTERNS, in their order) that some rows of a matrix hold, those that follow too."""
     held: list[tuple[int, int]] = []
-    for n, m in PATTERNS:
-        if not any(_most(m, *other) <= n for other in held) and weight.numel() and weight.shape[1] % m == 0:
-            groups = countable(weight).reshape(-1, m).count_nonzero(1)
-            if int(groups.max()) <= n:
-                held.append((n, m))
-    return [f"{n}:{m}" for n, m in held]
+    for n, m in among:
+        if weight.shape[1] % m == 0 and (
+            _follows(n, m, held) or int(countable(weight).reshape(-1, m).count_nonzero(1).max()) <= n
+        ):
+            held.append((n, m))
+    return held
+
+
+def named(held: Iterable[tuple[int, int]]) -> list[str]:
+    """As "2:4", without the patterns that follow from one before them."""
+    said: list[tuple[int, int]] = []
+    for n, m in held:
+        if not _follows(n, m, said):
+            said.append((n, m))
+    return [f"{n}:{m}" for n, m in said]
+
+
+def _follows(n: int, m: int, held: Iterable[tuple[int, int]]) -> bool:
+    return any(_most(m, *other) <= n for other in held)
 
 
 def _most(width: int, n: int, m: int) -> int:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
-from macko import bench, cli, engines
+from macko import bench, engines
 from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
@@ -825,25 +825,6 @@ def test_a_config_of_compressed_tensors_that_lies(lie: Any) -> None:
     for groups in (lie, {"group_0": lie}, {"group_0": {"weights": lie}}):
         with pytest.raises(ValueError, match=r"config\.json: \w+ is .*, expected a JSON object"):
             is_quantised({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
-
-
-def test_a_shape_that_holds_nothing_is_not_unpacked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 400 bytes, and 256 GB as dense."""
-    rows, cols = 64, 2**31 - 1
-    about = {"version": 1, "layers": {"up": {"format": "macko", "rows": rows, "cols": cols, "delta_bits": 4}}}
-    tensors = {f"up.{name}": t for name, t in macko.MackoWeight.zeros(rows, 8, torch.float16).tensors().items()}
-    save_file(tensors, tmp_path / "file", metadata={"macko": json.dumps(about)})
-    assert main(["inspect", str(tmp_path / "file")]) == 0
-    assert f"{rows}x{cols}" in capsys.readouterr().out
-    layer = macko.SparseLinear.from_linear(torch.nn.Linear(64, 32, bias=False).half(), "macko")
-    macko.save_model(torch.nn.Sequential(layer), tmp_path / "full")
-    assert main(["inspect", str(tmp_path / "full")]) == 0
-    said = capsys.readouterr().out
-    monkeypatch.setattr(cli, "EMPTY_ELEMENTS", 0)
-    assert main(["inspect", str(tmp_path / "full")]) == 0
-    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("lie", ["", [], 0, False, "macko"])

@@ -15,9 +15,10 @@ are held as they are, tokens at 16 bits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from ..formats import ByteWeight, Dense8Weight, Sparse8Weight, described
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 _KEYS = ("shape", "bitmask", "compressed", "row_offsets")
+#: Elements that are decoded at a time: each takes five bytes meanwhile.
+_DECODED = 1 << 21
 
 
 def _object(about: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -180,25 +183,79 @@ def lazy_state(file: Checkpoint) -> dict[str, _Lazy]:
 
 
 def _decoded(file: Checkpoint, name: str) -> Tensor:
-    try:
-        return decode(*(file[f"{name}.{key}"] for key in _KEYS[:3]))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    return Masked(file, name).to_dense()
+
+
+class Masked:
+    """A weight as the file has it, which may be a sixteenth of the dense one.
+
+    Raises:
+        ValueError: its tensors do not fit each other; names the layer. What bits say is known once all are decoded.
+    """
+
+    def __init__(self, file: Checkpoint, name: str) -> None:
+        self.name = name
+        with self._named():
+            self.tensors = [file[f"{name}.{key}"] for key in _KEYS[:3]]
+            self.shape = torch.Size(_shape(*self.tensors))
+        _, bitmask, compressed = self.tensors
+        self.rows, self.cols = self.shape
+        self.dtype, self.nbytes = compressed.dtype, bitmask.nbytes + compressed.nbytes
+
+    @property
+    def density(self) -> float:
+        return int(self.tensors[2].count_nonzero()) / max(1, self.shape.numel())
+
+    def to_dense(self) -> Tensor:
+        with self._named():
+            return decode(*self.tensors)
+
+    def panels(self, rows: int) -> Iterator[Tensor]:
+        """So many rows at a time, dense."""
+        with self._named():
+            yield from _panels(rows, *self.tensors)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{self.name}: {error}") from None
 
 
 def decode(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Tensor:
     """The dense weight; ValueError where the three do not fit each other."""
+    rows, cols = _shape(shape, bitmask, compressed)
+    dense, first = torch.empty(rows, cols, dtype=compressed.dtype), 0
+    for panel in _panels(max(1, _DECODED // max(1, cols)), shape, bitmask, compressed):
+        dense[first : first + len(panel)] = panel
+        first += len(panel)
+    return dense
+
+
+def _shape(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> tuple[int, int]:
+    """Rows and columns, once the types and shapes of all three fit."""
     rows, cols = _sizes(shape)
     if bitmask.dtype != torch.uint8 or list(bitmask.shape) != [rows, -(-cols // 8)]:
         raise ValueError(f"bitmask is {bitmask.dtype} {list(bitmask.shape)}, expected uint8 {[rows, -(-cols // 8)]}")
-    if not compressed.is_floating_point() or compressed.element_size() < 2:
+    if not compressed.is_floating_point() or compressed.element_size() not in (2, 4):
         raise ValueError(f"compressed is {compressed.dtype}, macko holds 16- and 32-bit floats only")
-    bits = (bitmask[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten(1)
-    count = int(bits.sum())
-    if bits[:, cols:].any():
-        raise ValueError(f"bitmask has bits past column {cols}")
-    if count != compressed.numel():
-        raise ValueError(f"bitmask has {count} bits set, compressed has {compressed.numel()} values")
-    dense = torch.zeros(rows, cols, dtype=compressed.dtype)
-    dense[bits[:, :cols]] = compressed.flatten()
-    return dense
+    return rows, cols
+
+
+def _panels(step: int, shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Iterator[Tensor]:
+    """The dense weight, `step` rows at a time; ValueError, if only behind the last ones, as of decode."""
+    _, cols = _shape(shape, bitmask, compressed)
+    values, done = compressed.flatten(), 0
+    for some in bitmask.split(step if cols else max(1, len(bitmask))):
+        bits = (some[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten(1)
+        if bits[:, cols:].any():
+            raise ValueError(f"bitmask has bits past column {cols}")
+        count = int(bits.sum())
+        dense = torch.zeros(len(some), cols, dtype=compressed.dtype)
+        if done + count <= len(values):
+            dense[bits[:, :cols]] = values[done : done + count]
+        done += count
+        yield dense
+    if done != len(values):
+        raise ValueError(f"bitmask has {done} bits set, compressed has {len(values)} values")

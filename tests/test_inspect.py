@@ -1,0 +1,262 @@
+"""macko inspect: panels of rows say what packing the whole matrix gives, and shapes that lie take little."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import macko
+from macko import FORMATS, EcWeight, MackoWeight, cli
+from macko.choose import lacking, outside_table, sparse11_of
+from macko.cli import main
+from macko.files import VERSION, Checkpoint
+from macko.formats import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
+from macko.integrations.compressed_tensors import Masked
+from macko.layers import density_of, patterns
+from tests.common import assert_same_bits, random_weight
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def pruned(rows: int, cols: int, density: float, dtype: torch.dtype = BF16) -> Tensor:
+    """As magnitude leaves them: few exponents, which sparse11 holds, and some that its table and dense12's lack."""
+    w = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows + cols)) * 0.02
+    w[w.abs() < w.abs().flatten().quantile(1 - density)] = 0
+    w.view(-1)[::997] *= 2.0**40 if dtype == BF16 else 2.0**8
+    return w.to(BF16).to(dtype)
+
+
+def two_four(rows: int, cols: int, dtype: torch.dtype = BF16) -> Tensor:
+    w = pruned(rows, cols, 1.0, dtype)
+    w[:, ::4] = w[:, 2::4] = 0
+    return w
+
+
+def odd_last_row(rows: int, cols: int) -> Tensor:
+    return torch.cat([two_four(rows - 1, cols), pruned(1, cols, 1.0)])
+
+
+MATRICES: dict[str, Callable[[], Tensor]] = {
+    "half": lambda: pruned(333, 777, 0.5),
+    "some": lambda: pruned(129, 300, 0.3),
+    "full": lambda: pruned(200, 300, 1.0),
+    "once_bfloat16": lambda: pruned(130, 513, 0.5, F16),
+    "never_bfloat16": lambda: random_weight(130, 513, 0.5, F16),
+    "two_four": lambda: two_four(150, 336),
+    "two_four_but_the_last_row": lambda: odd_last_row(193, 336),
+    "wide": lambda: pruned(3, 9001, 0.45),
+    "one": lambda: pruned(1, 1, 1.0),
+    "zeros": lambda: torch.zeros(70, 90, dtype=BF16),
+    "ends_with_empty_rows": lambda: torch.cat([pruned(30, 500, 0.5), torch.zeros(300, 500, dtype=BF16)]),
+    "no_rows": lambda: torch.zeros(0, 5, dtype=BF16),
+    "no_columns": lambda: torch.zeros(5, 0, dtype=BF16),
+    "float32": lambda: random_weight(130, 336, 0.4, torch.float32),
+    "float8": lambda: two_four(130, 336, F16).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.fixture(params=[1, 1 << 21])
+def panel(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Elements of a panel: 64 rows each, or the whole."""
+    monkeypatch.setattr(cli, "PANEL", request.param)
+    monkeypatch.setattr(cli, "MORE_BYTES", 1 << 25)
+    return int(request.param)
+
+
+def assert_seen(seen: cli._Seen, w: Tensor) -> None:
+    """As packing the dense matrix whole says it."""
+    assert (seen.density, seen.patterns) == (density_of(w) or 0, patterns(w))
+    if w.dtype not in Dense12Weight.dtypes:
+        assert seen.counts is None
+        return
+    assert seen.counts is not None
+    for signed in (False, True):
+        assert lacking(seen.counts, w.dtype, signed) == outside_table(w, signed)
+    packed = MackoWeight.from_dense(w)
+    assert seen.tile_bytes() == TileWeight.from_macko(packed).nbytes
+    sparse11, dense12 = sparse11_of(packed), None
+    assert seen.sparse11_bytes() == (sparse11.nbytes if sparse11 else None)
+    with contextlib.suppress(ValueError):
+        dense12 = Dense12Weight.from_dense(w)
+    listed, _ = outside_table(w, signed=False)
+    assert dense12 is None or dense12.listed == listed
+    assert seen.dense12_bytes(listed) == (dense12.nbytes if dense12 else None)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_panels_say_what_packing_the_whole_gives(name: str, panel: int) -> None:
+    w = MATRICES[name]()
+    assert_seen(cli._Seen(w, w.nbytes), w)
+    if w.dtype in MackoWeight.dtypes:
+        for bits in (2, 4, 8):
+            packed = MackoWeight.from_dense(w, bits)
+            assert_seen(cli._Seen(packed, packed.nbytes + (1 << 20)), w)
+
+
+@pytest.mark.parametrize("format", ["dense8", "sparse8"])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_weights_of_8_bits_are_seen_as_codes_times_scales(format: str, kind: int, panel: int) -> None:
+    for w in (random_weight(200, 300, 0.5, F16), random_weight(130, 70, 0.1, BF16), two_four(1, 700, F16)):
+        saved = FORMATS[format].from_dense(w, kind).to_saved()
+        assert isinstance(saved, Macko8Weight)
+        assert_seen(cli._Seen(saved.scaled(), saved.nbytes + (1 << 20)), saved.to_dense())
+
+
+def bitmask_file(path: Path, w: Tensor) -> None:
+    """A weight `a` of compressed-tensors."""
+    bits = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % 8)).view(len(w), -(-w.shape[1] // 8), 8)
+    mask = (bits << torch.arange(8)).sum(2).to(torch.uint8)
+    shape, values = torch.tensor(w.shape), w[w != 0]
+    path.mkdir(exist_ok=True)
+    save_file({"a.shape": shape, "a.bitmask": mask, "a.compressed": values}, path / "model.safetensors")
+    about = {"sparsity_config": {"format": "sparse-bitmask"}}
+    (path / "config.json").write_text(json.dumps({"quantization_config": about}))
+
+
+@pytest.mark.parametrize("name", ["half", "two_four_but_the_last_row", "zeros", "no_rows", "no_columns", "float32"])
+def test_bitmasks_are_seen_by_panels(name: str, panel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = MATRICES[name]()
+    bitmask_file(tmp_path, w)
+    monkeypatch.setattr("macko.integrations.compressed_tensors._DECODED", panel)
+    with Checkpoint(tmp_path) as file:
+        masked = Masked(file, "a")
+        assert_same_bits(masked.to_dense(), w)
+        assert masked.density == (density_of(w) or 0)
+        assert_seen(cli._Seen(masked, masked.nbytes), w)
+
+
+def test_a_bitmask_whose_last_panel_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    bitmask_file(tmp_path, pruned(200, 300, 0.5))
+    file = tmp_path / "model.safetensors"
+    with Checkpoint(tmp_path) as checkpoint:
+        tensors = {name: checkpoint[name] for name in checkpoint}
+    tensors["a.bitmask"][-1, 0] ^= 1
+    save_file(tensors, file)
+    monkeypatch.setattr(cli, "PANEL", 1)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "a: bitmask has " in capsys.readouterr().err
+
+
+def write(path: Path, **weights: Tensor | PackedWeight) -> Path:
+    tensors: dict[str, Tensor] = {}
+    layers = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Tensor):
+            tensors[f"{name}.weight"] = weight
+        else:
+            layers[name] = described(type(weight), weight.sizes())
+            tensors |= {f"{name}.{key}": t for key, t in weight.tensors().items()}
+    save_file(tensors, path, metadata={"macko": json.dumps({"version": VERSION, "layers": layers})} if layers else None)
+    return path
+
+
+def test_the_table_does_not_depend_on_panels(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = pruned(333, 776, 0.5)
+    names = {name: make() for name, make in MATRICES.items() if "no_" not in name}
+    packed = {f"{name}_macko": MackoWeight.from_dense(w) for name, w in names.items() if name != "float8"}
+    path = write(
+        tmp_path / "file", **names, **packed, lm_head=half, embed_tokens=half.clone(), ec=EcWeight.from_dense(half),
+        slide=SlideWeight.from_dense(two_four(70, 128), 2, 3), codes=FORMATS["sparse8"].from_dense(half).to_saved(),
+    )  # fmt: skip
+    said = set()
+    for elements in (1, 100_000, 1 << 30):
+        monkeypatch.setattr(cli, "PANEL", elements)
+        monkeypatch.setattr(cli, "ELEMENTS_A_BYTE", 1 << 30)
+        assert main(["inspect", str(path), "--gpu", "NVIDIA H200"]) == 0
+        said.add(capsys.readouterr().out)
+    assert len(said) == 1
+
+
+# ---- Shapes that lie -------------------------------------------------------------------------------------------------
+
+
+def sparse(rows: int, cols: int, columns: list[int], filled: int) -> MackoWeight:
+    """The first `filled` of all rows have these columns."""
+    w = MackoWeight.from_dense(torch.zeros(1, max(columns) + 1, dtype=F16).index_fill_(1, torch.tensor(columns), 1), 8)
+    count = w.stored
+    row_ptr = (torch.arange(rows + 1) * count).clamp(max=filled * count).int()
+    values, deltas = (t[:count].repeat(filled) for t in (w.values, w.deltas))
+    values, deltas = (torch.nn.functional.pad(t, (0, -len(t) % 8)) for t in (values, deltas))
+    return MackoWeight(values, deltas, row_ptr, rows, cols, 8)
+
+
+def most_resident() -> int:
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda: sparse(64, 2**31 - 1, [0], 0),
+        lambda: sparse(64, 2**31 - 1, [0], 64),
+        lambda: sparse(1, 2**31 - 1, [0], 1),
+        lambda: sparse(2**20, 2**31 - 1, [0], 1),
+        lambda: sparse(2**20, 1, [0], 2**20),
+        lambda: sparse(50_000, 65_536, [0], 50_000),
+        lambda: sparse(8192, 8192, list(range(9)), 8192),  # just over a density of 2^-10
+        lambda: sparse(64, 2**20, list(range(1025)), 64),
+        lambda: sparse(1, 2**24, list(range(0, 2**24, 255)), 1),
+        lambda: sparse(4096, 4096, list(range(0, 4096, 64)), 4096),
+        lambda: sparse(64, 30_000, list(range(0, 30_000, 150)), 64),
+        lambda: EcWeight.from_dense(torch.eye(2048, dtype=F16).repeat(1, 4)),
+    ],
+)
+def test_a_look_takes_little_beside_the_file(weight: Callable[[], PackedWeight], tmp_path: Path, capsys: Any) -> None:
+    """Up to 2^51 elements, in files of some kilobytes."""
+    made = weight()
+    made.validate()
+    path = write(tmp_path / "file", up=made)
+    shape, size = "x".join(map(str, made.shape)), path.stat().st_size
+    del made
+    assert main(["inspect", str(write(tmp_path / "small", up=sparse(3, 9, [2], 1)))]) == 0  # torch's own first use
+    counted = Path("/proc/self/clear_refs")
+    with contextlib.suppress(OSError):
+        counted.write_text("5")  # VmHWM begins anew
+    before, begun = most_resident(), time.process_time()
+    assert main(["inspect", str(path)]) == 0
+    assert time.process_time() - begun < 2
+    assert most_resident() - before <= 4 * size + (64 << 20)
+    assert shape in capsys.readouterr().out
+
+
+def test_what_is_not_worth_a_look_has_its_density(tmp_path: Path, capsys: Any) -> None:
+    path = write(tmp_path / "file", up=sparse(8192, 8192, list(range(9)), 4096))
+    assert main(["inspect", str(path)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("up ")).split()
+    assert row[:5] == ["up", "8192x8192", "0.001", "(99.9%)", "macko"]
+
+
+def test_tune_leaves_what_is_not_worth_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half, found = pruned(70, 300, 0.5), {}
+
+    def tuned(weights: Any, **_: Any) -> Path:
+        found.update(weights)
+        return write(tmp_path / "times")
+
+    monkeypatch.setattr("macko.tune.tune", tuned)
+    monkeypatch.setattr(cli, "read", lambda path: {"linear": []})
+    saved = FORMATS["sparse8"].from_dense(half).to_saved()
+    path = write(
+        tmp_path / "file", up=sparse(64, 2**31 - 1, [0], 1), a=MackoWeight.from_dense(half, 8), b=half,
+        c=EcWeight.from_dense(half), d=saved, embed=half.clone(),
+    )  # fmt: skip
+    assert main(["tune", str(path), "--device", "cpu"]) == 0
+    assert sorted(found) == ["a", "b.weight", "c", "d"]
+    for name, w in found.items():
+        assert_same_bits(w, saved.to_dense() if name == "d" else half)
+
+
+def test_a_matrix_of_zeros_is_inspected(tmp_path: Path, capsys: Any) -> None:
+    save_file({"a.weight": torch.zeros(8, 16)}, tmp_path / "file")
+    assert main(["inspect", str(tmp_path / "file")]) == 0
+    assert "0.000 (100.0%)" in capsys.readouterr().out
+    assert macko.layers.density_of(torch.zeros(8, 16)) == 0

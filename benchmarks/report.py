@@ -511,17 +511,21 @@ def models_table(path: Path) -> str:
     return f"{where(steps.values())}\n\n{table(head, rows)}"
 
 
-def sanitize_table(path: Path) -> str:
-    """The last line of each tool of tools/sanitize.py."""
-    last = {line["tool"]: line for line in map(json.loads, path.read_text().splitlines())}
-    rows = [
-        [tool, f"{line['problems']} of {line['problems'] + line['problems_left']}", f"{line['products']:,}",
-         str(line["wrong"]), str(sum(line["errors"].values())), f"{sum(line['known'].values()):,}",
-         str(line["seconds"])]
-        for tool, line in last.items()
-    ]  # fmt: skip
-    head = ["tool", "problems", "products", "wrong elements", "errors of macko's kernels", "known reports", "seconds"]
-    return f"{last['memcheck']['device']}, commit {commits_of(last.values())}.\n\n{table(head, rows)}"
+def sanitize_table(*paths: Path) -> str:
+    """The last run of each tool of tools/sanitize.py, a path a GPU; not those of a few problems (--only)."""
+    rows = []
+    for path in paths:
+        lines = map(json.loads, path.read_text().splitlines())
+        last = {line["tool"]: line for line in lines if line["problems"] > 100}
+        rows += [
+            [tool, line["device"].removeprefix("NVIDIA "), line["commit"],
+             f"{line['problems']} of {line['problems'] + line['problems_left']}", f"{line['products']:,}",
+             str(line["wrong"]), str(sum(line["errors"].values())), f"{sum(line['known'].values()):,}",
+             str(line["seconds"])]
+            for tool, line in last.items()
+        ]  # fmt: skip
+    head = ["tool", "GPU", "commit", "problems", "products", "wrong elements", "errors", "known reports", "seconds"]
+    return table(head, sorted(rows, key=lambda row: row[:2]))
 
 
 def load_bench(path: Path) -> list[Line]:
@@ -1521,7 +1525,7 @@ def main() -> None:
         "lossless where": lambda: bench_where(load_bench(lossless)) if lossless.exists() else "",
         "lossless model": lambda: lossless_model_table(lossless),
         "models": lambda: models_table(path.parent / "models.jsonl"),
-        "sanitizers": lambda: sanitize_table(path.parent / "sanitize.jsonl"),
+        "sanitizers": lambda: sanitize_table(*(folder / "sanitize.jsonl" for folder in (path.parent, H100))),
         "headline": lambda: headline_table(bench),
         "bench summary": lambda: bench_summary(bench),
         "bench max": lambda: bench_summary(at_most),

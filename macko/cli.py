@@ -78,9 +78,11 @@ EXPECTED = (
 _DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 #: Layers' outputs are compared on so many tokens of a text, so that all of them fit.
 LAYER_TOKENS = 256
-#: A matrix is looked at by so many elements at a time, of whole row blocks of tile; and not at all where it has more
+#: A matrix is looked at by so many elements at a time, or one row block of tile; and not at all where it has more
 #: elements than these and so many a byte of its file: a shape takes no bytes, and a look up to 20 ns an element.
 PANEL, ELEMENTS_A_BYTE = 2**20, 64
+#: Columns of a panel at most: a multiple of tile's 256 and of the columns of every pattern.
+PANEL_COLS = math.lcm(256, *(m for _, m in PATTERNS))
 #: Bytes that a look at a matrix may take: so many a byte of its file, and these.
 BYTES_A_BYTE, MORE_BYTES = 4, 2**25
 #: Endings of files that hold weights.
@@ -421,8 +423,13 @@ class _Seen:
         self.counts, self.patterns, self.density = counts, named(held), nonzeros / max(1, self.elements)
 
     def _panels(self) -> Iterator[Tensor]:
+        """Dense pieces of whole row blocks of tile; of wide rows whole slabs and groups of every pattern."""
+        for rows in self._rows():
+            yield from (panel.contiguous() for panel in rows.split(PANEL_COLS, 1))
+
+    def _rows(self) -> Iterator[Tensor]:
         (rows, cols), weight = self.shape, self.weight
-        step = max(1, PANEL // max(256, cols) // 64) * 64  # of tile's row blocks, whose slabs have 256 columns
+        step = max(1, PANEL // max(256, cols) // 64) * 64
         if isinstance(weight, Masked):
             yield from weight.panels(step)
             return
@@ -463,8 +470,8 @@ def _is_worth_it(weight: Tensor | PackedWeight | Masked, file_bytes: int) -> boo
     """Whether a look takes memory and time in proportion to the file; one at what the file has dense always does."""
     if not isinstance(weight, (MackoWeight, Masked)):
         return isinstance(weight, Tensor)  # the rows of other formats cannot be had by themselves
-    # Of the least panel: as dense, as canonical, and as tile, whose empty slabs are 2688 bytes of 256 columns.
-    least = weight.cols * (10 * min(64, weight.rows) + 11)
+    # Rows can be had by whole ones only, so dense ones of a row block have to fit; with what decoding takes besides.
+    least = min(64, weight.rows) * weight.cols * (6 if isinstance(weight, Masked) else 2)
     few = weight.rows * weight.cols <= PANEL + ELEMENTS_A_BYTE * file_bytes
     return few and _within(least, file_bytes)
 

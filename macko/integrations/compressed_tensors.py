@@ -142,16 +142,16 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
                 if key not in file:
                     continue  # of a file that the index does not name
                 name, _, last = key.rpartition(".")
-                has_scale, tensor = f"{name}.weight_scale" in file, file[key]
-                if last in _CODES and not has_scale and tensor.dtype in (torch.int8, torch.float8_e4m3fn, torch.int32):
-                    raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
-                if not has_scale or last not in (*_CODES, *_OTHERS):
-                    tensors[key] = tensor
-                elif last in _CODES:
+                has_scale = f"{name}.weight_scale" in file
+                if has_scale and last in _CODES:
                     saved = quantised(file, name, dtype).to_saved()
                     layers[name] = described(type(saved), saved.sizes())
                     tensors |= {f"{name}.{field}": tensor for field, tensor in saved.tensors().items()}
                     tensors[f"{name}.weight"] = torch.empty(0, saved.cols, dtype=dtype)  # see macko.integrations.saving
+                elif not has_scale or last not in _OTHERS:
+                    tensors[key] = file[key]
+                    if last in _CODES and tensors[key].dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
+                        raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
             if tensors:
                 save_file(tensors, target / path.name, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, path.name)

@@ -253,7 +253,7 @@ def prune(options: argparse.Namespace) -> None:
     _check_target(options)
     device, source, ignore = _device(options.device), _folder(options.source), _ignored(options.ignore)
     _check_dense(source)
-    config = transformers.AutoConfig.from_pretrained(source)
+    config = _config(transformers, source)
     batches: list[Tensor] | None = None
     begun: dict[str, Any] | None = None
     if options.method in STATISTICS or auto or options.reconstruct:
@@ -601,7 +601,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     from .evaluate import embeddings, language, layer_errors
 
     device, source = _device(options.device), _folder(options.source)
-    config = transformers.AutoConfig.from_pretrained(source)
+    config = _config(transformers, source)
     text = _text(options.data, "--data") if options.data else _reference()
     tokenizer = _tokenizer(transformers, source, options)
     append(options.json, [])  # or it would be found out behind all the work
@@ -634,10 +634,20 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     append(options.json, [found])
 
 
+def _config(transformers: Any, folder: Path) -> Any:
+    from .integrations.transformers import readable
+
+    with readable(folder):
+        return transformers.AutoConfig.from_pretrained(folder)
+
+
 def _model(transformers: Any, folder: Path) -> Any:
     """The model of a folder as the class that was saved, or an encoder would get a new head."""
-    named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
-    return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
+    from .integrations.transformers import readable
+
+    with readable(folder):
+        named = (_config(transformers, folder).architectures or [""])[0]
+        return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
 
 
 def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace) -> Any:

@@ -991,7 +991,7 @@ def test_a_mask_without_values_is_told_in_one_line(tmp_path: Path, capsys: pytes
     config = {"quantization_config": compressed_config("sparse-bitmask")}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["inspect", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "macko inspect: there is no tensor up.compressed\n"
+    assert capsys.readouterr().err == "macko inspect: up: there is no tensor up.compressed\n"
 
 
 def test_8_bits_of_which_there_are_none_are_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1020,4 +1020,20 @@ def test_a_config_that_transformers_trips_over_is_told_in_one_line(
     file.write_text(json.dumps({**json.loads(file.read_text()), **lie}))
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "in"}
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("command", "lie"),
+    [("prune", {"dtype": "dense"}), ("prune", {"architectures": {"a": 1}}), ("eval", {"dtype": "dense"})],
+)
+def test_prune_and_eval_tell_it_so_too(
+    command: str, lie: dict[str, Any], dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = shutil.copytree(dense, tmp_path / "in") / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **lie}))
+    options = ["--method", "magnitude", str(tmp_path / "out")] if command == "prune" else []
+    assert main([command, str(file.parent), *options]) == 1
+    assert "no folder that transformers can read: " in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "in"}

@@ -366,7 +366,7 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
     import transformers
 
     folder = os.fspath(folder)
-    with _named(folder), Checkpoint(folder) as file:
+    with readable(folder), Checkpoint(folder) as file:
         about = transformers.AutoConfig.from_pretrained(folder)
         if not about.architectures:
             raise ValueError(f"{folder}/config.json does not name an architecture")
@@ -388,7 +388,7 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
 
 
 @contextlib.contextmanager
-def _named(folder: str) -> Iterator[None]:
+def readable(folder: str | os.PathLike[str]) -> Iterator[None]:
     """ValueError with the folder's name for what transformers trips over where a file lies."""
     try:
         yield

@@ -38,7 +38,7 @@ build: $(ENV) ## compile the native libraries into macko/, and put the command m
 demo: build ## what macko does for a model on this machine, in two minutes
 	@$(PY) -m examples.demo
 
-check: build ## the self-test and the quick tests: a minute, before and after a change
+check: build ## the self-test and the quick tests: two minutes, before and after a change
 	$(PY) -m macko
 	$(PY) -m pytest -m "not slow and not gpu"
 

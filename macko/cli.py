@@ -646,7 +646,7 @@ def _model(transformers: Any, folder: Path) -> Any:
     from .integrations.transformers import readable
 
     with readable(folder):
-        named = (_config(transformers, folder).architectures or [""])[0]
+        named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
         return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
 
 

@@ -238,16 +238,8 @@ def density_text(density: float | None) -> str:
     return "" if density is None else f"{density:.3f} ({1 - density:5.1%})"
 
 
-#: What `patterns` looks for, the strictest of each kind first.
+#: At most n non-zeros in every m columns, from the first column on; the strictest of each kind first.
 PATTERNS = ((1, 4), (2, 4), (4, 6), (6, 8), (8, 10), (10, 12), (12, 14), (14, 16))
-
-
-def patterns(weight: Tensor) -> list[str]:
-    """Which n:m patterns a [rows, cols] matrix holds: at most n non-zeros in every m columns, from the first column on.
-
-    A pattern that follows from one of those named is left out: 2:4 says 6:8 too.
-    """
-    return named(holding(weight, PATTERNS)) if weight.numel() else []
 
 
 def holding(weight: Tensor, among: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -348,15 +348,17 @@ class SparseLinear(nn.Linear):
         What is saved dense goes as nn.Linear's weight, there too.
         """
         held = self.packed
+        on_meta = held.device.type == "meta"
         if held.saved_dense:
-            on_meta = held.device.type == "meta"
             destination[f"{prefix}weight"] = self.weight if on_meta else held.to_dense().cpu()
             if self.bias is not None:
                 destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
             return
         saved = copy.copy(self)  # and not the layer itself: another thread may be multiplying
-        on_meta = held.device.type == "meta" and held.is_layout
-        saved._hold(MackoWeight.zeros(held.rows, held.cols, held.dtype, "meta") if on_meta else held.to_saved())
+        if on_meta and held.is_layout:
+            saved._hold(MackoWeight.zeros(held.rows, held.cols, held.dtype, "meta"))
+        else:
+            saved._hold(held.to_saved())
         super(SparseLinear, saved)._save_to_state_dict(destination, prefix, keep_vars)
 
     def _fqn_modifiers(self) -> dict[str, str]:

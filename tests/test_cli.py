@@ -31,7 +31,7 @@ from macko import bench, engines
 from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
-from macko.layers import format_bytes, packed_share, patterns
+from macko.layers import PATTERNS, format_bytes, holding, named, packed_share
 from macko.prune import METHODS
 from tests.common import as_8_bits, as_bitmask, assert_same_bits, compressed_config, random_weight, torch_threads
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
@@ -732,14 +732,14 @@ def test_patterns_found_in_a_mask() -> None:
         macko.prune_(layer, pattern=pattern)
         return layer.weight
 
-    assert patterns(holds("2:4")) == ["2:4"]
-    assert patterns(holds("6:8")) == ["6:8"]
-    assert patterns(holds("4:6")) == ["4:6"]
-    assert patterns(holds("1:4")) == ["1:4"]
-    assert patterns(holds("10:12")) == ["10:12"]
-    assert patterns(holds("14:16")) == ["14:16"]
-    assert patterns(torch.ones(4, 240)) == []
-    assert patterns(torch.zeros(4, 7)) == []
+    assert named(holding(holds("2:4"), PATTERNS)) == ["2:4"]
+    assert named(holding(holds("6:8"), PATTERNS)) == ["6:8"]
+    assert named(holding(holds("4:6"), PATTERNS)) == ["4:6"]
+    assert named(holding(holds("1:4"), PATTERNS)) == ["1:4"]
+    assert named(holding(holds("10:12"), PATTERNS)) == ["10:12"]
+    assert named(holding(holds("14:16"), PATTERNS)) == ["14:16"]
+    assert named(holding(torch.ones(4, 240), PATTERNS)) == []
+    assert named(holding(torch.zeros(4, 7), PATTERNS)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

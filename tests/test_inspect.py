@@ -21,7 +21,7 @@ from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.formats import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
 from macko.integrations.compressed_tensors import Masked
-from macko.layers import density_of, patterns
+from macko.layers import PATTERNS, density_of, holding, named
 from tests.common import assert_same_bits, random_weight
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -76,7 +76,7 @@ def panel(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def assert_seen(seen: cli._Seen, w: Tensor) -> None:
     """As packing the dense matrix whole says it."""
-    assert (seen.density, seen.patterns) == (density_of(w) or 0, patterns(w))
+    assert (seen.density, seen.patterns) == (density_of(w) or 0, (named(holding(w, PATTERNS)) if w.numel() else []))
     if w.dtype not in Dense12Weight.dtypes:
         assert seen.counts is None
         return

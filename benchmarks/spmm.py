@@ -16,11 +16,11 @@ Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it wa
 pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),
 what a layer of that format does; dense8 and sparse8 of a kind of values (as dense8_fp8), checked against what they
 round to; parts of what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the
-library's product); ways to run tile with more than 32 tokens (tile_ROWSxTOKENSxPAIRxCUT); and torch's products of 8 and
-4 bits. Launches may overlap, as in a model of such layers, but for those that end in _alone, and torch's, which cannot.
-Each is checked before it is timed: poisoned output, signed random data, the bound of float64. Times as in
-benchmarks/spmv.py: cold copies, CUDA graphs, medians. Lines go to
-benchmarks/results/<gpu>/spmm.jsonl.
+library's product); the latter of tile, dense12 and sparse11 (tile_rows ...); ways to run tile with more than 32
+tokens (tile_ROWSxTOKENSxPAIRxCUT); and torch's products of 8 and 4 bits. Launches may overlap, as in a model of such
+layers, but for those that end in _alone, and torch's, which cannot. Each is checked before it is timed: poisoned
+output, signed random data, the bound of float64. Times as in benchmarks/spmv.py: cold copies, CUDA graphs, medians.
+Lines go to benchmarks/results/<gpu>/spmm.jsonl.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, range]] = {
     "stream": (SellWeight, "stream_tokens=16", range(1, 17)),
     "stream_alone": (SellWeight, "stream_tokens=16,pdl=0", range(1, 9)),
     "tiles": (SellWeight, "stream_tokens=1", range(2, 1 << 30)),
+}
+#: Through dense rows in a workspace and the library's product, however many tokens.
+VARIANTS |= {
+    f"{kind.format}_rows": (kind, "tile_tokens=0", range(2, 1 << 30))
+    for kind in (TileWeight, Dense12Weight, Sparse11Weight)
 }
 #: Those of 8 bits a value, by their kind.
 VARIANTS |= {
@@ -139,7 +144,8 @@ class Kernel:
         return [partial(product, x) for product in self.products]
 
     def check(self, call: Callable[[], Tensor], w: Tensor, x: Tensor) -> float:
-        exact_sum = self.name not in ("tiles", "zeros") and (self.name != "sell" or len(x) == 1)
+        by_library = self.name in ("tiles", "zeros") or self.name.endswith("_rows")
+        exact_sum = not by_library and (self.name != "sell" or len(x) == 1)
         check(self.name, call, self.exactly, x, exact_sum)
         if self.exactly is w:
             return 0.0

@@ -59,6 +59,15 @@ def sm_clocks() -> tuple[int, int]:
     return now.value, most.value
 
 
+def power_now() -> float:
+    """Watts that the GPU takes, or 0."""
+    found = _nvml()
+    watts = ctypes.c_uint()
+    if found:
+        found[0].nvmlDeviceGetPowerUsage(found[1], ctypes.byref(watts))
+    return watts.value / 1000
+
+
 def time_graph(
     calls: Sequence[Callable[[], Any]],
     replays: int = 15,

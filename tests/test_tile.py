@@ -531,18 +531,21 @@ static int check_block(const macko_tile_many_plan *plan, int block, uint8_t *cov
     const macko_tile_share share = macko_tile_share_of(schedule, plan->shape, (uint32_t)block);
     const int half_slabs = schedule->half_slabs, tiles = schedule->row_tiles * schedule->token_tiles;
     const int index = macko_tile_share_index(&share), multicast = MACKO_TILE_CLUSTER_BLOCKS / plan->shape.split_k;
-    int first_slab = -1;
+    int first_slab = -1, own_given = -1;
     for (int next = 0; next < share.half_slabs;) {
         const macko_tile_segment s = macko_tile_segment_at(&share, next);
         const macko_tile_place place = macko_tile_place_of(schedule, s.tile);
-        const bool first = next == 0, last = next + macko_tile_length(&s) == share.half_slabs;
+        const bool first_split = next == share.whole, last = next + macko_tile_length(&s) == share.half_slabs;
         next += macko_tile_length(&s);
         EXPECT(1, s.tile >= 0 && s.tile < tiles && s.first >= 0 && s.first < s.end && s.end <= half_slabs);
         EXPECT(2, s.first <= s.own && s.own <= s.own_end && s.own_end <= s.end);
         EXPECT(11, macko_tile_own_count(&s) <= divide_up(macko_tile_length(&s), plan->shape.split_k));
         EXPECT(3, place.row_tile < schedule->row_tiles && place.token_tile < schedule->token_tiles);
-        /* Sums are given first of all; what waits for others comes last. */
-        EXPECT(4, s.first == 0 || (first && s.tile < schedule->split));
+        /* Whole tiles come first, then sums are given; what waits for others comes last. */
+        EXPECT(4, s.first == 0 || (first_split && s.tile < schedule->split));
+        /* Each block has some of what is given or of what comes behind it. */
+        EXPECT(12, own_given < 0 || own_given + macko_tile_own_count(&s) > 0);
+        own_given = s.first ? macko_tile_own_count(&s) : -1;
         EXPECT(5, s.fixes_up == (s.first == 0 && s.end < half_slabs));
         EXPECT(6, !s.fixes_up || (last && s.tile < schedule->split));
         if (s.first) given[index] = s.tile + 1;
@@ -620,10 +623,13 @@ int check_plans(uint64_t seed, int count, macko_tile_many_problem *p, macko_tile
         *way = (macko_tile_many_way){shape.row_blocks * MACKO_TILE_ROWS, shape.tokens, shape.split_k, (int)below(3)};
         if (macko_tile_many_choose(p, way, &plan)) {
             const macko_tile_schedule *s = &plan.schedule;
-            const int tiles = s->row_tiles * s->token_tiles;
             EXPECT(30, !memcmp(&plan.shape, &shape, sizeof shape));
             EXPECT(35, !s->split == (way->split == MACKO_TILE_SPLIT_NONE));
-            EXPECT(31, way->split != MACKO_TILE_SPLIT_EVENLY || (s->split == tiles && s->clusters % tiles == 0));
+            for (int tile = 0; way->split == MACKO_TILE_SPLIT_EVENLY && tile < s->split; tile++) {
+                int begin = 0; /* each tile begins with a share, and they are as many as of the first one */
+                while (begin < s->clusters && s->shares[begin] < tile * s->half_slabs) begin++;
+                EXPECT(31, s->shares[begin] == tile * s->half_slabs && begin == tile * (begin ? begin / tile : 1));
+            }
             const int rule = check_plan(p, &plan);
             if (rule) return rule;
         } else { /* refused: the shape does not fit, or there is nothing to split in this way */

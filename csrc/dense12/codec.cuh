@@ -108,7 +108,7 @@ struct dense12 {
         uint32_t here_at, low[2][4], part;
 
         __device__ __forceinline__ explicit many_reader(const constants &weights) {
-            for (int i = 0; i < 2; i++) table[i] = held(weights.table[i]);
+            for (int i = 0; i < 2; i++) table[i] = hidden(weights.table[i], threadIdx.x % WARP, 0);
         }
         __device__ __forceinline__ void open(uint32_t at, int slice, int own_lane) {
             slab = at;

@@ -84,8 +84,8 @@ struct many_shape {
     // TMA's limit, the swizzle's 1024 bytes, and what stmatrix stores at once.
     static_assert(BOX <= 256 && OUT_BOX <= 256 && BOX % 8 == 0 && OUT_BOX % 8 == 0 && OUT_TOKENS % 16 == 0);
     // Barriers of the exchange are two, used alternately. When the next one but one is used, this segment's stage is
-    // free: the segment between is not given away, and each block has a half slab of it at least (consider_shape,
-    // many_plan.c).
+    // free: of the three one is not given away, so it has stages for its output, and each block has a half slab of the
+    // two behind it at least (deal, many_plan.c).
     static_assert(SPLIT_K == 1 || 3 * ROW_BLOCKS + MACKO_TILE_HALF_SLAB_TILES >= MAX_STAGES);
     // So many tiles before the end of a segment its second warpgroup lets the first one go ahead: then one exchanges,
     // gives or stores its sums while the other multiplies.

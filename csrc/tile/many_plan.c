@@ -48,7 +48,7 @@ typedef struct clocks {
 } clocks;
 
 static clocks clocks_of(macko_tile_many_shape shape) {
-    const int slab = shape.tokens > 256   ? 4960
+    const int slab = shape.tokens > 256   ? 5150
                      : shape.tokens > 192 ? 4240
                      : shape.tokens > 160 ? (shape.row_blocks > 2 ? 5000 : 3550)
                      : shape.tokens > 128 ? 3150
@@ -58,21 +58,21 @@ static clocks clocks_of(macko_tile_many_shape shape) {
                     2300 + sums / 150};
 }
 
-/* Clocks until the last cluster ends. Each has `whole` tiles, and of the split ones the half slabs from shares[index]
- * on. Or some number from `least` on, where it is not less. */
-static int64_t time_of(const int *shares, int clusters, int half_slabs, int whole, const clocks *c, int64_t least) {
+/* Clocks until the last cluster ends. Each does whole tiles for so many clocks, and of the split ones the half slabs from
+ * shares[index] on. Or some number from `least` on, where it is not less. */
+static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t whole, const clocks *c, int64_t least) {
     int64_t given[MACKO_TILE_MOST_CLUSTERS], last = 0; /* given: when a share's partial sums are there */
     for (int i = clusters - 1; i >= 0 && last < least; i--) {
         int at = shares[i];
         const int end = shares[i + 1], in_tile = at % half_slabs;
-        int64_t time = 0;
+        int64_t time = whole;
         if (in_tile && at < end) {
             const int count = (int)min_of(end - at, half_slabs - in_tile);
             time = count * c->half_slab + c->exchange + c->give;
             given[i] = time + c->reach;
             at += count;
         }
-        time += ((end - at) / half_slabs + whole) * (half_slabs * c->half_slab + c->exchange + c->epilogue);
+        time += (end - at) / half_slabs * (half_slabs * c->half_slab + c->exchange + c->epilogue);
         const int head = (end - at) % half_slabs;
         if (head) {
             time += head * c->half_slab + c->exchange;
@@ -87,9 +87,10 @@ static int64_t time_of(const int *shares, int clusters, int half_slabs, int whol
 
 /* The split tiles, and what is known of them. */
 typedef struct split_work {
-    int clusters, tiles, half_slabs, whole; /* whole: tiles of a cluster besides */
-    bool evenly;                            /* each tile as the others */
-    clocks clocks;
+    int clusters, tiles, half_slabs, split_k;
+    bool evenly;   /* each tile as the others */
+    int64_t whole; /* clocks of a cluster's whole tiles, before */
+    clocks clocks; /* of the split ones */
 } split_work;
 
 /* How many half slabs a share has, by what it does. Of those that end a tile, who has fewer than `shortest` left for
@@ -106,6 +107,8 @@ static bool deal(const split_work *s, const dealing *d, int *shares) {
         int count = left ? d->ends_and_begins : d->begins;
         if (left && (count < left + d->shortest || s->evenly)) count = (int)min_of(left, d->ends);
         count = (int)min_of(total - at, max_of(1, count));
+        /* An exchange of sums needs that a block has some of this tile or of the next one (many_kernel.cuh). */
+        if (s->split_k > 1 && left == 1 && count == 2) return false;
         at += count;
         left = (left + (count + s->half_slabs - 1 - left) / s->half_slabs * s->half_slabs - count);
     }
@@ -121,7 +124,7 @@ static int64_t deal_best(const split_work *s, int *shares) {
     int tried[MACKO_TILE_MOST_CLUSTERS + 1];
     for (int begins = mean; begins <= mean + 8; begins++) {
         /* The first cluster alone takes longer. */
-        if (least <= (s->whole * s->half_slabs + begins) * s->clocks.half_slab) break;
+        if (least <= s->whole + begins * s->clocks.half_slab) break;
         for (int ends = begins; ends >= max_of(1, begins - 6); ends--)
             for (int both = begins - give + 1; both >= begins - give - 1; both--)
                 for (int shortest = 1; shortest <= 5; shortest += 4) {
@@ -144,8 +147,19 @@ typedef struct search {
     macko_tile_many_plan *plan;
 } search;
 
+/* How much longer a half slab of a split tile takes, in percent. Clusters at different columns find less of what they read
+ * in L2, the less the more tokens there are: of 33 MB and more nearly nothing, and memory is waited for (H100 under load,
+ * 4096 to 12288 columns, 2026-11-26: 147 to 158). Where tiles are split evenly only some columns are walked at a time.
+ * Tokens by MACKO_TILE_MANY_TOKENS_UNIT, as plans are kept. */
+static int64_t split_percent(const macko_tile_many_problem *p, bool evenly) {
+    const int64_t unit = MACKO_TILE_MANY_TOKENS_UNIT, least = 12 << 20, most = 32 << 20;
+    const int64_t bytes = divide_up(p->tokens, unit) * unit * p->cols * 2;
+    if (bytes <= least || evenly) return evenly ? 100 : 102;
+    return 105 + 50 * (min_of(bytes, most) - least) / (most - least);
+}
+
 /* So many clusters of a shape, and so many split tiles. */
-static void consider(search *s, macko_tile_many_shape shape, int64_t clusters, int64_t split_tiles) {
+static void consider(search *s, macko_tile_many_shape shape, int64_t clusters, int64_t split_tiles, bool evenly) {
     const macko_tile_many_problem *p = s->problem;
     macko_tile_schedule found = {.row_blocks = (int)macko_tile_row_blocks(p->rows),
                                  .slabs = (int)macko_tile_slabs(p->cols),
@@ -155,24 +169,25 @@ static void consider(search *s, macko_tile_many_shape shape, int64_t clusters, i
                                  .split = (int)split_tiles};
     found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_TILE_CLUSTER_BLOCKS / shape.split_k));
     const int64_t tiles = (int64_t)found.row_tiles * found.token_tiles, half_slabs = found.half_slabs;
-    const int64_t whole = divide_up(tiles - split_tiles, clusters);
     clocks c = clocks_of(shape);
-    const bool evenly = split_tiles == tiles && clusters % tiles == 0;
+    const int64_t whole =
+        divide_up(tiles - split_tiles, clusters) * (half_slabs * c.half_slab + c.exchange + c.epilogue);
     if (s->way) {
         const int kind = !split_tiles ? MACKO_TILE_SPLIT_NONE
                          : evenly     ? MACKO_TILE_SPLIT_EVENLY
                                       : MACKO_TILE_SPLIT_SOME;
         if (s->least < INT64_MAX || kind != s->way->split) return;
-    } else if ((whole * half_slabs + split_tiles * half_slabs / clusters) * c.half_slab >= s->least) {
+    } else if (whole + split_tiles * half_slabs / clusters * c.half_slab >= s->least) {
         return;
     }
-    int64_t time = whole * (half_slabs * c.half_slab + c.exchange + c.epilogue), workspace_bytes = 0;
+    int64_t time = whole, workspace_bytes = 0;
     if (split_tiles) {
-        /* Blocks at different columns find less in L2, the more so where it does not hold the tokens. */
-        if (!evenly) c.half_slab = c.half_slab * (macko_tile_tokens_exceed_l2(p->tokens, p->cols) ? 105 : 102) / 100;
-        const split_work work = {(int)clusters, (int)split_tiles, (int)half_slabs, (int)whole, evenly, c};
+        c.half_slab = c.half_slab * split_percent(p, evenly) / 100;
+        const int64_t sharing = evenly ? clusters / split_tiles * split_tiles : clusters; /* the others have no share */
+        const split_work work = {(int)sharing, (int)split_tiles, (int)half_slabs, shape.split_k, evenly, whole, c};
         time = deal_best(&work, found.shares);
         if (time == INT64_MAX) return;
+        for (int i = (int)sharing; i < found.clusters; i++) found.shares[i + 1] = found.shares[sharing];
         while (!whole && found.shares[found.clusters - 1] == split_tiles * half_slabs) found.clusters--;
         workspace_bytes =
             macko_tile_many_flag_bytes(shape, found.clusters) +
@@ -199,7 +214,7 @@ static void consider_shape(search *s, macko_tile_many_shape shape, int at_once, 
         divide_up(macko_tile_row_blocks(p->rows), shape.row_blocks * (MACKO_TILE_CLUSTER_BLOCKS / shape.split_k)) *
         divide_up(p->tokens, shape.tokens);
     if (!splits) {
-        consider(s, shape, min_of(tiles, clusters), 0);
+        consider(s, shape, min_of(tiles, clusters), 0, false);
         return;
     }
     /* What a last round of whole tiles leaves over, or that and a round more, so that no tile is split often. */
@@ -207,8 +222,8 @@ static void consider_shape(search *s, macko_tile_many_shape shape, int at_once, 
     for (int64_t split = left; left && split <= tiles && split <= left + clusters; split += clusters) {
         const int64_t used = min_of(clusters, split * half_slabs);
         if (split * half_slabs > INT32_MAX / 2 || (used < clusters && split < tiles)) break;
-        consider(s, shape, used, split);
-        if (split == tiles && used > tiles) consider(s, shape, used / tiles * tiles, split); /* evenly */
+        consider(s, shape, used, split, false);
+        if (2 * split <= used) consider(s, shape, used, split, true);
     }
 }
 

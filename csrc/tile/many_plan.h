@@ -69,7 +69,7 @@ typedef struct macko_tile_many_problem {
         [MACKO_TILE_MANY_NUM_SHAPES]; /* of each shape that the device runs at once; 0 where the shape does not fit */
 } macko_tile_many_problem;
 
-enum { MACKO_TILE_SPLIT_NONE, MACKO_TILE_SPLIT_SOME, MACKO_TILE_SPLIT_EVENLY /* all output tiles, each alike */ };
+enum { MACKO_TILE_SPLIT_NONE, MACKO_TILE_SPLIT_SOME, MACKO_TILE_SPLIT_EVENLY /* each split tile alike */ };
 /* One way to do it, the knob tile_gemm: a shape, its rows instead of row blocks, and which tiles are split. */
 typedef struct macko_tile_many_way {
     int rows, tokens, split_k, split;
@@ -91,12 +91,6 @@ bool macko_tile_many_choose(const macko_tile_many_problem *problem, const macko_
 MACKO_TILE_FN int64_t macko_tile_many_flag_bytes(macko_tile_many_shape shape, int shares) {
     return (shares * MACKO_TILE_CLUSTER_BLOCKS * shape.row_blocks * 8 + 127) / 128 * 128;
 }
-/* What a plan depends on besides the numbers of tiles: whether L2 does not hold the tokens beside the rest. Up to 64 are as
- * good as 64, so that a token's bits do not depend on how many there are. */
-MACKO_TILE_FN bool macko_tile_tokens_exceed_l2(int64_t tokens, int64_t cols) {
-    return (tokens < 64 ? 64 : tokens) * cols > 6 << 20;
-}
-
 #ifdef __cplusplus
 }
 #endif

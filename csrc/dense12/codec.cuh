@@ -61,7 +61,7 @@ struct dense12 {
     static constexpr bool SAME_SIZE = true, SCALED = false;
     static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr bool takes(macko_tile_many_shape shape) {
-        return shape.tokens <= 128 || shape.row_blocks < 3;
+        return shape.tokens <= 128 || (shape.row_blocks < 3 && (shape.tokens <= 256 || shape.split_k > 1));
     }
     static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_DENSE12_SLICE_BYTES,
                          CHUNK = MACKO_TILE_LANES * MACKO_DENSE12_CHUNK; // of a warp

@@ -127,7 +127,7 @@ struct sparse11 {
     static constexpr bool SAME_SIZE = false, SCALED = false;
     static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
     static constexpr bool takes(macko_tile_many_shape shape) {
-        return shape.tokens <= 128 || shape.row_blocks < 3;
+        return shape.tokens <= 128 || (shape.row_blocks < 3 && (shape.tokens <= 256 || shape.split_k > 1));
     }
 
     template <bool HALF>

@@ -43,7 +43,7 @@ typedef struct clocks {
     int64_t exchange;  /* of partial sums by the two blocks of a cluster */
     int64_t give;      /* partial sums to the workspace: an SM writes 27 bytes a clock */
     int64_t reach;     /* until another SM has them */
-    int64_t add;       /* fix-up of what has come while products ran; what comes later takes twice as long */
+    int64_t add;       /* fix-up of what has come while products ran; what comes later takes three times as long */
     int64_t epilogue;  /* and until the next products */
 } clocks;
 
@@ -77,7 +77,7 @@ static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t 
         if (head) {
             time += head * c->half_slab + c->exchange;
             for (int k = i + 1; shares[k] < end - head + half_slabs; k++)
-                time = max_of(time, given[k]) + c->add * (k > i + 1 ? 2 : 1);
+                time = max_of(time, given[k]) + c->add * (k > i + 1 ? 3 : 1);
             time += c->epilogue;
         }
         last = max_of(last, time);
@@ -147,15 +147,19 @@ typedef struct search {
     macko_tile_many_plan *plan;
 } search;
 
-/* How much longer a half slab of a split tile takes, in percent. Clusters at different columns find less of what they read
- * in L2, the less the more tokens there are: of 33 MB and more nearly nothing, and memory is waited for (H100 under load,
- * 4096 to 12288 columns, 2026-11-26: 147 to 158). Where tiles are split evenly only some columns are walked at a time.
- * Tokens by MACKO_TILE_MANY_TOKENS_UNIT, as plans are kept. */
-static int64_t split_percent(const macko_tile_many_problem *p, bool evenly) {
+/* How far L2 is from holding the tokens, in percent: 0 up to 12 MB, 100 from 32 MB on, as half of an H100's 50 MB is far
+ * from an SM. Tokens by MACKO_TILE_MANY_TOKENS_UNIT, as plans are kept. */
+static int64_t percent_over_l2(const macko_tile_many_problem *p) {
     const int64_t unit = MACKO_TILE_MANY_TOKENS_UNIT, least = 12 << 20, most = 32 << 20;
     const int64_t bytes = divide_up(p->tokens, unit) * unit * p->cols * 2;
-    if (bytes <= least || evenly) return evenly ? 100 : 102;
-    return 105 + 50 * (min_of(bytes, most) - least) / (most - least);
+    return 100 * (max_of(least, min_of(bytes, most)) - least) / (most - least);
+}
+/* How much longer a half slab of a split tile takes. Clusters at different columns share nothing, and memory is waited for
+ * (H100 under load, 4096 to 12288 columns, 2026-11-26: 1.47 to 1.58 times). Where tiles are split evenly only some columns
+ * are walked at a time. */
+static int64_t split_percent(const macko_tile_many_problem *p, bool evenly) {
+    const int64_t over = percent_over_l2(p);
+    return evenly ? 100 : over ? 105 + over / 2 : 102;
 }
 
 /* So many clusters of a shape, and so many split tiles. */
@@ -170,6 +174,8 @@ static void consider(search *s, macko_tile_many_shape shape, int64_t clusters, i
     found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_TILE_CLUSTER_BLOCKS / shape.split_k));
     const int64_t tiles = (int64_t)found.row_tiles * found.token_tiles, half_slabs = found.half_slabs;
     clocks c = clocks_of(shape);
+    /* A cluster whose blocks have the same rows reads as many tokens for half of them (8192 x 28672 by 8192: 1.09). */
+    if (shape.split_k > 1) c.half_slab += c.half_slab * percent_over_l2(p) / 1000;
     const int64_t whole =
         divide_up(tiles - split_tiles, clusters) * (half_slabs * c.half_slab + c.exchange + c.epilogue);
     if (s->way) {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -12,21 +10,27 @@ KINDS = ("fp8", "int8")
 TYPES = (torch.float8_e4m3fn, torch.int8)
 #: Scales are below this: a kernel multiplies some by 64. The largest that a weight of 16 bits can want is half of it.
 LARGEST_SCALE = 2.0**122
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 #: The largest code, by kind, that a row's largest magnitude gets.
 _MOST = (448, 127)
 #: Elements that are looked at at a time.
 _AT_ONCE = 1 << 24
-#: Magnitudes that a row on a grid can have: int8 has 1 to 128, e4m3 126 others.
+#: Magnitudes above 0 that a row on a grid can have: int8 has 1 to 128, e4m3 126 others.
 _MAGNITUDES = 128
+#: Rows that are searched for a grid at a time: 32768 flags each, and some 1000 scales that are tried.
+_ROWS_AT_ONCE = 128
+#: Bits of a float32's significand that scales which are tried have not.
+_SPARE_BITS = 13
 
 
 def quantised(w: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of w [rows, cols], float16 or bfloat16: the nearest, ties to even, of w / scale in float32.
 
     The scale of a row is its largest magnitude over that of codes, 448 or 127, and 1 where all is zero. A row that lies
-    on a grid already, whose values are all codes times one scale, keeps its values: another scale is taken then, where
-    that one would not give them. It is found if it is a float16 number, as macko.grids has them, or the largest
-    magnitude over a code.
+    on a grid already, whose values are all codes times one scale, rounded to w's dtype, keeps its values: another scale
+    is taken then, where that one would not give them. It is always found if it has 11 significant bits, as float16
+    numbers have (macko.grids) and bfloat16 ones, or is the largest magnitude over a code. The CPU and GPUs give the
+    same bits.
 
     Returns:
         codes [rows, cols], float8_e4m3fn or int8, and scales [rows], float32, above 0.
@@ -44,11 +48,13 @@ def quantised(w: Tensor, kind: int) -> tuple[Tensor, Tensor]:
         if not bool(most.isfinite().all()):
             row = first + int((~most.isfinite()).nonzero()[0])
             raise ValueError(f"row {row} of the weight has NaN or Inf, which {KINDS[kind]} with a scale does not hold")
-        scale = torch.where(most > 0, (most / _MOST[kind]).clamp(min=torch.finfo(torch.float32).tiny), 1)
-        off = (_values(rounded(wide, scale[:, None], kind), scale[:, None], w.dtype) != rows).any(1).nonzero()[:, 0]
+        scale = torch.where(most > 0, over(most, _MOST[kind]).clamp(min=_SMALLEST_SCALE), 1)
+        held = rounded(wide, scale[:, None], kind)
+        off = (_values(held, scale[:, None], w.dtype) != rows).any(1).nonzero()[:, 0]
         if len(off):
             scale[off] = _on_grid(rows[off], scale[off], kind)
-        codes[first : first + step] = rounded(wide, scale[:, None], kind)
+            held[off] = rounded(wide[off], scale[off, None], kind)
+        codes[first : first + step] = held
         scales[first : first + step] = scale
     return codes, scales
 
@@ -69,6 +75,11 @@ def check(values: Tensor, scales: Tensor) -> None:
         raise ValueError("scales have numbers that are not above 0 and below 2^122")
 
 
+def over(values: Tensor, number: float) -> Tensor:
+    """values / number, rounded once on every device: by a Python number CUDA multiplies with its rounded reciprocal."""
+    return values / torch.full_like(values, number)
+
+
 def rounded(values: Tensor, scale: Tensor, kind: int) -> Tensor:
     """The codes of float32 values."""
     codes = (values / scale).clamp(-128 if kind else -448, _MOST[kind])
@@ -80,53 +91,77 @@ def _values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _on_grid(rows: Tensor, scales: Tensor, kind: int) -> Tensor:
-    """Scales that give all values of a row again, where there is one; else those that are given."""
-    if rows.shape[1] < 2:
-        return scales
-    largest_first, _ = rows.abs().sort(1, descending=True)
-    negative = (rows.amax(1) < largest_first[:, 0]) & bool(kind)  # then it may be -128, and 128 is no code
-    place = (largest_first.diff(dim=1) != 0).cumsum(1)
-    few = (place[:, -1] < _MAGNITUDES + 1).nonzero()[:, 0]
+    """Scales that give all values of a row again, where there is one among those that are tried; else the given ones.
+
+    A scale s that gives them is found with s / 2 and codes twice as large, while these are codes. So the largest
+    magnitude is tried as a code of the upper half alone, by every scale of 11 significant bits that rounds to it.
+    """
     scales = scales.clone()
-    for some in few.to(rows.device).split(64):
-        magnitudes = rows.new_zeros(len(some), _MAGNITUDES + 1)
-        magnitudes[:, 0] = torch.where(negative[some], -largest_first[some, 0], largest_first[some, 0])
-        magnitudes.scatter_(1, place[some], largest_first[some, 1:])
-        # Some of them first, of which few scales give all.
-        sample = magnitudes.gather(1, place[some, -1:] * torch.arange(1, 9, device=rows.device) // 8)
-        left = torch.arange(len(some), device=rows.device)
-        for tried in _candidates(magnitudes[:, 0].abs().float(), kind):
-            tried = tried[left]
-            most, choice = _fits(sample[left], tried, kind).int().topk(min(8, tried.shape[1]), 1)
-            tried = tried.gather(1, choice)
-            fits = most.bool() & _fits(magnitudes[left], tried, kind)
-            best = tried.gather(1, fits.int().argmax(1)[:, None])[:, 0]
-            found = fits.any(1)
-            scales[some[left[found]]] = best[found]
-            left = left[~found]
-            if not len(left):
-                break
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        some = rows[first : first + _ROWS_AT_ONCE]
+        magnitudes, counts = _magnitudes(some)
+        left = (counts <= _MAGNITUDES).nonzero()[:, 0]
+        most = some.abs().amax(1)
+        if kind:  # a largest magnitude that is never positive may be -128, and 128 is no code
+            negative = left[(some.amax(1) < most)[left]]
+            magnitudes[negative, counts[negative] - 1] *= -1
+        for candidates in (_by_code, _of_11_bits):
+            row, tried = candidates(most[left], kind)
+            held = (tried >= _SMALLEST_SCALE) & (tried < LARGEST_SCALE)
+            row, tried = left[row[held]], tried[held]
+            # By one first, the smallest, which few scales give; and by some of the others.
+            for size in (1, 8, _MAGNITUDES):
+                places = counts[row, None] * torch.arange(size, device=row.device) // size
+                fits = _fits(magnitudes[row[:, None], places], tried, kind)
+                row, tried = row[fits], tried[fits]
+            found, times = row.unique_consecutive(return_counts=True)
+            scales[first + found] = tried[times.cumsum(0) - times]
+            left = left[torch.isin(left, found, invert=True)]
     return scales
 
 
+def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The magnitudes above 0 of each row, rising, in a table with room for those of a grid, and how many there are."""
+    bits = rows.view(torch.int16) & 0x7FFF
+    there = torch.zeros(len(rows), 1 << 15, dtype=torch.bool, device=rows.device).scatter_(1, bits.long(), True)
+    there[:, 0] = False
+    row, bit = there.nonzero().unbind(1)
+    counts = row.bincount(minlength=len(rows))
+    place = torch.arange(len(row), device=rows.device) - (counts.cumsum(0) - counts)[row]
+    held = place < _MAGNITUDES
+    table = bits.new_zeros(len(rows), _MAGNITUDES)
+    table[row[held], place[held]] = bit[held].to(torch.int16)
+    return table.view(rows.dtype), counts
+
+
 def _fits(values: Tensor, scales: Tensor, kind: int) -> Tensor:
-    """Whether codes times each of scales [rows, tried] are all of values [rows, n]."""
-    wide, each = values.float()[:, None], scales[..., None]
-    return (_values(rounded(wide, each, kind), each, values.dtype) == values[:, None]).all(2)
+    """Whether codes times scales [n] are all of values [n, m]."""
+    each = scales[:, None]
+    return (_values(rounded(values.float(), each, kind), each, values.dtype) == values).all(1)
 
 
-def _candidates(most: Tensor, kind: int) -> Iterator[Tensor]:
-    """Scales [rows, tried] by which the largest magnitude of a row is a code, those of the largest code first."""
+def _upper_codes(kind: int, device: torch.device) -> Tensor:
+    """The codes that the largest magnitude of a row is tried as, and 128 for -128, the largest first."""
     if kind:
-        codes = torch.arange(128, 0, -1, dtype=torch.float32, device=most.device)
-    else:
-        bits = torch.arange(126, 0, -1, dtype=torch.uint8, device=most.device)
-        codes = bits.view(torch.float8_e4m3fn).float()
-    near = torch.arange(-5, 6, dtype=torch.int16, device=most.device)
-    for some in (codes[:2], *codes[2:].split(32)):
-        exact = most[:, None] / some
-        halves = exact.half()
-        # Positive halves follow each other as their bits do.
-        around = (halves.view(torch.int16)[..., None] + near).clamp(1, 0x7BFF).view(torch.float16).float()
-        tried = torch.cat([exact[..., None], around], 2).flatten(1)
-        yield torch.where(tried.isfinite() & (tried > torch.finfo(torch.float32).tiny), tried, 1)
+        return torch.arange(128, 63, -1, dtype=torch.float32, device=device)
+    return torch.arange(126, 118, -1, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()  # 448 to 240
+
+
+def _by_code(most: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """Scales that are the largest magnitude over a code, and for each which of `most` [n] it is of, rising."""
+    tried = most.float()[:, None] / _upper_codes(kind, most.device)
+    return torch.arange(tried.numel(), device=most.device) // tried.shape[1], tried.flatten()
+
+
+def _of_11_bits(most: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """Scales of 11 significant bits by which the largest magnitude is a code, rounded; otherwise as _by_code."""
+    codes, wide = _upper_codes(kind, most.device), most.float()
+    below, above = (wide - (most.view(torch.int16) + step).view(most.dtype).float() for step in (-1, 1))
+    above = torch.where(above.isfinite(), above, -below)
+    low, high = ((wide - off / 2)[:, None] / codes for off in (below, above))
+    # Positive float32 numbers follow each other as their bits do.
+    first, last = (bound.view(torch.int32) >> _SPARE_BITS for bound in (low, high))
+    counts = (last - first + 1).flatten()
+    which = torch.repeat_interleave(counts)
+    bits = first.flatten()[which] + (torch.arange(len(which), device=most.device) - (counts.cumsum(0) - counts)[which])
+    return which // len(codes), (bits.int() << _SPARE_BITS).view(torch.float32)

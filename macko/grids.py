@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .codes import over
+
 #: grid(columns [rows, group]) -> round(values [..., rows]) -> the nearest values of the grid.
 Grid = Callable[[Tensor], Callable[[Tensor], Tensor]]
 
@@ -41,7 +43,7 @@ def float8(columns: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _scale(range_: Tensor, steps: float) -> Tensor:
-    scale = (range_ / steps).half().to(range_.dtype)
+    scale = over(range_, steps).half().to(range_.dtype)
     return torch.where(scale > 0, scale, torch.ones_like(scale))  # a row of zeros, or of less than float16 holds
 
 

@@ -82,7 +82,7 @@ def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _canonical(values: Tensor, deltas: Tensor, row_ptr: Tensor, cols: int, delta_bits: int) -> Packed:
-    return [values, deltas, row_ptr], [_CANONICAL, max(0, row_ptr.shape[0] - 1), cols, delta_bits]
+    return [values, deltas, row_ptr], [_CANONICAL, max(0, row_ptr.numel() - 1), cols, delta_bits]
 
 
 def unpack(
@@ -240,7 +240,7 @@ def slide_pack(w: Tensor, n: int, dtype: torch.dtype, prune: bool = False) -> tu
 
 def _slide(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Packed:
     element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
-    return [packed, scale, packed], [_SLIDE, scale.shape[0], cols, n, element, 0, 0, 0]
+    return [packed, scale, packed], [_SLIDE, scale.numel(), cols, n, element, 0, 0, 0]
 
 
 def slide_unpack(packed: Tensor, scale: Tensor, cols: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -322,6 +322,7 @@ def slide_depth(cols: Any, n: int) -> Any:
 
 @torch.library.register_fake("macko::slide_quant_fused")
 def _(x: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch._check(x.dim() >= 1, lambda: "macko::slide_quant_fused: x has shape [], expected [..., cols]")
     return (
         x.new_empty(*x.shape[:-1], slide_depth(x.shape[-1], n), dtype=dtype),
         x.new_empty(x.shape[:-1], dtype=torch.float32),
@@ -339,7 +340,7 @@ def _(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    return lifted.new_empty(*lifted.shape[:-1], scale.shape[0], dtype=out_dtype)
+    return lifted.new_empty(*lifted.shape[:-1], scale.numel(), dtype=out_dtype)
 
 
 @torch.library.register_fake("macko::dense")
@@ -373,7 +374,7 @@ _PRODUCTS: dict[str, Callable[..., tuple[Tensor, Any, Any]]] = {
     "linear_below_autograd": lambda x, packed, header, bias=None: (x, *header[1:3]),
     "norm_linear": lambda x, weight, eps, packed, header, bias=None: (x, *header[1:3]),
     "gated_linear": lambda gate, up, packed, header, bias=None: (gate, *header[1:3]),
-    "spmv": lambda values, deltas, row_ptr, cols, x, delta_bits=4: (x, row_ptr.shape[0] - 1, cols),
+    "spmv": lambda values, deltas, row_ptr, cols, x, delta_bits=4: (x, row_ptr.numel() - 1, cols),
     "ec_spmv": lambda *args: (args[10], *args[8:10]),
 }
 for _op, _sizes in _PRODUCTS.items():

@@ -17,7 +17,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def _lay_out(layout: str, tensors: Sequence[Tensor], cols: int, delta_bits: int, *options: int) -> Any:
-    header = [0, max(0, tensors[2].shape[0] - 1), cols, delta_bits]
+    header = [0, max(0, tensors[2].numel() - 1), cols, delta_bits]
     return torch.ops.macko.lay_out(tensors, header, LAYOUTS.index(layout), options)
 
 

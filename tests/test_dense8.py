@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import macko
 from benchmarks.spmm import GEMM_SIZES
@@ -242,6 +244,101 @@ def test_what_is_on_a_grid_keeps_its_values(
     whole = torch.randint(-3, 4, (70, cols), generator=torch.Generator().manual_seed(1)).to(dtype)
     for kind in KINDS:
         assert_same_bits(format.from_dense(whole.to(device), kind).to_dense(), whole)
+
+
+def on_grids(kind: int, dtype: torch.dtype, cols: int, seed: int, scale_bits: tuple[int, int] = (1, 0x7C00)) -> Tensor:
+    """Rows on grids of every largest code there is, -128 too, several times, by scales of random float16 bits."""
+    random = torch.Generator().manual_seed(seed)
+    if kind:
+        every = torch.arange(1, 129).float()
+    else:
+        every = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    largest = torch.arange(len(every)).repeat(4)[:, None]
+    among = (
+        torch.rand(len(largest), cols, generator=random)
+        ** torch.tensor([0.2, 1, 3, 9]).repeat_interleave(len(every))[:, None]
+    )
+    held = every[torch.minimum((among * (largest + 1)).long(), largest)]
+    held[:, -1] = every[largest[:, 0]]
+    held *= torch.randint(0, 2, held.shape, generator=random) * 2 - 1
+    held[:, :-1] *= torch.rand(len(held), cols - 1, generator=random) < 0.7
+    if kind:
+        held[held == 128] = -128
+    scale = torch.randint(*scale_bits, (len(held), 1), generator=random).short().view(torch.float16)
+    w = (held * scale.float()).to(dtype)
+    return w[w.isfinite().all(1)]
+
+
+@pytest.mark.parametrize("device", devices())
+@each_dtype
+@each_kind
+def test_a_row_on_a_grid_keeps_its_values_whatever_its_largest_code(device: str, dtype: torch.dtype, kind: int) -> None:
+    for seed, cols in enumerate((2, 3, 20, 200)):
+        for scale_bits in ((1, 0x7C00), (1, 300), (0x2BFC, 0x2C04)):  # any float16, subnormal ones, those around 2^-4
+            w = on_grids(kind, dtype, cols, seed, scale_bits).to(device)
+            held, scales = codes.quantised(w, kind)
+            codes.check(held, scales)
+            lost = (held.float() * scales[:, None]).to(dtype) != w
+            assert not int(lost.any(1).sum()), f"{cols} columns, scales {scale_bits}: row {lost.any(1).nonzero()[0]}"
+
+
+@each_kind
+def test_scales_of_bfloat16_below_those_of_float16_are_found_too(kind: int) -> None:
+    small = on_grids(kind, torch.bfloat16, 50, 0, (0x2C00, 0x2C01))  # 2^-4, times what bfloat16 has
+    for scale in (1.0078125 * 2.0**-30, 1.9921875 * 2.0**-100):
+        w = (small.double() * scale).to(torch.bfloat16)
+        held, scales = codes.quantised(w, kind)
+        assert torch.equal((held.float() * scales[:, None]).to(torch.bfloat16), w)
+
+
+class NoTensorOverANumber(TorchFunctionMode):
+    """By a Python number CUDA multiplies with its rounded reciprocal, the CPU divides: exact both, by powers of two."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("div", "div_") and not isinstance(args[1], Tensor):
+            assert math.frexp(args[1])[0] == 0.5, f"{func.__name__} by {args[1]}"
+        return func(*args, **kwargs or {})
+
+
+def test_nothing_is_divided_by_a_python_number() -> None:
+    w = (torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) / 30).bfloat16()
+    with NoTensorOverANumber():
+        for grid in (grids.float8, grids.integers(8), grids.integers(4, offset=True)):
+            on_grid = grids.nearest(w, grid)
+            for kind in KINDS:
+                codes.quantised(on_grid, kind)
+
+
+@pytest.mark.gpu
+@each_dtype
+@each_kind
+def test_a_gpu_rounds_to_the_bytes_of_the_cpu(dtype: torch.dtype, kind: int) -> None:
+    for seed in range(20):
+        random = torch.Generator().manual_seed(seed)
+        rows, cols = (int(torch.randint(1, most, (), generator=random)) for most in (3000, 1500))
+        # Rows of all sizes; float16 holds 2^-14 to 2^15 and subnormal numbers.
+        w = torch.randn(rows, cols, generator=random) * 2.0 ** torch.randint(-20, 10, (rows, 1), generator=random)
+        w = w.to(dtype)
+        weights = [w, torch.where(mask("uniform", rows, cols, 0.5, seed), w, 0), on_grids(kind, dtype, 30, seed)]
+        for grid in (grids.float8, grids.integers(8), grids.integers(4, offset=True)):
+            weights.append(grids.nearest(w, grid))
+            assert_same_bits(grids.nearest(w.cuda(), grid), weights[-1])
+        for weight in weights:
+            for got, wanted in zip(codes.quantised(weight.cuda(), kind), codes.quantised(weight, kind), strict=True):
+                assert_same_bits(got, wanted)
+
+
+@pytest.mark.gpu
+@each_format
+@each_dtype
+@each_kind
+def test_a_gpu_packs_to_the_bytes_of_the_cpu(format: type[ByteWeight], dtype: torch.dtype, kind: int) -> None:
+    w = (torch.randn(700, 1000, generator=torch.Generator().manual_seed(3)) / 30).to(dtype)
+    w = torch.where(mask("uniform", 700, 1000, 0.4), w, 0)
+    cpu, gpu = format.from_dense(w, kind), format.from_dense(w.cuda(), kind)
+    assert gpu.header == cpu.header
+    for name, tensor in cpu.tensors().items():
+        assert_same_bits(gpu.tensors()[name], tensor)
 
 
 # Products.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from macko import FORMATS, MackoWeight, SparseLinear, _library, sparsify_
+from macko import FORMATS, MackoWeight, SparseLinear, _library, ops, sparsify_
 from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
-from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight
+from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight, SlideWeight
 from tests.common import assert_same_bits, devices, each_token, integer_problem, random_weight
 from tests.fuzz import honest
 
@@ -376,6 +377,85 @@ def test_a_wrong_header_is_an_error(name: str) -> None:
             else:
                 assert found.shape in ((4,), (numbers_[1], numbers_[2]), (3, numbers_[1]))
     assert refused >= (len(header) + len(tensors) + 2) * len(calls)  # too few or too many of them, at least
+
+
+def without_elements(t: Tensor) -> list[Tensor]:
+    """Of one number, of none, and of none in any one of its dimensions; not what t is already."""
+    shapes = [(), (0,), *((*t.shape[:dim], 0, *t.shape[dim + 1 :]) for dim in range(t.dim()))]
+    return [t.new_zeros(shape) for shape in shapes if shape != t.shape]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_of_no_dimension_or_no_elements_are_named_by_every_op(name: str, device: str) -> None:
+    on_device = device in FORMATS[name].device_types or name in ("tile", "sparse11")
+    if name == "sell" and device == "cpu":
+        packed = HONEST[name]
+    elif on_device:
+        w = torch.where(torch.rand(72, 136) < 0.5, torch.randn(72, 136), 0.0).to(FORMATS[name].dtypes[0])
+        packed = FORMATS[name].from_dense(w.to(device))
+    else:
+        pytest.skip(f"{name} runs on {FORMATS[name].device_types}")
+    tensors, header = packed.packed
+    rows, cols, op = packed.rows, packed.cols, torch.ops.macko
+    x = torch.randn(3, cols).to(packed.dtype).to(device)
+    one, norm = x[0], torch.ones_like(x[0])
+    calls: dict[str, Any] = {
+        "dense": lambda t: op.dense(t, header),
+        "check": lambda t: op.check(t, header),
+        "linear": lambda t: op.linear(x, t, header),
+        "linear, one token": lambda t: op.linear_below_autograd(one, t, header),
+        "linear_parts": lambda t: op.linear_parts(x, t, header, [1, rows - 1]),
+        "norm_linear": lambda t: op.norm_linear(one, norm, 1e-5, t, header),
+        "gated_linear": lambda t: op.gated_linear(one, one, t, header),
+        "to canonical": lambda t: op.lay_out(t, header, 0, []),
+        "to bitmap": lambda t: op.lay_out(t, header, FORMATS["bitmap"].number, []),
+        "to tile": lambda t: op.lay_out(t, header, FORMATS["tile"].number, []),
+    }
+    if isinstance(packed, MackoWeight):
+        bits = packed.delta_bits
+        calls |= {
+            "unpack": lambda t: ops.unpack(*t, cols, bits),
+            "ops.check": lambda t: ops.check(*t, cols, bits),
+            "ops.linear": lambda t: ops.linear(x, *t, cols, None, bits),
+            "spmv": lambda t: ops.spmv(*t, cols, one, bits),
+        }
+    if name == "ec":
+        calls |= {
+            "ec_spmv": lambda t: ops.ec_spmv((*t, rows, cols), one),
+            "ec_unpack": lambda t: ops.ec_unpack((*t, rows, cols)),
+        }
+    if isinstance(packed, SlideWeight):
+        n, dtype = packed.n, ops.SLIDE_ELEMENTS[packed.element]
+        calls |= {
+            "slide_linear": lambda t: ops.slide_linear(x, t[0], t[1], cols, n, dtype, dense=t[2]),
+            "slide_unpack": lambda t: ops.slide_unpack(t[0], t[1], cols, n, dtype),
+        }
+    asked = 0
+    for called, call in calls.items():
+        try:
+            call(tensors)
+        except RuntimeError as error:
+            refused = str(error)
+            assert re.search("no such kernel|is for a GPU|expected the canonical", refused), refused
+            continue
+        for i, field in enumerate(packed.tensors()):
+            if called == "slide_unpack" and field == "dense_tiles":
+                continue  # is no argument
+            for wrong in without_elements(tensors[i]):
+                if field == "col_order" and wrong.shape == (0,):
+                    continue  # says that columns are in order
+                with pytest.raises(RuntimeError, match=rf"\b{'packed' if field == 'tiles' else field}\b"):
+                    call([*tensors[:i], wrong, *tensors[i + 1 :]])
+                asked += 1
+    assert asked > 2 or name == "sell"
+
+
+def test_an_ec_matrix_with_nothing_in_it_has_empty_tensors() -> None:
+    packed = EcWeight.from_dense(torch.zeros(70, 136))
+    packed.validate()
+    assert not packed.to_dense().any()
+    assert not packed.linear(torch.ones(3, 136)).any()
 
 
 @pytest.mark.slow

@@ -161,6 +161,12 @@ def test_a_dense_folder_in_twelve_bits(run: Callable[..., Any]) -> None:
     assert "macko packs linear layers: dense12" in got.log
 
 
+def test_a_dense_folder_in_eight_bits(run: Callable[..., Any]) -> None:
+    got = run("dense", quantization="macko", hf_overrides={"macko": {"values": "int8"}})
+    assert "macko packs linear layers: sparse8 int8" in got.log
+    assert len(got.tokens[0]) == 24
+
+
 @pytest.mark.parametrize("case", ["dense", "packed"])
 def test_two_ranks_have_their_rows_and_columns(run: Callable[..., Any], case: str) -> None:
     options = {"quantization": "macko"} if case == "dense" else {}
@@ -289,6 +295,120 @@ def test_what_is_dense_beside_packed_layers_stays_so_but_in_a_format_for_any_wei
             config = config_of({"a.o_proj": ABOUT}, format=format)
             found = (config.get_quant_method(layer, f"a.{name}") for name in ("o_proj", "down_proj"))
             assert [type(method).__name__ for method in found] == ["Packed", kind]
+
+
+def layers_with_kernels() -> list[tuple[Any, str]]:
+    """Layers of vLLM's that read their weight themselves, and their names in a model."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.models.deepseek_v2 import DeepSeekV2FusedQkvAProjLinear
+
+    kinds = (GateLinear, type("Later", (GateLinear,), {}), DeepSeekV2FusedQkvAProjLinear)
+    return [(kind, "a.fused_qkv_a_proj" if "Qkv" in kind.__name__ else "a.gate") for kind in kinds]
+
+
+@pytest.mark.parametrize("of_folder", ["dense", "packed beside", "dense12", "fp8"])
+def test_a_layer_with_kernels_of_its_own_is_unquantised_for_vllm(of_folder: str) -> None:
+    """vLLM asks for just that class, and else turns them off; DeepSeek's would read a weight that is not there."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+
+    layers = {"a.q_proj": ABOUT} if of_folder == "packed beside" else {}
+    options = {"dense12": {"format": "dense12", "ignore": []}, "fp8": {"values": "fp8"}}.get(of_folder, {})
+    with set_current_vllm_config(VllmConfig()):
+        config = config_of(layers, **options)
+        for kind, name in layers_with_kernels():
+            assert type(config.get_quant_method(kind.__new__(kind), name)) is UnquantizedLinearMethod
+        plain = config.get_quant_method(ReplicatedLinear.__new__(ReplicatedLinear), "a.shared_expert_gate")
+        assert (type(plain).__name__ == "Arriving") == (not layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_packed_router_is_unpacked_into_the_weight_that_its_kernels_read(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    w = random_weight(64, 64, 0.5, torch.bfloat16)
+    saved = MackoWeight.from_dense(w)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    config = config_of({"a.gate": ABOUT, "a.fused_qkv_a_proj": ABOUT})
+    with set_current_vllm_config(VllmConfig()):
+        for kind, name in layers_with_kernels():
+            layer = kind.__new__(kind)
+            torch.nn.Module.__init__(layer)
+            layer.tp_rank, layer.tp_size = 0, 1
+            method = config.get_quant_method(layer, name)
+            assert isinstance(method, UnquantizedLinearMethod)
+            method.create_weights(layer, 64, [64], 64, 64, dtype, weight_loader=None)
+            assert (layer.weight.dtype, layer.weight.shape) == (dtype, w.shape)  # what kernels are chosen by
+            loaders = {key: param.weight_loader for key, param in layer.named_parameters()}
+            with pytest.raises(ValueError, match=f"{name}: the checkpoint has no packed layer of it"):
+                method.process_weights_after_loading(layer)
+            loaders["weight"](layer.weight, torch.empty(0))  # as files have it beside packed tensors
+            for key, tensor in saved.tensors().items():
+                loaders[key](getattr(layer, key), tensor)
+            assert_same_bits(layer.weight.data, w.to(dtype))
+            assert [key for key, _ in layer.named_parameters()] == ["weight"]
+            x = torch.ones(2, 64, dtype=dtype)
+            assert_same_bits(method.dequantize_weight(layer), w.to(dtype))
+            method.process_weights_after_loading(layer)
+            torch.testing.assert_close(method.apply(layer, x), x @ w.to(dtype).t())
+
+
+def test_every_option_of_a_folder_is_honoured() -> None:
+    """What transformers' MackoConfig writes: no key of it is dropped on the way."""
+    from inspect import signature
+
+    from macko.integrations import vllm
+    from macko.integrations.transformers import MackoConfig
+
+    assert signature(MackoConfig).parameters.keys() | {"tokens"} == signature(vllm.MackoConfig).parameters.keys()
+    asked: Any = {"format": "mixed", "ignore": ["a", "b"], "min_sparsity": 0.1, "values": "raw"}
+    written = MackoConfig(layers={"a": ABOUT}, **asked).to_dict()
+    config = vllm.MackoConfig.from_config(written)
+    for _ in range(2):  # as it came, and as vLLM makes it anew with nothing asked for
+        held = config.options
+        found: Any = {"format": held.format, "values": held.values, "ignore": config.ignore, "layers": config.layers}
+        found |= {"min_sparsity": config.min_sparsity, "version": config.version, "quant_method": config.get_name()}
+        assert found == {key: written[key] for key in found}
+        assert written.keys() - found.keys() == set()
+        config.maybe_update_config("", SimpleNamespace(get_text_config=lambda: SimpleNamespace(tie_word_embeddings=0)))
+
+
+def test_values_can_be_asked_for_and_go_with_a_format() -> None:
+    def asked(config: Any, **options: Any) -> Any:
+        text = SimpleNamespace(tie_word_embeddings=False)
+        config.maybe_update_config("", SimpleNamespace(macko=options, get_text_config=lambda: text))
+        return config.options
+
+    assert asked(config_of({}), values="int8").values == "int8"
+    assert asked(config_of({}), values="fp8", format="dense8").in_bytes
+    assert asked(config_of({}, values="raw"), tokens=3).values == "raw"
+    assert asked(config_of({"a": ABOUT}, values="raw"), format="sell").values == "exact"  # which holds 16 bits anyhow
+    with pytest.raises(ValueError, match=r"has values='fp8', and the folder is packed: 8 bits are made of a dense one"):
+        asked(config_of({"a": ABOUT}), values="fp8")
+    with pytest.raises(ValueError, match="values is 'fp4', expected one of"):
+        asked(config_of({}), values="fp4")
+
+
+def test_exact_layers_of_a_folder_with_8_bits_stay_exact() -> None:
+    """As in transformers: 8 bits are not made of what the files hold exactly; raw is what it is."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    w = random_weight(64, 64, 0.5, torch.bfloat16)
+    for values in ("fp8", "int8", "raw"):
+        with set_current_vllm_config(VllmConfig()):
+            from macko.integrations.vllm import Packed
+
+            config = config_of({"a.o_proj": ABOUT}, values=values)
+            method = Packed(config, "a.o_proj", SimpleNamespace(), [ABOUT])  # type: ignore[arg-type]
+        method.rows, method.cols, method.dtype = [64], 64, torch.bfloat16
+        method.pieces = {None: MackoWeight.from_dense(w).tensors()}
+        packed = method._stack(SimpleNamespace(tp_rank=0, tp_size=1), torch.device("cpu"))
+        assert_same_bits(packed.to_dense(), w)
 
 
 def test_packed_experts_are_refused_by_name() -> None:

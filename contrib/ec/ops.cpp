@@ -85,10 +85,18 @@ macko_ec_matrix matrix_of(const char *op, const Packed &p) {
     if (sets.size(0) != num_sets + 1 || sets.size(1) != int64_t(sizeof(macko_ec_set) / 8) ||
         num_sets > MACKO_EC_MAX_SETS)
         fail(op, "sets has shape ", shape_name(sets), ", expected [", num_sets + 1, ", ", sizeof(macko_ec_set) / 8,
-             "] and at most ", MACKO_EC_MAX_SETS, " sets");
+             "] and at most ", MACKO_EC_MAX_SETS, " sets for the ", num_sets, " of tile_ptr");
     if (base_indices.numel() % MACKO_EC_WARP || block_indptr.numel() != blocks + num_sets)
         fail(op, "block_indptr has ", block_indptr.numel(), " elements, expected ", blocks + num_sets, " for ",
              base_indices.numel(), " base_indices in ", num_sets, " sets");
+    // What depends on the content but for this is trusted: check looks at it.
+    const auto check_empty_with = [&](const char *name, const Tensor &t, const char *like_name, const Tensor &like) {
+        if (!t.numel() && like.numel()) fail(op, name, " is empty, ", like_name, " has ", like.numel(), " elements");
+    };
+    check_empty_with("block_values", block_values, "delta_indices", delta_indices);
+    check_empty_with("delta_indices", delta_indices, "block_values", block_values);
+    check_empty_with("row_indices", row_indices, "base_indices", base_indices);
+    check_empty_with("base_indices", base_indices, "row_indices", row_indices);
     if (col_order.numel() && col_order.numel() != cols)
         fail(op, "col_order has ", col_order.numel(), " elements, expected ", cols, " or none");
     const int64_t tile_rows = macko_ec_tile_rows(rows, tiles);

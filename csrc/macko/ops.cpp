@@ -208,7 +208,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
             int64_t delta_bits) {
     const Tensor tensors[] = {values, deltas, row_ptr};
-    const int64_t header[] = {MACKO_LAYOUT_CANONICAL, row_ptr.numel() - 1, cols, delta_bits};
+    const int64_t header[] = {MACKO_LAYOUT_CANONICAL, std::max<int64_t>(0, row_ptr.numel() - 1), cols, delta_bits};
     const macko_matrix m = checked_matrix("spmv", {tensors, header});
     check_vector("spmv", x_any, "values", values, cols);
     const DeviceOf guard(values);

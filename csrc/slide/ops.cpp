@@ -77,7 +77,7 @@ macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor 
     const int64_t k_tiles = macko_slide_k_tiles(cols, int(n), type), bytes = macko_slide_tile_bytes(int(n), type);
     if (packed.size(0) != blocks || packed.size(1) != k_tiles || packed.size(2) != bytes)
         fail(op, name, " has shape ", shape_name(packed), ", expected [", blocks, ", ", k_tiles, ", ", bytes, "] for ",
-             rows, " rows and ", cols, " columns of ", dtype_name(dtype), ", ", pattern_name(n));
+             rows, " rows (elements of scale) and ", cols, " columns of ", dtype_name(dtype), ", ", pattern_name(n));
     check_contiguous(op, name, packed);
     check_contiguous(op, "scale", scale);
 #ifdef USE_CUDA
@@ -86,8 +86,22 @@ macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor 
     return {{rows, cols, int(n), type}, reads<uint8_t>(packed), reads<float>(scale)};
 }
 
-void check_rows(const char *op, const Packed &p) {
-    if (p[1].numel() != p.rows()) fail(op, "scale has shape ", shape_name(p[1]), ", expected [", p.rows(), "]");
+// The one of the two weights that is to be read; the other one's content is looked at when its turn comes.
+macko_slide_weight weight_in(const char *op, const Packed &p, bool takes_dense) {
+    const Tensor &tiles = p[0], &scale = p[1], &dense_tiles = p[2];
+    check_backend(op, "packed", tiles);
+    check_device(op, "scale", scale, "packed", tiles);
+    check_device(op, "dense_tiles", dense_tiles, "packed", tiles);
+    for (const bool is_dense : {false, true}) {
+        const char *name = is_dense ? "dense_tiles" : "packed";
+        check_dtype(op, name, is_dense ? dense_tiles : tiles, ScalarType::Byte);
+        check_dim(op, name, is_dense ? dense_tiles : tiles, 3);
+    }
+    if (scale.dim() != 1 || scale.numel() != p.rows())
+        fail(op, "scale has shape ", shape_name(scale), ", expected [", p.rows(), "]");
+    const ScalarType dtype = element_of(op, p.own(1));
+    return takes_dense ? weight_of(op, dense_tiles, scale, p.cols(), 0, dtype, "dense_tiles")
+                       : weight_of(op, tiles, scale, p.cols(), p.own(0), dtype);
 }
 
 // Into new tensors lifted [..., depth] and scale [...]. x is contiguous and checked.
@@ -215,11 +229,10 @@ Made pack(const Tensor &w_any, const Ints &options) {
 // The codes: the weight itself for 16-bit types, the weight over scale for 8-bit ones.
 Tensor dense(const Packed &p, bool) {
     const char *op = "dense";
-    const Tensor &packed = p[0], &scale = p[1];
+    const Tensor &packed = p[0];
     const int64_t cols = p.cols();
     const ScalarType dtype = element_of(op, p.own(1));
-    const macko_slide_weight weight = weight_of(op, packed, scale, cols, p.own(0), dtype);
-    check_rows(op, p);
+    const macko_slide_weight weight = weight_in(op, p, /*takes_dense=*/false);
     const int64_t rows = weight.shape.rows;
     const DeviceOf guard(packed);
     Tensor codes = torch::stable::new_empty(packed, {rows, cols}, dtype);
@@ -235,7 +248,7 @@ Tensor dense(const Packed &p, bool) {
 }
 
 Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
-    const Tensor &packed = p[0], &scale = p[1], &dense = p[2];
+    const Tensor &packed = p[0];
     const char *op = "linear";
     const int64_t cols = p.cols(), n_packed = p.own(0);
     const ScalarType dtype = element_of(op, p.own(1));
@@ -245,10 +258,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
         macko_path_of({.layout = MACKO_LAYOUT_SLIDE, .sparse_from = p.own(3), .sparse_to = p.own(4)}, tokens, {});
     const bool takes_dense = path == MACKO_PATH_DENSE_TILES;
     const int64_t n = takes_dense ? 0 : n_packed;
-    check_device(op, "dense_tiles", dense, "tiles", packed);
-    const macko_slide_weight weight = takes_dense ? weight_of(op, dense, scale, cols, n, dtype, "dense_tiles")
-                                                  : weight_of(op, packed, scale, cols, n, dtype);
-    check_rows(op, p);
+    const macko_slide_weight weight = weight_in(op, p, takes_dense);
     check_device(op, "x", x_any, "tiles", packed);
     const macko_dtype from = check_value_dtype(op, "x", x_any);
     if (!is_8_bit(weight.shape.type)) check_dtype(op, "x", x_any, dtype);

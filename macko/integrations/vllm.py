@@ -4,7 +4,8 @@
 vLLM stacks q, k, v and gate, up, and a rank of tensor parallelism has its rows or columns. Two ways in, one product:
     Arriving   a dense checkpoint: vLLM hands over the layer's weight, stacked and cut, when its last shard has come
     Packed     a packed one: the pieces are cut and stacked here
-Either way one layer at a time is dense, and a layer is one packed matrix in the end.
+Either way one layer at a time is dense, and a layer is one packed matrix in the end. A layer that vLLM multiplies by
+kernels of its own (a mixture's router) is dense in the end: Unpacked, where the folder has it packed.
 
 Imported by vLLM's plugin (macko.integrations.register_vllm) alone. The class of the config is pickled to the processes
 of the engine by its name, so it is one of a module.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -22,12 +23,20 @@ import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    LinearMethodBase,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
+from .. import codes
 from ..choose import Options, pack
 from ..convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..files import VERSION, check_about
@@ -40,16 +49,20 @@ logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
 
 #: What layouts are chosen for where nobody says how many tokens there will be: in an engine they change at every step.
 TOKENS = 8
+#: What multiplies by the layer's quantization method. A layer with another forward (GateLinear, DeepSeek's fused QKV-A)
+#: reads its weight itself, and has kernels of its own while its method is the unquantised one.
+_FORWARDS = {kind.forward for kind in (ColumnParallelLinear, ReplicatedLinear, RowParallelLinear)}
 
 
 @register_quantization_config("macko")
 class MackoConfig(QuantizationConfig):
     """How a dense checkpoint is packed, and what config.json says of a packed one.
 
-    `hf_overrides={"macko": {...}}` changes format, tokens, ignore and min_sparsity of either.
+    `hf_overrides={"macko": {...}}` changes format, tokens, ignore, min_sparsity and values of either.
 
     Args:
-        format, tokens, ignore, min_sparsity: as in macko.sparsify_, but tokens is 8 by default.
+        format, tokens, ignore, min_sparsity, values: as in macko.sparsify_, but tokens is 8 by default. 8 bits are made
+            of what the files hold dense alone.
         version, layers: of a packed checkpoint; see macko.files.
 
     Raises:
@@ -64,11 +77,12 @@ class MackoConfig(QuantizationConfig):
         min_sparsity: float = MIN_SPARSITY,
         version: int = VERSION,
         layers: dict[str, dict[str, Any]] | None = None,
+        values: str = "exact",
     ) -> None:
         super().__init__()
         check_about({"version": version, "layers": layers}, "quantization_config")
         check_min_sparsity(min_sparsity)
-        self.options = Options(format, tokens)
+        self.options = Options(format, tokens, values=values)
         self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
         self.min_sparsity, self.version = min_sparsity, version
         self.layers = {} if layers is None else layers
@@ -98,9 +112,16 @@ class MackoConfig(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         asked = getattr(hf_config, "macko", None) or {}
         known: dict[str, Any] = {"format": self.options.format, "tokens": self.options.tokens}
-        known |= {"ignore": self.ignore, "min_sparsity": self.min_sparsity}
+        known |= {"ignore": self.ignore, "min_sparsity": self.min_sparsity, "values": self.options.values}
         if unknown := sorted(set(asked) - set(known)):
             raise ValueError(f'hf_overrides["macko"] has {", ".join(unknown)}, expected {", ".join(known)}')
+        if self.layers and asked.get("values", known["values"]) != known["values"] and asked["values"] in codes.KINDS:
+            raise ValueError(
+                f'hf_overrides["macko"] has values={asked["values"]!r}, and the folder is packed: 8 bits are made of a '
+                "dense one, with --quantization macko"
+            )
+        if asked.get("format", known["format"]) != known["format"]:
+            known["values"] = "exact"  # the folder's are of its own format
         self.__init__(**known | asked, version=self.version, layers=self.layers)  # type: ignore[misc]
         self.tied = bool(hf_config is not None and hf_config.get_text_config().tie_word_embeddings)
 
@@ -121,6 +142,7 @@ class MackoConfig(QuantizationConfig):
         dense = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
         parent, _, last = prefix.rpartition(".")
         names = [f"{parent}.{name}".removeprefix(".") for name in self.packed_modules_mapping.get(last, [last])]
+        has_kernels = not is_head and type(layer).forward not in _FORWARDS
         if self.layers:
             parts = {name: self.layers[name] for name in names if name in self.layers}
             if parts and len(parts) < len(names):
@@ -130,11 +152,14 @@ class MackoConfig(QuantizationConfig):
                     "them or none (ignore=...), or serve the dense model with --quantization macko"
                 )
             if parts:
-                return Packed(self, prefix, dense, list(parts.values()))
+                return (Unpacked if has_kernels else Packed)(self, prefix, dense, list(parts.values()))
             if not takes_any_weight(self.options.format):
                 return dense
         if ignored := matching(self.ignore, (prefix, *names)):
             logger.debug("%s stays dense: ignored by %r", prefix, ignored[0])
+            return dense
+        if has_kernels:
+            logger.debug("%s stays dense: a %s has kernels of its own", prefix, type(layer).__name__)
             return dense
         return dense if is_head and self.tied else Arriving(self, prefix, dense)
 
@@ -196,7 +221,7 @@ class _Method(LinearMethodBase):
         if not (reason := options.not_on(device)):
             return options
         logger.warning_once(f"format {reason}, the model is on {device.type}: held as auto")
-        return Options(tokens=options.tokens)
+        return Options(tokens=options.tokens, values=options.values)
 
     def hold(self, layer: nn.Module, packed: PackedWeight) -> None:
         """Puts the packed tensors into the layer: no parameters, for no loader is to fill them."""
@@ -278,12 +303,15 @@ class Packed(_Method):
                 raise ValueError(f"{self.name}: the files hold its weight packed, and a dense one too")
             if not self.header and self._complete():
                 try:
-                    packed = self._stack(layer, param.device)
+                    self._take(layer, param.device)
                 except ValueError as error:
                     raise ValueError(f"{self.name}: {error}") from None
-                self.hold(layer, packed)
 
         return weight_loader
+
+    def _take(self, layer: nn.Module, device: torch.device) -> None:
+        """Puts the weight into the layer, once all pieces of it have come."""
+        self.hold(layer, self._stack(layer, device))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if not self.header:
@@ -308,18 +336,21 @@ class Packed(_Method):
             return ["qkv".index(shard)]
         return list(shard) if isinstance(shard, tuple) else [shard]
 
-    def _stack(self, layer: Any, device: torch.device) -> PackedWeight:
-        """This rank's matrix, of all pieces, which are let go."""
-        cut: list[PackedWeight] = []
+    def _ours(self, layer: Any) -> Iterator[PackedWeight]:
+        """This rank's parts of all pieces, which are let go, in the order of the stack."""
         for shard, (kind, sizes, names) in zip(self._shards(), self.parts, strict=True):
             piece = self.pieces.pop(shard)
             whole = kind(**{name: piece[name] for name in names}, **sizes)  # type: ignore[arg-type]
             if whole.dtype != self.dtype:
                 whole = whole.to("cpu")  # a GPU has no kernels for float32
             whole.validate()
-            cut += [part.to(device, self.dtype) for part in self._cut(layer, whole, self._places(shard))]
+            yield from self._cut(layer, whole, self._places(shard))
+
+    def _stack(self, layer: Any, device: torch.device) -> PackedWeight:
+        """This rank's matrix."""
+        cut = [part.to(device, self.dtype) for part in self._ours(layer)]
         options = self.options(device)
-        if takes_any_weight(options.format):  # which is for what the files hold dense
+        if takes_any_weight(options.format) or options.in_bytes:  # which is for what the files hold dense
             options = Options(tokens=options.tokens)
         if len(cut) == 1 and cut[0].rows == sum(self.rows):
             # ec and slide are what somebody chose
@@ -366,3 +397,30 @@ class Packed(_Method):
             for stop, size, by, count in zip(accumulate(wholes), wholes, shared, rows, strict=True)
         ]
         return [(start, start + count) for start, count in zip(starts, rows, strict=True)]
+
+
+class Unpacked(Packed, UnquantizedLinearMethod):
+    """Of a packed checkpoint what vLLM multiplies by kernels of its own: dense, and for vLLM unquantised."""
+
+    def create_weights(self, layer: Any, *sizes: Any, **extra: Any) -> None:
+        super().create_weights(layer, *sizes, **extra)
+        self.dense.create_weights(layer, *sizes, **{**extra, "weight_loader": self._loader(layer, "weight")})
+
+    def _take(self, layer: Any, device: torch.device) -> None:
+        dense = torch.cat([part.to_dense().to(device, self.dtype) for part in self._ours(layer)])
+        layer.weight.data.copy_(dense)
+        for name in {name for _, _, names in self.parts for name in names}:
+            delattr(layer, name)
+        self.header = [0]  # it has come
+        self.note(False)
+        logger.debug("%s is dense: a %s has kernels of its own", self.name, type(layer).__name__)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        self.dense.process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.dense.apply(layer, x, bias)
+
+    def dequantize_weight(self, layer: Any) -> Tensor:
+        return layer.weight

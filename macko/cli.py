@@ -51,7 +51,7 @@ from .formats import (
     TileWeight,
 )
 from .integrations import require_transformers
-from .integrations.compressed_tensors import Masked, sparsity_format
+from .integrations.compressed_tensors import Masked, masked, sparsity_format
 from .layers import (
     IGNORED,
     PATTERNS,
@@ -527,11 +527,10 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
     Itself: dense, or canonical where its file is sparse; or as it is where that would be much more than its file.
     """
     weight: Tensor | PackedWeight | Masked
-    masked = sparsity_format(file.config) or ""
-    names = dict.fromkeys(file.layers)
-    names |= dict.fromkeys(n.removesuffix(".bitmask") for n in file if masked and n.endswith(".bitmask"))
+    form = sparsity_format(file.config) or ""
+    under_masks = {key.removesuffix(".weight"): name for key, name in masked(file).items()} if form else {}
     matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
-    for name in tqdm([*names, *matrices], delay=1, leave=False):
+    for name in tqdm([*file.layers, *under_masks, *matrices], delay=1, leave=False):
         if name in file.layers:
             weight = packed = file.packed(name)
             if isinstance(packed, Macko8Weight):
@@ -540,9 +539,10 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
                 dense_bytes = packed.rows * packed.cols * packed.dtype.itemsize
                 weight = packed.to_dense() if _within(dense_bytes, packed.nbytes) else packed
             yield name, weight, packed.format, packed.nbytes
-        elif name in names:
-            weight = Masked(file, name)
-            yield name, weight, masked, weight.nbytes
+        elif name in under_masks:
+            weight = Masked(file, under_masks[name])
+            if len(weight.shape) == 2:
+                yield name, weight, form, weight.nbytes
         else:
             dense = file[name]
             yield name, dense, "dense", dense.nbytes

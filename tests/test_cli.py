@@ -33,7 +33,15 @@ from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
 from macko.layers import PATTERNS, format_bytes, holding, named, packed_share
 from macko.prune import METHODS
-from tests.common import as_8_bits, as_bitmask, assert_same_bits, compressed_config, random_weight, torch_threads
+from tests.common import (
+    as_8_bits,
+    as_bitmask,
+    as_old_bitmask,
+    assert_same_bits,
+    compressed_config,
+    random_weight,
+    torch_threads,
+)
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
 
 
@@ -777,9 +785,9 @@ def test_decode_random_weights(two_four: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.update(shape=torch.tensor([9])), "two whole numbers"),
-        (lambda p: p.update(shape=torch.tensor([9.0, 44])), "two whole numbers"),
-        (lambda p: p.update(shape=torch.empty(2**33, 0, dtype=torch.int64)), "two whole numbers"),  # as a list 64 GB
+        (lambda p: p.update(shape=torch.tensor([9])), "bitmask is"),
+        (lambda p: p.update(shape=torch.tensor([9.0, 44])), "1 to 5 whole numbers"),
+        (lambda p: p.update(shape=torch.empty(2**33, 0, dtype=torch.int64)), "1 to 5 whole numbers"),  # as a list 64 GB
         (lambda p: p.update(shape=torch.tensor([9, 50])), "bitmask is"),
         (lambda p: p.update(shape=torch.tensor([-9, 44])), "bitmask is"),
         (lambda p: p.update(shape=torch.tensor([9, 41])), "bits past column 41"),
@@ -794,6 +802,13 @@ def test_decode_refuses_what_does_not_fit(change: Callable[[dict[str, Tensor]], 
     change(parts)
     with pytest.raises(ValueError, match=message):
         decode(parts["shape"], parts["bitmask"], parts["compressed"])
+
+
+@pytest.mark.parametrize("sizes", [(44,), (5, 3, 11), (2, 3, 2, 9)])
+def test_decode_other_numbers_of_dimensions(sizes: tuple[int, ...]) -> None:
+    w = torch.randn(sizes).relu()
+    parts = as_old_bitmask(w)
+    assert_same_bits(decode(parts["shape"], parts["bitmask"], parts["compressed"]), w)
 
 
 def test_formats_of_compressed_tensors() -> None:
@@ -875,6 +890,54 @@ def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, 
         assert_same_bits(
             file.packed("model.layers.0.mlp.up_proj").to_dense(), wanted.model.layers[0].mlp.up_proj.weight
         )
+
+
+@needs_transformers
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_tensor_under_a_mask_as_before_release_0_9(
+    shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NAME.weight.bitmask, of embeddings, norms and biases too, in one file or in two."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).bfloat16()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            zeros = torch.rand_like(parameter) < (0.1 if "norm" in name else 0.6)
+            parameter.normal_().masked_fill_(zeros, 0)
+    old, sparse = tmp_path / "old", tmp_path / "sparse"
+    model.save_pretrained(old)
+    parts = [
+        {f"{name}.{key}": part for key, part in as_old_bitmask(tensor).items()}
+        for name, tensor in load_file(old / "model.safetensors").items()
+    ]
+    (old / "model.safetensors").unlink()
+    places: dict[str, str] = {}
+    for i in range(shards):
+        tensors = {name: tensor for some in parts[i::shards] for name, tensor in some.items()}
+        file = "model.safetensors" if shards == 1 else f"model-{i}.safetensors"
+        save_file(tensors, old / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+    if shards > 1:
+        (old / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    config = json.loads((old / "config.json").read_text())
+    config["quantization_config"] = {**compressed_config("sparse-bitmask"), "version": "0.8.1"}
+    (old / "config.json").write_text(json.dumps(config))
+
+    assert main(["inspect", str(old)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows if row[0] == "model.layers.0.mlp.up_proj"] == ["104x48"]
+    assert not [row for row in rows if "norm" in row[0] or "bias" in row[0]]
+    assert main(["convert", str(old), str(sparse), "--device", "cpu"]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(sparse)
+    assert sum(isinstance(module, macko.SparseLinear) for module in loaded.modules()) == 14
+    loaded.dequantize()
+    wanted = model.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert_same_bits(tensor, wanted.pop(name))
+    assert not wanted
 
 
 def quantised_folder(folder: Path, kind: str) -> dict[str, tuple[Tensor, Tensor]]:

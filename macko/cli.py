@@ -39,7 +39,7 @@ from .choose import (
 )
 from .convert import MIN_SPARSITY
 from .evaluate import windows
-from .files import Checkpoint
+from .files import Checkpoint, check_whole
 from .formats import (
     FORMATS,
     Dense12Weight,
@@ -253,6 +253,7 @@ def prune(options: argparse.Namespace) -> None:
     _check_target(options)
     device, source, ignore = _device(options.device), _folder(options.source), _ignored(options.ignore)
     _check_dense(source)
+    _check_not_quantised(source)
     config = _config(transformers, source)
     batches: list[Tensor] | None = None
     begun: dict[str, Any] | None = None
@@ -316,6 +317,8 @@ def convert(options: argparse.Namespace) -> None:
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
     _check_dense(source)
+    if _quantised_by(source) != "compressed-tensors":
+        _check_not_quantised(source)
     if _convert_quantised(options, source):
         return
     if elsewhere := Options(options.format).not_on(torch.device(device)):
@@ -359,7 +362,10 @@ def inspect(options: argparse.Namespace) -> None:
     titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", ">decode, at best")
     table = [(*titles, f">on {known.gpu if known else 'a GPU'}", *_Memory.titles)]
     total, memory = [0, 0], _Memory()
-    with Checkpoint(_folder(options.source, or_file=True)) as file:
+    source = _folder(options.source, or_file=True)
+    method = _quantised_by(source)
+    with Checkpoint(source) as file:
+        others = [name for name in file if method and not name.endswith((".weight", ".bias"))]
         for name, weight, form, size in _matrices(file):
             seen = _Seen(weight, size)
             density, dense_bytes = seen.density, math.prod(weight.shape) * weight.dtype.itemsize
@@ -385,6 +391,8 @@ def inspect(options: argparse.Namespace) -> None:
     # Of the last columns those that say something.
     said = [i for i in range(len(table[0])) if i < len(titles) + 1 or any(row[i] not in ("", "-") for row in table[1:])]
     print(columns([[row[i] for i in said] for row in table]))
+    if others:
+        print(f"It is quantised by {method}: {others[0]} and tensors like it ({len(others)}) are not in the table.")
     print(memory, end="")
     print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
     if known:
@@ -545,7 +553,8 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
                 yield name, weight, form, weight.nbytes
         else:
             dense = file[name]
-            yield name, dense, "dense", dense.nbytes
+            known = dense.is_floating_point() or dense.dtype == torch.int8
+            yield name, dense, "dense" if known else str(dense.dtype).removeprefix("torch."), dense.nbytes
 
 
 def tune(options: argparse.Namespace) -> None:
@@ -559,9 +568,13 @@ def tune(options: argparse.Namespace) -> None:
         if not all(size.isdecimal() for size in shape.split("x")) or shape.count("x") != 1:
             raise ValueError(f"--shapes has {shape!r}, expected rows x columns, as 4096x11008")
 
+    source = _folder(options.source, or_file=True) if options.source else Path()
+    if (method := _quantised_by(source)) not in ("", "compressed-tensors"):
+        raise ValueError(f"{source} is quantised by {method}, whose products macko does not time")
+
     def weights() -> Iterator[tuple[str, Tensor]]:
         if options.source:
-            with Checkpoint(_folder(options.source, or_file=True)) as file:
+            with Checkpoint(source) as file:
                 for name, weight, _, size in _matrices(file):
                     if "embed" not in name and _is_worth_it(weight, size):
                         yield name, weight if isinstance(weight, Tensor) else weight.to_dense()
@@ -590,6 +603,7 @@ def bench(options: argparse.Namespace) -> None:
     if not source.startswith("random:"):
         folder = _folder(source)
         _packed_layers(folder)
+        _check_not_quantised(folder)
         source = str(folder)
     run(options, source)
 
@@ -642,12 +656,22 @@ def _config(transformers: Any, folder: Path) -> Any:
 
 
 def _model(transformers: Any, folder: Path) -> Any:
-    """The model of a folder as the class that was saved, or an encoder would get a new head."""
+    """The model of a folder as the class that was saved, or an encoder would get a new head.
+
+    ValueError where a weight of it is in no file.
+    """
     from .integrations.transformers import readable
 
+    _check_not_masked(folder)
     with readable(folder):
         named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
-        return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
+        kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+        try:
+            model, loaded = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        except NameError as error:  # of a quantiser whose package is not installed
+            raise ValueError(f"{folder} cannot be read by transformers here: {error}") from None
+    check_whole(model, loaded["missing_keys"], loaded["unexpected_keys"], folder)
+    return model
 
 
 def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace) -> Any:
@@ -703,6 +727,37 @@ def _folder(source: str, or_file: bool = False) -> Path:
 def _check_dense(source: Path) -> None:
     if layers := _packed_layers(source):
         raise ValueError(f"{source} is packed already ({layers} layers): take the folder it was made of")
+
+
+def _about(source: Path) -> dict[str, Any]:
+    """config.json; of what is none whoever opens the model says so."""
+    try:
+        about = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _quantised_by(source: Path) -> str:
+    """The quant_method of a folder, where it is not macko's."""
+    about = _about(source).get("quantization_config")
+    if not isinstance(about, dict) or not about or about.get("quant_method") == "macko":
+        return ""
+    bits = next((f"bitsandbytes in {bits} bits" for bits in (4, 8) if about.get(f"load_in_{bits}bit")), "")
+    return str(about.get("quant_method") or bits or "a method without a name")
+
+
+def _check_not_quantised(source: Path) -> None:
+    """ValueError where others hold the weights, quantised or sparse; names them."""
+    _check_not_masked(source)
+    if method := _quantised_by(source):
+        wanted = "the folder it was made of, with 16 or 32 bits a weight"
+        raise ValueError(f"{source} is quantised by {method}: take {wanted}")
+
+
+def _check_not_masked(source: Path) -> None:
+    if form := sparsity_format(_about(source)):
+        raise ValueError(f"{source} is {form} of compressed-tensors: macko convert makes a folder of macko's of it")
 
 
 def _packed_layers(source: Path) -> int:

@@ -230,6 +230,97 @@ def test_calibration_that_cannot_be(
     assert not list(tmp_path.glob("out*"))
 
 
+def names_of(wrapper: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda state: {f"{wrapper}{name}": tensor for name, tensor in state.items()}
+
+
+def without(part: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda state: {name: tensor for name, tensor in state.items() if part not in name}
+
+
+def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As a checkpoint of 8 bits whose config.json does not say so: each weight is there, and its scale."""
+    return {**state, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
+
+
+@needs_transformers
+@pytest.mark.parametrize("command", ["prune", "convert", "eval", "against", "bench"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (names_of("module."), "lack model.embed_tokens.weight and .* have module.model.embed_tokens.weight: save the"),
+        (names_of("_orig_mod."), "lack model.embed_tokens.weight and .* have _orig_mod.model.embed_tokens.weight: "),
+        (without("layers.1"), "lack model.layers.1.self_attn.q_proj.weight and 8 more of the model's weights"),
+        (without("norm"), "lack model.layers.0.input_layernorm.weight and 4 more"),
+        (without("0.mlp.up_proj"), "lack model.layers.0.mlp.up_proj.weight$"),
+        (without("lm_head"), "lack lm_head.weight$"),
+        (scaled, "model.layers.0.mlp.up_proj.weight is quantised: its files have .*weight_scale, which"),
+    ],
+)
+def test_a_weight_that_no_file_has_is_not_made_at_random(
+    change: Any, said: str, command: str, dense: Path, text: str, tmp_path: Path, capsys: Any
+) -> None:
+    broken, out = tmp_path / "broken", tmp_path / "out"
+    shutil.copytree(dense, broken)
+    tensors = load_file(broken / "model.safetensors")
+    for name in tensors:
+        if "layers.0" in name and name.endswith("_proj.weight"):
+            tensors[name][::2] = 0  # enough for convert
+    save_file(change(tensors), broken / "model.safetensors", metadata={"format": "pt"})
+    given = {
+        "prune": ["prune", str(broken), str(out), "--method", "magnitude"],
+        "convert": ["convert", str(broken), str(out), "--device", "cpu"],
+        "eval": ["eval", str(broken), "--data", text, "--lengths", "16"],
+        "against": ["eval", str(dense), "--against", str(broken), "--data", text, "--lengths", "16"],
+        "bench": ["bench", str(broken), "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"],
+    }[command]
+    assert main(given) == 1
+    line = one_line(capsys)
+    assert re.search(said, line), line
+    assert str(broken) in line
+    assert not out.exists()
+    assert not list(tmp_path.glob("out*"))
+
+
+@needs_transformers
+def test_a_tied_head_is_in_no_file_and_is_whole(dense: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(dense)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    assert main(["prune", str(tmp_path / "tied"), str(tmp_path / "out"), "--method", "magnitude"]) == 0
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "packed"), "--device", "cpu"]) == 0
+
+
+@needs_transformers
+@pytest.mark.parametrize("method", ["gptq", "awq", "torchao", "fp8", None, "sparse-bitmask"])
+def test_what_others_quantised_is_named(method: str | None, dense: Path, tmp_path: Path, capsys: Any) -> None:
+    """None: bitsandbytes of long ago, without a quant_method."""
+    config = json.loads((dense / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4} if method else {"load_in_4bit": True}
+    if method == "sparse-bitmask":
+        config["quantization_config"] = compressed_config(method)
+    (dense / "config.json").write_text(json.dumps(config))
+    tensors = load_file(dense / "model.safetensors")
+    tensors = {name.replace("up_proj.weight", "up_proj.qweight"): tensor for name, tensor in tensors.items()}
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    commands = [
+        ["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude"],
+        ["convert", str(dense), str(tmp_path / "out")],
+        ["bench", str(dense)],
+        ["tune", str(dense)],
+    ]
+    for arguments in commands[:1] if method == "sparse-bitmask" else commands:
+        assert main(arguments) == 1
+        assert (method or "bitsandbytes in 4 bits") in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+    if method != "sparse-bitmask":
+        assert main(["inspect", str(dense)]) == 0
+        assert "up_proj.qweight and tensors like it (2) are not in the table" in capsys.readouterr().out
+
+
 @needs_transformers
 def test_nothing_to_do_is_no_success(dense: Path, tmp_path: Path, capsys: Any) -> None:
     pruned, packed, out = (str(tmp_path / name) for name in ("pruned", "packed", "out"))
@@ -548,7 +639,7 @@ def test_lengths_of_bench_end_with_the_models_positions(
     monkeypatch.setattr(bench, "measure_all", measure)
     monkeypatch.setattr(engines, "_forked", measure)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name)
-    command = ["bench", str(dense), "--engine", engine]
+    command = ["bench", str(dense), "--engine", engine, *(["--sparsity", "0.5"] if engine == "transformers" else [])]
     assert main(command) == 1
     assert "enough" in one_line(capsys)
     for more in (["--prompt-tokens", "16", "129"], ["--prompt-tokens", "97"], ["--new-tokens", "128"]):
@@ -694,10 +785,13 @@ def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch:
         (["--json", str(dense)], "Is a directory"),
         (["--weights-dtype", "bfloat16"], "--weights-dtype is of random: alone, MODEL is "),
         (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens take 152"),
+        (["--sparsity", "0.1", "0.5"], "has no layer to pack: under 25% sparse it would not pay"),
+        ([], "has no layer to pack: under 25% sparse it would not pay"),
     ):
         assert main(["bench", str(dense), *more]) == 1
         assert message in one_line(capsys)
-        assert load.called == (more[0] == "--prompt-tokens"), "the model's config says how long a prompt may be"
+        loads = "--prompt-tokens" in more or "no layer" in message
+        assert load.called == loads, "the model's config says how long a prompt may be"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", str(dense), "--format", "sell"]) == 1
     assert "--format sell runs on cuda only" in one_line(capsys)

@@ -130,8 +130,14 @@ def test_every_data_file_is_packaged() -> None:
     if not pyproject.exists():
         pytest.skip("macko is installed, its source is not here")
     settings = tomllib.loads(pyproject.read_text())["tool"]["setuptools"]
-    assert {p.parent.name for p in folder.rglob("*.py")} == {name.rpartition(".")[2] for name in settings["packages"]}
-    kept = {path for pattern in settings["package-data"]["macko"] for path in folder.glob(pattern)}
+    folders = {p.parent.relative_to(folder.parent) for suffix in ("py", "json") for p in folder.rglob(f"*.{suffix}")}
+    assert folders == {Path(*name.split(".")) for name in settings["packages"]}
+    kept = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in folder.parent.joinpath(*package.split(".")).glob(pattern)
+    }
     data = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".so")}
     assert data == kept
 
@@ -151,6 +157,41 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.slow
+def test_the_build_warns_of_nothing(build: ModuleType, tmp_path: Path) -> None:
+    """What setuptools has to say of packages, data and MANIFEST.in, pip shows as if the build had failed."""
+    command = [sys.executable, "-W", "error", "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    command += ["build_py", "--build-lib", str(tmp_path / "lib")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, env=environment)
+    assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+    assert {path.name for path in (tmp_path / "lib/macko/times").iterdir()} >= {"NVIDIA_H200.json", "cpu_avx2.json"}
+
+
+def test_a_space_in_the_path_does_not_compile_again(build: ModuleType, tmp_path: Path) -> None:
+    """Compilers write a space of a dependency's path as backslash and space."""
+    folder = tmp_path / "macko clone" / "macko"
+    folder.mkdir(parents=True)
+    (folder / "a b.h").touch()
+    (folder / "a.c").write_text('#include "a b.h"\nint main(void) { return 0; }\n')
+    target = folder / "a.o"
+    outputs = ["-MMD", "-MF", f"{target}.d", "-c", str(folder / "a.c"), "-o", str(target)]
+    step = build.Step("a.c", ["cc", *outputs], folder / "a.cmd")
+    step.run(itertools.count(1), 1)
+    assert step.is_fresh()
+    later = target.stat().st_mtime + 1
+    os.utime(folder / "a b.h", (later, later))
+    assert not step.is_fresh()
+
+
+def test_what_says_nothing_for_long_shows_that_it_lives(build: ModuleType) -> None:
+    script = "import time; print('one'); time.sleep(0.5); print('two'); raise SystemExit(3)"
+    alive = f"import sys; from tools import alive; alive.SECONDS = 0.1; sys.argv[1:] = {[sys.executable, '-c', script]}"
+    ran = python(f"{alive}; sys.exit(alive.main())")
+    assert ran.returncode == 3
+    assert re.fullmatch(r"one\n\.{2,}\ntwo\n", ran.stdout.lstrip(".\n")), ran.stdout
 
 
 NO_CUDA, CUDA_13, CUDA_12 = "cuda: Optional[str] = None", "cuda: Optional[str] = '13.0'", 'cuda: str | None = "12.8"'

@@ -458,4 +458,4 @@ def _table(results: list[Result], memory: str = "peak GPU memory") -> str:
         ratio = f"{speed / base:.2f}x" if speed and base else "-"
         times = (f"{result.ms:.3f}", f"{speed:.1f}", ratio) if speed else ("-", "-", "-")
         rows.append((result.what, str(result.batch), str(result.prompt_tokens), str(result), *times, peak))
-    return columns(rows)
+    return columns(rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows])

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -27,6 +28,7 @@ from tqdm.auto import tqdm
 
 from . import __version__, codes
 from .choose import (
+    CHOICES,
     DENSE12_SHARE,
     DENSE12_WEIGHTS,
     SPARSE11_LISTED,
@@ -69,7 +71,7 @@ from .prune import METHODS, STATISTICS, asked_for, prune_
 from .reconstruct import RECIPES
 from .rivals import RIVALS
 from .shards import sliced
-from .times import read, times, times_of
+from .times import SHIPPED, is_cpu, read, times, times_of
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
 EXPECTED = (
@@ -87,6 +89,8 @@ PANEL_COLS = math.lcm(256, *(m for _, m in PATTERNS))
 BYTES_A_BYTE, MORE_BYTES = 4, 2**25
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+#: Files of which a tokenizer has one.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 #: What a repository of the Hub holds besides, or a second time, in other formats.
 NOT_FETCHED = [*(f"*{ending}" for ending in WEIGHTS[1:]), "*/*"]
 
@@ -152,7 +156,7 @@ def _prune_arguments(add: Any) -> None:
     share = "share of zeros (default 0.5, or what the pattern says); auto:0.5: more where they hurt less"
     add("--sparsity", type=_sparsity, help=share)
     add("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
-    add("--method", choices=METHODS, default="wanda", help="default: wanda")
+    add("--method", choices=METHODS, default="wanda", help="default: wanda (of prune_: magnitude)")
     fitted = "fit what is left of attention and MLP (or of each block) to the dense outputs: loses less; for a GPU"
     add("--reconstruct", choices=RECIPES, nargs="?", const="submodule", help=fitted)
     add("--calibration", metavar="FILE", help="a text to calibrate on (all but plain magnitude)")
@@ -166,9 +170,9 @@ def _prune_arguments(add: Any) -> None:
 def _convert_arguments(add: Any) -> None:
     _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
     kinds = {name: kind for name, kind in FORMATS.items() if not kind.saved_dense}
-    own_files = " and ".join(name for name, kind in kinds.items() if name != "macko" and not kind.is_layout)
-    held = f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
-    add("--format", default="auto", help=f"{held}auto, smallest, mixed, or one of {', '.join(kinds)}")
+    *some, last = (name for name, kind in kinds.items() if name != "macko" and not kind.is_layout)
+    held = f"what the weights are held in where the model is loaded ({', '.join(some)} and {last} have files of their "
+    add("--format", default="auto", help=f"{held}own, the others the same): {', '.join(CHOICES)}, {', '.join(kinds)}")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
     add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
     add("--device", help="where to pack (default: a GPU if there is one)")
@@ -176,7 +180,7 @@ def _convert_arguments(add: Any) -> None:
 
 def _inspect_arguments(add: Any) -> None:
     add("source", metavar="FOLDER", help="folder or .safetensors file")
-    add("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
+    add("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here, or the CPU)')
 
 
 def _tune_arguments(add: Any) -> None:
@@ -268,7 +272,7 @@ def prune(options: argparse.Namespace) -> None:
             raise ValueError(f"--length is {length}, {options.source} has {positions} positions")
         text = _text(options.calibration)
         tokenizer = _tokenizer(transformers, source, options)
-        batches = windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples)
+        batches = _windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples, "--length")
         stats = [(file.name, file.stat()) for file in _weight_files(source)]
         begun = {
             "IN": str(source.resolve()),
@@ -288,7 +292,15 @@ def prune(options: argparse.Namespace) -> None:
             done=_Kept(work / "layers") if begun else None,  # type: ignore[arg-type]
         )  # fmt: skip
         _save(model, report, options, source, work / "result")
-    print(f"{options.target} is written, dense still. Next: macko convert {options.target} {options.target}-packed")
+    following = shlex.join(["macko", "convert", options.target, f"{options.target}-packed"])
+    print(f"{options.target} is written, dense still. Next: {following}")
+
+
+def _windows(tokens: Tensor, length: int, most: int | None, option: str) -> list[Tensor]:
+    try:
+        return windows(tokens, length, most)
+    except ValueError as error:
+        raise ValueError(f"{error} ({option})") from None
 
 
 def _text(path: str, option: str = "--calibration") -> str:
@@ -311,6 +323,9 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
+    known = [*CHOICES, *(name for name, kind in FORMATS.items() if not kind.saved_dense)]
+    if options.format not in (*known, *FORMATS):
+        raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(known)}")
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
     if options.format in FORMATS and FORMATS[options.format].saved_dense:
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
@@ -356,11 +371,12 @@ def _convert_quantised(options: argparse.Namespace, source: Path) -> bool:
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """A table of the matrices of a checkpoint."""
-    known = times(options.gpu) if options.gpu else times_of() if torch.cuda.is_available() else None
+    """A table of the matrices of a checkpoint: what they would take and gain here, or on the GPU that is named."""
+    on_gpu = bool(options.gpu) or torch.cuda.is_available()
+    known = times(options.gpu) if options.gpu else times_of(None if on_gpu else torch.device("cpu"))
     us = [0.0, 0.0]
-    titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", ">decode, at best")
-    table = [(*titles, f">on {known.gpu if known else 'a GPU'}", *_Memory.titles)]
+    titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", f">on {known.gpu}")
+    table: list[tuple[str, ...]] = [(*titles, *((">decode, at best", *_Memory.titles) if on_gpu else ()))]
     total, memory = [0, 0], _Memory()
     source = _folder(options.source, or_file=True)
     method = _quantised_by(source)
@@ -376,7 +392,7 @@ def inspect(options: argparse.Namespace) -> None:
             shape = "x".join(map(str, weight.shape))
             row = (shape, density_text(density), " ".join(seen.patterns), form, format_bytes(size))
             expected = ""
-            if known and "embed" not in name and weight.dtype.itemsize == 2:
+            if "embed" not in name and weight.dtype in DTYPES and (weight.dtype.itemsize == 2 or not on_gpu):
                 found = known.us(weight.shape[0], weight.shape[1], density, weight.dtype)
                 found.pop(EcWeight.format, None)  # which nothing chooses
                 left = 1 - density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
@@ -384,21 +400,29 @@ def inspect(options: argparse.Namespace) -> None:
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
-            cells = memory.add(name, seen)
-            table.append((name, *row, format_bytes(after), gain, expected, *cells))
+            more = (gain, *memory.add(name, seen)) if on_gpu else ()
+            table.append((name, *row, format_bytes(after), expected, *more))
     expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
-    table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected, "", "", ""))
-    # Of the last columns those that say something.
-    said = [i for i in range(len(table[0])) if i < len(titles) + 1 or any(row[i] not in ("", "-") for row in table[1:])]
+    all_of = ("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), expected)
+    table.append((*all_of, *[""] * (len(table[0]) - len(all_of))))
+    # Of the columns behind the bytes those that say something.
+    said = [i for i in range(len(table[0])) if i < 7 or any(row[i] not in ("", "-") for row in table[1:])]
     print(columns([[row[i] for i in said] for row in table]))
     if others:
         print(f"It is quantised by {method}: {others[0]} and tensors like it ({len(others)}) are not in the table.")
     print(memory, end="")
-    print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
-    if known:
-        how = "measured times where there are some, else a model fitted to those"
-        how = how if known.at(1).measured else "a model fitted to another GPU's times; macko tune measures"
+    if on_gpu:
+        print("decode, at best: dense over packed bytes, what a layer gains for one token when memory alone decides.")
+    how = "measured times where there are some, else a model fitted to those"
+    if not known.at(1).measured:
+        others = sorted(gpu for gpu in (read(path)["gpu"] for path in SHIPPED.glob("*.json")) if not is_cpu(gpu))
+        how = (
+            f"nobody measured it: fitted to another GPU's times; measured are {', '.join(others)}; macko tune measures"
+        )
+    if us[1]:
         print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
+    if not on_gpu:
+        print('What it would take and gain on a GPU: --gpu "NVIDIA H200".')
 
 
 class _Seen:
@@ -560,6 +584,7 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
 def tune(options: argparse.Namespace) -> None:
     """Times of this GPU or CPU into its table."""
     device = _device(options.device)
+    from .tune import SMALLEST
     from .tune import tune as measure
 
     if bool(options.source) == bool(options.shapes):
@@ -567,6 +592,11 @@ def tune(options: argparse.Namespace) -> None:
     for shape in options.shapes:
         if not all(size.isdecimal() for size in shape.split("x")) or shape.count("x") != 1:
             raise ValueError(f"--shapes has {shape!r}, expected rows x columns, as 4096x11008")
+        if math.prod(map(int, shape.split("x"))) < SMALLEST:
+            raise ValueError(f"--shapes has {shape!r}, expected {SMALLEST:,} weights or more: fewer take no time")
+    for density in options.densities:
+        if not 0 < density < 1:
+            raise ValueError(f"--densities has {density:g}, expected shares of non-zeros between 0 and 1")
 
     source = _folder(options.source, or_file=True) if options.source else Path()
     if (method := _quantised_by(source)) not in ("", "compressed-tensors"):
@@ -615,12 +645,15 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     from .evaluate import embeddings, language, layer_errors
 
     device, source = _device(options.device), _folder(options.source)
+    against = None if options.against is None else _folder(options.against)
+    for folder in (source, *([against] if against else [])):
+        _packed_layers(folder)
     config = _config(transformers, source)
     text = _text(options.data, "--data") if options.data else _reference()
-    tokenizer = _tokenizer(transformers, source, options)
+    tokenizer = _tokenizer(transformers, source, options, against)
     append(options.json, [])  # or it would be found out behind all the work
     model = _model(transformers, source).to(device)
-    dense = None if options.against is None else _model(transformers, _folder(options.against)).to(device)
+    dense = None if against is None else _model(transformers, against).to(device)
     found: dict[str, Any] = {"model": options.source, "against": options.against, "data": options.data or "pydoc"}
     if getattr(model, "get_output_embeddings", lambda: None)() is not None and "CausalLM" in type(model).__name__:
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
@@ -630,7 +663,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
         if max(lengths) > positions:
             raise ValueError(f"--lengths has {max(lengths)}, {options.source} has {positions} positions")
         ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-        cut = {length: windows(ids, length, options.samples) for length in lengths}
+        cut = {length: _windows(ids, length, options.samples, "--lengths") for length in lengths}
         found["windows"] = [{"length": n, **language(model, batches, dense)} for n, batches in cut.items()]
         if dense is not None:
             found["layer_errors"] = layer_errors(model, [ids[:, :LAYER_TOKENS] for ids in cut[lengths[0]][:4]], dense)
@@ -645,7 +678,23 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
         found["embeddings"] = embeddings(model, batches, dense)
         found["layer_errors"] = layer_errors(model, batches[:4], dense)
     print(json.dumps(found, indent=2))
+    print(_in_words(found), file=sys.stderr)
     append(options.json, [found])
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    """What eval found, for people."""
+    if "embeddings" in found:
+        about = found["embeddings"]
+        return f"cosine to the dense embeddings {about['cosine']:.4f} in the mean, {about['worst_cosine']:.4f} at worst"
+    lines = []
+    for about in found["windows"]:
+        text = f"{about['length']} tokens: perplexity {about['perplexity']:.4g}"
+        if "kl" in about:
+            text += f", dense {about['against_perplexity']:.4g} ({about['perplexity_ratio']:.3f}x); "
+            text += f"the same next token {about['agreement']:.1%}; KL divergence {about['kl']:.3g} nats"
+        lines.append(text)
+    return "\n".join(lines)
 
 
 def _config(transformers: Any, folder: Path) -> Any:
@@ -674,11 +723,15 @@ def _model(transformers: Any, folder: Path) -> Any:
     return model
 
 
-def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{options.source} has no tokenizer: {error}") from None
+def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace, other: Path | None = None) -> Any:
+    """The folder's, or that of the model that it is compared with."""
+    for place in (folder, *([other] if other else [])):
+        try:
+            return transformers.AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError) as error:
+            if any((place / name).exists() for name in TOKENIZERS):
+                raise ValueError(f"{place}: its tokenizer cannot be read: {error}") from None
+    raise ValueError(f"{options.source} has no tokenizer: copy tokenizer* from the model that it was made of")
 
 
 def _reference() -> str:
@@ -762,6 +815,8 @@ def _check_not_masked(source: Path) -> None:
 
 def _packed_layers(source: Path) -> int:
     """How many there are. Opens every file on the way: one that was cut off is named here, before any work."""
+    if not (source / "config.json").exists():
+        raise ValueError(f"{source} has no config.json, which a folder with a model has")
     if not any(source.glob("*.safetensors")):
         return 0
     with Checkpoint(source) as file:
@@ -776,6 +831,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _save(model: Any, report: Report, options: argparse.Namespace, source: Path, folder: Path) -> None:
     """Prints the report and writes the model, and what lies beside it; ValueError where it is as it was."""
+    if not sys.stderr.isatty():
+        print(file=sys.stderr, flush=True)  # in a log the table would begin behind a bar, on its line
     print(report)
     if not report.changed:
         reasons = Counter(layer.reason for layer in report)
@@ -860,6 +917,7 @@ def _unfinished(options: argparse.Namespace, source: Path, begun: dict[str, Any]
                 part.replace(about)
             _check_space(options, source, work, 1 if begun is None else 2)
             yield work
+            _share(result)
             _put(result, target)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, OSError, SafetensorError)):
@@ -904,6 +962,14 @@ def _check_space(options: argparse.Namespace, source: Path, work: Path, copies: 
     if options.run is not convert:
         raise ValueError(text)
     print(f"macko convert: {text}, as much as {options.source}; the more zeros, the less", file=sys.stderr)
+
+
+def _share(folder: Path) -> None:
+    """Gives files the mode that others get here: safetensors makes its own for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o666 & ~mask)
 
 
 def _put(new: Path, target: Path) -> None:

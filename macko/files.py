@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .choose import AUTO, Options
 from .formats import FORMATS, MackoWeight, PackedWeight, saved_as
-from .layers import tied_parameters
+from .layers import check_model, tied_parameters
 from .linear import SparseLinear, as_extra_state, unsupported, with_hooks
 
 #: Of the files; a reader refuses a higher one.
@@ -39,8 +39,9 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: the file to write. It is replaced only when the new one is complete.
 
     Raises:
-        TypeError: the model has a state that is no tensor.
+        TypeError: the model is none, or has a state that is no tensor.
     """
+    check_model(model, "save_model")
     state, layers = packed_state(model)
     tensors, shared = _without_sharing(state)
     about = {"version": VERSION, "layers": layers, "shared": shared}
@@ -81,6 +82,7 @@ def load_model(
         ValueError: the file is of a newer version, does not fit the model, or holds a packed weight that breaks its
             format; names the layer. The model is then to be thrown away.
     """
+    check_model(model, "load_model")
     if format is not None:
         Options(format)
     with Checkpoint(path) as file:

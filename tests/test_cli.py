@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -191,7 +192,7 @@ def test_eight_bit_floats_are_inspected(dense: Path, tmp_path: Path, capsys: Any
     for name, shape in (("up_proj", "104x48"), ("down_proj", "48x104")):
         cells = next(line for line in lines if f"layers.0.mlp.{name}" in line).split()
         assert cells[1:5] == [shape, "0.500", "(50.0%)", "2:4"]
-        assert cells[-1] == "-"  # macko packs no such weight
+        assert cells[6:8] == cells[8:10]  # macko packs no such weight
     assert main(["convert", str(dense), str(tmp_path / "out")]) == 0  # as transformers reads them: in 16 bits
     assert "2 of 15 layers changed" in capsys.readouterr().out
 
@@ -319,6 +320,119 @@ def test_what_others_quantised_is_named(method: str | None, dense: Path, tmp_pat
     if method != "sparse-bitmask":
         assert main(["inspect", str(dense)]) == 0
         assert "up_proj.qweight and tensors like it (2) are not in the table" in capsys.readouterr().out
+
+
+@needs_transformers
+def test_names_with_spaces_can_be_pasted(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "aus gäbe"
+    assert main(["prune", str(dense), str(out), "--method", "magnitude"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(line.partition("Next: ")[2]) == ["macko", "convert", str(out), f"{out}-packed"]
+
+
+@needs_transformers
+def test_others_may_read_what_is_written(dense: Path, tmp_path: Path) -> None:
+    """safetensors makes files that their owner alone can read."""
+    before = os.umask(0o022)
+    try:
+        assert main(["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude"]) == 0
+        assert main(["convert", str(tmp_path / "out"), str(tmp_path / "packed"), "--device", "cpu"]) == 0
+    finally:
+        os.umask(before)
+    for folder in ("out", "packed"):
+        for file in (tmp_path / folder).iterdir():
+            assert file.stat().st_mode & 0o777 == 0o644, file
+
+
+@needs_transformers
+@pytest.mark.parametrize("command", ["prune", "convert", "eval", "bench", "against"])
+@pytest.mark.parametrize("fault", ["no config", "empty", "cut off"])
+def test_a_folder_that_is_no_model_is_named(
+    fault: str, command: str, dense: Path, text: str, tmp_path: Path, capsys: Any
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(dense, broken)
+    file = broken / "model.safetensors"
+    if fault == "cut off":
+        file.write_bytes(file.read_bytes()[:-100])
+    for path in [] if fault == "cut off" else list(broken.iterdir()):
+        if fault == "empty" or path.name == "config.json":
+            path.unlink()
+    out, device = str(tmp_path / "out"), ["--device", "cpu"]
+    arguments = {
+        "prune": ["prune", str(broken), out, "--method", "magnitude", *device],
+        "convert": ["convert", str(broken), out, *device],
+        "eval": ["eval", str(broken), "--data", text, *device],
+        "against": ["eval", str(dense), "--against", str(broken), "--data", text, *device],
+        "bench": ["bench", str(broken), "--sparsity", "0.5"],
+    }[command]
+    assert main(arguments) == 1
+    wanted = f"{file} is no safetensors file, or was cut off" if fault == "cut off" else f"{broken} has no config.json"
+    assert wanted in one_line(capsys)
+
+
+@needs_transformers
+def test_eval_in_words_beside_its_json(dense: Path, text: str, tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(dense, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json", "tokenizer_config.json"))
+    options = ["--data", text, "--lengths", "16", "--samples", "2"]
+    assert main(["eval", str(tmp_path / "bare"), *options]) == 1
+    assert "bare has no tokenizer: copy tokenizer* from the model that it was made of" in one_line(capsys)
+    assert main(["eval", str(tmp_path / "bare"), "--against", str(dense), *options]) == 0  # whose tokenizer is taken
+    said = capsys.readouterr()
+    found = json.loads(said.out)["windows"][0]
+    words = rf"16 tokens: perplexity {found['perplexity']:.4g}, dense .* \(1\.000x\); the same next token 100\.0%; KL "
+    assert re.search(words, said.err)
+    assert main(["eval", str(dense), "--data", text, "--lengths", "128", "--samples", "2"]) == 0
+    (tmp_path / "short.txt").write_text("a few")
+    assert main(["eval", str(dense), "--data", str(tmp_path / "short.txt"), "--lengths", "16"]) == 1
+    assert one_line(capsys).endswith("less than one window of 16 (--lengths)")
+
+
+def test_formats_of_convert_are_one_list(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["convert", str(dense), str(tmp_path / "out"), "--format", "elves"]) == 1
+    listed = re.search(r"expected one of (.*)$", one_line(capsys))[1]
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f": {listed} --values" in text
+    assert "(ec, slide, dense8 and sparse8 have files of their own, the others the same)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--shapes", "0x0"], "--shapes has '0x0', expected 65,536 weights or more"),
+        (["--shapes", "64x64"], "--shapes has '64x64', expected 65,536 weights or more"),
+        (
+            ["--shapes", "512x512", "--densities", "0.5", "1.5"],
+            "--densities has 1.5, expected shares of non-zeros betw",
+        ),
+        (
+            ["--shapes", "512x512", "--densities", "0"],
+            "--densities has 0, expected shares of non-zeros between 0 and 1",
+        ),
+    ],
+)
+def test_what_tune_cannot_time_is_said_by_option(options: list[str], said: str, capsys: Any) -> None:
+    assert main(["tune", "--device", "cpu", *options]) == 1
+    assert said in one_line(capsys)
+
+
+def test_inspect_tells_of_this_cpu_first(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("macko._library.cpu_path", "avx512")
+    save_file({"a.weight": random_weight(4096, 4096, 0.5, torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^a\.weight +4096x4096 .* \d\.\d\dx bitmap$", said, re.M)
+    assert "sparse11" not in said
+    assert max(map(len, said.splitlines()[:3])) <= 100
+    assert said.endswith('--gpu "NVIDIA H200".\n')
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA Foo"]) == 0
+    said = capsys.readouterr().out
+    assert "as sparse11" in said
+    assert "on NVIDIA Foo: time" in said
+    assert "nobody measured it: fitted to another GPU's times; measured are NVIDIA H100 80GB HBM3, NVIDIA H200;" in said
 
 
 @needs_transformers

@@ -54,7 +54,7 @@ build: $(ENV) ## compile the native libraries into macko/, and put the command m
 	@$(if $(ENV),test $(VENV)/bin/macko -nt pyproject.toml || \
 	    $(ALIVE) $(PY) -m pip install -qq --no-deps --no-build-isolation --editable .)
 
-demo: build $(DEMO) ## what macko does for a model on this machine, in two minutes
+demo: build $(DEMO) ## what macko does for a model on this machine, in a minute or two
 	@$(ALIVE) $(PY) -m examples.demo
 
 check: build $(TOOLS) ## the self-test and the quick tests: two minutes, before and after a change

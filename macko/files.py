@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,32 +186,6 @@ def open_tensors(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{os.fspath(path)} is no safetensors file, or was cut off: {error}") from None
 
 
-def check_whole(
-    model: nn.Module, missing: Iterable[str], unexpected: Iterable[str], where: str | os.PathLike[str]
-) -> None:
-    """ValueError where no file has a weight of a model, or one that a scale goes with: readers only warn of that.
-
-    Args:
-        missing: names that the reader left as they were made, at random; tied ones and those that are never saved are
-            none.
-        unexpected: names of the files that it did not use.
-    """
-    missing, unexpected = set(missing), sorted(unexpected)
-    names = [name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors]
-    if missing:
-        first = next((name for name in names if name in missing), min(missing))
-        others = f" and {len(missing) - 1} more of the model's weights" if len(missing) > 1 else ""
-        like = next((name for name in unexpected if name.endswith(f".{first}")), "")
-        hint = f"; they have {like}: save the model without what wraps it" if like else ""
-        hint = hint or (f"; they have {unexpected[0]}, which it has not" if unexpected else "")
-        raise ValueError(f"{os.fspath(where)}: its files lack {first}{others}{hint}")
-    held = {*names, *(join(name, "weight") for name, module in model.named_modules() if isinstance(module, nn.Linear))}
-    for name in unexpected:
-        weight, scale, _ = name.partition("_scale")
-        if scale and weight in held:
-            raise ValueError(f"{os.fspath(where)}: {weight} is quantised: its files have {name}, which nobody applies")
-
-
 class Checkpoint:
     """The tensors of a safetensors file or of a folder of them, read when asked for; a context manager.
 
@@ -300,6 +274,30 @@ class Checkpoint:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
+
+
+def check_whole(model: nn.Module, missing: set[str], unexpected: set[str], where: str | os.PathLike[str]) -> None:
+    """ValueError where no file has a weight of a model, or one that a scale goes with: readers only warn of that.
+
+    Args:
+        missing: names that the reader left as they were made, at random; tied ones and those that are never saved are
+            none.
+        unexpected: names of the files that it did not use.
+    """
+    unused = sorted(unexpected)
+    names = [name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors]
+    if missing:
+        first = next((name for name in names if name in missing), min(missing))
+        others = f" and {len(missing) - 1} more of the model's weights" if len(missing) > 1 else ""
+        like = next((name for name in unused if name.endswith(f".{first}")), "")
+        hint = f"; they have {like}: save the model without what wraps it" if like else ""
+        hint = hint or (f"; they have {unused[0]}, which it has not" if unused else "")
+        raise ValueError(f"{os.fspath(where)}: its files lack {first}{others}{hint}")
+    held = {*names, *(join(name, "weight") for name, module in model.named_modules() if isinstance(module, nn.Linear))}
+    for name in unused:
+        weight, scale, _ = name.partition("_scale")
+        if scale and weight in held:
+            raise ValueError(f"{os.fspath(where)}: {weight} is quantised: its files have {name}, which nobody applies")
 
 
 @contextlib.contextmanager

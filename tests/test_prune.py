@@ -459,6 +459,15 @@ def test_a_mixture_of_transformers_says_it_too() -> None:
             assert re.search(rf"^{left}: [\d,]+ of [\d,]+ weights \(\d+%\)", str(macko.prune_(model)), re.M)
 
 
+def test_a_blank_gain_is_explained_where_others_have_one() -> None:
+    rows = [macko.LayerReport(name, (8, 8), 0.5, "macko", 128, 90) for name in "ab"]
+    assert "Where no gain is given" not in str(macko.Report(rows))
+    rows[0].us_before, rows[0].us_after = 3.0, 2.0
+    assert "Where no gain is given nobody measured a layer like it" in str(macko.Report(rows))
+    rows[1].us_before, rows[1].us_after = 3.0, 2.0
+    assert "Where no gain is given" not in str(macko.Report(rows))
+
+
 def test_a_report_is_a_list_and_a_table_in_a_notebook() -> None:
     report = macko.prune_(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), 0.5)
     assert (report[0].name, report[-1].name, report[:1]) == ("0", "1", [report[0]])

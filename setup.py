@@ -156,7 +156,7 @@ class Step:
             return False
         depfile = Path(f"{target}.d")
         if depfile.exists():
-            inputs = depfile.read_text().replace("\\\n", " ").partition(":")[2].split()
+            inputs = shlex.split(depfile.read_text().replace("\\\n", " ").partition(": ")[2])  # "\\ " is a space
         else:
             inputs = [argument for argument in self.command if argument.endswith(".o")]
         return all(os.path.exists(name) and os.path.getmtime(name) <= target.stat().st_mtime for name in inputs)

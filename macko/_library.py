@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
+_PACKAGE = Path(__file__).parent
+
+
+def _elsewhere() -> list[Path]:
+    """Built mackos that this folder's hides, as a clone's does behind `pip install .`; none where this one is built."""
+    specs = [find_spec("macko._C"), PathFinder.find_spec("macko._C", [os.path.join(p, "macko") for p in sys.path])]
+    found = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
+    return [] if found and found[0].samefile(_PACKAGE) else found[::-1]
+
+
+def _sources(package: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(package)): file.read_bytes() for file in package.rglob("*.py")}
+
+
+if _hidden := _elsewhere():
+    _same = [package for package in _hidden if _sources(package) == _sources(_PACKAGE)]
+    if not _same:
+        raise ImportError(
+            f"{_PACKAGE} is not built, and hides the macko that is installed in {_hidden[0].parent}, of other sources: "
+            "go to another folder, or run `make build` or `pip install .` in this one"
+        )
+    sys.modules["macko"].__path__.append(str(_same[0]))  # whose libraries are of these sources
 try:
     from . import _C  # registers the schemas and the CPU implementations
 except ImportError as error:

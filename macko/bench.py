@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from . import reference
 from .choose import Options, _runs_wgmma
 from .codes import KINDS
-from .convert import sparsify_
+from .convert import MIN_SPARSITY, sparsify_
+from .files import check_whole
 from .formats import ByteWeight, takes_any_weight
 from .fuse import Fuse
-from .layers import IGNORED, Report, columns, format_bytes
+from .layers import IGNORED, Report, columns, density_of, find_linears, format_bytes
 from .linear import SparseLinear
 from .merge import split_
 from .prune import asked_for, prune_
@@ -143,6 +144,9 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         if sparsity:
             prune_(model, sparsity)
         dense_logits, dense_bits = _logits(model, prompts[:1]), _bits(model)
+        if not (any_weight or options.values in KINDS or _has_zeros(model)):
+            _convert(model, options)  # which says why no layer can be packed, before dense is timed
+            _make_dense(model)
         if index == 0:
             measure(model, Side("dense", 0.0, None), [])
         _make_dense(model)
@@ -162,6 +166,12 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         measure(_rival(name, source, device, dtype, prompts, options), Side(name, 0.0, None), [])
     if results:
         print(_table(results))
+
+
+def _has_zeros(model: Any) -> bool:
+    """Whether some layer is likely to be packed."""
+    found = (layer.module.weight for layer in find_linears(model, IGNORED, None) if not layer.left_out)
+    return any((density_of(weight.detach()) or 0.0) <= 1 - MIN_SPARSITY for weight in found)
 
 
 def _rival(
@@ -407,7 +417,9 @@ def _load(source: str, device: torch.device, dtype: torch.dtype, weights_dtype: 
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     if not source.startswith("random:"):
-        dense: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        auto: Any = AutoModelForCausalLM
+        dense, loaded = auto.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        check_whole(dense, loaded["missing_keys"], loaded["unexpected_keys"], source)
         return dense.to(device).eval()
     config = random_config(source)
     torch.manual_seed(0)
@@ -446,4 +458,4 @@ def _table(results: list[Result], memory: str = "peak GPU memory") -> str:
         ratio = f"{speed / base:.2f}x" if speed and base else "-"
         times = (f"{result.ms:.3f}", f"{speed:.1f}", ratio) if speed else ("-", "-", "-")
         rows.append((result.what, str(result.batch), str(result.prompt_tokens), str(result), *times, peak))
-    return columns(rows)
+    return columns(rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows])

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -27,6 +28,7 @@ from tqdm.auto import tqdm
 
 from . import __version__, codes
 from .choose import (
+    CHOICES,
     DENSE12_SHARE,
     DENSE12_WEIGHTS,
     SPARSE11_LISTED,
@@ -39,7 +41,7 @@ from .choose import (
 )
 from .convert import MIN_SPARSITY
 from .evaluate import windows
-from .files import Checkpoint
+from .files import Checkpoint, check_whole
 from .formats import (
     FORMATS,
     Dense12Weight,
@@ -51,7 +53,7 @@ from .formats import (
     TileWeight,
 )
 from .integrations import require_transformers
-from .integrations.compressed_tensors import Masked, sparsity_format
+from .integrations.compressed_tensors import Masked, masked, sparsity_format
 from .layers import (
     IGNORED,
     PATTERNS,
@@ -69,7 +71,7 @@ from .prune import METHODS, STATISTICS, asked_for, prune_
 from .reconstruct import RECIPES
 from .rivals import RIVALS
 from .shards import sliced
-from .times import read, times, times_of
+from .times import SHIPPED, is_cpu, read, times, times_of
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
 EXPECTED = (
@@ -87,6 +89,8 @@ PANEL_COLS = math.lcm(256, *(m for _, m in PATTERNS))
 BYTES_A_BYTE, MORE_BYTES = 4, 2**25
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+#: Files of which a tokenizer has one.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 #: What a repository of the Hub holds besides, or a second time, in other formats.
 NOT_FETCHED = [*(f"*{ending}" for ending in WEIGHTS[1:]), "*/*"]
 
@@ -152,7 +156,7 @@ def _prune_arguments(add: Any) -> None:
     share = "share of zeros (default 0.5, or what the pattern says); auto:0.5: more where they hurt less"
     add("--sparsity", type=_sparsity, help=share)
     add("--pattern", help="n:m, at most n non-zeros in every m columns, as 2:4")
-    add("--method", choices=METHODS, default="wanda", help="default: wanda")
+    add("--method", choices=METHODS, default="wanda", help="default: wanda (of prune_: magnitude)")
     fitted = "fit what is left of attention and MLP (or of each block) to the dense outputs: loses less; for a GPU"
     add("--reconstruct", choices=RECIPES, nargs="?", const="submodule", help=fitted)
     add("--calibration", metavar="FILE", help="a text to calibrate on (all but plain magnitude)")
@@ -166,9 +170,9 @@ def _prune_arguments(add: Any) -> None:
 def _convert_arguments(add: Any) -> None:
     _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
     kinds = {name: kind for name, kind in FORMATS.items() if not kind.saved_dense}
-    own_files = " and ".join(name for name, kind in kinds.items() if name != "macko" and not kind.is_layout)
-    held = f"what the weights are held in where the model is loaded (the files are the same but for {own_files}): "
-    add("--format", default="auto", help=f"{held}auto, smallest, mixed, or one of {', '.join(kinds)}")
+    *some, last = (name for name, kind in kinds.items() if name != "macko" and not kind.is_layout)
+    held = f"what the weights are held in where the model is loaded ({', '.join(some)} and {last} have files of their "
+    add("--format", default="auto", help=f"{held}own, the others the same): {', '.join(CHOICES)}, {', '.join(kinds)}")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
     add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
     add("--device", help="where to pack (default: a GPU if there is one)")
@@ -176,7 +180,7 @@ def _convert_arguments(add: Any) -> None:
 
 def _inspect_arguments(add: Any) -> None:
     add("source", metavar="FOLDER", help="folder or .safetensors file")
-    add("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here)')
+    add("--gpu", help='name of the GPU to expect gains for, as "NVIDIA H200" (default: the one here, or the CPU)')
 
 
 def _tune_arguments(add: Any) -> None:
@@ -253,6 +257,7 @@ def prune(options: argparse.Namespace) -> None:
     _check_target(options)
     device, source, ignore = _device(options.device), _folder(options.source), _ignored(options.ignore)
     _check_dense(source)
+    _check_not_quantised(source)
     config = _config(transformers, source)
     batches: list[Tensor] | None = None
     begun: dict[str, Any] | None = None
@@ -267,7 +272,7 @@ def prune(options: argparse.Namespace) -> None:
             raise ValueError(f"--length is {length}, {options.source} has {positions} positions")
         text = _text(options.calibration)
         tokenizer = _tokenizer(transformers, source, options)
-        batches = windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples)
+        batches = _windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples, "--length")
         stats = [(file.name, file.stat()) for file in _weight_files(source)]
         begun = {
             "IN": str(source.resolve()),
@@ -287,7 +292,15 @@ def prune(options: argparse.Namespace) -> None:
             done=_Kept(work / "layers") if begun else None,  # type: ignore[arg-type]
         )  # fmt: skip
         _save(model, report, options, source, work / "result")
-    print(f"{options.target} is written, dense still. Next: macko convert {options.target} {options.target}-packed")
+    following = shlex.join(["macko", "convert", options.target, f"{options.target}-packed"])
+    print(f"{options.target} is written, dense still. Next: {following}")
+
+
+def _windows(tokens: Tensor, length: int, most: int | None, option: str) -> list[Tensor]:
+    try:
+        return windows(tokens, length, most)
+    except ValueError as error:
+        raise ValueError(f"{error} ({option})") from None
 
 
 def _text(path: str, option: str = "--calibration") -> str:
@@ -310,12 +323,17 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
+    known = [*CHOICES, *(name for name, kind in FORMATS.items() if not kind.saved_dense)]
+    if options.format not in (*known, *FORMATS):
+        raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(known)}")
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
     if options.format in FORMATS and FORMATS[options.format].saved_dense:
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
     _check_dense(source)
+    if _quantised_by(source) != "compressed-tensors":
+        _check_not_quantised(source)
     if _convert_quantised(options, source):
         return
     if elsewhere := Options(options.format).not_on(torch.device(device)):
@@ -353,13 +371,17 @@ def _convert_quantised(options: argparse.Namespace, source: Path) -> bool:
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """A table of the matrices of a checkpoint."""
-    known = times(options.gpu) if options.gpu else times_of() if torch.cuda.is_available() else None
+    """A table of the matrices of a checkpoint: what they would take and gain here, or on the GPU that is named."""
+    on_gpu = bool(options.gpu) or torch.cuda.is_available()
+    known = times(options.gpu) if options.gpu else times_of(None if on_gpu else torch.device("cpu"))
     us = [0.0, 0.0]
-    titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", ">decode, at best")
-    table = [(*titles, f">on {known.gpu if known else 'a GPU'}", *_Memory.titles)]
+    titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", f">on {known.gpu}")
+    table: list[tuple[str, ...]] = [(*titles, *((">decode, at best", *_Memory.titles) if on_gpu else ()))]
     total, memory = [0, 0], _Memory()
-    with Checkpoint(_folder(options.source, or_file=True)) as file:
+    source = _folder(options.source, or_file=True)
+    method = _quantised_by(source)
+    with Checkpoint(source) as file:
+        others = [name for name in file if method and not name.endswith((".weight", ".bias"))]
         for name, weight, form, size in _matrices(file):
             seen = _Seen(weight, size)
             density, dense_bytes = seen.density, math.prod(weight.shape) * weight.dtype.itemsize
@@ -370,7 +392,7 @@ def inspect(options: argparse.Namespace) -> None:
             shape = "x".join(map(str, weight.shape))
             row = (shape, density_text(density), " ".join(seen.patterns), form, format_bytes(size))
             expected = ""
-            if known and "embed" not in name and weight.dtype.itemsize == 2:
+            if "embed" not in name and weight.dtype in DTYPES and (weight.dtype.itemsize == 2 or not on_gpu):
                 found = known.us(weight.shape[0], weight.shape[1], density, weight.dtype)
                 found.pop(EcWeight.format, None)  # which nothing chooses
                 left = 1 - density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
@@ -378,19 +400,29 @@ def inspect(options: argparse.Namespace) -> None:
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
-            cells = memory.add(name, seen)
-            table.append((name, *row, format_bytes(after), gain, expected, *cells))
+            more = (gain, *memory.add(name, seen)) if on_gpu else ()
+            table.append((name, *row, format_bytes(after), expected, *more))
     expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
-    table.append(("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), "", expected, "", "", ""))
-    # Of the last columns those that say something.
-    said = [i for i in range(len(table[0])) if i < len(titles) + 1 or any(row[i] not in ("", "-") for row in table[1:])]
+    all_of = ("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), expected)
+    table.append((*all_of, *[""] * (len(table[0]) - len(all_of))))
+    # Of the columns behind the bytes those that say something.
+    said = [i for i in range(len(table[0])) if i < 7 or any(row[i] not in ("", "-") for row in table[1:])]
     print(columns([[row[i] for i in said] for row in table]))
+    if others:
+        print(f"It is quantised by {method}: {others[0]} and tensors like it ({len(others)}) are not in the table.")
     print(memory, end="")
-    print("decode, at best: dense bytes over packed bytes, what a layer gains for one token when memory alone decides.")
-    if known:
-        how = "measured times where there are some, else a model fitted to those"
-        how = how if known.at(1).measured else "a model fitted to another GPU's times; macko tune measures"
+    if on_gpu:
+        print("decode, at best: dense over packed bytes, what a layer gains for one token when memory alone decides.")
+    how = "measured times where there are some, else a model fitted to those"
+    if not known.at(1).measured:
+        others = sorted(gpu for gpu in (read(path)["gpu"] for path in SHIPPED.glob("*.json")) if not is_cpu(gpu))
+        how = (
+            f"nobody measured it: fitted to another GPU's times; measured are {', '.join(others)}; macko tune measures"
+        )
+    if us[1]:
         print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
+    if not on_gpu:
+        print('What it would take and gain on a GPU: --gpu "NVIDIA H200".')
 
 
 class _Seen:
@@ -527,11 +559,10 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
     Itself: dense, or canonical where its file is sparse; or as it is where that would be much more than its file.
     """
     weight: Tensor | PackedWeight | Masked
-    masked = sparsity_format(file.config) or ""
-    names = dict.fromkeys(file.layers)
-    names |= dict.fromkeys(n.removesuffix(".bitmask") for n in file if masked and n.endswith(".bitmask"))
+    form = sparsity_format(file.config) or ""
+    under_masks = {key.removesuffix(".weight"): name for key, name in masked(file).items()} if form else {}
     matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
-    for name in tqdm([*names, *matrices], delay=1, leave=False):
+    for name in tqdm([*file.layers, *under_masks, *matrices], delay=1, leave=False):
         if name in file.layers:
             weight = packed = file.packed(name)
             if isinstance(packed, Macko8Weight):
@@ -540,17 +571,20 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
                 dense_bytes = packed.rows * packed.cols * packed.dtype.itemsize
                 weight = packed.to_dense() if _within(dense_bytes, packed.nbytes) else packed
             yield name, weight, packed.format, packed.nbytes
-        elif name in names:
-            weight = Masked(file, name)
-            yield name, weight, masked, weight.nbytes
+        elif name in under_masks:
+            weight = Masked(file, under_masks[name])
+            if len(weight.shape) == 2:
+                yield name, weight, form, weight.nbytes
         else:
             dense = file[name]
-            yield name, dense, "dense", dense.nbytes
+            known = dense.is_floating_point() or dense.dtype == torch.int8
+            yield name, dense, "dense" if known else str(dense.dtype).removeprefix("torch."), dense.nbytes
 
 
 def tune(options: argparse.Namespace) -> None:
     """Times of this GPU or CPU into its table."""
     device = _device(options.device)
+    from .tune import SMALLEST
     from .tune import tune as measure
 
     if bool(options.source) == bool(options.shapes):
@@ -558,10 +592,19 @@ def tune(options: argparse.Namespace) -> None:
     for shape in options.shapes:
         if not all(size.isdecimal() for size in shape.split("x")) or shape.count("x") != 1:
             raise ValueError(f"--shapes has {shape!r}, expected rows x columns, as 4096x11008")
+        if math.prod(map(int, shape.split("x"))) < SMALLEST:
+            raise ValueError(f"--shapes has {shape!r}, expected {SMALLEST:,} weights or more: fewer take no time")
+    for density in options.densities:
+        if not 0 < density < 1:
+            raise ValueError(f"--densities has {density:g}, expected shares of non-zeros between 0 and 1")
+
+    source = _folder(options.source, or_file=True) if options.source else Path()
+    if (method := _quantised_by(source)) not in ("", "compressed-tensors"):
+        raise ValueError(f"{source} is quantised by {method}, whose products macko does not time")
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         if options.source:
-            with Checkpoint(_folder(options.source, or_file=True)) as file:
+            with Checkpoint(source) as file:
                 for name, weight, _, size in _matrices(file):
                     if "embed" not in name and _is_worth_it(weight, size):
                         yield name, weight if isinstance(weight, Tensor) else weight.to_dense()
@@ -590,6 +633,7 @@ def bench(options: argparse.Namespace) -> None:
     if not source.startswith("random:"):
         folder = _folder(source)
         _packed_layers(folder)
+        _check_not_quantised(folder)
         source = str(folder)
     run(options, source)
 
@@ -601,12 +645,15 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     from .evaluate import embeddings, language, layer_errors
 
     device, source = _device(options.device), _folder(options.source)
+    against = None if options.against is None else _folder(options.against)
+    for folder in (source, *([against] if against else [])):
+        _packed_layers(folder)
     config = _config(transformers, source)
     text = _text(options.data, "--data") if options.data else _reference()
-    tokenizer = _tokenizer(transformers, source, options)
+    tokenizer = _tokenizer(transformers, source, options, against)
     append(options.json, [])  # or it would be found out behind all the work
     model = _model(transformers, source).to(device)
-    dense = None if options.against is None else _model(transformers, _folder(options.against)).to(device)
+    dense = None if against is None else _model(transformers, against).to(device)
     found: dict[str, Any] = {"model": options.source, "against": options.against, "data": options.data or "pydoc"}
     if getattr(model, "get_output_embeddings", lambda: None)() is not None and "CausalLM" in type(model).__name__:
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
@@ -616,7 +663,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
         if max(lengths) > positions:
             raise ValueError(f"--lengths has {max(lengths)}, {options.source} has {positions} positions")
         ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-        cut = {length: windows(ids, length, options.samples) for length in lengths}
+        cut = {length: _windows(ids, length, options.samples, "--lengths") for length in lengths}
         found["windows"] = [{"length": n, **language(model, batches, dense)} for n, batches in cut.items()]
         if dense is not None:
             found["layer_errors"] = layer_errors(model, [ids[:, :LAYER_TOKENS] for ids in cut[lengths[0]][:4]], dense)
@@ -631,7 +678,23 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
         found["embeddings"] = embeddings(model, batches, dense)
         found["layer_errors"] = layer_errors(model, batches[:4], dense)
     print(json.dumps(found, indent=2))
+    print(_in_words(found), file=sys.stderr)
     append(options.json, [found])
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    """What eval found, for people."""
+    if "embeddings" in found:
+        about = found["embeddings"]
+        return f"cosine to the dense embeddings {about['cosine']:.4f} in the mean, {about['worst_cosine']:.4f} at worst"
+    lines = []
+    for about in found["windows"]:
+        text = f"{about['length']} tokens: perplexity {about['perplexity']:.4g}"
+        if "kl" in about:
+            text += f", dense {about['against_perplexity']:.4g} ({about['perplexity_ratio']:.3f}x); "
+            text += f"the same next token {about['agreement']:.1%}; KL divergence {about['kl']:.3g} nats"
+        lines.append(text)
+    return "\n".join(lines)
 
 
 def _config(transformers: Any, folder: Path) -> Any:
@@ -642,19 +705,33 @@ def _config(transformers: Any, folder: Path) -> Any:
 
 
 def _model(transformers: Any, folder: Path) -> Any:
-    """The model of a folder as the class that was saved, or an encoder would get a new head."""
+    """The model of a folder as the class that was saved, or an encoder would get a new head.
+
+    ValueError where a weight of it is in no file.
+    """
     from .integrations.transformers import readable
 
+    _check_not_masked(folder)
     with readable(folder):
         named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
-        return getattr(transformers, named, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
+        kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+        try:
+            model, loaded = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        except NameError as error:  # of a quantiser whose package is not installed
+            raise ValueError(f"{folder} cannot be read by transformers here: {error}") from None
+    check_whole(model, loaded["missing_keys"], loaded["unexpected_keys"], folder)
+    return model
 
 
-def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{options.source} has no tokenizer: {error}") from None
+def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace, other: Path | None = None) -> Any:
+    """The folder's, or that of the model that it is compared with."""
+    for place in (folder, *([other] if other else [])):
+        try:
+            return transformers.AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError) as error:
+            if any((place / name).exists() for name in TOKENIZERS):
+                raise ValueError(f"{place}: its tokenizer cannot be read: {error}") from None
+    raise ValueError(f"{options.source} has no tokenizer: copy tokenizer* from the model that it was made of")
 
 
 def _reference() -> str:
@@ -705,8 +782,41 @@ def _check_dense(source: Path) -> None:
         raise ValueError(f"{source} is packed already ({layers} layers): take the folder it was made of")
 
 
+def _about(source: Path) -> dict[str, Any]:
+    """config.json; of what is none whoever opens the model says so."""
+    try:
+        about = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _quantised_by(source: Path) -> str:
+    """The quant_method of a folder, where it is not macko's."""
+    about = _about(source).get("quantization_config")
+    if not isinstance(about, dict) or not about or about.get("quant_method") == "macko":
+        return ""
+    bits = next((f"bitsandbytes in {bits} bits" for bits in (4, 8) if about.get(f"load_in_{bits}bit")), "")
+    return str(about.get("quant_method") or bits or "a method without a name")
+
+
+def _check_not_quantised(source: Path) -> None:
+    """ValueError where others hold the weights, quantised or sparse; names them."""
+    _check_not_masked(source)
+    if method := _quantised_by(source):
+        wanted = "the folder it was made of, with 16 or 32 bits a weight"
+        raise ValueError(f"{source} is quantised by {method}: take {wanted}")
+
+
+def _check_not_masked(source: Path) -> None:
+    if form := sparsity_format(_about(source)):
+        raise ValueError(f"{source} is {form} of compressed-tensors: macko convert makes a folder of macko's of it")
+
+
 def _packed_layers(source: Path) -> int:
     """How many there are. Opens every file on the way: one that was cut off is named here, before any work."""
+    if not (source / "config.json").exists():
+        raise ValueError(f"{source} has no config.json, which a folder with a model has")
     if not any(source.glob("*.safetensors")):
         return 0
     with Checkpoint(source) as file:
@@ -721,6 +831,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _save(model: Any, report: Report, options: argparse.Namespace, source: Path, folder: Path) -> None:
     """Prints the report and writes the model, and what lies beside it; ValueError where it is as it was."""
+    if not sys.stderr.isatty():
+        print(file=sys.stderr, flush=True)  # in a log the table would begin behind a bar, on its line
     print(report)
     if not report.changed:
         reasons = Counter(layer.reason for layer in report)
@@ -805,6 +917,7 @@ def _unfinished(options: argparse.Namespace, source: Path, begun: dict[str, Any]
                 part.replace(about)
             _check_space(options, source, work, 1 if begun is None else 2)
             yield work
+            _share(result)
             _put(result, target)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, OSError, SafetensorError)):
@@ -849,6 +962,14 @@ def _check_space(options: argparse.Namespace, source: Path, work: Path, copies: 
     if options.run is not convert:
         raise ValueError(text)
     print(f"macko convert: {text}, as much as {options.source}; the more zeros, the less", file=sys.stderr)
+
+
+def _share(folder: Path) -> None:
+    """Gives files the mode that others get here: safetensors makes its own for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o666 & ~mask)
 
 
 def _put(new: Path, target: Path) -> None:

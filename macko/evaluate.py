@@ -33,7 +33,7 @@ def windows(tokens: Tensor, length: int, most: int | None = None) -> list[Tensor
     """
     count = len(tokens) // length
     if count < 1:
-        raise ValueError(f"the text has {len(tokens)} tokens, less than one window of {length} (--length)")
+        raise ValueError(f"the text has {len(tokens)} tokens, less than one window of {length}")
     most = min(count, most or count)
     places = [i * count // most for i in range(most)]
     return [tokens[None, i * length : (i + 1) * length] for i in places]

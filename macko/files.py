@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .choose import AUTO, Options
 from .formats import FORMATS, MackoWeight, PackedWeight, saved_as
-from .layers import tied_parameters
+from .layers import check_model, tied_parameters
 from .linear import SparseLinear, as_extra_state, unsupported, with_hooks
 
 #: Of the files; a reader refuses a higher one.
@@ -39,8 +39,9 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: the file to write. It is replaced only when the new one is complete.
 
     Raises:
-        TypeError: the model has a state that is no tensor.
+        TypeError: the model is none, or has a state that is no tensor.
     """
+    check_model(model, "save_model")
     state, layers = packed_state(model)
     tensors, shared = _without_sharing(state)
     about = {"version": VERSION, "layers": layers, "shared": shared}
@@ -81,6 +82,7 @@ def load_model(
         ValueError: the file is of a newer version, does not fit the model, or holds a packed weight that breaks its
             format; names the layer. The model is then to be thrown away.
     """
+    check_model(model, "load_model")
     if format is not None:
         Options(format)
     with Checkpoint(path) as file:
@@ -272,6 +274,30 @@ class Checkpoint:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
+
+
+def check_whole(model: nn.Module, missing: set[str], unexpected: set[str], where: str | os.PathLike[str]) -> None:
+    """ValueError where no file has a weight of a model, or one that a scale goes with: readers only warn of that.
+
+    Args:
+        missing: names that the reader left as they were made, at random; tied ones and those that are never saved are
+            none.
+        unexpected: names of the files that it did not use.
+    """
+    unused = sorted(unexpected)
+    names = [name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors]
+    if missing:
+        first = next((name for name in names if name in missing), min(missing))
+        others = f" and {len(missing) - 1} more of the model's weights" if len(missing) > 1 else ""
+        like = next((name for name in unused if name.endswith(f".{first}")), "")
+        hint = f"; they have {like}: save the model without what wraps it" if like else ""
+        hint = hint or (f"; they have {unused[0]}, which it has not" if unused else "")
+        raise ValueError(f"{os.fspath(where)}: its files lack {first}{others}{hint}")
+    held = {*names, *(join(name, "weight") for name, module in model.named_modules() if isinstance(module, nn.Linear))}
+    for name in unused:
+        weight, scale, _ = name.partition("_scale")
+        if scale and weight in held:
+            raise ValueError(f"{os.fspath(where)}: {weight} is quantised: its files have {name}, which nobody applies")
 
 
 @contextlib.contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import html
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,15 @@ class FoundLinear:
     aliases: list[str]
     #: Why the caller leaves it out, or None.
     left_out: str | None
+
+
+def check_model(model: Any, what: str) -> None:
+    """TypeError where what a function was given as its model is none, as a folder's name."""
+    if not isinstance(model, nn.Module):
+        hint = ""
+        if isinstance(model, (str, os.PathLike)):
+            hint = ": load the model first, or give the folder to the command (macko prune, macko convert)"
+        raise TypeError(f"{what} takes a model, a torch.nn.Module, got a {type(model).__name__}{hint}")
 
 
 def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | None) -> list[FoundLinear]:
@@ -101,48 +113,67 @@ def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 @dataclasses.dataclass
 class LayerReport:
-    """One linear layer of a Report; bytes are those of its weight."""
+    """One linear layer of a Report.
+
+    Attributes:
+        name: its full name; "" for a model that is itself the layer.
+        shape: rows and columns of its weight.
+        density: non-zeros over all, or None where nobody looked.
+        format: what its weight is held in now; "dense" for a layer that is left as it was.
+        bytes_before, bytes_after: of its weight.
+        reason: why it was left as it was; empty for a layer that was changed.
+        us_before, us_after: microseconds for one token (or for as many as sparsify_ was told), dense and as it is held
+            now: measured on this device, or by a model (macko.times); None where nothing is known.
+        merged_with: names of the layers that are one matrix with it (macko.merge_); bytes and times are of the layer by
+            itself.
+        note: why slide takes its dense kernel for it; of dense12 what share is listed.
+        worst: where it is slower than dense: at how many tokens most, and dense time over its time there.
+        linear: whether it is an nn.Linear, and no other matrix (experts in one tensor, GPT-2's Conv1D).
+    """
 
     name: str
     shape: tuple[int, ...]
-    #: Non-zeros over all, or None where nobody looked.
     density: float | None
-    #: The format it is held in now; "dense" for a layer that is left as it was.
     format: str
     bytes_before: int
     bytes_after: int
-    #: Why it was left as it was; empty for a layer that was changed.
     reason: str = ""
-    #: Microseconds for one token (or for as many as sparsify_ was told), dense and as it is held now: measured on this
-    #: device, or by a model (macko.times); None where nothing is known.
     us_before: float | None = None
     us_after: float | None = None
-    #: Names of the layers that are one matrix with it (macko.merge_); bytes and times are of the layer by itself.
     merged_with: list[str] = dataclasses.field(default_factory=list)
-    #: Why slide takes its dense kernel for it; of dense12 what share is listed.
     note: str = ""
-    #: Where it is slower than dense: at how many tokens most, and dense time over its time there.
     worst: tuple[int, float] | None = None
+    linear: bool = True
 
 
 @dataclasses.dataclass
 class Fit:
-    """A submodule whose kept weights were fitted to its dense outputs (prune_'s reconstruct)."""
+    """A submodule whose kept weights were fitted to its dense outputs (prune_'s reconstruct).
+
+    Attributes:
+        error_before, error_after: squared error of its outputs over the calibration, over the squares of the dense
+            ones; each token's squares are over those of what the dense block makes of it.
+    """
 
     name: str
-    #: Squared error of its outputs over the calibration, over the squares of the dense ones; each token's squares are
-    #: over those of what the dense block makes of it.
     error_before: float
     error_after: float
 
 
 @dataclasses.dataclass
 class Report:
-    """What was done to each linear layer of a model; prints as a table."""
+    """What was done to each linear layer of a model; prints as a table, as which a notebook shows it too.
+
+    report[0] is its first layer, `for layer in report` gives all, len(report) counts them.
+
+    Attributes:
+        layers: a LayerReport each.
+        fits: of prune_'s reconstruct.
+        notes: what else there is to say of it, a line each.
+    """
 
     layers: list[LayerReport]
     fits: list[Fit] = dataclasses.field(default_factory=list)
-    #: What else there is to say of it, a line each.
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -177,6 +208,18 @@ class Report:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    @overload
+    def __getitem__(self, place: int) -> LayerReport: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[LayerReport]: ...
+
+    def __getitem__(self, place: int | slice) -> LayerReport | list[LayerReport]:
+        return self.layers[place]
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_json(self) -> str:
         """The rows and the totals as JSON."""
@@ -215,6 +258,13 @@ class Report:
                 f"\nWith more tokens at once (prompts, encoders) {many} slower than dense: "
                 f"{least:.2f}x at {tokens} tokens is the worst by measured times. sparsify_(tokens=...) chooses so."
             )
+        if any(layer.us_after for layer in self.changed) and not all(layer.us_after for layer in self.changed):
+            text += "\nWhere no gain is given nobody measured a layer like it: small ones are in the caches."
+        if left := [layer for layer in self.layers if not layer.linear]:
+            few, count = (sum(math.prod(layer.shape) for layer in some) for some in (left, self.layers))
+            kinds = {"experts in one tensor" if len(layer.shape) == 3 else "Conv1D" for layer in left}
+            kind = " and ".join(sorted(kinds))
+            text += f"\n{kind}: {few:,} of {count:,} weights ({few / max(1, count):.0%}) are in no nn.Linear, and left."
         lines = [
             text,
             *(f"{f.name} fitted: error {f.error_before:.4g} before, {f.error_after:.4g} after" for f in self.fits),
@@ -300,7 +350,8 @@ def unpackable(model: nn.Module) -> list[LayerReport]:
             if reason:
                 size = weight.nbytes
                 full = name if key == "weight" else f"{name}.{key}"
-                rows.append(LayerReport(full, tuple(weight.shape), density_of(weight), "dense", size, size, reason))
+                about = (tuple(weight.shape), density_of(weight), "dense", size, size, reason)
+                rows.append(LayerReport(full, *about, linear=False))
     return rows
 
 

@@ -17,6 +17,26 @@ from torch.autograd import forward_ad
 
 from . import _library  # noqa: F401  registers the ops
 
+__all__ = [
+    "EcMatrix",
+    "check",
+    "ec_check",
+    "ec_linear",
+    "ec_pack",
+    "ec_spmv",
+    "ec_unpack",
+    "linear",
+    "pack",
+    "slide_depth",
+    "slide_gemm",
+    "slide_linear",
+    "slide_pack",
+    "slide_quant_fused",
+    "slide_unpack",
+    "spmv",
+    "unpack",
+]
+
 #: Numbers of the papers' layouts in a header (csrc/torch/packed.h).
 _CANONICAL, _EC, _SLIDE = 0, 4, 5
 #: Types of a slide weight's values by their number in a header.

@@ -19,9 +19,19 @@ from tqdm.auto import tqdm
 
 from .allocate import STRENGTHS, STRENGTHS_FITTED, allocate
 from .calibrate import calibrate, evaluating
-from .choose import outside_table
+from .choose import SPARSE11_LISTED, outside_table
 from .grids import Grid
-from .layers import IGNORED, Filter, FoundLinear, LayerReport, Report, density_of, find_linears, unpackable
+from .layers import (
+    IGNORED,
+    Filter,
+    FoundLinear,
+    LayerReport,
+    Report,
+    check_model,
+    density_of,
+    find_linears,
+    unpackable,
+)
 from .linear import DTYPES, SparseLinear
 from .reconstruct import Fitter, Recipe, recipe_of
 
@@ -172,8 +182,10 @@ def prune_(
         sparsity: share of zeros, 0.5 without a pattern. "magnitude" and "wanda" set as many in every row. "auto:0.5":
             as many in all, but more in layers whose output changes little by it (macko.allocate), which takes
             calibration, and one pass of it more.
-        method: "magnitude": the smallest values of a row; "wanda": the smallest of value times norm of its input;
-            "sparsegpt": what changes the layer's output least, and the other weights are corrected for it.
+        method: "magnitude": the smallest values of a row, which takes no calibration and is the default here (the
+            command's is wanda); "wanda" (Sun et al., 2023, arXiv 2306.11695): the smallest of value times norm of its
+            input; "sparsegpt" (Frantar and Alistarh, 2023, arXiv 2301.00774): what changes the layer's output least,
+            and the other weights are corrected for it.
         pattern: "n:m", at most n non-zeros in every m columns that follow each other ("2:4", "6:8"); says the sparsity.
         calibration: batches for model(batch), model(*batch) or model(**batch) by their type: a few dozen real texts.
         ignore, filter_fn, progress: as in macko.sparsify_.
@@ -190,13 +202,18 @@ def prune_(
         A Report of every nn.Linear with the density it has now, why it was left, and what was fitted. A shared weight
         is pruned once; what looks like a layer and is none (GPT-2's Conv1D, experts in one tensor) is named too.
 
+    Example:
+        >>> macko.prune_(model, 0.5, "wanda", calibration=[tokenizer(text, return_tensors="pt") for text in texts])
+
     Raises:
         ValueError: sparsity, method, pattern or reconstruct is none or does not fit, or calibration is missing.
-        TypeError: calibration is no list of batches. Nothing has been changed then, nor by a ValueError.
+        TypeError: calibration is no list of batches, or the model is none. Nothing has been changed then, nor by a
+            ValueError.
 
     Whatever else stops it (a batch that the model does not take, a KeyboardInterrupt) leaves a model whose first layers
     are pruned and whose others are as they were. A note on the exception says which (before Python 3.11: a warning).
     """
+    check_model(model, "prune_")
     share, groups, auto = asked_for(sparsity, method, pattern)
     fitter = None if reconstruct is None else Fitter(recipe_of(reconstruct))
     wants = {f"method {method!r}": method in STATISTICS, "reconstruct": fitter, f"sparsity {sparsity!r}": auto}
@@ -274,8 +291,13 @@ class _Pruning:
                 model, todo, batches, self.share, statistic, prune, self.device, bar,
                 STRENGTHS_FITTED if self.fitter else STRENGTHS,
             )  # fmt: skip
-        tried = ", ".join(f"{strength:.0%} of the way {error:.4g}" for strength, error in errors.items())
-        self.notes.append(f"auto: error behind the last block by how far from even shares: {tried}")
+        even, least = errors[0.0], min(errors.values())
+        gain = (
+            f"are taken: they lose {least / even:.2f} of what even ones do"
+            if least < even
+            else "lose no less than even"
+        )
+        self.notes.append(f"auto: uneven shares {gain}, by the error behind the last block")
 
     def layer(self, layer: FoundLinear, seen: Tensor | None, kept: bool) -> None:
         """One layer, of which STATISTICS gathered `seen`."""
@@ -309,17 +331,13 @@ class _Pruning:
 
 
 def _exponents(layers: list[FoundLinear]) -> list[str]:
-    """What the format sparse11 holds short of the weights that are left, as a line."""
-    found = {x.name: outside_table(x.module.weight.detach().to(torch.bfloat16), signed=True) for x in layers}
-    shares = {name: 1 - lacks / count for name, (lacks, count) in found.items() if count}
-    if not shares:
+    """Whether sparse11 can hold the weights that are left, as a line."""
+    found = [outside_table(layer.module.weight.detach().to(torch.bfloat16), signed=True) for layer in layers]
+    fits = [lacks <= SPARSE11_LISTED * count for lacks, count in found if count]
+    if not fits:
         return []
-    name = min(shares, key=shares.__getitem__)
-    lacks, count = map(sum, zip(*found.values(), strict=True))
-    return [
-        f"exponents: seven signs and upper bits hold {1 - lacks / count:.4%} of the weights left, in bfloat16; the "
-        f"least of {name or 'the layer'}, {shares[name]:.4%}"
-    ]
+    held = f"{sum(fits)} of {len(fits)} layers" if not all(fits) else "all of them" if len(fits) > 1 else "it"
+    return [f"On a GPU, in bfloat16, 11 bits a weight can hold {held}, bit for bit (sparse11)."]
 
 
 def _reasons(found: list[FoundLinear], pattern: Pattern | None) -> dict[str, str]:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from . import ops
 from .choose import layouts, meant_pattern
 from .formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
-from .layers import find_linears
+from .layers import check_model, find_linears
 from .linear import SparseLinear, unsupported
 from .times import SLIDE_DTYPES, TIMED, Line, bandwidth_gbps, cache_file, gpu_name, read, write
 from .timing import capture, copies, read_gbps, time_calls, time_replays
@@ -56,8 +56,10 @@ def autotune(
         The file.
 
     Raises:
+        TypeError: the model is none.
         ValueError: there is no layer to time.
     """
+    check_model(model, "autotune")
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # one unpacked at a time
         for layer in find_linears(model, (), None):

@@ -137,6 +137,17 @@ def as_bitmask(w: Tensor, two_four: bool) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+def as_old_bitmask(w: Tensor) -> dict[str, Tensor]:
+    """A tensor of any number of dimensions as release 0.8 of compressed-tensors wrote all those of a model."""
+    kept = w != 0
+    bits = torch.nn.functional.pad(kept, (0, -w.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    counts = kept.sum(-1)
+    return {
+        "shape": torch.tensor(w.shape), "compressed": w[kept], "row_offsets": counts.cumsum(0) - counts,
+        "bitmask": (bits * (1 << torch.arange(8))).sum(-1).to(torch.uint8),
+    }  # fmt: skip
+
+
 def as_8_bits(w: Tensor, kind: str) -> dict[str, Tensor]:
     """A weight in the 8 bits of compressed-tensors, of kind float or int, or packed: int in words of 32 bits."""
     scale = (w.float().abs().amax(1, keepdim=True) / 100).bfloat16()  # as no quantiser of macko's would have it

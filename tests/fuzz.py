@@ -47,6 +47,7 @@ from macko.files import VERSION, Checkpoint, as_extra_state
 from macko.formats import SAVED, Macko8Weight, PackedWeight, SellWeight, SlideWeight, described
 from tests.common import as_8_bits, as_bitmask, compressed_config, random_weight
 
+PACKAGE = Path(macko.__file__).parent
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu/fuzz.jsonl"
 #: What a case may take: seconds of the processor, or ten times as many by the clock, as other work may run beside it;
 #: and of memory, beside what the process has when it begins, so many bytes a byte of the file and these.
@@ -594,7 +595,7 @@ def place_of(error: BaseException) -> str:
     place, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if "macko" in Path(code.co_filename).parts:
+        if Path(code.co_filename).is_relative_to(PACKAGE):
             place = f"{Path(code.co_filename).name}:{trace.tb_lineno} {code.co_name}"
         trace = trace.tb_next
     return place

@@ -18,6 +18,11 @@ from macko import _library
 
 PACKAGE = Path(macko.__file__).parent
 LIBRARIES = sorted(PACKAGE.glob("_C*.so"))
+#: Leaves a process no other macko: neither that of this folder, nor one on its path, nor an editable install's.
+ALONE = (
+    "import os, sys; sys.path[:] = [p for p in sys.path if p and not os.path.exists(p + '/macko')]; "
+    "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
+)
 #: Of CPython's limited API of 3.10, what csrc/torch/module.c uses. Look up in its documentation what you add.
 PYTHON_SYMBOLS = {
     *("PyModule_Create2", "PyModule_AddStringConstant", "PyUnicode_AsUTF8AndSize", "PyUnicode_FromString"),
@@ -109,9 +114,7 @@ def test_cuda_library_that_does_not_load() -> None:
 @pytest.mark.slow
 def test_import_without_a_build_says_how_to_build(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "macko", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    # An editable install (`make build`) would find the library of this folder.
-    hidden = "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
-    ran = python(f"import sys; {hidden}; sys.path.insert(0, {str(tmp_path)!r}); import macko")
+    ran = python(f"{ALONE}; sys.path.insert(0, {str(tmp_path)!r}); import macko")
     assert "macko's library is not built. In the source folder run `make build`" in ran.stderr
 
 
@@ -123,6 +126,62 @@ def test_library_that_does_not_load(tmp_path: Path) -> None:
     assert f"does not load under torch {torch.__version__}" in ran.stderr
 
 
+def clone_and_installed(build: ModuleType, folder: Path) -> tuple[Path, Path]:
+    """A clone named as git names it, not built, and what `pip install .` in it puts beside torch."""
+    clone, installed = folder / "macko", folder / "site-packages"
+    sources = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("macko", "examples"):
+        shutil.copytree(PACKAGE.parent / name, clone / name, ignore=sources)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(PACKAGE.parent / name, clone)
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder), "build_py"]
+    subprocess.run([*command, "--build-lib", str(installed)], check=True, cwd=clone, capture_output=True)
+    for library in LIBRARIES:
+        shutil.copy(library, installed / "macko")
+    return clone, installed
+
+
+def in_clone(clone: Path, installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=clone, env=environment)
+
+
+@pytest.mark.slow
+def test_readme_in_its_own_folder(build: ModuleType, tmp_path: Path) -> None:
+    """`pip install .`, and then its first snippet and the commands that it names, where one stands: in the clone."""
+    clone, installed = clone_and_installed(build, tmp_path)
+    snippet = re.search(r"```python\n(.*?)^```$", (clone / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    (clone / "snippet.py").write_text(snippet.replace("4096", "128").replace("11008", "344"))
+    for arguments in (["snippet.py"], ["-c", snippet.replace("4096", "128").replace("11008", "344")]):
+        ran = in_clone(clone, installed, *arguments)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert "2 of 2 layers changed" in ran.stdout
+        assert "largest difference: " in ran.stdout
+    where = "import macko; from macko import _library; print(macko.__file__, _library._C.__file__)"
+    assert in_clone(clone, installed, "-c", where).stdout.split() == [
+        str(clone / "macko" / "__init__.py"),
+        str(installed / "macko" / LIBRARIES[0].name),
+    ]
+    ran = in_clone(clone, installed, "-m", "macko.cli", "--version")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_clone_hides_an_installed_macko_of_other_sources(build: ModuleType, tmp_path: Path) -> None:
+    clone, installed = clone_and_installed(build, tmp_path)
+    with (clone / "macko" / "layers.py").open("a") as file:
+        file.write("# changed\n")
+    ran = in_clone(clone, installed, "-c", "import macko")
+    wanted = (
+        f"{clone}/macko is not built, and hides the macko that is installed in {installed}, of other sources: go to"
+    )
+    assert wanted in ran.stderr.splitlines()[-1]
+    shutil.rmtree(installed)
+    ran = in_clone(clone, installed, "-c", f"{ALONE}; sys.path.insert(0, {str(clone)!r}); import macko")
+    assert "macko's library is not built." in ran.stderr
+
+
 def test_every_data_file_is_packaged() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib is in Python 3.11 and newer")
     folder = Path(macko.__file__).parent
@@ -130,8 +189,14 @@ def test_every_data_file_is_packaged() -> None:
     if not pyproject.exists():
         pytest.skip("macko is installed, its source is not here")
     settings = tomllib.loads(pyproject.read_text())["tool"]["setuptools"]
-    assert {p.parent.name for p in folder.rglob("*.py")} == {name.rpartition(".")[2] for name in settings["packages"]}
-    kept = {path for pattern in settings["package-data"]["macko"] for path in folder.glob(pattern)}
+    folders = {p.parent.relative_to(folder.parent) for suffix in ("py", "json") for p in folder.rglob(f"*.{suffix}")}
+    assert folders == {Path(*name.split(".")) for name in settings["packages"]}
+    kept = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in folder.parent.joinpath(*package.split(".")).glob(pattern)
+    }
     data = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".so")}
     assert data == kept
 
@@ -151,6 +216,41 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.slow
+def test_the_build_warns_of_nothing(build: ModuleType, tmp_path: Path) -> None:
+    """What setuptools has to say of packages, data and MANIFEST.in, pip shows as if the build had failed."""
+    command = [sys.executable, "-W", "error", "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    command += ["build_py", "--build-lib", str(tmp_path / "lib")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, env=environment)
+    assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
+    assert {path.name for path in (tmp_path / "lib/macko/times").iterdir()} >= {"NVIDIA_H200.json", "cpu_avx2.json"}
+
+
+def test_a_space_in_the_path_does_not_compile_again(build: ModuleType, tmp_path: Path) -> None:
+    """Compilers write a space of a dependency's path as backslash and space."""
+    folder = tmp_path / "macko clone" / "macko"
+    folder.mkdir(parents=True)
+    (folder / "a b.h").touch()
+    (folder / "a.c").write_text('#include "a b.h"\nint main(void) { return 0; }\n')
+    target = folder / "a.o"
+    outputs = ["-MMD", "-MF", f"{target}.d", "-c", str(folder / "a.c"), "-o", str(target)]
+    step = build.Step("a.c", ["cc", *outputs], folder / "a.cmd")
+    step.run(itertools.count(1), 1)
+    assert step.is_fresh()
+    later = target.stat().st_mtime + 1
+    os.utime(folder / "a b.h", (later, later))
+    assert not step.is_fresh()
+
+
+def test_what_says_nothing_for_long_shows_that_it_lives(build: ModuleType) -> None:
+    script = "import time; print('one'); time.sleep(0.5); print('two'); raise SystemExit(3)"
+    alive = f"import sys; from tools import alive; alive.SECONDS = 0.1; sys.argv[1:] = {[sys.executable, '-c', script]}"
+    ran = python(f"{alive}; sys.exit(alive.main())")
+    assert ran.returncode == 3
+    assert re.fullmatch(r"one\n\.{2,}\ntwo\n", ran.stdout.lstrip(".\n")), ran.stdout
 
 
 NO_CUDA, CUDA_13, CUDA_12 = "cuda: Optional[str] = None", "cuda: Optional[str] = '13.0'", 'cuda: str | None = "12.8"'

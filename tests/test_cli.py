@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -33,7 +34,15 @@ from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
 from macko.layers import PATTERNS, format_bytes, holding, named, packed_share
 from macko.prune import METHODS
-from tests.common import as_8_bits, as_bitmask, assert_same_bits, compressed_config, random_weight, torch_threads
+from tests.common import (
+    as_8_bits,
+    as_bitmask,
+    as_old_bitmask,
+    assert_same_bits,
+    compressed_config,
+    random_weight,
+    torch_threads,
+)
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
 
 
@@ -183,7 +192,7 @@ def test_eight_bit_floats_are_inspected(dense: Path, tmp_path: Path, capsys: Any
     for name, shape in (("up_proj", "104x48"), ("down_proj", "48x104")):
         cells = next(line for line in lines if f"layers.0.mlp.{name}" in line).split()
         assert cells[1:5] == [shape, "0.500", "(50.0%)", "2:4"]
-        assert cells[-1] == "-"  # macko packs no such weight
+        assert cells[6:8] == cells[8:10]  # macko packs no such weight
     assert main(["convert", str(dense), str(tmp_path / "out")]) == 0  # as transformers reads them: in 16 bits
     assert "2 of 15 layers changed" in capsys.readouterr().out
 
@@ -220,6 +229,210 @@ def test_calibration_that_cannot_be(
     assert main(["prune", str(dense), str(tmp_path / "out"), "--calibration", text]) == 1
     assert f"{dense} has no tokenizer" in one_line(capsys)
     assert not list(tmp_path.glob("out*"))
+
+
+def names_of(wrapper: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda state: {f"{wrapper}{name}": tensor for name, tensor in state.items()}
+
+
+def without(part: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda state: {name: tensor for name, tensor in state.items() if part not in name}
+
+
+def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As a checkpoint of 8 bits whose config.json does not say so: each weight is there, and its scale."""
+    return {**state, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
+
+
+@needs_transformers
+@pytest.mark.parametrize("command", ["prune", "convert", "eval", "against", "bench"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (names_of("module."), "lack model.embed_tokens.weight and .* have module.model.embed_tokens.weight: save the"),
+        (names_of("_orig_mod."), "lack model.embed_tokens.weight and .* have _orig_mod.model.embed_tokens.weight: "),
+        (without("layers.1"), "lack model.layers.1.self_attn.q_proj.weight and 8 more of the model's weights"),
+        (without("norm"), "lack model.layers.0.input_layernorm.weight and 4 more"),
+        (without("0.mlp.up_proj"), "lack model.layers.0.mlp.up_proj.weight$"),
+        (without("lm_head"), "lack lm_head.weight$"),
+        (scaled, "model.layers.0.mlp.up_proj.weight is quantised: its files have .*weight_scale, which"),
+    ],
+)
+def test_a_weight_that_no_file_has_is_not_made_at_random(
+    change: Any, said: str, command: str, dense: Path, text: str, tmp_path: Path, capsys: Any
+) -> None:
+    broken, out = tmp_path / "broken", tmp_path / "out"
+    shutil.copytree(dense, broken)
+    tensors = load_file(broken / "model.safetensors")
+    for name in tensors:
+        if "layers.0" in name and name.endswith("_proj.weight"):
+            tensors[name][::2] = 0  # enough for convert
+    save_file(change(tensors), broken / "model.safetensors", metadata={"format": "pt"})
+    given = {
+        "prune": ["prune", str(broken), str(out), "--method", "magnitude"],
+        "convert": ["convert", str(broken), str(out), "--device", "cpu"],
+        "eval": ["eval", str(broken), "--data", text, "--lengths", "16"],
+        "against": ["eval", str(dense), "--against", str(broken), "--data", text, "--lengths", "16"],
+        "bench": ["bench", str(broken), "--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"],
+    }[command]
+    assert main(given) == 1
+    line = one_line(capsys)
+    assert re.search(said, line), line
+    assert str(broken) in line
+    assert not out.exists()
+    assert not list(tmp_path.glob("out*"))
+
+
+@needs_transformers
+def test_a_tied_head_is_in_no_file_and_is_whole(dense: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(dense)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    assert main(["prune", str(tmp_path / "tied"), str(tmp_path / "out"), "--method", "magnitude"]) == 0
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "packed"), "--device", "cpu"]) == 0
+
+
+@needs_transformers
+@pytest.mark.parametrize("method", ["gptq", "awq", "torchao", "fp8", None, "sparse-bitmask"])
+def test_what_others_quantised_is_named(method: str | None, dense: Path, tmp_path: Path, capsys: Any) -> None:
+    """None: bitsandbytes of long ago, without a quant_method."""
+    config = json.loads((dense / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4} if method else {"load_in_4bit": True}
+    if method == "sparse-bitmask":
+        config["quantization_config"] = compressed_config(method)
+    (dense / "config.json").write_text(json.dumps(config))
+    tensors = load_file(dense / "model.safetensors")
+    tensors = {name.replace("up_proj.weight", "up_proj.qweight"): tensor for name, tensor in tensors.items()}
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    commands = [
+        ["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude"],
+        ["convert", str(dense), str(tmp_path / "out")],
+        ["bench", str(dense)],
+        ["tune", str(dense)],
+    ]
+    for arguments in commands[:1] if method == "sparse-bitmask" else commands:
+        assert main(arguments) == 1
+        assert (method or "bitsandbytes in 4 bits") in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+    if method != "sparse-bitmask":
+        assert main(["inspect", str(dense)]) == 0
+        assert "up_proj.qweight and tensors like it (2) are not in the table" in capsys.readouterr().out
+
+
+@needs_transformers
+def test_names_with_spaces_can_be_pasted(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "aus gäbe"
+    assert main(["prune", str(dense), str(out), "--method", "magnitude"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(line.partition("Next: ")[2]) == ["macko", "convert", str(out), f"{out}-packed"]
+
+
+@needs_transformers
+def test_others_may_read_what_is_written(dense: Path, tmp_path: Path) -> None:
+    """safetensors makes files that their owner alone can read."""
+    before = os.umask(0o022)
+    try:
+        assert main(["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude"]) == 0
+        assert main(["convert", str(tmp_path / "out"), str(tmp_path / "packed"), "--device", "cpu"]) == 0
+    finally:
+        os.umask(before)
+    for folder in ("out", "packed"):
+        for file in (tmp_path / folder).iterdir():
+            assert file.stat().st_mode & 0o777 == 0o644, file
+
+
+@needs_transformers
+@pytest.mark.parametrize("command", ["prune", "convert", "eval", "bench", "against"])
+@pytest.mark.parametrize("fault", ["no config", "empty", "cut off"])
+def test_a_folder_that_is_no_model_is_named(
+    fault: str, command: str, dense: Path, text: str, tmp_path: Path, capsys: Any
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(dense, broken)
+    file = broken / "model.safetensors"
+    if fault == "cut off":
+        file.write_bytes(file.read_bytes()[:-100])
+    for path in [] if fault == "cut off" else list(broken.iterdir()):
+        if fault == "empty" or path.name == "config.json":
+            path.unlink()
+    out, device = str(tmp_path / "out"), ["--device", "cpu"]
+    arguments = {
+        "prune": ["prune", str(broken), out, "--method", "magnitude", *device],
+        "convert": ["convert", str(broken), out, *device],
+        "eval": ["eval", str(broken), "--data", text, *device],
+        "against": ["eval", str(dense), "--against", str(broken), "--data", text, *device],
+        "bench": ["bench", str(broken), "--sparsity", "0.5"],
+    }[command]
+    assert main(arguments) == 1
+    wanted = f"{file} is no safetensors file, or was cut off" if fault == "cut off" else f"{broken} has no config.json"
+    assert wanted in one_line(capsys)
+
+
+@needs_transformers
+def test_eval_in_words_beside_its_json(dense: Path, text: str, tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(dense, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json", "tokenizer_config.json"))
+    options = ["--data", text, "--lengths", "16", "--samples", "2"]
+    assert main(["eval", str(tmp_path / "bare"), *options]) == 1
+    assert "bare has no tokenizer: copy tokenizer* from the model that it was made of" in one_line(capsys)
+    assert main(["eval", str(tmp_path / "bare"), "--against", str(dense), *options]) == 0  # whose tokenizer is taken
+    said = capsys.readouterr()
+    found = json.loads(said.out)["windows"][0]
+    words = rf"16 tokens: perplexity {found['perplexity']:.4g}, dense .* \(1\.000x\); the same next token 100\.0%; KL "
+    assert re.search(words, said.err)
+    assert main(["eval", str(dense), "--data", text, "--lengths", "128", "--samples", "2"]) == 0
+    (tmp_path / "short.txt").write_text("a few")
+    assert main(["eval", str(dense), "--data", str(tmp_path / "short.txt"), "--lengths", "16"]) == 1
+    assert one_line(capsys).endswith("less than one window of 16 (--lengths)")
+
+
+def test_formats_of_convert_are_one_list(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["convert", str(dense), str(tmp_path / "out"), "--format", "elves"]) == 1
+    listed = re.search(r"expected one of (.*)$", one_line(capsys))[1]
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f": {listed} --values" in text
+    assert "(ec, slide, dense8 and sparse8 have files of their own, the others the same)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--shapes", "0x0"], "--shapes has '0x0', expected 65,536 weights or more"),
+        (["--shapes", "64x64"], "--shapes has '64x64', expected 65,536 weights or more"),
+        (
+            ["--shapes", "512x512", "--densities", "0.5", "1.5"],
+            "--densities has 1.5, expected shares of non-zeros betw",
+        ),
+        (
+            ["--shapes", "512x512", "--densities", "0"],
+            "--densities has 0, expected shares of non-zeros between 0 and 1",
+        ),
+    ],
+)
+def test_what_tune_cannot_time_is_said_by_option(options: list[str], said: str, capsys: Any) -> None:
+    assert main(["tune", "--device", "cpu", *options]) == 1
+    assert said in one_line(capsys)
+
+
+def test_inspect_tells_of_this_cpu_first(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("macko._library.cpu_path", "avx512")
+    save_file({"a.weight": random_weight(4096, 4096, 0.5, torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^a\.weight +4096x4096 .* \d\.\d\dx bitmap$", said, re.M)
+    assert "sparse11" not in said
+    assert max(map(len, said.splitlines()[:3])) <= 100
+    assert said.endswith('--gpu "NVIDIA H200".\n')
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA Foo"]) == 0
+    said = capsys.readouterr().out
+    assert "as sparse11" in said
+    assert "on NVIDIA Foo: time" in said
+    assert "nobody measured it: fitted to another GPU's times; measured are NVIDIA H100 80GB HBM3, NVIDIA H200;" in said
 
 
 @needs_transformers
@@ -540,7 +753,7 @@ def test_lengths_of_bench_end_with_the_models_positions(
     monkeypatch.setattr(bench, "measure_all", measure)
     monkeypatch.setattr(engines, "_forked", measure)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name)
-    command = ["bench", str(dense), "--engine", engine]
+    command = ["bench", str(dense), "--engine", engine, *(["--sparsity", "0.5"] if engine == "transformers" else [])]
     assert main(command) == 1
     assert "enough" in one_line(capsys)
     for more in (["--prompt-tokens", "16", "129"], ["--prompt-tokens", "97"], ["--new-tokens", "128"]):
@@ -686,10 +899,13 @@ def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch:
         (["--json", str(dense)], "Is a directory"),
         (["--weights-dtype", "bfloat16"], "--weights-dtype is of random: alone, MODEL is "),
         (["--prompt-tokens", "120"], "--prompt-tokens and --new-tokens take 152"),
+        (["--sparsity", "0.1", "0.5"], "has no layer to pack: under 25% sparse it would not pay"),
+        ([], "has no layer to pack: under 25% sparse it would not pay"),
     ):
         assert main(["bench", str(dense), *more]) == 1
         assert message in one_line(capsys)
-        assert load.called == (more[0] == "--prompt-tokens"), "the model's config says how long a prompt may be"
+        loads = "--prompt-tokens" in more or "no layer" in message
+        assert load.called == loads, "the model's config says how long a prompt may be"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", str(dense), "--format", "sell"]) == 1
     assert "--format sell runs on cuda only" in one_line(capsys)
@@ -777,9 +993,9 @@ def test_decode_random_weights(two_four: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.update(shape=torch.tensor([9])), "two whole numbers"),
-        (lambda p: p.update(shape=torch.tensor([9.0, 44])), "two whole numbers"),
-        (lambda p: p.update(shape=torch.empty(2**33, 0, dtype=torch.int64)), "two whole numbers"),  # as a list 64 GB
+        (lambda p: p.update(shape=torch.tensor([9])), "bitmask is"),
+        (lambda p: p.update(shape=torch.tensor([9.0, 44])), "1 to 5 whole numbers"),
+        (lambda p: p.update(shape=torch.empty(2**33, 0, dtype=torch.int64)), "1 to 5 whole numbers"),  # as a list 64 GB
         (lambda p: p.update(shape=torch.tensor([9, 50])), "bitmask is"),
         (lambda p: p.update(shape=torch.tensor([-9, 44])), "bitmask is"),
         (lambda p: p.update(shape=torch.tensor([9, 41])), "bits past column 41"),
@@ -794,6 +1010,13 @@ def test_decode_refuses_what_does_not_fit(change: Callable[[dict[str, Tensor]], 
     change(parts)
     with pytest.raises(ValueError, match=message):
         decode(parts["shape"], parts["bitmask"], parts["compressed"])
+
+
+@pytest.mark.parametrize("sizes", [(44,), (5, 3, 11), (2, 3, 2, 9)])
+def test_decode_other_numbers_of_dimensions(sizes: tuple[int, ...]) -> None:
+    w = torch.randn(sizes).relu()
+    parts = as_old_bitmask(w)
+    assert_same_bits(decode(parts["shape"], parts["bitmask"], parts["compressed"]), w)
 
 
 def test_formats_of_compressed_tensors() -> None:
@@ -875,6 +1098,54 @@ def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, 
         assert_same_bits(
             file.packed("model.layers.0.mlp.up_proj").to_dense(), wanted.model.layers[0].mlp.up_proj.weight
         )
+
+
+@needs_transformers
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_tensor_under_a_mask_as_before_release_0_9(
+    shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NAME.weight.bitmask, of embeddings, norms and biases too, in one file or in two."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).bfloat16()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            zeros = torch.rand_like(parameter) < (0.1 if "norm" in name else 0.6)
+            parameter.normal_().masked_fill_(zeros, 0)
+    old, sparse = tmp_path / "old", tmp_path / "sparse"
+    model.save_pretrained(old)
+    parts = [
+        {f"{name}.{key}": part for key, part in as_old_bitmask(tensor).items()}
+        for name, tensor in load_file(old / "model.safetensors").items()
+    ]
+    (old / "model.safetensors").unlink()
+    places: dict[str, str] = {}
+    for i in range(shards):
+        tensors = {name: tensor for some in parts[i::shards] for name, tensor in some.items()}
+        file = "model.safetensors" if shards == 1 else f"model-{i}.safetensors"
+        save_file(tensors, old / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+    if shards > 1:
+        (old / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    config = json.loads((old / "config.json").read_text())
+    config["quantization_config"] = {**compressed_config("sparse-bitmask"), "version": "0.8.1"}
+    (old / "config.json").write_text(json.dumps(config))
+
+    assert main(["inspect", str(old)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows if row[0] == "model.layers.0.mlp.up_proj"] == ["104x48"]
+    assert not [row for row in rows if "norm" in row[0] or "bias" in row[0]]
+    assert main(["convert", str(old), str(sparse), "--device", "cpu"]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(sparse)
+    assert sum(isinstance(module, macko.SparseLinear) for module in loaded.modules()) == 14
+    loaded.dequantize()
+    wanted = model.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert_same_bits(tensor, wanted.pop(name))
+    assert not wanted
 
 
 def quantised_folder(folder: Path, kind: str) -> dict[str, tuple[Tensor, Tensor]]:

@@ -431,7 +431,7 @@ def test_report_as_table_and_json() -> None:
     report = sparsify_(inner)
     text = str(report)
     assert full in text
-    assert "0.4" in text
+    assert "0.381 (61.9%)" in text
     assert "(" in text.splitlines()[1]
     assert "1 of 1 layers changed" in text.splitlines()[-1]
     data = json.loads(report.to_json())

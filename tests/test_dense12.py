@@ -961,7 +961,7 @@ def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureF
     w, spread = weight(512, 512, 0.001), (2.0 ** torch.randint(-90, 90, (128, 256))).bfloat16()
     made = packed(w, "cpu")
     save_file({"a.weight": w, "b.weight": spread, "embed.weight": w + 0}, tmp_path / "model.safetensors")
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line for line in printed.splitlines()}
     assert lines["a.weight"].endswith(f"{made.nbytes / 1e3:.2f} kB ({made.listed / w.numel():.4%})")
@@ -971,10 +971,10 @@ def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureF
     dense = f"{(w.nbytes + spread.nbytes) / 1e3:.2f} kB"
     assert f'of {dense}: sparsify_(values="raw") {dense}, sparsify_ {dense}, compress_ {dense}.' in lines["in"]
     save_file({"a.weight": w.half()}, tmp_path / "model.safetensors")
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
     assert f"{made.nbytes / 1e3:.2f} kB" in capsys.readouterr().out
     save_file({"a.weight": w.half() * 1.01}, tmp_path / "model.safetensors")
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
     assert "dense12" not in capsys.readouterr().out
 
 
@@ -988,7 +988,7 @@ def test_inspect_says_what_each_way_to_hold_weights_takes(
     spread = torch.where(half != 0, 4.0 ** torch.randint(-60, 60, half.shape), 0).bfloat16()
     tensors = {"a": full, "b": half, "c": spread, "lm_head": half + 0, "small": half[:64].clone(), "embed": full + 0}
     save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     long = packed(full, "cpu").nbytes
     short, raw = (kind.from_dense(half).nbytes for kind in (Sparse11Weight, TileWeight))

@@ -31,6 +31,16 @@ def test_mutated_files_are_refused_or_read() -> None:
     assert line["most_bytes"] > 0
 
 
+@pytest.mark.parametrize(("folder", "place"), [("/clones/macko/tests", ""), (fuzz.PACKAGE, "x.py:2 broken")])
+def test_a_clone_named_macko_is_not_the_package(folder: Any, place: str) -> None:
+    code = compile("def broken():\n    raise ValueError\n", f"{folder}/x.py", "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        names["broken"]()
+    assert fuzz.place_of(raised.value) == place
+
+
 #: Of four cases the second does not end, and the third asks for more than 64 MB and four times its 100 bytes.
 PLANTED = """
 from tests import fuzz

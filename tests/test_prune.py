@@ -1,9 +1,12 @@
 """Pruning: exact counts, exact patterns, less lost by the methods that look at data, and nothing else touched."""
 
 import copy
+import dataclasses
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -400,17 +403,82 @@ def test_the_report_counts_zeros_where_bytes_say_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_report_says_how_many_exponents_seven_values_hold(dtype: torch.dtype) -> None:
-    """Powers of four differ in the upper bits of the exponent, those of two between them in the lowest alone."""
+    """Powers of four differ in the upper bits of the exponent, those of two between them in the lowest alone: sixteen
+    powers of two are more than sparse11's table has."""
     both = nn.Sequential(*(nn.Linear(16, 1, bias=False) for _ in range(2))).to(dtype)
     both[0].weight.data = (2.0 ** torch.arange(16)).to(dtype)[None]
     both[1].weight.data = torch.full((1, 16), 3.0, dtype=dtype)
-    assert ", in bfloat16; the least of 0, 87.5000%" in str(macko.prune_(both, 0.0))
-    assert "hold 93.7500% of the weights left" in str(macko.prune_(both, 0.0))
-    assert "hold 100.0000% of the weights left" in str(macko.prune_(both, 0.5))
+    says = "On a GPU, in bfloat16, 11 bits a weight can hold {}, bit for bit (sparse11)."
+    assert says.format("1 of 2 layers") in str(macko.prune_(both, 0.0))
+    assert says.format("all of them") in str(macko.prune_(both, 0.5))
     both[1].weight.data.zero_()
-    assert "the least of 0, 100.0000%" in str(macko.prune_(both, 0.0))
+    assert says.format("it") in str(macko.prune_(both, 0.0))
     both[0].weight.data.zero_()
-    assert "exponents" not in str(macko.prune_(both, 0.0))
+    assert "sparse11" not in str(macko.prune_(both, 0.0))
+
+
+def test_what_is_no_model_is_refused_by_what_to_do(tmp_path: Path) -> None:
+    """The likeliest slip: a folder's name."""
+    for function in (macko.prune_, macko.sparsify_, macko.compress_, macko.autotune):
+        for what in ("path/to/model", tmp_path):
+            with pytest.raises(
+                TypeError, match=r"takes a model, a torch.nn.Module, got a .*: load the model first, or"
+            ):
+                function(what)
+    with pytest.raises(TypeError, match=r"save_model takes a model, a torch.nn.Module, got a dict$"):
+        macko.save_model({}, tmp_path / "file")
+    with pytest.raises(TypeError, match="load_model takes a model"):
+        macko.load_model("path", tmp_path)
+
+
+class Experts(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(shape))
+
+
+def test_a_mixture_says_how_many_weights_are_left() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), Experts(6, 32, 64))
+    pruned = macko.prune_(model, 0.5)
+    left = "experts in one tensor: 12,288 of 16,384 weights (75%) are in no nn.Linear, and left."
+    assert left in str(pruned).splitlines()
+    assert str(pruned).splitlines()[-1].startswith("1 of 2 layers changed")
+    assert left in str(macko.sparsify_(model)).splitlines()
+    assert "are in no nn.Linear" not in str(macko.prune_(nn.Sequential(nn.Linear(64, 64)), 0.5))
+
+
+def test_a_mixture_of_transformers_says_it_too() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    for kind in (transformers.MixtralConfig(**sizes, **heads), transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2)):
+        model = transformers.AutoModelForCausalLM.from_config(kind)
+        left = "Conv1D" if "n_layer" in kind.to_dict() else "experts in one tensor"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of GPT-2 nothing is pruned, which is warned of
+            assert re.search(rf"^{left}: [\d,]+ of [\d,]+ weights \(\d+%\)", str(macko.prune_(model)), re.M)
+
+
+def test_a_blank_gain_is_explained_where_others_have_one() -> None:
+    rows = [macko.LayerReport(name, (8, 8), 0.5, "macko", 128, 90) for name in "ab"]
+    assert "Where no gain is given" not in str(macko.Report(rows))
+    rows[0].us_before, rows[0].us_after = 3.0, 2.0
+    assert "Where no gain is given nobody measured a layer like it" in str(macko.Report(rows))
+    rows[1].us_before, rows[1].us_after = 3.0, 2.0
+    assert "Where no gain is given" not in str(macko.Report(rows))
+
+
+def test_a_report_is_a_list_and_a_table_in_a_notebook() -> None:
+    report = macko.prune_(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), 0.5)
+    assert (report[0].name, report[-1].name, report[:1]) == ("0", "1", [report[0]])
+    with pytest.raises(IndexError):
+        report[2]
+    report[0].reason = "a <b>"
+    html = report._repr_html_()
+    assert html.startswith("<pre>layer")
+    assert "a &lt;b&gt;" in html
+    for field in dataclasses.fields(macko.LayerReport):
+        assert field.name in macko.LayerReport.__doc__, "help() shows the docstring alone"
 
 
 @needs_transformers

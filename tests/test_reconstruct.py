@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -362,7 +363,7 @@ def test_auto_has_as_many_zeros_within_bounds_and_a_smaller_error(method: str) -
             return sum(float((other(x) - dense(x)).square().sum()) for x in batches())
 
     assert lost(model) < lost(even)
-    assert "auto: error behind the last block" in str(report)
+    assert re.search(r"^auto: uneven shares are taken: they lose 0\.\d+ of what even ones do", str(report), re.M)
 
 
 @pytest.mark.gpu

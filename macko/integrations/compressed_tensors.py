@@ -5,6 +5,8 @@ Formats `sparse-bitmask` and `sparse-24-bitmask`: of a weight NAME.weight the fi
     NAME.bitmask     uint8 [rows, ceil(cols / 8)], bit c % 8 of byte c / 8 for column c
     NAME.compressed  the values under set bits, row after row; [rows, cols / 2] for 2:4, where a value may be zero
     NAME.row_offsets int64 [rows], where each row begins in it (not for 2:4; not needed)
+Up to release 0.8.1 NAME is the parameter's, NAME.weight.bitmask, and every parameter of the model is written so: those
+of one dimension have one row.
 
 And those whose weights have 8 bits, symmetric, with a scale a row or one for all (W8A16, W8A8, fp8): codes and scales
 are held as they are, tokens at 16 bits.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -90,10 +93,11 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _sizes(shape: Tensor) -> list[int]:
-    """Rows and columns that a file says a matrix has."""
-    if shape.numel() != 2 or shape.is_floating_point():
-        raise ValueError(f"its shape is {shape.dtype} {list(shape.shape)}, expected two whole numbers")
+def _sizes(shape: Tensor, least: int = 2, most: int = 2) -> list[int]:
+    """The sizes that a file says a weight has, rows and columns where nothing else is said."""
+    if not least <= shape.numel() <= most or shape.is_floating_point():
+        count = "two" if least == most else f"{least} to {most}"
+        raise ValueError(f"its shape is {shape.dtype} {list(shape.shape)}, expected {count} whole numbers")
     return shape.flatten().tolist()
 
 
@@ -174,12 +178,19 @@ class _Lazy:
         return self.read()[index]
 
 
+def masked(file: Checkpoint) -> dict[str, str]:
+    """The parameters that the file has under a mask, each with its NAME there."""
+    names = [name.removesuffix(".bitmask") for name in file if name.endswith(".bitmask")]
+    whole = any(name.endswith(".weight") for name in names)  # up to release 0.8.1
+    return {name if whole else f"{name}.weight": name for name in names}
+
+
 def lazy_state(file: Checkpoint) -> dict[str, _Lazy]:
     """The state_dict that the checkpoint stands for, one weight at a time."""
-    packed = [name.removesuffix(".bitmask") for name in file if name.endswith(".bitmask")]
-    theirs = {f"{name}.{key}" for name in packed for key in _KEYS}
+    packed = masked(file)
+    theirs = {f"{name}.{key}" for name in packed.values() for key in _KEYS}
     state = {name: _Lazy(partial(file.__getitem__, name)) for name in file if name not in theirs}
-    return state | {f"{name}.weight": _Lazy(partial(_decoded, file, name)) for name in packed}
+    return state | {key: _Lazy(partial(_decoded, file, name)) for key, name in packed.items()}
 
 
 def _decoded(file: Checkpoint, name: str) -> Tensor:
@@ -199,7 +210,7 @@ class Masked:
             self.tensors = [file[f"{name}.{key}"] for key in _KEYS[:3]]
             self.shape = torch.Size(_shape(*self.tensors))
         _, bitmask, compressed = self.tensors
-        self.rows, self.cols = self.shape
+        self.rows, self.cols = math.prod(self.shape[:-1]), self.shape[-1]
         self.dtype, self.nbytes = compressed.dtype, bitmask.nbytes + compressed.nbytes
 
     @property
@@ -225,28 +236,31 @@ class Masked:
 
 def decode(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Tensor:
     """The dense weight; ValueError where the three do not fit each other."""
-    rows, cols = _shape(shape, bitmask, compressed)
+    sizes = _shape(shape, bitmask, compressed)
+    rows, cols = math.prod(sizes[:-1]), sizes[-1]
     dense, first = torch.empty(rows, cols, dtype=compressed.dtype), 0
     for panel in _panels(max(1, _DECODED // max(1, cols)), shape, bitmask, compressed):
         dense[first : first + len(panel)] = panel
         first += len(panel)
-    return dense
+    return dense.view(sizes)
 
 
-def _shape(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> tuple[int, int]:
-    """Rows and columns, once the types and shapes of all three fit."""
-    rows, cols = _sizes(shape)
-    if bitmask.dtype != torch.uint8 or list(bitmask.shape) != [rows, -(-cols // 8)]:
-        raise ValueError(f"bitmask is {bitmask.dtype} {list(bitmask.shape)}, expected uint8 {[rows, -(-cols // 8)]}")
+def _shape(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> list[int]:
+    """The weight's sizes, once the types and shapes of all three fit."""
+    *rows, cols = sizes = _sizes(shape, 1, 5)  # a norm has one, a convolution up to five
+    wanted = [*rows, -(-cols // 8)]
+    if bitmask.dtype != torch.uint8 or list(bitmask.shape) != wanted:
+        raise ValueError(f"bitmask is {bitmask.dtype} {list(bitmask.shape)}, expected uint8 {wanted}")
     if not compressed.is_floating_point() or compressed.element_size() not in (2, 4):
         raise ValueError(f"compressed is {compressed.dtype}, macko holds 16- and 32-bit floats only")
-    return rows, cols
+    return sizes
 
 
 def _panels(step: int, shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Iterator[Tensor]:
     """The dense weight, `step` rows at a time; ValueError, if only behind the last ones, as of decode."""
-    _, cols = _shape(shape, bitmask, compressed)
+    *rows, cols = _shape(shape, bitmask, compressed)
     values, done = compressed.flatten(), 0
+    bitmask = bitmask.reshape(math.prod(rows), -(-cols // 8))
     for some in bitmask.split(step if cols else max(1, len(bitmask))):
         bits = (some[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten(1)
         if bits[:, cols:].any():

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..choose import Options
 from ..convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
-from ..files import VERSION, Checkpoint, check_about, join, open_tensors
+from ..files import VERSION, Checkpoint, check_about, check_whole, join, open_tensors
 from ..formats import FORMATS, saved_as
 from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
 from ..linear import SparseLinear, unsupported, with_hooks
@@ -361,7 +361,8 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
     """The model of a dense or compressed-tensors folder, packed as it is read; its class is the one that was saved.
 
     Raises:
-        ValueError: a file of the folder is not as another says, or transformers has no such model.
+        ValueError: a file of the folder is not as another says, no file has a weight of the model, or transformers has
+            no such model.
     """
     import transformers
 
@@ -375,16 +376,21 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
             raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
         _check_size(folder, kind, about)
         if sparsity_format(file.config) is None:
-            return kind.from_pretrained(folder, quantization_config=config, **{"dtype": "auto", **options})
+            options = {"dtype": "auto", **options, "output_loading_info": True}
+            return _whole(folder, *kind.from_pretrained(folder, quantization_config=config, **options))
         for name in ("quantization_config", "compression_config", "sparsity_config"):
             if hasattr(about, name):
                 delattr(about, name)
         stored = (file[name].dtype for name in file if name.endswith(".compressed"))
         dtype = options.pop("dtype", about.dtype) or next(stored, None)
         state = lazy_state(file)
-        return kind.from_pretrained(
-            None, config=about, state_dict=state, quantization_config=config, dtype=dtype, **options
-        )
+        options |= {"quantization_config": config, "dtype": dtype, "output_loading_info": True}
+        return _whole(folder, *kind.from_pretrained(None, config=about, state_dict=state, **options))
+
+
+def _whole(folder: str, model: Any, loaded: dict[str, Any]) -> Any:
+    check_whole(model, loaded["missing_keys"], loaded["unexpected_keys"], folder)
+    return model
 
 
 @contextlib.contextmanager

@@ -667,6 +667,23 @@ int check_up_to_64(void) {
     return 0;
 }
 
+/* Of more tokens than L2 holds, so that clusters at different columns wait for memory, few enough tiles are split that
+ * they take less than a round of whole ones; and no two blocks have the same rows. */
+int check_beyond_l2(void) {
+    for (int64_t rows = 1024; rows <= 40000; rows = rows * 9 / 8 + 64)
+        for (int64_t cols = 1024; cols <= 30000; cols = cols * 9 / 8 + 128)
+            for (int64_t tokens = 1024; tokens <= 16384; tokens = tokens * 3 / 2 + 5) {
+                macko_tile_many_problem p = {rows, cols, tokens, {0}};
+                for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
+                macko_tile_many_plan plan;
+                if (tokens * cols * 2 < 32 << 20) continue;
+                EXPECT(60, macko_tile_many_choose(&p, NULL, &plan));
+                EXPECT(61, plan.schedule.split * 155 < 66 * 100);
+                EXPECT(62, plan.shape.split_k == 1 || rows * tokens < 66ll * 256 * 256 * 3);
+            }
+    return 0;
+}
+
 /* Whatever the largest slab is, what is planned fits, and what does not fit is refused for that. */
 int check_stages(int shared_bytes) {
     for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
@@ -809,6 +826,11 @@ def test_planned_stages_fit_shared_memory(plans: ctypes.CDLL, kilobytes: int) ->
 
 def test_a_plan_does_not_depend_on_how_many_of_64_tokens_there_are(plans: ctypes.CDLL) -> None:
     assert plans.check_up_to_64() == 0
+
+
+def test_tiles_are_split_only_where_it_pays_beyond_l2(plans: ctypes.CDLL) -> None:
+    """4096 x 11008 by 4096 tokens split 76 of 208 tiles, and took 1.6 times as long as the dense product."""
+    assert plans.check_beyond_l2() == 0
 
 
 # What comes from outside.

@@ -2,6 +2,11 @@ r"""Many tokens under load: a layer's product again and again, as in a prompt, w
 
     python -m benchmarks.load --dtype bfloat16 --kernels zeros,dense12,sparse11,tile
     python -m benchmarks.load --shapes 4096x11008 --tokens 4096,8192 --kernels zeros,dense12,tile_128x256x1x0
+    ncu --clock-control none --cache-control none -k 'regex:tile_many|nvjet' --csv --log-file l2.csv --metrics METRICS \
+        python -m benchmarks.load --once --shapes 4096x11008 --tokens 4096 --kernels tile_128x256x1x0,tile_128x256x1x1
+
+METRICS, with commas between them: dram__bytes_read.sum lts__t_sector_hit_rate.pct sm__cycles_elapsed.max
+sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed.
 
 benchmarks/spmm.py times cold launches of a GPU that has rested; this times what it sustains. Kernels are those of
 benchmarks/spmm.py, and F.linear of the matrix before it was pruned. They take turns of --seconds, of which the second
@@ -96,6 +101,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="zeros,dense12,sparse11,tile", help="as of benchmarks.spmm")
     parser.add_argument("--seconds", type=float, default=0.2, help="of a turn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--once", action="store_true", help="each once, dense first, for a profiler; no line")
     parser.add_argument("--stop", type=float, default=float("inf"), help="begin no further shape after these seconds")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/load.jsonl")
     args = parser.parse_args()
@@ -118,6 +124,13 @@ def main() -> None:
         kernels = {name: Kernel(name, w) for name, w in weights.items()}
         for tokens in map(int, args.tokens.split(",")):
             x = torch.randn(tokens, cols, device="cuda", dtype=dtype, generator=generator)
+            if args.once:
+                F.linear(x, dense)
+                for kernel in kernels.values():
+                    with _library.plan(kernel.knobs):
+                        kernel.calls(x)[0]()
+                torch.cuda.synchronize()
+                continue
             turns = {"dense": Turn([partial(F.linear, x, c) for (c,) in copies([dense])], args.seconds)}
             for name, kernel in kernels.items():
                 with _library.plan(kernel.knobs):

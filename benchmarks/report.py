@@ -6,11 +6,13 @@ Of lines that measured the same thing the last one counts. Speed-up is over the 
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
+import statistics
 import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -305,6 +307,71 @@ def sparse11_table(found: dict[tuple[float, int, str], dict[tuple[int, int], flo
         cells = [mean_and_least(found.get((density, tokens, name), {}).values()) for density, name in columns]
         rows.append([f"{tokens}", *cells, f"{len(found[0.5, tokens, 'sparse11'])}"])
     return table(["tokens", *columns.values(), "shapes"], rows) if rows else NO_LINES
+
+
+def load_lines(path: Path) -> dict[tuple[str, int, str], dict[tuple[int, int], Line]]:
+    """Lines of benchmarks.load by shape, for each (dtype, tokens, kernel); the newest of each."""
+    found: dict[tuple[str, int, str], dict[tuple[int, int], Line]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        found.setdefault((line["dtype"], line["tokens"], line["kernel"]), {})[line["rows"], line["cols"]] = line
+    return found
+
+
+def load_table(path: Path) -> str:
+    """Over the better dense under load: geometric mean over shapes, in brackets the least; and the clocks."""
+    found = load_lines(path)
+    names = [name for name in ("tile", "sparse11", "dense12") if any(key[2] == name for key in found)]
+    rows = []
+    for dtype, tokens in sorted({key[:2] for key in found}):
+        of = {name: found.get((dtype, tokens, name), {}) for name in (*names, "dense")}
+        speedups = {name: [line["best_dense_us"] / line["median_us"] for line in of[name].values()] for name in names}
+        clocks = [
+            f"{statistics.mean(clock for line in lines.values() for clock in line['clock_mhz']):.0f}" if lines else ""
+            for lines in of.values()
+        ]
+        cells = [mean_and_least(speedups[name]) for name in names]
+        rows.append([dtype, f"{tokens}", *cells, " / ".join(clocks), f"{len(of['dense'])}"])
+    clock_title = f"SM clock, MHz: {' / '.join((*names, 'dense'))}"
+    return table(["", "tokens", *names, clock_title, "shapes"], rows)
+
+
+def load_shapes_table(path: Path, tokens: Sequence[int], dtype: str = "bfloat16") -> str:
+    """The same by shape, of some numbers of tokens, and the times of F.linear of the dense and of the pruned matrix."""
+    found = load_lines(path)
+    shapes = sorted({shape for of in found.values() for shape in of})
+    rows = []
+    for shape in shapes:
+        row = ["{} x {}".format(*shape)]
+        for number in tokens:
+            lines = {name: found.get((dtype, number, name), {}).get(shape) for name in ("dense", "zeros")}
+            row.append(" / ".join(f"{line['median_us']:.0f}" for line in lines.values() if line))
+            for name in ("tile", "sparse11", "dense12"):
+                line = found.get((dtype, number, name), {}).get(shape)
+                row.append(f"{line['best_dense_us'] / line['median_us']:.2f}x" if line else "")
+        rows.append(row)
+    columns = [title for n in tokens for title in (f"{n}: dense / pruned, us", "tile", "sparse11", "dense12")]
+    return table(["rows x cols", *columns], rows)
+
+
+def l2_table(path: Path, names: Sequence[str]) -> str:
+    """What ncu counted of the launches of `benchmarks.load --once`, in their order."""
+    counts: list[dict[str, float]] = []
+    for row in csv.DictReader(line for line in path.read_text().splitlines() if line.startswith('"')):
+        value = float(row["Metric Value"].replace(",", ""))
+        if not counts or row["Metric Name"] in counts[-1]:
+            counts.append({})
+        counts[-1][row["Metric Name"]] = value
+    rows = [
+        [
+            name,
+            f"{count['dram__bytes_read.sum'] / 1e9:.2f} GB",
+            f"{count['lts__t_sector_hit_rate.pct']:.0f} %",
+            f"{count['sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed']:.0f} %",
+            f"{count['sm__cycles_elapsed.max']:,.0f}",
+        ]
+        for name, count in zip(names, counts, strict=True)
+    ]
+    return table(["", "read from memory", "hits in L2", "tensor cores busy", "clocks"], rows)
 
 
 def pace_table(folder: Path) -> str:
@@ -1519,6 +1586,12 @@ def main() -> None:
         "h100 where": lambda: where(map(json.loads, h100.read_text().splitlines())),
         "h100 products": lambda: sparse11_table(load_tokens(h100, "bfloat16", "magnitude")),
         "h100 pace": lambda: pace_table(H100),
+        "load where": lambda: where(map(json.loads, (H100 / "load.jsonl").read_text().splitlines())),
+        "load": lambda: load_table(H100 / "load.jsonl"),
+        "load shapes": lambda: load_shapes_table(H100 / "load.jsonl", (4096, 8192)),
+        "load l2": lambda: l2_table(
+            H100 / "l2.csv", ["the library's kernel", "tile, no output tile split", "tile, 58 of 256 split"]
+        ),
         "sparse11 listed": lambda: listed_table(path.parent / "listed.jsonl"),
         "eight products": lambda: eight_table(path.parent / "spmm.jsonl"),
         "lossless products": lambda: lossless_table(load_tokens(path.parent / "spmm.jsonl", "bfloat16")),

@@ -38,8 +38,10 @@ def integers(bits: int, offset: bool = False) -> Grid:
 
 def float8(columns: Tensor) -> Callable[[Tensor], Tensor]:
     """A grid: float8_e4m3fn times a float16 scale a row and group."""
-    scale = _scale(columns.abs().amax(1), torch.finfo(torch.float8_e4m3fn).max)
-    return lambda column: (column / scale).to(torch.float8_e4m3fn).to(column.dtype) * scale
+    most = torch.finfo(torch.float8_e4m3fn).max
+    scale = _scale(columns.abs().amax(1), most)
+    # Clamped, as devices and versions of torch differ in what they make of more than 448: that or NaN.
+    return lambda column: (column / scale).clamp(-most, most).to(torch.float8_e4m3fn).to(column.dtype) * scale
 
 
 def _scale(range_: Tensor, steps: float) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 _DUE = {
     "transformers.quantizers.auto": "macko.integrations.transformers",
     "transformers.modeling_utils": "macko.integrations.saving",
+    "sentence_transformers.base.modules.module": "macko.integrations.sentence_transformers",
 }
 
 

@@ -1160,7 +1160,7 @@ class ByteWeight(SlabWeight):
 
     def part(self, dim: int, start: int, stop: int) -> Self:
         """Rows (dim 0) or columns (1) start to stop: the same codes and scales."""
-        scales = self.scales[start:stop] if dim == 0 else self.scales
+        scales = self.scales[start:stop].clone() if dim == 0 else self.scales  # savers refuse parts of a memory
         return self.from_codes(self.codes().narrow(dim, start, stop - start), scales, self.dtype)
 
     def to_saved(self) -> PackedWeight:

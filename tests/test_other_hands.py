@@ -44,7 +44,8 @@ def dense(seed: int = 0, density: float = 0.4) -> Two:
     model = Two()
     for index, layer in enumerate((model.up, model.down)):
         share = density * (1 - 0.1 * (index + seed % 3))
-        layer.weight.data = random_weight(*layer.weight.shape, share, torch.bfloat16, seed=2 * seed + index)
+        rows, cols = layer.weight.shape
+        layer.weight.data = random_weight(rows, cols, share, torch.bfloat16, seed=2 * seed + index)
     return model
 
 
@@ -68,33 +69,43 @@ def outputs(model: nn.Module) -> Tensor:
 # ---- Readers that know nothing of macko ------------------------------------------------------------------------------
 
 
-def with_accelerate(model: nn.Module, folder: Path) -> Any:
-    return pytest.importorskip("accelerate").Accelerator().save_model(model, folder)
+def with_accelerate(model: nn.Module, folder: Path) -> None:
+    pytest.importorskip("accelerate").Accelerator().save_model(model, folder)
 
 
-STOPPED: dict[str, Callable[[nn.Module, Any, Path], Any]] = {
-    "strict=False": lambda model, other, folder: other.load_state_dict(model.state_dict(), strict=False),
-    "assign": lambda model, other, folder: other.load_state_dict(model.state_dict(), strict=False, assign=True),
-    "safetensors": lambda model, other, folder: (
-        save_safetensors(model, str(folder / "a")),
-        load_safetensors(other, folder / "a", strict=False),
-    ),
-    "a file of macko's": lambda model, other, folder: (
-        macko.save_model(model, folder / "a"),
-        load_safetensors(other, folder / "a", strict=False),
-    ),
-    "torch.save": lambda model, other, folder: (
-        torch.save(model.state_dict(), folder / "a"),
-        other.load_state_dict(torch.load(folder / "a"), strict=False),
-    ),
-    "accelerate": lambda model, other, folder: (
-        with_accelerate(model, folder),
-        pytest.importorskip("accelerate").load_checkpoint_in_model(other, folder),
-    ),
-    "accelerate by device_map": lambda model, other, folder: (
-        with_accelerate(model, folder),
-        pytest.importorskip("accelerate").load_checkpoint_and_dispatch(other, folder, device_map={"": "cpu"}),
-    ),
+def by_safetensors(model: nn.Module, other: nn.Module, folder: Path) -> None:
+    save_safetensors(model, str(folder / "file"))
+    load_safetensors(other, folder / "file", strict=False)
+
+
+def from_a_file_of_macko(model: nn.Module, other: nn.Module, folder: Path) -> None:
+    macko.save_model(model, folder / "file")
+    load_safetensors(other, folder / "file", strict=False)
+
+
+def pickled_state(model: nn.Module, other: nn.Module, folder: Path) -> None:
+    torch.save(model.state_dict(), folder / "file")
+    other.load_state_dict(torch.load(folder / "file"), strict=False)
+
+
+def by_accelerate(model: nn.Module, other: nn.Module, folder: Path) -> None:
+    with_accelerate(model, folder)
+    pytest.importorskip("accelerate").load_checkpoint_in_model(other, folder)
+
+
+def by_device_map(model: nn.Module, other: nn.Module, folder: Path) -> None:
+    with_accelerate(model, folder)
+    pytest.importorskip("accelerate").load_checkpoint_and_dispatch(other, folder, device_map={"": "cpu"})
+
+
+STOPPED: dict[str, Callable[[nn.Module, nn.Module, Path], Any]] = {
+    "strict=False": lambda model, other, _: other.load_state_dict(model.state_dict(), strict=False),
+    "assign": lambda model, other, _: other.load_state_dict(model.state_dict(), strict=False, assign=True),
+    "safetensors": by_safetensors,
+    "a file of macko's": from_a_file_of_macko,
+    "torch.save": pickled_state,
+    "accelerate": by_accelerate,
+    "device_map": by_device_map,
 }
 
 
@@ -110,7 +121,9 @@ def test_a_dense_model_stops_at_a_packed_state(format: str, way: str, tmp_path: 
 def test_a_dense_model_stops_at_a_merged_state(format: str, way: str, tmp_path: Path) -> None:
     model, other = sparse(format), dense(1)
     model.gate, other.gate = copy.deepcopy(model.up), copy.deepcopy(other.up)
-    model.up.bias = model.gate.bias = other.up.bias = other.gate.bias = None
+    for one in (model, other):
+        for name in ("up", "gate"):
+            one.get_submodule(name).register_parameter("bias", None)
     assert macko.merge_(model, [("up", "gate")])
     assert_stops(model, other, way, tmp_path)
 
@@ -123,9 +136,9 @@ def assert_stops(model: nn.Module, other: nn.Module, way: str, tmp_path: Path) -
 
 
 def test_a_hub_mixin_stops_at_a_packed_folder_and_macko_reads_it(tmp_path: Path) -> None:
-    hub = pytest.importorskip("huggingface_hub")
+    hub: Any = pytest.importorskip("huggingface_hub")
 
-    class Mixed(Two, hub.PyTorchModelHubMixin):  # type: ignore[misc]
+    class Mixed(Two, hub.PyTorchModelHubMixin):  # type: ignore[misc, name-defined]
         pass
 
     model = Mixed()
@@ -355,7 +368,7 @@ def test_transformers_passes_over_a_packed_weight() -> None:
     for device in ("cpu", "meta"):
         layer = sparse("macko").up.to(device)
         init.xavier_uniform_(layer.weight)
-        assert layer.weight._is_hf_initialized
+        assert getattr(layer.weight, "_is_hf_initialized", False)
 
 
 # ---- Averages --------------------------------------------------------------------------------------------------------
@@ -463,7 +476,8 @@ def test_outputs_may_be_changed_in_place(format: str, shape: tuple[int, ...]) ->
 def test_an_input_of_another_dtype_is_told_of_autocast(merged: bool) -> None:
     model = sparse("macko")
     if merged:
-        model.up.bias = None
+        layer: Any = model.up
+        layer.bias = None
         model.gate = copy.deepcopy(model.up)
         assert macko.merge_(model, [("up", "gate")])
     with pytest.raises(RuntimeError, match=r"x has dtype float32.*torch\.autocast\('cpu', torch\.bfloat16\)"):
@@ -546,11 +560,11 @@ def test_siglip_that_initialises_its_childrens_weights_loads(packed: bool, tmp_p
 @pytest.mark.parametrize("kind", ["AdaLoraConfig", "LoraConfig", "IA3Config"])
 def test_adapters_that_freeze_and_add_in_place(kind: str) -> None:
     peft = pytest.importorskip("peft")
-    options: dict[str, Any] = {"target_modules": ["q_proj"]}
-    options |= {
+    more: dict[str, dict[str, Any]] = {
         "AdaLoraConfig": {"total_step": 10, "tinit": 0, "tfinal": 1},
         "IA3Config": {"feedforward_modules": []},
-    }.get(kind, {})
+    }
+    options = {"target_modules": ["q_proj"], **more.get(kind, {})}
     tokens, losses = torch.arange(12).view(2, 6), []
     for format in (None, "macko", "bitmap"):
         model = tiny_llama_with_zeros()

@@ -213,6 +213,22 @@ def test_names_of_files_are_read_whatever_the_layer_holds(format: str, tmp_path:
     assert_same_bits(outputs(loaded), outputs(model))
 
 
+@pytest.mark.parametrize("held", ["macko", "bitmap"])
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("places", [None, "auto", {"": "cpu"}, {"up": "cpu", "down": "cpu"}])
+def test_accelerate_reads_by_a_device_map_too(held: str, on_meta: bool, places: Any, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = sparse("macko")
+    save_file(packed_state(model)[0], tmp_path / "model.safetensors")
+    again = sparse(held, 1).to("meta" if on_meta else "cpu")
+    again = accelerate.load_checkpoint_and_dispatch(again, tmp_path, device_map=places)
+    assert_same_bits(outputs(again), outputs(model))
+    with pytest.raises(ValueError, match="sparse layers, which are not offloaded to disk"):
+        accelerate.load_checkpoint_in_model(
+            sparse(held, 1), tmp_path, device_map={"up": "cpu", "down": "disk"}, offload_folder=tmp_path / "off"
+        )
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_width_of_deltas_follows_from_sizes(bits: int) -> None:
     weight = dense().up.weight.detach()

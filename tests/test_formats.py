@@ -236,7 +236,7 @@ def test_a_layer_in_a_layout_saves_the_canonical_format(device: str) -> None:
     layer = SparseLinear.from_packed(BitmapWeight.from_macko(packed)).to(device)
     state = layer.state_dict()
     assert json.loads(bytes(layer.get_extra_state().tolist()))["format"] == "bitmap"
-    assert set(state) == {"values", "deltas", "row_ptr", "_extra_state"}
+    assert set(state) == {"values", "deltas", "row_ptr", "_extra_state", "weight"}
     again = SparseLinear(70, 9, bias=False, dtype=torch.float16, device=device)
     again.load_state_dict(state)
     if device == "cpu":

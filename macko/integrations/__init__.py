@@ -14,6 +14,8 @@ from typing import Any
 _DUE = {
     "transformers.quantizers.auto": "macko.integrations.transformers",
     "transformers.modeling_utils": "macko.integrations.saving",
+    "accelerate.utils.modeling": "macko.integrations.accelerate",
+    "sentence_transformers.base.modules.module": "macko.integrations.sentence_transformers",
 }
 
 
@@ -36,7 +38,9 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 def _register(name: str) -> None:
-    if _is_supported(str(getattr(sys.modules.get("transformers"), "__version__", "0"))):
+    if name.startswith("accelerate.") or _is_supported(
+        str(getattr(sys.modules.get("transformers"), "__version__", "0"))
+    ):
         importlib.import_module(_DUE[name])
 
 

@@ -309,6 +309,7 @@ class _Loading(SparseLinear):
 
     get_extra_state = nn.Module.get_extra_state  # type: ignore[assignment]
     set_extra_state = nn.Module.set_extra_state
+    _saves_empty_weight = False  # transformers would look for it
 
     #: Called with the layer once, when transformers has set the last of its tensors.
     when_whole: Callable[[SparseLinear], None] | None = None

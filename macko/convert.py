@@ -384,6 +384,8 @@ def _weight_out_of_reach(layer: FoundLinear) -> str | None:
         return f"its weight is a {type(module.weight).__name__}"
     if "forward" in vars(module):
         return "its forward has been replaced"
+    if layer.changed:
+        return layer.changed
     for parent, _ in layer.places:
         if isinstance(parent, _READ_THEIR_CHILDREN):
             return f"{type(parent).__name__} reads its weight itself"

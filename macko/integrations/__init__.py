@@ -14,6 +14,7 @@ from typing import Any
 _DUE = {
     "transformers.quantizers.auto": "macko.integrations.transformers",
     "transformers.modeling_utils": "macko.integrations.saving",
+    "peft.utils.other": "macko.integrations.peft",
 }
 
 

@@ -57,6 +57,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "informer": {"prediction_length": 4},
     "time_series_transformer": {"prediction_length": 4},
     "autoformer": {"prediction_length": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "esm": {"vocab_size": 99, "pad_token_id": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_vl_text": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_hidden_layers": 2},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
 }
 #: Models by an option that gives them other layers.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -84,15 +92,17 @@ def shrunk(config: Any, **options: Any) -> Any:
                 size = next(ids)
             if size < value:
                 sizes[key] = size
-        elif isinstance(value, list) and key == "depths":
-            sizes[key] = [1] * len(value)
+        elif isinstance(value, (list, tuple)) and re.fullmatch(r"depths|num_(attention_)?heads", key):
+            sizes[key] = [1 if key == "depths" else 2] * len(value)
     try:
         return type(config)(**{**sizes, **options})
-    except Exception:  # one that is not told all of them
-        for key, value in sizes.items():
-            with contextlib.suppress(Exception):  # one that follows from others
-                setattr(config, key, value)
-        return config
+    except Exception:  # some have to fit others, or the defaults of others
+        fit: dict[str, Any] = dict(options)
+        for key, value in [*sizes.items(), *sizes.items()]:
+            with contextlib.suppress(Exception):
+                type(config)(**{key: value, **fit})
+                fit = {key: value, **fit}
+        return type(config)(**fit)
 
 
 def classes(config: Any) -> list[Any]:
@@ -207,6 +217,7 @@ def inputs_of(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     chance = torch.Generator().manual_seed(2)
     ids = torch.randint(3, 20, (2, 9), generator=chance)
     name = getattr(model, "main_input_name", "input_ids")
+    name = name[0] if isinstance(name, (list, tuple)) else name
     wanted = inspect.signature(model.forward).parameters
     given = {"input_ids": ids} if "input_ids" in wanted else {}
     if "decoder_input_ids" in wanted:
@@ -228,12 +239,16 @@ def run_through(kind: str) -> tuple[str, str]:
     model_class = type(model)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
+        before = {f"{n}.weight": m.weight.detach() for n, m in model.named_modules() if type(m) is nn.Linear}
         try:
-            model.save_pretrained(place / "dense")
-            model = model_class.from_pretrained(place / "dense", dtype=torch.float32)
+            for _ in range(2):  # what was loaded is not always what the config said
+                model.save_pretrained(place / "dense")
+                model = model_class.from_pretrained(place / "dense", dtype=torch.float32)
         except Exception as error:
             raise NotSmall(f"dense, it is not saved and loaded: {type(error).__name__}: {one_line(error)}") from None
         twin = dense_state(model)
+        if lost := [name for name, tensor in before.items() if not torch.equal(tensor, twin[name])]:
+            raise NotSmall(f"dense, it is loaded with another {lost[0]}")
 
         sparse = copy.deepcopy(model)
         macko.sparsify_(sparse, progress=False)

@@ -1464,3 +1464,35 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     for reason in filter(None, itertools.starmap(kind.bad_size, sizes.items())):
         raise ValueError(reason)
     return kind, sizes, list(kind.tensor_names)
+
+
+def saved_by_names(
+    tensors: Mapping[str, Tensor], cols: int, like: PackedWeight
+) -> tuple[type[PackedWeight], dict[str, int], list[str]]:
+    """What saved_as gives, of tensors by the names that files have, some of which may be missing.
+
+    Args:
+        tensors: values, deltas, row_ptr, perhaps scales, and the empty weight [0, cols] beside them.
+        cols: of the weight, where no empty one says it.
+        like: a weight of the model: its dtype, and the kind of its values where they have 8 bits and no empty weight
+            says it, are taken.
+
+    Raises:
+        ValueError: the values have 8 bits, and nothing says of which kind.
+    """
+    values, deltas, row_ptr, empty = (tensors.get(name) for name in ("values", "deltas", "row_ptr", "weight"))
+    if empty is not None and empty.dim() == 2 and not empty.shape[0]:
+        cols = empty.shape[1]
+    rows = 0 if row_ptr is None else max(0, row_ptr.numel() - 1)
+    bits = 4
+    if values is not None and values.numel() and deltas is not None:
+        bits = deltas.numel() * 8 // values.numel()
+    if values is None or values.dtype != torch.uint8 or "scales" not in tensors:
+        return MackoWeight, {"rows": rows, "cols": cols, "delta_bits": bits}, list(MackoWeight.tensor_names)
+    kinds = [empty.dtype] if empty is not None and empty.dtype in codes.TYPES else []
+    kinds += [codes.TYPES[like.kind]] if isinstance(like, ByteWeight) else []
+    if not kinds:
+        raise ValueError("its values have 8 bits, and nothing beside them says of which kind: fp8 or int8")
+    sizes = {"rows": tensors["scales"].numel(), "cols": cols, "delta_bits": bits if row_ptr.numel() else 0}  # type: ignore[union-attr]
+    sizes |= {"kind": codes.TYPES.index(kinds[0]), "source": int(like.dtype != torch.float16)}
+    return Macko8Weight, sizes, list(Macko8Weight.tensor_names)

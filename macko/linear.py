@@ -8,21 +8,26 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from . import codes
 from .choose import AUTO, Options, pack
 from .formats import (
     FORMATS,
     ByteWeight,
+    EcWeight,
     Macko8Weight,
     MackoWeight,
     PackedWeight,
+    SlideWeight,
     described,
     saved_as,
+    saved_by_names,
     slices,
     takes_any_weight,
 )
@@ -58,8 +63,26 @@ def as_extra_state(about: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
+def empty_weight(packed: PackedWeight) -> Tensor:
+    """NAME.weight [0, cols], which lies beside the packed tensors of a layer NAME wherever they are saved.
+
+    Who knows nothing of macko wants a weight of another size there and stops, where it would else go on with the one
+    that the model was made with. Of values in 8 bits its dtype is that of their codes.
+    """
+    dtype = codes.TYPES[packed.kind] if isinstance(packed, ByteWeight) else packed.dtype
+    return _apart(torch.empty(0, packed.cols, dtype=dtype, device=packed.device))
+
+
+def _apart(empty: Tensor) -> Tensor:
+    """An empty tensor on the CPU with an address of its own: savers take those at 0 for one and the same."""
+    if empty.device.type != "cpu":
+        return empty
+    nowhere = torch.from_numpy(np.empty(0, np.uint8)).untyped_storage()
+    return torch.empty_like(empty).set_(nowhere, 0, empty.shape, empty.stride())
+
+
 #: Names of the tensors that a state_dict has of a layout, and no module has as attributes.
-_SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None, scales=None)
+_SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None, scales=None, weight=None)
 _NO_CONTENT = "the state is on the meta device and has no content to copy"
 
 
@@ -85,23 +108,44 @@ class UnpackedWeight(Tensor):
         "__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
         "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
     )  # fmt: skip
+    #: transformers' own initialisation passes over it.
+    _is_hf_initialized = True
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.__name__
-        method = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
-        if (method or name in cls._IN_PLACE) and args and isinstance(args[0], cls):
+        kwargs = kwargs or {}
+        if any(isinstance(changed, cls) for changed in cls._changed(func, args, kwargs)):
             raise RuntimeError(
                 "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge "
                 "an adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it "
                 "with SparseLinear.from_linear"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if name in ("__get__", "detach") and type(result) is Tensor and result.data_ptr() == args[0].data_ptr():
-                return result.as_subclass(cls)  # .data and .detach() are the same memory
+            result = func(*args, **kwargs)
+            memory = {a.untyped_storage()._cdata for a in args if isinstance(a, cls)}
+            return cls._views(result, memory)
+
+    @classmethod
+    def _changed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """What a call changes in place."""
+        name, changed = func.__name__, [kwargs.get("out")]
+        method = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
+        if name == "__set__" and func.__self__.__name__ == "requires_grad" and not args[1]:
+            method = False  # it has none
+        elif method or name in cls._IN_PLACE or kwargs.get("inplace"):
+            # torch.nn.init hands on what it is given by keywords alone.
+            changed += args[:1] or [kwargs.get(key) for key in ("tensor", "input", "self")]
+        return [one for of in changed for one in (of if isinstance(of, (list, tuple)) else [of])]
+
+    @classmethod
+    def _views(cls, result: Any, memory: set[int]) -> Any:
+        """The result of a call, where it is in the memory of a copy as a copy."""
+        if type(result) in (list, tuple):
+            return type(result)(cls._views(one, memory) for one in result)
+        if type(result) is Tensor and result.layout == torch.strided and result.untyped_storage()._cdata in memory:
+            return result.as_subclass(cls)
         return result
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -113,13 +157,27 @@ class UnpackedWeight(Tensor):
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
+def _version(tensor: Tensor) -> int:
+    """How often torch has seen the tensor changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _sum_of_bytes(tensor: Tensor) -> int:
+    return int(tensor.flatten().view(torch.uint8).sum())
+
+
 class SparseLinear(nn.Linear):
     """y = x W^T + bias with a packed W: an nn.Linear for every caller, frozen, never dense.
 
     The packed tensors are its buffers, under the names of the format's fields, so it moves, copies, pickles and saves
-    as any module. Its state_dict holds them, the bias, and the format's name and sizes as JSON bytes (`_extra_state`);
-    what is loaded is validated first, and may have another number of entries, or another format, than it had. In the
-    format dense12 its state_dict is that of the nn.Linear, and a dense weight can be loaded.
+    as any module. Its state_dict holds them, the bias, the format's name and sizes as JSON bytes (`_extra_state`), and
+    an empty `weight`, at which a dense layer stops. What is loaded is validated first, and may have another number of
+    entries, or another format, than it had; the names of files (`values`, `deltas`, `row_ptr`) say what they are
+    without `_extra_state` too. In the format dense12 its state_dict is that of the nn.Linear, and a dense weight can be
+    loaded.
+
+    Nobody but the layer may write into its buffers: a copy that others wrote into, as averages of models do
+    (AveragedModel with use_buffers=True), raises a RuntimeError when it is used or saved.
 
     Moving to another dtype converts as nn.Linear would: `layer.half().weight` equals `weight.half()`, but where values
     have 8 bits (docs/eight.md). A format that was chosen is chosen again. Types which macko has no kernels for are
@@ -137,6 +195,10 @@ class SparseLinear(nn.Linear):
     _sizes: dict[str, int]
     _header: tuple[int, ...]  # what ops are told of the weight besides its tensors; one guard of a compiled model
     _options: Options | None  # choose the layout, again where the layer moves to another kind of device
+    #: Of a copy's buffers: which object, its version, and the sum of its bytes when it was whole.
+    _copied: list[tuple[int, int, int]] | None = None
+    #: Whether its state_dict has the empty weight.
+    _saves_empty_weight: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -165,6 +227,36 @@ class SparseLinear(nn.Linear):
         for name, tensor in packed.tensors().items():
             super().register_buffer(name, tensor)
         self._format, self._sizes, self._header = type(packed), packed.sizes(), tuple(packed.header)
+        if self._copied is not None:
+            self._note_content()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy, which is looked at when it is used: who keeps averages of a model copies it first."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        copied._note_content()
+        return copied
+
+    def _note_content(self) -> None:
+        tensors = [tensor for tensor in self._buffers.values() if tensor is not None]
+        on_meta = any(tensor.is_meta for tensor in tensors)
+        self._copied = None if on_meta else [(id(t), _version(t), _sum_of_bytes(t)) for t in tensors]
+
+    def _check_content(self) -> None:
+        """RuntimeError where somebody has changed the buffers of a copy."""
+        held, noted = self._buffers.items(), self._copied or []
+        known = [(id(tensor), _version(tensor)) for _, tensor in held if tensor is not None]
+        if known == [(which, version) for which, version, _ in noted]:
+            return
+        for (name, tensor), (*_, total) in zip(held, noted, strict=False):
+            if tensor is not None and not tensor.is_meta and _sum_of_bytes(tensor) != total:
+                raise RuntimeError(
+                    f"SparseLinear [{self.out_features}, {self.in_features}]: somebody has written into {name} of this "
+                    f"copy, which is packed ({self.format}) and no numbers to average. Averages of models are of "
+                    "parameters: AveragedModel(use_buffers=False); the packed weight does not change while one trains"
+                )
+        self._copied = [(*now, total) for now, (*_, total) in zip(known, noted, strict=False)]
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, options: Options | None = None) -> Self:
@@ -231,6 +323,12 @@ class SparseLinear(nn.Linear):
     @property
     def packed(self) -> PackedWeight:
         """The packed weight: a view of the buffers."""
+        if self._copied is not None:
+            self._check_content()
+        return self._view
+
+    @property
+    def _view(self) -> PackedWeight:
         return self._format(**self._buffers, **self._sizes)  # type: ignore[arg-type]
 
     @property
@@ -239,46 +337,68 @@ class SparseLinear(nn.Linear):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.packed.dtype
+        return self._view.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.packed.device
+        return self._view.device
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dense [out_features, in_features] weight, made at every look and never kept; without a gradient."""
-        if self.device.type == "meta":
-            return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         with torch.no_grad():
-            dense = self.packed.to_dense()
+            on_meta = self.device.type == "meta"
+            shape = (self.out_features, self.in_features)
+            dense = torch.empty(shape, dtype=self.dtype, device="meta") if on_meta else self.packed.to_dense()
         return dense if torch.compiler.is_compiling() else dense.as_subclass(UnpackedWeight)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype. Under autocast, which leaves the
         weight as it is, input and bias are cast to that, and the output to autocast's dtype.
         """
+        if self._copied is not None and not torch.compiler.is_compiling():
+            self._check_content()
         tensors, own = list(self._buffers.values()), self._parameters
         # Less 0.4 us of nn.Module; FSDP and parametrizations take it out of there.
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         if (dtype := autocast_dtype(input)) is None:
-            return multiply(input, tensors, self._header, bias)
+            try:
+                return multiply(input, tensors, self._header, bias)
+            except RuntimeError as error:
+                self._explain(error, input)
+                raise
         added = None if bias is None else bias.to(self.dtype)
         return multiply(input.to(self.dtype), tensors, self._header, added).to(dtype)
 
     def _parts(self, input: Tensor, part_rows: Sequence[int]) -> Sequence[Tensor]:
         """forward(input) in parts of so many out_features, without a bias: tensors of their own, or slices."""
+        if self._copied is not None and not torch.compiler.is_compiling():
+            self._check_content()
         if not self._format.gives_parts(input, part_rows):
             return slices(self.forward(input), part_rows)
         tensors = list(self._buffers.values())
         if (dtype := autocast_dtype(input)) is None:
-            return torch.ops.macko.linear_parts(input, tensors, self._header, part_rows)
+            try:
+                return torch.ops.macko.linear_parts(input, tensors, self._header, part_rows)
+            except RuntimeError as error:
+                self._explain(error, input)
+                raise
         parts = torch.ops.macko.linear_parts(input.to(self.dtype), tensors, self._header, part_rows)
         return [part.to(dtype) for part in parts]
 
+    def _explain(self, error: RuntimeError, input: Tensor) -> None:
+        """RuntimeError that says what to do, where the input is of another dtype than the layer."""
+        if input.is_floating_point() and input.dtype != self.dtype:
+            dtype = str(self.dtype)
+            raise RuntimeError(
+                f"{error}. The layers around it compute in another type (as after peft's "
+                f"prepare_model_for_kbit_training): run the model in torch.autocast({input.device.type!r}, {dtype}), "
+                f"or give the layer x.to({dtype})"
+            ) from None
+
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        packed = self.packed
+        packed = self._view
         if packed.device.type != "meta" and not packed.saved_dense:  # which would have to be unpacked
             density = packed.density
             text += f", density={density:.3f} ({1 - density:.1%} sparse)"
@@ -360,6 +480,11 @@ class SparseLinear(nn.Linear):
         else:
             saved._hold(held.to_saved())
         super(SparseLinear, saved)._save_to_state_dict(destination, prefix, keep_vars)
+        for key in [prefix + name for name in saved._buffers]:
+            if not destination[key].numel():
+                destination[key] = _apart(destination[key])
+        if self._saves_empty_weight:
+            destination[f"{prefix}weight"] = empty_weight(held)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint, which looks up each name of a state_dict: those that are no buffers now."""
@@ -389,11 +514,12 @@ class SparseLinear(nn.Linear):
     ) -> None:
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
         packed: PackedWeight | None
-        held, extra, dense = self._format, f"{prefix}_extra_state", state_dict.get(f"{prefix}weight")
+        held, extra, weight = self._format, f"{prefix}_extra_state", state_dict.get(f"{prefix}weight")
         own, assigned = [prefix + name for name in self._buffers], bool(local_metadata.get("assign_to_params_buffers"))
+        is_packed = any(prefix + name in state_dict for name in ("_extra_state", *MackoWeight.tensor_names))
         try:
-            if isinstance(dense, Tensor) and (dense.numel() or (held.saved_dense and extra not in state_dict)):
-                packed = self._pack_loaded(dense, assigned)
+            if isinstance(weight, Tensor) and (weight.numel() or (held.saved_dense and not is_packed)):
+                packed = self._pack_loaded(weight, assigned)
                 state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
             else:
                 packed = self._read(state_dict, prefix)
@@ -422,12 +548,14 @@ class SparseLinear(nn.Linear):
             # The empty weight of a packed folder, and the layout's own tensors, which torch.distributed.checkpoint adds
             known = {f"{prefix}weight", *own, *(prefix + name for name in vars(_SAVED))}
             unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
-        if isinstance(self.packed, MackoWeight) and self.device.type != "meta":
+        if self._copied is not None:
+            self._note_content()
+        if isinstance(loaded := self._view, MackoWeight) and loaded.device.type != "meta":
             if self._options is not None:
                 self.reformat_()
             elif held.is_layout and self.device.type in held.device_types:
                 with contextlib.suppress(ValueError):  # sparse11 does not hold every weight: it stays canonical
-                    self._hold(held.from_macko(self.packed))
+                    self._hold(held.from_macko(loaded))
 
     def _pack_loaded(self, dense: Tensor, assigned: bool) -> PackedWeight:
         """The dense weight of a state_dict as this layer holds it, where files hold it dense."""
@@ -439,23 +567,19 @@ class SparseLinear(nn.Linear):
         if dense.device.type == "meta":  # as a packed state there: without content
             if not assigned and self.device.type != "meta":
                 raise ValueError(_NO_CONTENT)
-            return self.packed.blank("meta")
+            return self._view.blank("meta")
         target = dense.device if self.device.type == "meta" else self.device
         return pack(dense.detach().to(target, dense.dtype if assigned else self.dtype), Options(self.format))
 
     def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
         """The validated packed weight of a state_dict, or None where it has nothing of one."""
-        format, sizes = self._format, self._sizes
-        names = list(format.tensor_names)
-        if (extra := state_dict.get(f"{prefix}_extra_state")) is not None:
-            try:
-                format, sizes, names = saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
-            except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-                raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
+        format, sizes, names = self._said(state_dict, prefix)
         tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         if missing := [name for name in names if name not in tensors]:
             if any(prefix + name in state_dict for name in (*names, *self._buffers)):  # or they went in as they are
                 raise ValueError(f"the state has no {', '.join(missing)} of its {format.format} weight")
+            if f"{prefix}weight" in state_dict:
+                raise ValueError(f"the state has an empty weight, and none of the tensors that {self.format} has")
             return None
         packed = format(**tensors, **sizes)  # type: ignore[arg-type]
         if bad := {name: type(t).__name__ for name, t in tensors.items() if not isinstance(t, Tensor)}:
@@ -470,3 +594,28 @@ class SparseLinear(nn.Linear):
         if isinstance(packed, Macko8Weight):
             return (packed if "meta" in (self.device.type, packed.device.type) else packed.to(self.device)).held()
         return packed
+
+    def _said(self, state_dict: dict[str, Any], prefix: str) -> tuple[type[PackedWeight], dict[str, int], list[str]]:
+        """What a state_dict's packed weight is: its format, sizes, and names of tensors.
+
+        By its _extra_state, or else, whatever this layer holds now, by the names of files; or as this layer itself.
+        """
+        extra = state_dict.get(f"{prefix}_extra_state")
+        # torch.distributed.checkpoint puts a placeholder where a file has none.
+        if extra is not None and type(extra).__name__ != "_EXTRA_STATE":
+            try:
+                return saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
+            except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
+        for kind in (EcWeight, SlideWeight):  # whose sizes do not follow from the tensors
+            if kind is not self._format and all(prefix + name in state_dict for name in kind.tensor_names):
+                raise ValueError(
+                    f"the state has a weight of format {kind.format} without the _extra_state that says its sizes, and "
+                    f"this layer holds {self.format}: load it with macko.load_model or from_pretrained"
+                )
+        there = {name: tensor for name in vars(_SAVED) if isinstance(tensor := state_dict.get(prefix + name), Tensor)}
+        files, own = MackoWeight.tensor_names, self._format.tensor_names
+        of_a_file = all(name in there for name in files)
+        if any(name in there for name in files) and (of_a_file or any(prefix + name not in state_dict for name in own)):
+            return saved_by_names(there, self.in_features, self._view)
+        return self._format, self._sizes, list(own)

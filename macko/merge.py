@@ -123,6 +123,10 @@ class MergedLinear(SparseLinear):
         return self._whole.rows_of(self._index)
 
     @property
+    def _view(self) -> PackedWeight:
+        return self.packed
+
+    @property
     def format(self) -> str:
         return self._whole.format
 

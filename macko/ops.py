@@ -50,7 +50,11 @@ def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int],
     if has_tangent(x):
         raise NotImplementedError("macko::linear has no forward-mode derivatives: use reverse mode")
     recorded = torch.is_grad_enabled() or torch._C._is_tracing() or torch._C._get_dispatch_mode(_MAKE_FX) is not None
-    return (_LINEAR if recorded else _BELOW_AUTOGRAD)(x, tensors, header, bias)
+    if not recorded:
+        return _BELOW_AUTOGRAD(x, tensors, header, bias)
+    y = _LINEAR(x, tensors, header, bias)
+    # Kernels may give it its shape by a view, and of a view that an op's graph holds torch refuses changes in place.
+    return torch.ops.aten._unsafe_view(y, y.shape) if y.requires_grad and y._is_view() else y
 
 
 def has_tangent(x: Tensor) -> bool:

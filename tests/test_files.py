@@ -142,7 +142,9 @@ def test_what_the_file_holds(tmp_path: Path) -> None:
         names, about = set(file.keys()), json.loads(file.metadata()["macko"])
     assert about["version"] == VERSION
     assert about["layers"]["up"] == {"format": "macko", "rows": 72, "cols": 40, "delta_bits": 4}
-    assert {name for name in names if name.startswith("up.")} == {"up.values", "up.deltas", "up.row_ptr", "up.bias"}
+    assert {name for name in names if name.startswith("up.")} == {
+        "up.values", "up.deltas", "up.row_ptr", "up.bias", "up.weight"
+    }  # fmt: skip
     assert about["shared"] == {
         "again.values": "down.values", "again.deltas": "down.deltas", "again.row_ptr": "down.row_ptr",
         "head.weight": "embed.weight",

@@ -121,8 +121,8 @@ def _packed(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tens
                 f"save_pretrained: {name} is inside of a wrapper of {_WRAPPERS[wrapper]}, and from_pretrained would "
                 "not find it by that name: save the adapter by itself, or the model without the wrapper"
             )
-        # Two dimensions, since transformers may cut or join it as the weight of that name.
-        state[join(name, "weight")] = torch.empty(0, about["cols"], dtype=model.get_submodule(name).dtype)
+        # The layer's own has two dimensions too, since transformers may cut or join it as the weight of that name.
+        state.setdefault(join(name, "weight"), torch.empty(0, about["cols"], dtype=model.get_submodule(name).dtype))
     return state, layers
 
 

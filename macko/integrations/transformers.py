@@ -390,6 +390,7 @@ class _Loading(SparseLinear):
 
     get_extra_state = nn.Module.get_extra_state  # type: ignore[assignment]
     set_extra_state = nn.Module.set_extra_state
+    _saves_empty_weight = False  # transformers would look for it
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

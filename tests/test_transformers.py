@@ -1184,6 +1184,21 @@ def test_one_of_the_layers_that_files_hold_as_one_is_left_dense(left: str, tmp_p
         assert_same_weights(model, dense)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"save_original_format": False}, {"max_shard_size": "20KB"}])
+def test_such_a_model_with_and_without_its_head(options: dict[str, Any], tmp_path: Path) -> None:
+    dense = made("nomic_bert", "NomicBertForMaskedLM")
+    macko.sparsify_(sparse := copy.deepcopy(dense), progress=False)
+    sparse.save_pretrained(tmp_path / "packed", **options)
+    assert_same_weights(type(dense).from_pretrained(tmp_path / "packed"), dense)
+    body = transformers.NomicBertModel.from_pretrained(tmp_path / "packed")
+    assert_same_weights(body, dense.base_model)
+    body.save_pretrained(tmp_path / "body")
+    again = type(dense).from_pretrained(tmp_path / "body")
+    assert sparse_names(again.base_model) == sparse_names(sparse.base_model) != set()
+    assert_same_weights(again.base_model, dense.base_model)
+
+
 def test_a_packed_layer_that_transformers_would_convert_again_is_refused(tmp_path: Path) -> None:
     """By a name that is the same before and after: q_proj, whose rows it turns as it loads."""
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -1321,6 +1336,10 @@ def test_the_config_of_a_model_in_memory(pruned: tuple[Any, Path], tmp_path: Pat
             again = load(folder, config=config)
             assert sparse_names(again) == sparse_names(sparse)
             assert_same_bits(again(TOKENS).logits, loaded(TOKENS).logits)
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        again = load(tmp_path / "packed", config=model.config, **options)  # of a dense model
+        assert sparse_names(again) == sparse_names(sparse)
+        assert_same_bits(again(TOKENS).logits, loaded(TOKENS).logits)
 
 
 @pytest.mark.parametrize("option", [{"vocab_size": 120}, {"intermediate_size": 128}])
@@ -1349,13 +1368,22 @@ def test_other_labels(tmp_path: Path) -> None:
         type(dense).from_pretrained(tmp_path, num_labels=5)
 
 
-def test_a_packed_state_without_a_folder_is_refused(pruned: tuple[Any, Path]) -> None:
+def test_a_packed_state_without_a_folder_is_refused(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     macko.sparsify_(sparse := copy.deepcopy(pruned[0]), progress=False)
     for config in (pruned[0].config, sparse.config):
         with pytest.raises(ValueError, match=r"state_dict has model.layers.0.self_attn.q_proj packed by macko"):
             type(sparse).from_pretrained(None, config=config, state_dict=sparse.state_dict())
     again = type(sparse).from_pretrained(None, config=pruned[0].config, state_dict=pruned[0].state_dict())
     assert_same_model(again, pruned[0])
+    sparse.save_pretrained(tmp_path)  # and so is what its file holds, but with what its config.json says
+    state = load_file(tmp_path / "model.safetensors")
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(ValueError, match=r"state_dict has model.layers.\d.\w+.\w+_proj packed by macko"):
+            type(sparse).from_pretrained(None, config=pruned[0].config, state_dict=state, **options)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    again = type(sparse).from_pretrained(None, config=config, state_dict=state)
+    assert sparse_names(again) == sparse_names(sparse)
+    assert_same_weights(again, pruned[0])
 
 
 @pytest.mark.parametrize("how", ["packed", "MackoConfig", "state_dict"])

@@ -264,15 +264,21 @@ def _own_names(model: Any, state: dict[str, Tensor]) -> set[str] | None:
 
 
 def _wrap_load(load: Any) -> Any:
+    signature = inspect.signature(load)
+
     @functools.wraps(load)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-        for key in kwargs.get("state_dict") or ():
-            if key.rpartition(".")[2] == "_extra_state" and _is_packed(kwargs["state_dict"][key]):
-                raise ValueError(
-                    f"from_pretrained: state_dict has {key.rpartition('.')[0]} packed by macko, which is read from a "
-                    "folder only: give the folder of save_pretrained, or load the state into a model after sparsify_"
-                )
-        token = IGNORES_SIZES.set(bool(kwargs.get("ignore_mismatched_sizes")))
+        call = signature.bind(cls, *args, **kwargs)
+        given = {**call.arguments, **call.arguments.get("kwargs", {})}
+        folder, config = given["pretrained_model_name_or_path"], given.get("config")
+        if isinstance(config, PreTrainedConfig) and not _method(getattr(config, "quantization_config", None)):
+            kwargs["config"] = config = _with_layers(config, folder)
+        if layer := _packed_layer(given.get("state_dict") or {}, getattr(config, "quantization_config", None)):
+            raise ValueError(
+                f"from_pretrained: state_dict has {layer} packed by macko, which is read from a folder only: give the "
+                "folder of save_pretrained, or load the state into a model after sparsify_"
+            )
+        token = IGNORES_SIZES.set(bool(given.get("ignore_mismatched_sizes")))
         try:
             return load(cls, *args, **kwargs)
         finally:
@@ -280,6 +286,28 @@ def _wrap_load(load: Any) -> Any:
 
     from_pretrained._by_macko = True  # type: ignore[attr-defined]
     return classmethod(from_pretrained)
+
+
+def _with_layers(config: PreTrainedConfig, folder: Any) -> PreTrainedConfig:
+    """The config, which says nothing of packed layers, with what the config.json of a packed folder says of them."""
+    file = Path(folder or "") / "config.json"
+    about = json.loads(file.read_text(encoding="utf-8")).get("quantization_config") if file.is_file() else None
+    if folder is None or _method(about) != "macko":
+        return config
+    config = copy.deepcopy(config)
+    config.quantization_config = about  # type: ignore[attr-defined]
+    return config
+
+
+def _packed_layer(state: dict[str, Any], about: Any) -> str | None:
+    """A layer that is packed in a state, but of which a config says nothing; None where there is none."""
+    layers = (about.get("layers") if about else None) or {}
+    for key, tensor in state.items():
+        layer, _, name = key.rpartition(".")
+        empty = name == "weight" and join(layer, "values") in state
+        if (name == "_extra_state" and _is_packed(tensor)) or (empty and not layers):
+            return layer
+    return None
 
 
 def _is_packed(extra: Any) -> bool:

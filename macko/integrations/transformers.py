@@ -386,15 +386,11 @@ class MackoHfQuantizer(HfQuantizer):
 
 
 class _Loading(SparseLinear):
-    """A SparseLinear whose sizes come from config.json: it asks for no _extra_state in the file, nor for a weight."""
+    """A SparseLinear whose sizes come from config.json: it asks for no _extra_state in the file."""
 
     get_extra_state = nn.Module.get_extra_state  # type: ignore[assignment]
     set_extra_state = nn.Module.set_extra_state
     _saves_empty_weight = False  # transformers would look for it
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.pop(f"{prefix}weight", None)
 
     #: Called with the layer once, when transformers has set the last of its tensors.
     when_whole: Callable[[SparseLinear], None] | None = None

@@ -88,6 +88,8 @@ def shrunk(config: Any, **options: Any) -> Any:
             sizes[key] = shrunk(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             size = next((size for pattern, size in SIZES if re.search(pattern, key)), value)
+            if re.search(SIZES[0][0], key) and value == getattr(config, "num_attention_heads", None):
+                size = 4  # as many as heads, on which fused files of q, k and v count
             if re.search(r"_token_(id|index)$", key) and value >= 99:
                 size = next(ids)
             if size < value:

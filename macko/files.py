@@ -5,7 +5,9 @@ Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hug
 
     {"version": 1, "layers": {"up": {"format": "macko", "rows": 11008, "cols": 4096, "delta_bits": 4}}, "shared": {}}
 
-The layer's tensors lie under its name and the format's field names: up.values, up.deltas, up.row_ptr.
+The layer's tensors lie under its name and the format's field names: up.values, up.deltas, up.row_ptr. Beside them lies
+an empty up.weight, at which readers stop that know nothing of macko. A file of somebody else, as diffusers' or
+accelerate's, has that state without the JSON: then up._extra_state says the same, or the names and sizes do.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +63,18 @@ def load_model(
     device: torch.device | str | None = None,
     format: str | None = None,
 ) -> nn.Module:
-    """Reads a file of save_model, or the folder of a sparse transformers model, into a model of that kind.
+    """Reads a file of save_model, or the folder of a sparse model, into a model of that kind.
 
-    Linear layers whose weight is packed in the file become SparseLinear, in place, with no dense weight on the way.
+    Whoever saved it: transformers, or what writes a model's state_dict to safetensors files, as diffusers, accelerate,
+    PyTorchModelHubMixin, sentence-transformers (the folder of its Dense). Linear layers whose weight is packed in the
+    file become SparseLinear, in place, with no dense weight on the way.
     Every packed weight is validated before it is used.
 
     Args:
         model: the module that the file is of, dense or sparse. One on the meta device takes the file's dtypes; any
             other keeps its own. Buffers that are not saved stay on the meta device, for the caller to fill.
-        path: a file, or a folder of files.
+        path: a file, or a folder of files. Of a folder with a model's file or an index only what these name is read,
+            and never adapters and consolidated files.
         device: where the model goes; default: where it is, the CPU for one on the meta device.
         format: what to hold the weights in, as in macko.sparsify_; default: as the model's sparse layers do, and "auto"
             where they are dense.
@@ -78,14 +83,15 @@ def load_model(
         The model; a new layer where the model is itself one nn.Linear.
 
     Raises:
-        ValueError: the file is of a newer version, does not fit the model, or holds a packed weight that breaks its
-            format; names the layer. The model is then to be thrown away.
+        ValueError: the file is of a newer version, quantised by another library, does not fit the model, or holds a
+            packed weight that breaks its format; names the layer. The model is then to be thrown away.
     """
     if format is not None:
         Options(format)
-    with Checkpoint(path) as file:
-        for name in file.layers:
-            model = _make_sparse(model, name)
+    with Checkpoint(path, by_names=True) as file:
+        if other := file.quantised_by(_own_names(model)):
+            raise ValueError(f"{os.fspath(path)}: it is quantised by {other}, which load_model does not read")
+        model = make_room(model, file)
         ties = {tuple(names) for names in tied_parameters(model).values()}
         on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         state = {name: file[name] for name in file}
@@ -112,6 +118,18 @@ def load_model(
             except ValueError as error:
                 raise ValueError(f"{os.fspath(path)}: {name or 'the model'}: {error}") from None
     return model
+
+
+def make_room(model: nn.Module, file: Checkpoint) -> nn.Module:
+    """Puts an empty SparseLinear in the place of each linear layer that is packed in a file; the model."""
+    for name in (*file.layers, *file.unnamed):
+        model = _make_sparse(model, name)
+    return model
+
+
+def _own_names(model: nn.Module) -> set[str]:
+    """Names of a model's tensors; but for those of packed layers, which a state_dict would have to make."""
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
 
 
 def packed_state(
@@ -184,54 +202,109 @@ def open_tensors(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{os.fspath(path)} is no safetensors file, or was cut off: {error}") from None
 
 
+#: Stems of the files, or of the index, of a whole model; where there is none, what files of a folder are not of it.
+_WHOLE = ("model", "diffusion_pytorch_model")
+_NO_MODEL = ("adapter_*.safetensors", "consolidated*.safetensors")
+#: Ends of the names of tensors that are another library's, and whose.
+_OTHERS = {
+    "qweight": "gptq or awq", "g_idx": "gptq", "SCB": "bitsandbytes", "absmax": "bitsandbytes",
+    "quant_map": "bitsandbytes", "quant_state.bitsandbytes__nf4": "bitsandbytes",
+    "quant_state.bitsandbytes__fp4": "bitsandbytes", "weight_format": "bitsandbytes", "_weight_qdata": "torchao",
+    "_weight_scale": "torchao", "weight_packed": "compressed-tensors", "compressed": "compressed-tensors",
+    "bitmask": "compressed-tensors", "weight_scale_inv": "fp8 in blocks", "weight_scale": "fp8 or int8, with scales",
+    "W_q": "hqq", "weight._data": "quanto", "codebooks": "aqlm",
+}  # fmt: skip
+
+
 class Checkpoint:
     """The tensors of a safetensors file or of a folder of them, read when asked for; a context manager.
 
     The empty weights beside packed ones, which stop readers without macko, are not among them.
 
+    Args:
+        by_names: whether packed layers may be told by the names of their tensors alone; `unnamed` are those.
+
     Attributes:
         layers: of each packed layer its format and sizes.
+        unnamed: packed layers of which the files do not say these; a layer of the model's size can read them.
         shared: for each name that is not in the file, the name of the tensor that it shares.
         config: config.json of a folder, else {}.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, by_names: bool = False) -> None:
         self.path = Path(path)
         self.config: dict[str, Any] = {}
         files = [self.path]
         if self.path.is_dir():
-            files = sorted(self.path.glob("*.safetensors"))
-            if (index := self.path / "model.safetensors.index.json").exists():
-                names = _json(index.read_text(encoding="utf-8"), index).get("weight_map", {})
-                if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-                    raise ValueError(f"{index}: weight_map is {names!r}, expected a file's name for each tensor")
-                files = sorted({self.path / Path(name).name for name in names.values()})
+            files = _files_of(self.path)
             if (config := self.path / "config.json").exists():
                 self.config = _json(config.read_text(encoding="utf-8"), config)
+        elif self.path.name.endswith(".index.json"):
+            files = _files_of_index(self.path)
         if not files:
             raise FileNotFoundError(f"{self.path} has no *.safetensors")
         about: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
+        self._torchao = False
         with _refused(self.path):
             for name in files:
                 file = open_tensors(name)
                 self._files |= dict.fromkeys(file.keys(), file)
-                if "macko" in (metadata := file.metadata() or {}):
+                metadata = file.metadata() or {}
+                self._torchao |= any("_type" in text and "Tensor" in text for text in metadata.values())
+                if "macko" in metadata:
                     about = _json(metadata["macko"], name)
         quantization = {} if (given := self.config.get("quantization_config")) is None else given
         if not isinstance(quantization, dict):
             raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
-        if quantization.get("quant_method") == "macko":
+        self._method = str(quantization.get("quant_method", "") or "")
+        if self._method == "macko":
             about = quantization
-        if about == {} and not self.path.is_dir() and self._is_of_sparse_folder():
+        described = self._described()
+        if about == described == {} and not by_names and not self.path.is_dir() and self._is_of_sparse_folder():
             raise ValueError(f"{self.path}: what it holds is in config.json beside it: give the folder")
         if about != {}:
             check_about(about, str(self.path))
-        self.layers: dict[str, dict[str, Any]] = dict(about.get("layers") or {})
+        self.layers: dict[str, dict[str, Any]] = described | dict(about.get("layers") or {})
+        self.unnamed = self._undescribed() if by_names else []
         for weight in [join(layer, "weight") for layer in self.layers]:
-            if weight in self._files and 0 in self.shape(weight):  # see macko.integrations.saving
+            if weight in self._files and 0 in self.shape(weight):
                 del self._files[weight]
         self.shared: dict[str, str] = dict(about.get("shared") or {})
+
+    def _described(self) -> dict[str, dict[str, Any]]:
+        """What the _extra_state of each layer says that has one of macko's."""
+        found = {}
+        for key in [key for key in self._files if f".{key}".endswith("._extra_state")]:
+            layer = key.rpartition(".")[0]
+            size = self.shape(key)
+            if len(size) != 1 or size[0] > 2**16 or (extra := self[key]).dtype != torch.uint8:
+                continue  # of another module
+            with contextlib.suppress(RecursionError, ValueError):
+                about = json.loads(bytes(extra.tolist()))
+                if isinstance(about, dict) and "format" in about:
+                    found[layer] = about
+                    del self._files[key]
+        check_about({"version": VERSION, "layers": found}, str(self.path))
+        return found
+
+    def _undescribed(self) -> list[str]:
+        """Other layers that have the tensors of a canonical weight, by their names."""
+        ends = [key.rpartition(".")[0] for key in sorted(self._files) if f".{key}".endswith(".deltas")]
+        return [
+            layer
+            for layer in ends
+            if layer not in self.layers and all(join(layer, name) in self._files for name in MackoWeight.tensor_names)
+        ]
+
+    def quantised_by(self, own: Collection[str] = ()) -> str:
+        """Which other library's way of quantising the files are in, or nothing; `own`: names that the model has."""
+        if self._method not in ("", "macko"):
+            return self._method
+        if self._torchao:
+            return "torchao"
+        foreign = (name for name in self._files if name not in own)
+        return next((_OTHERS[end] for name in foreign for end in _OTHERS if f".{name}".endswith(f".{end}")), "")
 
     def _is_of_sparse_folder(self) -> bool:
         """Whether a file has the empty weights that stand beside packed ones, and a config.json that is macko's."""
@@ -272,6 +345,29 @@ class Checkpoint:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of the model that lies in a folder, beside which there may be adapters, or the same model again."""
+    for stem in _WHOLE:
+        if (index := folder / f"{stem}.safetensors.index.json").exists():
+            return _files_of_index(index)
+        if (whole := folder / f"{stem}.safetensors").exists():
+            return [whole]
+    if len(indexes := list(folder.glob("*.safetensors.index.json"))) == 1:
+        return _files_of_index(indexes[0])
+    files = sorted(folder.glob("*.safetensors"))
+    left = [file for file in files if not any(file.match(pattern) for pattern in _NO_MODEL)]
+    if files and not left and all(file.match(_NO_MODEL[0]) for file in files):
+        raise FileNotFoundError(f"{folder} holds adapters alone ({files[0].name}), and no model")
+    return left or files
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    names = _json(index.read_text(encoding="utf-8"), index).get("weight_map", {})
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index}: weight_map is {names!r}, expected a file's name for each tensor")
+    return sorted({index.parent / Path(name).name for name in names.values()})
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "dinov2 swiglu": {"use_swiglu_ffn": True},
     "dinov2_with_registers swiglu": {"use_swiglu_ffn": True},
+    "inkling_mm_model dense": {"text_config": {"dense_mlp_idx": 2}},
     "tipsv2_vision_model swiglu": {"use_swiglu_ffn": True},
 }
 KINDS = (*transformers.CONFIG_MAPPING, *(kind for kind in VARIANTS if kind.split()[0] in transformers.CONFIG_MAPPING))
@@ -85,7 +86,7 @@ def shrunk(config: Any, **options: Any) -> Any:
     sizes: dict[str, Any] = {}
     for key, value in vars(config).items():
         if isinstance(value, transformers.PreTrainedConfig):
-            sizes[key] = shrunk(value)
+            sizes[key] = shrunk(value, **options.pop(key, {}))
         elif isinstance(value, int) and not isinstance(value, bool):
             size = next((size for pattern, size in SIZES if re.search(pattern, key)), value)
             if re.search(SIZES[0][0], key) and value == getattr(config, "num_attention_heads", None):

@@ -325,6 +325,7 @@ def ran_right(model: Any, loaded: Any, twin: dict[str, torch.Tensor]) -> str:
 
 
 @pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_through_packing_saving_and_loading(kind: str) -> None:
     with torch_threads(1):

@@ -92,7 +92,8 @@ def sparsify_(
         format: a name in macko.FORMATS; "auto": what should take the least time where the layer is, dense too, chosen
             again when it moves; "smallest": the fewest bytes in memory, found by packing in every format; or "mixed":
             slide for layers of an n:m pattern where that is faster, else as "auto".
-        ignore: layers to leave dense: full names, last components of names, or globs over full names.
+        ignore: layers to leave dense: full names, last components of names, or globs over full names. "lm_head" stands
+            for the output heads of a model of transformers by any name, those of classifiers too.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
             default: 0 for format "slide", else 0.25. "dense12" does not look at zeros.
@@ -405,6 +406,8 @@ def _weight_out_of_reach(layer: FoundLinear) -> str | None:
         return f"its weight is a {type(module.weight).__name__}"
     if "forward" in vars(module):
         return "its forward has been replaced"
+    if layer.changed:
+        return layer.changed
     for parent, _ in layer.places:
         if isinstance(parent, _READ_THEIR_CHILDREN):
             return f"{type(parent).__name__} reads its weight itself"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import dis
 import fnmatch
+import functools
 import html
+import inspect
 import json
 import math
 import os
+import re
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
@@ -18,8 +24,17 @@ from torch.nn.parameter import is_lazy
 
 #: filter_fn(module, full name) -> whether to take the layer.
 Filter = Callable[[nn.Module, str], bool]
-#: The layers that everybody leaves: there is not one in every model.
+#: What everybody leaves: a model's output heads, whatever their names are. There is not one in every model.
 IGNORED = ("lm_head",)
+
+#: Models of transformers for a task: all that stands beside their base model is the head, which is trained anew.
+_OF_A_TASK = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|XVector)")
+#: Names of heads beside the base model of any model of transformers.
+_HEADS = ("lm_head", "classifier", "classification_head", "qa_outputs", "score")
+
+
+#: Methods of tensors that change what they hold.
+_WRITES = re.compile(r"(?!_|requires_grad_|detach_|share_memory_|retain_grad)\w+(?<!_)_")
 
 
 @dataclasses.dataclass
@@ -34,6 +49,8 @@ class FoundLinear:
     aliases: list[str]
     #: Why the caller leaves it out, or None.
     left_out: str | None
+    #: Why no packed weight can take its place, or None: the model's own code changes the weight in place.
+    changed: str | None = None
 
 
 def check_model(model: Any, what: str) -> None:
@@ -49,8 +66,8 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
     """Every nn.Linear of the model, in the model's order, subclasses too; those of a peft adapter are left out.
 
     Args:
-        ignore: full names, last components of names, or globs over full names. A UserWarning names what matches no
-            layer: a slip of the pen would be found too late.
+        ignore: full names, last components of names, or globs over full names; "lm_head" stands for the output heads
+            too (output_heads). A UserWarning names what matches no layer: a slip of the pen would be found too late.
         filter_fn: called with what ignore does not match.
     """
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
@@ -72,12 +89,17 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
         for name, module in model.named_modules()
         for part in getattr(module, "adapter_layer_names", ())
     )
+    heads = output_heads(model) if "lm_head" in ignore else set()
+    changed = _changed_in_place(model)
     for layer in found.values():
         names = [layer.name, *layer.aliases]
         ignored = matching(ignore, names)
         unmatched -= set(ignored)
+        layer.changed = changed.get(id(layer.module))
         if ignored:
             layer.left_out = f"ignored by {ignored[0]!r}"
+        elif id(layer.module) in heads:
+            layer.left_out = "ignored by 'lm_head': it is an output head"
         elif layer.name.startswith(adapters):
             layer.left_out = "an adapter's"
         elif filter_fn is not None and not filter_fn(layer.module, layer.name):
@@ -96,6 +118,71 @@ def matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
         return p in (n, n.rpartition(".")[2]) or fnmatch.fnmatchcase(n, p)
 
     return [pattern for pattern in patterns if any(fits(pattern, name) for name in names)]
+
+
+def output_heads(model: nn.Module) -> set[int]:
+    """ids of the linear layers that give the outputs of a model of transformers, or of those within a module.
+
+    That of get_output_embeddings(); of a classifier, and of others for a task, all that is beside the base model: what
+    is trained anew for another task, peft's `modules_to_save`.
+    """
+    heads: list[Any] = []
+    for module in model.modules():
+        if not isinstance(prefix := getattr(module, "base_model_prefix", None), str):
+            continue  # no model of transformers
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            heads.append(module.get_output_embeddings())  # type: ignore[operator]
+        of_a_task = _OF_A_TASK.search(type(module).__name__)
+        for name, child in module.named_children():
+            whole = name == prefix or hasattr(child, "base_model_prefix")
+            if name in _HEADS or (of_a_task and not whole):
+                heads.append(child)
+    parts = [part for head in heads if isinstance(head, nn.Module) for part in head.modules()]
+    return {id(part) for part in parts if isinstance(part, nn.Linear)}
+
+
+def _changed_in_place(model: nn.Module) -> dict[int, str]:
+    """Linear layers whose weight the model's code changes in place as it runs, as RWKV's does, and what says so."""
+    found = {}
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if paths := tuple(f".{path}" for path in _written_paths(kind)):
+                for name, child in module.named_modules():
+                    if isinstance(child, nn.Linear) and f".{name}".endswith(paths):
+                        found[id(child)] = f"{kind.__name__}'s code changes its weight in place"
+    return found
+
+
+@functools.cache
+def _written_paths(kind: type) -> frozenset[str]:
+    """The "x.y" of each `x.y.weight.div_(2)`, `x.y.weight.data *= 2` or alike in a class's methods that run a model."""
+    paths = set()
+    for method in vars(kind).values() if not kind.__module__.startswith("torch.") else ():
+        code = getattr(inspect.unwrap(method), "__code__", None) if isinstance(method, types.FunctionType) else None
+        if code is None or "weight" not in code.co_names or re.search(r"init|reset|tie_|resize", code.co_name):
+            continue
+        path: list[str] = []  # of attributes, as they are looked up one after the other
+        target: list[str] = []  # the one before the attribute that `x.y *= 2` sets
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                path.append(str(step.argval))
+                if _WRITES.fullmatch(path[-1]):
+                    paths.add(_owner_of_weight(path[:-1]))
+            elif step.opname in ("COPY", "DUP_TOP"):
+                target = path.copy()
+            elif step.opname.startswith(("INPLACE_", "BINARY_OP")):
+                path = target if step.opname != "BINARY_OP" or step.argrepr.endswith("=") else []
+            elif step.opname == "STORE_ATTR" and target and path is target:
+                paths.add(_owner_of_weight([*target, str(step.argval)]))
+            elif step.opname.startswith(("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "STORE_")):
+                path = []
+    return frozenset(paths - {""})
+
+
+def _owner_of_weight(path: list[str]) -> str:
+    """ "x.y" of the attributes [x, y, "weight"] or [x, y, "weight", "data"]; else ""."""
+    owner = path[:-1] if path[-1:] == ["data"] else path
+    return ".".join(owner[:-1]) if owner[-1:] == ["weight"] else ""
 
 
 def tied_parameters(model: nn.Module) -> dict[int, list[str]]:

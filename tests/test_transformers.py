@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -1109,3 +1110,377 @@ def test_8_bits_are_saved_and_loaded(values: str, tmp_path: Path) -> None:
     config = macko.MackoConfig(values=values, min_sparsity=0)
     loaded = load(tmp_path / "dense", quantization_config=config, dtype="auto")
     assert_same_bits(loaded(TOKENS).logits, wanted)
+
+
+# ---- What transformers makes of files, and of layers -----------------------------------------------------------------
+
+
+def with_zeros(model: Any) -> Any:
+    """Other zeros, and another count of them, in every linear layer."""
+    chance = torch.Generator().manual_seed(0)
+    for index, layer in enumerate(module for module in model.modules() if type(module) is nn.Linear):
+        with torch.no_grad():
+            layer.weight *= torch.rand(layer.weight.shape, generator=chance) > 0.6 + 0.03 * (index % 7)
+    return model.eval()
+
+
+def made(kind: str, model_class: str = "", **options: Any) -> Any:
+    """A small model of transformers in float32, pruned."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    known = {"vocab_size": 99, "pad_token_id": 0, **sizes}
+    config = transformers.CONFIG_MAPPING[kind](**{**known, **options})
+    model_class_found = getattr(transformers, model_class) if model_class else transformers.MODEL_MAPPING[type(config)]
+    return with_zeros(model_class_found._from_config(config, dtype=torch.float32))
+
+
+def assert_same_weights(model: nn.Module, dense: nn.Module) -> None:
+    """Of every linear layer, packed or not, and its bias."""
+    for name, layer in dense.named_modules():
+        if isinstance(layer, nn.Linear):
+            other = model.get_submodule(name)
+            packed = isinstance(other, macko.SparseLinear)
+            assert torch.equal(other.packed.to_dense() if packed else other.weight, layer.weight), name
+            assert layer.bias is None or torch.equal(other.bias, layer.bias), name
+
+
+@pytest.mark.parametrize("kind", ["nomic_bert", pytest.param("gte", marks=pytest.mark.slow)])
+def test_layers_that_files_hold_as_one_tensor(kind: str, tmp_path: Path) -> None:
+    """q, k and v of nomic_bert, up and gate of gte too: read from the fused matrix, and saved packed."""
+    dense = made(kind)
+    dense.save_pretrained(tmp_path / "dense")
+    assert any("qkv" in key.lower() for key in load_file(tmp_path / "dense/model.safetensors"))
+    sparse = copy.deepcopy(dense)
+    macko.sparsify_(sparse, progress=False)
+    loaded = type(dense).from_pretrained(tmp_path / "dense", quantization_config=macko.MackoConfig())
+    assert sparse_names(loaded) == sparse_names(sparse) != set()
+    assert_same_weights(loaded, dense)
+    for index, model in enumerate((sparse, loaded)):
+        model.save_pretrained(tmp_path / f"{index}")
+        again = type(dense).from_pretrained(tmp_path / f"{index}")
+        assert sparse_names(again) == sparse_names(sparse)
+        assert_same_weights(again, dense)
+    assert_same_weights(macko.load_model(copy.deepcopy(dense), tmp_path / "0"), dense)
+    again.dequantize()
+    again.save_pretrained(tmp_path / "last")
+    assert_same_weights(type(dense).from_pretrained(tmp_path / "last"), dense)
+    assert (
+        load_file(tmp_path / "last/model.safetensors").keys() == load_file(tmp_path / "dense/model.safetensors").keys()
+    )
+
+
+@pytest.mark.parametrize("left", ["q_proj", "k_proj", "v_proj"])
+def test_one_of_the_layers_that_files_hold_as_one_is_left_dense(left: str, tmp_path: Path) -> None:
+    dense = made("nomic_bert")
+    dense.save_pretrained(tmp_path / "dense")
+    loaded = type(dense).from_pretrained(tmp_path / "dense", quantization_config=macko.MackoConfig(ignore=[left]))
+    sparse = copy.deepcopy(dense)
+    macko.sparsify_(sparse, ignore=[left], progress=False)
+    sparse.save_pretrained(tmp_path / "packed")
+    again = type(dense).from_pretrained(tmp_path / "packed")
+    for model in (loaded, again):
+        assert sparse_names(model) == sparse_names(sparse)
+        assert not any(left in name for name in sparse_names(model))
+        assert_same_weights(model, dense)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"save_original_format": False}, {"max_shard_size": "20KB"}])
+def test_such_a_model_with_and_without_its_head(options: dict[str, Any], tmp_path: Path) -> None:
+    dense = made("nomic_bert", "NomicBertForMaskedLM")
+    macko.sparsify_(sparse := copy.deepcopy(dense), progress=False)
+    sparse.save_pretrained(tmp_path / "packed", **options)
+    assert_same_weights(type(dense).from_pretrained(tmp_path / "packed"), dense)
+    body = transformers.NomicBertModel.from_pretrained(tmp_path / "packed")
+    assert_same_weights(body, dense.base_model)
+    body.save_pretrained(tmp_path / "body")
+    again = type(dense).from_pretrained(tmp_path / "body")
+    assert sparse_names(again.base_model) == sparse_names(sparse.base_model) != set()
+    assert_same_weights(again.base_model, dense.base_model)
+
+
+def test_a_packed_layer_that_transformers_would_convert_again_is_refused(tmp_path: Path) -> None:
+    """By a name that is the same before and after: q_proj, whose rows it turns as it loads."""
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    class Turned(transformers.LlamaForCausalLM):
+        pass
+
+    turn = [WeightConverter("self_attn.q_proj", "self_attn.q_proj", operations=[Transpose(0, 1)])]
+    register_checkpoint_conversion_mapping("Turned", turn, overwrite=True)
+    model = Turned(llama(hidden_size=64, intermediate_size=64).config)
+    model = with_zeros(model.to(torch.float32))
+    macko.sparsify_(model, progress=False)
+    before = model.state_dict()
+    with pytest.raises(ValueError, match=r"would not find the packed model.layers.0.self_attn.q_proj again"):
+        model.save_pretrained(tmp_path / "packed")
+    assert not list((tmp_path).glob("packed/*.safetensors"))
+    assert not list((tmp_path).glob("packed/config.json"))
+    assert model.state_dict().keys() == before.keys()
+
+
+def siglip(**options: Any) -> Any:
+    return made("siglip_vision_model", "SiglipVisionModel", image_size=16, patch_size=8, **options)
+
+
+@pytest.mark.parametrize("how", ["packed", "MackoConfig"])
+def test_a_model_that_starts_its_childrens_weights_while_it_loads(how: str, tmp_path: Path) -> None:
+    """Siglip's attention has no weights of its own, so transformers starts those of q_proj."""
+    dense = siglip()
+    model = copy.deepcopy(dense)
+    if how == "packed":
+        macko.sparsify_(model, progress=False)
+    model.save_pretrained(tmp_path)
+    options = {} if how == "packed" else {"quantization_config": macko.MackoConfig()}
+    loaded = type(dense).from_pretrained(tmp_path, **options)
+    assert sparse_names(loaded)
+    assert_same_weights(loaded, dense)
+
+
+class Rescaling(nn.Module):
+    """Halves weights in place when it first runs, as RWKV does for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.block.out, self.block.value = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.value = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.block.out.weight.div_(2)
+        self.block.value.weight.data *= 0.5
+        x *= self.value.weight[0]
+        return self.block.value(self.block.out(x))
+
+
+def test_a_weight_that_the_models_code_changes_is_left_by_name() -> None:
+    model = with_zeros(Rescaling())
+    report = {row.name: row.reason for row in macko.sparsify_(model, progress=False)}
+    changed = "Rescaling's code changes its weight in place"
+    assert {name for name, reason in report.items() if reason == changed} == {"block.out", "block.value"}
+    assert sparse_names(model) == {"block.0", "block.1", "value"}
+
+
+def test_rwkv_divides_its_weights_by_itself(tmp_path: Path) -> None:
+    sizes = {"context_length": 32, "num_hidden_layers": 3, "attention_hidden_size": 64, "rescale_every": 1}
+    dense = made("rwkv", **sizes)
+    dense.save_pretrained(tmp_path / "dense")
+    loaded = type(dense).from_pretrained(tmp_path / "dense", quantization_config=macko.MackoConfig())
+    assert len(sparse_names(loaded)) == 15
+    assert not any(name.endswith(("attention.output", "feed_forward.value")) for name in sparse_names(loaded))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS)[0], dense(TOKENS)[0])
+
+
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "auto"])
+@pytest.mark.parametrize("kind", ["t5", pytest.param("umt5", marks=pytest.mark.slow)])
+def test_float32_that_transformers_keeps(kind: str, dtype: Any, tmp_path: Path) -> None:
+    dense = made(kind, **T5).half()
+    dense.save_pretrained(tmp_path / "dense")
+    dense = type(dense).from_pretrained(tmp_path / "dense", dtype=dtype)
+    wanted = {name: parameter.dtype for name, parameter in dense.named_parameters()}
+    assert wanted["encoder.block.0.layer.1.DenseReluDense.wo.weight"] == (
+        torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    )
+    sparse = copy.deepcopy(dense)
+    macko.sparsify_(sparse, progress=False)
+    sparse.save_pretrained(tmp_path / "packed")
+    models = [
+        type(dense).from_pretrained(tmp_path / "packed", dtype=dtype),
+        type(dense).from_pretrained(tmp_path / "dense", dtype=dtype, quantization_config=macko.MackoConfig()),
+        macko.load_model(copy.deepcopy(dense), tmp_path / "packed"),
+    ]
+    for model in models:
+        assert sparse_names(model) == sparse_names(sparse)
+        assert {name: model.get_submodule(name).dtype for name in sparse_names(model)} == {
+            name: wanted[f"{name}.weight"] for name in sparse_names(model)
+        }
+        assert_same_weights(model, dense)
+
+
+def test_float32_that_transformers_keeps_is_dense_where_no_kernel_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    dense = made("t5", **T5).half()
+    dense.save_pretrained(tmp_path / "dense")
+    dense = type(dense).from_pretrained(tmp_path / "dense", dtype=torch.float16)
+    macko.sparsify_(sparse := copy.deepcopy(dense), progress=False)
+    sparse.save_pretrained(tmp_path / "packed")
+    refused = "macko.integrations.transformers.unsupported"
+    monkeypatch.setattr(refused, lambda dtype, device: "no" if dtype == torch.float32 else None)
+    with pytest.warns(UserWarning, match=r"\d layers: dense, as transformers keeps float32"):
+        model = type(dense).from_pretrained(tmp_path / "packed", dtype=torch.float16)
+    assert sparse_names(sparse) - sparse_names(model) == {name for name in sparse_names(sparse) if name.endswith("wo")}
+    assert_same_weights(model, dense)
+    with pytest.raises(ValueError, match="the weight cannot be loaded: no"):
+        type(dense).from_pretrained(tmp_path / "packed", dtype=torch.float32)
+
+
+# ---- Options of from_pretrained --------------------------------------------------------------------------------------
+
+
+def test_the_config_of_a_model_in_memory(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    """What the files are is in the config.json beside them, whatever the config says that is given."""
+    model, dense = pruned
+    macko.sparsify_(sparse := copy.deepcopy(model), progress=False)
+    unsaved = copy.deepcopy(sparse.config)
+    sparse.save_pretrained(tmp_path / "packed")
+    loaded = load(tmp_path / "packed")
+    for config in (unsaved, sparse.config, loaded.config):
+        for folder in (dense, tmp_path / "packed"):
+            again = load(folder, config=config)
+            assert sparse_names(again) == sparse_names(sparse)
+            assert_same_bits(again(TOKENS).logits, loaded(TOKENS).logits)
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        again = load(tmp_path / "packed", config=model.config, **options)  # of a dense model
+        assert sparse_names(again) == sparse_names(sparse)
+        assert_same_bits(again(TOKENS).logits, loaded(TOKENS).logits)
+
+
+@pytest.mark.parametrize("option", [{"vocab_size": 120}, {"intermediate_size": 128}])
+def test_other_sizes_that_may_be_ignored(option: dict[str, int], pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    macko.sparsify_(sparse := with_zeros(copy.deepcopy(pruned[0])), ignore=(), progress=False)
+    sparse.save_pretrained(tmp_path / "packed")
+    with pytest.raises(ValueError, match=r"the checkpoint has shape \[\d+, \d+\], the model \[\d+, \d+\]"):
+        load(tmp_path / "packed", **option)
+    loaded = load(tmp_path / "packed", **option, ignore_mismatched_sizes=True)
+    other = "lm_head" if "vocab_size" in option else ".mlp."
+    assert sparse_names(loaded) == {name for name in sparse_names(sparse) if other not in name} != sparse_names(sparse)
+    for name in sparse_names(loaded):
+        assert_same_bits(loaded.get_submodule(name).packed.to_dense(), sparse.get_submodule(name).packed.to_dense())
+
+
+def test_other_labels(tmp_path: Path) -> None:
+    dense = made("bert", "BertForSequenceClassification", num_labels=3)
+    macko.sparsify_(sparse := copy.deepcopy(dense), ignore=(), progress=False)
+    assert "classifier" in sparse_names(sparse)
+    sparse.save_pretrained(tmp_path)
+    loaded = type(dense).from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
+    assert loaded.classifier.weight.shape == (5, 64)
+    assert type(loaded.classifier) is nn.Linear
+    assert_same_weights(loaded.bert, dense.bert)
+    with pytest.raises(ValueError, match=r"classifier: the checkpoint has shape \[3, 64\], the model \[5, 64\]"):
+        type(dense).from_pretrained(tmp_path, num_labels=5)
+
+
+def test_a_packed_state_without_a_folder_is_refused(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    macko.sparsify_(sparse := copy.deepcopy(pruned[0]), progress=False)
+    for config in (pruned[0].config, sparse.config):
+        with pytest.raises(ValueError, match=r"state_dict has model.layers.0.self_attn.q_proj packed by macko"):
+            type(sparse).from_pretrained(None, config=config, state_dict=sparse.state_dict())
+    again = type(sparse).from_pretrained(None, config=pruned[0].config, state_dict=pruned[0].state_dict())
+    assert_same_model(again, pruned[0])
+    sparse.save_pretrained(tmp_path)  # and so is what its file holds, but with what its config.json says
+    state = load_file(tmp_path / "model.safetensors")
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(ValueError, match=r"state_dict has model.layers.\d.\w+.\w+_proj packed by macko"):
+            type(sparse).from_pretrained(None, config=pruned[0].config, state_dict=state, **options)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    again = type(sparse).from_pretrained(None, config=config, state_dict=state)
+    assert sparse_names(again) == sparse_names(sparse)
+    assert_same_weights(again, pruned[0])
+
+
+@pytest.mark.parametrize("how", ["packed", "MackoConfig", "state_dict"])
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj"])
+def test_a_layer_that_no_file_has_is_refused(how: str, lost: str, pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    model = copy.deepcopy(pruned[0])
+    if how == "packed":
+        macko.sparsify_(model, progress=False)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {name: t for name, t in load_file(file).items() if not (name.startswith(lost) and "bias" not in name)}
+    save_file(state, file, metadata={"format": "pt"})
+    options = {} if how == "packed" else {"quantization_config": macko.MackoConfig()}
+    folder: Any = tmp_path
+    if how == "state_dict":
+        folder, options = None, {**options, "config": model.config, "state_dict": state}
+    with pytest.raises(ValueError, match=re.escape(lost)):
+        type(model).from_pretrained(folder, **options)
+
+
+def test_a_head_that_no_file_has_starts_anew(tmp_path: Path) -> None:
+    """As in every dense model of transformers: of another task, or a pooler."""
+    body = made("bert", "BertForMaskedLM")
+    body.save_pretrained(tmp_path)
+    config = macko.MackoConfig()
+    model = transformers.BertForSequenceClassification.from_pretrained(tmp_path, quantization_config=config)
+    assert len(sparse_names(model)) == 12
+    assert not isinstance(model.bert.pooler.dense, macko.SparseLinear)
+
+
+# ---- Heads -----------------------------------------------------------------------------------------------------------
+
+HEADS = [
+    ("llama", "LlamaForCausalLM", {"lm_head"}),
+    ("llama", "LlamaForSequenceClassification", {"score"}),
+    ("bert", "BertForTokenClassification", {"classifier"}),
+    ("bert", "BertForQuestionAnswering", {"qa_outputs"}),
+    ("roberta", "RobertaForSequenceClassification", {"classifier.dense", "classifier.out_proj"}),
+    ("distilbert", "DistilBertForSequenceClassification", {"pre_classifier", "classifier"}),
+    ("rwkv", "RwkvForCausalLM", {"head"}),
+    ("siglip_vision_model", "SiglipForImageClassification", {"classifier"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "model_class", "heads"), HEADS)
+def test_output_heads_stay_dense_and_unpruned(kind: str, model_class: str, heads: set[str]) -> None:
+    if kind == "siglip_vision_model":
+        parts = {"vision_config": siglip().config}
+        config = transformers.SiglipConfig(**parts)
+        model = with_zeros(transformers.SiglipForImageClassification(config))
+    else:
+        sizes = {"dim": 64, "hidden_dim": 128, "n_layers": 1, "n_heads": 4} if kind == "distilbert" else {}
+        model = made(kind, model_class, **sizes)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+    pruned = macko.prune_(model, 0.5, progress=False)
+    packed = macko.sparsify_(model, progress=False)
+    for report in (pruned, packed):
+        assert {row.name for row in report if "lm_head" in row.reason} == heads
+    assert all(model.get_submodule(name).weight.all() for name in heads)
+    assert sparse_names(model)
+    everything = copy.deepcopy(model)
+    macko.prune_(everything, 0.5, ignore=(), progress=False)
+    assert not any(everything.get_submodule(name).weight.all() for name in heads)
+
+
+@pytest.mark.parametrize("names", [["down_proj"], ["mlp", "lm_head"], ["score"]])
+def test_what_an_adapter_is_to_save_is_trained(names: list[str], tmp_path: Path) -> None:
+    """As on the dense base, packed or not; the packed layer is what runs without the adapter."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    sizes = {"num_key_value_heads": 2, "num_labels": 3}
+    dense = made("llama", "LlamaForSequenceClassification" if "score" in names else "LlamaForCausalLM", **sizes)
+    macko.sparsify_(sparse := copy.deepcopy(dense), ignore=(), progress=False)
+    untouched = copy.deepcopy(sparse)
+    labels = torch.tensor([0, 2]) if "score" in names else TOKENS
+    task = "SEQ_CLS" if "score" in names else "CAUSAL_LM"
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=names, task_type=task)
+    trained = []
+    for base in (dense, sparse):
+        torch.manual_seed(1)
+        model = peft.get_peft_model(base, copy.deepcopy(config))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(input_ids=TOKENS, labels=labels).loss.backward()
+            optimizer.step()
+        trained.append(model.eval())
+    ours = {name: p for name, p in trained[1].named_parameters() if "modules_to_save" in name}
+    assert ours
+    assert all(p.requires_grad for p in ours.values())
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, trained[0].get_parameter(name))
+    with torch.no_grad():
+        torch.testing.assert_close(trained[1](TOKENS).logits, trained[0](TOKENS).logits)
+        with trained[1].disable_adapter():
+            torch.testing.assert_close(trained[1](TOKENS).logits, untouched(TOKENS).logits)
+        trained[1].save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(untouched, tmp_path)
+        assert_same_bits(again(TOKENS).logits, trained[1](TOKENS).logits)

@@ -15,6 +15,7 @@ _DUE = {
     "transformers.quantizers.auto": "macko.integrations.transformers",
     "transformers.modeling_utils": "macko.integrations.saving",
     "accelerate.utils.modeling": "macko.integrations.accelerate",
+    "peft.utils.other": "macko.integrations.peft",
     "sentence_transformers.base.modules.module": "macko.integrations.sentence_transformers",
 }
 

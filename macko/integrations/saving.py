@@ -1,4 +1,4 @@
-"""save_pretrained of any transformers model that holds sparse layers, whoever put them there.
+"""save_pretrained of any transformers model that holds sparse layers, whoever put them there, and from_pretrained.
 
 Beside the weights of each packed layer lies an empty tensor NAME.weight. A reader that knows nothing of macko wants a
 weight of another size there and stops, where it would else start the layer at random.
@@ -11,6 +11,7 @@ import copy
 import functools
 import hashlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,15 +20,18 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCardData
 from torch import Tensor, nn
+from transformers import modeling_utils
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
 from ..files import join, packed_state
-from ..formats import takes_any_weight
+from ..formats import saved_as, takes_any_weight
 from ..layers import format_bytes
 from ..linear import SparseLinear
 from . import tensor_parallel
-from .transformers import MackoConfig
+from .transformers import IGNORES_SIZES, MackoConfig
 
 #: Parts of names that wrappers put between a model's own, by whose names from_pretrained would find nothing.
 _WRAPPERS = {"base_layer": "PEFT's adapters", "_orig_mod": "torch.compile"}
@@ -73,6 +77,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
             raise ValueError("save_pretrained: each process has a part of the model, so its state cannot be given")
         with tensor_parallel.all_whole(model):
             state, layers = _packed(model, state)
+            _own_names(model, state)  # or why not, before anything is written
     elif "macko" not in methods:
         yield state, layers
         return
@@ -194,5 +199,129 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+# ---- transformers' own names of files' tensors -----------------------------------------------------------------------
+
+
+def _wrap_revert(revert: Any) -> Any:
+    @functools.wraps(revert)
+    def revert_weight_conversion(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Names, cuts and joins a state as files have it; what is packed is neither cut nor joined.
+
+        Where transformers would join packed layers (as q, k and v of a fused matrix), the state keeps the model's own
+        names, which from_pretrained finds too; but for what it would convert again, which has to be as files have it.
+        """
+        if (own := _own_names(model, state_dict)) is None:
+            return revert(model, state_dict)
+        kept = {key: tensor for key, tensor in state_dict.items() if key in own}
+        rest = {key: tensor for key, tensor in state_dict.items() if key not in own}
+        return kept | revert(model, rest) if rest else kept
+
+    revert_weight_conversion._by_macko = True  # type: ignore[attr-defined]
+    return revert_weight_conversion
+
+
+def _own_names(model: Any, state: dict[str, Tensor]) -> set[str] | None:
+    """The tensors to save under the model's own names; None where no packed layer is in transformers' way.
+
+    Raises:
+        ValueError: from_pretrained would not find a packed layer by its own name.
+    """
+    conversions = getattr(model, "_weight_conversions", None)  # what was done as it was loaded
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    backwards = [conversion.reverse_transform() for conversion in conversions[::-1]]
+    joining = [entry for entry in backwards if isinstance(entry, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for key in state if joining else ():
+        name, pattern = apply_converters(key, joining)
+        if pattern is not None:
+            groups.setdefault(name, []).append(key)
+    packed = {name for name, module in model.named_modules() if isinstance(module, SparseLinear)}
+    if not any(key.rpartition(".")[0] in packed for group in groups.values() for key in group):
+        return None
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+
+    def is_found(key: str) -> bool:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        return name not in state or (name == key and pattern is None)  # what it knows no name of it takes by its own
+
+    own = set(filter(is_found, state))
+    for group in groups.values():
+        if not own.issuperset(group):
+            own.difference_update(group)
+    for key in state:
+        layer, _, tensor = key.rpartition(".")
+        if key not in own and layer in packed and tensor != "bias":
+            raise ValueError(
+                f"save_pretrained: transformers would not find the packed {layer} again, since it converts what has "
+                "such a name while it loads: leave the layer dense (ignore), or use macko.save_model"
+            )
+    return own
+
+
+# ---- from_pretrained -------------------------------------------------------------------------------------------------
+
+
+def _wrap_load(load: Any) -> Any:
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(cls, *args, **kwargs)
+        given = {**call.arguments, **call.arguments.get("kwargs", {})}
+        folder, config = given["pretrained_model_name_or_path"], given.get("config")
+        if isinstance(config, PreTrainedConfig) and not _method(getattr(config, "quantization_config", None)):
+            kwargs["config"] = config = _with_layers(config, folder)
+        if layer := _packed_layer(given.get("state_dict") or {}, getattr(config, "quantization_config", None)):
+            raise ValueError(
+                f"from_pretrained: state_dict has {layer} packed by macko, which is read from a folder only: give the "
+                "folder of save_pretrained, or load the state into a model after sparsify_"
+            )
+        token = IGNORES_SIZES.set(bool(given.get("ignore_mismatched_sizes")))
+        try:
+            return load(cls, *args, **kwargs)
+        finally:
+            IGNORES_SIZES.reset(token)
+
+    from_pretrained._by_macko = True  # type: ignore[attr-defined]
+    return classmethod(from_pretrained)
+
+
+def _with_layers(config: PreTrainedConfig, folder: Any) -> PreTrainedConfig:
+    """The config, which says nothing of packed layers, with what the config.json of a packed folder says of them."""
+    file = Path(folder or "") / "config.json"
+    about = json.loads(file.read_text(encoding="utf-8")).get("quantization_config") if file.is_file() else None
+    if folder is None or _method(about) != "macko":
+        return config
+    config = copy.deepcopy(config)
+    config.quantization_config = about  # type: ignore[attr-defined]
+    return config
+
+
+def _packed_layer(state: dict[str, Any], about: Any) -> str | None:
+    """A layer that is packed in a state, but of which a config says nothing; None where there is none."""
+    layers = (about.get("layers") if about else None) or {}
+    for key, tensor in state.items():
+        layer, _, name = key.rpartition(".")
+        empty = name == "weight" and join(layer, "values") in state
+        if (name == "_extra_state" and _is_packed(tensor)) or (empty and not layers):
+            return layer
+    return None
+
+
+def _is_packed(extra: Any) -> bool:
+    """Whether it is what SparseLinear.get_extra_state gives."""
+    try:
+        saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
+
+
+if not hasattr(modeling_utils.revert_weight_conversion, "_by_macko"):
+    modeling_utils.revert_weight_conversion = _wrap_revert(modeling_utils.revert_weight_conversion)
+if not hasattr(PreTrainedModel.from_pretrained, "_by_macko"):
+    PreTrainedModel.from_pretrained = _wrap_load(vars(PreTrainedModel)["from_pretrained"].__func__)  # type: ignore[method-assign]
 if not hasattr(PreTrainedModel.save_pretrained, "_by_macko"):
     PreTrainedModel.save_pretrained = _wrap(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import json
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from ..linear import SparseLinear, unsupported, with_hooks
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
 
+#: Whether the from_pretrained that runs was told ignore_mismatched_sizes (macko.integrations.saving sets it).
+IGNORES_SIZES: ContextVar[bool] = ContextVar("IGNORES_SIZES", default=False)
 #: In the environment: transformers reads a tensor when its turn has come. Else threads read ahead, in the time that a
 #: layer takes to be cut all that there is: an H200 held the whole of a 7B, of which half was its part.
 _NO_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -66,6 +70,10 @@ class MackoConfig(QuantizationConfigMixin):
         self.format, self.min_sparsity, self.version, self.values = format, min_sparsity, version, values
         self.layers = {} if layers is None else layers
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """An option, or the default: transformers asks the config that a model has as it does the one of a file."""
+        return getattr(self, key, default)
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """The config of a config.json, without what others, or a later macko, have noted there too."""
@@ -90,12 +98,16 @@ class MackoHfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.report = Report([])
         self._found: dict[str, FoundLinear] = {}
+        #: Targets of each of transformers' converters that makes several weights of what files hold.
+        self._split: list[list[str]] = []
         self._packed_names: set[str] = set()
         #: What the caller of from_pretrained wants, of each packed layer.
         self._dtypes: dict[str, torch.dtype] = {}
         #: Bytes of a packed weight over those of the dense one, as far as known before it is read.
         self._share = 1.0
         self._async: str | None = None
+        #: What the caller of from_pretrained wants of the model.
+        self._dtype: torch.dtype | None = None
 
     def is_serializable(self) -> bool:
         return True
@@ -111,10 +123,15 @@ class MackoHfQuantizer(HfQuantizer):
 
     # ---- Before loading ----
 
+    def preprocess_model(self, model: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        self._dtype = dtype
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+
     def _process_model_before_weight_loading(  # type: ignore[override]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         tensor_parallel.check(model)
+        self._believe_files(checkpoint_files or [])
         if self.pre_quantized:
             self._place_packed(model, checkpoint_files or [])
             if tensor_parallel.is_asked(model):
@@ -123,7 +140,7 @@ class MackoHfQuantizer(HfQuantizer):
             return
         tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
         for layer in find_linears(model, self.quantization_config.ignore, None):
-            reason = layer.left_out or ("its weight is tied" if f"{layer.name}.weight" in tied else "")
+            reason = layer.left_out or layer.changed or ("its weight is tied" if f"{layer.name}.weight" in tied else "")
             if not reason and type(layer.module) is nn.Linear:
                 self._found[layer.name] = layer
             else:
@@ -132,6 +149,21 @@ class MackoHfQuantizer(HfQuantizer):
                 kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
                 self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
         self._share = _expected_share(checkpoint_files or [], self._found)
+
+    def _believe_files(self, checkpoint_files: list[str]) -> None:
+        """Takes what the config.json beside the files says of them for the config that the caller gave.
+
+        That may be of a model that was packed in memory, or of another folder than this.
+        """
+        beside = Path(checkpoint_files[0]).with_name("config.json") if checkpoint_files else None
+        if not self.pre_quantized or beside is None or not beside.is_file():
+            return
+        about = json.loads(beside.read_text(encoding="utf-8"))
+        parts = [about, *(part for part in about.values() if isinstance(part, dict))]
+        packed = [part["quantization_config"] for part in parts if part.get("quantization_config")]
+        self.pre_quantized = bool(packed)
+        if packed and packed[0].get("quant_method") == "macko":
+            self.quantization_config.layers = MackoConfig.from_dict(packed[0]).layers
 
     def _place_packed(self, model: Any, checkpoint_files: list[str]) -> None:
         """Empty sparse layers on the meta device, of the sizes that the files have."""
@@ -163,6 +195,8 @@ class MackoHfQuantizer(HfQuantizer):
             except ValueError as error:
                 raise ValueError(f"{saved}: {error}") from None
             if packed.shape != linear.weight.shape:
+                if IGNORES_SIZES.get():
+                    continue  # transformers meets the empty weight, of yet another size, and starts the layer anew
                 raise ValueError(
                     f"{saved}: the checkpoint has shape {list(packed.shape)}, the model {list(linear.weight.shape)}"
                 )
@@ -173,16 +207,37 @@ class MackoHfQuantizer(HfQuantizer):
             sparse._is_hf_initialized = True  # or transformers would give it random weights
             model.set_submodule(name, sparse)
             sparse.when_whole = partial(_cut, model, name)
-            self._dtypes[name] = linear.weight.dtype
+            self._dtypes[name] = self._planned(model, join(name, "weight"), linear.weight.dtype)
             self._packed_names |= {join(name, key) for key in tensors}
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*known, *(f"^{pattern}$" for pattern in tripwires)}
 
+    def _planned(self, model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that transformers loads a weight in: that of its layer, or float32 where it keeps that."""
+        for pattern, kept in model._get_dtype_plan(self._dtype or dtype).items():
+            if re.search(pattern.replace("*", ".*"), name):
+                return kept
+        return dtype
+
     # ---- While loading ----
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        updated = super().update_weight_conversions(weight_conversions, model)
+        self._split = [list(c.target_patterns) for c in updated if len(c.target_patterns) > 1]
+        return updated
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         layer, _, key = param_name.rpartition(".")
-        return param_name in self._packed_names or (key == "weight" and layer in self._found)
+        packed = param_name in self._packed_names or (key == "weight" and layer in self._found)
+        return packed or (key == "weight" and self._starts_a_group(param_name))
+
+    def _starts_a_group(self, name: str) -> bool:
+        """Whether transformers makes weights that are to be packed together with the one of this name, its first."""
+        return any(
+            first in name and name.replace(first, other, 1).rpartition(".")[0] in self._found
+            for first, *others in self._split
+            for other in others
+        )
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes an element to plan with: transformers reserves so much of a GPU before it loads."""
@@ -205,23 +260,23 @@ class MackoHfQuantizer(HfQuantizer):
         quantizer = self
 
         class Pack(ConversionOps):
-            """The dense weight of a layer into a SparseLinear in its place, or back as it is where it would not pay."""
+            """Dense weights of layers into SparseLinears in their places, or back as they are where it would not pay.
+
+            It is given all that transformers makes of what files hold as one: q, k and v of a fused matrix.
+            """
 
             def convert(  # type: ignore[override]
-                self,
-                input_dict: Any,
-                model: Any = None,
-                full_layer_name: str = "",
-                missing_keys: Any = None,
-                **kwargs: Any,
+                self, input_dict: Any, model: Any = None, missing_keys: Any = None, **kwargs: Any
             ) -> dict[str, Tensor]:
-                value = next(iter(input_dict.values()))
-                value = value[0] if isinstance(value, list) else value
-                if not quantizer._pack(model, full_layer_name.rpartition(".")[0], value):
-                    return {full_layer_name: value}
-                if missing_keys is not None:
-                    missing_keys.discard(full_layer_name)
-                return {}
+                kept = {}
+                for name, value in input_dict.items():
+                    value = value[0] if isinstance(value, list) else value
+                    layer, _, key = name.rpartition(".")
+                    if key != "weight" or layer not in quantizer._found or not quantizer._pack(model, layer, value):
+                        kept[name] = value
+                    elif missing_keys is not None:
+                        missing_keys.discard(name)
+                return kept
 
         return Pack()
 
@@ -251,6 +306,7 @@ class MackoHfQuantizer(HfQuantizer):
         if self.pre_quantized and tensor_parallel.is_asked(model):
             del os.environ[_NO_ASYNC]
             os.environ |= {_NO_ASYNC: self._async} if self._async is not None else {}
+        kept_dense: list[str] = []
         for name, module in model.named_modules():
             if type(module) is _Loading:
                 if missing := module.missing():
@@ -258,6 +314,9 @@ class MackoHfQuantizer(HfQuantizer):
                 module.__class__ = SparseLinear  # type: ignore[assignment]
                 packed, home, dtype = module.packed, module.device, self._dtypes[name]
                 if reason := unsupported(dtype, home):
+                    if dtype == torch.float32 != self._dtype:  # which only transformers wants: as sparsify_ leaves it
+                        kept_dense.append(name)
+                        continue
                     raise ValueError(f"{name}: the weight cannot be loaded: {reason}")
                 try:
                     if packed.dtype != dtype:
@@ -270,11 +329,33 @@ class MackoHfQuantizer(HfQuantizer):
                 if self.quantization_config.values == "raw":  # 8 bits are not made of what the files hold exactly
                     module._options = Options(values="raw")
                 module.reformat_(self._format_on(module.device, dtype))
+        for name in kept_dense:
+            self._make_dense(model, name)
+        if kept_dense:
+            many = f"{len(kept_dense)} layers" if len(kept_dense) > 1 else kept_dense[0]
+            warnings.warn(
+                f"{many}: dense, as transformers keeps float32, which macko holds on the CPU only", stacklevel=2
+            )
+        if missing := [name for name in self._found if not _starts_anew(model, name)]:
+            more = f", nor of {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"the checkpoint has no {join(missing[0], 'weight')}{more}: the layer would be random")
         self._found.clear()
         if not self.pre_quantized:
             self.report.layers += unpackable(model)
             warn_if_unchanged(self.report, "from_pretrained with a MackoConfig")
         return model
+
+    def _make_dense(self, model: Any, name: str) -> None:
+        """Puts the dense layer in the place of a packed one that is read, in its dtype and on its device."""
+        module = model.get_submodule(name)
+        try:
+            packed = module.packed.to("cpu")
+            packed.validate()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from None
+        dense = SparseLinear.from_packed(packed.held(), module.bias).to_linear()
+        dense.weight = nn.Parameter(dense.weight.to(module.device, self._dtypes[name]), requires_grad=False)
+        model.set_submodule(name, with_hooks(dense.to(self._dtypes[name]), module))
 
     def _format_on(self, device: torch.device, dtype: torch.dtype) -> str:
         """The format that the config asks for, or "auto", with a warning, where that does not run on the device or does
@@ -323,6 +404,15 @@ class _Loading(SparseLinear):
         """The tensors that are still to come."""
         tensors = (*self.named_buffers(), *self.named_parameters())
         return [name for name, tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)]
+
+
+def _starts_anew(model: Any, name: str) -> bool:
+    """Whether a model of transformers may have a layer that files lack: a head, a pooler; none of a numbered block."""
+    base = f"{model.base_model_prefix}."
+    if hasattr(model, model.base_model_prefix) and not name.startswith(base):
+        return True
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    return not re.search(r"\.\d+\.", f".{name}.") or any(re.search(p, join(name, "weight")) for p in ignored)
 
 
 def _cut(model: Any, name: str, layer: SparseLinear) -> None:
@@ -376,17 +466,17 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
         if kind is None:
             raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
         _check_size(folder, kind, about)
+        options |= {"quantization_config": config, "output_loading_info": True}
         if sparsity_format(file.config) is None:
-            options = {"dtype": "auto", **options, "output_loading_info": True}
-            return _whole(folder, *kind.from_pretrained(folder, quantization_config=config, **options))
+            return _whole(folder, *kind.from_pretrained(folder, **{"dtype": "auto", **options}))
         for name in ("quantization_config", "compression_config", "sparsity_config"):
             if hasattr(about, name):
                 delattr(about, name)
         stored = (file[name].dtype for name in file if name.endswith(".compressed"))
         dtype = options.pop("dtype", about.dtype) or next(stored, None)
         state = lazy_state(file)
-        options |= {"quantization_config": config, "dtype": dtype, "output_loading_info": True}
-        return _whole(folder, *kind.from_pretrained(None, config=about, state_dict=state, **options))
+        loaded = kind.from_pretrained(None, config=about, state_dict=state, dtype=dtype, **options)
+        return _whole(folder, *loaded)
 
 
 def _whole(folder: str, model: Any, loaded: dict[str, Any]) -> Any:

@@ -1,0 +1,43 @@
+"""peft: what `modules_to_save` names is trained, packed or not.
+
+peft trains a copy of such a module. A packed weight has no gradient, so the copy of a packed layer is dense; the layer
+itself stays packed, and is what runs where the adapter is off.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
+
+from ..linear import SparseLinear, with_hooks
+
+
+def _wrap(update: Any) -> Any:
+    @functools.wraps(update)
+    def dense_update(self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> Any:
+        packed = any(isinstance(module, SparseLinear) for module in self.original_module.modules())
+        if packed and not tied_module and adapter_name not in self.modules_to_save:
+            self.modules_to_save[adapter_name] = _dense(copy.deepcopy(self.original_module))
+        return update(self, adapter_name, tied_module=tied_module, **kwargs)
+
+    dense_update._by_macko = True  # type: ignore[attr-defined]
+    return dense_update
+
+
+def _dense(module: nn.Module) -> nn.Module:
+    """The module with dense layers in the places of its packed ones."""
+    if isinstance(module, SparseLinear):
+        return with_hooks(module.to_linear(), module)
+    dense: dict[nn.Module, nn.Module] = {}
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if isinstance(layer, SparseLinear):
+            module.set_submodule(name, dense.setdefault(layer, _dense(layer)))
+    return module
+
+
+if not hasattr(ModulesToSaveWrapper.update, "_by_macko"):
+    ModulesToSaveWrapper.update = _wrap(ModulesToSaveWrapper.update)  # type: ignore[method-assign]

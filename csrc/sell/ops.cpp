@@ -44,6 +44,7 @@ macko_sell_matrix matrix_of(const char *op, const Packed &p) {
     if (data.numel() * 2 % slot_bytes || data.numel() * 2 < num_blocks * warps * head * slot_bytes)
         fail(op, "data has ", data.numel(), " elements, expected whole slots of ", slot_bytes / 2, ", ",
              num_blocks * warps * head, " at least");
+    if (!data.numel() && p.own(3) > 0) fail(op, "data is empty, the header counts ", p.own(3), " entries");
     if (bases.numel() % MACKO_SELL_LANES || bases.numel() < num_blocks * warps * MACKO_SELL_LANES)
         fail(op, "bases has ", bases.numel(), " elements, expected a multiple of ", int(MACKO_SELL_LANES), ", ",
              num_blocks * warps * MACKO_SELL_LANES, " at least");

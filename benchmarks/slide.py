@@ -5,7 +5,6 @@
     python -m benchmarks.slide results.jsonl --table      writes the part "slide" of macko/times/<gpu>.json
     python -m benchmarks.slide results.jsonl --judge      what is lost by that table at tokens that nobody measured
     python -m benchmarks.slide results.jsonl --twin       the dense GEMM alone, where CUTLASS's was measured (TWIN)
-    python -m benchmarks.slide results.jsonl --variants   2:4 and dense by each tile and kind of halves, GEMM and whole
 
 Ours: `slide_linear` (quantise, lift, GEMM with scales and bias) on a dense weight and on the patterns 2:4, 4:6, 6:8.
 Torch's, for int8: our quantiser (faster than any torch has), `_int_mm` (fewer than 17 tokens, which it refuses, are
@@ -38,7 +37,6 @@ import macko.ops as ops
 import macko.times as tables
 from benchmarks.floor import floor
 from benchmarks.timing import append_jsonl, copies, provenance, time_graph
-from macko import _library
 
 #: Linears of Qwen2.5-7B (q, k and v as one, gate and up as one) and of Llama-2-7B.
 SHAPES = {
@@ -264,57 +262,11 @@ def time_twin(name: str, results: str, where: dict[str, Any], clock: Clock, args
         torch.cuda.empty_cache()
 
 
-#: Keys of MACKO_PLAN that --variants compares; "" is what the plan takes.
-VARIANTS = ("", "slide_halves=rows", "slide_tile=128x256", "slide_tile=128x192", "slide_tile=128x128")
-
-
-def said(keys: str, call: Callable[[], Tensor]) -> Tensor:
-    with _library.plan(keys):
-        return call()
-
-
-def quantised(x: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    return ops.slide_quant_fused(x, n, dtype)[0]
-
-
-def time_variants(name: str, results: str, where: dict[str, Any], clock: Clock, args: argparse.Namespace) -> None:
-    """The GEMM alone and the whole linear, under load, each way of tiling beside the others, torch's and bfloat16."""
-    for shape, tokens in product(args.shapes.split(","), (int(count) for count in args.tokens.split(",") if count)):
-        rows, cols = SHAPES[shape]
-        dense, dtype = torch.randn(rows, cols, device="cuda").bfloat16(), TYPES[name]
-        x, bias = torch.randn(tokens, cols, device="cuda").bfloat16(), torch.randn(rows, device="cuda").bfloat16()
-        sides: dict[str, Calls] = {"bf16": [partial(F.linear, x, dense, bias)]}
-        for pattern, n in (("2:4", 2), ("dense", 0)):
-            packed, scale, _ = ops.slide_pack(dense, n, dtype, prune=True)
-            q, token_scale = ops.slide_quant_fused(x, n, dtype)
-            gemm = partial(ops.slide_gemm, q, token_scale, packed, scale, cols, n, torch.bfloat16, bias)
-            whole = partial(ops.slide_linear, x, packed, scale, cols, n, dtype, bias)
-            wanted = gemm()
-            for keys in VARIANTS:
-                for what, call in (("gemm", gemm), ("whole", whole)):
-                    same = torch.equal(said(keys, call), wanted) or name != "int8"  # whose sums are exact
-                    assert same, f"{pattern} {what} {keys} is not what the plan gives"
-                    sides[f"{pattern} {what} {keys}".strip()] = [partial(said, keys, call)]
-            sides[f"{pattern} quantise"] = [partial(quantised, x, n, dtype)]
-            if not n and name == "int8":
-                codes = ops.slide_unpack(packed, scale, cols, n, dtype)
-                sides["_int_mm"] = [partial(torch._int_mm, q[:, :cols], codes.t())]
-        for side, (us, mhz) in Sustained(sides).run(clock, args.rounds, args.warm_ms, args.timed_ms).items():
-            fields = {"type": name, "shape": shape, "rows": rows, "cols": cols, "tokens": tokens, "side": side}
-            append_jsonl(results, **fields, mode="variants", us=us, sm_mhz_under_load=mhz, **where)
-            print(f"{name:5}{shape:15}{tokens:7} {side:36}{us:9.1f} us {mhz:6} MHz", flush=True)
-        del sides
-        torch.cuda.empty_cache()
-
-
 def read(results: str) -> dict[tuple[str, str, str, int], dict[str, float]]:
     """Times by (gpu, type, shape, tokens), then by side; under load where that was measured."""
     times: dict[tuple[str, str, str, int], dict[str, float]] = defaultdict(dict)
     for line in sorted(map(json.loads, Path(results).read_text().splitlines()), key=lambda r: r.get("mode", "")):
-        if "shape" in line and line.get("mode") not in (
-            "twin",
-            "variants",
-        ):  # "burst" sorts before "sustained", which replaces it
+        if "shape" in line and line.get("mode") != "twin":  # "burst" sorts before "sustained", which replaces it
             times[line["gpu"], line["type"], line["shape"], line["tokens"]][line["side"]] = line["us"]
     return times
 
@@ -377,16 +329,15 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="measure nothing, write the table from the results")
     parser.add_argument("--ours", action="store_true", help="only our kernels: more numbers of tokens for the table")
     parser.add_argument("--twin", action="store_true", help="the dense GEMM alone, where CUTLASS's was measured")
-    parser.add_argument("--variants", action="store_true", help="each tile and kind of halves, under load")
     parser.add_argument("--judge", action="store_true", help="measure nothing, judge the choice by the results")
     args = parser.parse_args()
     if args.table or args.judge:
         return write_table(args.results) if args.table else judge(args.results)
     where, clock = provenance(), Clock()
     counts = [int(count) for count in args.tokens.split(",") if count]
-    if args.twin or args.variants:
+    if args.twin:
         for name in args.types.split(","):
-            (time_twin if args.twin else time_variants)(name, args.results, where, clock, args)
+            time_twin(name, args.results, where, clock, args)
         return
     columns = [*PATTERNS, "torch", "bf16"]
     print(f"{where['gpu']}, torch {where['torch']}; us a linear, in brackets dense / it\n")

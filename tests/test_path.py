@@ -29,7 +29,6 @@ CANNOT = {
     "tile_gemm=128x256x1x2x": "tile_gemm is",
     "tile_gemm=128x256x1xx": "tile_gemm is",
     "slide_tile=auto": "slide_tile is",
-    "slide_halves=1": "slide_halves is '1', expected rows|tokens",
 }
 
 

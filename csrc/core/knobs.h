@@ -25,7 +25,6 @@ extern "C" {
     KNOB(TILE_TOKENS, "tile_tokens", 1, "a number")                                                                    \
     KNOB(TILE_GEMM, "tile_gemm", 4, "a number of rows x tokens x split_k x split")                                     \
     KNOB(SLIDE_TILE, "slide_tile", 2, "a number of rows x tokens")                                                     \
-    KNOB(SLIDE_HALVES, "slide_halves", 0, "rows|tokens")                                                               \
     KNOB(EC_CLUSTER, "ec_cluster", 0, "0|1")                                                                           \
     KNOB(STAGES, "stages", 1, "a number")                                                                              \
     KNOB(FIRST, "first", 1, "a number")                                                                                \

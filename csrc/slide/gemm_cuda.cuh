@@ -20,7 +20,6 @@
 #include "../core/cuda.cuh"
 #include "../core/pipeline.cuh"
 #include "../core/wgmma.cuh"
-#include "gemm_plan.h"
 #include "slide.h"
 
 namespace macko {
@@ -64,12 +63,10 @@ struct slide_task {
     int64_t rows;
     int tokens, row_blocks, k_tiles, row_tiles, token_tiles;
     int whole_tiles, num_tiles;
-    int last_share;          // tokens of a last tile that each block of a cluster loads
-    int splits;              // blocks that share the k tiles of one small tile (split-K)
-    int uses_pdl;            // the launch starts while the quantiser still runs
-    int is_bf16;             // the output and the bias; else fp16
-    CUtensorMap half_lifted; // of halves by tokens
-    int token_halves;
+    int last_share; // tokens of a last tile that each block of a cluster loads
+    int splits;     // blocks that share the k tiles of one small tile (split-K)
+    int uses_pdl;   // the launch starts while the quantiser still runs
+    int is_bf16;    // the output and the bias; else fp16
 };
 
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
@@ -77,7 +74,6 @@ struct slide_tile {
     static constexpr int TOKENS = slide_size_tokens(SIZE);
     static constexpr int WARPGROUPS = slide_size_rows(SIZE) / 64;
     static constexpr int CLUSTER = TOKENS >= 128 ? 2 : 1;
-    static constexpr bool TOKEN_HALVES = TOKENS == 256; // a tile may be cut so, too
     static constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr int META_BYTES = KIND == SLIDE_DENSE ? 0 : TYPE <= MACKO_SLIDE_E4M3 ? 1024 : 512;
@@ -104,17 +100,20 @@ struct slide_tile {
     // 96 or 128 sums a thread and the rounded ones of the tile before need more registers than 384 threads get: the
     // producer deallocates its own for the consumers (setmaxnreg).
     static constexpr bool MOVES_REGISTERS = TOKENS > 128;
-    // The producer of tiles that are cut by tokens keeps another map and share: with 24 registers it spills one.
-    static constexpr int PRODUCER_REGISTERS = TOKEN_HALVES ? 40 : 24, CONSUMER_REGISTERS = TOKEN_HALVES ? 232 : 240;
     static_assert(STAGES >= 4 && SMEM_BYTES <= BUDGET && STAGES <= 15);
-    static_assert((CONSUMER_REGISTERS * WARPGROUPS + PRODUCER_REGISTERS) * 128 <= 168 * THREADS || !MOVES_REGISTERS,
-                  "setmaxnreg would hang");
+    static_assert((240 * WARPGROUPS + 24) * 128 <= 168 * THREADS || !MOVES_REGISTERS, "setmaxnreg would hang");
 };
+
+// How many tiles are done whole by so many clusters at once. Where the last wave would occupy at most half of the clusters,
+// its tiles are cut into halves, half of the rows each, which blocks do with one warpgroup: float8 at 4096 tokens
+// 96.8 -> 88.6 us for o, 475 -> 432 us for down (3.4 rounds; H200, under load).
+__host__ __device__ constexpr int64_t slide_whole_tiles(int64_t tiles, int64_t clusters, int warpgroups) {
+    return warpgroups > 1 && tiles % clusters * 2 <= clusters ? tiles / clusters * clusters : tiles;
+}
 
 // What a block does of a tile: row blocks of 64 rows from `row_block` on, one for each warpgroup that has work.
 struct slide_work {
     int row_block, warpgroups, token_tile;
-    int token_half = -1; // which half of the tile's tokens; -1: all of them
 };
 
 // Tiles in groups of a few row tiles, all token tiles of a group together: both operands are found in L2.
@@ -126,8 +125,6 @@ __device__ __forceinline__ slide_work slide_work_of(const slide_task &task, int 
     const int group = tile / (GROUP * task.token_tiles), in_group = tile - group * GROUP * task.token_tiles;
     const int rows = min(GROUP, task.row_tiles - group * GROUP);
     const int token_tile = in_group / rows, row_tile = group * GROUP + in_group - token_tile * rows;
-    if (TILE::TOKEN_HALVES && half >= 0 && task.token_halves)
-        return {(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS, TILE::WARPGROUPS, token_tile, half % 2};
     if (TILE::WARPGROUPS > 1 && half >= 0)
         return {(row_tile * TILE::WARPGROUPS + half % 2) * TILE::CLUSTER + rank, 1, token_tile};
     return {(row_tile * TILE::CLUSTER + rank) * TILE::WARPGROUPS, TILE::WARPGROUPS, token_tile};
@@ -174,15 +171,8 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
         const slide_work work = slide_work_of<TILE>(task, tile, rank);
         const bool is_last = work.token_tile == task.token_tiles - 1;
         const CUtensorMap *lifted = is_last ? &task.last_lifted : &task.lifted;
-        int share = is_last ? task.last_share : TILE::TOKENS / TILE::CLUSTER;
-        int token = work.token_tile * TILE::TOKENS + rank * share;
-        if (TILE::TOKEN_HALVES && work.token_half >= 0) {
-            const int first_token = work.token_tile * TILE::TOKENS + work.token_half * (TILE::TOKENS / 2);
-            if (first_token >= task.tokens) break; // as the consumers do
-            lifted = &task.half_lifted;
-            share = TILE::TOKENS / 2 / TILE::CLUSTER;
-            token = first_token + rank * share;
-        }
+        const int share = is_last ? task.last_share : TILE::TOKENS / TILE::CLUSTER;
+        const int token = work.token_tile * TILE::TOKENS + rank * share;
         const uint8_t *weights[TILE::WARPGROUPS];
 #pragma unroll
         for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(work.row_block + i);
@@ -328,11 +318,7 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         work = slide_work_of<TILE>(task, tile, rank);
         if (warpgroup >= work.warpgroups) break; // halves come last
         const int64_t first_row = (int64_t)(work.row_block + warpgroup) * 64;
-        int first_token = work.token_tile * TOKENS;
-        if (TILE::TOKEN_HALVES && work.token_half > 0) {
-            first_token += TOKENS / 2;
-            if (first_token >= task.tokens) break;
-        }
+        const int first_token = work.token_tile * TOKENS;
         // Loaded now, used after the products: their latency is hidden. Each warp holds the scales of all tokens.
         const int64_t row = first_row + warp * 16 + lane / 4;
         const float scale[2] = {row < task.rows ? task.scale[row] : 0, row + 8 < task.rows ? task.scale[row + 8] : 0};
@@ -345,40 +331,6 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
                     ? task.token_scale[min(first_token + store * TILE::STORE_TOKENS + lane, task.tokens - 1)]
                     : 1;
 
-        if constexpr (TILE::TOKEN_HALVES) {
-            if (work.token_half >= 0) { // no tile comes behind it
-                slide_sum<TYPE> sums[TOKENS / 4];
-                int previous = -1;
-                const auto multiply = [&](int k_tile, uint32_t (&meta)[2]) {
-                    const int stage = pipeline.stage;
-                    sm90::consumer_wait(full, pipeline);
-                    slide_multiply<TYPE, KIND, TOKENS / 2>(sums, first_weights + stage * (TILE::WEIGHT_BYTES >> 4),
-                                                           first_tokens + stage * (TILE::TOKEN_BYTES >> 4),
-                                                           first_meta + stage * TILE::WEIGHT_BYTES, meta, k_tile);
-                    sm90::warpgroup_wait<1>();
-                    if (previous >= 0) release(previous);
-                    previous = stage;
-                    pipeline.advance(TILE::STAGES);
-                };
-                uint32_t even_meta[2], odd_meta[2];
-#pragma unroll 1
-                for (int k_tile = 0; k_tile < k_tiles; k_tile += 2) {
-                    multiply(k_tile, even_meta);
-                    multiply(k_tile + 1, odd_meta);
-                    if (stored < STORES) store_next();
-                }
-                while (stored < STORES) store_next();
-                sm90::warpgroup_wait<0>();
-                sm90::warpgroup_fence_operand(sums);
-                release(previous);
-                slide_round<TILE>(task, sums, scale, bias, token_scale,
-                                  reinterpret_cast<uint32_t (&)[SLICES / 2][4]>(rounded));
-                stored = 0, stored_row = (int)first_row, stored_token = first_token;
-                while (stored < STORES / 2) store_next();
-                stored = STORES;
-                break;
-            }
-        }
         slide_sum<TYPE> sums[TOKENS / 2]; // overwritten, not added to, by the first product
         int previous = -1;
         // wgmma reads its metadata registers while it runs, when those of the next stage are loaded already: two sets, in turn.
@@ -442,10 +394,10 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
     __syncthreads();
     if (clustered) sm90::cluster_sync();
     if (warpgroup == TILE::WARPGROUPS) {
-        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_dealloc<TILE::PRODUCER_REGISTERS>();
+        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_dealloc<24>();
         if (threadIdx.x == TILE::WARPGROUPS * 128) slide_produce<TILE>(task, smem, rank, split);
     } else {
-        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_alloc<TILE::CONSUMER_REGISTERS>();
+        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_alloc<240>();
         sm90::pdl_wait(); // the previous kernel made the tokens' scales
         slide_consume<TYPE, KIND, SIZE>(task, smem, rank, split, warpgroup);
     }
@@ -486,7 +438,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
         task.splits *= 2;
     }
     const int cluster = TILE::CLUSTER * task.splits;
-    const int64_t clusters = slots / cluster, whole = macko_slide_whole_tiles(tiles, clusters, slide_size_rows(SIZE));
+    const int64_t clusters = slots / cluster, whole = slide_whole_tiles(tiles, clusters, TILE::WARPGROUPS);
     task.whole_tiles = (int)whole;
     task.num_tiles = (int)(2 * tiles - task.whole_tiles);
     const int last = task.tokens - (task.token_tiles - 1) * TILE::TOKENS;
@@ -497,11 +449,6 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     };
     cudaError_t status = map_tokens(&task.lifted, TILE::TOKENS / TILE::CLUSTER);
     if (status == cudaSuccess) status = map_tokens(&task.last_lifted, task.last_share);
-    if (TILE::TOKEN_HALVES && whole < tiles) {
-        task.token_halves =
-            macko_knob_number(MACKO_KNOB_SLIDE_HALVES, macko_slide_halves_of(TILE::TOKENS)) == MACKO_SLIDE_TOKEN_HALVES;
-        if (status == cudaSuccess) status = map_tokens(&task.half_lifted, TILE::TOKENS / 2 / TILE::CLUSTER);
-    }
     if (status == cudaSuccess)
         status = sm90::make_tensor_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
                                        args.out_stride * 2, 64, TILE::STORE_TOKENS);

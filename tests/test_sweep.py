@@ -213,7 +213,7 @@ def one_line(error: BaseException) -> str:
 
 def dense_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """All weights and buffers that are saved, packed ones dense, by the names that they have in a dense model."""
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         held = {} if isinstance(module, macko.SparseLinear) else dict(module._buffers)
         held |= module._parameters

@@ -1204,7 +1204,7 @@ def test_a_packed_layer_that_transformers_would_convert_again_is_refused(tmp_pat
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
 
-    class Turned(transformers.LlamaForCausalLM):
+    class Turned(transformers.LlamaForCausalLM):  # type: ignore[name-defined]
         pass
 
     turn = [WeightConverter("self_attn.q_proj", "self_attn.q_proj", operations=[Transpose(0, 1)])]
@@ -1396,7 +1396,7 @@ def test_a_layer_that_no_file_has_is_refused(how: str, lost: str, pruned: tuple[
     file = tmp_path / "model.safetensors"
     state = {name: t for name, t in load_file(file).items() if not (name.startswith(lost) and "bias" not in name)}
     save_file(state, file, metadata={"format": "pt"})
-    options = {} if how == "packed" else {"quantization_config": macko.MackoConfig()}
+    options: dict[str, Any] = {} if how == "packed" else {"quantization_config": macko.MackoConfig()}
     folder: Any = tmp_path
     if how == "state_dict":
         folder, options = None, {**options, "config": model.config, "state_dict": state}

@@ -32,6 +32,8 @@ from .compressed_tensors import lazy_state, sparsity_format
 
 #: Whether the from_pretrained that runs was told ignore_mismatched_sizes (macko.integrations.saving sets it).
 IGNORES_SIZES: ContextVar[bool] = ContextVar("IGNORES_SIZES", default=False)
+#: Whether its caller looks at the keys that no file has, all of them (load_packed).
+_LOOKS_AT_KEYS: ContextVar[bool] = ContextVar("_LOOKS_AT_KEYS", default=False)
 #: In the environment: transformers reads a tensor when its turn has come. Else threads read ahead, in the time that a
 #: layer takes to be cut all that there is: an H200 held the whole of a 7B, of which half was its part.
 _NO_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -336,7 +338,8 @@ class MackoHfQuantizer(HfQuantizer):
             warnings.warn(
                 f"{many}: dense, as transformers keeps float32, which macko holds on the CPU only", stacklevel=2
             )
-        if missing := [name for name in self._found if not _starts_anew(model, name)]:
+        missing = [name for name in self._found if not _starts_anew(model, name)]
+        if missing and not _LOOKS_AT_KEYS.get():
             more = f", nor of {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(f"the checkpoint has no {join(missing[0], 'weight')}{more}: the layer would be random")
         self._found.clear()
@@ -468,18 +471,23 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
         _check_size(folder, kind, about)
         options |= {"quantization_config": config, "output_loading_info": True}
         if sparsity_format(file.config) is None:
-            return _whole(folder, *kind.from_pretrained(folder, **{"dtype": "auto", **options}))
+            return _whole(folder, kind, folder, **{"dtype": "auto", **options})
         for name in ("quantization_config", "compression_config", "sparsity_config"):
             if hasattr(about, name):
                 delattr(about, name)
         stored = (file[name].dtype for name in file if name.endswith(".compressed"))
         dtype = options.pop("dtype", about.dtype) or next(stored, None)
         state = lazy_state(file)
-        loaded = kind.from_pretrained(None, config=about, state_dict=state, dtype=dtype, **options)
-        return _whole(folder, *loaded)
+        return _whole(folder, kind, None, config=about, state_dict=state, dtype=dtype, **options)
 
 
-def _whole(folder: str, model: Any, loaded: dict[str, Any]) -> Any:
+def _whole(folder: str, kind: Any, *args: Any, **options: Any) -> Any:
+    """What from_pretrained gives; ValueError where it has weights that no file has."""
+    token = _LOOKS_AT_KEYS.set(True)
+    try:
+        model, loaded = kind.from_pretrained(*args, **options)
+    finally:
+        _LOOKS_AT_KEYS.reset(token)
     check_whole(model, loaded["missing_keys"], loaded["unexpected_keys"], folder)
     return model
 

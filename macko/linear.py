@@ -460,6 +460,8 @@ class SparseLinear(nn.Linear):
         for name, scale in scales.items() if self.dtype != torch.float32 else ():  # which no other type holds
             if (there := self._buffers[name]) is not None and there.dtype != torch.float32:
                 self._buffers[name] = scale.to(there.device)
+        if self._copied is not None:
+            self._note_content()  # fn may have written, as to_empty; the layer may be there under another name, too
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -599,3 +599,14 @@ def test_adapters_that_freeze_and_add_in_place(kind: str) -> None:
 def test_files_alone_are_no_formats_of_layers() -> None:
     """So that the lists above miss none."""
     assert set(SAVED) == {"macko8"}
+
+
+def test_a_copy_whose_layer_has_two_names_is_emptied() -> None:
+    """Each name's turn follows the other one's writing, which is not somebody else's."""
+    layer = macko.SparseLinear.from_linear(nn.Linear(64, 64))
+    model = nn.ModuleDict({"one": nn.Sequential(layer), "other": nn.Sequential(layer)})
+    state, copied = model.state_dict(), copy.deepcopy(model)
+    copied.to_empty(device="cpu")
+    copied.load_state_dict(state)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(copied["one"](x), layer(x))

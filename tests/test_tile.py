@@ -679,7 +679,7 @@ int check_beyond_l2(void) {
                 if (tokens * cols * 2 < 32 << 20) continue;
                 EXPECT(60, macko_tile_many_choose(&p, NULL, &plan));
                 EXPECT(61, plan.schedule.split * 155 < 66 * 100);
-                EXPECT(62, plan.shape.split_k == 1 || rows * tokens < 66ll * 256 * 256 * 3);
+                EXPECT(62, plan.shape.split_k == 1 || rows * tokens < 66ll * 256 * 256 * 8);
             }
     return 0;
 }

@@ -144,8 +144,8 @@ cudaError_t plan_many(const slab_weight<CODEC> &weight, int64_t tokens, macko_ti
     int64_t fitting = 0; // which shapes: all that a plan depends on of the largest slab
     for_shapes<CODEC>([&](int, auto shape) { fitting = fitting * 2 + fits(decltype(shape)::plain(), widest, device); });
     // What it depends on: of the tokens, how many units they fill.
-    const std::array<int64_t, 6> key = {
-        device.index, device.num_sms, macko_tile_row_blocks(rows), cols, fitting, ceil_div(tokens, UNIT)};
+    const std::array<int64_t, 6> key = {device.index, device.num_sms, macko_tile_row_blocks(rows),
+                                        cols,         fitting,        ceil_div(tokens, UNIT)};
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto found = known.find(key); !forced && found != known.end()) {
         *plan = found->second;

@@ -62,7 +62,7 @@ typedef struct macko_tile_schedule {
 typedef struct macko_tile_share {
     const macko_tile_schedule *schedule;
     macko_tile_many_shape shape;
-    int rank, cluster;            /* the block's in its cluster; the cluster's */
+    int rank, cluster;     /* the block's in its cluster; the cluster's */
     int split_begin;       /* of its half slabs of split tiles */
     int whole, half_slabs; /* half slabs of whole tiles; all of its own */
 } macko_tile_share;

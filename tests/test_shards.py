@@ -102,7 +102,7 @@ def test_parts_that_hold_values_in_several_ways_are_refused() -> None:
 
 
 GATHERED = """
-import sys
+import os, sys
 import pytest, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -127,7 +127,8 @@ for kind in (Dense8Weight, Sparse8Weight):
         own = kind.from_dense(w.chunk(2, 1)[rank].contiguous(), number)
         with pytest.raises(ValueError, match="rounded its columns by scales of their own"):
             gathered(own, 1, w.shape, mesh)
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # in some runs the end of gloo's threads aborts a rank that has done all (torch 2.13)
 """
 
 

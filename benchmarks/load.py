@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library
-from macko.timing import capture, copies
+from macko.timing import capture, copies, time_replays
 
 from .spmm import DTYPES, Kernel, make_mask
 from .timing import append_jsonl, power_now, provenance, sm_clocks
@@ -61,20 +61,10 @@ class Turn:
         self.us: list[float] = []
         self.clocks: list[int] = []
         self.watts: list[float] = []
-        self.replay_seconds = self._replay(1) / 1e3
-
-    def _replay(self, times: int) -> float:
-        """Milliseconds of so many replays."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(times):
-            self.graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
+        self.replay_seconds = time_replays(self.graph, 1, replays=1, warmup=0)[0] / 1e6
 
     def warm_up(self, seconds: float) -> None:
-        self._replay(math.ceil(seconds / self.replay_seconds))
+        time_replays(self.graph, 1, replays=math.ceil(seconds / self.replay_seconds), warmup=0)
 
     def take(self) -> None:
         replays = max(1, math.ceil(self.seconds / 2 / self.replay_seconds))

@@ -317,10 +317,21 @@ def load_lines(path: Path) -> dict[tuple[str, int, str], dict[tuple[int, int], L
     return found
 
 
-def load_table(path: Path) -> str:
+def load_spread(path: Path) -> str:
+    """By how much the turns of one product differ."""
+    turns = [line["all_us"] for line in map(json.loads, path.read_text().splitlines())]
+    off = sorted(max(us) / min(us) - 1 for us in turns)
+    return textwrap.fill(
+        f"Two turns of the same product differ by {statistics.median(off):.1%} in the median, and by more than "
+        f"{off[len(off) * 19 // 20]:.0%} in one of twenty, so smaller differences mean little.",
+        110,
+    )
+
+
+def load_table(path: Path, kernels: Sequence[str] = ("tile", "sparse11", "dense12")) -> str:
     """Over the better dense under load: geometric mean over shapes, in brackets the least; and the clocks."""
     found = load_lines(path)
-    names = [name for name in ("tile", "sparse11", "dense12") if any(key[2] == name for key in found)]
+    names = [name for name in kernels if any(key[2] == name for key in found)]
     rows = []
     for dtype, tokens in sorted({key[:2] for key in found}):
         of = {name: found.get((dtype, tokens, name), {}) for name in (*names, "dense")}
@@ -377,7 +388,7 @@ def l2_table(path: Path, names: Sequence[str]) -> str:
 def pace_table(folder: Path) -> str:
     """One token by tile on an H100: weights asked for as an H200's memory brings them, and as its own does."""
     files = {"an H200's pace": "spmm.jsonl", "its own pace": "pace.jsonl"}
-    ways = {"tile_alone": "launched alone", "tile": "one behind another"}
+    ways = {"tile_alone": "launched alone", "tile": "back to back"}
     us: dict[tuple[str, str, int, int], float] = {}
     for pace, file in files.items():
         for line in map(json.loads, (folder / file).read_text().splitlines()):
@@ -1588,6 +1599,10 @@ def main() -> None:
         "h100 pace": lambda: pace_table(H100),
         "load where": lambda: where(map(json.loads, (H100 / "load.jsonl").read_text().splitlines())),
         "load": lambda: load_table(H100 / "load.jsonl"),
+        "load spread": lambda: load_spread(H100 / "load.jsonl"),
+        "load rows": lambda: load_table(
+            H100 / "load_rows.jsonl", ("tile", "tile_rows", "sparse11", "sparse11_rows", "dense12", "dense12_rows")
+        ),
         "load shapes": lambda: load_shapes_table(H100 / "load.jsonl", (4096, 8192)),
         "load l2": lambda: l2_table(
             H100 / "l2.csv", ["the library's kernel", "tile, no output tile split", "tile, 58 of 256 split"]

@@ -152,7 +152,7 @@ def main() -> None:
     print("2. A pretrained model: all-MiniLM-L6-v2, half of its weights pruned by Wanda.")
     print(f"   Sparse against pruned dense: the largest difference of a coordinate is {difference:.1e}.")
     print(
-        f"   Pruned against unpruned: cosine {cosine:.2f} in the mean. That is pruning's price, whoever multiplies.\n"
+        f"   Pruned against unpruned: cosine {cosine:.2f} in the mean. That is the price of pruning, not of macko.\n"
     )
 
     print(verdict(decoding))

@@ -18,9 +18,11 @@ _PACKAGE = Path(__file__).parent
 
 def _elsewhere() -> list[Path]:
     """Built mackos that this folder's hides, as a clone's does behind `pip install .`; none where this one is built."""
-    specs = [find_spec("macko._C"), PathFinder.find_spec("macko._C", [os.path.join(p, "macko") for p in sys.path])]
-    found = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
-    return [] if found and found[0].samefile(_PACKAGE) else found[::-1]
+    own = find_spec("macko._C")
+    if own and own.origin and Path(own.origin).parent.samefile(_PACKAGE):
+        return []
+    specs = [PathFinder.find_spec("macko._C", [os.path.join(p, "macko") for p in sys.path]), own]
+    return [Path(spec.origin).parent for spec in specs if spec and spec.origin]
 
 
 def _sources(package: Path) -> dict[str, bytes]:

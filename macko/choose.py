@@ -356,7 +356,7 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
         return TileWeight
     us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
     us.pop("dense", None)
-    us.pop(EcWeight.format, None)  # is for who asks: files hold it as it is, so it would stay where it is no faster
+    us.pop(EcWeight.format, None)  # is opt-in: files hold it as it is, so it would stay where it is no faster
     if SellWeight.format in us:
         us[SellWeight.format] /= SELL_WITHIN
     if us:

@@ -41,7 +41,7 @@ from .choose import (
 )
 from .convert import MIN_SPARSITY
 from .evaluate import windows
-from .files import Checkpoint, check_whole
+from .files import Checkpoint, check_whole, quant_method
 from .formats import (
     FORMATS,
     Dense12Weight,
@@ -794,10 +794,10 @@ def _about(source: Path) -> dict[str, Any]:
 def _quantised_by(source: Path) -> str:
     """The quant_method of a folder, where it is not macko's."""
     about = _about(source).get("quantization_config")
-    if not isinstance(about, dict) or not about or about.get("quant_method") == "macko":
+    if not isinstance(about, dict) or not about:
         return ""
-    bits = next((f"bitsandbytes in {bits} bits" for bits in (4, 8) if about.get(f"load_in_{bits}bit")), "")
-    return str(about.get("quant_method") or bits or "a method without a name")
+    method = quant_method(about) or "a method without a name"
+    return "" if method == "macko" else method
 
 
 def _check_not_quantised(source: Path) -> None:

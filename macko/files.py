@@ -259,7 +259,7 @@ class Checkpoint:
         quantization = {} if (given := self.config.get("quantization_config")) is None else given
         if not isinstance(quantization, dict):
             raise ValueError(f"{self.path}: quantization_config is {quantization!r}, expected a JSON object")
-        self._method = str(quantization.get("quant_method", "") or "")
+        self._method = quant_method(quantization)
         if self._method == "macko":
             about = quantization
         described = self._described()
@@ -347,6 +347,14 @@ class Checkpoint:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
+
+
+def quant_method(about: Any) -> str:
+    """Whose way a quantization_config is of, a dict as in config.json or an object; nothing where there is none."""
+    get = about.get if isinstance(about, dict) else lambda key: getattr(about, key, None)
+    method = get("quant_method")
+    bits = next((f"bitsandbytes in {bits} bits" for bits in (4, 8) if get(f"load_in_{bits}bit")), "")
+    return str(getattr(method, "value", method) or bits)
 
 
 def check_whole(model: nn.Module, missing: set[str], unexpected: set[str], where: str | os.PathLike[str]) -> None:

@@ -1317,7 +1317,7 @@ class Macko8Weight(PackedWeight):
         return self.values.view(codes.TYPES[self.kind])
 
     def scaled(self) -> MackoWeight | Tensor:
-        """The weight for who looks at it, canonical or dense as its codes are, in few bytes beside its own.
+        """The weight to look at, canonical or dense as its codes are, in few bytes beside its own.
 
         A code whose product with its scale rounds to zero is an entry still, which no canonical weight has.
         """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +45,16 @@ def _register(name: str) -> None:
         str(getattr(sys.modules.get("transformers"), "__version__", "0"))
     ):
         importlib.import_module(_DUE[name])
+
+
+def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Puts around(function) in the place of a library's function, method or class method; once, if asked again."""
+    found = inspect.getattr_static(owner, name)
+    function = getattr(found, "__func__", found)
+    if not hasattr(function, "_by_macko"):
+        wrapped: Any = functools.wraps(function)(around(function))
+        wrapped._by_macko = True
+        setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
 
 
 def _is_supported(version: str) -> bool:

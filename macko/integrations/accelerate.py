@@ -6,7 +6,6 @@ tensors have not: the checkpoint is read by macko.load_model then, and its parts
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from pathlib import Path
@@ -17,12 +16,12 @@ from accelerate.utils import modeling
 
 from ..files import load_model
 from ..linear import SparseLinear
+from . import wrap
 
 
-def _wrap(load: Any) -> Any:
+def _by_load_model(load: Any) -> Any:
     signature = inspect.signature(load)
 
-    @functools.wraps(load)
     def load_checkpoint_in_model(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         model, checkpoint, places = given["model"], given["checkpoint"], given.get("device_map")
@@ -38,7 +37,6 @@ def _wrap(load: Any) -> Any:
             part.to(torch.device(place), given.get("dtype"))
         return None
 
-    load_checkpoint_in_model._by_macko = True  # type: ignore[attr-defined]
     return load_checkpoint_in_model
 
 
@@ -47,5 +45,4 @@ def _is_safetensors(checkpoint: str | os.PathLike[str]) -> bool:
     return any(path.glob("*.safetensors")) if path.is_dir() else ".safetensors" in path.name
 
 
-if not hasattr(modeling.load_checkpoint_in_model, "_by_macko"):
-    modeling.load_checkpoint_in_model = _wrap(modeling.load_checkpoint_in_model)
+wrap(modeling, "load_checkpoint_in_model", _by_load_model)

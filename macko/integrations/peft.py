@@ -7,24 +7,22 @@ itself stays packed, and is what runs where the adapter is off.
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from ..linear import SparseLinear, with_hooks
+from . import wrap
 
 
-def _wrap(update: Any) -> Any:
-    @functools.wraps(update)
+def _with_dense_copies(update: Any) -> Any:
     def dense_update(self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> Any:
         packed = any(isinstance(module, SparseLinear) for module in self.original_module.modules())
         if packed and not tied_module and adapter_name not in self.modules_to_save:
             self.modules_to_save[adapter_name] = _dense(copy.deepcopy(self.original_module))
         return update(self, adapter_name, tied_module=tied_module, **kwargs)
 
-    dense_update._by_macko = True  # type: ignore[attr-defined]
     return dense_update
 
 
@@ -39,5 +37,4 @@ def _dense(module: nn.Module) -> nn.Module:
     return module
 
 
-if not hasattr(ModulesToSaveWrapper.update, "_by_macko"):
-    ModulesToSaveWrapper.update = _wrap(ModulesToSaveWrapper.update)  # type: ignore[method-assign]
+wrap(ModulesToSaveWrapper, "update", _with_dense_copies)

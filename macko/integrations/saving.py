@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import hashlib
 import inspect
 import json
@@ -26,21 +25,20 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
-from ..files import join, packed_state
+from ..files import join, packed_state, quant_method
 from ..formats import saved_as, takes_any_weight
 from ..layers import format_bytes
 from ..linear import SparseLinear
-from . import tensor_parallel
+from . import tensor_parallel, wrap
 from .transformers import IGNORES_SIZES, MackoConfig
 
 #: Parts of names that wrappers put between a model's own, by whose names from_pretrained would find nothing.
 _WRAPPERS = {"base_layer": "PEFT's adapters", "_orig_mod": "torch.compile"}
 
 
-def _wrap(save: Any) -> Any:
+def _as_packed(save: Any) -> Any:
     signature = inspect.signature(save)
 
-    @functools.wraps(save)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(self, *args, **kwargs)
         given = call.arguments
@@ -55,7 +53,6 @@ def _wrap(save: Any) -> Any:
             _write_card(self, Path(given["save_directory"]), layers)
         return result
 
-    save_pretrained._by_macko = True  # type: ignore[attr-defined]
     return save_pretrained
 
 
@@ -65,7 +62,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
     held = vars(model).get("hf_quantizer")
     before = [(c, vars(c)["quantization_config"]) for c in _configs(model.config) if "quantization_config" in vars(c)]
     own: Any = getattr(held, "quantization_config", None)
-    methods = {_method(own), *(_method(about) for _, about in before)}
+    methods = {quant_method(own), *(quant_method(about) for _, about in before)}
     layers: dict[str, Any] = {}
     if any(isinstance(module, SparseLinear) for module in model.modules()):
         if others := sorted(methods - {"macko", ""}):
@@ -82,7 +79,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
         yield state, layers
         return
     about = own
-    if _method(own) != "macko":  # then it says so for as long as the model is saved
+    if quant_method(own) != "macko":  # then it says so for as long as the model is saved
         noted = getattr(model.config, "quantization_config", None)
         about = copy.copy(noted) if isinstance(noted, MackoConfig) else MackoConfig()
     if takes_any_weight(about.format):
@@ -132,12 +129,6 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for part in vars(config).values():
         if isinstance(part, PreTrainedConfig):
             yield from _configs(part)
-
-
-def _method(about: Any) -> str:
-    """quant_method of a quantization_config, which may be a dict, as in config.json, or None."""
-    method = about.get("quant_method") if isinstance(about, dict) else getattr(about, "quant_method", None)
-    return str(getattr(method, "value", method or ""))
 
 
 # ---- The model card --------------------------------------------------------------------------------------------------
@@ -202,8 +193,7 @@ def _digest(text: str) -> str:
 # ---- transformers' own names of files' tensors -----------------------------------------------------------------------
 
 
-def _wrap_revert(revert: Any) -> Any:
-    @functools.wraps(revert)
+def _but_packed(revert: Any) -> Any:
     def revert_weight_conversion(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Names, cuts and joins a state as files have it; what is packed is neither cut nor joined.
 
@@ -216,7 +206,6 @@ def _wrap_revert(revert: Any) -> Any:
         rest = {key: tensor for key, tensor in state_dict.items() if key not in own}
         return kept | revert(model, rest) if rest else kept
 
-    revert_weight_conversion._by_macko = True  # type: ignore[attr-defined]
     return revert_weight_conversion
 
 
@@ -263,15 +252,14 @@ def _own_names(model: Any, state: dict[str, Tensor]) -> set[str] | None:
 # ---- from_pretrained -------------------------------------------------------------------------------------------------
 
 
-def _wrap_load(load: Any) -> Any:
+def _from_packed(load: Any) -> Any:
     signature = inspect.signature(load)
 
-    @functools.wraps(load)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(cls, *args, **kwargs)
         given = {**call.arguments, **call.arguments.get("kwargs", {})}
         folder, config = given["pretrained_model_name_or_path"], given.get("config")
-        if isinstance(config, PreTrainedConfig) and not _method(getattr(config, "quantization_config", None)):
+        if isinstance(config, PreTrainedConfig) and not quant_method(getattr(config, "quantization_config", None)):
             kwargs["config"] = config = _with_layers(config, folder)
         if layer := _packed_layer(given.get("state_dict") or {}, getattr(config, "quantization_config", None)):
             raise ValueError(
@@ -284,15 +272,14 @@ def _wrap_load(load: Any) -> Any:
         finally:
             IGNORES_SIZES.reset(token)
 
-    from_pretrained._by_macko = True  # type: ignore[attr-defined]
-    return classmethod(from_pretrained)
+    return from_pretrained
 
 
 def _with_layers(config: PreTrainedConfig, folder: Any) -> PreTrainedConfig:
     """The config, which says nothing of packed layers, with what the config.json of a packed folder says of them."""
     file = Path(folder or "") / "config.json"
     about = json.loads(file.read_text(encoding="utf-8")).get("quantization_config") if file.is_file() else None
-    if folder is None or _method(about) != "macko":
+    if folder is None or quant_method(about) != "macko":
         return config
     config = copy.deepcopy(config)
     config.quantization_config = about  # type: ignore[attr-defined]
@@ -319,9 +306,6 @@ def _is_packed(extra: Any) -> bool:
     return True
 
 
-if not hasattr(modeling_utils.revert_weight_conversion, "_by_macko"):
-    modeling_utils.revert_weight_conversion = _wrap_revert(modeling_utils.revert_weight_conversion)
-if not hasattr(PreTrainedModel.from_pretrained, "_by_macko"):
-    PreTrainedModel.from_pretrained = _wrap_load(vars(PreTrainedModel)["from_pretrained"].__func__)  # type: ignore[method-assign]
-if not hasattr(PreTrainedModel.save_pretrained, "_by_macko"):
-    PreTrainedModel.save_pretrained = _wrap(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+wrap(modeling_utils, "revert_weight_conversion", _but_packed)
+wrap(PreTrainedModel, "from_pretrained", _from_packed)
+wrap(PreTrainedModel, "save_pretrained", _as_packed)

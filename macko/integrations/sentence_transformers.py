@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
 from sentence_transformers.base.modules.module import Module
 
 from ..files import Checkpoint, make_room
+from . import wrap
 
 
-def _wrap(load: Any) -> Any:
+def _into_sparse_layers(load: Any) -> Any:
     signature = inspect.signature(load)
 
-    @functools.wraps(load)
     def load_torch_weights(cls: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(cls, *args, **kwargs).arguments
         if (model := given.get("model")) is not None:
@@ -25,10 +24,7 @@ def _wrap(load: Any) -> Any:
                     make_room(model, file)
         return load(cls, *args, **kwargs)
 
-    load_torch_weights._by_macko = True  # type: ignore[attr-defined]
     return load_torch_weights
 
 
-if not hasattr(Module.load_torch_weights, "_by_macko"):
-    wrapped: Any = classmethod(_wrap(vars(Module)["load_torch_weights"].__func__))
-    Module.load_torch_weights = wrapped  # type: ignore[method-assign]
+wrap(Module, "load_torch_weights", _into_sparse_layers)

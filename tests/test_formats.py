@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from macko.choose.auto.auto import CHOICES, Options, pack
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from macko import FORMATS, MackoWeight, SparseLinear, _library, ops, sparsify_
+from macko.choose.auto import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
 from macko.weights.formats import (
     BitmapWeight,

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from macko.choose.auto.auto import lacking, outside_table, sparse11_of
 from safetensors.torch import save_file
 from torch import Tensor
 
 import macko
 from macko import FORMATS, EcWeight, MackoWeight, cli
+from macko.choose.auto import lacking, outside_table, sparse11_of
 from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.integrations.compressed_tensors import Masked

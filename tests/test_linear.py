@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from macko.choose.auto.auto import Options, pack
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import macko
 from macko import FORMATS, MackoWeight, SparseLinear
+from macko.choose.auto import Options, pack
 from macko.nn import linear
 from macko.weights.formats import PackedWeight
 from tests.common import (

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from macko.choose.auto.auto import Options
 from torch import Tensor, nn
 
 import macko
 from macko.choose import auto as choose
+from macko.choose.auto import Options
 from macko.nn import merge
 from macko.nn.merge import MergedLinear
 from macko.weights import formats

@@ -85,7 +85,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from macko import FORMATS, MackoWeight, SparseLinear, load_model, save_model
 from macko.measure.doctor import self_test
-from macko.choose.auto.auto import layouts
+from macko.choose.auto import layouts
 
 self_test(torch.device("cpu"), torch.bfloat16)
 Toy, whole = FORMATS["toy"], lambda *shape: torch.randint(-3, 4, shape).float()

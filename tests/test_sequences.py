@@ -26,11 +26,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from macko.choose.auto.auto import Options, pack
 from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
+from macko.choose.auto import Options, pack
 from macko.measure import reference
 from macko.nn import convert
 from macko.nn.linear import HOOKS, keeps_format

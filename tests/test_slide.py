@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from macko.choose.auto.auto import Options, pack
 from torch import Tensor
 
 import macko
@@ -17,6 +16,7 @@ import macko.ops as ops
 from macko import SparseLinear
 from macko.choose import auto as choose
 from macko.choose import times
+from macko.choose.auto import Options, pack
 from macko.measure.tune import measure_slide
 from macko.nn.convert import check_shards
 from macko.weights.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from macko.choose.auto.auto import Options, pack
 from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
 from macko.choose import times
+from macko.choose.auto import Options, pack
 from macko.weights.formats import MackoWeight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (

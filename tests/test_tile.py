@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from macko.choose.auto.auto import choose
 from torch import Tensor, nn
 
 import macko
 from benchmarks.spmm import GEMM_SIZES
+from macko.choose.auto import choose
 from macko.weights.formats import MackoWeight, SellWeight, TileWeight
 from tests import layouts, reference
 from tests.common import (

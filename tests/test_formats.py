@@ -16,7 +16,7 @@ from macko.choose import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
 from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight, SlideWeight
 from tests.common import assert_same_bits, devices, each_token, integer_problem, random_weight
-from tests.fuzz import honest
+from verify.fuzz import honest
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -509,7 +509,7 @@ def test_any_other_byte_is_found(index: int, value: int) -> None:
 
 @given(seed=st.integers(0, 2**31), fill=st.sampled_from((0.0001, 0.001, 0.5)), units=st.integers(193, 200))
 def test_bytes_of_any_kind_are_checked(seed: int, fill: float, units: int) -> None:
-    """Nothing is read behind them, whatever they are. Layouts are not in files, so tests.fuzz checks fields alone."""
+    """Nothing is read behind them, whatever they are. Layouts are not in files, so verify.fuzz checks fields alone."""
     random = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (4 * units * 128,), generator=random, dtype=torch.uint8)
     data *= torch.rand(data.shape, generator=random) < fill

@@ -1,4 +1,4 @@
-"""tests.exact: random weights through formats and files, bit for bit; and that it sees a bit that is another one."""
+"""verify.exact: random weights through formats and files, bit for bit; and that it sees a bit that is another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from macko.weights.formats import Sparse11Weight
-from tests import exact
+from verify import exact
 
 
 def test_random_matrices(tmp_path: Path) -> None:

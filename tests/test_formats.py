@@ -24,7 +24,7 @@ from macko.weights.formats import (
     SlideWeight,
 )
 from tests.common import assert_same_bits, devices, each_token, integer_problem, random_weight
-from tests.fuzz import honest
+from verify.fuzz import honest
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,4 +1,4 @@
-"""That tools/sanitize.py counts what compute-sanitizer says, with a stand-in for it: no GPU is needed."""
+"""That verify/sanitize.py counts what compute-sanitizer says, with a stand-in for it: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import sanitize
+from verify import sanitize
 
 RACE = """\
 ========= COMPUTE-SANITIZER
@@ -146,7 +146,7 @@ def test_tools_run_with_the_library_made_for_them(compute_sanitizer: Path) -> No
     lanes = sanitize.package_with(compute_sanitizer / "lanes")
     assert (lanes / "macko/_C_cuda.abi3.so").read_bytes() == b"for tools"
     said = subprocess.run(
-        [sys.executable, "-c", "import tests.stress, macko; print(macko.__file__)"],
+        [sys.executable, "-c", "import verify.stress, macko; print(macko.__file__)"],
         cwd=lanes,
         env={**os.environ, "PYTHONPATH": str(lanes)},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""That tools/sass_races.py tells an arrival that can overtake a load from one that cannot."""
+"""That verify/sass_races.py tells an arrival that can overtake a load from one that cannot."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("elftools")
 
-from tools import sass_races
-from tools.sass_races import NO_SCOREBOARD, Instruction, overtaken
+from verify import sass_races
+from verify.sass_races import NO_SCOREBOARD, Instruction, overtaken
 
 LDS, ARRIVE, USE = "LDS R2, [R3]", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ", "FADD R5, R2, R2"
 

@@ -1,7 +1,7 @@
 """Says which CUDA kernels two versions of the sources compile to different machine code for.
 
-    python tools/sass_diff.py HEAD~3 --only csrc/tile    # a revision against the working tree
-    python tools/sass_diff.py HEAD~3 HEAD --arch sm_80    # or against another one, all of csrc and contrib
+    python -m verify.sass_diff HEAD~3 --only csrc/tile    # a revision against the working tree
+    python -m verify.sass_diff HEAD~3 HEAD --arch sm_80    # or against another one, all of csrc and contrib
 
 A change that only renames or moves code must leave none: then what was measured before still holds. The bytes of the
 instructions are compared, and the registers and constants of a kernel. Kernels are matched by these, not by name, so

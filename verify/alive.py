@@ -1,4 +1,4 @@
-"""Runs a command and prints a dot wherever it has said nothing for three seconds: python tools/alive.py COMMAND ..."""
+"""Runs a command and prints a dot wherever it has said nothing for three seconds: python verify/alive.py COMMAND ..."""
 
 import os
 import select

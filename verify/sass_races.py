@@ -1,7 +1,7 @@
 """Finds arrivals at a barrier that may overtake loads of shared memory.
 
-    python tools/sass_races.py                        # all of csrc
-    python tools/sass_races.py --only csrc/sell/spmv_cuda.cu --arch sm_90a
+    python -m verify.sass_races                        # all of csrc
+    python -m verify.sass_races --only csrc/sell/spmv_cuda.cu --arch sm_90a
 
 A consumer that arrives says that the memory it has read may be written again. A load is over when its result is in a
 register, which only an instruction that waits for the load's scoreboard knows: an arrival before that lets the next
@@ -28,9 +28,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from verify.sass_diff import INSTRUCTION_BYTES, cubins, demangled, kernels
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from tools.sass_diff import INSTRUCTION_BYTES, cubins, demangled, kernels  # noqa: E402
 
 
 class Known(NamedTuple):

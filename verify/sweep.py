@@ -1,7 +1,7 @@
 """Every model of transformers that can be made small, through packing, saving and loading, beside a dense twin.
 
-    pytest -m sweep                               half an hour on a core
-    python -m tests.test_sweep OUT.jsonl          the same, and the counts as a line
+    python -m pytest verify/sweep.py              half an hour on a core
+    python -m verify.sweep OUT.jsonl              the same, and the counts as a line
 
 Every linear layer has other zeros, and another count of them, than the next one: one mask for all hides layers that
 are taken for each other, and tensors that are cut where those of a dense weight would be.
@@ -375,8 +375,6 @@ def ran_right(model: Any, loaded: Any, twin: dict[str, torch.Tensor]) -> str:
     return ", layers run alone"
 
 
-@pytest.mark.sweep
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_through_packing_saving_and_loading(kind: str) -> None:
     with torch_threads(1):

@@ -1,11 +1,11 @@
 """Runs every kernel under the tools of compute-sanitizer, on one GPU, and keeps what they say.
 
-    python tools/sanitize.py memcheck synccheck
-    python tools/sanitize.py initcheck racecheck    # of a CUDA library made for both, as `make sanitize` does
+    python -m verify.sanitize memcheck synccheck
+    python -m verify.sanitize initcheck racecheck    # of a CUDA library made for both, as `make sanitize` does
 
-What runs are the small problems of tests/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap; every
-layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. initcheck and
-racecheck follow torch's kernels, too, and take seconds a product: theirs are one size for float16, which fills no
+What runs are the small problems of verify/stress.py: sizes that fill no tile, odd ones, rings of stages that wrap;
+every layout, width, kernel of older GPUs, packing, unpacking, norm and gate; first all of them at one size. initcheck
+and racecheck follow torch's kernels, too, and take seconds a product: theirs are one size for float16, which fills no
 tile, and a wide one for bfloat16, with a bias only. The tools run at once, each in its part of --jobs
 processes, which take turns at its problems and begin none after --minutes. Where one dies or hangs, its case and the
 first lines of its log are shown, and another process goes on behind it. A line of tool, commit, seconds and errors is
@@ -36,7 +36,7 @@ TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 LANES = "MACKO_EVERY_LANE_ARRIVES"
 #: Seconds that a process may take to its first case, and from one to the next if not 100: then it hangs.
 START, STALL = 300, {"initcheck": 300, "racecheck": 300}
-#: What follows all kernels, torch's and the library's too: of the problems these get those of `tests.stress --lean`,
+#: What follows all kernels, torch's and the library's too: of the problems these get those of `verify.stress --lean`,
 #: with a library made with LANES.
 LEAN = ("initcheck", "racecheck")
 #: Parts of the processes that a tool has at first, if not 1.
@@ -70,7 +70,7 @@ class Known(NamedTuple):
     why: str
 
 
-#: Where initcheck and racecheck look at a library made with LANES; docs/kernels.md says why they can follow no other.
+#: Where initcheck and racecheck look at a library made with LANES; docs/verifying.md says why they can follow no other.
 KNOWN = (
     Known(
         "initcheck",
@@ -134,7 +134,7 @@ def commit() -> str:
 
 
 def package_with(lanes: Path) -> Path:
-    """A folder with the package and tests as they are here, and the CUDA library of `lanes`."""
+    """A folder with the package and what runs it, as they are here, and the CUDA library of `lanes`."""
     libraries = list(lanes.glob("macko/_C_cuda.*so"))
     if not libraries:
         raise SystemExit(
@@ -143,7 +143,7 @@ def package_with(lanes: Path) -> Path:
             "write down each look at a flag that nobody has set yet"
         )
     ignored = shutil.ignore_patterns("__pycache__", "_C_cuda.*", "results")
-    for name in ("macko", "benchmarks", "tests"):
+    for name in ("macko", "benchmarks", "tests", "verify"):
         shutil.copytree(ROOT / name, lanes / name, ignore=ignored, dirs_exist_ok=True)
     return lanes.resolve()
 
@@ -208,7 +208,7 @@ class Run:
         log = output.with_suffix(output.suffix + ".log")
         minutes = self.options.minutes - (time.monotonic() - self.begun) / 60
         command = [self.options.sanitizer, "--tool", self.tool, *LOOK.get(self.tool, OURS), "--log-file", str(log)]
-        command += [sys.executable, "-m", "tests.stress", "--once", "--minutes", str(minutes)]
+        command += [sys.executable, "-m", "verify.stress", "--once", "--minutes", str(minutes)]
         command += ["--lean"] if self.tool in LEAN else []
         command += ["--only", self.options.only, "--turns", str(self.folder / f"{self.tool}.turns")]
         environment = {

@@ -1,6 +1,6 @@
 """Weights of every shape, density and exponent, through the formats that take bfloat16 apart: bit for bit, or refused.
 
-    python -m tests.exact --cases 100000            # a quarter of an hour on one core; --device cuda on a GPU
+    python -m verify.exact --cases 100000            # a quarter of an hour on one core; --device cuda on a GPU
 
 A case is a random matrix in dense12, sparse11 and tile: packed, validated, unpacked, converted to the canonical format
 and back, and in some cases written to a file and read. What a format lists, and whether it refuses, is counted here
@@ -152,7 +152,7 @@ def run(w: Tensor, kind: type[PackedWeight], device: torch.device, folder: Path 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.exact", description="Formats bit for bit, at random.")
+    parser = argparse.ArgumentParser(prog="python -m verify.exact", description="Formats bit for bit, at random.")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next ones count up from it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -1,7 +1,7 @@
 """A sparse model that decodes for as long as it is let: the same tokens each time, and no byte more.
 
-    python -m benchmarks.soak --minutes 20            # Llama-2-7B's sizes, random weights, on a GPU; peft for adapters
-    python -m benchmarks.soak --size tiny --device cpu --minutes 0.2
+    python -m verify.soak --minutes 20            # Llama-2-7B's sizes, random weights, on a GPU; peft for adapters
+    python -m verify.soak --size tiny --device cpu --minutes 0.2
 
 A cycle decodes in every scenario, in another order each time: batches of 1 to 33, eagerly, on a stream of its own, or
 by a CUDA graph captured anew, with and without an adapter. Then the model is dropped and read again from its files.

@@ -1,8 +1,8 @@
 """Exact products, again and again, with every kernel in every way to launch it: a race gives one wrong in thousands.
 
-    python -m tests.stress                      # ten minutes on each GPU; --minutes, --gpus, --jobs, --only tile
-    python -m tests.stress --device cpu --minutes 0.1
-    python -m tests.stress --once               # each small case once: what tools/sanitize.py runs under a tool
+    python -m verify.stress                      # ten minutes on each GPU; --minutes, --gpus, --jobs, --only tile
+    python -m verify.stress --device cpu --minutes 0.1
+    python -m verify.stress --once               # each small case once: what verify/sanitize.py runs under a tool
 
 Weights and tokens are small integers, so every order of summation gives the same bits. All that a product reads has NaN
 around it, and what it writes held NaN before. Results are compared on the device, element by element, which is never
@@ -611,7 +611,7 @@ def on_gpus(gpus: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.stress", description="Exact products by the ten thousand.")
+    parser = argparse.ArgumentParser(prog="python -m verify.stress", description="Exact products by the ten thousand.")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gpus", type=int, default=0, help="at once; default: all")

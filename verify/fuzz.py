@@ -1,6 +1,6 @@
 """Files that lie, through everything that reads them: only ValueError may come of it.
 
-    python -m tests.fuzz --cases 1000000 --seed 0
+    python -m verify.fuzz --cases 1000000 --seed 0
 
 A case takes an honest weight of some format and changes its sizes, its tensors, the JSON or the bytes of the file.
 What passes validation is unpacked and multiplied too; some files go through from_pretrained. Or it is a folder, dense
@@ -712,7 +712,7 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
 
 
 def write_corpus(folder: Path) -> None:
-    """The honest weights for tests/fuzz_core.c, which says what the files hold."""
+    """The honest weights for verify/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
     kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8", "slide"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
@@ -732,7 +732,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Mutated files through every reader.")
+    parser = argparse.ArgumentParser(prog="python -m verify.fuzz", description="Mutated files through every reader.")
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="number of the first case")

@@ -1,7 +1,7 @@
 /*
  * Packed data that lie, through the C core alone, under the address and undefined-behaviour sanitizers: `make fuzz`.
  *
- * The corpus is honest weights (python -m tests.fuzz --corpus). Each case changes some bytes, sizes or lengths of one of
+ * The corpus is honest weights (python -m verify.fuzz --corpus). Each case changes some bytes, sizes or lengths of one of
  * them, puts each array into an allocation of just its size, passes the border as ops.cpp guards it, and calls check; what
  * has no fault is unpacked, multiplied and packed again. What check has refused goes to the functions that look themselves.
  *

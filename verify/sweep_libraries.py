@@ -1,4 +1,7 @@
-"""Small models of other libraries through pack, save and load: right, or stopped by name. Run by `pytest -m sweep`."""
+"""Small models of other libraries through pack, save and load: right, or stopped by name.
+
+python -m pytest verify/sweep_libraries.py    a minute; what is not installed is skipped
+"""
 
 import copy
 import importlib
@@ -14,8 +17,6 @@ from torch import Tensor, nn
 import macko
 from macko import SparseLinear
 from tests.common import torch_threads
-
-pytestmark = [pytest.mark.sweep, pytest.mark.slow]
 
 STOPS = r"size mismatch|Trying to set a tensor of shape|Cannot load .* because .* expected shape"
 

@@ -1,6 +1,6 @@
 """Do the tests notice? Plants one fault at a time into a copy of the source and runs the quick tests of its subject.
 
-    python tools/mutate.py [--only TEXT] [--out FILE]
+    python -m verify.mutate [--only TEXT] [--out FILE]
 
 A fault is in CPU code or Python; where it is in C the CPU library is built again. Caught: a test fails, crashes, or
 runs for over two minutes. Prints a table; the exit code is 1 where a fault survives, and 2 where the tests fail without
@@ -283,7 +283,7 @@ def main() -> int:
                 took = f"{time.monotonic() - start:4.0f} s"
                 print(f"{number:2} {took}  {fault.file}: {fault.what}: {catcher or 'SURVIVES'}", flush=True)
         except PlanError as error:
-            print(f"tools/mutate.py: {error}", file=sys.stderr)
+            print(f"verify/mutate.py: {error}", file=sys.stderr)
             return 2
     print(f"{len(faults) - len(survivors)} of {len(faults)} caught")
     if args.out and len(faults) == len(FAULTS):

@@ -19,13 +19,13 @@
 #include "../csrc/bitmap/bitmap.h"
 #include "../csrc/core/cpu.h"
 #include "../csrc/core/knobs.h"
-#include "../csrc/dense12/dense12.h"
-#include "../csrc/dense8/dense8.h"
+#include "../csrc/codecs/dense12/dense12.h"
+#include "../csrc/codecs/dense8/dense8.h"
 #include "../csrc/macko/macko.h"
 #include "../csrc/slide/slide.h"
-#include "../csrc/sparse11/sparse11.h"
-#include "../csrc/sparse8/sparse8.h"
-#include "../csrc/tile/tile.h"
+#include "../csrc/codecs/sparse11/sparse11.h"
+#include "../csrc/codecs/sparse8/sparse8.h"
+#include "../csrc/codecs/tile/tile.h"
 
 enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, DENSE8, SPARSE8, SLIDE, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
 

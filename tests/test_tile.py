@@ -519,7 +519,7 @@ def test_side_stream() -> None:
 
 # The plan for many tokens, and its schedule: plain C, so of this machine.
 
-#: Walks every block of a plan as the kernel does, csrc/tile/schedule.h. 0, or the number of the rule that is broken.
+#: Walks every block of a plan as the kernel does, csrc/slab/schedule.h. 0, or the number of the rule that is broken.
 PLAN_CHECKS = r"""
 #include <stdlib.h>
 #include "many_plan.c"

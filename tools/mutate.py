@@ -80,7 +80,7 @@ FAULTS = (
     Fault("tile's check takes a stored zero", "csrc/codecs/tile/pack_cpu.c", "filled ? !(value & (SIGN - 1)) : value",
           "!filled && value", "tests/test_tile.py"),
     Fault("tile's check takes a row behind the last one", "csrc/codecs/tile/pack_cpu.c",
-          "if (row + macko_tile_row(lane, bit / 8) < m->rows", "if (row + macko_tile_row(lane, bit / 8) <= m->rows",
+          "if (row + macko_slab_row(lane, bit / 8) < m->rows", "if (row + macko_slab_row(lane, bit / 8) <= m->rows",
           "tests/test_tile.py"),
     Fault("the table of codes forgets which of equal ones is lower", "csrc/slab/table.c", "counts[high] > (commonest",
           "counts[high] >= (commonest", "tests/test_dense12.py"),

@@ -2,7 +2,7 @@
 // tokens have in common. A step of eight elements begins at any byte of its column.
 #pragma once
 
-#include "../codecs/tile/decode.cuh"
+#include "decode.cuh"
 
 namespace macko {
 
@@ -33,7 +33,7 @@ struct column_reader {
     }
     // Behind what the codec holds of its own, as registers are given out in that order.
     __device__ __forceinline__ void hold(int tile, int lane) {
-        const bool tail = tile >= MACKO_TILE_SLAB_TILES / 2, odd = tile % 2;
+        const bool tail = tile >= MACKO_SLAB_TILES / 2, odd = tile % 2;
         before = held((tail ? 8u : 0) | (odd ? 8u << (tail ? 24 : 16) : 0));
         own_column = held(lane * 4);
         select = held(tail ? 0x5551 : 0x5554);

@@ -10,38 +10,38 @@
  *   starts       four bytes of a lane in a slice: the byte of the column where the tail begins; 4 * the lane whose column it
  *                is; values of the stream in tile 0; and in tile 2
  */
-#ifndef MACKO_TILE_COLUMNS_CPU_H
-#define MACKO_TILE_COLUMNS_CPU_H
+#ifndef MACKO_SLAB_COLUMNS_CPU_H
+#define MACKO_SLAB_COLUMNS_CPU_H
 
 #include "places_cpu.h"
 
 enum {
-    HALF_TILES = MACKO_TILE_SLAB_TILES / 2,
+    HALF_TILES = MACKO_SLAB_TILES / 2,
     HALF_MOST = HALF_TILES * STEPS * STEP_ELEMENTS, /* values of half a stream */
-    STEP_PLACES = MACKO_TILE_LANES * STEP_ELEMENTS,
+    STEP_PLACES = MACKO_SLAB_LANES * STEP_ELEMENTS,
 };
 
 typedef struct slice_plan {
-    uint8_t starts[MACKO_TILE_LANES][4];
-    uint8_t heads[MACKO_TILE_LANES], tails[MACKO_TILE_LANES]; /* lengths */
-    uint8_t lengths[MACKO_TILE_LANES];                        /* of columns */
+    uint8_t starts[MACKO_SLAB_LANES][4];
+    uint8_t heads[MACKO_SLAB_LANES], tails[MACKO_SLAB_LANES]; /* lengths */
+    uint8_t lengths[MACKO_SLAB_LANES];                        /* of columns */
     int rows;
 } slice_plan;
 
 /* Lanes by length, the shortest first, of equal ones the lower lane first. */
-static inline void sort_lanes(const int lengths[MACKO_TILE_LANES], uint8_t sorted[MACKO_TILE_LANES]) {
+static inline void sort_lanes(const int lengths[MACKO_SLAB_LANES], uint8_t sorted[MACKO_SLAB_LANES]) {
     int places[HALF_MOST + 2] = {0};
-    for (int lane = 0; lane < MACKO_TILE_LANES; lane++) places[lengths[lane] + 1]++;
+    for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) places[lengths[lane] + 1]++;
     for (int length = 0; length < HALF_MOST; length++) places[length + 1] += places[length];
-    for (int lane = 0; lane < MACKO_TILE_LANES; lane++) sorted[places[lengths[lane]]++] = (uint8_t)lane;
+    for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) sorted[places[lengths[lane]]++] = (uint8_t)lane;
 }
 
 /* Of a slice whose lanes have so many values in each tile. */
-static inline slice_plan plan_columns(int counts[MACKO_TILE_SLAB_TILES][MACKO_TILE_LANES]) {
+static inline slice_plan plan_columns(int counts[MACKO_SLAB_TILES][MACKO_SLAB_LANES]) {
     slice_plan plan = {.rows = 0};
-    int heads[MACKO_TILE_LANES], missing[MACKO_TILE_LANES]; /* from the tail */
-    uint8_t columns[MACKO_TILE_LANES], lanes[MACKO_TILE_LANES];
-    for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
+    int heads[MACKO_SLAB_LANES], missing[MACKO_SLAB_LANES]; /* from the tail */
+    uint8_t columns[MACKO_SLAB_LANES], lanes[MACKO_SLAB_LANES];
+    for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
         heads[lane] = counts[0][lane] + counts[1][lane];
         missing[lane] = HALF_MOST - counts[2][lane] - counts[3][lane];
         plan.starts[lane][2] = (uint8_t)counts[0][lane];
@@ -51,7 +51,7 @@ static inline slice_plan plan_columns(int counts[MACKO_TILE_SLAB_TILES][MACKO_TI
     }
     sort_lanes(heads, columns);
     sort_lanes(missing, lanes);
-    for (int i = 0; i < MACKO_TILE_LANES; i++) {
+    for (int i = 0; i < MACKO_SLAB_LANES; i++) {
         const int column = columns[i], lane = lanes[i], length = heads[column] + plan.tails[lane];
         plan.starts[lane][0] = (uint8_t)heads[column];
         plan.starts[lane][1] = (uint8_t)(column * 4);
@@ -63,7 +63,7 @@ static inline slice_plan plan_columns(int counts[MACKO_TILE_SLAB_TILES][MACKO_TI
 
 /* Byte of the slice's values where byte k of a column is. */
 static inline int column_at(int column, int k) {
-    return k / 4 * MACKO_TILE_COLUMNS_ROW_BYTES + column * 4 + k % 4;
+    return k / 4 * MACKO_SLAB_COLUMNS_ROW_BYTES + column * 4 + k % 4;
 }
 
 /* Byte of the slice's values where the kth value of a lane's head (half 0) or tail (half 1) is. */

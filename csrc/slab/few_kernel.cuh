@@ -28,9 +28,9 @@
 #include <mutex>
 #include <type_traits>
 
-#include "../codecs/tile/codec.cuh"
 #include "../core/cuda.cuh"
 #include "../core/sm90.cuh"
+#include "codec.cuh"
 #include "few_plan.h"
 
 namespace macko {
@@ -75,7 +75,7 @@ struct few_task {
     int boxes;                          // TMA loads of a stage's tokens
     int tokens, token_bytes;            // bytes of a tile's tokens, filled up to whole swizzle atoms of eight
     const void *bias;
-    macko_tile_parts y;
+    macko_slab_outputs y;
     int64_t rows;
     int area; // bytes of a split row block's sums
     typename CODEC::constants weights;
@@ -84,7 +84,7 @@ struct few_task {
 
 template <int TOKENS, class CODEC>
 struct few_shape {
-    static constexpr int WARPGROUPS = MACKO_TILE_SLAB_TILES;
+    static constexpr int WARPGROUPS = MACKO_SLAB_TILES;
     // Whether a warpgroup takes half of every other slab, and not a tile of each (above).
     static constexpr bool HALVES = TOKENS <= CODEC::HALVES_TO;
     // Then, of few tokens, warps multiply by themselves (mma.sync) and wait for no other one.
@@ -102,7 +102,7 @@ struct few_shape {
     static constexpr int PASSES = MANY_SUMS ? 8 : TOKENS > 16 ? 2 : 1;
     static constexpr int SUMS_BYTES = WARPGROUPS * WARPGROUP * TOKENS * 2 / PASSES; // a thread has TOKENS / 2 floats
     // Behind the last stage's tokens, half of TOKENS at least, wgmma reads on: into the sums.
-    static_assert(TOKENS <= 16 || TOKENS / 2 * MACKO_TILE_COLS * 2 <= SUMS_BYTES);
+    static_assert(TOKENS <= 16 || TOKENS / 2 * MACKO_SLAB_TILE_COLS * 2 <= SUMS_BYTES);
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
 
@@ -111,7 +111,7 @@ struct few_shape {
 template <class CODEC>
 constexpr bool densest_has_plan(int slab_bytes) {
     using SHAPE = few_shape<CODEC::HALVES_TO, CODEC>;
-    const int tokens_bytes = MACKO_TILE_SLAB_TILES * CODEC::HALVES_TO * MACKO_TILE_COLS * 2;
+    const int tokens_bytes = MACKO_SLAB_TILES * CODEC::HALVES_TO * MACKO_SLAB_TILE_COLS * 2;
     return SHAPE::LEAST_STAGES * (ceil_div(slab_bytes, 1024) * 1024 + tokens_bytes) + SHAPE::SUMS_BYTES +
                BARRIER_BYTES <=
            227 * 1024;
@@ -207,11 +207,12 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
         asm volatile("ld.global.s32 %0, [%1];" : "=r"(next_from) : "l"(at));
         asm volatile("ld.global.s32 %0, [%1 + 4];" : "=r"(next_to) : "l"(at));
     }
-    static_assert(ABOUT * MACKO_TILE_UNIT < 2 * MACKO_TILE_VALUES_AT); // so two more slabs hold what is prefetched
+    if constexpr (!CODEC::SAME_SIZE) // so two more slabs hold what is prefetched
+        static_assert(ABOUT * MACKO_SLAB_UNIT < 2 * CODEC::LEAST_BYTES);
     if (!CODEC::SAME_SIZE && lane == 0 && warp < PREFETCHED && first_slab + warp + 3 <= task.all_slabs) {
         const int about = (int)((first_slab + warp) * task.mean), begin = max(0, about - ABOUT);
-        sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_TILE_UNIT,
-                               (about - begin + (int)task.mean + ABOUT) * MACKO_TILE_UNIT);
+        sm90::bulk_prefetch_l2(task.data + (int64_t)begin * MACKO_SLAB_UNIT,
+                               (about - begin + (int)task.mean + ABOUT) * MACKO_SLAB_UNIT);
     }
     const few_memory memory = memory_of<TOKENS>(task, base);
     if (lane == 0) make_barriers<TOKENS>(task, memory, warp);
@@ -271,22 +272,22 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
             begin = __shfl_sync(FULL_WARP, from, fourth);
             units = __shfl_sync(FULL_WARP, to, fourth) - begin;
         }
-        const int bytes = units * MACKO_TILE_UNIT;
+        const int bytes = units * MACKO_SLAB_UNIT;
         const uint32_t at = memory.stages + stage * task.stage_bytes, barrier = memory.full + stage * 8;
         if (here.round) sm90::barrier_wait(memory.empty + stage * 8, phase);
         while (nanoseconds() - began < i * pace) {
         }
         if (lane == 0) {
-            sm90::barrier_arrive_expect_tx(barrier, bytes + MACKO_TILE_SLAB_TILES * task.token_bytes);
-            sm90::bulk_copy(at, task.data + (int64_t)begin * MACKO_TILE_UNIT, bytes, barrier, policy);
+            sm90::barrier_arrive_expect_tx(barrier, bytes + MACKO_SLAB_TILES * task.token_bytes);
+            sm90::bulk_copy(at, task.data + (int64_t)begin * MACKO_SLAB_UNIT, bytes, barrier, policy);
         }
         __syncwarp();
         // Weights may be fetched before the kernel before this one is done (PDL), tokens not.
         if (count == 0) sm90::pdl_wait();
         if (lane < task.boxes)
             sm90::tma_load(at + task.tokens_at + lane * task.token_bytes, &task.x,
-                           task.boxes == 1 ? 0 : (slab * MACKO_TILE_SLAB_TILES + lane) * MACKO_TILE_COLS, 0,
-                           task.boxes == 1 ? slab * MACKO_TILE_SLAB_TILES : 0, barrier);
+                           task.boxes == 1 ? 0 : (slab * MACKO_SLAB_TILES + lane) * MACKO_SLAB_TILE_COLS, 0,
+                           task.boxes == 1 ? slab * MACKO_SLAB_TILES : 0, barrier);
         __syncwarp();
         next(here);
         if (here.stage == warp) phase ^= 1;
@@ -300,8 +301,8 @@ __device__ __forceinline__ void store_four(const few_task<CODEC> &task, int part
                                            int four, const float (&sum)[4]) {
     const int64_t row = first_row + thread / WARP * 16 + thread % WARP / 4;
     const int token = four * 8 + thread % 4 * 2;
-    const int64_t stride = task.y.part[part].rows;
-    T *y = (T *)task.y.part[part].y + token * stride + row;
+    const int64_t stride = task.y.output[part].rows;
+    T *y = (T *)task.y.output[part].y + token * stride + row;
     float bias[2] = {}, scale[2] = {};
     if (task.bias)
         for (int k = 0; k < 2; k++)
@@ -332,7 +333,7 @@ __device__ __forceinline__ void load_sums(float (&v)[4], uint32_t from) {
 // To L2, while the products of these rows run: they are wanted at the end of all.
 __device__ __forceinline__ void prefetch_scales(const float *scales, int64_t first_row, int64_t rows) {
     const int64_t row = first_row + threadIdx.x * 32;
-    if (threadIdx.x < MACKO_TILE_ROWS / 32 && row < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + row));
+    if (threadIdx.x < MACKO_SLAB_ROWS / 32 && row < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + row));
 }
 
 // A consumer warpgroup: a tile of every slab, or half of every other one. In order: the first tile is prepared; stages
@@ -376,14 +377,14 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     };
     const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
     // Of many sums y is whole: there are no registers for more.
-    const auto part_of = [&](int64_t row) { return SHAPE::MANY_SUMS ? 0 : macko_tile_part_of(&task.y, row); };
+    const auto part_of = [&](int64_t row) { return SHAPE::MANY_SUMS ? 0 : macko_slab_output_of(&task.y, row); };
     wait_for_barriers(SHAPE::THREADS);
     if (task.cluster > 1) {
         sm90::cluster_arrive_relaxed();
         sm90::cluster_wait(); // the barriers of the others are there; here nothing waits for it
     }
     // What the end needs, known before it: a line of the constant cache takes 0.15 us (H200).
-    asm volatile("" ::"l"(task.bias), "l"(task.y.part[0].y), "l"(task.y.begins[2]), "l"(task.rows), "r"(task.tokens),
+    asm volatile("" ::"l"(task.bias), "l"(task.y.output[0].y), "l"(task.y.begins[2]), "l"(task.rows), "r"(task.tokens),
                  "r"(task.area));
     // A tile is prepared while the one before it is multiplied, also across row blocks.
     constexpr std::integral_constant<int, 0> step0;
@@ -424,7 +425,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     for (int round = 0; round < rounds; round++) {
         const bool whole = round<work.whole, second = round> work.whole;
         const int row_block = whole ? work.first_row_block + round : work.left + nth + second;
-        const int64_t first_row = (int64_t)row_block * MACKO_TILE_ROWS;
+        const int64_t first_row = (int64_t)row_block * MACKO_SLAB_ROWS;
         if constexpr (CODEC::SCALED) prefetch_scales(task.weights.scales, first_row, task.rows);
         float sums[SUMS];
         uint32_t a[4][4];
@@ -621,7 +622,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         const uint32_t full = memory.sums_full + second * 8;
         if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, own * (SUMS / 4) * 16 * (split.ways - 1));
         sm90::barrier_wait(full, 0);
-        const int64_t first_row = (int64_t)(work.left + nth + second) * MACKO_TILE_ROWS;
+        const int64_t first_row = (int64_t)(work.left + nth + second) * MACKO_SLAB_ROWS;
         const int part = part_of(first_row);
 #pragma unroll 1
         for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
@@ -644,7 +645,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
 
 template <class CODEC, int TOKENS>
 __global__ void __launch_bounds__(few_shape<TOKENS, CODEC>::THREADS, 1)
-    tile_few_kernel(const __grid_constant__ few_task<CODEC> task) {
+    slab_few_kernel(const __grid_constant__ few_task<CODEC> task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using SHAPE = few_shape<TOKENS, CODEC>;
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -681,14 +682,14 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
                         few_plan *plan) {
     using SHAPE = few_shape<TOKENS, CODEC>;
     // Which blocks do what does not depend on the tokens, so that a token's bits do not; how many stages there are does.
-    // Behind the last value (MACKO_TILE_OVERREAD) is what may be read, and so is behind the last token: the sums.
-    plan->tokens_at = (int)ceil_div(widest * MACKO_TILE_UNIT, 1024) * 1024;
-    const int least_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * token_bytes,
-              most_bytes = plan->tokens_at + MACKO_TILE_SLAB_TILES * TOKENS * MACKO_TILE_COLS * 2;
+    // Behind the last value (MACKO_SLAB_OVERREAD) is what may be read, and so is behind the last token: the sums.
+    plan->tokens_at = (int)ceil_div(widest * MACKO_SLAB_UNIT, 1024) * 1024;
+    const int least_bytes = plan->tokens_at + MACKO_SLAB_TILES * token_bytes,
+              most_bytes = plan->tokens_at + MACKO_SLAB_TILES * TOKENS * MACKO_SLAB_TILE_COLS * 2;
     plan->time = 1e30;
     for (int blocks = 1; blocks <= std::min({MAX_CLUSTER, slabs, device.num_sms}); blocks++) {
         int clusters;
-        const cudaError_t error = max_active_clusters<tile_few_kernel<CODEC, TOKENS>, MAX_CLUSTER>(
+        const cudaError_t error = max_active_clusters<slab_few_kernel<CODEC, TOKENS>, MAX_CLUSTER>(
             device, blocks, SHAPE::THREADS, device.shared_bytes - 1024, &clusters);
         if (error) return error;
         clusters = std::min(clusters, row_blocks);
@@ -757,15 +758,15 @@ cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, cons
 
 template <class CODEC, int TOKENS>
 cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                   const macko_tile_parts &y, const device_info &device, cudaStream_t stream) {
+                   const macko_slab_outputs &y, const device_info &device, cudaStream_t stream) {
     using SHAPE = few_shape<TOKENS, CODEC>;
-    if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.part[1].rows))
+    if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.output[1].rows))
         return cudaErrorInvalidValue; // for the kernel for many
-    const int slabs = (int)macko_tile_slabs(w.cols), row_blocks = (int)macko_tile_row_blocks(w.rows);
+    const int slabs = (int)macko_slabs_across(w.cols), row_blocks = (int)macko_slab_row_blocks(w.rows);
     // Not all TOKENS: rows of a box that are not in the tensor take long to fill (H200, 33 tokens of 64: by half again).
-    const int tokens_8 = (int)ceil_div(tokens, 8) * 8, token_bytes = tokens_8 * MACKO_TILE_COLS * 2;
+    const int tokens_8 = (int)ceil_div(tokens, 8) * 8, token_bytes = tokens_8 * MACKO_SLAB_TILE_COLS * 2;
     few_plan plan;
-    cudaError_t error = allow_all_shared_memory<tile_few_kernel<CODEC, TOKENS>>(device);
+    cudaError_t error = allow_all_shared_memory<slab_few_kernel<CODEC, TOKENS>>(device);
     if (!error) error = plan_of<CODEC, TOKENS>(row_blocks, slabs, w.widest, token_bytes, device, &plan);
     if (error) return error;
     // Of 9 to 16 tokens, which fill as many: so the number of tokens does not matter.
@@ -782,7 +783,7 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     task.slab_units = w.widest;
     // All blocks end together: those with more to do go faster.
     const double rate = device.memory_rate ? MEMORY_SHARE * device.memory_rate : 1e30; // unknown: there is no pace
-    const double total = (double)w.units * MACKO_TILE_UNIT / rate * (plan.time < 12 ? 1.09 : 1);
+    const double total = (double)w.units * MACKO_SLAB_UNIT / rate * (plan.time < 12 ? 1.09 : 1);
     for (int i = 0; i < 2; i++) {
         task.partition[i] = plan.partition[i];
         task.advance[i] = plan.advance[i];
@@ -802,13 +803,13 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     task.weights = w.constants;
     // One TMA load for all tokens of a slab is faster than four (H200, most at 32 tokens), but the last tile has to be
     // whole.
-    task.boxes = w.cols % MACKO_TILE_COLS ? MACKO_TILE_SLAB_TILES : 1;
+    task.boxes = w.cols % MACKO_SLAB_TILE_COLS ? MACKO_SLAB_TILES : 1;
     error = task.boxes == 1 ? sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
-                                                    {MACKO_TILE_COLS, tokens, w.cols / MACKO_TILE_COLS},
-                                                    {x_stride * 2, MACKO_TILE_COLS * 2},
-                                                    {MACKO_TILE_COLS, tokens_8, MACKO_TILE_SLAB_TILES})
+                                                    {MACKO_SLAB_TILE_COLS, tokens, w.cols / MACKO_SLAB_TILE_COLS},
+                                                    {x_stride * 2, MACKO_SLAB_TILE_COLS * 2},
+                                                    {MACKO_SLAB_TILE_COLS, tokens_8, MACKO_SLAB_TILES})
                             : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {w.cols, tokens, 1},
-                                                    {x_stride * 2, x_stride * 2}, {MACKO_TILE_COLS, tokens_8, 1});
+                                                    {x_stride * 2, x_stride * 2}, {MACKO_SLAB_TILE_COLS, tokens_8, 1});
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -821,13 +822,13 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = may_use_pdl(stream, SHAPE::THREADS) ? 2 : 1;
-    return cudaLaunchKernelEx(&config, tile_few_kernel<CODEC, TOKENS>, task);
+    return cudaLaunchKernelEx(&config, slab_few_kernel<CODEC, TOKENS>, task);
 }
 
 // A product, by the kernel for as many tokens as are together in a block.
 template <class CODEC>
 cudaError_t multiply_few(const slab_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
-                         const void *bias, const macko_tile_parts &y, cudaStream_t stream) {
+                         const void *bias, const macko_slab_outputs &y, cudaStream_t stream) {
     if (!weight.rows || !tokens) return cudaSuccess;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;

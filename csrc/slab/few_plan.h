@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../codecs/tile/tile.h"
+#include "slab.h"
 
 #ifdef __CUDACC__
 #define MACKO_FEW_FN __host__ __device__ __forceinline__

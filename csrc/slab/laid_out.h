@@ -19,13 +19,13 @@ macko_dtype check_slabs(const char *op, const Packed &p, int fewest, int most, c
     check_kinds(op, all);
     const macko_dtype dtype = check_type(op, "data", data);
     check_sizes(op, p);
-    const int64_t slabs = macko_tile_count(p.rows(), p.cols()), widest = p.own(0);
+    const int64_t slabs = macko_slab_count(p.rows(), p.cols()), widest = p.own(0);
     if (offsets.numel() != slabs + 1)
         fail(op, "offsets has ", offsets.numel(), " elements, expected ", slabs + 1, " for a matrix of ", p.rows(),
              " x ", p.cols());
-    if (data.numel() * 2 % MACKO_TILE_UNIT || data.numel() * 2 < slabs * fewest * MACKO_TILE_UNIT)
-        fail(op, "data has ", data.numel(), " elements, expected a multiple of ", MACKO_TILE_UNIT / 2, ", at least ",
-             slabs * fewest * MACKO_TILE_UNIT / 2);
+    if (data.numel() * 2 % MACKO_SLAB_UNIT || data.numel() * 2 < slabs * fewest * MACKO_SLAB_UNIT)
+        fail(op, "data has ", data.numel(), " elements, expected a multiple of ", MACKO_SLAB_UNIT / 2, ", at least ",
+             slabs * fewest * MACKO_SLAB_UNIT / 2);
     const int least = slabs ? fewest : 0, largest = slabs ? most : 0;
     if (widest < least || widest > largest) fail(op, "widest is ", widest, ", expected ", least, " to ", largest);
     check_memory(op, all);
@@ -35,14 +35,14 @@ macko_dtype check_slabs(const char *op, const Packed &p, int fewest, int most, c
 // The matrix's rows from the row block of `first` on: the offsets of its slabs are those of a whole one.
 template <typename Matrix>
 Matrix piece_by_offsets(Matrix m, int64_t first, int64_t rows) {
-    m.offsets += first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols);
+    m.offsets += first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols);
     m.rows = rows;
     return m;
 }
 
 inline void check_units(const char *op, int64_t units) {
     if (units > INT32_MAX)
-        fail(op, "the layout takes ", units, " units of ", MACKO_TILE_UNIT, " bytes, expected at most ", INT32_MAX);
+        fail(op, "the layout takes ", units, " units of ", MACKO_SLAB_UNIT, " bytes, expected at most ", INT32_MAX);
 }
 
 #ifdef USE_CUDA
@@ -60,7 +60,7 @@ struct dense_pieces {
     }
     static int64_t step_of(const macko_matrix &m) {
         const int64_t most = rows_of_panel(m.rows, m.cols, 2);
-        return most >= m.rows ? m.rows : (most + MACKO_TILE_ROWS - 1) / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
+        return most >= m.rows ? m.rows : (most + MACKO_SLAB_ROWS - 1) / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
     }
     // body(first row, rows, dense rows), piece after piece.
     template <typename Body>
@@ -80,10 +80,10 @@ struct dense_pieces {
 template <typename Body>
 void for_dense_blocks(const macko_matrix &source, const Body &body) {
     const int64_t rows = source.rows, cols = source.cols;
-    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t begin, int64_t end) {
-        std::vector<uint16_t> dense(MACKO_TILE_ROWS * cols);
+    for_rows(macko_slab_row_blocks(rows), cols * MACKO_SLAB_ROWS, [&](int64_t begin, int64_t end) {
+        std::vector<uint16_t> dense(MACKO_SLAB_ROWS * cols);
         for (int64_t block = begin; block < end; block++) {
-            const int64_t first = block * MACKO_TILE_ROWS, count = std::min<int64_t>(MACKO_TILE_ROWS, rows - first);
+            const int64_t first = block * MACKO_SLAB_ROWS, count = std::min<int64_t>(MACKO_SLAB_ROWS, rows - first);
             macko_unpack_cpu(&source, first, first + count, dense.data());
             body(block, count, dense.data());
         }

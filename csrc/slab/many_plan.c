@@ -4,12 +4,12 @@
 #include <limits.h>
 #include <string.h>
 
-static const macko_tile_many_shape SHAPES[] = {
+static const macko_slab_many_shape SHAPES[] = {
 #define SHAPE(tokens, row_blocks, split_k) {tokens, row_blocks, split_k},
-    MACKO_TILE_MANY_SHAPES(SHAPE)
+    MACKO_SLAB_MANY_SHAPES(SHAPE)
 #undef SHAPE
 };
-_Static_assert(sizeof SHAPES / sizeof *SHAPES == MACKO_TILE_MANY_NUM_SHAPES, "one for each");
+_Static_assert(sizeof SHAPES / sizeof *SHAPES == MACKO_SLAB_MANY_NUM_SHAPES, "one for each");
 
 static int64_t divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -21,16 +21,16 @@ static int64_t max_of(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-bool macko_tile_many_fit_stages(macko_tile_many_shape shape, int widest, int shared_bytes,
-                                macko_tile_many_stages *stages) {
-    const int room = shared_bytes - MACKO_TILE_MANY_BARRIER_BYTES;
-    stages->slab_bytes = (widest * MACKO_TILE_UNIT + MACKO_TILE_OVERREAD + 127) / 128 * 128;
+bool macko_slab_many_fit_stages(macko_slab_many_shape shape, int widest, int shared_bytes,
+                                macko_slab_many_stages *stages) {
+    const int room = shared_bytes - MACKO_SLAB_MANY_BARRIER_BYTES;
+    stages->slab_bytes = (widest * MACKO_SLAB_UNIT + MACKO_SLAB_OVERREAD + 127) / 128 * 128;
     const int slabs_bytes = shape.row_blocks * stages->slab_bytes,
-              least = MACKO_TILE_MANY_MIN_SLAB_STAGES * slabs_bytes;
-    stages->x = (int)min_of((room - least) / macko_tile_x_stage_bytes(shape), macko_tile_max_x_stages(shape));
-    if (room < least || stages->x < macko_tile_min_x_stages(shape)) return false;
-    stages->slabs = (int)min_of((room - stages->x * macko_tile_x_stage_bytes(shape)) / slabs_bytes,
-                                MACKO_TILE_MANY_MAX_SLAB_STAGES);
+              least = MACKO_SLAB_MANY_MIN_SLAB_STAGES * slabs_bytes;
+    stages->x = (int)min_of((room - least) / macko_slab_x_stage_bytes(shape), macko_slab_max_x_stages(shape));
+    if (room < least || stages->x < macko_slab_min_x_stages(shape)) return false;
+    stages->slabs = (int)min_of((room - stages->x * macko_slab_x_stage_bytes(shape)) / slabs_bytes,
+                                MACKO_SLAB_MANY_MAX_SLAB_STAGES);
     return true;
 }
 
@@ -47,13 +47,13 @@ typedef struct clocks {
     int64_t epilogue;  /* and until the next products */
 } clocks;
 
-static clocks clocks_of(macko_tile_many_shape shape) {
+static clocks clocks_of(macko_slab_many_shape shape) {
     const int slab = shape.tokens > 256   ? 5150
                      : shape.tokens > 192 ? 4240
                      : shape.tokens > 160 ? (shape.row_blocks > 2 ? 5000 : 3550)
                      : shape.tokens > 128 ? 3150
                                           : (shape.row_blocks > 2 ? 4090 : 2730);
-    const int sums = shape.row_blocks * macko_tile_partial_bytes(shape);
+    const int sums = shape.row_blocks * macko_slab_partial_bytes(shape);
     return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 3800, sums / 100,
                     2300 + sums / 150};
 }
@@ -61,7 +61,7 @@ static clocks clocks_of(macko_tile_many_shape shape) {
 /* Clocks until the last cluster ends. Each does whole tiles for so many clocks, and of the split ones the half slabs from
  * shares[index] on. Or some number from `least` on, where it is not less. */
 static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t whole, const clocks *c, int64_t least) {
-    int64_t given[MACKO_TILE_MOST_CLUSTERS], last = 0; /* given: when a share's partial sums are there */
+    int64_t given[MACKO_SLAB_MOST_CLUSTERS], last = 0; /* given: when a share's partial sums are there */
     for (int i = clusters - 1; i >= 0 && last < least; i--) {
         int at = shares[i];
         const int end = shares[i + 1], in_tile = at % half_slabs;
@@ -121,7 +121,7 @@ static bool deal(const split_work *s, const dealing *d, int *shares) {
 static int64_t deal_best(const split_work *s, int *shares) {
     const int mean = s->tiles * s->half_slabs / s->clusters, give = (int)(s->clocks.give / s->clocks.half_slab);
     int64_t least = INT64_MAX;
-    int tried[MACKO_TILE_MOST_CLUSTERS + 1];
+    int tried[MACKO_SLAB_MOST_CLUSTERS + 1];
     for (int begins = mean; begins <= mean + 8; begins++) {
         /* The first cluster alone takes longer. */
         if (least <= s->whole + begins * s->clocks.half_slab) break;
@@ -141,37 +141,37 @@ static int64_t deal_best(const split_work *s, int *shares) {
 
 /* The best plan so far, and what is looked for. */
 typedef struct search {
-    const macko_tile_many_problem *problem;
-    const macko_tile_many_way *way;
+    const macko_slab_many_problem *problem;
+    const macko_slab_many_way *way;
     int64_t least; /* clocks; INT64_MAX: no plan yet */
-    macko_tile_many_plan *plan;
+    macko_slab_many_plan *plan;
 } search;
 
 /* How far L2 is from holding the tokens, in percent: 0 up to 12 MB, 100 from 32 MB on, as half of an H100's 50 MB is far
- * from an SM. Tokens by MACKO_TILE_MANY_TOKENS_UNIT, as plans are kept. */
-static int64_t percent_over_l2(const macko_tile_many_problem *p) {
-    const int64_t unit = MACKO_TILE_MANY_TOKENS_UNIT, least = 12 << 20, most = 32 << 20;
+ * from an SM. Tokens by MACKO_SLAB_MANY_TOKENS_UNIT, as plans are kept. */
+static int64_t percent_over_l2(const macko_slab_many_problem *p) {
+    const int64_t unit = MACKO_SLAB_MANY_TOKENS_UNIT, least = 12 << 20, most = 32 << 20;
     const int64_t bytes = divide_up(p->tokens, unit) * unit * p->cols * 2;
     return 100 * (max_of(least, min_of(bytes, most)) - least) / (most - least);
 }
 /* How much longer a half slab of a split tile takes. Clusters at different columns share nothing, and memory is waited for
  * (H100 under load, 4096 to 12288 columns, 2026-11-26: 1.47 to 1.58 times). Where tiles are split evenly only some columns
  * are walked at a time. */
-static int64_t split_percent(const macko_tile_many_problem *p, bool evenly) {
+static int64_t split_percent(const macko_slab_many_problem *p, bool evenly) {
     const int64_t over = percent_over_l2(p);
     return evenly ? 100 : over ? 105 + over / 2 : 102;
 }
 
 /* So many clusters of a shape, and so many split tiles. */
-static void consider(search *s, macko_tile_many_shape shape, int64_t clusters, int64_t split_tiles, bool evenly) {
-    const macko_tile_many_problem *p = s->problem;
-    macko_tile_schedule found = {.row_blocks = (int)macko_tile_row_blocks(p->rows),
-                                 .slabs = (int)macko_tile_slabs(p->cols),
-                                 .half_slabs = (int)divide_up(p->cols, MACKO_TILE_HALF_SLAB_COLS),
+static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, int64_t split_tiles, bool evenly) {
+    const macko_slab_many_problem *p = s->problem;
+    macko_slab_schedule found = {.row_blocks = (int)macko_slab_row_blocks(p->rows),
+                                 .slabs = (int)macko_slabs_across(p->cols),
+                                 .half_slabs = (int)divide_up(p->cols, MACKO_SLAB_HALF_COLS),
                                  .token_tiles = (int)divide_up(p->tokens, shape.tokens),
                                  .clusters = (int)clusters,
                                  .split = (int)split_tiles};
-    found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_TILE_CLUSTER_BLOCKS / shape.split_k));
+    found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k));
     const int64_t tiles = (int64_t)found.row_tiles * found.token_tiles, half_slabs = found.half_slabs;
     clocks c = clocks_of(shape);
     /* A cluster whose blocks have the same rows reads as many tokens for half of them (8192 x 28672 by 8192: 1.09). */
@@ -179,9 +179,9 @@ static void consider(search *s, macko_tile_many_shape shape, int64_t clusters, i
     const int64_t whole =
         divide_up(tiles - split_tiles, clusters) * (half_slabs * c.half_slab + c.exchange + c.epilogue);
     if (s->way) {
-        const int kind = !split_tiles ? MACKO_TILE_SPLIT_NONE
-                         : evenly     ? MACKO_TILE_SPLIT_EVENLY
-                                      : MACKO_TILE_SPLIT_SOME;
+        const int kind = !split_tiles ? MACKO_SLAB_SPLIT_NONE
+                         : evenly     ? MACKO_SLAB_SPLIT_EVENLY
+                                      : MACKO_SLAB_SPLIT_SOME;
         if (s->least < INT64_MAX || kind != s->way->split) return;
     } else if (whole + split_tiles * half_slabs / clusters * c.half_slab >= s->least) {
         return;
@@ -196,28 +196,28 @@ static void consider(search *s, macko_tile_many_shape shape, int64_t clusters, i
         for (int i = (int)sharing; i < found.clusters; i++) found.shares[i + 1] = found.shares[sharing];
         while (!whole && found.shares[found.clusters - 1] == split_tiles * half_slabs) found.clusters--;
         workspace_bytes =
-            macko_tile_many_flag_bytes(shape, found.clusters) +
-            (int64_t)found.clusters * MACKO_TILE_CLUSTER_BLOCKS * shape.row_blocks * macko_tile_partial_bytes(shape);
+            macko_slab_many_flag_bytes(shape, found.clusters) +
+            (int64_t)found.clusters * MACKO_SLAB_CLUSTER_BLOCKS * shape.row_blocks * macko_slab_partial_bytes(shape);
     }
     if (time >= s->least) return;
     s->least = time;
-    *s->plan = (macko_tile_many_plan){workspace_bytes, shape, found};
+    *s->plan = (macko_slab_many_plan){workspace_bytes, shape, found};
 }
 
 /* A shape, with whole tiles only or with some that are split. */
-static void consider_shape(search *s, macko_tile_many_shape shape, int at_once, bool splits) {
-    const macko_tile_many_problem *p = s->problem;
-    const macko_tile_many_way *way = s->way;
-    const int64_t half_slabs = divide_up(p->cols, MACKO_TILE_HALF_SLAB_COLS),
-                  clusters = min_of(at_once, MACKO_TILE_MOST_CLUSTERS);
+static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, bool splits) {
+    const macko_slab_many_problem *p = s->problem;
+    const macko_slab_many_way *way = s->way;
+    const int64_t half_slabs = divide_up(p->cols, MACKO_SLAB_HALF_COLS),
+                  clusters = min_of(at_once, MACKO_SLAB_MOST_CLUSTERS);
     if (!clusters) return;
     if (half_slabs < shape.split_k) return;                   /* one of the two blocks would never have any */
     if (!way && shape.tokens == 64 && p->tokens > 64) return; /* memory is the limit: as long as 128 take */
-    if (way && (way->rows != shape.row_blocks * MACKO_TILE_ROWS || way->tokens != shape.tokens ||
+    if (way && (way->rows != shape.row_blocks * MACKO_SLAB_ROWS || way->tokens != shape.tokens ||
                 way->split_k != shape.split_k))
         return;
     const int64_t tiles =
-        divide_up(macko_tile_row_blocks(p->rows), shape.row_blocks * (MACKO_TILE_CLUSTER_BLOCKS / shape.split_k)) *
+        divide_up(macko_slab_row_blocks(p->rows), shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k)) *
         divide_up(p->tokens, shape.tokens);
     if (!splits) {
         consider(s, shape, min_of(tiles, clusters), 0, false);
@@ -234,33 +234,33 @@ static void consider_shape(search *s, macko_tile_many_shape shape, int at_once, 
 }
 
 /* Which slab each block begins with, so that it asks for this before it has worked out anything. */
-static void find_first_slabs(macko_tile_schedule *schedule, macko_tile_many_shape shape) {
-    for (int block = 0; block < schedule->clusters * MACKO_TILE_CLUSTER_BLOCKS; block++) {
-        const macko_tile_share share = macko_tile_share_of(schedule, shape, (uint32_t)block);
+static void find_first_slabs(macko_slab_schedule *schedule, macko_slab_many_shape shape) {
+    for (int block = 0; block < schedule->clusters * MACKO_SLAB_CLUSTER_BLOCKS; block++) {
+        const macko_slab_share share = macko_slab_share_of(schedule, shape, (uint32_t)block);
         int *first = &schedule->first_slabs[block];
         *first = -1;
         for (int next = 0; *first < 0 && next < share.half_slabs;) {
-            const macko_tile_segment segment = macko_tile_segment_at(&share, next);
-            next += macko_tile_length(&segment);
-            if (!macko_tile_own_count(&segment)) continue;
-            const int row_tile = macko_tile_place_of(schedule, segment.tile).row_tile;
-            *first = macko_tile_first_row_block(&share, row_tile) * schedule->slabs + macko_tile_nth(&segment, 0) / 2;
+            const macko_slab_segment segment = macko_slab_segment_at(&share, next);
+            next += macko_slab_length(&segment);
+            if (!macko_slab_own_count(&segment)) continue;
+            const int row_tile = macko_slab_place_of(schedule, segment.tile).row_tile;
+            *first = macko_slab_first_row_block(&share, row_tile) * schedule->slabs + macko_slab_nth(&segment, 0) / 2;
         }
     }
 }
 
-bool macko_tile_many_choose(const macko_tile_many_problem *problem, const macko_tile_many_way *way,
-                            macko_tile_many_plan *plan) {
+bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_slab_many_way *way,
+                            macko_slab_many_plan *plan) {
     search s = {problem, way, INT64_MAX, plan};
     /* What takes long to consider comes last, and most of it is seen to be slower at once. */
     for (int splits = 0; splits < 2; splits++)
-        for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
+        for (int i = 0; i < MACKO_SLAB_MANY_NUM_SHAPES; i++)
             consider_shape(&s, SHAPES[i], problem->clusters[i], splits);
     if (s.least == INT64_MAX) return false;
-    macko_tile_schedule *schedule = &plan->schedule;
-    schedule->by_clusters = macko_tile_divisor_of(schedule->clusters);
-    schedule->by_half_slabs = macko_tile_divisor_of(schedule->half_slabs);
-    schedule->by_raster = macko_tile_divisor_of(MACKO_TILE_RASTER_ROWS * (int64_t)schedule->token_tiles);
+    macko_slab_schedule *schedule = &plan->schedule;
+    schedule->by_clusters = macko_slab_divisor_of(schedule->clusters);
+    schedule->by_half_slabs = macko_slab_divisor_of(schedule->half_slabs);
+    schedule->by_raster = macko_slab_divisor_of(MACKO_SLAB_RASTER_ROWS * (int64_t)schedule->token_tiles);
     find_first_slabs(schedule, plan->shape);
     return true;
 }

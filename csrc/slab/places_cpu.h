@@ -1,15 +1,15 @@
-/* What layouts of tile's slabs have in common on the CPU: where in a matrix elements are, and small helpers. */
-#ifndef MACKO_TILE_PLACES_CPU_H
-#define MACKO_TILE_PLACES_CPU_H
+/* What the codecs have in common on the CPU: where in a matrix elements are, and small helpers. */
+#ifndef MACKO_SLAB_PLACES_CPU_H
+#define MACKO_SLAB_PLACES_CPU_H
 
 #include <string.h>
 
-#include "../codecs/tile/tile.h"
+#include "slab.h"
 
 enum {
-    SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES,
+    SLICE_ROWS = MACKO_SLAB_ROWS / MACKO_SLAB_SLICES,
     STEP_ELEMENTS = 8, /* of a lane */
-    STEPS = MACKO_TILE_COLS / 16,
+    STEPS = MACKO_SLAB_TILE_COLS / 16,
     /* A place of a part, which is a slice of a tile: step << STEP_BITS | lane << LANE_BITS | i. */
     LANE_BITS = 3,
     STEP_BITS = 8,
@@ -35,18 +35,18 @@ typedef struct origin {
     int64_t row, col;
 } origin;
 static inline origin slab_origin(int64_t cols, int64_t slab) {
-    const int64_t slabs = macko_tile_slabs(cols);
-    return (origin){slab / slabs * MACKO_TILE_ROWS, slab % slabs * MACKO_TILE_SLAB_COLS};
+    const int64_t slabs = macko_slabs_across(cols);
+    return (origin){slab / slabs * MACKO_SLAB_ROWS, slab % slabs * MACKO_SLAB_COLS};
 }
 static inline origin part_origin(origin slab, int part) {
-    return (origin){slab.row + part % MACKO_TILE_SLICES * SLICE_ROWS,
-                    slab.col + part / MACKO_TILE_SLICES * MACKO_TILE_COLS};
+    return (origin){slab.row + part % MACKO_SLAB_SLICES * SLICE_ROWS,
+                    slab.col + part / MACKO_SLAB_SLICES * MACKO_SLAB_TILE_COLS};
 }
 
 static inline origin place_of(origin part, int place) {
-    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_TILE_LANES - 1), i = place & 7;
-    return (origin){part.row + macko_tile_row(lane, i % MACKO_TILE_QUAD),
-                    part.col + macko_tile_col(lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD)};
+    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_SLAB_LANES - 1), i = place & 7;
+    return (origin){part.row + macko_slab_row(lane, i % MACKO_SLAB_QUAD),
+                    part.col + macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)};
 }
 
 static inline int table_byte(const uint32_t table[2], int code) {

@@ -1,12 +1,12 @@
-// The ops that layouts of tile's slabs have in common: rows as dense ones, checks, and products. A Kind says whose they
+// The ops that layouts of slabs have in common: rows as dense ones, checks, and products. A Kind says whose they
 // are: its matrix and its layout, how the ops' arguments become a matrix, the kernels.
 #pragma once
 
 #include <vector>
 
-#include "../codecs/tile/tile.h"
 #include "../torch/packed.h"
 #include "../torch/tensors.h"
+#include "slab.h"
 #ifdef USE_CUDA
 #include "../core/device.h"
 #include "../torch/dense_rows.h"
@@ -18,25 +18,25 @@
 // A Kind, by the names that all layouts of slabs have, behind its matrix_of; and what the ops below are of its row of the table
 // of layouts.
 #ifdef USE_CUDA
-#define MACKO_TILE_KERNELS(name)                                                                                       \
+#define MACKO_SLAB_KERNELS(name)                                                                                       \
     static constexpr auto unpack = macko_##name##_unpack_cuda;                                                         \
     static constexpr auto few = macko_##name##_few_cuda;                                                               \
     static constexpr auto many_plan = macko_##name##_many_plan_cuda;                                                   \
     static constexpr auto many = macko_##name##_many_cuda;
-#define MACKO_TILE_OPS(Kind)                                                                                           \
+#define MACKO_SLAB_OPS(Kind)                                                                                           \
     .dense = dense<Kind>, .check = check<Kind>, .linear = linear<Kind>, .linear_parts = linear_parts<Kind>
 #else
-#define MACKO_TILE_KERNELS(name)                                                                                       \
+#define MACKO_SLAB_KERNELS(name)                                                                                       \
     static constexpr auto unpack = macko_##name##_unpack_cpu;                                                          \
     static constexpr auto check = macko_##name##_check_cpu;
-#define MACKO_TILE_OPS(Kind) .dense = dense<Kind>, .check = check<Kind>, .linear = linear<Kind>
+#define MACKO_SLAB_OPS(Kind) .dense = dense<Kind>, .check = check<Kind>, .linear = linear<Kind>
 #endif
-#define MACKO_TILE_KIND(Kind, name, NAME)                                                                              \
+#define MACKO_SLAB_KIND(Kind, name, NAME)                                                                              \
     struct Kind {                                                                                                      \
         using Matrix = macko_##name##_matrix;                                                                          \
         static constexpr macko_layout_id layout = MACKO_LAYOUT_##NAME;                                                 \
         static constexpr auto matrix_of = macko::matrix_of;                                                            \
-        MACKO_TILE_KERNELS(name)                                                                                       \
+        MACKO_SLAB_KERNELS(name)                                                                                       \
     }
 
 namespace macko {
@@ -54,7 +54,7 @@ macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool in_parts
     STD_CUDA_CHECK(current_device(&device));
     const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
     int64_t widest = 0;
-    if constexpr (requires { m.widest; }) widest = int64_t(m.widest) * MACKO_TILE_UNIT;
+    if constexpr (requires { m.widest; }) widest = int64_t(m.widest) * MACKO_SLAB_UNIT;
     return macko_path_of(
         {.layout = Kind::layout, .rows = m.rows, .cols = m.cols, .held = widest, .in_parts = in_parts}, tokens,
         {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
@@ -62,18 +62,18 @@ macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool in_parts
 
 // The parts of a product's rows, as kernels store them; their memory is not known yet. Nothing where kernels cannot: a row
 // block would lie in two of them, or they are too many.
-inline std::optional<macko_tile_parts> place_parts(std::span<const int64_t> part_rows) {
-    macko_tile_parts parts{};
+inline std::optional<macko_slab_outputs> place_parts(std::span<const int64_t> part_rows) {
+    macko_slab_outputs parts{};
     int64_t begin = 0;
     int count = 0;
     for (const int64_t rows : part_rows) {
         if (!rows) continue;
-        if (begin % MACKO_TILE_ROWS || count == MACKO_TILE_MOST_PARTS) return std::nullopt;
-        parts.part[count].rows = rows;
+        if (begin % MACKO_SLAB_ROWS || count == MACKO_SLAB_MOST_OUTPUTS) return std::nullopt;
+        parts.output[count].rows = rows;
         parts.begins[count++] = begin;
         begin += rows;
     }
-    for (; count < MACKO_TILE_MOST_PARTS; count++) parts.begins[count] = INT32_MAX;
+    for (; count < MACKO_SLAB_MOST_OUTPUTS; count++) parts.begins[count] = INT32_MAX;
     return parts;
 }
 
@@ -84,7 +84,7 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     const DeviceOf guard(data);
     const int64_t tokens = num_tokens(x_any);
     auto placed = place_parts(part_rows);
-    const macko_path path = placed ? path_of<Kind>(m, tokens, placed->part[1].rows) : MACKO_PATH_DENSE_ROWS;
+    const macko_path path = placed ? path_of<Kind>(m, tokens, placed->output[1].rows) : MACKO_PATH_DENSE_ROWS;
     if (path == MACKO_PATH_DENSE_ROWS)
         return linear_by_dense_rows(x_any, part_rows, bias, [&m, stream = current_stream(data)](auto... rows) {
             STD_CUDA_CHECK(Kind::unpack(&m, rows..., stream));
@@ -94,7 +94,7 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     for (const int64_t rows : part_rows) {
         y.push_back(new_tensor(data, with_last(x_any, rows)));
         if (!rows) continue;
-        placed->part[next].y = static_cast<uint16_t *>(y.back().mutable_data_ptr()) - placed->begins[next];
+        placed->output[next].y = static_cast<uint16_t *>(y.back().mutable_data_ptr()) - placed->begins[next];
         next++;
     }
     const Tokens given = tokens_of(x_any, tokens, m.cols);
@@ -103,7 +103,7 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     if (path == MACKO_PATH_FEW) {
         STD_CUDA_CHECK(Kind::few(&m, tokens, x, given.stride, data_of(bias), &*placed, stream));
     } else {
-        macko_tile_many_plan plan;
+        macko_slab_many_plan plan;
         STD_CUDA_CHECK(Kind::many_plan(&m, tokens, &plan));
         Tensor workspace = new_tensor(data, {plan.workspace_bytes / 2});
         STD_CUDA_CHECK(Kind::many(&m, tokens, x, given.stride, data_of(bias), &*placed, &plan,

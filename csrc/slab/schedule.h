@@ -22,76 +22,76 @@
  * A segment is what a share has of one tile. Both blocks of a cluster work on it: two halves of its half slabs
  * (split-K), or all of them for neighbouring rows.
  */
-#ifndef MACKO_TILE_SCHEDULE_H
-#define MACKO_TILE_SCHEDULE_H
+#ifndef MACKO_SLAB_SCHEDULE_H
+#define MACKO_SLAB_SCHEDULE_H
 
 #include <stdbool.h>
 
-#include "../codecs/tile/tile.h"
+#include "slab.h"
 
 enum {
-    MACKO_TILE_MOST_CLUSTERS = 72, /* of a launch: of two blocks, each with an SM */
-    MACKO_TILE_CLUSTER_BLOCKS = 2, /* of a cluster */
-    MACKO_TILE_HALF_SLAB_TILES = MACKO_TILE_SLAB_TILES / 2,
-    MACKO_TILE_HALF_SLAB_COLS = MACKO_TILE_HALF_SLAB_TILES * MACKO_TILE_COLS,
-    MACKO_TILE_RASTER_ROWS = 8, /* row tiles that follow each other, at each token tile */
+    MACKO_SLAB_MOST_CLUSTERS = 72, /* of a launch: of two blocks, each with an SM */
+    MACKO_SLAB_CLUSTER_BLOCKS = 2, /* of a cluster */
+    MACKO_SLAB_HALF_TILES = MACKO_SLAB_TILES / 2,
+    MACKO_SLAB_HALF_COLS = MACKO_SLAB_HALF_TILES * MACKO_SLAB_TILE_COLS,
+    MACKO_SLAB_RASTER_ROWS = 8, /* row tiles that follow each other, at each token tile */
 };
 
 /* Of a kernel. The output tile of a cluster is row_blocks * (2 / split_k) row blocks by `tokens`. */
-typedef struct macko_tile_many_shape {
+typedef struct macko_slab_many_shape {
     int tokens, row_blocks; /* of a block; each row block is a consumer warpgroup's */
     int split_k;            /* blocks of a cluster that have the same rows, and a share of the columns each: 1 or 2 */
-} macko_tile_many_shape;
+} macko_slab_many_shape;
 
-/* For macko_tile_divide. */
-typedef struct macko_tile_divisor {
+/* For macko_slab_divide. */
+typedef struct macko_slab_divisor {
     uint32_t factor;
     int shift;
-} macko_tile_divisor;
+} macko_slab_divisor;
 
-typedef struct macko_tile_schedule {
+typedef struct macko_slab_schedule {
     int row_blocks, slabs, half_slabs;        /* of the matrix; of a row block, those with a column in the matrix */
     int row_tiles, token_tiles;               /* output tiles: their grid */
     int clusters, split;                      /* the first `split` output tiles are split over all clusters */
-    int shares[MACKO_TILE_MOST_CLUSTERS + 1]; /* where each begins: half slabs of the split tiles, tile after tile */
-    int first_slabs[MACKO_TILE_MOST_CLUSTERS *
-                    MACKO_TILE_CLUSTER_BLOCKS];               /* of each block's first row block; -1: none */
-    macko_tile_divisor by_clusters, by_half_slabs, by_raster; /* raster: MACKO_TILE_RASTER_ROWS x all token tiles */
-} macko_tile_schedule;
+    int shares[MACKO_SLAB_MOST_CLUSTERS + 1]; /* where each begins: half slabs of the split tiles, tile after tile */
+    int first_slabs[MACKO_SLAB_MOST_CLUSTERS *
+                    MACKO_SLAB_CLUSTER_BLOCKS];               /* of each block's first row block; -1: none */
+    macko_slab_divisor by_clusters, by_half_slabs, by_raster; /* raster: MACKO_SLAB_RASTER_ROWS x all token tiles */
+} macko_slab_schedule;
 
 /* What a cluster works on. */
-typedef struct macko_tile_share {
-    const macko_tile_schedule *schedule;
-    macko_tile_many_shape shape;
+typedef struct macko_slab_share {
+    const macko_slab_schedule *schedule;
+    macko_slab_many_shape shape;
     int rank, cluster;     /* the block's in its cluster; the cluster's */
     int split_begin;       /* of its half slabs of split tiles */
     int whole, half_slabs; /* half slabs of whole tiles; all of its own */
-} macko_tile_share;
+} macko_slab_share;
 
 /* What a share has of an output tile: half slabs [first, end), of these the block's own [own, own_end). */
-typedef struct macko_tile_segment {
+typedef struct macko_slab_segment {
     int tile, first, end, own, own_end;
     bool fixes_up; /* adds up the partial sums that other clusters have of the tile */
-} macko_tile_segment;
+} macko_slab_segment;
 
-MACKO_TILE_FN int macko_tile_min(int a, int b) {
+MACKO_SLAB_FN int macko_slab_min(int a, int b) {
     return a < b ? a : b;
 }
 
-MACKO_TILE_FN macko_tile_divisor macko_tile_divisor_of(int64_t by) {
-    macko_tile_divisor d = {0, 0};
+MACKO_SLAB_FN macko_slab_divisor macko_slab_divisor_of(int64_t by) {
+    macko_slab_divisor d = {0, 0};
     while (1ll << d.shift < by) d.shift++;
     d.factor = (uint32_t)(((1ll << (31 + d.shift)) + by - 1) / by);
     return d;
 }
 /* Of numbers from 0 on. */
-MACKO_TILE_FN int macko_tile_divide(int number, const macko_tile_divisor *by) {
+MACKO_SLAB_FN int macko_slab_divide(int number, const macko_slab_divisor *by) {
     return (int)((uint64_t)((uint32_t)number << 1) * by->factor >> 32 >> by->shift);
 }
 
 /* Tells the compiler that all lanes have the same. Divisions hide it, and pipeline states in ordinary registers cost
  * the products 6 % (H200). */
-MACKO_TILE_FN int macko_tile_uniform(int value) {
+MACKO_SLAB_FN int macko_slab_uniform(int value) {
 #ifdef __CUDA_ARCH__
     return __shfl_sync(0xffffffffu, value, 0);
 #else
@@ -100,22 +100,22 @@ MACKO_TILE_FN int macko_tile_uniform(int value) {
 }
 
 /* Shares begin from the last cluster on: who has a tile's end is started before who has its beginning. */
-MACKO_TILE_FN int macko_tile_share_index(const macko_tile_share *share) {
+MACKO_SLAB_FN int macko_slab_share_index(const macko_slab_share *share) {
     return share->schedule->clusters - 1 - share->cluster;
 }
 
-MACKO_TILE_FN macko_tile_share macko_tile_share_of(const macko_tile_schedule *schedule, macko_tile_many_shape shape,
+MACKO_SLAB_FN macko_slab_share macko_slab_share_of(const macko_slab_schedule *schedule, macko_slab_many_shape shape,
                                                    uint32_t block) {
-    macko_tile_share s;
+    macko_slab_share s;
     s.schedule = schedule;
     s.shape = shape;
-    s.rank = (int)(block % MACKO_TILE_CLUSTER_BLOCKS);
-    s.cluster = (int)(block / MACKO_TILE_CLUSTER_BLOCKS);
-    s.split_begin = macko_tile_uniform(schedule->shares[macko_tile_share_index(&s)]);
-    const int end = macko_tile_uniform(schedule->shares[macko_tile_share_index(&s) + 1]);
+    s.rank = (int)(block % MACKO_SLAB_CLUSTER_BLOCKS);
+    s.cluster = (int)(block / MACKO_SLAB_CLUSTER_BLOCKS);
+    s.split_begin = macko_slab_uniform(schedule->shares[macko_slab_share_index(&s)]);
+    const int end = macko_slab_uniform(schedule->shares[macko_slab_share_index(&s) + 1]);
     const int whole = schedule->row_tiles * schedule->token_tiles - schedule->split;
     s.whole =
-        macko_tile_uniform(macko_tile_divide(whole - s.cluster + schedule->clusters - 1, &schedule->by_clusters)) *
+        macko_slab_uniform(macko_slab_divide(whole - s.cluster + schedule->clusters - 1, &schedule->by_clusters)) *
         schedule->half_slabs;
     s.half_slabs = end - s.split_begin + s.whole;
     return s;
@@ -124,70 +124,70 @@ MACKO_TILE_FN macko_tile_share macko_tile_share_of(const macko_tile_schedule *sc
 /* The segment that begins at a half slab of the share. A share is walked so; the cursor is no pointer's, as ptxas makes
  * other code of that:
  *     for (int next = 0; next < share.half_slabs;) {
- *         const macko_tile_segment segment = macko_tile_segment_at(&share, next);
- *         next += macko_tile_length(&segment);
+ *         const macko_slab_segment segment = macko_slab_segment_at(&share, next);
+ *         next += macko_slab_length(&segment);
  */
-MACKO_TILE_FN macko_tile_segment macko_tile_segment_at(const macko_tile_share *share, int half) {
-    const macko_tile_schedule *schedule = share->schedule;
+MACKO_SLAB_FN macko_slab_segment macko_slab_segment_at(const macko_slab_share *share, int half) {
+    const macko_slab_schedule *schedule = share->schedule;
     const bool whole = half < share->whole;
     const int at = whole ? half : share->split_begin + half - share->whole;
-    const int nth = macko_tile_divide(at, &schedule->by_half_slabs);
-    macko_tile_segment s;
+    const int nth = macko_slab_divide(at, &schedule->by_half_slabs);
+    macko_slab_segment s;
     s.tile = whole ? schedule->split + nth * schedule->clusters + share->cluster : nth;
     s.first = at - nth * schedule->half_slabs;
-    s.end = macko_tile_min(schedule->half_slabs, s.first + share->half_slabs - half);
+    s.end = macko_slab_min(schedule->half_slabs, s.first + share->half_slabs - half);
     s.fixes_up = s.first == 0 && s.end < schedule->half_slabs;
     const int each = (s.end - s.first + share->shape.split_k - 1) / share->shape.split_k;
-    s.own = macko_tile_min(s.end, s.first + (share->shape.split_k > 1 ? share->rank * each : 0));
-    s.own_end = macko_tile_min(s.end, s.own + each);
+    s.own = macko_slab_min(s.end, s.first + (share->shape.split_k > 1 ? share->rank * each : 0));
+    s.own_end = macko_slab_min(s.end, s.own + each);
     return s;
 }
-MACKO_TILE_FN int macko_tile_length(const macko_tile_segment *segment) {
+MACKO_SLAB_FN int macko_slab_length(const macko_slab_segment *segment) {
     return segment->end - segment->first;
 }
 
 /* A block takes the second half of a slab if its half slabs begin there, then the first half of one if they end there,
  * then whole slabs: how many, how many of them are no whole slab, and the nth one. */
-MACKO_TILE_FN int macko_tile_own_count(const macko_tile_segment *s) {
+MACKO_SLAB_FN int macko_slab_own_count(const macko_slab_segment *s) {
     return s->own_end - s->own;
 }
-MACKO_TILE_FN int macko_tile_begins_inside(const macko_tile_segment *s) {
+MACKO_SLAB_FN int macko_slab_begins_inside(const macko_slab_segment *s) {
     return s->own < s->own_end ? s->own % 2 : 0;
 }
-MACKO_TILE_FN int macko_tile_singles(const macko_tile_segment *s) {
+MACKO_SLAB_FN int macko_slab_singles(const macko_slab_segment *s) {
     return s->own < s->own_end ? s->own % 2 + s->own_end % 2 : 0;
 }
-MACKO_TILE_FN int macko_tile_nth(const macko_tile_segment *s, int i) {
-    return i < macko_tile_begins_inside(s) ? s->own
-           : i < macko_tile_singles(s)     ? s->own_end - 1
-                                           : s->own + i - macko_tile_singles(s) + macko_tile_begins_inside(s);
+MACKO_SLAB_FN int macko_slab_nth(const macko_slab_segment *s, int i) {
+    return i < macko_slab_begins_inside(s) ? s->own
+           : i < macko_slab_singles(s)     ? s->own_end - 1
+                                           : s->own + i - macko_slab_singles(s) + macko_slab_begins_inside(s);
 }
 
 /* How many other shares have partial sums of the tile that this one fixes up: those that follow it. */
-MACKO_TILE_FN int macko_tile_contributors(const macko_tile_share *share, int tile) {
-    const macko_tile_schedule *schedule = share->schedule;
+MACKO_SLAB_FN int macko_slab_contributors(const macko_slab_share *share, int tile) {
+    const macko_slab_schedule *schedule = share->schedule;
     int count = 0;
-    while (schedule->shares[macko_tile_share_index(share) + 1 + count] < (tile + 1) * schedule->half_slabs) count++;
-    return macko_tile_uniform(count);
+    while (schedule->shares[macko_slab_share_index(share) + 1 + count] < (tile + 1) * schedule->half_slabs) count++;
+    return macko_slab_uniform(count);
 }
 
-/* Where an output tile lies. MACKO_TILE_RASTER_ROWS row tiles follow each other at all token tiles, so both operands are
+/* Where an output tile lies. MACKO_SLAB_RASTER_ROWS row tiles follow each other at all token tiles, so both operands are
  * found in L2. */
-typedef struct macko_tile_place {
+typedef struct macko_slab_place {
     int row_tile, token_tile;
-} macko_tile_place;
-MACKO_TILE_FN macko_tile_place macko_tile_place_of(const macko_tile_schedule *schedule, int tile) {
-    const int raster = macko_tile_divide(tile, &schedule->by_raster);
-    const int inside = tile - raster * MACKO_TILE_RASTER_ROWS * schedule->token_tiles;
-    const int rows = macko_tile_min(MACKO_TILE_RASTER_ROWS, schedule->row_tiles - raster * MACKO_TILE_RASTER_ROWS);
-    macko_tile_place place;
-    place.token_tile = rows == MACKO_TILE_RASTER_ROWS ? inside / MACKO_TILE_RASTER_ROWS : inside / rows;
-    place.row_tile = raster * MACKO_TILE_RASTER_ROWS + inside - place.token_tile * rows;
+} macko_slab_place;
+MACKO_SLAB_FN macko_slab_place macko_slab_place_of(const macko_slab_schedule *schedule, int tile) {
+    const int raster = macko_slab_divide(tile, &schedule->by_raster);
+    const int inside = tile - raster * MACKO_SLAB_RASTER_ROWS * schedule->token_tiles;
+    const int rows = macko_slab_min(MACKO_SLAB_RASTER_ROWS, schedule->row_tiles - raster * MACKO_SLAB_RASTER_ROWS);
+    macko_slab_place place;
+    place.token_tile = rows == MACKO_SLAB_RASTER_ROWS ? inside / MACKO_SLAB_RASTER_ROWS : inside / rows;
+    place.row_tile = raster * MACKO_SLAB_RASTER_ROWS + inside - place.token_tile * rows;
     return place;
 }
 /* The first of a block's row blocks. */
-MACKO_TILE_FN int macko_tile_first_row_block(const macko_tile_share *share, int row_tile) {
-    return (share->shape.split_k > 1 ? row_tile : row_tile * MACKO_TILE_CLUSTER_BLOCKS + share->rank) *
+MACKO_SLAB_FN int macko_slab_first_row_block(const macko_slab_share *share, int row_tile) {
+    return (share->shape.split_k > 1 ? row_tile : row_tile * MACKO_SLAB_CLUSTER_BLOCKS + share->rank) *
            share->shape.row_blocks;
 }
 #endif

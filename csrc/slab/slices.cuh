@@ -1,14 +1,14 @@
-// What packing and unpacking have in common on CUDA, for layouts of tile's slabs: a thread block owns a slab, a warp a slice
+// What packing and unpacking have in common on CUDA, for every codec: a thread block owns a slab, a warp a slice
 // of it, 16 rows and 256 columns.
 #pragma once
 
-#include "../codecs/tile/tile.h"
 #include "../core/cuda.cuh"
+#include "slab.h"
 
 namespace macko {
 
-constexpr int SLICE_ROWS = MACKO_TILE_ROWS / MACKO_TILE_SLICES;
-constexpr int THREADS = MACKO_TILE_SLICES * WARP;
+constexpr int SLICE_ROWS = MACKO_SLAB_ROWS / MACKO_SLAB_SLICES;
+constexpr int THREADS = MACKO_SLAB_SLICES * WARP;
 constexpr int STEP_ELEMENTS = 8; // of a lane
 constexpr int COUNT_THREADS = 512;
 
@@ -18,13 +18,13 @@ struct slice_of {
     int slice, lane;
 
     __device__ __forceinline__ explicit slice_of(int64_t cols) : slice(threadIdx.x / WARP), lane(threadIdx.x % WARP) {
-        const int64_t slabs = macko_tile_slabs(cols);
-        row = blockIdx.x / slabs * MACKO_TILE_ROWS + slice * SLICE_ROWS;
-        col = blockIdx.x % slabs * MACKO_TILE_SLAB_COLS;
+        const int64_t slabs = macko_slabs_across(cols);
+        row = blockIdx.x / slabs * MACKO_SLAB_ROWS + slice * SLICE_ROWS;
+        col = blockIdx.x % slabs * MACKO_SLAB_COLS;
     }
     // Whether pairs of it can be read without a look at where they are.
     __device__ __forceinline__ bool is_whole(int64_t rows, int64_t cols) const {
-        return row + SLICE_ROWS <= rows && col + MACKO_TILE_SLAB_COLS <= cols && cols % 2 == 0;
+        return row + SLICE_ROWS <= rows && col + MACKO_SLAB_COLS <= cols && cols % 2 == 0;
     }
 };
 
@@ -71,8 +71,8 @@ __device__ __forceinline__ int lane_with(int own, int wanted) {
 struct slice_plan {
     int byte, column, rows;
 
-    __device__ __forceinline__ void find(const uint32_t (&stream)[MACKO_TILE_SLAB_TILES], int lane) {
-        constexpr int HALF_MOST = MACKO_TILE_SLAB_TILES / 2 * 32;
+    __device__ __forceinline__ void find(const uint32_t (&stream)[MACKO_SLAB_TILES], int lane) {
+        constexpr int HALF_MOST = MACKO_SLAB_TILES / 2 * 32;
         const int head = __popc(stream[0]) + __popc(stream[1]), tail = __popc(stream[2]) + __popc(stream[3]);
         column = lane_with(place_among_lanes<64>(head, lane), place_among_lanes<64>(HALF_MOST - tail, lane));
         byte = __shfl_sync(FULL_WARP, head, column);
@@ -129,7 +129,7 @@ inline unsigned count_blocks(int64_t elements) {
 
 // Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are
 // written nor the 16 bytes that are read meet in a bank.
-constexpr int DENSE_STRIDE = MACKO_TILE_COLS + 8;
+constexpr int DENSE_STRIDE = MACKO_SLAB_TILE_COLS + 8;
 
 // A warp stores them from begin_col on, those of rows [first, stop), to w, of which the first row is `first`. whole: all
 // rows are among these, and w can be stored to 16 bytes at a time.
@@ -139,7 +139,7 @@ __device__ __forceinline__ void store_dense(const uint16_t *room, const slice_of
     uint16_t *const out = w + (from.row + from.lane / 8 - first) * cols + begin_col + from.lane % 8 * 8;
     for (int four = 0; four < SLICE_ROWS; four += 4) {
         const uint4 *const eight = rows + four * (DENSE_STRIDE / 8);
-        if (whole && begin_col + MACKO_TILE_COLS <= cols) {
+        if (whole && begin_col + MACKO_SLAB_TILE_COLS <= cols) {
             *(uint4 *)(out + four * cols) = *eight;
             continue;
         }
@@ -154,9 +154,9 @@ template <class MATRIX>
 cudaError_t launch_unpack(void (*kernel)(MATRIX, int64_t, int64_t, uint16_t *), const MATRIX &m, int64_t first,
                           int64_t count, void *w, cudaStream_t stream) {
     if (!count || !m.cols) return cudaSuccess;
-    const int64_t blocks = (first + count - 1) / MACKO_TILE_ROWS - first / MACKO_TILE_ROWS + 1;
-    kernel<<<(unsigned)(blocks * macko_tile_slabs(m.cols)), THREADS, 0, stream>>>(m, first, first + count,
-                                                                                  (uint16_t *)w);
+    const int64_t blocks = (first + count - 1) / MACKO_SLAB_ROWS - first / MACKO_SLAB_ROWS + 1;
+    kernel<<<(unsigned)(blocks * macko_slabs_across(m.cols)), THREADS, 0, stream>>>(m, first, first + count,
+                                                                                    (uint16_t *)w);
     return cudaGetLastError();
 }
 

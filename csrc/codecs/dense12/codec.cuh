@@ -1,7 +1,7 @@
-// From a slab of dense12 to the registers of operand A (dense12.h; tile/codec.cuh says what the kernels ask).
+// From a slab of dense12 to the registers of operand A (dense12.h; slab/codec.cuh says what the kernels ask).
 #pragma once
 
-#include "../tile/codec.cuh"
+#include "../../slab/codec.cuh"
 #include "dense12.h"
 
 namespace macko {
@@ -60,11 +60,11 @@ struct dense12 {
     };
     static constexpr bool SAME_SIZE = true, SCALED = false;
     static constexpr int BASE = 0, HALVES_TO = 0;
-    static constexpr bool takes(macko_tile_many_shape shape) {
+    static constexpr bool takes(macko_slab_many_shape shape) {
         return shape.tokens <= 128 || (shape.row_blocks < 3 && (shape.tokens <= 256 || shape.split_k > 1));
     }
-    static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_DENSE12_SLICE_BYTES,
-                         CHUNK = MACKO_TILE_LANES * MACKO_DENSE12_CHUNK; // of a warp
+    static constexpr int TILE_BYTES = MACKO_SLAB_SLICES * MACKO_DENSE12_SLICE_BYTES,
+                         CHUNK = MACKO_SLAB_LANES * MACKO_DENSE12_CHUNK; // of a warp
 
     // Of a tile the codes and the low bytes of its first two steps are loaded while the one before is multiplied.
     struct few_reader {
@@ -77,7 +77,7 @@ struct dense12 {
         __device__ __forceinline__ few_reader(const constants &weights, int tile, int slice, int lane) : lane(lane) {
             for (int i = 0; i < 2; i++) table[i] = held(weights.table[i]); // else they are loaded at every use
             own = held(tile * TILE_BYTES + slice * MACKO_DENSE12_SLICE_BYTES + lane * MACKO_DENSE12_CHUNK);
-            part_at = held(MACKO_DENSE12_PARTS_AT + (tile * MACKO_TILE_SLICES + slice) * 4);
+            part_at = held(MACKO_DENSE12_PARTS_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
@@ -117,8 +117,8 @@ struct dense12 {
             lane = own_lane;
         }
         __device__ __forceinline__ void skip_half() {
-            tile_at += MACKO_TILE_SLAB_TILES / 2 * TILE_BYTES;
-            part_at += MACKO_TILE_SLAB_TILES / 2 * MACKO_TILE_SLICES * 4;
+            tile_at += MACKO_SLAB_TILES / 2 * TILE_BYTES;
+            part_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_SLICES * 4;
         }
         __device__ __forceinline__ void prepare_first(const constants &weights) {
             prepare<0>(weights);
@@ -130,7 +130,7 @@ struct dense12 {
             here = next;
             here_at = tile_at;
             tile_at += TILE_BYTES;
-            part_at += MACKO_TILE_SLICES * 4;
+            part_at += MACKO_SLAB_SLICES * 4;
         }
         template <int STEP>
         __device__ __forceinline__ void prepare(const constants &) {
@@ -153,7 +153,7 @@ struct dense12 {
 
 template <typename RUN>
 cudaError_t with_weight(const macko_dense12_matrix &m, const RUN &run) {
-    const int64_t units = macko_tile_count(m.rows, m.cols) * m.slab_units;
+    const int64_t units = macko_slab_count(m.rows, m.cols) * m.slab_units;
     const auto of = [&](auto codec) {
         return run(slab_weight<decltype(codec)>{
             m.data, nullptr, m.rows, m.cols, m.slab_units, units, {{m.table[0], m.table[1]}}});

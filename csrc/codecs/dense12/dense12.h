@@ -4,8 +4,8 @@
  *
  * Trained weights of a matrix lie within few powers of two: seven values of a bfloat16's upper exponent bits, e[7:1],
  * hold all but some in ten thousand. So an element is a sign and a code of three bits, which names e[7:1] by a table, and
- * a byte, e[0] and the mantissa. The other elements stand in a list behind each slab. Slabs, tiles, slices, lanes and the
- * order of elements are those of the tile layout (../tile/tile.h), so the same kernels multiply it.
+ * a byte, e[0] and the mantissa. The other elements stand in a list behind each slab. Slabs, tiles, slices, lanes, steps
+ * and elements are those of ../../slab/slab.h.
  *
  *   bfloat16     | s | e7 .. e1 | e0 | m6 .. m0 |      the high byte is s and e[7:1], the low one e[0] and the mantissa
  *   float16      | s | e4 .. e1 | e0 | m9 .. m3 | 000 |  is taken as | s | 000 | e4 .. e1 | e0 | m9 .. m3 |, so e[7:1] is
@@ -19,8 +19,6 @@
  *
  *   elements     of a lane in a slice of a tile, 3 x 16 bytes: low bytes of steps 0 and 1, those of steps 2 and 3, and
  *                a word of codes for each step
- *   step         16 columns of a tile, 8 elements of a lane: element i of step b is element i % 4 of group 2 b + i / 4
- *                of tile.h. So it is half i % 2 of register a(i / 2) of operand A
  *   low bytes    8 of a step: that of element i is byte i
  *   codes        of a step: bits 4 i .. 4 i + 2 are the code of element i; bit 8 i + 7 is the sign of element i (i < 4),
  *                bit 8 i + 3 that of element 4 + i
@@ -36,7 +34,7 @@
 #define MACKO_DENSE12_H
 
 #include "../../core/types.h"
-#include "../tile/tile.h"
+#include "../../slab/slab.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -45,17 +43,16 @@ extern "C" {
 enum {
     MACKO_DENSE12_STEPS = 4,  /* of a tile */
     MACKO_DENSE12_CHUNK = 16, /* bytes; a lane has three in a slice of a tile */
-    MACKO_DENSE12_SLICE_BYTES = 3 * MACKO_DENSE12_CHUNK * MACKO_TILE_LANES,
-    MACKO_DENSE12_PARTS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES,
+    MACKO_DENSE12_SLICE_BYTES = 3 * MACKO_DENSE12_CHUNK * MACKO_SLAB_LANES,
+    MACKO_DENSE12_PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,
     MACKO_DENSE12_PARTS_AT = MACKO_DENSE12_PARTS * MACKO_DENSE12_SLICE_BYTES,
     MACKO_DENSE12_LIST_AT = MACKO_DENSE12_PARTS_AT + MACKO_DENSE12_PARTS * 4,
-    MACKO_DENSE12_MOST_UNITS = MACKO_TILE_ROWS * MACKO_TILE_SLAB_COLS * 2 /
-        MACKO_TILE_UNIT, /* of a slab: as a dense one */
-    MACKO_DENSE12_MOST_LISTED = (MACKO_DENSE12_MOST_UNITS * MACKO_TILE_UNIT - MACKO_DENSE12_LIST_AT) / 4,
+    MACKO_DENSE12_MOST_UNITS = MACKO_SLAB_ROWS * MACKO_SLAB_COLS * 2 / MACKO_SLAB_UNIT, /* of a slab: as a dense one */
+    MACKO_DENSE12_MOST_LISTED = (MACKO_DENSE12_MOST_UNITS * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4,
 };
 
 typedef struct macko_dense12_matrix {
-    const uint8_t *data; /* [MACKO_TILE_UNIT * slab_units * slabs], 16-byte aligned (fastest: 128) */
+    const uint8_t *data; /* [MACKO_SLAB_UNIT * slab_units * slabs], 16-byte aligned (fastest: 128) */
     int64_t rows, cols;
     int32_t slab_units; /* of every slab */
     uint32_t table[2];  /* the eight bytes, the first one lowest */
@@ -63,18 +60,18 @@ typedef struct macko_dense12_matrix {
 } macko_dense12_matrix;
 
 /* Units of a slab that lists so many elements. */
-MACKO_TILE_FN int macko_dense12_units(int listed) {
-    return (MACKO_DENSE12_LIST_AT + 4 * listed + MACKO_TILE_UNIT - 1) / MACKO_TILE_UNIT;
+MACKO_SLAB_FN int macko_dense12_units(int listed) {
+    return (MACKO_DENSE12_LIST_AT + 4 * listed + MACKO_SLAB_UNIT - 1) / MACKO_SLAB_UNIT;
 }
 
 /* An element as the layout takes it apart, and back; of float16 those without lower bits. */
-MACKO_TILE_FN uint32_t macko_dense12_split(macko_dtype dtype, uint32_t value) {
+MACKO_SLAB_FN uint32_t macko_dense12_split(macko_dtype dtype, uint32_t value) {
     return dtype == MACKO_F16 ? (value & 0x8000) | (value & 0x7fff) >> 3 : value;
 }
-MACKO_TILE_FN uint32_t macko_dense12_join(macko_dtype dtype, uint32_t split) {
+MACKO_SLAB_FN uint32_t macko_dense12_join(macko_dtype dtype, uint32_t split) {
     return dtype == MACKO_F16 ? (split & 0x8000) | (split & 0xfff) << 3 : split;
 }
-MACKO_TILE_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value) {
+MACKO_SLAB_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value) {
     return dtype == MACKO_F16 && value & 7;
 }
 
@@ -107,7 +104,7 @@ enum {
 /* What packing cannot have made, first of all where reading would be unsafe. found without a fault: elements listed. */
 macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m);
 
-#ifdef MACKO_TILE_CUDA
+#ifdef MACKO_SLAB_CUDA
 
 /*
  * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
@@ -126,7 +123,7 @@ cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *
 cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
                                       cudaStream_t stream);
 
-MACKO_TILE_PRODUCTS(dense12);
+MACKO_SLAB_PRODUCTS(dense12);
 #endif
 
 #ifdef __cplusplus

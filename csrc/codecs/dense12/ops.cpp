@@ -26,11 +26,11 @@ macko_dense12_matrix matrix_of(const char *op, const Packed &p) {
     check_kinds(op, all);
     const macko_dtype dtype = check_half(op, "data", data);
     check_sizes(op, p);
-    const int64_t slabs = macko_tile_count(rows, cols);
+    const int64_t slabs = macko_slab_count(rows, cols);
     const int least = slabs ? macko_dense12_units(0) : 0, most = slabs ? MACKO_DENSE12_MOST_UNITS : 0;
     if (units < least || units > most) fail(op, "slab_units is ", units, ", expected ", least, " to ", most);
-    if (data.numel() * 2 != slabs * units * MACKO_TILE_UNIT)
-        fail(op, "data has ", data.numel(), " elements, expected ", slabs * units * MACKO_TILE_UNIT / 2,
+    if (data.numel() * 2 != slabs * units * MACKO_SLAB_UNIT)
+        fail(op, "data has ", data.numel(), " elements, expected ", slabs * units * MACKO_SLAB_UNIT / 2,
              " for a matrix of ", rows, " x ", cols, " in slabs of ", units, " units");
     for (const int word : {1, 2})
         if (p.own(word) < 0 || p.own(word) > INT32_LIMIT) // bytes under 128
@@ -44,7 +44,7 @@ macko_dense12_matrix matrix_of(const char *op, const Packed &p) {
             dtype};
 }
 
-MACKO_TILE_KIND(Dense12, dense12, DENSE12);
+MACKO_SLAB_KIND(Dense12, dense12, DENSE12);
 
 // A matrix [rows, cols] of which the table is known, and how many elements it lacks; no data yet.
 struct Counted {
@@ -79,23 +79,23 @@ Counted count(const Tensor &w, macko_dtype dtype) {
     Numbers counts(w, 128), found(w, 2);
     STD_CUDA_CHECK(macko_dense12_count_cuda(&m, w.const_data_ptr(), counts.device(), stream));
     counts.fetch(stream);
-    macko_tile_table(counts.here.data(), 128, m.table);
+    macko_slab_table(counts.here.data(), 128, m.table);
     STD_CUDA_CHECK(macko_dense12_listed_cuda(&m, w.const_data_ptr(), found.device(), stream));
     found.fetch(stream);
     c.fullest = found.here[0], c.listed = found.here[1];
 #else
     const auto *dense = static_cast<const uint16_t *>(w.const_data_ptr());
-    const int64_t blocks = macko_tile_row_blocks(m.rows);
+    const int64_t blocks = macko_slab_row_blocks(m.rows);
     std::mutex mutex;
     int64_t counts[128] = {};
-    for_rows(blocks, MACKO_TILE_ROWS * m.cols, [&](int64_t first, int64_t last) {
+    for_rows(blocks, MACKO_SLAB_ROWS * m.cols, [&](int64_t first, int64_t last) {
         int64_t own[128] = {};
         macko_dense12_count_cpu(&m, dense, first, last, own);
         const std::lock_guard<std::mutex> lock(mutex);
         for (int high = 0; high < 128; high++) counts[high] += own[high];
     });
-    macko_tile_table(counts, 128, m.table);
-    for_rows(blocks, MACKO_TILE_ROWS * m.cols, [&](int64_t first, int64_t last) {
+    macko_slab_table(counts, 128, m.table);
+    for_rows(blocks, MACKO_SLAB_ROWS * m.cols, [&](int64_t first, int64_t last) {
         int64_t listed = 0;
         const int64_t fullest = macko_dense12_listed_cpu(&m, dense, first, last, &listed);
         const std::lock_guard<std::mutex> lock(mutex);
@@ -111,7 +111,7 @@ Made pack(const Tensor &w_any, const Ints &) {
     check_backend(op, "w", w_any);
     const macko_dtype dtype = check_half(op, "w", w_any);
     check_dim(op, "w", w_any, 2);
-    const int64_t rows = w_any.size(0), cols = w_any.size(1), slabs = macko_tile_count(rows, cols);
+    const int64_t rows = w_any.size(0), cols = w_any.size(1), slabs = macko_slab_count(rows, cols);
     for (const int64_t size : {rows, cols})
         if (size > INT32_LIMIT)
             fail(op, "w has shape ", shape_name(w_any), ", expected at most ", INT32_LIMIT, " rows and columns");
@@ -125,7 +125,7 @@ Made pack(const Tensor &w_any, const Ints &) {
              rows * cols, " elements, at most ", c.fullest, " in a slab of 64 x 256; expected at most ", most, ", and ",
              int(MACKO_DENSE12_MOST_LISTED), " in a slab");
     c.m.slab_units = slabs ? macko_dense12_units(int(c.fullest)) : 0;
-    Tensor data = torch::stable::new_empty(w, {slabs * c.m.slab_units * MACKO_TILE_UNIT / 2});
+    Tensor data = torch::stable::new_empty(w, {slabs * c.m.slab_units * MACKO_SLAB_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(w);
@@ -134,7 +134,7 @@ Made pack(const Tensor &w_any, const Ints &) {
     // writes it.
     const Numbers behind(w, 1);
 #else
-    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t first, int64_t last) {
+    for_rows(macko_slab_row_blocks(rows), cols * MACKO_SLAB_ROWS, [&](int64_t first, int64_t last) {
         macko_dense12_write_cpu(&c.m, static_cast<const uint16_t *>(w.const_data_ptr()), bytes, first, last);
     });
 #endif
@@ -143,6 +143,6 @@ Made pack(const Tensor &w_any, const Ints &) {
 
 } // namespace
 
-const Layout dense12_layout = {.name = "dense12", .tensors = 1, .own = 4, .pack = pack, MACKO_TILE_OPS(Dense12)};
+const Layout dense12_layout = {.name = "dense12", .tensors = 1, .own = 4, .pack = pack, MACKO_SLAB_OPS(Dense12)};
 
 } // namespace macko

@@ -8,13 +8,13 @@ enum {
 
 /* Bytes of the slab where the place has its low byte, and its step's codes. */
 static inline int low_at(int part, int place) {
-    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_TILE_LANES - 1), i = place & 7;
-    return part * MACKO_DENSE12_SLICE_BYTES + (step / 2 * MACKO_TILE_LANES + lane) * MACKO_DENSE12_CHUNK +
+    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_SLAB_LANES - 1), i = place & 7;
+    return part * MACKO_DENSE12_SLICE_BYTES + (step / 2 * MACKO_SLAB_LANES + lane) * MACKO_DENSE12_CHUNK +
            step % 2 * STEP_ELEMENTS + i;
 }
 static inline int codes_at(int part, int place) {
-    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_TILE_LANES - 1);
-    return part * MACKO_DENSE12_SLICE_BYTES + (2 * MACKO_TILE_LANES + lane) * MACKO_DENSE12_CHUNK + step * 4;
+    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_SLAB_LANES - 1);
+    return part * MACKO_DENSE12_SLICE_BYTES + (2 * MACKO_SLAB_LANES + lane) * MACKO_DENSE12_CHUNK + step * 4;
 }
 
 /* Bits of a word of codes. */
@@ -31,7 +31,7 @@ static inline int high_of(uint32_t split) {
 /* The lowest code of each high byte, or NO_CODE. */
 static void find_codes(const uint32_t table[2], uint8_t codes[128]) {
     memset(codes, NO_CODE, 128);
-    for (int code = MACKO_TILE_TABLE - 1; code >= 0; code--) codes[table_byte(table, code) & 127] = (uint8_t)code;
+    for (int code = MACKO_SLAB_TABLE - 1; code >= 0; code--) codes[table_byte(table, code) & 127] = (uint8_t)code;
 }
 
 static inline int code_of(const uint8_t codes[128], macko_dtype dtype, uint16_t value) {
@@ -40,21 +40,21 @@ static inline int code_of(const uint8_t codes[128], macko_dtype dtype, uint16_t 
 
 void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
                              int64_t counts[128]) {
-    const int64_t end = min_int64(m->rows, last * MACKO_TILE_ROWS) * m->cols;
-    for (int64_t i = first * MACKO_TILE_ROWS * m->cols; i < end; i++)
+    const int64_t end = min_int64(m->rows, last * MACKO_SLAB_ROWS) * m->cols;
+    for (int64_t i = first * MACKO_SLAB_ROWS * m->cols; i < end; i++)
         if (!macko_dense12_has_lower_bits(m->dtype, w[i])) counts[high_of(macko_dense12_split(m->dtype, w[i]))]++;
 }
 
 int macko_dense12_listed_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
                              int64_t *total) {
-    const int64_t slabs = macko_tile_slabs(m->cols);
+    const int64_t slabs = macko_slabs_across(m->cols);
     uint8_t codes[128];
     int most = 0;
     find_codes(m->table, codes);
     for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
         const origin from = slab_origin(m->cols, slab);
-        const int64_t row_end = min_int64(m->rows, from.row + MACKO_TILE_ROWS);
-        const int64_t col_end = min_int64(m->cols, from.col + MACKO_TILE_SLAB_COLS);
+        const int64_t row_end = min_int64(m->rows, from.row + MACKO_SLAB_ROWS);
+        const int64_t col_end = min_int64(m->cols, from.col + MACKO_SLAB_COLS);
         int listed = 0;
         for (int64_t row = from.row; row < row_end; row++)
             for (int64_t col = from.col; col < col_end; col++)
@@ -91,7 +91,7 @@ static uint32_t write_part(const macko_dense12_matrix *m, const uint16_t *w, con
 
 void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
                              int64_t last) {
-    const int64_t slabs = macko_tile_slabs(m->cols), size = (int64_t)m->slab_units * MACKO_TILE_UNIT;
+    const int64_t slabs = macko_slabs_across(m->cols), size = (int64_t)m->slab_units * MACKO_SLAB_UNIT;
     uint8_t codes[128];
     find_codes(m->table, codes);
     for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
@@ -115,10 +115,10 @@ static uint16_t load_place(const macko_dense12_matrix *m, const uint8_t *slab, i
 }
 
 void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int64_t count, uint16_t *w) {
-    const int64_t slabs = macko_tile_slabs(m->cols), stop = first + count,
-                  size = (int64_t)m->slab_units * MACKO_TILE_UNIT;
+    const int64_t slabs = macko_slabs_across(m->cols), stop = first + count,
+                  size = (int64_t)m->slab_units * MACKO_SLAB_UNIT;
     if (!count) return;
-    for (int64_t slab = first / MACKO_TILE_ROWS * slabs; slab < macko_tile_row_blocks(stop) * slabs; slab++) {
+    for (int64_t slab = first / MACKO_SLAB_ROWS * slabs; slab < macko_slab_row_blocks(stop) * slabs; slab++) {
         const uint8_t *const begin = m->data + slab * size;
         for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
             const origin here = part_origin(slab_origin(m->cols, slab), part);
@@ -141,9 +141,9 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
 
 /* Of a slab whose bytes are there: its list. found without a fault: its entries. */
 static macko_fault check_list(const macko_dense12_matrix *m, int64_t slab, const uint8_t codes[128]) {
-    const int64_t block = slab / macko_tile_slabs(m->cols);
-    const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_TILE_UNIT;
-    const uint32_t room = (uint32_t)(m->slab_units * MACKO_TILE_UNIT - MACKO_DENSE12_LIST_AT) / 4;
+    const int64_t block = slab / macko_slabs_across(m->cols);
+    const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_SLAB_UNIT;
+    const uint32_t room = (uint32_t)(m->slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
     uint32_t end = 0;
     for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
         const uint32_t bounds = load_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part);
@@ -174,10 +174,10 @@ static macko_fault check_list(const macko_dense12_matrix *m, int64_t slab, const
 
 /* Of a slab whose list is whole: its elements, and what is behind the list. */
 static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, int64_t listed) {
-    const int64_t block = slab / macko_tile_slabs(m->cols);
+    const int64_t block = slab / macko_slabs_across(m->cols);
     const origin from = slab_origin(m->cols, slab);
-    const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_TILE_UNIT;
-    if (from.row + MACKO_TILE_ROWS > m->rows || from.col + MACKO_TILE_SLAB_COLS > m->cols)
+    const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_SLAB_UNIT;
+    if (from.row + MACKO_SLAB_ROWS > m->rows || from.col + MACKO_SLAB_COLS > m->cols)
         for (int i = 0; i < MACKO_DENSE12_PARTS * PART_PLACES; i++) {
             const int part = i / PART_PLACES, place = i % PART_PLACES, low = low_at(part, place);
             const origin at = place_of(part_origin(from, part), place);
@@ -189,17 +189,17 @@ static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, i
         const int code = load_32(begin + byte) >> code_bit(place & 7) & 7;
         if (code && !table_byte(m->table, code)) return (macko_fault){MACKO_DENSE12_CODE, block, slab, byte};
     }
-    for (int64_t byte = MACKO_DENSE12_LIST_AT + 4 * listed; byte < (int64_t)m->slab_units * MACKO_TILE_UNIT; byte++)
+    for (int64_t byte = MACKO_DENSE12_LIST_AT + 4 * listed; byte < (int64_t)m->slab_units * MACKO_SLAB_UNIT; byte++)
         if (begin[byte]) return (macko_fault){MACKO_DENSE12_ZERO, block, slab, byte};
     return (macko_fault){MACKO_DENSE12_OK, block, slab, listed};
 }
 
 macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m) {
-    const int64_t count = macko_tile_count(m->rows, m->cols);
+    const int64_t count = macko_slab_count(m->rows, m->cols);
     const int highest = m->dtype == MACKO_F16 ? 15 : 127;
     int64_t listed = 0, most = 0;
     uint8_t codes[128];
-    for (int code = 0; code < MACKO_TILE_TABLE; code++) {
+    for (int code = 0; code < MACKO_SLAB_TABLE; code++) {
         const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
         if (high > highest || (code ? high && (high <= before || (code > 1 && !before)) : high))
             return (macko_fault){MACKO_DENSE12_TABLE_ORDER, 0, -1, code};

@@ -1,7 +1,7 @@
 // From bytes to the registers of operand A, and what the kernels know of a matrix of them besides (bytes.h).
 #pragma once
 
-#include "../tile/codec.cuh"
+#include "../../slab/codec.cuh"
 #include "bytes.h"
 
 namespace macko {

@@ -1,4 +1,4 @@
-// From a slab of dense8 to the registers of operand A (dense8.h; tile/codec.cuh says what the kernels ask).
+// From a slab of dense8 to the registers of operand A (dense8.h; slab/codec.cuh says what the kernels ask).
 #pragma once
 
 #include "bytes.cuh"
@@ -14,11 +14,11 @@ struct dense8 {
     static constexpr bool SAME_SIZE = true, SCALED = true;
     static constexpr float FOLD = bytes::FOLD;
     static constexpr int BASE = 0, HALVES_TO = 0;
-    static constexpr bool takes(macko_tile_many_shape shape) {
+    static constexpr bool takes(macko_slab_many_shape shape) {
         return shape.tokens <= 256 || shape.split_k < 2;
     }
-    static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_DENSE8_SLICE_BYTES,
-                         CHUNK = MACKO_TILE_LANES * MACKO_DENSE8_CHUNK; // of a warp
+    static constexpr int TILE_BYTES = MACKO_SLAB_SLICES * MACKO_DENSE8_SLICE_BYTES,
+                         CHUNK = MACKO_SLAB_LANES * MACKO_DENSE8_CHUNK; // of a warp
 
     __device__ __forceinline__ static void make_step(uint32_t (&a)[4], const uint32_t (&of_two)[4], int step) {
         bytes::make(of_two[step % 2 * 2], a[0], a[1]);
@@ -59,7 +59,7 @@ struct dense8 {
             tile_at = at + slice * MACKO_DENSE8_SLICE_BYTES + lane * MACKO_DENSE8_CHUNK;
         }
         __device__ __forceinline__ void skip_half() {
-            tile_at += MACKO_TILE_SLAB_TILES / 2 * TILE_BYTES;
+            tile_at += MACKO_SLAB_TILES / 2 * TILE_BYTES;
         }
         __device__ __forceinline__ void prepare_first(const constants &weights) {
             prepare<2>(weights);
@@ -85,7 +85,7 @@ struct dense8 {
 
 template <typename RUN>
 cudaError_t with_weight(const macko_dense8_matrix &m, const RUN &run) {
-    const int64_t units = macko_tile_count(m.rows, m.cols) * MACKO_DENSE8_UNITS;
+    const int64_t units = macko_slab_count(m.rows, m.cols) * MACKO_DENSE8_UNITS;
     return with_codec<dense8>(m.kind, m.dtype, [&](auto codec) {
         return run(
             slab_weight<decltype(codec)>{m.data, nullptr, m.rows, m.cols, MACKO_DENSE8_UNITS, units, {m.scales}});

@@ -2,14 +2,12 @@
  * The dense8 layout: a dense matrix in 8 bits an element, e4m3 or int8, and a float32 scale a row. This header and bytes.h
  * are its only specification.
  *
- * Slabs, tiles, slices, lanes and the order of elements are those of the tile layout (../tile/tile.h), so the same kernels
- * multiply it. An element is its code (bytes.h) times scales[row]. The product is the sum of codes times x, in float32,
+ * Slabs, tiles, slices, lanes, steps and elements are those of ../../slab/slab.h. An element is its code (bytes.h) times scales[row]. The product is the sum of codes times x, in float32,
  * times the scale, plus the bias; a GPU rounds both at once.
  *
  *   bytes of a slab: 16384, [tile][slice][2][lane][16]
  *   16 bytes of a lane: steps 0 and 1 of a slice of a tile, then those of steps 2 and 3
- *   step     16 columns of a tile, 8 elements of a lane: element i of step b is element i % 4 of group 2 b + i / 4 of
- *            tile.h, and byte 8 (b % 2) + i. So it is half i % 2 of register a(i / 2) of operand A
+ *   element  i of step b is byte 8 (b % 2) + i
  *   outside of the matrix codes are 0
  */
 #ifndef MACKO_DENSE8_H
@@ -25,10 +23,10 @@ extern "C" {
 enum {
     MACKO_DENSE8_STEPS = 4,  /* of a tile */
     MACKO_DENSE8_CHUNK = 16, /* bytes; a lane has two in a slice of a tile */
-    MACKO_DENSE8_SLICE_BYTES = 2 * MACKO_DENSE8_CHUNK * MACKO_TILE_LANES,
-    MACKO_DENSE8_PARTS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES,
+    MACKO_DENSE8_SLICE_BYTES = 2 * MACKO_DENSE8_CHUNK * MACKO_SLAB_LANES,
+    MACKO_DENSE8_PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,
     MACKO_DENSE8_SLAB_BYTES = MACKO_DENSE8_PARTS * MACKO_DENSE8_SLICE_BYTES,
-    MACKO_DENSE8_UNITS = MACKO_DENSE8_SLAB_BYTES / MACKO_TILE_UNIT, /* of every slab */
+    MACKO_DENSE8_UNITS = MACKO_DENSE8_SLAB_BYTES / MACKO_SLAB_UNIT, /* of every slab */
 };
 
 typedef struct macko_dense8_matrix {
@@ -59,7 +57,7 @@ macko_fault macko_dense8_check_cpu(const macko_dense8_matrix *m);
 /* A row of which the scale is not above 0 or is too large, or -1. */
 int64_t macko_bad_scale_cpu(const float *scales, int64_t rows);
 
-#ifdef MACKO_TILE_CUDA
+#ifdef MACKO_SLAB_CUDA
 
 /* Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device pointers
  * but for the struct. */
@@ -70,7 +68,7 @@ cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w,
 cudaError_t macko_dense8_unpack_cuda(const macko_dense8_matrix *m, int64_t first, int64_t count, void *w,
                                      cudaStream_t stream);
 
-MACKO_TILE_PRODUCTS(dense8);
+MACKO_SLAB_PRODUCTS(dense8);
 #endif
 
 #ifdef __cplusplus

@@ -15,7 +15,7 @@ macko_dense8_matrix matrix_of(const char *op, const Packed &p) {
     const macko_dtype dtype = check_16_bits(op, "data", data);
     check_sizes(op, p);
     const macko_byte_kind kind = check_kind(op, p.own(0));
-    const int64_t wanted = macko_tile_count(rows, cols) * MACKO_DENSE8_SLAB_BYTES / 2;
+    const int64_t wanted = macko_slab_count(rows, cols) * MACKO_DENSE8_SLAB_BYTES / 2;
     if (data.numel() != wanted)
         fail(op, "data has ", data.numel(), " elements, expected ", wanted, " for a matrix of ", rows, " x ", cols);
     check_memory(op, all);
@@ -27,11 +27,11 @@ macko_dense8_matrix matrix_of(const char *op, const Packed &p) {
             dtype};
 }
 
-MACKO_TILE_KIND(Dense8, dense8, DENSE8);
+MACKO_SLAB_KIND(Dense8, dense8, DENSE8);
 
 Made pack(const Tensor &w_any, const Ints &options) {
     const ByteOptions wanted = check_codes("pack", w_any, options);
-    const int64_t rows = w_any.size(0), cols = w_any.size(1), slabs = macko_tile_count(rows, cols);
+    const int64_t rows = w_any.size(0), cols = w_any.size(1), slabs = macko_slab_count(rows, cols);
     const DeviceOf guard(w_any);
     const Tensor w = as_contiguous(w_any);
     Tensor data = torch::stable::new_empty(w, {slabs * MACKO_DENSE8_SLAB_BYTES / 2}, wanted.type);
@@ -40,7 +40,7 @@ Made pack(const Tensor &w_any, const Ints &options) {
 #ifdef USE_CUDA
     STD_CUDA_CHECK(macko_dense8_write_cuda(&m, w.const_data_ptr(), bytes, current_stream(w)));
 #else
-    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t first, int64_t last) {
+    for_rows(macko_slab_row_blocks(rows), cols * MACKO_SLAB_ROWS, [&](int64_t first, int64_t last) {
         macko_dense8_write_cpu(&m, static_cast<const uint8_t *>(w.const_data_ptr()), bytes, first, last);
     });
 #endif
@@ -50,6 +50,6 @@ Made pack(const Tensor &w_any, const Ints &options) {
 } // namespace
 
 const Layout dense8_layout = {
-    .name = "dense8", .tensors = 2, .own = 1, .pack_options = 2, .pack = pack, MACKO_TILE_OPS(Dense8)};
+    .name = "dense8", .tensors = 2, .own = 1, .pack_options = 2, .pack = pack, MACKO_SLAB_OPS(Dense8)};
 
 } // namespace macko

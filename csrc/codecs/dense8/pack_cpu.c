@@ -7,14 +7,14 @@
 
 /* Byte of the slab where a place (places_cpu.h) of a part is. */
 static inline int byte_at(int part, int place) {
-    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_TILE_LANES - 1);
-    return part * MACKO_DENSE8_SLICE_BYTES + (step / 2 * MACKO_TILE_LANES + lane) * MACKO_DENSE8_CHUNK +
+    const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_SLAB_LANES - 1);
+    return part * MACKO_DENSE8_SLICE_BYTES + (step / 2 * MACKO_SLAB_LANES + lane) * MACKO_DENSE8_CHUNK +
            step % 2 * STEP_ELEMENTS + place % STEP_ELEMENTS;
 }
 
 void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint8_t *data, int64_t first,
                             int64_t last) {
-    const int64_t slabs = macko_tile_slabs(m->cols);
+    const int64_t slabs = macko_slabs_across(m->cols);
     for (int64_t slab = first * slabs; slab < last * slabs; slab++)
         for (int part = 0; part < MACKO_DENSE8_PARTS; part++) {
             const origin here = part_origin(slab_origin(m->cols, slab), part);
@@ -29,9 +29,9 @@ void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint
 }
 
 void macko_dense8_unpack_cpu(const macko_dense8_matrix *m, int64_t first, int64_t count, uint16_t *w) {
-    const int64_t slabs = macko_tile_slabs(m->cols), stop = first + count;
+    const int64_t slabs = macko_slabs_across(m->cols), stop = first + count;
     if (!count) return;
-    for (int64_t slab = first / MACKO_TILE_ROWS * slabs; slab < macko_tile_row_blocks(stop) * slabs; slab++)
+    for (int64_t slab = first / MACKO_SLAB_ROWS * slabs; slab < macko_slab_row_blocks(stop) * slabs; slab++)
         for (int part = 0; part < MACKO_DENSE8_PARTS; part++) {
             const origin here = part_origin(slab_origin(m->cols, slab), part);
             if (here.row >= stop || here.row + SLICE_ROWS <= first) continue;
@@ -52,9 +52,9 @@ int64_t macko_bad_scale_cpu(const float *scales, int64_t rows) {
 }
 
 macko_fault macko_dense8_check_cpu(const macko_dense8_matrix *m) {
-    const int64_t slabs = macko_tile_slabs(m->cols), row = macko_bad_scale_cpu(m->scales, m->rows);
-    if (row >= 0) return (macko_fault){MACKO_DENSE8_SCALE, row / MACKO_TILE_ROWS, -1, row};
-    for (int64_t slab = 0; slab < macko_tile_count(m->rows, m->cols); slab++)
+    const int64_t slabs = macko_slabs_across(m->cols), row = macko_bad_scale_cpu(m->scales, m->rows);
+    if (row >= 0) return (macko_fault){MACKO_DENSE8_SCALE, row / MACKO_SLAB_ROWS, -1, row};
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++)
         for (int part = 0; part < MACKO_DENSE8_PARTS; part++) {
             const origin here = part_origin(slab_origin(m->cols, slab), part);
             for (int place = 0; place < PART_PLACES; place++) {

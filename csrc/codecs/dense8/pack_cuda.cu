@@ -10,13 +10,13 @@ namespace {
 __global__ void __launch_bounds__(THREADS) write_slabs(const macko_dense8_matrix m, const uint8_t *w, uint8_t *data) {
     const slice_of from(m.cols);
     uint8_t *const slab = data + (int64_t)blockIdx.x * MACKO_DENSE8_SLAB_BYTES;
-    for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++)
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++)
 #pragma unroll
         for (int two = 0; two < MACKO_DENSE8_STEPS / 2; two++) {
             uint32_t words[2][2];
             for (int k = 0; k < 2; k++)
                 load_codes(w, m.rows, m.cols, from, tile, 2 * two + k, m.kind, m.dtype, words[k]);
-            uint8_t *const part = slab + (tile * MACKO_TILE_SLICES + from.slice) * MACKO_DENSE8_SLICE_BYTES;
+            uint8_t *const part = slab + (tile * MACKO_SLAB_SLICES + from.slice) * MACKO_DENSE8_SLICE_BYTES;
             ((uint4 *)part)[two * WARP + from.lane] = {words[0][0], words[0][1], words[1][0], words[1][1]};
         }
 }
@@ -24,22 +24,22 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_dense8_matrix
 // A warp decodes tile after tile of its slice to shared memory, and stores rows.
 __global__ void __launch_bounds__(THREADS)
     unpack_slabs(const macko_dense8_matrix m, int64_t first, int64_t stop, uint16_t *w) {
-    __shared__ __align__(16) uint16_t rooms[MACKO_TILE_SLICES][SLICE_ROWS * DENSE_STRIDE];
+    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
     slice_of from(m.cols);
-    from.row += first / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
+    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
     if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
-    const int64_t slab_index = first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols) + blockIdx.x;
+    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
     const uint8_t *const slab = m.data + slab_index * MACKO_DENSE8_SLAB_BYTES;
     uint16_t *const room = rooms[from.slice];
     const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
     const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
     float scales[2];
     load_scales(m.scales, m.rows, from, scales);
-    for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
-        const int64_t begin_col = from.col + tile * MACKO_TILE_COLS;
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
+        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
         if (begin_col >= m.cols) return;
         const uint4 *const chunks =
-            (const uint4 *)(slab + (tile * MACKO_TILE_SLICES + from.slice) * MACKO_DENSE8_SLICE_BYTES) + from.lane;
+            (const uint4 *)(slab + (tile * MACKO_SLAB_SLICES + from.slice) * MACKO_DENSE8_SLICE_BYTES) + from.lane;
 #pragma unroll
         for (int two = 0; two < MACKO_DENSE8_STEPS / 2; two++) {
             const uint4 chunk = load_stream(chunks + two * WARP);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS)
 } // namespace
 
 cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, data);
     return cudaGetLastError();
 }

@@ -1,4 +1,4 @@
-// From a slab of sparse11 to the registers of operand A (sparse11.h; tile/codec.cuh says what the kernels ask).
+// From a slab of sparse11 to the registers of operand A (sparse11.h; slab/codec.cuh says what the kernels ask).
 //
 // A stream is bytes, so what a step of eight elements takes is found at any byte of it, and no instruction tests an
 // element. The bytes of elements 0 to 3 are the four from where the step begins, those of elements 7 to 4 the four
@@ -6,8 +6,8 @@
 // is where its byte is, and to those that have none it gives a zero byte. The high bytes come from the table by code.
 #pragma once
 
+#include "../../slab/codec.cuh"
 #include "../../slab/columns.cuh"
-#include "../tile/codec.cuh"
 #include "sparse11.h"
 
 namespace macko {
@@ -47,7 +47,7 @@ struct sparse11_lane {
 
     __device__ __forceinline__ void read_codes(uint32_t from) {
 #pragma unroll
-        for (int i = 0; i < MACKO_SPARSE11_WORDS; i++) read_32(codes[i], from + i * MACKO_TILE_LANES * 4);
+        for (int i = 0; i < MACKO_SPARSE11_WORDS; i++) read_32(codes[i], from + i * MACKO_SLAB_LANES * 4);
     }
     // at[0] is known.
     __device__ __forceinline__ void count(const sparse11_numbers &numbers) {
@@ -125,8 +125,9 @@ struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
     static constexpr bool SAME_SIZE = false, SCALED = false;
-    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
-    static constexpr bool takes(macko_tile_many_shape shape) {
+    static constexpr int BASE = 0, LEAST_BYTES = MACKO_SPARSE11_VALUES_AT,
+                         HALVES_TO = 32; // with more tokens there are too few stages for two at once
+    static constexpr bool takes(macko_slab_many_shape shape) {
         return shape.tokens <= 128 || (shape.row_blocks < 3 && (shape.tokens <= 256 || shape.split_k > 1));
     }
 
@@ -134,15 +135,15 @@ struct sparse11 {
     struct reader : column_reader<sparse11_lane<T>, sparse11_numbers, HALF> {
         using columns = column_reader<sparse11_lane<T>, sparse11_numbers, HALF>;
         using columns::lanes, columns::words, columns::start, columns::numbers, columns::own_column;
-        static constexpr int NEXT_PART = MACKO_TILE_SLICES * 4;
+        static constexpr int NEXT_PART = MACKO_SLAB_SLICES * 4;
         // Offsets in a slab of the lane's codes and start, and of the warp's part.
         uint32_t codes_at, start_at, part_at;
 
         __device__ __forceinline__ reader(const constants &weights, int tile, int slice, int lane)
             : columns(sparse11_numbers(weights, lane, HALF ? threadIdx.y : 0)) {
-            codes_at = held((tile * MACKO_TILE_SLICES + slice) * MACKO_SPARSE11_SLICE_BYTES + lane * 4);
-            start_at = held(MACKO_SPARSE11_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
-            part_at = held(MACKO_SPARSE11_PARTS_AT + (tile * MACKO_TILE_SLICES + slice) * 4);
+            codes_at = held((tile * MACKO_SLAB_SLICES + slice) * MACKO_SPARSE11_SLICE_BYTES + lane * 4);
+            start_at = held(MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
+            part_at = held(MACKO_SPARSE11_PARTS_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
             this->hold(tile, lane);
         }
         template <int STEP, int TILE>
@@ -153,7 +154,7 @@ struct sparse11 {
                 tile.slab = slab;
                 read_32(tile.part, slab + part_at + (GOES_ON ? NEXT_PART : 0));
                 if (!GOES_ON) read_32(start, slab + start_at);
-                tile.read_codes(slab + codes_at + (GOES_ON ? MACKO_TILE_SLICES * MACKO_SPARSE11_SLICE_BYTES : 0));
+                tile.read_codes(slab + codes_at + (GOES_ON ? MACKO_SLAB_SLICES * MACKO_SPARSE11_SLICE_BYTES : 0));
             } else if (STEP == 1) {
                 this->template begin<TILE>(slab + (tile.part & 0xffff));
             } else if (STEP == 2) {
@@ -177,7 +178,7 @@ struct sparse11 {
     using half_reader = reader<true>;
 
     struct many_reader : column_stream {
-        static constexpr int TILE_BYTES = MACKO_TILE_SLICES * MACKO_SPARSE11_SLICE_BYTES;
+        static constexpr int TILE_BYTES = MACKO_SLAB_SLICES * MACKO_SPARSE11_SLICE_BYTES;
         sparse11_numbers numbers;
         // The slab; of the tile that is prepared the lane's codes and the warp's part.
         uint32_t slab, codes_at, part_at;
@@ -191,14 +192,14 @@ struct sparse11 {
             slab = first;
             codes_at = slab + slice * MACKO_SPARSE11_SLICE_BYTES + lane * 4;
             part_at = slab + MACKO_SPARSE11_PARTS_AT + slice * 4;
-            read_32(start, slab + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
+            read_32(start, slab + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
             read_32(values, part_at);
             values = slab + (values & 0xffff);
             begin(lane);
         }
         __device__ __forceinline__ void skip_half() {
-            codes_at += MACKO_TILE_SLAB_TILES / 2 * TILE_BYTES;
-            part_at += MACKO_TILE_SLAB_TILES / 2 * MACKO_TILE_SLICES * 4;
+            codes_at += MACKO_SLAB_TILES / 2 * TILE_BYTES;
+            part_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_SLICES * 4;
             spill();
         }
         __device__ __forceinline__ void prepare_first(const constants &weights) {
@@ -210,7 +211,7 @@ struct sparse11 {
         __device__ __forceinline__ void advance(bool to_second_half) {
             here = next;
             codes_at += TILE_BYTES;
-            part_at += MACKO_TILE_SLICES * 4;
+            part_at += MACKO_SLAB_SLICES * 4;
             at = next.at[COLUMN_STEPS];
             if (to_second_half) spill();
         }

@@ -27,11 +27,11 @@ macko_sparse11_matrix matrix_of(const char *op, const Packed &p) {
             p.cols(),
             int32_t(p.own(0)),
             {uint32_t(p.own(1)), uint32_t(p.own(2))},
-            data.numel() * 2 / MACKO_TILE_UNIT,
+            data.numel() * 2 / MACKO_SLAB_UNIT,
             dtype};
 }
 
-MACKO_TILE_KIND(Sparse11, sparse11, SPARSE11);
+MACKO_SLAB_KIND(Sparse11, sparse11, SPARSE11);
 
 void check_listed(const macko_sparse11_totals &totals) {
     if (totals.fullest > MACKO_SPARSE11_MOST_LISTED)
@@ -50,7 +50,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
     check_type(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
-    const int64_t rows = source.rows, cols = source.cols, slabs = macko_tile_count(rows, cols);
+    const int64_t rows = source.rows, cols = source.cols, slabs = macko_slab_count(rows, cols);
     Tensor offsets = torch::stable::new_empty(values, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     macko_sparse11_matrix m = {nullptr, offset_data, rows, cols, 0, {}, 0, source.dtype};
@@ -72,15 +72,15 @@ Made lay_out(const Packed &canonical, const Ints &) {
     });
     int64_t counts[HIGHS];
     fetch(counts, device_counts, sizeof counts);
-    macko_tile_table(counts, 256, m.table);
+    macko_slab_table(counts, 256, m.table);
     pieces.for_each([&](int64_t first, int64_t count, const void *dense) {
         const macko_sparse11_matrix piece = piece_by_offsets(m, first, count);
-        return macko_sparse11_count_cuda(&piece, dense, offset_data + first / MACKO_TILE_ROWS * macko_tile_slabs(cols),
-                                         device_totals, stream);
+        return macko_sparse11_count_cuda(
+            &piece, dense, offset_data + first / MACKO_SLAB_ROWS * macko_slabs_across(cols), device_totals, stream);
     });
-    macko_tile_totals scanned;
+    macko_slab_totals scanned;
     STD_CUDA_CHECK(
-        macko_tile_scan_cuda(slabs, offset_data, reinterpret_cast<macko_tile_totals *>(device_counts), stream));
+        macko_slab_scan_cuda(slabs, offset_data, reinterpret_cast<macko_slab_totals *>(device_counts), stream));
     fetch(&scanned, device_counts, sizeof scanned);
     fetch(&totals, device_totals, sizeof totals);
     totals.units = scanned.units;
@@ -89,17 +89,17 @@ Made lay_out(const Packed &canonical, const Ints &) {
     std::mutex mutex;
     int64_t counts[256] = {};
     for_dense_blocks(source, [&](int64_t block, int64_t count, const uint16_t *dense) {
-        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_TILE_ROWS, count);
+        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_SLAB_ROWS, count);
         int64_t own[256] = {};
         macko_sparse11_histogram_cpu(&piece, dense, 0, 1, own);
         const std::lock_guard<std::mutex> lock(mutex);
         for (int high = 0; high < 256; high++) counts[high] += own[high];
     });
-    macko_tile_table(counts, 256, m.table);
+    macko_slab_table(counts, 256, m.table);
     for_dense_blocks(source, [&](int64_t block, int64_t count, const uint16_t *dense) {
-        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_TILE_ROWS, count);
+        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_SLAB_ROWS, count);
         macko_sparse11_totals own{};
-        macko_sparse11_count_cpu(&piece, dense, 0, 1, offset_data + block * macko_tile_slabs(cols), &own);
+        macko_sparse11_count_cpu(&piece, dense, 0, 1, offset_data + block * macko_slabs_across(cols), &own);
         const std::lock_guard<std::mutex> lock(mutex);
         totals.stored += own.stored;
         totals.listed += own.listed;
@@ -108,7 +108,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
     add_up_slabs(op, slabs, offset_data, totals);
 #endif
     check_listed(totals);
-    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
+    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_SLAB_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
     m.data = bytes;
     m.widest = int32_t(totals.widest);
@@ -123,7 +123,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
     for_dense_blocks(source, [&](int64_t block, int64_t count, const uint16_t *dense) {
-        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_TILE_ROWS, count);
+        const macko_sparse11_matrix piece = piece_by_offsets(m, block * MACKO_SLAB_ROWS, count);
         macko_sparse11_write_cpu(&piece, dense, bytes, 0, 1);
     });
 #endif
@@ -135,6 +135,6 @@ Made lay_out(const Packed &canonical, const Ints &) {
 } // namespace
 
 const Layout sparse11_layout = {
-    .name = "sparse11", .tensors = 2, .own = 6, .lay_out = lay_out, MACKO_TILE_OPS(Sparse11)};
+    .name = "sparse11", .tensors = 2, .own = 6, .lay_out = lay_out, MACKO_SLAB_OPS(Sparse11)};
 
 } // namespace macko

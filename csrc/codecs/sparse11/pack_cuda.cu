@@ -7,7 +7,7 @@ using namespace macko;
 
 namespace {
 
-constexpr int TILES = MACKO_TILE_SLAB_TILES, STEPS = MACKO_SPARSE11_STEPS, WORDS = MACKO_SPARSE11_WORDS;
+constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SPARSE11_STEPS, WORDS = MACKO_SPARSE11_WORDS;
 constexpr int HIGHS = 256;
 constexpr uint32_t NO_CODE = 255; // of a value that is listed
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ void find_codes(const macko_sparse11_matrix &m, uint8
     for (int high = threadIdx.x; high < HIGHS; high += THREADS) {
         uint32_t code = NO_CODE;
 #pragma unroll
-        for (int i = 1; i < MACKO_TILE_TABLE; i++)
+        for (int i = 1; i < MACKO_SLAB_TABLE; i++)
             if (high && (m.table[i / 4] >> 8 * (i % 4) & 255) == high) code = i;
         codes[high] = (uint8_t)code;
     }
@@ -35,9 +35,10 @@ struct tile_elements {
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
             for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
-                const int e = 2 * k % MACKO_TILE_QUAD, j = 2 * step + 2 * k / MACKO_TILE_QUAD;
-                pairs[step][k] = load_pair(w, rows, cols, from.row + macko_tile_row(from.lane, e),
-                                           from.col + tile * MACKO_TILE_COLS + macko_tile_col(from.lane, j, e), whole);
+                const int e = 2 * k % MACKO_SLAB_QUAD, j = 2 * step + 2 * k / MACKO_SLAB_QUAD;
+                pairs[step][k] =
+                    load_pair(w, rows, cols, from.row + macko_slab_row(from.lane, e),
+                              from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e), whole);
             }
     }
     __device__ __forceinline__ uint32_t value(int step, int i) const {
@@ -118,10 +119,10 @@ __global__ void __launch_bounds__(THREADS)
 // A warp puts its slice's values together in shared memory, in which each lane's column has a bank of its own.
 __global__ void __launch_bounds__(THREADS)
     write_slabs(const macko_sparse11_matrix m, const uint16_t *w, uint8_t *data) {
-    constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_TILE_SLICES;
-    __shared__ uint4 rooms[MACKO_TILE_SLICES][MOST_ROWS * ROW_CHUNKS];
+    constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_SLAB_SLICES;
+    __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
     __shared__ uint8_t codes[HIGHS];
-    __shared__ int slice_rows[MACKO_TILE_SLICES], listed[MACKO_SPARSE11_PARTS];
+    __shared__ int slice_rows[MACKO_SLAB_SLICES], listed[MACKO_SPARSE11_PARTS];
     find_codes(m, codes);
     const slice_of from(m.cols);
     slice_masks own;
@@ -132,14 +133,14 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
         const int count = __reduce_add_sync(FULL_WARP, __popc(own.listed[tile]));
-        if (from.lane == 0) listed[tile * MACKO_TILE_SLICES + from.slice] = count;
+        if (from.lane == 0) listed[tile * MACKO_SLAB_SLICES + from.slice] = count;
     }
     uint4 *const room = rooms[from.slice];
     for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) room[i] = uint4{};
     __syncthreads();
 
     const int32_t *const offset = m.offsets + blockIdx.x;
-    uint8_t *const slab = data + (int64_t)offset[0] * MACKO_TILE_UNIT;
+    uint8_t *const slab = data + (int64_t)offset[0] * MACKO_SLAB_UNIT;
     int place = 0, column = from.lane;
     for (int tile = 0; tile < TILES; tile++) {
         if (tile == TILES / 2) place = plan.byte, column = plan.column;
@@ -164,13 +165,13 @@ __global__ void __launch_bounds__(THREADS)
                 }
             }
         uint32_t *const to =
-            (uint32_t *)(slab + (tile * MACKO_TILE_SLICES + from.slice) * MACKO_SPARSE11_SLICE_BYTES) + from.lane;
+            (uint32_t *)(slab + (tile * MACKO_SLAB_SLICES + from.slice) * MACKO_SPARSE11_SLICE_BYTES) + from.lane;
         for (int k = 0; k < WORDS; k++) to[k * WARP] = words[k];
     }
     ((uint32_t *)(slab + MACKO_SPARSE11_STARTS_AT))[from.slice * WARP + from.lane] =
         plan.byte | plan.column * 4 << 8 | __popc(own.stream[0]) << 16 | __popc(own.stream[2]) << 24;
     int values_at = MACKO_SPARSE11_VALUES_AT, list_at = values_at;
-    for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {
+    for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
         if (slice < from.slice) values_at += slice_rows[slice] * MACKO_SPARSE11_ROW_BYTES;
         list_at += slice_rows[slice] * MACKO_SPARSE11_ROW_BYTES;
     }
@@ -185,18 +186,18 @@ __global__ void __launch_bounds__(THREADS)
     };
     uint32_t *const parts = (uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT);
     if (from.lane < TILES) {
-        const int part = from.lane * MACKO_TILE_SLICES + from.slice;
+        const int part = from.lane * MACKO_SLAB_SLICES + from.slice;
         parts[part] = values_at | (listed[part] ? part_at(part) : (int)MACKO_SPARSE11_END_AT) << 16;
     }
     if (from.slice == 0 && from.lane >= MACKO_SPARSE11_PARTS)
         parts[from.lane] = from.lane == MACKO_SPARSE11_PARTS ? MACKO_SPARSE11_END : 0;
-    const int end = (offset[1] - offset[0]) * MACKO_TILE_UNIT;
+    const int end = (offset[1] - offset[0]) * MACKO_SLAB_UNIT;
     if (from.slice == 1)
         for (int at = part_at(MACKO_SPARSE11_PARTS) + from.lane * 4; at < end; at += WARP * 4)
             *(uint32_t *)(slab + at) = 0;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-        const int part = tile * MACKO_TILE_SLICES + from.slice;
+        const int part = tile * MACKO_SLAB_SLICES + from.slice;
         if (!listed[part]) continue;
         uint32_t *next = (uint32_t *)(slab + part_at(part));
         for (int step = 0; step < STEPS; step++) {
@@ -206,9 +207,9 @@ __global__ void __launch_bounds__(THREADS)
                 uint32_t *to = next + ranks.before;
                 for (int i = 0; i < STEP_ELEMENTS; i++) {
                     if (!(mask >> i & 1)) continue;
-                    const int64_t r = from.row + macko_tile_row(from.lane, i % MACKO_TILE_QUAD);
-                    const int64_t c = from.col + tile * MACKO_TILE_COLS +
-                                      macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD);
+                    const int64_t r = from.row + macko_slab_row(from.lane, i % MACKO_SLAB_QUAD);
+                    const int64_t c = from.col + tile * MACKO_SLAB_TILE_COLS +
+                                      macko_slab_col(from.lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD);
                     *to++ = (uint32_t)(step << 8 | from.lane << 3 | i) << 16 | w[r * m.cols + c];
                 }
             }
@@ -221,22 +222,22 @@ __global__ void __launch_bounds__(THREADS)
 // A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
 __global__ void __launch_bounds__(THREADS)
     unpack_slabs(const macko_sparse11_matrix m, int64_t first, int64_t stop, uint16_t *w) {
-    __shared__ __align__(16) uint16_t rooms[MACKO_TILE_SLICES][SLICE_ROWS * DENSE_STRIDE];
+    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
     slice_of from(m.cols);
-    from.row += first / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
+    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
     if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
-    const int64_t slab_index = first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols) + blockIdx.x;
-    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_TILE_UNIT;
+    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
+    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_SLAB_UNIT;
     const uint32_t start = ((const uint32_t *)(slab + MACKO_SPARSE11_STARTS_AT))[from.slice * WARP + from.lane];
     uint16_t *const room = rooms[from.slice];
     const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
     const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
     int place = 0, column = from.lane * 4;
     for (int tile = 0; tile < TILES; tile++) {
-        const int64_t begin_col = from.col + tile * MACKO_TILE_COLS;
+        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
         if (begin_col >= m.cols) return;
         if (tile == TILES / 2) place = start & 255, column = start >> 8 & 255;
-        const int part = tile * MACKO_TILE_SLICES + from.slice;
+        const int part = tile * MACKO_SLAB_SLICES + from.slice;
         const uint32_t where = ((const uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT))[part];
         const uint8_t *const values = slab + (where & 0xffff) + column;
         uint32_t words[WORDS];
@@ -263,8 +264,8 @@ __global__ void __launch_bounds__(THREADS)
             }
 #pragma unroll
             for (int i = 0; i < STEP_ELEMENTS; i += 2)
-                *(uint32_t *)(room + macko_tile_row(from.lane, i % MACKO_TILE_QUAD) * DENSE_STRIDE +
-                              macko_tile_col(from.lane, 2 * step + i / MACKO_TILE_QUAD, 0)) = value[i] | value[i + 1]
+                *(uint32_t *)(room + macko_slab_row(from.lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
+                              macko_slab_col(from.lane, 2 * step + i / MACKO_SLAB_QUAD, 0)) = value[i] | value[i + 1]
                                                                                                              << 16;
         }
         __syncwarp();
@@ -272,8 +273,8 @@ __global__ void __launch_bounds__(THREADS)
         for (int k = 0; list[k] != MACKO_SPARSE11_END; k++) {
             const int step = list[k] >> 24, lane = list[k] >> 19 & 31, i = list[k] >> 16 & 7;
             if (from.lane == 0)
-                room[macko_tile_row(lane, i % MACKO_TILE_QUAD) * DENSE_STRIDE +
-                     macko_tile_col(lane, 2 * step + i / MACKO_TILE_QUAD, i % MACKO_TILE_QUAD)] = (uint16_t)list[k];
+                room[macko_slab_row(lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
+                     macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)] = (uint16_t)list[k];
         }
         __syncwarp();
         store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
@@ -292,14 +293,14 @@ cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const 
 
 cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
                                       macko_sparse11_totals *totals, cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, offsets, totals);
     return cudaGetLastError();
 }
 
 cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
                                       cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, data);
     return cudaGetLastError();
 }

@@ -5,10 +5,8 @@
  * Pruned weights lie within few powers of two, fewer than dense ones: seven high bytes of a bfloat16, which are its sign
  * and e[7:1], hold all but some in a thousand. So an element is a code of three bits, which says that it has no value or
  * names the high byte by a table, and a value is the low byte, e[0] and the mantissa. Values that the table lacks stand in
- * a list behind each slab's. Zeros of either sign are dropped, NaN and Inf are values. Slabs, tiles, slices, lanes and the
- * order of elements are those of the tile layout (../tile/tile.h), so the same kernels multiply it; a step is 16 columns
- * of a tile, and element i of step b of a lane is element i % 4 of group 2 b + i / 4 of tile.h. It depends on no device
- * and converts back bit for bit. Some 0.95 bytes a weight at density 0.5, 1.14 at 0.7.
+ * a list behind each slab's. Zeros of either sign are dropped, NaN and Inf are values. Slabs, tiles, slices, lanes, steps and
+ * elements are those of ../../slab/slab.h. It depends on no device and converts back bit for bit. Some 0.95 bytes a weight at density 0.5, 1.14 at 0.7.
  *
  *   bfloat16     | s | e7 .. e1 | e0 | m6 .. m0 |           the high byte is s and e[7:1], the low one e[0] and the mantissa
  *   float16      | s | e4 .. e1 | e0 | m9 .. m3 | 000 |     is taken as | 000 | s | e4 .. e1 | e0 | m9 .. m3 |. What has
@@ -27,7 +25,7 @@
  *                where there are not so many, zeros at the end
  *   stream       of a lane in a slice of a slab: the low bytes of its values that have a code, by tile, in it by step, in
  *                it those of elements 0, 1, 2, 3, 7, 6, 5, 4. Its head (tiles 0 and 1) and its tail (tiles 2 and 3) lie in
- *                columns, as ../tile/columns_cpu.h has it. What no value takes is 0
+ *                columns, as ../../slab/columns_cpu.h has it. What no value takes is 0
  *   starts       of a lane in a slice, as there
  *   parts        of a tile and slice: the byte of the slab where the slice's values begin, and << 16 the byte of the slab
  *                where the part's places in the list begin. The word behind them is MACKO_SPARSE11_END, the list of parts
@@ -39,7 +37,7 @@
 #define MACKO_SPARSE11_H
 
 #include "../../core/types.h"
-#include "../tile/tile.h"
+#include "../../slab/slab.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -50,22 +48,22 @@ extern "C" {
 enum {
     MACKO_SPARSE11_STEPS = 4, /* of a tile */
     MACKO_SPARSE11_WORDS = 3, /* of codes, of a lane in a slice of a tile */
-    MACKO_SPARSE11_SLICE_BYTES = MACKO_SPARSE11_WORDS * MACKO_TILE_LANES * 4,
-    MACKO_SPARSE11_PARTS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES,
+    MACKO_SPARSE11_SLICE_BYTES = MACKO_SPARSE11_WORDS * MACKO_SLAB_LANES * 4,
+    MACKO_SPARSE11_PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,
     MACKO_SPARSE11_STARTS_AT = MACKO_SPARSE11_PARTS * MACKO_SPARSE11_SLICE_BYTES,
-    MACKO_SPARSE11_PARTS_AT = MACKO_SPARSE11_STARTS_AT + MACKO_TILE_SLICES * MACKO_TILE_LANES * 4,
+    MACKO_SPARSE11_PARTS_AT = MACKO_SPARSE11_STARTS_AT + MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4,
     MACKO_SPARSE11_END_AT = MACKO_SPARSE11_PARTS_AT + MACKO_SPARSE11_PARTS * 4,
-    MACKO_SPARSE11_VALUES_AT = MACKO_SPARSE11_PARTS_AT + MACKO_TILE_UNIT,
-    MACKO_SPARSE11_ROW_BYTES = MACKO_TILE_COLUMNS_ROW_BYTES,
-    MACKO_SPARSE11_MOST_ROWS = MACKO_TILE_COLUMNS_MOST_ROWS, /* of values of a slab */
+    MACKO_SPARSE11_VALUES_AT = MACKO_SPARSE11_PARTS_AT + MACKO_SLAB_UNIT,
+    MACKO_SPARSE11_ROW_BYTES = MACKO_SLAB_COLUMNS_ROW_BYTES,
+    MACKO_SPARSE11_MOST_ROWS = MACKO_SLAB_COLUMNS_MOST_ROWS, /* of values of a slab */
     MACKO_SPARSE11_MOST_LISTED = 2048,                       /* of a slab */
     MACKO_SPARSE11_MOST_UNITS = (MACKO_SPARSE11_VALUES_AT + MACKO_SPARSE11_MOST_ROWS * MACKO_SPARSE11_ROW_BYTES +
-                                 4 * (MACKO_SPARSE11_MOST_LISTED + MACKO_SPARSE11_PARTS) + MACKO_TILE_UNIT - 1) /
-        MACKO_TILE_UNIT, /* of a slab: bytes of it fit 16 bits */
+                                 4 * (MACKO_SPARSE11_MOST_LISTED + MACKO_SPARSE11_PARTS) + MACKO_SLAB_UNIT - 1) /
+        MACKO_SLAB_UNIT, /* of a slab: bytes of it fit 16 bits */
 };
 
 typedef struct macko_sparse11_matrix {
-    const uint8_t *data;    /* [MACKO_TILE_UNIT * offsets[slabs]], 16-byte aligned (fastest: 128) */
+    const uint8_t *data;    /* [MACKO_SLAB_UNIT * offsets[slabs]], 16-byte aligned (fastest: 128) */
     const int32_t *offsets; /* [slabs + 1], in units */
     int64_t rows, cols;
     int32_t widest;    /* units of the largest slab; 0 where there are none */
@@ -75,32 +73,32 @@ typedef struct macko_sparse11_matrix {
 } macko_sparse11_matrix;
 
 /* Units of a slab with so many rows of values, and words of its list. */
-MACKO_TILE_FN int macko_sparse11_units(int value_rows, int words) {
-    return (MACKO_SPARSE11_VALUES_AT + value_rows * MACKO_SPARSE11_ROW_BYTES + words * 4 + MACKO_TILE_UNIT - 1) /
-           MACKO_TILE_UNIT;
+MACKO_SLAB_FN int macko_sparse11_units(int value_rows, int words) {
+    return (MACKO_SPARSE11_VALUES_AT + value_rows * MACKO_SPARSE11_ROW_BYTES + words * 4 + MACKO_SLAB_UNIT - 1) /
+           MACKO_SLAB_UNIT;
 }
 
 /* Words of the list of a part that has so many values in it. */
-MACKO_TILE_FN int macko_sparse11_words(int listed) {
+MACKO_SLAB_FN int macko_sparse11_words(int listed) {
     return listed ? listed + 1 : 0;
 }
 
 /* Element of a step that is the nth in a stream. */
-MACKO_TILE_FN int macko_sparse11_nth(int n) {
+MACKO_SLAB_FN int macko_sparse11_nth(int n) {
     return n < 4 ? n : 11 - n;
 }
 
 /* A value as the layout takes it apart, and back; of float16 those without lower bits. */
-MACKO_TILE_FN int macko_sparse11_low_bits(macko_dtype dtype) {
+MACKO_SLAB_FN int macko_sparse11_low_bits(macko_dtype dtype) {
     return dtype == MACKO_F16 ? 3 : 0;
 }
-MACKO_TILE_FN uint32_t macko_sparse11_split(macko_dtype dtype, uint32_t value) {
+MACKO_SLAB_FN uint32_t macko_sparse11_split(macko_dtype dtype, uint32_t value) {
     return value >> macko_sparse11_low_bits(dtype);
 }
-MACKO_TILE_FN uint32_t macko_sparse11_join(macko_dtype dtype, uint32_t split) {
+MACKO_SLAB_FN uint32_t macko_sparse11_join(macko_dtype dtype, uint32_t split) {
     return split << macko_sparse11_low_bits(dtype);
 }
-MACKO_TILE_FN bool macko_sparse11_has_low_bits(macko_dtype dtype, uint32_t value) {
+MACKO_SLAB_FN bool macko_sparse11_has_low_bits(macko_dtype dtype, uint32_t value) {
     return value & ((1u << macko_sparse11_low_bits(dtype)) - 1);
 }
 
@@ -146,7 +144,7 @@ enum {
  * fault found are the values of the matrix, and entry those of them that are listed. */
 macko_fault macko_sparse11_check_cpu(const macko_sparse11_matrix *m);
 
-#ifdef MACKO_TILE_CUDA
+#ifdef MACKO_SLAB_CUDA
 
 /*
  * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
@@ -168,7 +166,7 @@ cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void
 cudaError_t macko_sparse11_unpack_cuda(const macko_sparse11_matrix *m, int64_t first, int64_t count, void *w,
                                        cudaStream_t stream);
 
-MACKO_TILE_PRODUCTS(sparse11);
+MACKO_SLAB_PRODUCTS(sparse11);
 #endif
 
 #ifdef __cplusplus

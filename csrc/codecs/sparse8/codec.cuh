@@ -1,4 +1,4 @@
-// From a slab of sparse8 to the registers of operand A (sparse8.h; tile/codec.cuh says what the kernels ask).
+// From a slab of sparse8 to the registers of operand A (sparse8.h; slab/codec.cuh says what the kernels ask).
 //
 // As in sparse11, a step's bytes are found at any byte of a stream, and its elements' ranks among those that have a
 // value by one multiplication. Elements without one take a zero from beside the stream.
@@ -70,8 +70,9 @@ struct sparse8 {
     using lane_type = sparse8_lane<KIND, T>;
     static constexpr bool SAME_SIZE = false, SCALED = true;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
-    static constexpr int BASE = 0, HALVES_TO = 32; // with more tokens there are too few stages for two at once
-    static constexpr bool takes(macko_tile_many_shape) {
+    static constexpr int BASE = 0, LEAST_BYTES = MACKO_SPARSE8_VALUES_AT,
+                         HALVES_TO = 32; // with more tokens there are too few stages for two at once
+    static constexpr bool takes(macko_slab_many_shape) {
         return true;
     }
 
@@ -85,8 +86,8 @@ struct sparse8 {
 
         __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane)
             : columns(sparse8_numbers(lane, HALF ? threadIdx.y : 0)) {
-            mask_at = held(tile_lane::mask_at(0, tile, slice, lane));
-            start_at = held(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
+            mask_at = held(slab_mask_at(0, tile, slice, lane));
+            start_at = held(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
             slice_at = held(MACKO_SPARSE8_SLICES_AT + slice * 4);
             this->hold(tile, lane);
         }
@@ -97,7 +98,7 @@ struct sparse8 {
             if (STEP == 0) {
                 if (!GOES_ON) read_32(values, slab + slice_at);
                 if (!GOES_ON) read_32(start, slab + start_at);
-                read_32(tile.mask, slab + mask_at + (GOES_ON ? MACKO_TILE_MASK_BYTES : 0));
+                read_32(tile.mask, slab + mask_at + (GOES_ON ? MACKO_SLAB_MASK_BYTES : 0));
             } else if (STEP == 1) {
                 this->template begin<TILE>(slab + values);
             } else if (STEP == 2) {
@@ -127,14 +128,14 @@ struct sparse8 {
         __device__ __forceinline__ explicit many_reader(const constants &) : numbers(threadIdx.x % WARP) {
         }
         __device__ __forceinline__ void open(uint32_t slab, int slice, int lane) {
-            mask_at = tile_lane::mask_at(slab, 0, slice, lane);
-            read_32(start, slab + MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
+            mask_at = slab_mask_at(slab, 0, slice, lane);
+            read_32(start, slab + MACKO_SPARSE8_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
             read_32(values, slab + MACKO_SPARSE8_SLICES_AT + slice * 4);
             values += slab;
             begin(lane);
         }
         __device__ __forceinline__ void skip_half() {
-            mask_at += MACKO_TILE_SLAB_TILES / 2 * MACKO_TILE_MASK_BYTES;
+            mask_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_MASK_BYTES;
             spill();
         }
         __device__ __forceinline__ void prepare_first(const constants &weights) {
@@ -144,7 +145,7 @@ struct sparse8 {
         }
         __device__ __forceinline__ void advance(bool to_second_half) {
             here = next;
-            mask_at += MACKO_TILE_MASK_BYTES;
+            mask_at += MACKO_SLAB_MASK_BYTES;
             at = next.at[COLUMN_STEPS];
             if (to_second_half) spill();
         }

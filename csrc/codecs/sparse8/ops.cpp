@@ -19,47 +19,47 @@ macko_sparse8_matrix matrix_of(const char *op, const Packed &p) {
             p.rows(),
             p.cols(),
             int32_t(p.own(0)),
-            data.numel() * 2 / MACKO_TILE_UNIT,
+            data.numel() * 2 / MACKO_SLAB_UNIT,
             check_kind(op, p.own(1)),
             dtype};
 }
 
-MACKO_TILE_KIND(Sparse8, sparse8, SPARSE8);
+MACKO_SLAB_KIND(Sparse8, sparse8, SPARSE8);
 
 Made pack(const Tensor &w_any, const Ints &options) {
     const char *op = "pack";
     const ByteOptions wanted = check_codes(op, w_any, options);
-    const int64_t rows = w_any.size(0), cols = w_any.size(1), slabs = macko_tile_count(rows, cols);
+    const int64_t rows = w_any.size(0), cols = w_any.size(1), slabs = macko_slab_count(rows, cols);
     const DeviceOf guard(w_any);
     const Tensor w = as_contiguous(w_any);
     Tensor offsets = torch::stable::new_empty(w, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
     macko_sparse8_matrix m = {nullptr, offset_data, nullptr, rows, cols, 0, 0, wanted.kind, wanted.dtype};
-    macko_tile_totals totals{};
+    macko_slab_totals totals{};
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(w);
     Tensor totals_tensor = torch::stable::new_zeros(w, {int64_t(sizeof totals / 8)}, ScalarType::Long);
-    auto *device_totals = static_cast<macko_tile_totals *>(totals_tensor.mutable_data_ptr());
+    auto *device_totals = static_cast<macko_slab_totals *>(totals_tensor.mutable_data_ptr());
     STD_CUDA_CHECK(macko_sparse8_count_cuda(&m, w.const_data_ptr(), offset_data, device_totals, stream));
-    STD_CUDA_CHECK(macko_tile_scan_cuda(slabs, offset_data, device_totals, stream));
+    STD_CUDA_CHECK(macko_slab_scan_cuda(slabs, offset_data, device_totals, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
     STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     check_units(op, totals.units);
 #else
     const auto *codes = static_cast<const uint8_t *>(w.const_data_ptr());
     std::atomic<int64_t> stored{0};
-    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS, [&](int64_t first, int64_t last) {
+    for_rows(macko_slab_row_blocks(rows), cols * MACKO_SLAB_ROWS, [&](int64_t first, int64_t last) {
         stored += macko_sparse8_count_cpu(&m, codes, first, last, offset_data);
     });
     totals.stored = stored;
     add_up_slabs(op, slabs, offset_data, totals);
 #endif
-    Tensor data = torch::stable::new_empty(w, {totals.units * MACKO_TILE_UNIT / 2}, wanted.type);
+    Tensor data = torch::stable::new_empty(w, {totals.units * MACKO_SLAB_UNIT / 2}, wanted.type);
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
 #ifdef USE_CUDA
     STD_CUDA_CHECK(macko_sparse8_write_cuda(&m, w.const_data_ptr(), bytes, stream));
 #else
-    for_rows(macko_tile_row_blocks(rows), cols * MACKO_TILE_ROWS,
+    for_rows(macko_slab_row_blocks(rows), cols * MACKO_SLAB_ROWS,
              [&](int64_t first, int64_t last) { macko_sparse8_write_cpu(&m, codes, bytes, first, last); });
 #endif
     return {{data, offsets, scales_of_one(w, rows)},
@@ -69,6 +69,6 @@ Made pack(const Tensor &w_any, const Ints &options) {
 } // namespace
 
 const Layout sparse8_layout = {
-    .name = "sparse8", .tensors = 3, .own = 3, .pack_options = 2, .pack = pack, MACKO_TILE_OPS(Sparse8)};
+    .name = "sparse8", .tensors = 3, .own = 3, .pack_options = 2, .pack = pack, MACKO_SLAB_OPS(Sparse8)};
 
 } // namespace macko

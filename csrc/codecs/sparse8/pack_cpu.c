@@ -4,13 +4,13 @@
 #include "../dense8/dense8.h"
 #include "sparse8.h"
 
-enum { PARTS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES, LANE_VALUES = STEPS * STEP_ELEMENTS };
+enum { PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES, LANE_VALUES = STEPS * STEP_ELEMENTS };
 
 /* The masks of a slice of a slab, by tile and lane. */
-typedef uint32_t slice_masks[MACKO_TILE_SLAB_TILES][MACKO_TILE_LANES];
+typedef uint32_t slice_masks[MACKO_SLAB_TILES][MACKO_SLAB_LANES];
 
 static inline int mask_at(int tile, int slice, int lane) {
-    return tile * MACKO_TILE_MASK_BYTES + (slice * MACKO_TILE_LANES + lane) * 4;
+    return tile * MACKO_SLAB_MASK_BYTES + (slice * MACKO_SLAB_LANES + lane) * 4;
 }
 
 /* Element of its step, and bit of the mask, of the nth element of a lane's stream in a tile. */
@@ -27,16 +27,16 @@ static inline origin nth_element(origin part, int lane, int n) {
 }
 
 static slice_plan plan_slice(slice_masks masks) {
-    int counts[MACKO_TILE_SLAB_TILES][MACKO_TILE_LANES];
-    for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++)
-        for (int lane = 0; lane < MACKO_TILE_LANES; lane++) counts[tile][lane] = __builtin_popcount(masks[tile][lane]);
+    int counts[MACKO_SLAB_TILES][MACKO_SLAB_LANES];
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++)
+        for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) counts[tile][lane] = __builtin_popcount(masks[tile][lane]);
     return plan_columns(counts);
 }
 
 static void find_masks(const macko_sparse8_matrix *m, const uint8_t *w, origin slab, int slice, slice_masks masks) {
-    for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
-        const origin part = part_origin(slab, tile * MACKO_TILE_SLICES + slice);
-        for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
+        const origin part = part_origin(slab, tile * MACKO_SLAB_SLICES + slice);
+        for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
             masks[tile][lane] = 0;
             for (int n = 0; n < LANE_VALUES; n++) {
                 const origin at = nth_element(part, lane, n);
@@ -48,23 +48,23 @@ static void find_masks(const macko_sparse8_matrix *m, const uint8_t *w, origin s
 }
 
 static void load_masks(const uint8_t *slab, int slice, slice_masks masks) {
-    for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++)
-        for (int lane = 0; lane < MACKO_TILE_LANES; lane++)
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++)
+        for (int lane = 0; lane < MACKO_SLAB_LANES; lane++)
             masks[tile][lane] = load_32(slab + mask_at(tile, slice, lane));
 }
 
 int64_t macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w, int64_t first, int64_t last,
                                 int32_t *offsets) {
-    const int64_t slabs = macko_tile_slabs(m->cols);
+    const int64_t slabs = macko_slabs_across(m->cols);
     int64_t stored = 0;
     for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
         int value_rows = 0;
-        for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {
+        for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
             slice_masks masks;
             find_masks(m, w, slab_origin(m->cols, slab), slice, masks);
             const slice_plan plan = plan_slice(masks);
             value_rows += plan.rows;
-            for (int lane = 0; lane < MACKO_TILE_LANES; lane++) stored += plan.lengths[lane];
+            for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) stored += plan.lengths[lane];
         }
         offsets[slab + 1] = macko_sparse8_units(value_rows);
     }
@@ -73,21 +73,21 @@ int64_t macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w,
 
 void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, uint8_t *data, int64_t first,
                              int64_t last) {
-    const int64_t slabs = macko_tile_slabs(m->cols);
+    const int64_t slabs = macko_slabs_across(m->cols);
     for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
-        uint8_t *const begin = data + (int64_t)m->offsets[slab] * MACKO_TILE_UNIT;
+        uint8_t *const begin = data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
         const origin from = slab_origin(m->cols, slab);
         uint32_t values_at = MACKO_SPARSE8_VALUES_AT;
-        memset(begin, 0, (size_t)(m->offsets[slab + 1] - m->offsets[slab]) * MACKO_TILE_UNIT);
-        for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {
+        memset(begin, 0, (size_t)(m->offsets[slab + 1] - m->offsets[slab]) * MACKO_SLAB_UNIT);
+        for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
             slice_masks masks;
             find_masks(m, w, from, slice, masks);
             const slice_plan plan = plan_slice(masks);
             store_32(begin + MACKO_SPARSE8_SLICES_AT + slice * 4, values_at);
             memcpy(begin + MACKO_SPARSE8_STARTS_AT + slice * sizeof plan.starts, plan.starts, sizeof plan.starts);
-            for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
-                const origin part = part_origin(from, tile * MACKO_TILE_SLICES + slice);
-                for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
+            for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
+                const origin part = part_origin(from, tile * MACKO_SLAB_SLICES + slice);
+                for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
                     int k = first_in_half(plan.starts[lane], tile);
                     store_32(begin + mask_at(tile, slice, lane), masks[tile][lane]);
                     for (int n = 0; n < LANE_VALUES; n++) {
@@ -104,18 +104,18 @@ void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, ui
 }
 
 void macko_sparse8_unpack_cpu(const macko_sparse8_matrix *m, int64_t first, int64_t count, uint16_t *w) {
-    const int64_t slabs = macko_tile_slabs(m->cols), stop = first + count;
+    const int64_t slabs = macko_slabs_across(m->cols), stop = first + count;
     memset(w, 0, (size_t)(count * m->cols * 2));
     if (!count) return;
-    for (int64_t slab = first / MACKO_TILE_ROWS * slabs; slab < macko_tile_row_blocks(stop) * slabs; slab++) {
-        const uint8_t *const begin = m->data + (int64_t)m->offsets[slab] * MACKO_TILE_UNIT;
+    for (int64_t slab = first / MACKO_SLAB_ROWS * slabs; slab < macko_slab_row_blocks(stop) * slabs; slab++) {
+        const uint8_t *const begin = m->data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
         for (int part = 0; part < PARTS; part++) {
-            const int slice = part % MACKO_TILE_SLICES, tile = part / MACKO_TILE_SLICES;
+            const int slice = part % MACKO_SLAB_SLICES, tile = part / MACKO_SLAB_SLICES;
             const origin here = part_origin(slab_origin(m->cols, slab), part);
             const uint8_t *const values = begin + load_32(begin + MACKO_SPARSE8_SLICES_AT + slice * 4);
             if (here.row >= stop || here.row + SLICE_ROWS <= first) continue;
-            for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
-                const uint8_t *const starts = begin + MACKO_SPARSE8_STARTS_AT + (slice * MACKO_TILE_LANES + lane) * 4;
+            for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
+                const uint8_t *const starts = begin + MACKO_SPARSE8_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4;
                 const uint32_t mask = load_32(begin + mask_at(tile, slice, lane));
                 int k = first_in_half(starts, tile);
                 for (int n = 0; n < LANE_VALUES; n++) {
@@ -134,20 +134,20 @@ void macko_sparse8_unpack_cpu(const macko_sparse8_matrix *m, int64_t first, int6
 
 /* Of a slab whose bytes are there. found without a fault: its values. */
 static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
-    const int64_t block = slab / macko_tile_slabs(m->cols);
+    const int64_t block = slab / macko_slabs_across(m->cols);
     const origin from = slab_origin(m->cols, slab);
-    const uint8_t *const begin = m->data + (int64_t)m->offsets[slab] * MACKO_TILE_UNIT;
+    const uint8_t *const begin = m->data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
     const int64_t units = m->offsets[slab + 1] - m->offsets[slab];
-    slice_masks masks[MACKO_TILE_SLICES];
-    slice_plan plans[MACKO_TILE_SLICES];
+    slice_masks masks[MACKO_SLAB_SLICES];
+    slice_plan plans[MACKO_SLAB_SLICES];
     int value_rows = 0;
     int64_t stored = 0;
 #define FAULT(kind, byte) ((macko_fault){kind, block, slab, (int64_t)(byte)})
-    for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {
+    for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
         load_masks(begin, slice, masks[slice]);
-        for (int i = 0; i < MACKO_TILE_SLAB_TILES * MACKO_TILE_LANES * LANE_VALUES; i++) {
-            const int n = i % LANE_VALUES, lane = i / LANE_VALUES % MACKO_TILE_LANES, tile = i / LANE_VALUES / 32;
-            const origin at = nth_element(part_origin(from, tile * MACKO_TILE_SLICES + slice), lane, n);
+        for (int i = 0; i < MACKO_SLAB_TILES * MACKO_SLAB_LANES * LANE_VALUES; i++) {
+            const int n = i % LANE_VALUES, lane = i / LANE_VALUES % MACKO_SLAB_LANES, tile = i / LANE_VALUES / 32;
+            const origin at = nth_element(part_origin(from, tile * MACKO_SLAB_SLICES + slice), lane, n);
             if (masks[slice][tile][lane] >> nth_bit(n) & 1 && (at.row >= m->rows || at.col >= m->cols))
                 return FAULT(MACKO_SPARSE8_OUTSIDE, mask_at(tile, slice, lane));
         }
@@ -155,21 +155,21 @@ static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
         value_rows += plans[slice].rows;
     }
     if (macko_sparse8_units(value_rows) != units) return FAULT(MACKO_SPARSE8_COUNT, value_rows);
-    for (int i = 0; i < MACKO_TILE_SLICES * MACKO_TILE_LANES * 4; i++) {
-        const uint8_t (*const starts)[4] = plans[i / (MACKO_TILE_LANES * 4)].starts;
-        if (begin[MACKO_SPARSE8_STARTS_AT + i] != starts[i / 4 % MACKO_TILE_LANES][i % 4])
+    for (int i = 0; i < MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4; i++) {
+        const uint8_t (*const starts)[4] = plans[i / (MACKO_SLAB_LANES * 4)].starts;
+        if (begin[MACKO_SPARSE8_STARTS_AT + i] != starts[i / 4 % MACKO_SLAB_LANES][i % 4])
             return FAULT(MACKO_SPARSE8_START, MACKO_SPARSE8_STARTS_AT + i);
     }
     uint32_t values_at = MACKO_SPARSE8_VALUES_AT;
-    for (int word = 0; word < MACKO_TILE_UNIT / 4; word++) {
+    for (int word = 0; word < MACKO_SLAB_UNIT / 4; word++) {
         const int byte = MACKO_SPARSE8_SLICES_AT + word * 4;
-        if (load_32(begin + byte) != (word < MACKO_TILE_SLICES ? values_at : 0))
+        if (load_32(begin + byte) != (word < MACKO_SLAB_SLICES ? values_at : 0))
             return FAULT(MACKO_SPARSE8_SLICE, byte);
-        if (word < MACKO_TILE_SLICES) values_at += (uint32_t)plans[word].rows * MACKO_SPARSE8_ROW_BYTES;
+        if (word < MACKO_SLAB_SLICES) values_at += (uint32_t)plans[word].rows * MACKO_SPARSE8_ROW_BYTES;
     }
-    for (int slice = 0; slice < MACKO_TILE_SLICES; slice++) {
+    for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
         values_at = load_32(begin + MACKO_SPARSE8_SLICES_AT + slice * 4);
-        for (int lane = 0; lane < MACKO_TILE_LANES; lane++) {
+        for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
             const int length = plans[slice].lengths[lane];
             for (int k = 0; k < plans[slice].rows * 4; k++) {
                 const int byte = (int)values_at + column_at(lane, k);
@@ -185,10 +185,10 @@ static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
 }
 
 macko_fault macko_sparse8_check_cpu(const macko_sparse8_matrix *m) {
-    const int64_t count = macko_tile_count(m->rows, m->cols), slabs = macko_tile_slabs(m->cols);
+    const int64_t count = macko_slab_count(m->rows, m->cols), slabs = macko_slabs_across(m->cols);
     const int64_t row = macko_bad_scale_cpu(m->scales, m->rows);
     int64_t widest = 0, stored = 0;
-    if (row >= 0) return (macko_fault){MACKO_SPARSE8_SCALE, row / MACKO_TILE_ROWS, -1, row};
+    if (row >= 0) return (macko_fault){MACKO_SPARSE8_SCALE, row / MACKO_SLAB_ROWS, -1, row};
     if (m->offsets[0]) return (macko_fault){MACKO_SPARSE8_OFFSETS, 0, 0, m->offsets[0]};
     for (int64_t slab = 0; slab < count; slab++) {
         const int64_t here = (int64_t)m->offsets[slab + 1] - m->offsets[slab];

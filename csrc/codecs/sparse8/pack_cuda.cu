@@ -7,7 +7,7 @@ using namespace macko;
 
 namespace {
 
-constexpr int TILES = MACKO_TILE_SLAB_TILES, STEPS = MACKO_SPARSE8_STEPS;
+constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SPARSE8_STEPS;
 
 // The nth element of a step in a stream.
 __device__ __forceinline__ int nth_in_step(int n) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void find_masks(const macko_sparse8_matrix &m, const 
 }
 
 __global__ void __launch_bounds__(THREADS)
-    count_slabs(const macko_sparse8_matrix m, const uint8_t *w, int32_t *offsets, macko_tile_totals *totals) {
+    count_slabs(const macko_sparse8_matrix m, const uint8_t *w, int32_t *offsets, macko_slab_totals *totals) {
     __shared__ int value_rows, stored;
     if (threadIdx.x == 0) value_rows = stored = 0;
     __syncthreads();
@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(THREADS)
 
 // A warp puts its slice's values together in shared memory, in which each lane's column has a bank of its own.
 __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matrix m, const uint8_t *w, uint8_t *data) {
-    constexpr int ROW_CHUNKS = MACKO_SPARSE8_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE8_MOST_ROWS / MACKO_TILE_SLICES;
-    __shared__ uint4 rooms[MACKO_TILE_SLICES][MOST_ROWS * ROW_CHUNKS];
-    __shared__ int slice_rows[MACKO_TILE_SLICES];
+    constexpr int ROW_CHUNKS = MACKO_SPARSE8_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE8_MOST_ROWS / MACKO_SLAB_SLICES;
+    __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
+    __shared__ int slice_rows[MACKO_SLAB_SLICES];
     const slice_of from(m.cols);
     uint32_t masks[TILES];
     find_masks(m, w, from, masks);
@@ -70,12 +70,12 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
     for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) room[i] = uint4{};
     __syncthreads();
 
-    uint8_t *const slab = data + (int64_t)m.offsets[blockIdx.x] * MACKO_TILE_UNIT;
+    uint8_t *const slab = data + (int64_t)m.offsets[blockIdx.x] * MACKO_SLAB_UNIT;
     int k = 0, column = from.lane;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
         if (tile == TILES / 2) k = plan.byte, column = plan.column;
-        ((uint32_t *)(slab + tile * MACKO_TILE_MASK_BYTES))[from.slice * WARP + from.lane] = masks[tile];
+        ((uint32_t *)(slab + tile * MACKO_SLAB_MASK_BYTES))[from.slice * WARP + from.lane] = masks[tile];
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             uint32_t words[2];
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
     for (int slice = 0; slice < from.slice; slice++) values_at += slice_rows[slice] * MACKO_SPARSE8_ROW_BYTES;
     uint32_t *const slices = (uint32_t *)(slab + MACKO_SPARSE8_SLICES_AT);
     if (from.lane == 0) slices[from.slice] = values_at;
-    if (from.slice == 0 && from.lane >= MACKO_TILE_SLICES) slices[from.lane] = 0;
+    if (from.slice == 0 && from.lane >= MACKO_SLAB_SLICES) slices[from.lane] = 0;
     __syncwarp();
     for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
 }
@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
 // A warp decodes tile after tile of its slice to shared memory, and stores rows.
 __global__ void __launch_bounds__(THREADS)
     unpack_slabs(const macko_sparse8_matrix m, int64_t first, int64_t stop, uint16_t *w) {
-    __shared__ __align__(16) uint16_t rooms[MACKO_TILE_SLICES][SLICE_ROWS * DENSE_STRIDE];
+    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
     slice_of from(m.cols);
-    from.row += first / MACKO_TILE_ROWS * MACKO_TILE_ROWS;
+    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
     if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
-    const int64_t slab_index = first / MACKO_TILE_ROWS * macko_tile_slabs(m.cols) + blockIdx.x;
-    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_TILE_UNIT;
+    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
+    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_SLAB_UNIT;
     const uint32_t start = ((const uint32_t *)(slab + MACKO_SPARSE8_STARTS_AT))[from.slice * WARP + from.lane],
                    values_at = ((const uint32_t *)(slab + MACKO_SPARSE8_SLICES_AT))[from.slice],
                    zero = macko_byte_held(m.kind, m.dtype, 0);
@@ -120,11 +120,11 @@ __global__ void __launch_bounds__(THREADS)
     load_scales(m.scales, m.rows, from, scales);
     int k = 0, column = from.lane * 4;
     for (int tile = 0; tile < TILES; tile++) {
-        const int64_t begin_col = from.col + tile * MACKO_TILE_COLS;
+        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
         if (begin_col >= m.cols) return;
         if (tile == TILES / 2) k = start & 255, column = start >> 8 & 255;
         const uint8_t *const values = slab + values_at + column;
-        const uint32_t mask = ((const uint32_t *)(slab + tile * MACKO_TILE_MASK_BYTES))[from.slice * WARP + from.lane];
+        const uint32_t mask = ((const uint32_t *)(slab + tile * MACKO_SLAB_MASK_BYTES))[from.slice * WARP + from.lane];
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
@@ -144,14 +144,14 @@ __global__ void __launch_bounds__(THREADS)
 } // namespace
 
 cudaError_t macko_sparse8_count_cuda(const macko_sparse8_matrix *m, const void *w, int32_t *offsets,
-                                     macko_tile_totals *totals, cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+                                     macko_slab_totals *totals, cudaStream_t stream) {
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, offsets, totals);
     return cudaGetLastError();
 }
 
 cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, data);
     return cudaGetLastError();
 }

@@ -2,8 +2,8 @@
  * The sparse8 layout: a sparse matrix in a bit an element and 8 bits a value, e4m3 or int8, and a float32 scale a row. This
  * header and ../dense8/bytes.h are its only specification.
  *
- * Slabs, tiles, slices, lanes and the order of elements are those of the tile layout (../tile/tile.h), steps, scales and
- * products those of ../dense8/dense8.h. Codes that are zero are dropped. Some 0.70 bytes a weight at
+ * Slabs, tiles, slices, lanes, steps and elements are those of ../../slab/slab.h, scales and products those of
+ * ../dense8/dense8.h. Codes that are zero are dropped. Some 0.70 bytes a weight at
  * density 0.5, 0.89 at 0.7.
  *
  *   bytes of a slab
@@ -14,7 +14,7 @@
  *
  *   masks        bit 4 i + {2, 1, 0, 3}[b]: element i of step b has a value
  *   stream       of a lane in a slice of a slab: its codes, by tile, in it by step, in it those of elements 0, 1, 2, 3, 7,
- *                6, 5, 4. Its head (tiles 0 and 1) and its tail (tiles 2 and 3) lie in columns, as ../tile/columns_cpu.h has it
+ *                6, 5, 4. Its head (tiles 0 and 1) and its tail (tiles 2 and 3) lie in columns, as ../../slab/columns_cpu.h has it
  *   starts       of a lane in a slice, as there
  *   slices       the byte of the slab where the slice's values begin. What no value takes is 0
  */
@@ -30,15 +30,15 @@ extern "C" {
 
 enum {
     MACKO_SPARSE8_STEPS = 4, /* of a tile */
-    MACKO_SPARSE8_STARTS_AT = MACKO_TILE_SLAB_TILES * MACKO_TILE_MASK_BYTES,
-    MACKO_SPARSE8_SLICES_AT = MACKO_SPARSE8_STARTS_AT + MACKO_TILE_SLICES * MACKO_TILE_LANES * 4,
-    MACKO_SPARSE8_VALUES_AT = MACKO_SPARSE8_SLICES_AT + MACKO_TILE_UNIT,
-    MACKO_SPARSE8_ROW_BYTES = MACKO_TILE_COLUMNS_ROW_BYTES,
-    MACKO_SPARSE8_MOST_ROWS = MACKO_TILE_COLUMNS_MOST_ROWS, /* of values of a slab */
+    MACKO_SPARSE8_STARTS_AT = MACKO_SLAB_TILES * MACKO_SLAB_MASK_BYTES,
+    MACKO_SPARSE8_SLICES_AT = MACKO_SPARSE8_STARTS_AT + MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4,
+    MACKO_SPARSE8_VALUES_AT = MACKO_SPARSE8_SLICES_AT + MACKO_SLAB_UNIT,
+    MACKO_SPARSE8_ROW_BYTES = MACKO_SLAB_COLUMNS_ROW_BYTES,
+    MACKO_SPARSE8_MOST_ROWS = MACKO_SLAB_COLUMNS_MOST_ROWS, /* of values of a slab */
 };
 
 typedef struct macko_sparse8_matrix {
-    const uint8_t *data;    /* [MACKO_TILE_UNIT * offsets[slabs]], 16-byte aligned (fastest: 128) */
+    const uint8_t *data;    /* [MACKO_SLAB_UNIT * offsets[slabs]], 16-byte aligned (fastest: 128) */
     const int32_t *offsets; /* [slabs + 1], in units */
     const float *scales;    /* [rows], above 0 and below MACKO_BYTE_LARGEST_SCALE */
     int64_t rows, cols;
@@ -49,12 +49,12 @@ typedef struct macko_sparse8_matrix {
 } macko_sparse8_matrix;
 
 /* Units of a slab with so many rows of values. */
-MACKO_TILE_FN int macko_sparse8_units(int value_rows) {
-    return (MACKO_SPARSE8_VALUES_AT + value_rows * MACKO_SPARSE8_ROW_BYTES) / MACKO_TILE_UNIT;
+MACKO_SLAB_FN int macko_sparse8_units(int value_rows) {
+    return (MACKO_SPARSE8_VALUES_AT + value_rows * MACKO_SPARSE8_ROW_BYTES) / MACKO_SLAB_UNIT;
 }
 
 /* Bit of a mask, of element i of a step. */
-MACKO_TILE_FN int macko_sparse8_bit(int step, int i) {
+MACKO_SLAB_FN int macko_sparse8_bit(int step, int i) {
     return 4 * i + (step < 3 ? 2 - step : 3);
 }
 
@@ -88,21 +88,21 @@ enum {
  * fault: the values of the matrix. */
 macko_fault macko_sparse8_check_cpu(const macko_sparse8_matrix *m);
 
-#ifdef MACKO_TILE_CUDA
+#ifdef MACKO_SLAB_CUDA
 
 /* Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device pointers
- * but for the struct. Packing: count; macko_tile_scan_cuda; the host allocates; write. */
+ * but for the struct. Packing: count; macko_slab_scan_cuda; the host allocates; write. */
 
 /* offsets[i + 1] = units of slab i of the codes w [m->rows, m->cols]; adds to totals->stored. */
 cudaError_t macko_sparse8_count_cuda(const macko_sparse8_matrix *m, const void *w, int32_t *offsets,
-                                     macko_tile_totals *totals, cudaStream_t stream);
+                                     macko_slab_totals *totals, cudaStream_t stream);
 /* The slabs of w into data. */
 cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
 cudaError_t macko_sparse8_unpack_cuda(const macko_sparse8_matrix *m, int64_t first, int64_t count, void *w,
                                       cudaStream_t stream);
 
-MACKO_TILE_PRODUCTS(sparse8);
+MACKO_SLAB_PRODUCTS(sparse8);
 #endif
 
 #ifdef __cplusplus

@@ -6,7 +6,7 @@
 //     tile_lane::place         the right ones, and zeros, into two registers of operand A
 #pragma once
 
-#include "../../core/cuda.cuh"
+#include "../../slab/decode.cuh"
 #include "tile.h"
 
 namespace macko {
@@ -19,50 +19,6 @@ __device__ __forceinline__ uint32_t load_value(uint32_t at) {
     uint32_t value;
     asm("ld.shared.u16 %0, [%1];" : "=r"(value) : "r"(at));
     return value;
-}
-
-// Words of a slab. Volatile: the compiler keeps them in the order of the program.
-__device__ __forceinline__ void read_16(uint32_t &to, uint32_t from) {
-    asm volatile("{ .reg .b16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v; }" : "=r"(to) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void read_32(uint32_t &to, uint32_t from) {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
-}
-
-// 16 bytes: nothing but this keeps them behind the pipeline's barrier, where no load before gave their address.
-__device__ __forceinline__ void read_128(uint32_t (&to)[4], uint32_t from) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(from)
-                 : "memory");
-}
-
-// prmt itself: __byte_perm would mask the selector first.
-__device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
-    uint32_t bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
-    return bytes;
-}
-
-// 32 bits of two words from a bit on, mod 32.
-__device__ __forceinline__ uint32_t funnel_shift(uint32_t low, uint32_t high, uint32_t bits) {
-    uint32_t word;
-    asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(low), "r"(high), "r"(bits));
-    return word;
-}
-
-// A row of columns of bytes (columns_cpu.h), from one of them. Not volatile, as load_value.
-template <int ROW>
-__device__ __forceinline__ uint32_t load_row(uint32_t at) {
-    uint32_t word;
-    asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(word) : "r"(at), "n"(ROW * MACKO_TILE_COLUMNS_ROW_BYTES));
-    return word;
-}
-
-// A number whose origin the compiler does not know. zero: 0 where it may know that all lanes have the same, for which
-// there are registers of their own; else threadIdx.y.
-__device__ __forceinline__ uint32_t hidden(uint32_t number, int lane, int zero) {
-    return __shfl_sync(FULL_WARP, lane ? 0 : number, zero);
 }
 
 // What every group multiplies with. Weights of dp4a and dp2a, a byte each, are kernel arguments, because an instruction
@@ -92,7 +48,7 @@ struct tile_streams {
     __device__ __forceinline__ void begin(uint32_t slab, int slice, int lane) {
         uint32_t first;
         read_16(first, slab + MACKO_TILE_SLICES_AT + slice * 2);
-        read_32(spills, slab + MACKO_TILE_SPILLS_AT + (slice * MACKO_TILE_LANES + lane) * 4);
+        read_32(spills, slab + MACKO_TILE_SPILLS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
         values = slab + MACKO_TILE_VALUES_AT + first * MACKO_TILE_ROW_BYTES;
         at[0] = values + lane * 4;
         at[1] = at[0] + 2;
@@ -112,9 +68,6 @@ struct tile_streams {
 struct tile_lane {
     uint32_t mask, at[MACKO_TILE_STREAMS];
 
-    __device__ __forceinline__ static uint32_t mask_at(uint32_t slab, int tile, int slice, int lane) {
-        return slab + tile * MACKO_TILE_MASK_BYTES + (slice * MACKO_TILE_LANES + lane) * 4;
-    }
     __device__ __forceinline__ void read(uint32_t mask_at) {
         read_32(mask, mask_at);
     }
@@ -130,13 +83,13 @@ struct tile_lane {
     // Elements 0 and 1 of group j find their values in the two rows from the group's begin on, elements 2 and 3 in the
     // two rows from the third element's begin on: two rows further, less one for each of the first two that is missing.
     // `place` picks by the mask. before: tiles whose values come before this one's, if the streams began there.
-    __device__ __forceinline__ void load(int j, uint32_t (&values)[MACKO_TILE_QUAD], const tile_weights &weights,
+    __device__ __forceinline__ void load(int j, uint32_t (&values)[MACKO_SLAB_QUAD], const tile_weights &weights,
                                          int before = 0) {
-        const uint32_t row = (before * MACKO_TILE_GROUPS / MACKO_TILE_STREAMS + j % 4) * MACKO_TILE_QUAD;
+        const uint32_t row = (before * MACKO_SLAB_GROUPS / MACKO_TILE_STREAMS + j % 4) * MACKO_SLAB_QUAD;
         uint32_t &from = at[j / 4];
         const uint32_t third = __dp4a((int)missing(j), (int)weights.first_two[j % 2], (int)from);
 #pragma unroll
-        for (int i = 0; i < MACKO_TILE_QUAD; i++) {
+        for (int i = 0; i < MACKO_SLAB_QUAD; i++) {
             const uint32_t value_at = (i < 2 ? from : third) + (row + i) * MACKO_TILE_ROW_BYTES;
             values[i] = j % 4 < 3 ? load_value(value_at) : load_value<true>(value_at);
         }
@@ -146,7 +99,7 @@ struct tile_lane {
     // Two registers of the operand, two elements each. The first element takes the first value; the second one the
     // second value, or the first where the first element has none. Elements without a value take the zeros above a
     // value's 16 bits.
-    __device__ __forceinline__ void place(int j, const uint32_t (&values)[MACKO_TILE_QUAD], uint32_t &low,
+    __device__ __forceinline__ void place(int j, const uint32_t (&values)[MACKO_SLAB_QUAD], uint32_t &low,
                                           uint32_t &high, const tile_numbers &numbers,
                                           const tile_weights &weights) const {
         const uint32_t changes = numbers.missing[j % 2];

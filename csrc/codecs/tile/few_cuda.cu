@@ -1,7 +1,7 @@
 // Up to 64 tokens on CUDA for the tile layout: few_kernel.cuh, and the same product where there is no wgmma.
 #include "../../slab/few_kernel.cuh"
 #include "../../torch/path.h"
-#include "tile.h"
+#include "codec.cuh"
 
 namespace macko {
 namespace {
@@ -10,7 +10,7 @@ static_assert(densest_has_plan<sparse16<__half>>(MACKO_TILE_VALUES_AT + MACKO_TI
 
 // With 64 tokens, where no row block is split; with three stages the kernel waits for memory (macko_few_tokens).
 constexpr int stages_of_64(int slab_bytes) {
-    const int tokens_bytes = MACKO_TILE_SLAB_TILES * 64 * MACKO_TILE_COLS * 2;
+    const int tokens_bytes = MACKO_SLAB_TILES * 64 * MACKO_SLAB_TILE_COLS * 2;
     return (227 * 1024 - BARRIER_BYTES - few_shape<64, sparse16<__half>>::SUMS_BYTES) /
            ((int)ceil_div(slab_bytes, 1024) * 1024 + tokens_bytes);
 }
@@ -18,7 +18,7 @@ static_assert(stages_of_64(MACKO_FEW_SLAB) == 4 && stages_of_64(MACKO_FEW_SLAB +
 
 // The same product where there is no wgmma: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS
 // x 8 tokens; four groups of four warps take a tile each of a stage, which is a slab. Tokens are read through L1.
-constexpr int MMA_THREADS = MACKO_TILE_SLAB_TILES * MACKO_TILE_SLICES * WARP;
+constexpr int MMA_THREADS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES * WARP;
 
 template <typename T, int OCTETS>
 __global__ void __launch_bounds__(MMA_THREADS)
@@ -26,16 +26,16 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t base = shared_address(shared);
-    const int lane = threadIdx.x % WARP, slice = threadIdx.x / WARP % MACKO_TILE_SLICES;
-    const int tile_index = threadIdx.x / (WARP * MACKO_TILE_SLICES);
+    const int lane = threadIdx.x % WARP, slice = threadIdx.x / WARP % MACKO_SLAB_SLICES;
+    const int tile_index = threadIdx.x / (WARP * MACKO_SLAB_SLICES);
     const int32_t *offsets = task.offsets + (int64_t)blockIdx.x * task.slabs;
     const int stages = task.slabs, first_token = blockIdx.y * OCTETS * 8;
     const auto fetch = [&](int stage) {
         if (stage < stages) {
             const int from = offsets[stage], units = offsets[stage + 1] - from;
-            for (int i = threadIdx.x; i < units * MACKO_TILE_UNIT / 16; i += MMA_THREADS)
+            for (int i = threadIdx.x; i < units * MACKO_SLAB_UNIT / 16; i += MMA_THREADS)
                 copy_async<16>(base + stage % task.stages * task.stage_bytes + i * 16,
-                               task.data + (int64_t)from * MACKO_TILE_UNIT + i * 16);
+                               task.data + (int64_t)from * MACKO_SLAB_UNIT + i * 16);
         }
         commit_copies();
     };
@@ -49,21 +49,21 @@ __global__ void __launch_bounds__(MMA_THREADS)
             wait_copies<0>();
         __syncthreads();
         fetch(stage + task.stages - 1);
-        const int k_tile = stage * MACKO_TILE_SLAB_TILES + tile_index;
+        const int k_tile = stage * MACKO_SLAB_TILES + tile_index;
         const uint32_t slab = base + stage % task.stages * task.stage_bytes;
         tile_streams streams;
         tile_lane tile, before;
         streams.begin(slab, slice, lane);
-        tile.read(tile_lane::mask_at(slab, tile_index, slice, lane));
-        if (tile_index >= MACKO_TILE_SLAB_TILES / 2) streams.spill(task.weights);
+        tile.read(slab_mask_at(slab, tile_index, slice, lane));
+        if (tile_index >= MACKO_SLAB_TILES / 2) streams.spill(task.weights);
         if (tile_index % 2) {
-            before.read(tile_lane::mask_at(slab, tile_index - 1, slice, lane));
+            before.read(slab_mask_at(slab, tile_index - 1, slice, lane));
             streams.skip(before.mask);
         }
         tile.begin(streams.at);
 #pragma unroll
         for (int step = 0; step < 4; step++) {
-            uint32_t a[4], values[2][MACKO_TILE_QUAD];
+            uint32_t a[4], values[2][MACKO_SLAB_QUAD];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 tile.load(2 * step + half, values[half], task.weights);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
                 uint32_t b[2];
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const int col = k_tile * MACKO_TILE_COLS + step * 16 + half * 8 + lane % 4 * 2;
+                    const int col = k_tile * MACKO_SLAB_TILE_COLS + step * 16 + half * 8 + lane % 4 * 2;
                     b[half] = 0;
                     if (token < task.tokens && col < cols) b[half] = *(const uint32_t *)(x + token * x_stride + col);
                     if (col + 1 == cols) b[half] &= 0xffff;
@@ -95,13 +95,13 @@ __global__ void __launch_bounds__(MMA_THREADS)
     }
     __syncthreads();
     if (tile_index) return;
-    const int64_t first_row = (int64_t)blockIdx.x * MACKO_TILE_ROWS;
-    const int part = macko_tile_part_of(&task.y, first_row);
+    const int64_t first_row = (int64_t)blockIdx.x * MACKO_SLAB_ROWS;
+    const int part = macko_slab_output_of(&task.y, first_row);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            for (int other = 0; other < MACKO_TILE_SLAB_TILES - 1; other++)
+            for (int other = 0; other < MACKO_SLAB_TILES - 1; other++)
                 sums[octet][i] += others[((other * OCTETS + octet) * 4 + i) * 128 + slice * WARP + lane];
         store_four(task, part, first_row, slice * WARP + lane, first_token / 8 + octet, sums[octet]);
     }
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
 
 template <typename T, int OCTETS>
 cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                       const macko_tile_parts &y, const device_info &device, cudaStream_t stream) {
+                       const macko_slab_outputs &y, const device_info &device, cudaStream_t stream) {
     if (const cudaError_t error = allow_all_shared_memory<tile_mma_kernel<T, OCTETS>>(device)) return error;
     few_task<sparse16<T>> task{};
     task.data = m.data;
@@ -119,13 +119,13 @@ cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x
     task.y = y;
     task.rows = m.rows;
     task.tokens = (int)tokens;
-    task.slabs = (int)macko_tile_slabs(m.cols);
-    task.stage_bytes = m.widest * MACKO_TILE_UNIT;
+    task.slabs = (int)macko_slabs_across(m.cols);
+    task.stage_bytes = m.widest * MACKO_SLAB_UNIT;
     task.stages = device.shared_bytes / task.stage_bytes < 4 ? 2 : 4;
-    const int sums_bytes = (MACKO_TILE_SLAB_TILES - 1) * OCTETS * 4 * 128 * 4;
-    const int shared_bytes = std::max(task.stages * task.stage_bytes + MACKO_TILE_OVERREAD, sums_bytes);
+    const int sums_bytes = (MACKO_SLAB_TILES - 1) * OCTETS * 4 * 128 * 4;
+    const int shared_bytes = std::max(task.stages * task.stage_bytes + MACKO_SLAB_OVERREAD, sums_bytes);
     if (shared_bytes > device.shared_bytes) return cudaErrorInvalidValue;
-    const dim3 grid((unsigned)macko_tile_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
+    const dim3 grid((unsigned)macko_slab_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
     tile_mma_kernel<T, OCTETS>
         <<<grid, MMA_THREADS, shared_bytes, stream>>>(task, (const uint16_t *)x, x_stride, (int)m.cols);
     return cudaGetLastError();
@@ -135,7 +135,7 @@ cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x
 } // namespace macko
 
 cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                const void *bias, const macko_tile_parts *y, cudaStream_t stream) {
+                                const void *bias, const macko_slab_outputs *y, cudaStream_t stream) {
     using namespace macko;
     if (!m->rows || !tokens) return cudaSuccess;
     device_info device;

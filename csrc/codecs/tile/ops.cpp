@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "../../slab/laid_out.h"
+#include "tile.h"
 
 namespace macko {
 namespace {
@@ -17,10 +18,10 @@ macko_tile_matrix matrix_of(const char *op, const Packed &p) {
             p.cols(),
             int32_t(p.own(0)),
             dtype,
-            data.numel() * 2 / MACKO_TILE_UNIT};
+            data.numel() * 2 / MACKO_SLAB_UNIT};
 }
 
-MACKO_TILE_KIND(Tile, tile, TILE);
+MACKO_SLAB_KIND(Tile, tile, TILE);
 
 Made lay_out(const Packed &canonical, const Ints &) {
     const char *op = "lay_out";
@@ -29,24 +30,25 @@ Made lay_out(const Packed &canonical, const Ints &) {
     check_16_bits(op, "values", values);
     const DeviceOf guard(values);
     check_content(op, source, values);
-    const int64_t rows = source.rows, cols = source.cols, slabs = macko_tile_count(rows, cols);
+    const int64_t rows = source.rows, cols = source.cols, slabs = macko_slab_count(rows, cols);
     Tensor offsets = torch::stable::new_empty(values, {slabs + 1}, ScalarType::Int);
     auto *offset_data = static_cast<int32_t *>(offsets.mutable_data_ptr());
-    macko_tile_totals totals{};
+    macko_slab_totals totals{};
 #ifdef USE_CUDA
     const cudaStream_t stream = current_stream(values);
     Tensor totals_tensor = torch::stable::new_zeros(values, {int64_t(sizeof totals / 8)}, ScalarType::Long);
-    auto *device_totals = static_cast<macko_tile_totals *>(totals_tensor.mutable_data_ptr());
+    auto *device_totals = static_cast<macko_slab_totals *>(totals_tensor.mutable_data_ptr());
     dense_pieces pieces(source, values); // gone through twice
     pieces.for_each([&](int64_t first, int64_t count, const void *dense) {
-        return macko_tile_count_cuda(dense, count, cols, offset_data + first / MACKO_TILE_ROWS * macko_tile_slabs(cols),
-                                     device_totals, stream);
+        return macko_tile_count_cuda(dense, count, cols,
+                                     offset_data + first / MACKO_SLAB_ROWS * macko_slabs_across(cols), device_totals,
+                                     stream);
     });
-    STD_CUDA_CHECK(macko_tile_scan_cuda(slabs, offset_data, device_totals, stream));
+    STD_CUDA_CHECK(macko_slab_scan_cuda(slabs, offset_data, device_totals, stream));
     STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
     STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
     check_units(op, totals.units);
-    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
+    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_SLAB_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
     const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     pieces.for_each([&](int64_t first, int64_t count, const void *dense) {
@@ -58,20 +60,20 @@ Made lay_out(const Packed &canonical, const Ints &) {
     STD_CUDA_CHECK(cudaMemsetAsync(device_totals, 0, sizeof totals, stream));
 #else
     for_dense_blocks(source, [&](int64_t block, int64_t count, const void *dense) {
-        macko_tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * macko_tile_slabs(cols));
+        macko_tile_count_cpu(dense, count, cols, 0, 1, offset_data + block * macko_slabs_across(cols));
     });
     add_up_slabs(op, slabs, offset_data, totals);
-    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_TILE_UNIT / 2});
+    Tensor data = torch::stable::new_empty(values, {totals.units * MACKO_SLAB_UNIT / 2});
     auto *bytes = static_cast<uint8_t *>(data.mutable_data_ptr());
     const macko_tile_matrix m = {bytes, offset_data, rows, cols, int32_t(totals.widest), source.dtype, totals.units};
     for_dense_blocks(source, [&](int64_t block, int64_t count, const void *dense) {
-        const macko_tile_matrix piece = piece_by_offsets(m, block * MACKO_TILE_ROWS, count);
+        const macko_tile_matrix piece = piece_by_offsets(m, block * MACKO_SLAB_ROWS, count);
         macko_tile_write_cpu(&piece, dense, bytes, 0, 1);
     });
     for (int64_t slab = 0; slab < slabs; slab++)
         for (int byte = 0; byte < MACKO_TILE_SPILLS_AT; byte += 4) {
             uint32_t mask;
-            std::memcpy(&mask, bytes + int64_t(offset_data[slab]) * MACKO_TILE_UNIT + byte, 4);
+            std::memcpy(&mask, bytes + int64_t(offset_data[slab]) * MACKO_SLAB_UNIT + byte, 4);
             totals.stored += __builtin_popcount(mask);
         }
 #endif
@@ -80,6 +82,6 @@ Made lay_out(const Packed &canonical, const Ints &) {
 
 } // namespace
 
-const Layout tile_layout = {.name = "tile", .tensors = 2, .own = 3, .lay_out = lay_out, MACKO_TILE_OPS(Tile)};
+const Layout tile_layout = {.name = "tile", .tensors = 2, .own = 3, .lay_out = lay_out, MACKO_SLAB_OPS(Tile)};
 
 } // namespace macko

@@ -1,6 +1,5 @@
 // The tile layout from dense rows, and back, on CUDA. A warp owns a slice of a slab: 16 rows and 256 columns, in the
 // order of tile.h.
-#include "../../core/scan.cuh"
 #include "../../slab/slices.cuh"
 #include "decode.cuh"
 
@@ -10,21 +9,21 @@ namespace {
 
 // What a lane has of a slice of the dense w: pairs of neighbours, a word each, and masks of which elements are values.
 struct slice_elements {
-    uint32_t pairs[MACKO_TILE_SLAB_TILES][MACKO_TILE_GROUPS][MACKO_TILE_QUAD / 2];
-    uint32_t masks[MACKO_TILE_SLAB_TILES];
+    uint32_t pairs[MACKO_SLAB_TILES][MACKO_SLAB_GROUPS][MACKO_SLAB_QUAD / 2];
+    uint32_t masks[MACKO_SLAB_TILES];
 
     __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from) {
         const bool whole = from.is_whole(rows, cols);
 #pragma unroll
-        for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
+        for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
             masks[tile] = 0;
 #pragma unroll
-            for (int j = 0; j < MACKO_TILE_GROUPS; j++)
+            for (int j = 0; j < MACKO_SLAB_GROUPS; j++)
 #pragma unroll
-                for (int e = 0; e < MACKO_TILE_QUAD; e += 2) {
+                for (int e = 0; e < MACKO_SLAB_QUAD; e += 2) {
                     const uint32_t pair =
-                        load_pair(w, rows, cols, from.row + macko_tile_row(from.lane, e),
-                                  from.col + tile * MACKO_TILE_COLS + macko_tile_col(from.lane, j, e), whole);
+                        load_pair(w, rows, cols, from.row + macko_slab_row(from.lane, e),
+                                  from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e), whole);
                     pairs[tile][j][e / 2] = pair;
                     masks[tile] |= (uint32_t)((pair & 0x7fff) != 0) << (8 * e + j);
                     masks[tile] |= (uint32_t)((pair & 0x7fff0000) != 0) << (8 * (e + 1) + j);
@@ -38,7 +37,7 @@ struct slice_plan {
     uint32_t spills[MACKO_TILE_STREAMS];
     int rows;
 
-    __device__ __forceinline__ void find(const uint32_t (&masks)[MACKO_TILE_SLAB_TILES], int lane) {
+    __device__ __forceinline__ void find(const uint32_t (&masks)[MACKO_SLAB_TILES], int lane) {
         rows = 0;
 #pragma unroll
         for (int stream = 0; stream < MACKO_TILE_STREAMS; stream++) {
@@ -55,7 +54,7 @@ struct slice_plan {
 };
 
 __global__ void __launch_bounds__(THREADS)
-    count_slabs(const uint16_t *w, int64_t rows, int64_t cols, int32_t *offsets, macko_tile_totals *totals) {
+    count_slabs(const uint16_t *w, int64_t rows, int64_t cols, int32_t *offsets, macko_slab_totals *totals) {
     __shared__ int value_rows, stored;
     const slice_of from(cols);
     const int lane = from.lane;
@@ -78,33 +77,12 @@ __global__ void __launch_bounds__(THREADS)
     atomicAdd((unsigned long long *)&totals->stored, (unsigned long long)stored);
 }
 
-// One block: units in offsets[1..slabs] become their sums.
-__global__ void __launch_bounds__(SCAN_THREADS) scan_slabs(int64_t slabs, int32_t *offsets, macko_tile_totals *totals) {
-    __shared__ int widest;
-    if (threadIdx.x == 0) offsets[0] = widest = 0;
-    int64_t before = 0, total;
-    int own_widest = 0;
-    for (int64_t slab = threadIdx.x + 1; slab - threadIdx.x <= slabs; slab += SCAN_THREADS) {
-        const int units = slab <= slabs ? offsets[slab] : 0;
-        own_widest = max(own_widest, units);
-        const int64_t offset = before + units + block_exclusive_sum(units, &total);
-        before += total;
-        if (slab <= slabs) offsets[slab] = (int32_t)offset;
-    }
-    __syncthreads();
-    atomicMax(&widest, own_widest);
-    __syncthreads();
-    if (threadIdx.x) return;
-    totals->units = before;
-    totals->widest = widest;
-}
-
 // A warp puts its slice together in shared memory, in which each lane's values have a bank of their own.
 __global__ void __launch_bounds__(THREADS, 4)
     write_slabs(const int32_t *offsets, int64_t rows, int64_t cols, const uint16_t *w, uint8_t *data) {
-    constexpr int MOST_ROWS = MACKO_TILE_MOST_ROWS / MACKO_TILE_SLICES;
-    __shared__ uint4 rooms[MACKO_TILE_SLICES][MOST_ROWS * MACKO_TILE_ROW_BYTES / 16];
-    __shared__ int value_rows[MACKO_TILE_SLICES];
+    constexpr int MOST_ROWS = MACKO_TILE_MOST_ROWS / MACKO_SLAB_SLICES;
+    __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * MACKO_TILE_ROW_BYTES / 16];
+    __shared__ int value_rows[MACKO_SLAB_SLICES];
     const slice_of from(cols);
     const int slice = from.slice, lane = from.lane;
     slice_elements own;
@@ -120,10 +98,10 @@ __global__ void __launch_bounds__(THREADS, 4)
     for (int stream = 0; stream < MACKO_TILE_STREAMS; stream++) {
         uint32_t next = values + lane * 4 + stream * 2;
 #pragma unroll
-        for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
-            if (tile == MACKO_TILE_SLAB_TILES / 2) next = values + plan.spills[stream];
+        for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
+            if (tile == MACKO_SLAB_TILES / 2) next = values + plan.spills[stream];
 #pragma unroll
-            for (int j = stream * MACKO_TILE_GROUPS / 2; j < (stream + 1) * MACKO_TILE_GROUPS / 2; j++)
+            for (int j = stream * MACKO_SLAB_GROUPS / 2; j < (stream + 1) * MACKO_SLAB_GROUPS / 2; j++)
 #pragma unroll
                 for (const uint32_t both : own.pairs[tile][j]) {
                     // No address is counted up in its register: the next one would wait until the store has read it.
@@ -136,13 +114,13 @@ __global__ void __launch_bounds__(THREADS, 4)
         }
     }
     __syncwarp();
-    uint8_t *const slab = data + (int64_t)offsets[blockIdx.x] * MACKO_TILE_UNIT;
+    uint8_t *const slab = data + (int64_t)offsets[blockIdx.x] * MACKO_SLAB_UNIT;
     int first = 0;
     for (int other = 0; other < slice; other++) first += value_rows[other];
 #pragma unroll
-    for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++)
-        *(uint32_t *)(slab + tile_lane::mask_at(0, tile, slice, lane)) = own.masks[tile];
-    *(uint32_t *)(slab + MACKO_TILE_SPILLS_AT + (slice * MACKO_TILE_LANES + lane) * 4) = plan.spills[0] | plan.spills[1]
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++)
+        *(uint32_t *)(slab + slab_mask_at(0, tile, slice, lane)) = own.masks[tile];
+    *(uint32_t *)(slab + MACKO_TILE_SPILLS_AT + (slice * MACKO_SLAB_LANES + lane) * 4) = plan.spills[0] | plan.spills[1]
                                                                                                               << 16;
     if (lane == 0) ((uint16_t *)(slab + MACKO_TILE_SLICES_AT))[slice] = (uint16_t)first;
     if (slice == 0 && lane >= 2) ((uint32_t *)(slab + MACKO_TILE_SLICES_AT))[lane] = 0; // after the four offsets
@@ -157,13 +135,13 @@ __global__ void __launch_bounds__(THREADS, 8)
     unpack_slabs(const macko_tile_matrix m, int64_t first, int64_t stop, const tile_weights weights, uint16_t *w) {
     extern __shared__ __align__(128) uint8_t room[];
     const int slice = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t slabs = macko_tile_slabs(m.cols), block = first / MACKO_TILE_ROWS + blockIdx.x / slabs;
-    const int64_t row = block * MACKO_TILE_ROWS + slice * SLICE_ROWS, col = blockIdx.x % slabs * MACKO_TILE_SLAB_COLS;
+    const int64_t slabs = macko_slabs_across(m.cols), block = first / MACKO_SLAB_ROWS + blockIdx.x / slabs;
+    const int64_t row = block * MACKO_SLAB_ROWS + slice * SLICE_ROWS, col = blockIdx.x % slabs * MACKO_SLAB_COLS;
     const int32_t *offsets = m.offsets + block * slabs + blockIdx.x % slabs;
     const int begin = __ldg(offsets), units = __ldg(offsets + 1) - begin;
-    const uint8_t *data = m.data + (int64_t)begin * MACKO_TILE_UNIT;
+    const uint8_t *data = m.data + (int64_t)begin * MACKO_SLAB_UNIT;
     const uint32_t slab = shared_address(room);
-    for (int at = threadIdx.x * 16; at < units * MACKO_TILE_UNIT; at += THREADS * 16)
+    for (int at = threadIdx.x * 16; at < units * MACKO_SLAB_UNIT; at += THREADS * 16)
         copy_async<16>(slab + at, data + at);
     commit_copies();
     wait_copies<0>();
@@ -171,7 +149,7 @@ __global__ void __launch_bounds__(THREADS, 8)
     if (row >= stop || row + SLICE_ROWS <= first) return;
 
     uint16_t *const slice_dense =
-        (uint16_t *)(room + m.widest * MACKO_TILE_UNIT + MACKO_TILE_OVERREAD + slice * DENSE_BYTES);
+        (uint16_t *)(room + m.widest * MACKO_SLAB_UNIT + MACKO_SLAB_OVERREAD + slice * DENSE_BYTES);
     uint16_t *const dense = slice_dense + lane / 4 * DENSE_STRIDE + lane % 4 * 2;
     const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
     const bool whole = aligned && row >= first && row + SLICE_ROWS <= stop;
@@ -180,27 +158,27 @@ __global__ void __launch_bounds__(THREADS, 8)
     tile_streams streams;
     streams.begin(slab, slice, lane);
 #pragma unroll
-    for (int tile = 0; tile < MACKO_TILE_SLAB_TILES; tile++) {
-        if (tile == MACKO_TILE_SLAB_TILES / 2) streams.spill(weights);
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
+        if (tile == MACKO_SLAB_TILES / 2) streams.spill(weights);
         tile_lane own;
-        own.read(tile_lane::mask_at(slab, tile, slice, lane));
+        own.read(slab_mask_at(slab, tile, slice, lane));
         own.begin(streams.at);
         streams.skip(own.mask);
 #pragma unroll
-        for (int j = 0; j < MACKO_TILE_GROUPS; j++) {
-            uint32_t values[MACKO_TILE_QUAD], low, high;
+        for (int j = 0; j < MACKO_SLAB_GROUPS; j++) {
+            uint32_t values[MACKO_SLAB_QUAD], low, high;
             own.load(j, values, weights);
             own.place(j, values, low, high, numbers, weights);
             *(uint32_t *)(dense + 8 * j) = low;
             *(uint32_t *)(dense + 8 * j + 8 * DENSE_STRIDE) = high;
         }
         __syncwarp();
-        const int64_t begin_col = col + tile * MACKO_TILE_COLS;
+        const int64_t begin_col = col + tile * MACKO_SLAB_TILE_COLS;
         const uint4 *rows = (const uint4 *)slice_dense + lane / 8 * (DENSE_STRIDE / 8) + lane % 8;
-        if (whole && begin_col + MACKO_TILE_COLS <= m.cols) {
+        if (whole && begin_col + MACKO_SLAB_TILE_COLS <= m.cols) {
 #pragma unroll
             for (int four = 0; four < SLICE_ROWS; four += 4)
-                *(uint4 *)(out + tile * MACKO_TILE_COLS + four * m.cols) = rows[four * (DENSE_STRIDE / 8)];
+                *(uint4 *)(out + tile * MACKO_SLAB_TILE_COLS + four * m.cols) = rows[four * (DENSE_STRIDE / 8)];
         } else {
 #pragma unroll 1
             for (int four = 0; four < SLICE_ROWS; four += 4) {
@@ -208,7 +186,7 @@ __global__ void __launch_bounds__(THREADS, 8)
                 const uint16_t *from = (const uint16_t *)(rows + four * (DENSE_STRIDE / 8));
                 for (int k = 0; k < 8; k++)
                     if (r >= first && r < stop && c + k < m.cols)
-                        out[tile * MACKO_TILE_COLS + four * m.cols + k] = from[k];
+                        out[tile * MACKO_SLAB_TILE_COLS + four * m.cols + k] = from[k];
             }
         }
         __syncwarp();
@@ -218,19 +196,14 @@ __global__ void __launch_bounds__(THREADS, 8)
 } // namespace
 
 cudaError_t macko_tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets,
-                                  macko_tile_totals *totals, cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(rows, cols);
+                                  macko_slab_totals *totals, cudaStream_t stream) {
+    const int64_t slabs = macko_slab_count(rows, cols);
     if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, offsets, totals);
     return cudaGetLastError();
 }
 
-cudaError_t macko_tile_scan_cuda(int64_t slabs, int32_t *offsets, macko_tile_totals *totals, cudaStream_t stream) {
-    scan_slabs<<<1, SCAN_THREADS, 0, stream>>>(slabs, offsets, totals);
-    return cudaGetLastError();
-}
-
 cudaError_t macko_tile_write_cuda(const macko_tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t slabs = macko_tile_count(m->rows, m->cols);
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs)
         write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(m->offsets, m->rows, m->cols, (const uint16_t *)w, data);
     return cudaGetLastError();
@@ -243,9 +216,9 @@ cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, in
     if (const cudaError_t error = current_device(&device)) return error;
     if (const cudaError_t error = allow_all_shared_memory<unpack_slabs>(device, cudaSharedmemCarveoutMaxShared))
         return error;
-    const int64_t blocks = (first + count - 1) / MACKO_TILE_ROWS - first / MACKO_TILE_ROWS + 1;
-    const int bytes = m->widest * MACKO_TILE_UNIT + MACKO_TILE_OVERREAD + MACKO_TILE_SLICES * DENSE_BYTES;
-    unpack_slabs<<<(unsigned)(blocks * macko_tile_slabs(m->cols)), THREADS, bytes, stream>>>(
+    const int64_t blocks = (first + count - 1) / MACKO_SLAB_ROWS - first / MACKO_SLAB_ROWS + 1;
+    const int bytes = m->widest * MACKO_SLAB_UNIT + MACKO_SLAB_OVERREAD + MACKO_SLAB_SLICES * DENSE_BYTES;
+    unpack_slabs<<<(unsigned)(blocks * macko_slabs_across(m->cols)), THREADS, bytes, stream>>>(
         *m, first, first + count, tile_weights(), (uint16_t *)w);
     return cudaGetLastError();
 }

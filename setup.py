@@ -275,7 +275,7 @@ def sources(*suffixes: str) -> list[str]:
 
 CPU = Extension("macko._C", sources(".c", ".cpp"), py_limited_api=True)
 # What both libraries have of C: the module, the knobs, a plan and a table: pure arithmetic, which a CPU can test.
-C_OF_BOTH = ["csrc/torch/module.c", "csrc/core/knobs.c", "csrc/tile/many_plan.c", "csrc/tile/table.c"]
+C_OF_BOTH = ["csrc/torch/module.c", "csrc/core/knobs.c", "csrc/slab/many_plan.c", "csrc/slab/table.c"]
 CUDA_SOURCES = [*C_OF_BOTH, *sources(".cpp", ".cu")]
 CUDA = Extension("macko._C_cuda", CUDA_SOURCES, py_limited_api=True)
 if sys.platform != "linux":

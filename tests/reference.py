@@ -102,7 +102,7 @@ def bitmap_pack(
 
 
 def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
-    """data and offsets of the tile layout (csrc/tile/tile.h) of a dense 16-bit matrix."""
+    """data and offsets of the tile layout (csrc/codecs/tile/tile.h) of a dense 16-bit matrix."""
     blocks, slabs = -(-w.shape[0] // 64), -(-w.shape[1] // 256)
     full = torch.zeros(blocks * 64, slabs * 256, dtype=torch.int16)
     full[: w.shape[0], : w.shape[1]] = torch.where(w == 0, 0, w).cpu().view(torch.int16)
@@ -140,7 +140,7 @@ def tile_pack(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
-    """Data and sizes (slab_units, the table's halves, listed) of the dense12 layout (csrc/dense12/dense12.h) of w."""
+    """Data and sizes (slab_units, the table's halves, listed) of the dense12 layout (dense12.h) of w."""
     (rows, cols), bits = w.shape, w.cpu().contiguous().view(torch.int16).long() & 0xFFFF
     half = w.dtype == torch.float16
 
@@ -178,7 +178,7 @@ def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """Data, offsets and sizes (widest, the table's halves, entries, listed) of sparse11 (csrc/sparse11/sparse11.h)."""
+    """Data, offsets and sizes (widest, the table's halves, entries, listed) of sparse11 (sparse11.h)."""
     (rows, cols), bits = w.shape, w.cpu().contiguous().view(torch.int16).long() & 0xFFFF
     bits = torch.where(bits & 0x7FFF == 0, 0, bits)
     half = w.dtype == torch.float16
@@ -242,7 +242,7 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def _places(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of codes as dense8 and sparse8 hold them, [slab, tile, slice, step, lane, i] (csrc/dense8/bytes.h)."""
+    """Bytes of codes as dense8 and sparse8 hold them, [slab, tile, slice, step, lane, i] (bytes.h)."""
     (rows, cols), flip = codes.shape, 0x80 if codes.dtype == torch.int8 else 0
     held = codes.cpu().contiguous().view(torch.uint8)
     held = torch.where(codes.cpu().float() == 0, 0, held) ^ flip
@@ -257,13 +257,13 @@ def _places(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense8_pack(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Data of the dense8 layout (csrc/dense8/dense8.h) of codes [rows, cols]."""
+    """Data of the dense8 layout (csrc/codecs/dense8/dense8.h) of codes [rows, cols]."""
     pairs = _places(codes, dtype).unflatten(3, (2, 2))  # steps 0 and 1, 2 and 3
     return pairs.transpose(4, 5).flatten().view(dtype)
 
 
 def sparse8_pack(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
-    """Data, offsets and sizes (widest, kind, entries) of the sparse8 layout (csrc/sparse8/sparse8.h) of codes."""
+    """Data, offsets and sizes (widest, kind, entries) of the sparse8 layout (sparse8.h) of codes."""
     held, zero = _places(codes, dtype), 0x80 if codes.dtype == torch.int8 else 0
     bits = 4 * torch.arange(8) + torch.tensor([2, 1, 0, 3])[:, None]
     pieces, offsets = [], [0]

@@ -48,7 +48,7 @@ SHAPES = (
 DTYPES = (torch.bfloat16, torch.float16)
 #: On both sides of each kernel's ends.
 TOKENS = (1, 3, 8, 9, 16, 17, 33, 64, 65, 200, 1000)
-#: Where each part of a slab begins, in bytes; docs of the bytes are in csrc/dense12/dense12.h.
+#: Where each part of a slab begins, in bytes; docs of the bytes are in csrc/codecs/dense12/dense12.h.
 PARTS_AT, LIST_AT = 24576, 24640
 
 

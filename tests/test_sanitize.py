@@ -23,7 +23,7 @@ RACE = """\
 UNINITIALISED = """\
 ========= COMPUTE-SANITIZER
 ========= Uninitialized __global__ memory read of size 4 bytes
-=========     at void macko::tile_few_kernel<__half, (int)8>(macko::few_task)+0x90 in few_cuda.cu:300
+=========     at void macko::slab_few_kernel<__half, (int)8>(macko::few_task)+0x90 in few_cuda.cu:300
 =========     by thread (0,0,0) in block (1,0,0)
 =========     Address 0x7f0000000400
 =========

@@ -34,7 +34,7 @@ from tests.common import (
 from tests.test_dense12 import DTYPES, SHAPES, TOKENS, bits_of
 from tests.test_tile import GEMM_KEYS, assert_close
 
-#: Where the parts of a slab begin, in bytes; docs of the bytes are in csrc/sparse11/sparse11.h.
+#: Where the parts of a slab begin, in bytes; docs of the bytes are in csrc/codecs/sparse11/sparse11.h.
 STARTS_AT, PARTS_AT, END_AT, VALUES_AT = 6144, 6656, 6720, 6784
 #: High bytes of a table; those of float16 are of its upper 13 bits.
 HIGHS = {

@@ -519,49 +519,50 @@ def test_side_stream() -> None:
 
 # The plan for many tokens, and its schedule: plain C, so of this machine.
 
-#: Walks every block of a plan as the kernel does, csrc/tile/schedule.h. 0, or the number of the rule that is broken.
+#: Walks every block of a plan as the kernel does, csrc/slab/schedule.h. 0, or the number of the rule that is broken.
 PLAN_CHECKS = r"""
 #include <stdlib.h>
 #include "many_plan.c"
+#include "../codecs/tile/tile.h"
 
 #define EXPECT(rule, condition) do { if (!(condition)) return rule; } while (0)
 
-static int check_block(const macko_tile_many_plan *plan, int block, uint8_t *covered, int *given, int *taken) {
-    const macko_tile_schedule *schedule = &plan->schedule;
-    const macko_tile_share share = macko_tile_share_of(schedule, plan->shape, (uint32_t)block);
+static int check_block(const macko_slab_many_plan *plan, int block, uint8_t *covered, int *given, int *taken) {
+    const macko_slab_schedule *schedule = &plan->schedule;
+    const macko_slab_share share = macko_slab_share_of(schedule, plan->shape, (uint32_t)block);
     const int half_slabs = schedule->half_slabs, tiles = schedule->row_tiles * schedule->token_tiles;
-    const int index = macko_tile_share_index(&share), multicast = MACKO_TILE_CLUSTER_BLOCKS / plan->shape.split_k;
+    const int index = macko_slab_share_index(&share), multicast = MACKO_SLAB_CLUSTER_BLOCKS / plan->shape.split_k;
     int first_slab = -1, own_given = -1;
     for (int next = 0; next < share.half_slabs;) {
-        const macko_tile_segment s = macko_tile_segment_at(&share, next);
-        const macko_tile_place place = macko_tile_place_of(schedule, s.tile);
-        const bool first_split = next == share.whole, last = next + macko_tile_length(&s) == share.half_slabs;
-        next += macko_tile_length(&s);
+        const macko_slab_segment s = macko_slab_segment_at(&share, next);
+        const macko_slab_place place = macko_slab_place_of(schedule, s.tile);
+        const bool first_split = next == share.whole, last = next + macko_slab_length(&s) == share.half_slabs;
+        next += macko_slab_length(&s);
         EXPECT(1, s.tile >= 0 && s.tile < tiles && s.first >= 0 && s.first < s.end && s.end <= half_slabs);
         EXPECT(2, s.first <= s.own && s.own <= s.own_end && s.own_end <= s.end);
-        EXPECT(11, macko_tile_own_count(&s) <= divide_up(macko_tile_length(&s), plan->shape.split_k));
+        EXPECT(11, macko_slab_own_count(&s) <= divide_up(macko_slab_length(&s), plan->shape.split_k));
         EXPECT(3, place.row_tile < schedule->row_tiles && place.token_tile < schedule->token_tiles);
         /* Whole tiles come first, then sums are given; what waits for others comes last. */
         EXPECT(4, s.first == 0 || (first_split && s.tile < schedule->split));
         /* Each block has some of what is given or of what comes behind it. */
-        EXPECT(12, own_given < 0 || own_given + macko_tile_own_count(&s) > 0);
-        own_given = s.first ? macko_tile_own_count(&s) : -1;
+        EXPECT(12, own_given < 0 || own_given + macko_slab_own_count(&s) > 0);
+        own_given = s.first ? macko_slab_own_count(&s) : -1;
         EXPECT(5, s.fixes_up == (s.first == 0 && s.end < half_slabs));
         EXPECT(6, !s.fixes_up || (last && s.tile < schedule->split));
         if (s.first) given[index] = s.tile + 1;
         if (s.fixes_up) {
-            const int others = macko_tile_contributors(&share, s.tile);
+            const int others = macko_slab_contributors(&share, s.tile);
             EXPECT(7, others > 0 && index + others < schedule->clusters);
             for (int other = index + 1; other <= index + others; other++) taken[other] = s.tile + 1;
         }
-        for (int i = 0; i < macko_tile_own_count(&s); i++) {
-            const int half = macko_tile_nth(&s, i);
+        for (int i = 0; i < macko_slab_own_count(&s); i++) {
+            const int half = macko_slab_nth(&s, i);
             EXPECT(8, half >= s.own && half < s.own_end);
             /* What is no whole slab comes before those that are. */
-            const bool single = i < macko_tile_singles(&s);
-            EXPECT(9, single || (half % 2 == (i - macko_tile_singles(&s)) % 2));
+            const bool single = i < macko_slab_singles(&s);
+            EXPECT(9, single || (half % 2 == (i - macko_slab_singles(&s)) % 2));
             if (first_slab < 0)
-                first_slab = macko_tile_first_row_block(&share, place.row_tile) * schedule->slabs + half / 2;
+                first_slab = macko_slab_first_row_block(&share, place.row_tile) * schedule->slabs + half / 2;
             covered[((int64_t)s.tile * multicast + (multicast > 1 ? share.rank : 0)) * half_slabs + half]++;
         }
     }
@@ -569,19 +570,19 @@ static int check_block(const macko_tile_many_plan *plan, int block, uint8_t *cov
     return 0;
 }
 
-static int check_plan(const macko_tile_many_problem *p, const macko_tile_many_plan *plan) {
-    const macko_tile_schedule *s = &plan->schedule;
-    const int tiles = s->row_tiles * s->token_tiles, multicast = MACKO_TILE_CLUSTER_BLOCKS / plan->shape.split_k;
+static int check_plan(const macko_slab_many_problem *p, const macko_slab_many_plan *plan) {
+    const macko_slab_schedule *s = &plan->schedule;
+    const int tiles = s->row_tiles * s->token_tiles, multicast = MACKO_SLAB_CLUSTER_BLOCKS / plan->shape.split_k;
     const int64_t count = (int64_t)tiles * multicast * s->half_slabs;
-    int at_once = 0, given[MACKO_TILE_MOST_CLUSTERS] = {0}, taken[MACKO_TILE_MOST_CLUSTERS] = {0}, rule = 0;
-    for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
+    int at_once = 0, given[MACKO_SLAB_MOST_CLUSTERS] = {0}, taken[MACKO_SLAB_MOST_CLUSTERS] = {0}, rule = 0;
+    for (int i = 0; i < MACKO_SLAB_MANY_NUM_SHAPES; i++)
         if (!memcmp(&SHAPES[i], &plan->shape, sizeof *SHAPES)) at_once = p->clusters[i];
-    EXPECT(20, s->clusters > 0 && s->clusters <= at_once && s->clusters <= MACKO_TILE_MOST_CLUSTERS);
-    EXPECT(21, s->row_tiles == divide_up(p->rows, multicast * plan->shape.row_blocks * MACKO_TILE_ROWS));
+    EXPECT(20, s->clusters > 0 && s->clusters <= at_once && s->clusters <= MACKO_SLAB_MOST_CLUSTERS);
+    EXPECT(21, s->row_tiles == divide_up(p->rows, multicast * plan->shape.row_blocks * MACKO_SLAB_ROWS));
     EXPECT(22, s->token_tiles == divide_up(p->tokens, plan->shape.tokens));
-    EXPECT(23, s->half_slabs == divide_up(p->cols, MACKO_TILE_HALF_SLAB_COLS));
-    const int64_t partials = (int64_t)s->clusters * 2 * plan->shape.row_blocks * macko_tile_partial_bytes(plan->shape);
-    const int64_t flags = macko_tile_many_flag_bytes(plan->shape, s->clusters);
+    EXPECT(23, s->half_slabs == divide_up(p->cols, MACKO_SLAB_HALF_COLS));
+    const int64_t partials = (int64_t)s->clusters * 2 * plan->shape.row_blocks * macko_slab_partial_bytes(plan->shape);
+    const int64_t flags = macko_slab_many_flag_bytes(plan->shape, s->clusters);
     EXPECT(24, plan->workspace_bytes == (s->split ? flags + partials : 0));
     uint8_t *covered = calloc(1, (size_t)count), *placed = calloc(1, (size_t)tiles);
     for (int block = 0; !rule && block < s->clusters * 2; block++)
@@ -589,7 +590,7 @@ static int check_plan(const macko_tile_many_problem *p, const macko_tile_many_pl
     for (int64_t i = 0; !rule && i < count; i++)
         if (covered[i] != 1) rule = 25;
     for (int tile = 0; tile < tiles; tile++) {
-        const macko_tile_place place = macko_tile_place_of(s, tile);
+        const macko_slab_place place = macko_slab_place_of(s, tile);
         placed[place.row_tile * s->token_tiles + place.token_tile]++;
     }
     for (int tile = 0; !rule && tile < tiles; tile++)
@@ -610,22 +611,22 @@ static int64_t below(int64_t n) { /* splitmix64 */
 }
 
 /* Plans of random problems, each also in a random way. 0, or a broken rule and its problem. */
-int check_plans(uint64_t seed, int count, macko_tile_many_problem *p, macko_tile_many_way *way) {
+int check_plans(uint64_t seed, int count, macko_slab_many_problem *p, macko_slab_many_way *way) {
     state = seed;
     for (int i = 0; i < count; i++) {
         const int at_once = below(4) ? 1 + (int)below(80) : 66;
-        const macko_tile_many_shape shape = SHAPES[below(MACKO_TILE_MANY_NUM_SHAPES)];
-        macko_tile_many_plan plan, again;
+        const macko_slab_many_shape shape = SHAPES[below(MACKO_SLAB_MANY_NUM_SHAPES)];
+        macko_slab_many_plan plan, again;
         p->rows = 1 + below(64ll << below(9));
         p->cols = 1 + below(64ll << below(8));
         p->tokens = 33 + below(64ll << below(6));
-        for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++) p->clusters[k] = below(4) ? at_once : 0;
-        *way = (macko_tile_many_way){shape.row_blocks * MACKO_TILE_ROWS, shape.tokens, shape.split_k, (int)below(3)};
-        if (macko_tile_many_choose(p, way, &plan)) {
-            const macko_tile_schedule *s = &plan.schedule;
+        for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++) p->clusters[k] = below(4) ? at_once : 0;
+        *way = (macko_slab_many_way){shape.row_blocks * MACKO_SLAB_ROWS, shape.tokens, shape.split_k, (int)below(3)};
+        if (macko_slab_many_choose(p, way, &plan)) {
+            const macko_slab_schedule *s = &plan.schedule;
             EXPECT(30, !memcmp(&plan.shape, &shape, sizeof shape));
-            EXPECT(35, !s->split == (way->split == MACKO_TILE_SPLIT_NONE));
-            for (int tile = 0; way->split == MACKO_TILE_SPLIT_EVENLY && tile < s->split; tile++) {
+            EXPECT(35, !s->split == (way->split == MACKO_SLAB_SPLIT_NONE));
+            for (int tile = 0; way->split == MACKO_SLAB_SPLIT_EVENLY && tile < s->split; tile++) {
                 int begin = 0; /* each tile begins with a share, and they are as many as of the first one */
                 while (begin < s->clusters && s->shares[begin] < tile * s->half_slabs) begin++;
                 EXPECT(31, s->shares[begin] == tile * s->half_slabs && begin == tile * (begin ? begin / tile : 1));
@@ -634,15 +635,15 @@ int check_plans(uint64_t seed, int count, macko_tile_many_problem *p, macko_tile
             if (rule) return rule;
         } else { /* refused: the shape does not fit, or there is nothing to split in this way */
             int fits = 0;
-            for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++)
+            for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++)
                 if (!memcmp(&SHAPES[k], &shape, sizeof shape)) fits = p->clusters[k];
-            const bool no_share = p->cols <= MACKO_TILE_HALF_SLAB_COLS * (shape.split_k - 1); /* for the other block */
-            EXPECT(32, !fits || way->split != MACKO_TILE_SPLIT_NONE || no_share);
+            const bool no_share = p->cols <= MACKO_SLAB_HALF_COLS * (shape.split_k - 1); /* for the other block */
+            EXPECT(32, !fits || way->split != MACKO_SLAB_SPLIT_NONE || no_share);
         }
-        *way = (macko_tile_many_way){0, 0, 0, 0};
+        *way = (macko_slab_many_way){0, 0, 0, 0};
         if (below(4)) continue; /* all ways take longest */
-        const bool found = macko_tile_many_choose(p, NULL, &plan);
-        EXPECT(33, found == macko_tile_many_choose(p, NULL, &again));
+        const bool found = macko_slab_many_choose(p, NULL, &plan);
+        EXPECT(33, found == macko_slab_many_choose(p, NULL, &again));
         if (!found) continue;
         EXPECT(34, !memcmp(&plan.schedule, &again.schedule, sizeof plan.schedule));
         const int rule = check_plan(p, &plan);
@@ -655,12 +656,12 @@ int check_plans(uint64_t seed, int count, macko_tile_many_problem *p, macko_tile
 int check_up_to_64(void) {
     for (int64_t rows = 64; rows <= 30000; rows = rows * 3 / 2 + 17)
         for (int64_t cols = 2000; cols < 200000; cols = cols * 5 / 4 + 13) {
-            macko_tile_many_problem p = {rows, cols, 33, {0}};
-            for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
-            macko_tile_many_plan few, more;
-            EXPECT(50, macko_tile_many_choose(&p, NULL, &few));
+            macko_slab_many_problem p = {rows, cols, 33, {0}};
+            for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
+            macko_slab_many_plan few, more;
+            EXPECT(50, macko_slab_many_choose(&p, NULL, &few));
             p.tokens = 64;
-            EXPECT(51, macko_tile_many_choose(&p, NULL, &more));
+            EXPECT(51, macko_slab_many_choose(&p, NULL, &more));
             EXPECT(52, !memcmp(&few.shape, &more.shape, sizeof few.shape));
             EXPECT(53, !memcmp(&few.schedule, &more.schedule, sizeof few.schedule));
         }
@@ -673,11 +674,11 @@ int check_beyond_l2(void) {
     for (int64_t rows = 1024; rows <= 40000; rows = rows * 9 / 8 + 64)
         for (int64_t cols = 1024; cols <= 30000; cols = cols * 9 / 8 + 128)
             for (int64_t tokens = 1024; tokens <= 16384; tokens = tokens * 3 / 2 + 5) {
-                macko_tile_many_problem p = {rows, cols, tokens, {0}};
-                for (int k = 0; k < MACKO_TILE_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
-                macko_tile_many_plan plan;
+                macko_slab_many_problem p = {rows, cols, tokens, {0}};
+                for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
+                macko_slab_many_plan plan;
                 if (tokens * cols * 2 < 32 << 20) continue;
-                EXPECT(60, macko_tile_many_choose(&p, NULL, &plan));
+                EXPECT(60, macko_slab_many_choose(&p, NULL, &plan));
                 EXPECT(61, plan.schedule.split * 155 < 66 * 100);
                 EXPECT(62, plan.shape.split_k == 1 || rows * tokens < 66ll * 256 * 256 * 8);
             }
@@ -686,18 +687,18 @@ int check_beyond_l2(void) {
 
 /* Whatever the largest slab is, what is planned fits, and what does not fit is refused for that. */
 int check_stages(int shared_bytes) {
-    for (int i = 0; i < MACKO_TILE_MANY_NUM_SHAPES; i++)
+    for (int i = 0; i < MACKO_SLAB_MANY_NUM_SHAPES; i++)
         for (int widest = 21; widest <= macko_tile_units(MACKO_TILE_MOST_ROWS); widest++) {
-            const macko_tile_many_shape shape = SHAPES[i];
-            macko_tile_many_stages s;
-            const bool fits = macko_tile_many_fit_stages(shape, widest, shared_bytes, &s);
-            const int x = macko_tile_min_x_stages(shape), slabs = MACKO_TILE_MANY_MIN_SLAB_STAGES;
-            const macko_tile_many_stages least = {x, slabs, s.slab_bytes};
-            EXPECT(40, s.slab_bytes >= widest * MACKO_TILE_UNIT + MACKO_TILE_OVERREAD && s.slab_bytes % 128 == 0);
-            EXPECT(41, fits == (macko_tile_many_shared_bytes(shape, least) <= shared_bytes));
-            EXPECT(42, !fits || macko_tile_many_shared_bytes(shape, s) <= shared_bytes);
-            EXPECT(43, !fits || (s.x >= least.x && s.x <= macko_tile_max_x_stages(shape)));
-            EXPECT(44, !fits || (s.slabs >= least.slabs && s.slabs <= MACKO_TILE_MANY_MAX_SLAB_STAGES));
+            const macko_slab_many_shape shape = SHAPES[i];
+            macko_slab_many_stages s;
+            const bool fits = macko_slab_many_fit_stages(shape, widest, shared_bytes, &s);
+            const int x = macko_slab_min_x_stages(shape), slabs = MACKO_SLAB_MANY_MIN_SLAB_STAGES;
+            const macko_slab_many_stages least = {x, slabs, s.slab_bytes};
+            EXPECT(40, s.slab_bytes >= widest * MACKO_SLAB_UNIT + MACKO_SLAB_OVERREAD && s.slab_bytes % 128 == 0);
+            EXPECT(41, fits == (macko_slab_many_shared_bytes(shape, least) <= shared_bytes));
+            EXPECT(42, !fits || macko_slab_many_shared_bytes(shape, s) <= shared_bytes);
+            EXPECT(43, !fits || (s.x >= least.x && s.x <= macko_slab_max_x_stages(shape)));
+            EXPECT(44, !fits || (s.slabs >= least.slabs && s.slabs <= MACKO_SLAB_MANY_MAX_SLAB_STAGES));
         }
     return 0;
 }
@@ -784,19 +785,19 @@ class Way(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    sources = Path(__file__).parent.parent / "csrc" / "tile"
+    sources = Path(__file__).parent.parent / "csrc" / "slab"
     if not shutil.which("cc") or not sources.exists():
         pytest.skip("needs cc and the sources")
     target = tmp_path_factory.mktemp("plans") / "plans.so"
     command = ["cc", "-std=c17", "-O2", "-shared", "-fPIC", "-x", "c", "-", f"-I{sources}", "-o", str(target)]
-    known = f'_Static_assert(MACKO_TILE_MANY_NUM_SHAPES == {len(GEMM_SIZES)}, "GEMM_SIZES has all");'
+    known = f'_Static_assert(MACKO_SLAB_MANY_NUM_SHAPES == {len(GEMM_SIZES)}, "GEMM_SIZES has all");'
     subprocess.run(command, input=PLAN_CHECKS + known, text=True, check=True)
     return ctypes.CDLL(str(target))
 
 
 def test_shares_cover_every_slab_once_and_each_sum_is_sent_to_who_waits_for_it(tmp_path: Path) -> None:
     """The rules: `count` of stages, the first slab, slabs, a share's row blocks, who has a split one, its sums."""
-    sources = Path(__file__).parent.parent / "csrc" / "tile"
+    sources = Path(__file__).parent.parent / "csrc" / "slab"
     if not shutil.which("c++") or not sources.exists():
         pytest.skip("needs c++ and the sources")
     command = ["c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-x", "c++", "-", f"-I{sources}", "-o", "shares.so"]

@@ -19,13 +19,13 @@
 #include "../csrc/bitmap/bitmap.h"
 #include "../csrc/core/cpu.h"
 #include "../csrc/core/knobs.h"
-#include "../csrc/dense12/dense12.h"
-#include "../csrc/dense8/dense8.h"
+#include "../csrc/codecs/dense12/dense12.h"
+#include "../csrc/codecs/dense8/dense8.h"
 #include "../csrc/macko/macko.h"
 #include "../csrc/slide/slide.h"
-#include "../csrc/sparse11/sparse11.h"
-#include "../csrc/sparse8/sparse8.h"
-#include "../csrc/tile/tile.h"
+#include "../csrc/codecs/sparse11/sparse11.h"
+#include "../csrc/codecs/sparse8/sparse8.h"
+#include "../csrc/codecs/tile/tile.h"
 
 enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, DENSE8, SPARSE8, SLIDE, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
 
@@ -80,7 +80,7 @@ static int64_t edge(int64_t near) {
 static int change_list(input *in) {
     if (in->h.kind != DENSE12 || in->h.extra < macko_dense12_units(0) || in->h.extra > MACKO_DENSE12_MOST_UNITS)
         return 0;
-    const int64_t size = in->h.extra * MACKO_TILE_UNIT, words = (size - MACKO_DENSE12_PARTS_AT) / 4;
+    const int64_t size = in->h.extra * MACKO_SLAB_UNIT, words = (size - MACKO_DENSE12_PARTS_AT) / 4;
     if (in->h.bytes[0] < size) return 0;
     uint8_t *at = in->arrays[0] + below(in->h.bytes[0] / size) * size + MACKO_DENSE12_PARTS_AT;
     at += 4 * below(below(2) ? MACKO_DENSE12_PARTS : words);
@@ -275,9 +275,9 @@ static macko_fault try_tile(const input *in) {
     const header *h = &in->h;
     macko_fault fault = {-1, 0, 0, 0};
     if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
-    const int64_t slabs = macko_tile_count(h->rows, h->cols);
-    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_TILE_UNIT ||
-        h->bytes[0] < slabs * macko_tile_units(0) * MACKO_TILE_UNIT)
+    const int64_t slabs = macko_slab_count(h->rows, h->cols);
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_SLAB_UNIT ||
+        h->bytes[0] < slabs * macko_tile_units(0) * MACKO_SLAB_UNIT)
         return fault;
     if (h->extra < (slabs ? macko_tile_units(0) : 0) || h->extra > (slabs ? macko_tile_units(MACKO_TILE_MOST_ROWS) : 0))
         return fault;
@@ -287,20 +287,20 @@ static macko_fault try_tile(const input *in) {
                                  .cols = h->cols,
                                  .widest = (int32_t)h->extra,
                                  .dtype = (macko_dtype)h->dtype,
-                                 .units = h->bytes[0] / MACKO_TILE_UNIT};
+                                 .units = h->bytes[0] / MACKO_SLAB_UNIT};
     fault = macko_tile_check_cpu(&m);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
     uint16_t *w = exactly(m.rows * m.cols * 2);
     macko_tile_unpack_cpu(&m, 0, m.rows, w);
     int32_t *offsets = exactly((slabs + 1) * 4);
     uint8_t *data = exactly(h->bytes[0]);
-    macko_tile_count_cpu(w, m.rows, m.cols, 0, macko_tile_row_blocks(m.rows), offsets);
+    macko_tile_count_cpu(w, m.rows, m.cols, 0, macko_slab_row_blocks(m.rows), offsets);
     offsets[0] = 0;
     for (int64_t slab = 0; slab < slabs; slab++) offsets[slab + 1] += offsets[slab];
     macko_tile_matrix again = m;
     again.data = data, again.offsets = offsets;
     must(!memcmp(offsets, m.offsets, (size_t)(slabs + 1) * 4), "tile: packed anew it has other offsets");
-    macko_tile_write_cpu(&again, w, data, 0, macko_tile_row_blocks(m.rows));
+    macko_tile_write_cpu(&again, w, data, 0, macko_slab_row_blocks(m.rows));
     must(!memcmp(data, m.data, (size_t)h->bytes[0]), "tile: packed anew it has other bytes");
     free(w), free(offsets), free(data);
     return fault;
@@ -321,7 +321,7 @@ static macko_fault try_dense12(const input *in) {
     if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX ||
         (h->dtype != MACKO_BF16 && h->dtype != MACKO_F16))
         return fault;
-    const int64_t slabs = macko_tile_count(h->rows, h->cols), unit = MACKO_TILE_UNIT;
+    const int64_t slabs = macko_slab_count(h->rows, h->cols), unit = MACKO_SLAB_UNIT;
     if (h->extra < (slabs ? macko_dense12_units(0) : 0) || h->extra > (slabs ? MACKO_DENSE12_MOST_UNITS : 0) ||
         h->bytes[0] % unit || h->bytes[0] / unit != slabs * h->extra)
         return fault;
@@ -337,7 +337,7 @@ static macko_fault try_dense12(const input *in) {
     macko_dense12_unpack_cpu(&m, 0, m.rows, w);
     unpack_some(&m, w);
     int64_t listed = 0;
-    const int64_t blocks = macko_tile_row_blocks(m.rows);
+    const int64_t blocks = macko_slab_row_blocks(m.rows);
     const int most = macko_dense12_listed_cpu(&m, w, 0, blocks, &listed);
     must(!slabs || macko_dense12_units(most) == m.slab_units, "dense12: packed anew it has another slab_units");
     must(listed == fault.found, "dense12: packed anew it lists another number of elements");
@@ -351,8 +351,8 @@ static macko_fault try_sparse11(const input *in) {
     const header *h = &in->h;
     macko_fault fault = {-1, 0, 0, 0};
     if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
-    const int64_t slabs = macko_tile_count(h->rows, h->cols), least = slabs ? macko_sparse11_units(0, 0) : 0;
-    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_TILE_UNIT || h->bytes[0] < slabs * least * MACKO_TILE_UNIT)
+    const int64_t slabs = macko_slab_count(h->rows, h->cols), least = slabs ? macko_sparse11_units(0, 0) : 0;
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_SLAB_UNIT || h->bytes[0] < slabs * least * MACKO_SLAB_UNIT)
         return fault;
     if (h->extra < least || h->extra > (slabs ? MACKO_SPARSE11_MOST_UNITS : 0)) return fault;
     for (int i = 0; i < 2; i++)
@@ -363,11 +363,11 @@ static macko_fault try_sparse11(const input *in) {
                                      .cols = h->cols,
                                      .widest = (int32_t)h->extra,
                                      .table = {(uint32_t)h->table[0], (uint32_t)h->table[1]},
-                                     .units = h->bytes[0] / MACKO_TILE_UNIT,
+                                     .units = h->bytes[0] / MACKO_SLAB_UNIT,
                                      .dtype = (macko_dtype)h->dtype};
     fault = macko_sparse11_check_cpu(&m);
     if (fault.kind || !small(m.rows, m.cols)) return fault;
-    const int64_t blocks = macko_tile_row_blocks(m.rows);
+    const int64_t blocks = macko_slab_row_blocks(m.rows);
     uint16_t *w = exactly(m.rows * m.cols * 2);
     macko_sparse11_unpack_cpu(&m, 0, m.rows, w);
     const int64_t first = below(m.rows + 1), count = below(m.rows - first + 1), bytes = count * m.cols * 2;
@@ -419,7 +419,7 @@ static macko_fault try_dense8(const input *in) {
     const header *h = &in->h;
     macko_fault fault = {-1, 0, 0, 0};
     if (!bytes_pass(h, h->bytes[1])) return fault;
-    const int64_t slabs = macko_tile_count(h->rows, h->cols);
+    const int64_t slabs = macko_slab_count(h->rows, h->cols);
     if (h->bytes[0] % MACKO_DENSE8_SLAB_BYTES || h->bytes[0] / MACKO_DENSE8_SLAB_BYTES != slabs) return fault;
     macko_dense8_matrix m = {.data = in->arrays[0],
                              .scales = (const float *)in->arrays[1],
@@ -439,7 +439,7 @@ static macko_fault try_dense8(const input *in) {
     m.scales = scales;
     macko_dense8_unpack_cpu(&m, 0, m.rows, w);
     uint8_t *codes = codes_of(w, m.rows * m.cols, m.kind, m.dtype), *data = exactly(h->bytes[0]);
-    macko_dense8_write_cpu(&m, codes, data, 0, macko_tile_row_blocks(m.rows));
+    macko_dense8_write_cpu(&m, codes, data, 0, macko_slab_row_blocks(m.rows));
     must(!memcmp(data, m.data, (size_t)h->bytes[0]), "dense8: packed anew it has other bytes");
     free(w), free(some), free(scales), free(codes), free(data);
     return fault;
@@ -449,8 +449,8 @@ static macko_fault try_sparse8(const input *in) {
     const header *h = &in->h;
     macko_fault fault = {-1, 0, 0, 0};
     if (!bytes_pass(h, h->bytes[2])) return fault;
-    const int64_t slabs = macko_tile_count(h->rows, h->cols), least = slabs ? macko_sparse8_units(0) : 0;
-    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_TILE_UNIT || h->bytes[0] < slabs * least * MACKO_TILE_UNIT)
+    const int64_t slabs = macko_slab_count(h->rows, h->cols), least = slabs ? macko_sparse8_units(0) : 0;
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_SLAB_UNIT || h->bytes[0] < slabs * least * MACKO_SLAB_UNIT)
         return fault;
     if (h->extra < least || h->extra > (slabs ? macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS) : 0)) return fault;
     macko_sparse8_matrix m = {.data = in->arrays[0],
@@ -459,7 +459,7 @@ static macko_fault try_sparse8(const input *in) {
                               .rows = h->rows,
                               .cols = h->cols,
                               .widest = (int32_t)h->extra,
-                              .units = h->bytes[0] / MACKO_TILE_UNIT,
+                              .units = h->bytes[0] / MACKO_SLAB_UNIT,
                               .kind = (macko_byte_kind)h->table[0],
                               .dtype = (macko_dtype)h->dtype};
     fault = macko_sparse8_check_cpu(&m);
@@ -475,13 +475,13 @@ static macko_fault try_sparse8(const input *in) {
     macko_sparse8_unpack_cpu(&m, 0, m.rows, w);
     uint8_t *codes = codes_of(w, m.rows * m.cols, m.kind, m.dtype), *data = exactly(h->bytes[0]);
     int32_t *offsets = exactly((slabs + 1) * 4);
-    const int64_t stored = macko_sparse8_count_cpu(&m, codes, 0, macko_tile_row_blocks(m.rows), offsets);
+    const int64_t stored = macko_sparse8_count_cpu(&m, codes, 0, macko_slab_row_blocks(m.rows), offsets);
     must(stored == fault.found, "sparse8: packed anew it has another number of values");
     offsets[0] = 0;
     for (int64_t slab = 0; slab < slabs; slab++) offsets[slab + 1] += offsets[slab];
     must(!memcmp(offsets, m.offsets, (size_t)(slabs + 1) * 4), "sparse8: packed anew it has other offsets");
     m.offsets = offsets;
-    macko_sparse8_write_cpu(&m, codes, data, 0, macko_tile_row_blocks(m.rows));
+    macko_sparse8_write_cpu(&m, codes, data, 0, macko_slab_row_blocks(m.rows));
     must(!memcmp(data, m.data, (size_t)h->bytes[0]), "sparse8: packed anew it has other bytes");
     free(w), free(some), free(scales), free(codes), free(data), free(offsets);
     return fault;

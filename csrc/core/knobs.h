@@ -13,7 +13,7 @@ extern "C" {
  * Key, how many whole numbers its value has, with x between them, and what it may be; 0 numbers: one of these words, which
  * count from 0. cpu and copy are MACKO_CPU (no better vector path than this: enum macko_cpu_path) and MACKO_COPY
  * (cp_async: the kernels of GPUs before 9.0). *_tokens: up to how many tokens sell and tile multiply from packed bytes.
- * tile_gemm: a macko_tile_many_way. stages, first, early: of sell's pipeline for one token all, those before x, those before
+ * tile_gemm: a macko_slab_many_way. stages, first, early: of sell's pipeline for one token all, those before x, those before
  * the previous kernel's end. head: at packing, sell's stages at a fixed place. sms: what is shared among the SMs of a GPU is
  * shared among so many, so that rings of stages wrap with small matrices. docs/build.md says the rest.
  */

@@ -83,7 +83,7 @@ static inline int64_t macko_stream_tokens(macko_path_weight w) {
 
 enum {
     MACKO_BITMAP_FEW_TOKENS = 4, /* multiplied with x as it is; above, turning x pays (Zen 4, all dtypes, both paths) */
-    MACKO_TILE_MMA_TOKENS = 512, /* without wgmma more go through dense rows */
+    MACKO_SLAB_MMA_TOKENS = 512, /* without wgmma more go through dense rows */
     MACKO_FEW_SLAB = 22 << 10,   /* bytes of a slab of which four fit an SM with 64 tokens (few_kernel.cuh) */
 };
 
@@ -117,7 +117,7 @@ static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, mack
     case MACKO_LAYOUT_TILE:
         if (!d.is_gpu || !w.cols || (d.has_limit && tokens > d.limit)) return MACKO_PATH_DENSE_ROWS;
         if (d.has_wgmma && w.rows && tokens > macko_few_tokens(w) && tokens <= INT32_MAX) return MACKO_PATH_MANY;
-        return d.has_limit || tokens <= MACKO_TILE_MMA_TOKENS ? MACKO_PATH_FEW : MACKO_PATH_DENSE_ROWS;
+        return d.has_limit || tokens <= MACKO_SLAB_MMA_TOKENS ? MACKO_PATH_FEW : MACKO_PATH_DENSE_ROWS;
     case MACKO_LAYOUT_DENSE12:
     case MACKO_LAYOUT_SPARSE11:
     case MACKO_LAYOUT_DENSE8:

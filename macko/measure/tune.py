@@ -1,4 +1,4 @@
-"""autotune: which format is the fastest here, measured for the layers of a model; macko.times has the file."""
+"""autotune: which format is the fastest here, measured for the layers of a model; macko.choose.times has the file."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class LayerReport:
         bytes_before, bytes_after: of its weight.
         reason: why it was left as it was; empty for a layer that was changed.
         us_before, us_after: microseconds for one token (or for as many as sparsify_ was told), dense and as it is held
-            now: measured on this device, or by a model (macko.times); None where nothing is known.
+            now: measured on this device, or by a model (macko.choose.times); None where nothing is known.
         merged_with: names of the layers that are one matrix with it (macko.merge_); bytes and times are of the layer by
             itself.
         note: why slide takes its dense kernel for it; of dense12 what share is listed.

@@ -23,7 +23,7 @@ from . import codes
 #: Kernels of torch that read slices take longer: worth it for gate and up of 11008 rows from 1024 tokens on, not at
 #: 512, and not for q, k and v of 4096 at 2048 (H200).
 OWN_PART = 10 << 20
-#: What kernels of tile's slabs store as tensors of their own, in the product's launch (csrc/tile/tile.h): so many
+#: What kernels of tile's slabs store as tensors of their own, in the product's launch (csrc/slab/slab.h): so many
 #: parts, all of whole row blocks but for the last.
 MOST_PARTS, PART_ROWS = 3, 64
 #: What a size can be at all: rows, columns and counts are int32 where they are stored.
@@ -559,7 +559,7 @@ _AT = "slab {entry} of row block {place}"
 
 
 class SlabWeight(PackedWeight):
-    """What tile and the layouts of slabs like its own (csrc/tile/tile.h) have in common."""
+    """What tile and the layouts of slabs like its own (csrc/slab/slab.h) have in common."""
 
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True
@@ -601,7 +601,7 @@ class SlabWeight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileWeight(SlabWeight):
-    """How a GPU multiplies a macko weight by several tokens at a time; csrc/tile/tile.h specifies the bytes.
+    """How a GPU multiplies a macko weight by several tokens at a time; csrc/codecs/tile/tile.h specifies the bytes.
 
     Held instead of the canonical tensors, never saved: `to_macko` gives what is. The same bytes on every device; the
     ops run on the CPU too, where a weight is better held as canonical or bitmap.
@@ -947,7 +947,7 @@ class SlideWeight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense12Weight(SlabWeight):
-    """A dense weight in 12 bits an element, bit for bit; csrc/dense12/dense12.h specifies the bytes.
+    """A dense weight in 12 bits an element, bit for bit; csrc/codecs/dense12/dense12.h specifies the bytes.
 
     It is made from any bfloat16 weight whose exponents lie close enough, or such a one that was converted to float16,
     and saved as that dense weight. The same bytes on every device; a CPU multiplies it too, more slowly than the dense.
@@ -1000,7 +1000,7 @@ class Dense12Weight(SlabWeight):
     @classmethod
     def bytes_of(cls, rows: int, cols: int, listed: int, fullest: int) -> int | None:
         """Bytes of a weight whose table lacks so many elements, `fullest` of them in one slab; None: it is not held."""
-        units, most = -(-(24640 + 4 * fullest) // 128), 64 * 256 * 2 // 128  # as csrc/dense12/dense12.h has it
+        units, most = -(-(24640 + 4 * fullest) // 128), 64 * 256 * 2 // 128  # as csrc/codecs/dense12/dense12.h has it
         return None if units > most or listed > rows * cols // 100 else cls.num_slabs(rows, cols) * units * 128
 
     def _options(self) -> dict[str, int]:
@@ -1012,7 +1012,7 @@ class Dense12Weight(SlabWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sparse11Weight(SlabWeight):
-    """As tile, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
+    """As tile, in 3 bits an element and 8 a value; csrc/codecs/sparse11/sparse11.h specifies the bytes.
 
     For bfloat16, and float16 that was converted from it. Lossless: `to_macko` gives what it was made from. Held instead
     of the canonical tensors, never saved. The same bytes on every device; a CPU multiplies it too, more slowly than
@@ -1178,7 +1178,7 @@ class ByteWeight(SlabWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense8Weight(ByteWeight):
-    """A dense weight in 8 bits an element and a scale a row; csrc/dense8/dense8.h specifies the bytes.
+    """A dense weight in 8 bits an element and a scale a row; csrc/codecs/dense8/dense8.h specifies the bytes.
 
     The same bytes on every device; a CPU multiplies it too, by dense rows.
 
@@ -1214,7 +1214,7 @@ class Dense8Weight(ByteWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sparse8Weight(ByteWeight):
-    """A sparse weight in a bit an element, 8 a value and a scale a row; csrc/sparse8/sparse8.h specifies the bytes.
+    """A sparse weight in a bit an element, 8 a value and a scale a row; sparse8.h specifies the bytes.
 
     What rounds to zero is dropped. The same bytes on every device; a CPU multiplies it too, by dense rows.
 

@@ -1,0 +1,133 @@
+/*
+ * The dense12 layout: a dense matrix of bfloat16, or of float16 numbers that were once bfloat16, in 12 bits an element, bit
+ * for bit. This header is its only specification.
+ *
+ * Trained weights of a matrix lie within few powers of two: seven values of a bfloat16's upper exponent bits, e[7:1],
+ * hold all but some in ten thousand. So an element is a sign and a code of three bits, which names e[7:1] by a table, and
+ * a byte, e[0] and the mantissa. The other elements stand in a list behind each slab. Slabs, tiles, slices, lanes, steps
+ * and elements are those of ../../slab/slab.h.
+ *
+ *   bfloat16     | s | e7 .. e1 | e0 | m6 .. m0 |      the high byte is s and e[7:1], the low one e[0] and the mantissa
+ *   float16      | s | e4 .. e1 | e0 | m9 .. m3 | 000 |  is taken as | s | 000 | e4 .. e1 | e0 | m9 .. m3 |, so e[7:1] is
+ *                e[4:1]. What has other bits at the end is in the list: released weights were trained as bfloat16, and
+ *                have none, but for denormals
+ *
+ *   bytes of a slab: MACKO_DENSE12_LIST_AT + 64 and more, a multiple of 128, the same for all slabs of a matrix
+ *   0                                                         24576                24640
+ *   | elements: 1536 bytes for each tile and slice            | parts of the list  | list            | zeros
+ *   | 16 bytes [tile][slice][3][lane]                         | u32 [tile][slice]  | u32 [entries]
+ *
+ *   elements     of a lane in a slice of a tile, 3 x 16 bytes: low bytes of steps 0 and 1, those of steps 2 and 3, and
+ *                a word of codes for each step
+ *   low bytes    8 of a step: that of element i is byte i
+ *   codes        of a step: bits 4 i .. 4 i + 2 are the code of element i; bit 8 i + 7 is the sign of element i (i < 4),
+ *                bit 8 i + 3 that of element 4 + i
+ *   table        8 bytes, in the header: code c stands for high bytes whose lower seven bits are table[c]. table[0] is 0.
+ *                Then come the seven commonest others of the matrix (of equally common ones the lower), the lower first;
+ *                where there are not so many, zeros at the end. An element has the lowest code that stands for it
+ *   list         elements of the slab whose e[7:1] the table lacks, Inf and NaN among them: in place they are +0.0.
+ *                value << 16 | step << 8 | lane << 3 | i, for each slice of each tile those with the lower step, lane, i
+ *                first. Those of a slice of a tile are entries [part & 0xffff, part >> 16) of the slab
+ *   outside of the matrix elements are +0.0
+ */
+#ifndef MACKO_DENSE12_H
+#define MACKO_DENSE12_H
+
+#include "../../core/types.h"
+#include "../../slab/slab.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    MACKO_DENSE12_STEPS = 4,  /* of a tile */
+    MACKO_DENSE12_CHUNK = 16, /* bytes; a lane has three in a slice of a tile */
+    MACKO_DENSE12_SLICE_BYTES = 3 * MACKO_DENSE12_CHUNK * MACKO_SLAB_LANES,
+    MACKO_DENSE12_PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,
+    MACKO_DENSE12_PARTS_AT = MACKO_DENSE12_PARTS * MACKO_DENSE12_SLICE_BYTES,
+    MACKO_DENSE12_LIST_AT = MACKO_DENSE12_PARTS_AT + MACKO_DENSE12_PARTS * 4,
+    MACKO_DENSE12_MOST_UNITS = MACKO_SLAB_ROWS * MACKO_SLAB_COLS * 2 / MACKO_SLAB_UNIT, /* of a slab: as a dense one */
+    MACKO_DENSE12_MOST_LISTED = (MACKO_DENSE12_MOST_UNITS * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4,
+};
+
+typedef struct macko_dense12_matrix {
+    const uint8_t *data; /* [MACKO_SLAB_UNIT * slab_units * slabs], 16-byte aligned (fastest: 128) */
+    int64_t rows, cols;
+    int32_t slab_units; /* of every slab */
+    uint32_t table[2];  /* the eight bytes, the first one lowest */
+    macko_dtype dtype;  /* MACKO_BF16 or MACKO_F16 */
+} macko_dense12_matrix;
+
+/* Units of a slab that lists so many elements. */
+MACKO_SLAB_FN int macko_dense12_units(int listed) {
+    return (MACKO_DENSE12_LIST_AT + 4 * listed + MACKO_SLAB_UNIT - 1) / MACKO_SLAB_UNIT;
+}
+
+/* An element as the layout takes it apart, and back; of float16 those without lower bits. */
+MACKO_SLAB_FN uint32_t macko_dense12_split(macko_dtype dtype, uint32_t value) {
+    return dtype == MACKO_F16 ? (value & 0x8000) | (value & 0x7fff) >> 3 : value;
+}
+MACKO_SLAB_FN uint32_t macko_dense12_join(macko_dtype dtype, uint32_t split) {
+    return dtype == MACKO_F16 ? (split & 0x8000) | (split & 0xfff) << 3 : split;
+}
+MACKO_SLAB_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value) {
+    return dtype == MACKO_F16 && value & 7;
+}
+
+/*
+ * CPU, the reference order; row blocks [first, last) each, so that threads can share the work. count adds to counts;
+ * listed says how many elements the fullest slab lists, and adds all of them to *total. write fills all of the slabs.
+ */
+void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
+                             int64_t counts[128]);
+int macko_dense12_listed_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
+                             int64_t *total);
+void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
+                             int64_t last);
+/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
+void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int64_t count, uint16_t *w);
+
+/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
+enum {
+    MACKO_DENSE12_OK = 0,
+    MACKO_DENSE12_TABLE_ORDER, /* the table is not 0, then rising, then zeros, all e[7:1]; found: the byte's place */
+    MACKO_DENSE12_PART,        /* parts of the list do not follow each other, or end behind the slab; found: the part */
+    MACKO_DENSE12_ENTRY, /* an entry is not behind the one before it in its part, or says more than a place; found: it */
+    MACKO_DENSE12_LISTED, /* an entry's value has a code, or its place is outside of the matrix or is not +0.0; found: it */
+    MACKO_DENSE12_OUTSIDE, /* an element outside of the matrix is not +0.0; found: byte of the slab */
+    MACKO_DENSE12_CODE,    /* a code is not the lowest that stands for its e[7:1]; found: byte of the slab */
+    MACKO_DENSE12_ZERO,    /* bytes behind the list are not zero; found: byte of the slab */
+    MACKO_DENSE12_WIDEST,  /* no slab needs so many units; found: how many */
+};
+
+/* What packing cannot have made, first of all where reading would be unsafe. found without a fault: elements listed. */
+macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m);
+
+#ifdef MACKO_SLAB_CUDA
+
+/*
+ * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
+ * pointers but for the struct. Packing: count, the host makes the table; listed, the host allocates; write.
+ */
+
+/* counts[h] += elements of the dense w [m->rows, m->cols] with h as e[7:1], but for those with lower bits. */
+cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, uint64_t counts[128],
+                                     cudaStream_t stream);
+/* found[0] = max(found[0], elements that the fullest slab lists), found[1] += all that are listed. */
+cudaError_t macko_dense12_listed_cuda(const macko_dense12_matrix *m, const void *w, uint64_t found[2],
+                                      cudaStream_t stream);
+/* The slabs of the dense w [m->rows, m->cols] into data. */
+cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
+/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
+cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
+                                      cudaStream_t stream);
+
+MACKO_SLAB_PRODUCTS(dense12);
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,244 @@
+// The dense12 layout from dense rows, and back, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
+// 256 columns, in the order of dense12.h.
+#include "../../slab/slices.cuh"
+#include "dense12.h"
+
+using namespace macko;
+
+namespace {
+
+constexpr int HIGHS = 128;       // values of e[7:1]
+constexpr uint8_t NO_CODE = 255; // of an element that is listed
+
+struct dense12_table {
+    uint32_t words[2];
+};
+
+__device__ __forceinline__ int high_of(uint32_t split) {
+    return split >> 8 & (HIGHS - 1);
+}
+
+// NO_CODE of an element that is listed.
+__device__ __forceinline__ uint32_t code_of(const uint8_t *codes, macko_dtype dtype, uint32_t value) {
+    return macko_dense12_has_lower_bits(dtype, value) ? NO_CODE : codes[high_of(macko_dense12_split(dtype, value))];
+}
+
+// The lowest code of each e[7:1]; a thread each.
+__device__ __forceinline__ void find_codes(dense12_table table, uint8_t *codes) {
+    static_assert(THREADS == HIGHS, "a thread each");
+    int code = NO_CODE;
+#pragma unroll
+    for (int i = MACKO_SLAB_TABLE - 1; i >= 0; i--)
+        if ((table.words[i / 4] >> 8 * (i % 4) & 255) == threadIdx.x) code = i;
+    codes[threadIdx.x] = (uint8_t)code;
+    __syncthreads();
+}
+
+// A lane's elements of a step, pairs of neighbours; +0.0 outside of the matrix.
+struct step_elements {
+    uint32_t pairs[STEP_ELEMENTS / 2];
+
+    __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from, int tile,
+                                         int step) {
+        const bool whole = from.is_whole(rows, cols);
+#pragma unroll
+        for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
+            const int e = 2 * k % MACKO_SLAB_QUAD, j = 2 * step + 2 * k / MACKO_SLAB_QUAD;
+            pairs[k] = load_pair(w, rows, cols, from.row + macko_slab_row(from.lane, e),
+                                 from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e), whole);
+        }
+    }
+    __device__ __forceinline__ uint32_t operator[](int i) const {
+        return pairs[i / 2] >> 16 * (i % 2) & 0xffff;
+    }
+    // Bit i: element i is listed.
+    __device__ __forceinline__ uint32_t listed(const uint8_t *codes, macko_dtype dtype) const {
+        uint32_t mask = 0;
+#pragma unroll
+        for (int i = 0; i < STEP_ELEMENTS; i++) mask |= (uint32_t)(code_of(codes, dtype, (*this)[i]) == NO_CODE) << i;
+        return mask;
+    }
+};
+
+__global__ void __launch_bounds__(COUNT_THREADS)
+    count_highs(const uint16_t *w, int64_t elements, macko_dtype dtype, uint64_t *counts) {
+    count_elements<HIGHS>(w, elements, counts, [&](uint32_t value, const auto &count) {
+        if (!macko_dense12_has_lower_bits(dtype, value)) count(high_of(macko_dense12_split(dtype, value)));
+    });
+}
+
+__global__ void __launch_bounds__(THREADS) count_listed(const uint16_t *w, int64_t rows, int64_t cols,
+                                                        macko_dtype dtype, dense12_table table, uint64_t *found) {
+    __shared__ uint8_t codes[HIGHS];
+    __shared__ int listed;
+    if (threadIdx.x == 0) listed = 0;
+    find_codes(table, codes);
+    const slice_of from(cols);
+    int own = 0;
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++)
+#pragma unroll
+        for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
+            step_elements elements;
+            elements.load(w, rows, cols, from, tile, step);
+            own += __popc(elements.listed(codes, dtype));
+        }
+    own = __reduce_add_sync(FULL_WARP, own);
+    if (from.lane == 0 && own) atomicAdd(&listed, own);
+    __syncthreads();
+    if (threadIdx.x || !listed) return;
+    atomicMax((unsigned long long *)&found[0], (unsigned long long)listed);
+    atomicAdd((unsigned long long *)&found[1], (unsigned long long)listed);
+}
+
+// Writes a lane's elements of a slice of a tile; gives bit 8 step + i of those that are listed.
+__device__ __forceinline__ uint32_t write_elements(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from,
+                                                   int tile, macko_dtype dtype, const uint8_t *codes, uint8_t *slab) {
+    uint32_t listed = 0, lows[MACKO_DENSE12_STEPS][2], words[MACKO_DENSE12_STEPS];
+#pragma unroll
+    for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
+        step_elements elements;
+        elements.load(w, rows, cols, from, tile, step);
+        lows[step][0] = lows[step][1] = words[step] = 0;
+#pragma unroll
+        for (int i = 0; i < STEP_ELEMENTS; i++) {
+            const uint32_t value = elements[i], code = code_of(codes, dtype, value);
+            if (code == NO_CODE) {
+                listed |= 1u << (8 * step + i);
+                continue;
+            }
+            lows[step][i / 4] |= (macko_dense12_split(dtype, value) & 255) << 8 * (i % 4);
+            words[step] |= code << 4 * i | value >> 15 << (i < 4 ? 8 * i + 7 : 8 * (i - 4) + 3);
+        }
+    }
+    uint4 *const to = (uint4 *)(slab + (tile * MACKO_SLAB_SLICES + from.slice) * MACKO_DENSE12_SLICE_BYTES) + from.lane;
+    to[0] = {lows[0][0], lows[0][1], lows[1][0], lows[1][1]};
+    to[WARP] = {lows[2][0], lows[2][1], lows[3][0], lows[3][1]};
+    to[2 * WARP] = {words[0], words[1], words[2], words[3]};
+    return listed;
+}
+
+__global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_t rows, int64_t cols, macko_dtype dtype,
+                                                       dense12_table table, int slab_units, uint8_t *data) {
+    __shared__ uint8_t codes[HIGHS];
+    __shared__ uint32_t ends[MACKO_DENSE12_PARTS]; // counts, then where the parts of the list end
+    find_codes(table, codes);
+    const slice_of from(cols);
+    uint8_t *const slab = data + (int64_t)blockIdx.x * slab_units * MACKO_SLAB_UNIT;
+    uint32_t listed[MACKO_SLAB_TILES];
+#pragma unroll
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
+        listed[tile] = write_elements(w, rows, cols, from, tile, dtype, codes, slab);
+        const uint32_t count = __reduce_add_sync(FULL_WARP, __popc(listed[tile]));
+        if (from.lane == 0) ends[tile * MACKO_SLAB_SLICES + from.slice] = count;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (int part = 1; part < MACKO_DENSE12_PARTS; part++) ends[part] += ends[part - 1];
+    __syncthreads();
+    const auto begin_of = [&](int part) { return part ? ends[part - 1] : 0; };
+    if (threadIdx.x < MACKO_DENSE12_PARTS)
+        ((uint32_t *)(slab + MACKO_DENSE12_PARTS_AT))[threadIdx.x] = ends[threadIdx.x] << 16 | begin_of(threadIdx.x);
+    uint32_t *const list = (uint32_t *)(slab + MACKO_DENSE12_LIST_AT);
+    const int room = (slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
+    for (int i = ends[MACKO_DENSE12_PARTS - 1] + threadIdx.x; i < room; i += THREADS) list[i] = 0;
+#pragma unroll
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
+        if (!__any_sync(FULL_WARP, listed[tile])) continue;
+        uint32_t next = begin_of(tile * MACKO_SLAB_SLICES + from.slice);
+        for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
+            const uint32_t mask = listed[tile] >> 8 * step & 255;
+            const listed_ranks ranks(mask, from.lane);
+            if (mask) {
+                step_elements elements; // again, from the cache: few lanes get here
+                elements.load(w, rows, cols, from, tile, step);
+                uint32_t *to = list + next + ranks.before;
+#pragma unroll
+                for (int i = 0; i < STEP_ELEMENTS; i++)
+                    if (mask >> i & 1) *to++ = elements[i] << 16 | step << 8 | from.lane << 3 | i;
+            }
+            next += ranks.all;
+        }
+    }
+}
+
+// A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
+__global__ void __launch_bounds__(THREADS)
+    unpack_slabs(const macko_dense12_matrix m, int64_t first, int64_t stop, uint16_t *w) {
+    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
+    slice_of from(m.cols);
+    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
+    if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
+    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
+    const uint8_t *const slab = m.data + slab_index * m.slab_units * MACKO_SLAB_UNIT;
+    uint16_t *const room = rooms[from.slice];
+    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
+    const int zeros = m.dtype == MACKO_F16 ? 3 : 0; // codec.cuh says what becomes of the sign
+    const uint32_t signs = 0x80808080u >> zeros;
+    const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
+    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
+        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
+        if (begin_col >= m.cols) return;
+        const int part = tile * MACKO_SLAB_SLICES + from.slice;
+        const uint4 *const chunks = (const uint4 *)(slab + part * MACKO_DENSE12_SLICE_BYTES) + from.lane;
+        const uint4 low = load_stream(chunks), more = load_stream(chunks + WARP),
+                    codes = load_stream(chunks + 2 * WARP);
+        const uint32_t lows[] = {low.x, low.y, low.z, low.w, more.x, more.y, more.z, more.w};
+        const uint32_t words[] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+        for (int step = 0; step < MACKO_DENSE12_STEPS; step++)
+#pragma unroll
+            for (int four = 0; four < 2; four++) { // the elements of a group
+                const uint32_t word = words[step], bytes = lows[2 * step + four];
+                const uint32_t highs = __byte_perm(m.table[0], m.table[1], word >> 16 * four & 0x7777) |
+                                       ((four ? word << (4 - zeros) : word >> zeros) & signs);
+                uint32_t *const to = (uint32_t *)(room + macko_slab_row(from.lane, 0) * DENSE_STRIDE +
+                                                  macko_slab_col(from.lane, 2 * step + four, 0));
+                to[0] = __byte_perm(bytes, highs, 0x5140) << zeros;
+                to[8 * DENSE_STRIDE / 2] = __byte_perm(bytes, highs, 0x7362) << zeros;
+            }
+        __syncwarp();
+        const uint32_t bounds = ((const uint32_t *)(slab + MACKO_DENSE12_PARTS_AT))[part];
+        for (uint32_t k = (bounds & 0xffff) + from.lane; k < bounds >> 16; k += WARP) {
+            const uint32_t entry = ((const uint32_t *)(slab + MACKO_DENSE12_LIST_AT))[k];
+            const int step = entry >> 8 & 3, lane = entry >> 3 & 31, i = entry & 7;
+            room[macko_slab_row(lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
+                 macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)] = (uint16_t)(entry >> 16);
+        }
+        __syncwarp();
+        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
+        __syncwarp();
+    }
+}
+
+} // namespace
+
+cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, uint64_t counts[128],
+                                     cudaStream_t stream) {
+    const int64_t elements = m->rows * m->cols;
+    if (elements)
+        count_highs<<<count_blocks(elements), COUNT_THREADS, 0, stream>>>((const uint16_t *)w, elements, m->dtype,
+                                                                          counts);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_dense12_listed_cuda(const macko_dense12_matrix *m, const void *w, uint64_t found[2],
+                                      cudaStream_t stream) {
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
+    if (slabs)
+        count_listed<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
+                                                              {m->table[0], m->table[1]}, found);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
+    if (slabs)
+        write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
+                                                             {m->table[0], m->table[1]}, m->slab_units, data);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
+                                      cudaStream_t stream) {
+    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
+}

@@ -1,0 +1,78 @@
+/*
+ * The dense8 layout: a dense matrix in 8 bits an element, e4m3 or int8, and a float32 scale a row. This header and bytes.h
+ * are its only specification.
+ *
+ * Slabs, tiles, slices, lanes, steps and elements are those of ../../slab/slab.h. An element is its code (bytes.h) times scales[row]. The product is the sum of codes times x, in float32,
+ * times the scale, plus the bias; a GPU rounds both at once.
+ *
+ *   bytes of a slab: 16384, [tile][slice][2][lane][16]
+ *   16 bytes of a lane: steps 0 and 1 of a slice of a tile, then those of steps 2 and 3
+ *   element  i of step b is byte 8 (b % 2) + i
+ *   outside of the matrix codes are 0
+ */
+#ifndef MACKO_DENSE8_H
+#define MACKO_DENSE8_H
+
+#include "../../core/types.h"
+#include "bytes.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    MACKO_DENSE8_STEPS = 4,  /* of a tile */
+    MACKO_DENSE8_CHUNK = 16, /* bytes; a lane has two in a slice of a tile */
+    MACKO_DENSE8_SLICE_BYTES = 2 * MACKO_DENSE8_CHUNK * MACKO_SLAB_LANES,
+    MACKO_DENSE8_PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,
+    MACKO_DENSE8_SLAB_BYTES = MACKO_DENSE8_PARTS * MACKO_DENSE8_SLICE_BYTES,
+    MACKO_DENSE8_UNITS = MACKO_DENSE8_SLAB_BYTES / MACKO_SLAB_UNIT, /* of every slab */
+};
+
+typedef struct macko_dense8_matrix {
+    const uint8_t *data; /* [MACKO_DENSE8_SLAB_BYTES * slabs], 16-byte aligned (fastest: 128) */
+    const float *scales; /* [rows], above 0 and below MACKO_BYTE_LARGEST_SCALE */
+    int64_t rows, cols;
+    macko_byte_kind kind;
+    macko_dtype dtype; /* of x and y, MACKO_BF16 or MACKO_F16 */
+} macko_dense8_matrix;
+
+/* CPU, the reference order: the slabs of row blocks [first, last) of the codes w [rows, cols], so that threads can share
+ * the work. */
+void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint8_t *data, int64_t first, int64_t last);
+/* The dense rows [first, first + count), w [count, cols]: codes times scales, rounded to dtype; first and count are any. */
+void macko_dense8_unpack_cpu(const macko_dense8_matrix *m, int64_t first, int64_t count, uint16_t *w);
+
+/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
+enum {
+    MACKO_DENSE8_OK = 0,
+    MACKO_DENSE8_SCALE,   /* a scale is not above 0, or too large; found: the row */
+    MACKO_DENSE8_OUTSIDE, /* an element outside of the matrix is not 0; found: byte of the slab */
+    MACKO_DENSE8_CODE,    /* a code is NaN or -0.0; found: byte of the slab */
+};
+
+/* What packing cannot have made. */
+macko_fault macko_dense8_check_cpu(const macko_dense8_matrix *m);
+
+/* A row of which the scale is not above 0 or is too large, or -1. */
+int64_t macko_bad_scale_cpu(const float *scales, int64_t rows);
+
+#ifdef MACKO_SLAB_CUDA
+
+/* Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device pointers
+ * but for the struct. */
+
+/* The slabs of the codes w [m->rows, m->cols] into data. */
+cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
+/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
+cudaError_t macko_dense8_unpack_cuda(const macko_dense8_matrix *m, int64_t first, int64_t count, void *w,
+                                     cudaStream_t stream);
+
+MACKO_SLAB_PRODUCTS(dense8);
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,311 @@
+// The sparse11 layout from dense rows, and back, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
+// 256 columns, in the order of sparse11.h.
+#include "../../slab/slices.cuh"
+#include "sparse11.h"
+
+using namespace macko;
+
+namespace {
+
+constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SPARSE11_STEPS, WORDS = MACKO_SPARSE11_WORDS;
+constexpr int HIGHS = 256;
+constexpr uint32_t NO_CODE = 255; // of a value that is listed
+
+// The code of each high byte; two a thread.
+__device__ __forceinline__ void find_codes(const macko_sparse11_matrix &m, uint8_t *codes) {
+    for (int high = threadIdx.x; high < HIGHS; high += THREADS) {
+        uint32_t code = NO_CODE;
+#pragma unroll
+        for (int i = 1; i < MACKO_SLAB_TABLE; i++)
+            if (high && (m.table[i / 4] >> 8 * (i % 4) & 255) == high) code = i;
+        codes[high] = (uint8_t)code;
+    }
+    __syncthreads();
+}
+
+// A lane's elements of a tile: pairs of neighbours by step, +0.0 outside of the matrix.
+struct tile_elements {
+    uint32_t pairs[STEPS][STEP_ELEMENTS / 2];
+
+    __device__ __forceinline__ void load(const macko_sparse11_matrix &m, const uint16_t *w, const slice_of &from,
+                                         int tile) {
+        const int64_t rows = m.rows, cols = m.cols;
+        const bool whole = from.is_whole(rows, cols);
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
+                const int e = 2 * k % MACKO_SLAB_QUAD, j = 2 * step + 2 * k / MACKO_SLAB_QUAD;
+                pairs[step][k] =
+                    load_pair(w, rows, cols, from.row + macko_slab_row(from.lane, e),
+                              from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e), whole);
+            }
+    }
+    __device__ __forceinline__ uint32_t value(int step, int i) const {
+        return pairs[step][i / 2] >> 16 * (i % 2) & 0xffff;
+    }
+    // 0: it is no value.
+    __device__ __forceinline__ uint32_t code(macko_dtype dtype, int step, int i, const uint8_t *codes) const {
+        const uint32_t own = value(step, i);
+        if (macko_sparse11_has_low_bits(dtype, own)) return NO_CODE;
+        return own & 0x7fff ? codes[macko_sparse11_split(dtype, own) >> 8] : 0;
+    }
+};
+
+// What a lane has of a slice: which elements are in its stream, and which are listed; bit 8 step + i.
+struct slice_masks {
+    uint32_t stream[TILES], listed[TILES];
+
+    __device__ __forceinline__ void find(const macko_sparse11_matrix &m, const uint16_t *w, const slice_of &from,
+                                         const uint8_t *codes) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            tile_elements elements;
+            elements.load(m, w, from, tile);
+            stream[tile] = listed[tile] = 0;
+#pragma unroll
+            for (int bit = 0; bit < STEPS * STEP_ELEMENTS; bit++) {
+                const uint32_t code = elements.code(m.dtype, bit / STEP_ELEMENTS, bit % STEP_ELEMENTS, codes);
+                stream[tile] |= (uint32_t)(code && code != NO_CODE) << bit;
+                listed[tile] |= (uint32_t)(code == NO_CODE) << bit;
+            }
+        }
+    }
+};
+
+__global__ void __launch_bounds__(COUNT_THREADS)
+    count_highs(const macko_sparse11_matrix m, const uint16_t *w, uint64_t *counts) {
+    count_elements<HIGHS>(w, m.rows * m.cols, counts, [&](uint32_t value, const auto &count) {
+        if (value & 0x7fff && !macko_sparse11_has_low_bits(m.dtype, value))
+            count(macko_sparse11_split(m.dtype, value) >> 8);
+    });
+}
+
+__global__ void __launch_bounds__(THREADS)
+    count_slabs(const macko_sparse11_matrix m, const uint16_t *w, int32_t *offsets, macko_sparse11_totals *totals) {
+    __shared__ uint8_t codes[HIGHS];
+    __shared__ int value_rows, words, stored, listed;
+    if (threadIdx.x == 0) value_rows = words = stored = listed = 0;
+    find_codes(m, codes);
+    const slice_of from(m.cols);
+    slice_masks own;
+    own.find(m, w, from, codes);
+    slice_plan plan;
+    plan.find(own.stream, from.lane);
+    int own_words = 0, own_stored = 0, own_listed = 0;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int count = __reduce_add_sync(FULL_WARP, __popc(own.listed[tile]));
+        own_words += macko_sparse11_words(count);
+        own_listed += count;
+        own_stored += __popc(own.stream[tile]);
+    }
+    own_stored = __reduce_add_sync(FULL_WARP, own_stored) + own_listed;
+    if (from.lane == 0) {
+        atomicAdd(&value_rows, plan.rows);
+        atomicAdd(&words, own_words);
+        atomicAdd(&stored, own_stored);
+        atomicAdd(&listed, own_listed);
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    offsets[blockIdx.x + 1] = macko_sparse11_units(value_rows, words);
+    atomicAdd((unsigned long long *)&totals->stored, (unsigned long long)stored);
+    if (!listed) return;
+    atomicAdd((unsigned long long *)&totals->listed, (unsigned long long)listed);
+    atomicMax((unsigned long long *)&totals->fullest, (unsigned long long)listed);
+}
+
+// A warp puts its slice's values together in shared memory, in which each lane's column has a bank of its own.
+__global__ void __launch_bounds__(THREADS)
+    write_slabs(const macko_sparse11_matrix m, const uint16_t *w, uint8_t *data) {
+    constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_SLAB_SLICES;
+    __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
+    __shared__ uint8_t codes[HIGHS];
+    __shared__ int slice_rows[MACKO_SLAB_SLICES], listed[MACKO_SPARSE11_PARTS];
+    find_codes(m, codes);
+    const slice_of from(m.cols);
+    slice_masks own;
+    own.find(m, w, from, codes);
+    slice_plan plan;
+    plan.find(own.stream, from.lane);
+    if (from.lane == 0) slice_rows[from.slice] = plan.rows;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int count = __reduce_add_sync(FULL_WARP, __popc(own.listed[tile]));
+        if (from.lane == 0) listed[tile * MACKO_SLAB_SLICES + from.slice] = count;
+    }
+    uint4 *const room = rooms[from.slice];
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) room[i] = uint4{};
+    __syncthreads();
+
+    const int32_t *const offset = m.offsets + blockIdx.x;
+    uint8_t *const slab = data + (int64_t)offset[0] * MACKO_SLAB_UNIT;
+    int place = 0, column = from.lane;
+    for (int tile = 0; tile < TILES; tile++) {
+        if (tile == TILES / 2) place = plan.byte, column = plan.column;
+        tile_elements elements;
+        elements.load(m, w, from, tile);
+        uint32_t words[WORDS] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int n = 0; n < STEP_ELEMENTS; n++) {
+                const int i = macko_sparse11_nth(n);
+                uint32_t code = elements.code(m.dtype, step, i, codes);
+                if (code == NO_CODE) code = 0;
+                if (step < WORDS)
+                    words[step % WORDS] |= code << 4 * i;
+                else
+                    for (int k = 0; k < WORDS; k++) words[k] |= (code >> k & 1) << (4 * i + 3);
+                if (code) {
+                    ((uint8_t *)room)[place / 4 * MACKO_SPARSE11_ROW_BYTES + column * 4 + place % 4] =
+                        (uint8_t)macko_sparse11_split(m.dtype, elements.value(step, i));
+                    place++;
+                }
+            }
+        uint32_t *const to =
+            (uint32_t *)(slab + (tile * MACKO_SLAB_SLICES + from.slice) * MACKO_SPARSE11_SLICE_BYTES) + from.lane;
+        for (int k = 0; k < WORDS; k++) to[k * WARP] = words[k];
+    }
+    ((uint32_t *)(slab + MACKO_SPARSE11_STARTS_AT))[from.slice * WARP + from.lane] =
+        plan.byte | plan.column * 4 << 8 | __popc(own.stream[0]) << 16 | __popc(own.stream[2]) << 24;
+    int values_at = MACKO_SPARSE11_VALUES_AT, list_at = values_at;
+    for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
+        if (slice < from.slice) values_at += slice_rows[slice] * MACKO_SPARSE11_ROW_BYTES;
+        list_at += slice_rows[slice] * MACKO_SPARSE11_ROW_BYTES;
+    }
+    __syncwarp();
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
+
+    // The list. A thread for each part's word; then each warp the places of its own parts.
+    const auto part_at = [&](int part) { // where its places begin
+        int at = list_at;
+        for (int other = 0; other < part; other++) at += macko_sparse11_words(listed[other]) * 4;
+        return at;
+    };
+    uint32_t *const parts = (uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT);
+    if (from.lane < TILES) {
+        const int part = from.lane * MACKO_SLAB_SLICES + from.slice;
+        parts[part] = values_at | (listed[part] ? part_at(part) : (int)MACKO_SPARSE11_END_AT) << 16;
+    }
+    if (from.slice == 0 && from.lane >= MACKO_SPARSE11_PARTS)
+        parts[from.lane] = from.lane == MACKO_SPARSE11_PARTS ? MACKO_SPARSE11_END : 0;
+    const int end = (offset[1] - offset[0]) * MACKO_SLAB_UNIT;
+    if (from.slice == 1)
+        for (int at = part_at(MACKO_SPARSE11_PARTS) + from.lane * 4; at < end; at += WARP * 4)
+            *(uint32_t *)(slab + at) = 0;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int part = tile * MACKO_SLAB_SLICES + from.slice;
+        if (!listed[part]) continue;
+        uint32_t *next = (uint32_t *)(slab + part_at(part));
+        for (int step = 0; step < STEPS; step++) {
+            const uint32_t mask = own.listed[tile] >> STEP_ELEMENTS * step & 255;
+            const listed_ranks ranks(mask, from.lane);
+            if (mask) { // few lanes get here
+                uint32_t *to = next + ranks.before;
+                for (int i = 0; i < STEP_ELEMENTS; i++) {
+                    if (!(mask >> i & 1)) continue;
+                    const int64_t r = from.row + macko_slab_row(from.lane, i % MACKO_SLAB_QUAD);
+                    const int64_t c = from.col + tile * MACKO_SLAB_TILE_COLS +
+                                      macko_slab_col(from.lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD);
+                    *to++ = (uint32_t)(step << 8 | from.lane << 3 | i) << 16 | w[r * m.cols + c];
+                }
+            }
+            next += ranks.all;
+        }
+        if (from.lane == 0) *next = MACKO_SPARSE11_END;
+    }
+}
+
+// A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
+__global__ void __launch_bounds__(THREADS)
+    unpack_slabs(const macko_sparse11_matrix m, int64_t first, int64_t stop, uint16_t *w) {
+    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
+    slice_of from(m.cols);
+    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
+    if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
+    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
+    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_SLAB_UNIT;
+    const uint32_t start = ((const uint32_t *)(slab + MACKO_SPARSE11_STARTS_AT))[from.slice * WARP + from.lane];
+    uint16_t *const room = rooms[from.slice];
+    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
+    const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
+    int place = 0, column = from.lane * 4;
+    for (int tile = 0; tile < TILES; tile++) {
+        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
+        if (begin_col >= m.cols) return;
+        if (tile == TILES / 2) place = start & 255, column = start >> 8 & 255;
+        const int part = tile * MACKO_SLAB_SLICES + from.slice;
+        const uint32_t where = ((const uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT))[part];
+        const uint8_t *const values = slab + (where & 0xffff) + column;
+        uint32_t words[WORDS];
+        for (int k = 0; k < WORDS; k++)
+            words[k] = ((const uint32_t *)(slab + part * MACKO_SPARSE11_SLICE_BYTES))[k * WARP + from.lane];
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t value[STEP_ELEMENTS];
+#pragma unroll
+            for (int n = 0; n < STEP_ELEMENTS; n++) {
+                const int i = macko_sparse11_nth(n);
+                uint32_t code = 0;
+                if (step < WORDS)
+                    code = words[step % WORDS] >> 4 * i & 7;
+                else
+                    for (int k = 0; k < WORDS; k++) code |= (words[k] >> (4 * i + 3) & 1) << k;
+                value[i] = 0;
+                if (code) {
+                    const uint32_t low = values[place / 4 * MACKO_SPARSE11_ROW_BYTES + place % 4];
+                    const uint32_t high = __byte_perm(m.table[0], m.table[1], code) & 255;
+                    value[i] = macko_sparse11_join(m.dtype, high << 8 | low);
+                    place++;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < STEP_ELEMENTS; i += 2)
+                *(uint32_t *)(room + macko_slab_row(from.lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
+                              macko_slab_col(from.lane, 2 * step + i / MACKO_SLAB_QUAD, 0)) = value[i] | value[i + 1]
+                                                                                                             << 16;
+        }
+        __syncwarp();
+        const uint32_t *const list = (const uint32_t *)(slab + (where >> 16));
+        for (int k = 0; list[k] != MACKO_SPARSE11_END; k++) {
+            const int step = list[k] >> 24, lane = list[k] >> 19 & 31, i = list[k] >> 16 & 7;
+            if (from.lane == 0)
+                room[macko_slab_row(lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
+                     macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)] = (uint16_t)list[k];
+        }
+        __syncwarp();
+        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
+        __syncwarp();
+    }
+}
+
+} // namespace
+
+cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, uint64_t counts[256],
+                                          cudaStream_t stream) {
+    const int64_t elements = m->rows * m->cols;
+    if (elements) count_highs<<<count_blocks(elements), COUNT_THREADS, 0, stream>>>(*m, (const uint16_t *)w, counts);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
+                                      macko_sparse11_totals *totals, cudaStream_t stream) {
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
+    if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, offsets, totals);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
+                                      cudaStream_t stream) {
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
+    if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, data);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_sparse11_unpack_cuda(const macko_sparse11_matrix *m, int64_t first, int64_t count, void *w,
+                                       cudaStream_t stream) {
+    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
+}

@@ -1,0 +1,162 @@
+// The sparse8 layout from codes, and back to dense rows, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows
+// and 256 columns, in the order of sparse8.h.
+#include "../dense8/bytes_cuda.cuh"
+#include "sparse8.h"
+
+using namespace macko;
+
+namespace {
+
+constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SPARSE8_STEPS;
+
+// The nth element of a step in a stream.
+__device__ __forceinline__ int nth_in_step(int n) {
+    return n < 4 ? n : 11 - n;
+}
+
+// The lane's masks of a slice.
+__device__ __forceinline__ void find_masks(const macko_sparse8_matrix &m, const uint8_t *w, const slice_of &from,
+                                           uint32_t (&masks)[TILES]) {
+    const uint32_t zero = macko_byte_held(m.kind, m.dtype, 0);
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        masks[tile] = 0;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t words[2];
+            load_codes(w, m.rows, m.cols, from, tile, step, m.kind, m.dtype, words);
+#pragma unroll
+            for (int i = 0; i < STEP_ELEMENTS; i++)
+                masks[tile] |= (uint32_t)((words[i / 4] >> 8 * (i % 4) & 255) != zero) << macko_sparse8_bit(step, i);
+        }
+    }
+}
+
+__global__ void __launch_bounds__(THREADS)
+    count_slabs(const macko_sparse8_matrix m, const uint8_t *w, int32_t *offsets, macko_slab_totals *totals) {
+    __shared__ int value_rows, stored;
+    if (threadIdx.x == 0) value_rows = stored = 0;
+    __syncthreads();
+    const slice_of from(m.cols);
+    uint32_t masks[TILES];
+    find_masks(m, w, from, masks);
+    slice_plan plan;
+    plan.find(masks, from.lane);
+    int own = 0;
+    for (const uint32_t mask : masks) own += __popc(mask);
+    own = __reduce_add_sync(FULL_WARP, own);
+    if (from.lane == 0) {
+        atomicAdd(&value_rows, plan.rows);
+        atomicAdd(&stored, own);
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    offsets[blockIdx.x + 1] = macko_sparse8_units(value_rows);
+    atomicAdd((unsigned long long *)&totals->stored, (unsigned long long)stored);
+}
+
+// A warp puts its slice's values together in shared memory, in which each lane's column has a bank of its own.
+__global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matrix m, const uint8_t *w, uint8_t *data) {
+    constexpr int ROW_CHUNKS = MACKO_SPARSE8_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE8_MOST_ROWS / MACKO_SLAB_SLICES;
+    __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
+    __shared__ int slice_rows[MACKO_SLAB_SLICES];
+    const slice_of from(m.cols);
+    uint32_t masks[TILES];
+    find_masks(m, w, from, masks);
+    slice_plan plan;
+    plan.find(masks, from.lane);
+    if (from.lane == 0) slice_rows[from.slice] = plan.rows;
+    uint4 *const room = rooms[from.slice];
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) room[i] = uint4{};
+    __syncthreads();
+
+    uint8_t *const slab = data + (int64_t)m.offsets[blockIdx.x] * MACKO_SLAB_UNIT;
+    int k = 0, column = from.lane;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        if (tile == TILES / 2) k = plan.byte, column = plan.column;
+        ((uint32_t *)(slab + tile * MACKO_SLAB_MASK_BYTES))[from.slice * WARP + from.lane] = masks[tile];
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t words[2];
+            load_codes(w, m.rows, m.cols, from, tile, step, m.kind, m.dtype, words);
+#pragma unroll
+            for (int n = 0; n < STEP_ELEMENTS; n++) {
+                const int i = nth_in_step(n);
+                if (!(masks[tile] >> macko_sparse8_bit(step, i) & 1)) continue;
+                ((uint8_t *)room)[k / 4 * MACKO_SPARSE8_ROW_BYTES + column * 4 + k % 4] =
+                    (uint8_t)(words[i / 4] >> 8 * (i % 4));
+                k++;
+            }
+        }
+    }
+    ((uint32_t *)(slab + MACKO_SPARSE8_STARTS_AT))[from.slice * WARP + from.lane] =
+        plan.byte | plan.column * 4 << 8 | __popc(masks[0]) << 16 | __popc(masks[2]) << 24;
+    int values_at = MACKO_SPARSE8_VALUES_AT;
+    for (int slice = 0; slice < from.slice; slice++) values_at += slice_rows[slice] * MACKO_SPARSE8_ROW_BYTES;
+    uint32_t *const slices = (uint32_t *)(slab + MACKO_SPARSE8_SLICES_AT);
+    if (from.lane == 0) slices[from.slice] = values_at;
+    if (from.slice == 0 && from.lane >= MACKO_SLAB_SLICES) slices[from.lane] = 0;
+    __syncwarp();
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
+}
+
+// A warp decodes tile after tile of its slice to shared memory, and stores rows.
+__global__ void __launch_bounds__(THREADS)
+    unpack_slabs(const macko_sparse8_matrix m, int64_t first, int64_t stop, uint16_t *w) {
+    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
+    slice_of from(m.cols);
+    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
+    if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
+    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
+    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_SLAB_UNIT;
+    const uint32_t start = ((const uint32_t *)(slab + MACKO_SPARSE8_STARTS_AT))[from.slice * WARP + from.lane],
+                   values_at = ((const uint32_t *)(slab + MACKO_SPARSE8_SLICES_AT))[from.slice],
+                   zero = macko_byte_held(m.kind, m.dtype, 0);
+    uint16_t *const room = rooms[from.slice];
+    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
+    const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
+    float scales[2];
+    load_scales(m.scales, m.rows, from, scales);
+    int k = 0, column = from.lane * 4;
+    for (int tile = 0; tile < TILES; tile++) {
+        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
+        if (begin_col >= m.cols) return;
+        if (tile == TILES / 2) k = start & 255, column = start >> 8 & 255;
+        const uint8_t *const values = slab + values_at + column;
+        const uint32_t mask = ((const uint32_t *)(slab + tile * MACKO_SLAB_MASK_BYTES))[from.slice * WARP + from.lane];
+#pragma unroll
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int n = 0; n < STEP_ELEMENTS; n++) {
+                const int i = nth_in_step(n);
+                const bool has = mask >> macko_sparse8_bit(step, i) & 1;
+                const uint32_t held = has ? values[k / 4 * MACKO_SPARSE8_ROW_BYTES + k % 4] : zero;
+                put_code(room, from, step, i, held, scales, m.kind, m.dtype);
+                k += has;
+            }
+        __syncwarp();
+        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
+        __syncwarp();
+    }
+}
+
+} // namespace
+
+cudaError_t macko_sparse8_count_cuda(const macko_sparse8_matrix *m, const void *w, int32_t *offsets,
+                                     macko_slab_totals *totals, cudaStream_t stream) {
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
+    if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, offsets, totals);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
+    if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, data);
+    return cudaGetLastError();
+}
+
+cudaError_t macko_sparse8_unpack_cuda(const macko_sparse8_matrix *m, int64_t first, int64_t count, void *w,
+                                      cudaStream_t stream) {
+    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
+}

@@ -1,0 +1,177 @@
+// Many tokens on CUDA (sm_90a): the plan for a device, kept for the next time, and the launch, of any codec.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "many_kernel.cuh"
+
+namespace macko {
+
+// Of all sources' launches: no two have the same epoch.
+inline std::atomic<uint64_t> many_launches;
+
+namespace {
+
+// body(index, shape) for each shape that is compiled for a codec; its index is that of MACKO_SLAB_MANY_SHAPES.
+template <class CODEC, class BODY>
+void for_shapes(const BODY &body) {
+    int index = 0;
+#define MACKO_SLAB_SHAPE(tokens, row_blocks, split_k)                                                                  \
+    if constexpr (CODEC::takes({tokens, row_blocks, split_k})) body(index, many_shape<tokens, row_blocks, split_k>()); \
+    index++;
+    MACKO_SLAB_MANY_SHAPES(MACKO_SLAB_SHAPE)
+#undef MACKO_SLAB_SHAPE
+}
+
+inline bool fits(macko_slab_many_shape shape, int widest, const device_info &device) {
+    macko_slab_many_stages stages;
+    return macko_slab_many_fit_stages(shape, widest, device.shared_bytes, &stages);
+}
+
+// How many clusters of each shape run at once. Each block takes an SM.
+template <class CODEC>
+cudaError_t find_clusters(int widest, const device_info &device, macko_slab_many_problem *problem) {
+    cudaError_t error = cudaSuccess;
+    for_shapes<CODEC>([&](int index, auto shape) {
+        using SHAPE = decltype(shape);
+        constexpr auto KERNEL = slab_many_kernel<CODEC, SHAPE>;
+        if (!error) error = allow_all_shared_memory<KERNEL>(device);
+        if (!error && fits(SHAPE::plain(), widest, device))
+            error = max_active_clusters<KERNEL, MACKO_SLAB_CLUSTER_BLOCKS>(device, MACKO_SLAB_CLUSTER_BLOCKS,
+                                                                           SHAPE::THREADS, device.shared_bytes - 1024,
+                                                                           &problem->clusters[index]);
+    });
+    return error;
+}
+
+template <class CODEC>
+struct many_args {
+    const slab_weight<CODEC> &weight;
+    int64_t tokens;
+    const void *x;
+    int64_t x_stride;
+    const void *bias;
+    const macko_slab_outputs &y;
+    const macko_slab_many_plan &plan;
+    void *workspace;
+    cudaStream_t stream;
+};
+
+template <class CODEC, class SHAPE>
+cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
+    const slab_weight<CODEC> &m = args.weight;
+    const macko_slab_many_plan &plan = args.plan;
+    many_task<CODEC> task{};
+    task.data = m.data;
+    task.offsets = m.offsets;
+    task.bias = args.bias;
+    task.parts = args.y;
+    for (const macko_slab_output &part : args.y.output) task.plain |= part.rows % 8 || (uintptr_t)part.y % 16;
+    task.rows = m.rows;
+    task.tokens = (int)args.tokens;
+    task.schedule = plan.schedule;
+    task.units = (int)std::min<int64_t>(m.units, INT32_MAX);
+    task.mean = (float)m.units / macko_slab_count(m.rows, m.cols);
+    task.slab_units = m.widest;
+    task.weights = m.constants;
+    task.flags = (uint64_t *)args.workspace;
+    task.partials =
+        (float4 *)((uint8_t *)args.workspace + macko_slab_many_flag_bytes(SHAPE::plain(), plan.schedule.clusters));
+    // What a workspace that nobody has cleared will not hold.
+    task.epoch = ++many_launches * 0x9e3779b97f4a7c15ull;
+    if (!macko_slab_many_fit_stages(SHAPE::plain(), m.widest, device.shared_bytes, &task.stages))
+        return cudaErrorInvalidValue;
+    // A box that reaches beyond the last token takes longer, so the last ones have another (H200: clearly).
+    task.last_tokens = (int)(args.tokens - (plan.schedule.token_tiles - 1) * (int64_t)SHAPE::TOKENS);
+    const auto map_tokens = [&](CUtensorMap *map, int box) {
+        return sm90::make_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
+                                     args.x_stride * 2, MACKO_SLAB_TILE_COLS, box);
+    };
+    cudaError_t error = map_tokens(&task.x, SHAPE::BOX);
+    task.last_x = task.x;
+    if (const int last_box = task.last_tokens % SHAPE::BOX; !error && last_box)
+        error = map_tokens(&task.last_x, last_box);
+    for (int i = 0; i < MACKO_SLAB_MOST_OUTPUTS && args.y.output[i].rows && !task.plain && !error; i++) {
+        const macko_slab_output &part = args.y.output[i];
+        error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)part.y + args.y.begins[i],
+                                      part.rows, args.tokens, part.rows * 2, MACKO_SLAB_ROWS, SHAPE::OUT_BOX);
+    }
+    if (error) return error;
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {MACKO_SLAB_CLUSTER_BLOCKS, 1, 1};
+    attributes[1] = pdl_attribute();
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)(plan.schedule.clusters * MACKO_SLAB_CLUSTER_BLOCKS));
+    config.blockDim = dim3(SHAPE::THREADS);
+    config.dynamicSmemBytes = macko_slab_many_shared_bytes(SHAPE::plain(), task.stages);
+    config.stream = args.stream;
+    config.attrs = attributes;
+    config.numAttrs = may_use_pdl(args.stream, SHAPE::THREADS) ? 2 : 1;
+    return cudaLaunchKernelEx(&config, slab_many_kernel<CODEC, SHAPE>, task);
+}
+
+template <class CODEC>
+cudaError_t run(const many_args<CODEC> &args, const device_info &device) {
+    cudaError_t error = cudaErrorInvalidValue;
+    const macko_slab_many_shape wanted = args.plan.shape;
+    for_shapes<CODEC>([&](int, auto shape) {
+        using SHAPE = decltype(shape);
+        if (wanted.tokens == SHAPE::TOKENS && wanted.row_blocks == SHAPE::ROW_BLOCKS &&
+            wanted.split_k == SHAPE::SPLIT_K)
+            error = launch<CODEC, SHAPE>(args, device);
+    });
+    return error;
+}
+
+template <class CODEC>
+cudaError_t plan_many(const slab_weight<CODEC> &weight, int64_t tokens, macko_slab_many_plan *plan) {
+    const int64_t rows = weight.rows, cols = weight.cols;
+    const int widest = weight.widest;
+    *plan = {};
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    const int *forced = macko_knob(MACKO_KNOB_TILE_GEMM); // taken where it can be
+    // A plan takes longer than a launch, so plans are kept: a model asks for the same ones again and again.
+    constexpr size_t MOST = 4096;
+    constexpr int UNIT = MACKO_SLAB_MANY_TOKENS_UNIT;
+    static std::mutex mutex;
+    static std::map<std::array<int64_t, 6>, macko_slab_many_plan> known;
+    int64_t fitting = 0; // which shapes: all that a plan depends on of the largest slab
+    for_shapes<CODEC>([&](int, auto shape) { fitting = fitting * 2 + fits(decltype(shape)::plain(), widest, device); });
+    // What it depends on: of the tokens, how many units they fill.
+    const std::array<int64_t, 6> key = {device.index, device.num_sms, macko_slab_row_blocks(rows),
+                                        cols,         fitting,        ceil_div(tokens, UNIT)};
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = known.find(key); !forced && found != known.end()) {
+        *plan = found->second;
+        return cudaSuccess;
+    }
+    macko_slab_many_problem problem = {rows, cols, tokens, {}};
+    if (const cudaError_t failed = find_clusters<CODEC>(widest, device, &problem)) return failed;
+    if (forced) {
+        const macko_slab_many_way way = {forced[0], forced[1], forced[2], forced[3]};
+        if (macko_slab_many_choose(&problem, &way, plan)) return cudaSuccess;
+    }
+    if (!macko_slab_many_choose(&problem, nullptr, plan)) return cudaErrorInvalidValue;
+    if (known.size() >= MOST) known.clear();
+    known[key] = *plan;
+    return cudaSuccess;
+}
+
+template <class CODEC>
+cudaError_t multiply_many(const slab_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
+                          const void *bias, const macko_slab_outputs &y, const macko_slab_many_plan &plan,
+                          void *workspace, cudaStream_t stream) {
+    if (!weight.rows || !tokens) return cudaSuccess;
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    return run(many_args<CODEC>{weight, tokens, x, x_stride, bias, y, plan, workspace, stream}, device);
+}
+
+} // namespace
+} // namespace macko

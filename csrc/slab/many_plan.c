@@ -1,0 +1,266 @@
+/* The plan for many tokens: candidates, how long each takes, and the choice. */
+#include "many_plan.h"
+
+#include <limits.h>
+#include <string.h>
+
+static const macko_slab_many_shape SHAPES[] = {
+#define SHAPE(tokens, row_blocks, split_k) {tokens, row_blocks, split_k},
+    MACKO_SLAB_MANY_SHAPES(SHAPE)
+#undef SHAPE
+};
+_Static_assert(sizeof SHAPES / sizeof *SHAPES == MACKO_SLAB_MANY_NUM_SHAPES, "one for each");
+
+static int64_t divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+static int64_t min_of(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+static int64_t max_of(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+bool macko_slab_many_fit_stages(macko_slab_many_shape shape, int widest, int shared_bytes,
+                                macko_slab_many_stages *stages) {
+    const int room = shared_bytes - MACKO_SLAB_MANY_BARRIER_BYTES;
+    stages->slab_bytes = (widest * MACKO_SLAB_UNIT + MACKO_SLAB_OVERREAD + 127) / 128 * 128;
+    const int slabs_bytes = shape.row_blocks * stages->slab_bytes,
+              least = MACKO_SLAB_MANY_MIN_SLAB_STAGES * slabs_bytes;
+    stages->x = (int)min_of((room - least) / macko_slab_x_stage_bytes(shape), macko_slab_max_x_stages(shape));
+    if (room < least || stages->x < macko_slab_min_x_stages(shape)) return false;
+    stages->slabs = (int)min_of((room - stages->x * macko_slab_x_stage_bytes(shape)) / slabs_bytes,
+                                MACKO_SLAB_MANY_MAX_SLAB_STAGES);
+    return true;
+}
+
+/* What takes how many clocks of an SM: fitted to the times of all ways at 35 shapes and numbers of tokens (H200,
+ * density 0.5, 2026-11-22); blocks of 320 and of 160 tokens, and of 192 rows by 192, by the wavefronts of shared memory
+ * that they have more or less (docs/kernels.md). While one warpgroup does these things the other multiplies, so most
+ * are less than a clock in the kernel says. */
+typedef struct clocks {
+    int64_t half_slab; /* its products */
+    int64_t exchange;  /* of partial sums by the two blocks of a cluster */
+    int64_t give;      /* partial sums to the workspace: an SM writes 27 bytes a clock */
+    int64_t reach;     /* until another SM has them */
+    int64_t add;       /* fix-up of what has come while products ran; what comes later takes three times as long */
+    int64_t epilogue;  /* and until the next products */
+} clocks;
+
+static clocks clocks_of(macko_slab_many_shape shape) {
+    const int slab = shape.tokens > 256   ? 5150
+                     : shape.tokens > 192 ? 4240
+                     : shape.tokens > 160 ? (shape.row_blocks > 2 ? 5000 : 3550)
+                     : shape.tokens > 128 ? 3150
+                                          : (shape.row_blocks > 2 ? 4090 : 2730);
+    const int sums = shape.row_blocks * macko_slab_partial_bytes(shape);
+    return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 3800, sums / 100,
+                    2300 + sums / 150};
+}
+
+/* Clocks until the last cluster ends. Each does whole tiles for so many clocks, and of the split ones the half slabs from
+ * shares[index] on. Or some number from `least` on, where it is not less. */
+static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t whole, const clocks *c, int64_t least) {
+    int64_t given[MACKO_SLAB_MOST_CLUSTERS], last = 0; /* given: when a share's partial sums are there */
+    for (int i = clusters - 1; i >= 0 && last < least; i--) {
+        int at = shares[i];
+        const int end = shares[i + 1], in_tile = at % half_slabs;
+        int64_t time = whole;
+        if (in_tile && at < end) {
+            const int count = (int)min_of(end - at, half_slabs - in_tile);
+            time = count * c->half_slab + c->exchange + c->give;
+            given[i] = time + c->reach;
+            at += count;
+        }
+        time += (end - at) / half_slabs * (half_slabs * c->half_slab + c->exchange + c->epilogue);
+        const int head = (end - at) % half_slabs;
+        if (head) {
+            time += head * c->half_slab + c->exchange;
+            for (int k = i + 1; shares[k] < end - head + half_slabs; k++)
+                time = max_of(time, given[k]) + c->add * (k > i + 1 ? 3 : 1);
+            time += c->epilogue;
+        }
+        last = max_of(last, time);
+    }
+    return last;
+}
+
+/* The split tiles, and what is known of them. */
+typedef struct split_work {
+    int clusters, tiles, half_slabs, split_k;
+    bool evenly;   /* each tile as the others */
+    int64_t whole; /* clocks of a cluster's whole tiles, before */
+    clocks clocks; /* of the split ones */
+} split_work;
+
+/* How many half slabs a share has, by what it does. Of those that end a tile, who has fewer than `shortest` left for
+ * the next one does not begin it. */
+typedef struct dealing {
+    int begins, ends_and_begins, ends, shortest;
+} dealing;
+
+/* Deals the half slabs out, in shares [clusters + 1]; false where some are left over. */
+static bool deal(const split_work *s, const dealing *d, int *shares) {
+    const int total = s->tiles * s->half_slabs;
+    for (int i = 0, at = 0, left = 0; i <= s->clusters; i++) { /* left: of the tile that has begun */
+        shares[i] = at;
+        int count = left ? d->ends_and_begins : d->begins;
+        if (left && (count < left + d->shortest || s->evenly)) count = (int)min_of(left, d->ends);
+        count = (int)min_of(total - at, max_of(1, count));
+        /* An exchange of sums needs that a block has some of this tile or of the next one (many_kernel.cuh). */
+        if (s->split_k > 1 && left == 1 && count == 2) return false;
+        at += count;
+        left = (left + (count + s->half_slabs - 1 - left) / s->half_slabs * s->half_slabs - count);
+    }
+    return shares[s->clusters] == total;
+}
+
+/* Deals so that the last cluster ends soonest; says when, INT64_MAX where it cannot be done. Clusters that begin a tile
+ * have as many half slabs each, those that end another one before fewer, and those that only end one still fewer: what
+ * these give has to be there when the others want to add it up. The last clusters may have nothing. */
+static int64_t deal_best(const split_work *s, int *shares) {
+    const int mean = s->tiles * s->half_slabs / s->clusters, give = (int)(s->clocks.give / s->clocks.half_slab);
+    int64_t least = INT64_MAX;
+    int tried[MACKO_SLAB_MOST_CLUSTERS + 1];
+    for (int begins = mean; begins <= mean + 8; begins++) {
+        /* The first cluster alone takes longer. */
+        if (least <= s->whole + begins * s->clocks.half_slab) break;
+        for (int ends = begins; ends >= max_of(1, begins - 6); ends--)
+            for (int both = begins - give + 1; both >= begins - give - 1; both--)
+                for (int shortest = 1; shortest <= 5; shortest += 4) {
+                    const dealing d = {begins, both, ends, shortest};
+                    if (!deal(s, &d, tried)) continue;
+                    const int64_t time = time_of(tried, s->clusters, s->half_slabs, s->whole, &s->clocks, least);
+                    if (time >= least) continue;
+                    least = time;
+                    memcpy(shares, tried, (size_t)(s->clusters + 1) * sizeof *shares);
+                }
+    }
+    return least;
+}
+
+/* The best plan so far, and what is looked for. */
+typedef struct search {
+    const macko_slab_many_problem *problem;
+    const macko_slab_many_way *way;
+    int64_t least; /* clocks; INT64_MAX: no plan yet */
+    macko_slab_many_plan *plan;
+} search;
+
+/* How far L2 is from holding the tokens, in percent: 0 up to 12 MB, 100 from 32 MB on, as half of an H100's 50 MB is far
+ * from an SM. Tokens by MACKO_SLAB_MANY_TOKENS_UNIT, as plans are kept. */
+static int64_t percent_over_l2(const macko_slab_many_problem *p) {
+    const int64_t unit = MACKO_SLAB_MANY_TOKENS_UNIT, least = 12 << 20, most = 32 << 20;
+    const int64_t bytes = divide_up(p->tokens, unit) * unit * p->cols * 2;
+    return 100 * (max_of(least, min_of(bytes, most)) - least) / (most - least);
+}
+/* How much longer a half slab of a split tile takes. Clusters at different columns share nothing, and memory is waited for
+ * (H100 under load, 4096 to 12288 columns, 2026-11-26: 1.47 to 1.58 times). Where tiles are split evenly only some columns
+ * are walked at a time. */
+static int64_t split_percent(const macko_slab_many_problem *p, bool evenly) {
+    const int64_t over = percent_over_l2(p);
+    return evenly ? 100 : over ? 105 + over / 2 : 102;
+}
+
+/* So many clusters of a shape, and so many split tiles. */
+static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, int64_t split_tiles, bool evenly) {
+    const macko_slab_many_problem *p = s->problem;
+    macko_slab_schedule found = {.row_blocks = (int)macko_slab_row_blocks(p->rows),
+                                 .slabs = (int)macko_slabs_across(p->cols),
+                                 .half_slabs = (int)divide_up(p->cols, MACKO_SLAB_HALF_COLS),
+                                 .token_tiles = (int)divide_up(p->tokens, shape.tokens),
+                                 .clusters = (int)clusters,
+                                 .split = (int)split_tiles};
+    found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k));
+    const int64_t tiles = (int64_t)found.row_tiles * found.token_tiles, half_slabs = found.half_slabs;
+    clocks c = clocks_of(shape);
+    /* A cluster whose blocks have the same rows reads as many tokens for half of them (8192 x 28672 by 8192: 1.09). */
+    if (shape.split_k > 1) c.half_slab += c.half_slab * percent_over_l2(p) / 1000;
+    const int64_t whole =
+        divide_up(tiles - split_tiles, clusters) * (half_slabs * c.half_slab + c.exchange + c.epilogue);
+    if (s->way) {
+        const int kind = !split_tiles ? MACKO_SLAB_SPLIT_NONE
+                         : evenly     ? MACKO_SLAB_SPLIT_EVENLY
+                                      : MACKO_SLAB_SPLIT_SOME;
+        if (s->least < INT64_MAX || kind != s->way->split) return;
+    } else if (whole + split_tiles * half_slabs / clusters * c.half_slab >= s->least) {
+        return;
+    }
+    int64_t time = whole, workspace_bytes = 0;
+    if (split_tiles) {
+        c.half_slab = c.half_slab * split_percent(p, evenly) / 100;
+        const int64_t sharing = evenly ? clusters / split_tiles * split_tiles : clusters; /* the others have no share */
+        const split_work work = {(int)sharing, (int)split_tiles, (int)half_slabs, shape.split_k, evenly, whole, c};
+        time = deal_best(&work, found.shares);
+        if (time == INT64_MAX) return;
+        for (int i = (int)sharing; i < found.clusters; i++) found.shares[i + 1] = found.shares[sharing];
+        while (!whole && found.shares[found.clusters - 1] == split_tiles * half_slabs) found.clusters--;
+        workspace_bytes =
+            macko_slab_many_flag_bytes(shape, found.clusters) +
+            (int64_t)found.clusters * MACKO_SLAB_CLUSTER_BLOCKS * shape.row_blocks * macko_slab_partial_bytes(shape);
+    }
+    if (time >= s->least) return;
+    s->least = time;
+    *s->plan = (macko_slab_many_plan){workspace_bytes, shape, found};
+}
+
+/* A shape, with whole tiles only or with some that are split. */
+static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, bool splits) {
+    const macko_slab_many_problem *p = s->problem;
+    const macko_slab_many_way *way = s->way;
+    const int64_t half_slabs = divide_up(p->cols, MACKO_SLAB_HALF_COLS),
+                  clusters = min_of(at_once, MACKO_SLAB_MOST_CLUSTERS);
+    if (!clusters) return;
+    if (half_slabs < shape.split_k) return;                   /* one of the two blocks would never have any */
+    if (!way && shape.tokens == 64 && p->tokens > 64) return; /* memory is the limit: as long as 128 take */
+    if (way && (way->rows != shape.row_blocks * MACKO_SLAB_ROWS || way->tokens != shape.tokens ||
+                way->split_k != shape.split_k))
+        return;
+    const int64_t tiles =
+        divide_up(macko_slab_row_blocks(p->rows), shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k)) *
+        divide_up(p->tokens, shape.tokens);
+    if (!splits) {
+        consider(s, shape, min_of(tiles, clusters), 0, false);
+        return;
+    }
+    /* What a last round of whole tiles leaves over, or that and a round more, so that no tile is split often. */
+    const int64_t left = tiles % clusters;
+    for (int64_t split = left; left && split <= tiles && split <= left + clusters; split += clusters) {
+        const int64_t used = min_of(clusters, split * half_slabs);
+        if (split * half_slabs > INT32_MAX / 2 || (used < clusters && split < tiles)) break;
+        consider(s, shape, used, split, false);
+        if (2 * split <= used) consider(s, shape, used, split, true);
+    }
+}
+
+/* Which slab each block begins with, so that it asks for this before it has worked out anything. */
+static void find_first_slabs(macko_slab_schedule *schedule, macko_slab_many_shape shape) {
+    for (int block = 0; block < schedule->clusters * MACKO_SLAB_CLUSTER_BLOCKS; block++) {
+        const macko_slab_share share = macko_slab_share_of(schedule, shape, (uint32_t)block);
+        int *first = &schedule->first_slabs[block];
+        *first = -1;
+        for (int next = 0; *first < 0 && next < share.half_slabs;) {
+            const macko_slab_segment segment = macko_slab_segment_at(&share, next);
+            next += macko_slab_length(&segment);
+            if (!macko_slab_own_count(&segment)) continue;
+            const int row_tile = macko_slab_place_of(schedule, segment.tile).row_tile;
+            *first = macko_slab_first_row_block(&share, row_tile) * schedule->slabs + macko_slab_nth(&segment, 0) / 2;
+        }
+    }
+}
+
+bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_slab_many_way *way,
+                            macko_slab_many_plan *plan) {
+    search s = {problem, way, INT64_MAX, plan};
+    /* What takes long to consider comes last, and most of it is seen to be slower at once. */
+    for (int splits = 0; splits < 2; splits++)
+        for (int i = 0; i < MACKO_SLAB_MANY_NUM_SHAPES; i++)
+            consider_shape(&s, SHAPES[i], problem->clusters[i], splits);
+    if (s.least == INT64_MAX) return false;
+    macko_slab_schedule *schedule = &plan->schedule;
+    schedule->by_clusters = macko_slab_divisor_of(schedule->clusters);
+    schedule->by_half_slabs = macko_slab_divisor_of(schedule->half_slabs);
+    schedule->by_raster = macko_slab_divisor_of(MACKO_SLAB_RASTER_ROWS * (int64_t)schedule->token_tiles);
+    find_first_slabs(schedule, plan->shape);
+    return true;
+}

@@ -1,0 +1,157 @@
+/*
+ * Slabs: a matrix in pieces of 64 x 256, in the order in which tensor cores take it, for any number of tokens. The codecs
+ * (../codecs) say how the values of a slab are written as bytes; what is said here holds of all of them, so the same
+ * kernels multiply them.
+ *
+ *   slab           columns 0..63   64..127   128..191   192..255
+ *   rows  0..15       tile 0        tile 1     tile 2     tile 3      slice 0: warp 0 of a warpgroup
+ *   rows 16..31                                                       slice 1: warp 1
+ *   rows 32..47                                                       slice 2: warp 2
+ *   rows 48..63                                                       slice 3: warp 3
+ *
+ * Order, from the matrix down:
+ *   slab     MACKO_SLAB_TILES tiles side by side: MACKO_SLAB_ROWS x MACKO_SLAB_COLS elements. Row block after row block,
+ *            and in it from the first column to the last. Elements outside the matrix are zeros. Slab
+ *            i = row_block * macko_slabs_across(cols) + s is data[128 * offsets[i]] up to data[128 * offsets[i + 1]]; of
+ *            a codec whose slabs are all of one size there are no offsets.
+ *   tile     MACKO_SLAB_ROWS x MACKO_SLAB_TILE_COLS elements.
+ *   slice    16 rows of a slab or tile, one warp's: 16 slice .. 16 slice + 15.
+ *   group    128 elements of a slice of a tile, 4 a lane. Groups 2 b and 2 b + 1 are columns 16 b .. 16 b + 15 of the tile.
+ *   element  of lane l = 4 g + t (g < 8, t < 4) in group j: element e is row g + 8 (e / 2) of the slice and column
+ *            16 (j / 2) + 8 (j % 2) + 2 t + e % 2 of the tile. So the elements of groups 2 b and 2 b + 1 are the lane's
+ *            registers a0 a1 and a2 a3 of operand A of mma.m16n8k16, and of wgmma, whose four warps have the four slices.
+ *   step     groups 2 b and 2 b + 1, 16 columns: element i of step b of a lane is element i % 4 of group 2 b + i / 4,
+ *            half i % 2 of register a(i / 2).
+ */
+#ifndef MACKO_SLAB_H
+#define MACKO_SLAB_H
+
+#include <stdbool.h>
+
+#include "../core/types.h"
+
+#ifdef __CUDACC__
+#define MACKO_SLAB_FN static __host__ __device__ __forceinline__
+#else
+#define MACKO_SLAB_FN static inline
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    MACKO_SLAB_ROWS = 64,
+    MACKO_SLAB_TILE_COLS = 64,
+    MACKO_SLAB_SLICES = 4,
+    MACKO_SLAB_LANES = 32,
+    MACKO_SLAB_GROUPS = 8,
+    MACKO_SLAB_QUAD = 4,  /* elements of a lane in a group */
+    MACKO_SLAB_TABLE = 8, /* codes that an element may have, of codecs that have them */
+    MACKO_SLAB_TILES = 4, /* side by side */
+    MACKO_SLAB_COLS = MACKO_SLAB_TILES * MACKO_SLAB_TILE_COLS,
+    MACKO_SLAB_MASK_BYTES = MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4, /* of a tile, where each element has a bit */
+    MACKO_SLAB_UNIT = 128,                                            /* bytes that offsets count */
+    /* Of codecs whose values are bytes in columns (columns_cpu.h): bytes of a row, and rows of a slab at most. */
+    MACKO_SLAB_COLUMNS_ROW_BYTES = MACKO_SLAB_LANES * 4,
+    MACKO_SLAB_COLUMNS_MOST_ROWS = MACKO_SLAB_SLICES * MACKO_SLAB_TILES * 32 / 4,
+    /* After a slab in shared memory, so much may be read, which nobody uses: where an element has no value. */
+    MACKO_SLAB_OVERREAD = 256,
+    MACKO_SLAB_MOST_OUTPUTS = 3, /* of a product */
+};
+
+MACKO_SLAB_FN int64_t macko_slab_row_blocks(int64_t rows) {
+    return (rows + MACKO_SLAB_ROWS - 1) / MACKO_SLAB_ROWS;
+}
+
+/* Of a row block. */
+MACKO_SLAB_FN int64_t macko_slabs_across(int64_t cols) {
+    return (cols + MACKO_SLAB_COLS - 1) / MACKO_SLAB_COLS;
+}
+
+/* Of a matrix. */
+MACKO_SLAB_FN int64_t macko_slab_count(int64_t rows, int64_t cols) {
+    return macko_slab_row_blocks(rows) * macko_slabs_across(cols);
+}
+
+/* Row of a lane's element within its slice, and its column within its tile. */
+MACKO_SLAB_FN int macko_slab_row(int lane, int e) {
+    return lane / 4 + 8 * (e / 2);
+}
+MACKO_SLAB_FN int macko_slab_col(int lane, int j, int e) {
+    return 16 * (j / 2) + 8 * (j % 2) + 2 * (lane % 4) + e % 2;
+}
+
+/*
+ * The bytes by code for a matrix of which counts[h] elements have the high byte h, of `highs`: 0, then the seven commonest
+ * others (of equally common ones the lower), the lower first; where there are not so many, zeros at the end.
+ */
+void macko_slab_table(const int64_t *counts, int highs, uint32_t table[2]);
+
+/*
+ * Where a product goes: the rows of a matrix in several outputs, each of which is a matrix [tokens, rows] of its own. All
+ * but the last have a multiple of MACKO_SLAB_ROWS, so that a row block lies in one.
+ */
+typedef struct macko_slab_output {
+    void *y;      /* where row 0 would be at the first token, had it the rows before it too: y + token * rows + row */
+    int64_t rows; /* 0: there is no such output */
+} macko_slab_output;
+typedef struct macko_slab_outputs {
+    macko_slab_output output[MACKO_SLAB_MOST_OUTPUTS];
+    int64_t begins[MACKO_SLAB_MOST_OUTPUTS]; /* its first row; where there is no such output INT32_MAX */
+} macko_slab_outputs;
+/* Which output a row is of. */
+MACKO_SLAB_FN int macko_slab_output_of(const macko_slab_outputs *outputs, int64_t row) {
+    return (row >= outputs->begins[1]) + (row >= outputs->begins[2]);
+}
+
+/* What packing has to tell the host before it can allocate data. */
+typedef struct macko_slab_totals {
+    int64_t units;  /* of data; over INT32_MAX the matrix is too large */
+    int64_t widest; /* units of the largest slab */
+    int64_t stored; /* values */
+} macko_slab_totals;
+
+#ifdef __CUDACC__
+#define MACKO_SLAB_CUDA
+#elif defined(USE_CUDA)
+#define MACKO_SLAB_CUDA
+#endif
+#ifdef MACKO_SLAB_CUDA
+#include <cuda_runtime_api.h>
+
+/* Adds the offsets [slabs + 1] up, each of which is the units of a slab, and writes the other totals. Enqueued on `stream`;
+ * pointers are device pointers. */
+cudaError_t macko_slab_scan_cuda(int64_t slabs, int32_t *offsets, macko_slab_totals *totals, cudaStream_t stream);
+
+/*
+ * The products of macko_NAME_matrix, a layout of slabs:
+ *
+ *   few        y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits
+ *              every run. With wgmma at most 64 tokens, else cudaErrorInvalidValue (torch/path.h decides). cols > 0.
+ *              Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants
+ *              it). May start before the kernel before it in the stream is done (PDL, programmatic dependent launch):
+ *              that one must not write the weight
+ *   many       the same for more tokens with wgmma, of at least one row, as the plan says (many_plan.h). workspace:
+ *              device memory of plan->workspace_bytes, with any content
+ *   many_plan  that plan
+ *
+ * Without wgmma, which 9.0 alone has, there is tile's `few` alone.
+ */
+typedef struct macko_slab_many_plan macko_slab_many_plan;
+#define MACKO_SLAB_PRODUCTS(NAME)                                                                                      \
+    cudaError_t macko_##NAME##_few_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                 \
+                                        int64_t x_stride, const void *bias, const macko_slab_outputs *y,               \
+                                        cudaStream_t stream);                                                          \
+    cudaError_t macko_##NAME##_many_plan_cuda(const macko_##NAME##_matrix *m, int64_t tokens,                          \
+                                              macko_slab_many_plan *plan);                                             \
+    cudaError_t macko_##NAME##_many_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                \
+                                         int64_t x_stride, const void *bias, const macko_slab_outputs *y,              \
+                                         const macko_slab_many_plan *plan, void *workspace, cudaStream_t stream)
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

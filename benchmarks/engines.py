@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import macko
-from macko import bench
+from macko.measure import bench
 
 PROMPT, STEPS, REPEATS = 128, 32, 5
 BATCHES = (1, 4, 8, 16, 32)

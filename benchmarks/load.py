@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library
-from macko.timing import capture, copies, time_replays
+from macko.measure.timing import capture, copies, time_replays
 
 from .spmm import DTYPES, Kernel, make_mask
 from .timing import append_jsonl, power_now, provenance, sm_clocks

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from macko.bench import Line, Result, Side, generate, run
 from macko.cli import parser
+from macko.measure.bench import Line, Result, Side, generate, run
 
 
 class OneToken:

@@ -36,11 +36,12 @@ from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import macko
 from benchmarks.timing import append_jsonl, commit
-from macko.evaluate import embeddings, language, windows
-from macko.grids import Grid, float8, integers, nearest
-from macko.layers import IGNORED, find_linears, packed_share
-from macko.prune import METHODS, SPARSEGPT_BLOCK, STATISTICS, sparsegpt
-from macko.reconstruct import Recipe
+from macko.choose.times import packed_share
+from macko.measure.evaluate import embeddings, language, windows
+from macko.nn.layers import IGNORED, find_linears
+from macko.pruning.grids import Grid, float8, integers, nearest
+from macko.pruning.prune import METHODS, SPARSEGPT_BLOCK, STATISTICS, sparsegpt
+from macko.pruning.reconstruct import Recipe
 
 #: Of each size: the model, tokens in a piece, pieces in a step, the largest learning rate, megabytes of text.
 SIZES: dict[str, dict[str, Any]] = {

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks import EIGHT
-from macko.rivals import RIVALS as RIVAL_LAYERS
-from macko.times import held_bytes
+from macko.choose.times import held_bytes
+from macko.measure.rivals import RIVALS as RIVAL_LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"

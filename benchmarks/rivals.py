@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from macko import ops
-from macko.rivals import E4M3, GROUP, LARGEST, fp8_pack, int4_pack
+from macko.measure.rivals import E4M3, GROUP, LARGEST, fp8_pack, int4_pack
 
 from .timing import copies
 

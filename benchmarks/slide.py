@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import macko.choose.times as tables
 import macko.ops as ops
-import macko.times as tables
 from benchmarks.floor import floor
 from benchmarks.timing import append_jsonl, copies, provenance, time_graph
 

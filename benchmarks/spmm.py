@@ -39,8 +39,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from macko import _library, codes
-from macko.formats import (
+from macko import _library
+from macko.weights import codes
+from macko.weights.formats import (
     ByteWeight,
     Dense8Weight,
     Dense12Weight,

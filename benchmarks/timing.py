@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from macko.timing import COLD_BYTES, MIN_LAUNCHES, capture, copies, time_replays
+from macko.measure.timing import COLD_BYTES, MIN_LAUNCHES, capture, copies, time_replays
 
 __all__ = ["COLD_BYTES", "MIN_LAUNCHES", "Timing", "append_jsonl", "copies", "provenance", "time_graph", "time_host"]
 

@@ -3,15 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import integrations, ops
-from .convert import compress_, sparsify_
+from . import _moved, integrations, ops
 from .files import load_model, save_model
-from .formats import FORMATS, EcWeight, MackoWeight
-from .layers import LayerReport, Report
-from .linear import SparseLinear
-from .merge import merge_, split_
-from .prune import prune_
-from .tune import autotune
+from .measure.tune import autotune
+from .nn.convert import compress_, sparsify_
+from .nn.layers import LayerReport, Report
+from .nn.linear import SparseLinear
+from .nn.merge import merge_, split_
+from .pruning.prune import prune_
+from .weights.formats import FORMATS, EcWeight, MackoWeight
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 integrations.register()
+_moved.register()
 
 
 def _fuse_by_default() -> None:

@@ -2,7 +2,8 @@
 
 import sys
 
-from . import cli, doctor
+from . import cli
+from .measure import doctor
 
 if __name__ == "__main__":
     sys.exit(cli.main() if len(sys.argv) > 1 else doctor.main())

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from . import __version__, codes
-from .choose import (
+from . import __version__
+from .choose.auto import (
     CHOICES,
     DENSE12_SHARE,
     DENSE12_WEIGHTS,
@@ -39,22 +39,14 @@ from .choose import (
     lacking,
     sparse11_of,
 )
-from .convert import MIN_SPARSITY
-from .evaluate import windows
+from .choose.times import SHIPPED, is_cpu, packed_share, read, times, times_of
 from .files import Checkpoint, check_whole, quant_method
-from .formats import (
-    FORMATS,
-    Dense12Weight,
-    EcWeight,
-    Macko8Weight,
-    MackoWeight,
-    PackedWeight,
-    Sparse11Weight,
-    TileWeight,
-)
 from .integrations import require_transformers
 from .integrations.compressed_tensors import Masked, masked, sparsity_format
-from .layers import (
+from .measure.evaluate import windows
+from .measure.rivals import RIVALS
+from .nn.convert import MIN_SPARSITY
+from .nn.layers import (
     IGNORED,
     PATTERNS,
     Report,
@@ -64,14 +56,22 @@ from .layers import (
     format_bytes,
     holding,
     named,
-    packed_share,
 )
-from .linear import DTYPES
-from .prune import METHODS, STATISTICS, asked_for, prune_
-from .reconstruct import RECIPES
-from .rivals import RIVALS
-from .shards import sliced
-from .times import SHIPPED, is_cpu, read, times, times_of
+from .nn.linear import DTYPES
+from .pruning.prune import METHODS, STATISTICS, asked_for, prune_
+from .pruning.reconstruct import RECIPES
+from .weights import codes
+from .weights.formats import (
+    FORMATS,
+    Dense12Weight,
+    EcWeight,
+    Macko8Weight,
+    MackoWeight,
+    PackedWeight,
+    Sparse11Weight,
+    TileWeight,
+)
+from .weights.shards import sliced
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
 EXPECTED = (
@@ -584,8 +584,8 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
 def tune(options: argparse.Namespace) -> None:
     """Times of this GPU or CPU into its table."""
     device = _device(options.device)
-    from .tune import SMALLEST
-    from .tune import tune as measure
+    from .measure.tune import SMALLEST
+    from .measure.tune import tune as measure
 
     if bool(options.source) == bool(options.shapes):
         raise ValueError("give a checkpoint's folder, or --shapes")
@@ -625,9 +625,9 @@ def bench(options: argparse.Namespace) -> None:
     """Dense against sparse, prefill and decode."""
     require_transformers()
     if options.engine == "vllm":
-        from .engines import run
+        from .measure.engines import run
     else:
-        from .bench import run
+        from .measure.bench import run
 
     source = options.source
     if not source.startswith("random:"):
@@ -641,8 +641,8 @@ def bench(options: argparse.Namespace) -> None:
 def eval(options: argparse.Namespace) -> None:  # the command's name
     """Perplexity, and what differs from another model, as JSON."""
     transformers = require_transformers()
-    from .bench import append
-    from .evaluate import embeddings, language, layer_errors
+    from .measure.bench import append
+    from .measure.evaluate import embeddings, language, layer_errors
 
     device, source = _device(options.device), _folder(options.source)
     against = None if options.against is None else _folder(options.against)
@@ -743,7 +743,7 @@ def _reference() -> str:
 
 def doctor(options: argparse.Namespace) -> int:
     """What is installed, and whether each kernel is right here."""
-    from . import doctor as checks
+    from .measure import doctor as checks
 
     return checks.main()
 

@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .choose import AUTO, Options
-from .formats import FORMATS, MackoWeight, PackedWeight, saved_as
-from .layers import check_model, tied_parameters
-from .linear import SparseLinear, as_extra_state, unsupported, with_hooks
+from .choose.auto import AUTO, Options
+from .nn.layers import check_model, tied_parameters
+from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
+from .weights.formats import FORMATS, MackoWeight, PackedWeight, saved_as
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1

@@ -26,8 +26,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from . import formats, ops
-from .formats import FORMATS
+from . import ops
+from .weights import formats
+from .weights.formats import FORMATS
 
 aten, prims, macko = torch.ops.aten, torch.ops.prims, torch.ops.macko
 

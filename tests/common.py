@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from macko import reference
-from macko.formats import PackedWeight
+from macko.measure import reference
+from macko.weights.formats import PackedWeight
 
 #: 16-bit types, everywhere; float32 too on the CPU.
 HALVES = (torch.float16, torch.bfloat16)

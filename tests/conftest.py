@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from macko import _library, prune
+from macko import _library
+from macko.pruning import prune
 from tests.common import Plan, cpu_paths
 from tests.tiny_llama import TinyLlama, train
 

@@ -35,8 +35,16 @@ from torch import Tensor
 import macko
 from benchmarks.timing import append_jsonl, commit
 from macko import FORMATS, EcWeight, MackoWeight, _library
-from macko.codes import KINDS, TYPES
-from macko.formats import PART_ROWS, ByteWeight, Dense12Weight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.weights.codes import KINDS, TYPES
+from macko.weights.formats import (
+    PART_ROWS,
+    ByteWeight,
+    Dense12Weight,
+    PackedWeight,
+    SellWeight,
+    SlideWeight,
+    TileWeight,
+)
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 #: Rows, columns and density. Of eight columns, for norms and gates; rings of stages that wrap several times, by columns

@@ -28,12 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
-from macko import bench, engines
+from macko.choose.times import packed_share
 from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
-from macko.layers import PATTERNS, format_bytes, holding, named, packed_share
-from macko.prune import METHODS
+from macko.measure import bench, engines
+from macko.nn.layers import PATTERNS, format_bytes, holding, named
+from macko.pruning.prune import METHODS
 from tests.common import (
     as_8_bits,
     as_bitmask,
@@ -663,7 +664,7 @@ def test_an_interrupted_prune_resumes_to_the_same_bits(
         pruned.clear()
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("macko.prune.METHODS", {**METHODS, method: stopping(at)})
+            patch.setattr("macko.pruning.prune.METHODS", {**METHODS, method: stopping(at)})
             assert main([*arguments, "--resume"]) == (130 if at else 0)
         if at is None:
             break
@@ -938,7 +939,7 @@ def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama)
 
 
 def test_doctor_is_python_m_macko(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("macko.doctor.main", lambda: 7)
+    monkeypatch.setattr("macko.measure.doctor.main", lambda: 7)
     assert main(["doctor"]) == 7
 
 

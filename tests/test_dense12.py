@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
-from macko.choose import outside_table
+from macko.choose.auto import outside_table
 from macko.cli import main
-from macko.formats import Dense12Weight, Sparse11Weight, TileWeight
+from macko.weights.formats import Dense12Weight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (
     Plan,
@@ -717,7 +717,7 @@ def test_a_sum_behind_one_token_is_its_bias() -> None:
 def gains_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that it is for, of layers of any size but lm_head's."""
     monkeypatch.setattr(
-        "macko.convert.not_dense12", lambda weight, device: "under so many" if len(weight) == 300 else ""
+        "macko.nn.convert.not_dense12", lambda weight, device: "under so many" if len(weight) == 300 else ""
     )
 
 
@@ -815,7 +815,7 @@ def assert_same_state(got: nn.Module, wanted: nn.Module) -> None:
 @pytest.mark.parametrize("merge", [False, True])
 def test_save_pretrained_writes_a_dense_model(tmp_path: Path, merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
-    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    monkeypatch.setattr("macko.nn.convert.not_dense12", lambda weight, device: "")
     dense = llama(transformers)
     model = copy.deepcopy(dense)
     macko.compress_(model, merge=merge, progress=False)
@@ -838,7 +838,7 @@ def test_save_pretrained_writes_a_dense_model(tmp_path: Path, merge: bool, monke
 
 def test_packed_beside_layers_that_files_hold_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
-    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    monkeypatch.setattr("macko.nn.convert.not_dense12", lambda weight, device: "")
     dense = llama(transformers)
     dense.model.layers[0].mlp.up_proj.weight.data[:, ::3] = 0
     dense.model.layers[0].mlp.up_proj.weight.data[:, 1::3] = 0
@@ -856,7 +856,7 @@ def test_packed_beside_layers_that_files_hold_packed(tmp_path: Path, monkeypatch
 
 def test_tied_embeddings_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
-    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    monkeypatch.setattr("macko.nn.convert.not_dense12", lambda weight, device: "")
     model = llama(transformers, tied=True)
     report = macko.compress_(model, progress=False)
     assert {row.name: row.reason for row in report if row.format == "dense"} == {
@@ -868,7 +868,7 @@ def test_tied_embeddings_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tied_embeddings_are_copied_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer reads its own copy, the embedding the dense one; files and what is loaded are as of the dense model."""
     transformers = pytest.importorskip("transformers", minversion="5")
-    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    monkeypatch.setattr("macko.nn.convert.not_dense12", lambda weight, device: "")
     dense = llama(transformers, tied=True)
     table, model = dense.model.embed_tokens.weight, copy.deepcopy(dense)
     row = {row.name: row for row in macko.compress_(model, copy_tied=True, progress=False)}["lm_head"]
@@ -891,9 +891,9 @@ def test_tied_embeddings_are_copied_when_asked(tmp_path: Path, monkeypatch: pyte
 
 def test_a_copy_of_a_tied_layer_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
-    monkeypatch.setattr("macko.convert.not_dense12", lambda weight, device: "")
+    monkeypatch.setattr("macko.nn.convert.not_dense12", lambda weight, device: "")
     model = llama(transformers, tied=True)
-    monkeypatch.setattr("macko.convert._move", lambda *_: 1 / 0)
+    monkeypatch.setattr("macko.nn.convert._move", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         macko.compress_(model, copy_tied=True, progress=False, device="cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight

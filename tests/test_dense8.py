@@ -20,10 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 import macko
 from benchmarks.spmm import GEMM_SIZES
-from macko import SparseLinear, codes, grids
-from macko.choose import Options, pack
-from macko.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as
-from macko.shards import sliced
+from macko import SparseLinear
+from macko.choose.auto import Options, pack
+from macko.pruning import grids
+from macko.weights import codes
+from macko.weights.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as
+from macko.weights.shards import sliced
 from tests import reference
 from tests.common import (
     Plan,
@@ -835,7 +837,7 @@ def test_what_is_interrupted_has_its_weights_again(monkeypatch: pytest.MonkeyPat
     def fails(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("macko.convert.merge_", fails)
+    monkeypatch.setattr("macko.nn.convert.merge_", fails)
     with pytest.raises(KeyboardInterrupt):
         macko.sparsify_(model, values="fp8", merge=True, progress=False)
     for parameter, wanted in zip(model.parameters(), before, strict=True):

@@ -14,10 +14,10 @@ from torch import nn
 
 import macko
 from macko.cli import main
-from macko.evaluate import embeddings, language, layer_errors, rank_correlation, windows
-from macko.grids import float8, integers, nearest
-from macko.prune import sparsegpt
-from macko.reconstruct import Recipe
+from macko.measure.evaluate import embeddings, language, layer_errors, rank_correlation, windows
+from macko.pruning.grids import float8, integers, nearest
+from macko.pruning.prune import sparsegpt
+from macko.pruning.reconstruct import Recipe
 from tests.common import assert_same_bits, random_vector
 from tests.test_docs import save_checkpoint
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers

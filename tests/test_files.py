@@ -15,8 +15,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import macko
-from macko import formats
 from macko.files import VERSION, Checkpoint
+from macko.weights import formats
 from tests.common import CPU_DTYPES, assert_same_bits, assert_same_model, device_dtypes, random_weight
 
 

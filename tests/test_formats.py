@@ -12,9 +12,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from macko import FORMATS, MackoWeight, SparseLinear, _library, ops, sparsify_
-from macko.choose import CHOICES, Options, pack
+from macko.choose.auto import CHOICES, Options, pack
 from macko.files import Checkpoint, as_extra_state
-from macko.formats import BitmapWeight, ByteWeight, Dense12Weight, EcWeight, PackedWeight, SellWeight, SlideWeight
+from macko.weights.formats import (
+    BitmapWeight,
+    ByteWeight,
+    Dense12Weight,
+    EcWeight,
+    PackedWeight,
+    SellWeight,
+    SlideWeight,
+)
 from tests.common import assert_same_bits, devices, each_token, integer_problem, random_weight
 from tests.fuzz import honest
 

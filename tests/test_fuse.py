@@ -16,8 +16,16 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 
 import macko
-from macko.formats import Dense12Weight, EcWeight, MackoWeight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
 from macko.fuse import Fuse
+from macko.weights.formats import (
+    Dense12Weight,
+    EcWeight,
+    MackoWeight,
+    PackedWeight,
+    SellWeight,
+    Sparse11Weight,
+    TileWeight,
+)
 from tests.common import (
     HALVES,
     Plan,
@@ -584,7 +592,7 @@ def test_generate_compiled(format: str, batch: int, compile: str, merge: bool) -
     tokens of eager mode."""
     from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-    from macko.bench import COMPILED, FOR_SPARSE
+    from macko.measure.bench import COMPILED, FOR_SPARSE
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -651,7 +659,7 @@ print(type(config.post_grad_custom_pre_pass).__name__)
 @needs_transformers
 def test_options_of_macko_bench() -> None:
     """A sparse model is compiled with the pass, a dense one without."""
-    from macko import bench
+    from macko.measure import bench
 
     given: list[dict[str, Any]] = []
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 import macko
 from macko import FORMATS, EcWeight, MackoWeight, cli
-from macko.choose import lacking, outside_table, sparse11_of
+from macko.choose.auto import lacking, outside_table, sparse11_of
 from macko.cli import main
 from macko.files import VERSION, Checkpoint
-from macko.formats import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
 from macko.integrations.compressed_tensors import Masked
-from macko.layers import PATTERNS, density_of, holding, named
+from macko.nn.layers import PATTERNS, density_of, holding, named
+from macko.weights.formats import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
 from tests.common import assert_same_bits, random_weight
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -248,7 +248,7 @@ def test_tune_leaves_what_is_not_worth_a_look(tmp_path: Path, monkeypatch: pytes
         found.update(weights)
         return write(tmp_path / "times")
 
-    monkeypatch.setattr("macko.tune.tune", tuned)
+    monkeypatch.setattr("macko.measure.tune.tune", tuned)
     monkeypatch.setattr(cli, "read", lambda path: {"linear": []})
     saved = FORMATS["sparse8"].from_dense(half).to_saved()
     path = write(
@@ -265,4 +265,4 @@ def test_a_matrix_of_zeros_is_inspected(tmp_path: Path, capsys: Any) -> None:
     save_file({"a.weight": torch.zeros(8, 16)}, tmp_path / "file")
     assert main(["inspect", str(tmp_path / "file")]) == 0
     assert "0.000 (100.0%)" in capsys.readouterr().out
-    assert macko.layers.density_of(torch.zeros(8, 16)) == 0
+    assert macko.nn.layers.density_of(torch.zeros(8, 16)) == 0

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import macko
-from macko import FORMATS, MackoWeight, SparseLinear, linear
-from macko.choose import Options, pack
-from macko.formats import PackedWeight
+from macko import FORMATS, MackoWeight, SparseLinear
+from macko.choose.auto import Options, pack
+from macko.nn import linear
+from macko.weights.formats import PackedWeight
 from tests.common import (
     HALVES,
     assert_close_spmv,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from macko import MackoWeight, _library
-from macko import doctor as main
+from macko.measure import doctor as main
 
 
 @pytest.mark.slow

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import macko
-from macko import choose, formats, merge
-from macko.choose import Options
-from macko.formats import MackoWeight, SellWeight, TileWeight
-from macko.merge import MergedLinear
+from macko.choose import auto as choose
+from macko.choose.auto import Options
+from macko.nn import merge
+from macko.nn.merge import MergedLinear
+from macko.weights import formats
+from macko.weights.formats import MackoWeight, SellWeight, TileWeight
 from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
 
 

@@ -75,8 +75,8 @@ TOY = "LAYOUT(TOY, toy_layout)"
 #: All that changes outside of the layout's own file: (file, what stands there once, what stands there then).
 ROWS = [
     ("csrc/torch/path.h", "LAYOUT(SPARSE8, sparse8_layout)", "LAYOUT(SPARSE8, sparse8_layout) " + TOY),
-    ("macko/formats.py", "#: Every format by name, ", CLASS + "#: Every format by name, "),
-    ("macko/formats.py", "Dense8Weight, Sparse8Weight)", "Dense8Weight, Sparse8Weight, ToyWeight)"),
+    ("macko/weights/formats.py", "#: Every format by name, ", CLASS + "#: Every format by name, "),
+    ("macko/weights/formats.py", "Dense8Weight, Sparse8Weight)", "Dense8Weight, Sparse8Weight, ToyWeight)"),
 ]
 
 USE = r"""
@@ -84,8 +84,8 @@ import copy, dataclasses, pytest, torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from macko import FORMATS, MackoWeight, SparseLinear, load_model, save_model
-from macko.doctor import self_test
-from macko.choose import layouts
+from macko.measure.doctor import self_test
+from macko.choose.auto import layouts
 
 self_test(torch.device("cpu"), torch.bfloat16)
 Toy, whole = FORMATS["toy"], lambda *shape: torch.randint(-3, 4, shape).float()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import macko
-from macko.prune import SPARSEGPT_BLOCK, lowest, sparsegpt, wanda
+from macko.pruning.prune import SPARSEGPT_BLOCK, lowest, sparsegpt, wanda
 from tests.common import CPU_DTYPES, assert_same_bits, devices, random_vector, torch_threads
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
 
@@ -330,7 +330,7 @@ def test_says_what_state_an_interruption_leaves(monkeypatch: pytest.MonkeyPatch)
             raise KeyboardInterrupt
         return torch.zeros_like(weight)
 
-    monkeypatch.setitem(macko.prune.METHODS, "magnitude", magnitude)
+    monkeypatch.setitem(macko.pruning.prune.METHODS, "magnitude", magnitude)
     model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 6))
     with pytest.raises(KeyboardInterrupt) as caught, warnings.catch_warnings(record=True) as warned:
         macko.prune_(model, 0.5)

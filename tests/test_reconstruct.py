@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import macko
-from macko.allocate import BOUND, Curve, between, least
-from macko.grids import integers, nearest
-from macko.layers import find_linears
-from macko.prune import METHODS
-from macko.reconstruct import Recipe
+from macko.nn.layers import find_linears
+from macko.pruning.allocate import BOUND, Curve, between, least
+from macko.pruning.grids import integers, nearest
+from macko.pruning.prune import METHODS
+from macko.pruning.reconstruct import Recipe
 from tests.common import CPU_DTYPES, assert_same_bits, random_vector
 from tests.test_prune import Blocks, Stop, StopsAt, in_block
 from tests.tiny_llama import TinyLlama, needs_transformers
@@ -107,7 +107,9 @@ def test_a_token_a_thousand_times_as_long_is_one_of_many(unit: str, monkeypatch:
     lost = []
     for even in (False, True):
         if even:
-            monkeypatch.setattr("macko.reconstruct._shares", lambda hidden: hidden.new_ones(hidden[..., 0].numel()))
+            monkeypatch.setattr(
+                "macko.pruning.reconstruct._shares", lambda hidden: hidden.new_ones(hidden[..., 0].numel())
+            )
         dense, model = Blocks(), Blocks()
         recipe = dataclasses.replace(QUICK, unit=unit, steps=40)
         report = macko.prune_(model, 0.5, calibration=given, ignore=["stem"], reconstruct=recipe)

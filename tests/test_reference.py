@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from macko import reference
+from macko.measure import reference
 from tests.common import (
     CPU_DTYPES,
     HALVES,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import macko.rivals
+import macko.measure.rivals
 from benchmarks import report, rivals
 
 
@@ -46,12 +46,12 @@ def test_fp8_by_row_is_checked(problem: tuple[torch.Tensor, torch.Tensor]) -> No
 def test_a_layer_with_fewer_bits_is_that_of_the_rounded_weight(bias: bool) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"q": nn.Linear(256, 64, bias), "odd": nn.Linear(100, 64), "lm_head": nn.Linear(256, 64)})
-    for name in macko.rivals.RIVALS:
+    for name in macko.measure.rivals.RIVALS:
         made = copy.deepcopy(model).bfloat16()
         dense = made["q"]
         x = torch.randn(2, 3, 256).bfloat16()
         wanted = dense(x).float()
-        assert macko.rivals.replace_(made, name) == 1
+        assert macko.measure.rivals.replace_(made, name) == 1
         assert type(made["odd"]) is type(made["lm_head"]) is nn.Linear
         y = made["q"](x)
         assert (y.shape, y.dtype) == (wanted.shape, torch.bfloat16)

@@ -29,11 +29,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
-from macko import SparseLinear, convert, reference
-from macko.choose import Options, pack
-from macko.formats import FORMATS, ByteWeight
-from macko.linear import HOOKS, keeps_format
-from macko.merge import MergedLinear
+from macko import SparseLinear
+from macko.choose.auto import Options, pack
+from macko.measure import reference
+from macko.nn import convert
+from macko.nn.linear import HOOKS, keeps_format
+from macko.nn.merge import MergedLinear
+from macko.weights.formats import FORMATS, ByteWeight
 from tests.common import CPU_DTYPES, random_weight
 
 F16, BF16, F32 = CPU_DTYPES

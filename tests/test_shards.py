@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from macko import EcWeight, MackoWeight
-from macko.formats import (
+from macko.weights.formats import (
     BitmapWeight,
     ByteWeight,
     Dense8Weight,
@@ -19,7 +19,7 @@ from macko.formats import (
     Sparse11Weight,
     TileWeight,
 )
-from macko.shards import joined, sliced
+from macko.weights.shards import joined, sliced
 from tests.common import assert_same_bits, device_dtypes, random_weight, two_processes
 
 
@@ -106,8 +106,8 @@ import os, sys
 import pytest, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from macko.formats import Dense8Weight, Sparse8Weight
-from macko.shards import gathered, sliced
+from macko.weights.formats import Dense8Weight, Sparse8Weight
+from macko.weights.shards import gathered, sliced
 from tests.common import assert_same_bits, random_weight
 
 store, rank = sys.argv[1], int(sys.argv[2])

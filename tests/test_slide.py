@@ -13,11 +13,13 @@ from torch import Tensor
 
 import macko
 import macko.ops as ops
-from macko import SparseLinear, choose, times
-from macko.choose import Options, pack
-from macko.convert import check_shards
-from macko.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
-from macko.tune import measure_slide
+from macko import SparseLinear
+from macko.choose import auto as choose
+from macko.choose import times
+from macko.choose.auto import Options, pack
+from macko.measure.tune import measure_slide
+from macko.nn.convert import check_shards
+from macko.weights.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
 from tests import reference
 from tests.common import HALVES, Plan, assert_same_bits, device_dtypes, devices, needs_capture
 from tests.layouts import LAYOUTS

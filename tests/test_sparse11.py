@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
-from macko import SparseLinear, times
-from macko.choose import Options, pack
-from macko.formats import MackoWeight, Sparse11Weight, TileWeight
+from macko import SparseLinear
+from macko.choose import times
+from macko.choose.auto import Options, pack
+from macko.weights.formats import MackoWeight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (
     Plan,
@@ -548,8 +549,8 @@ MERGED = ("q_proj", "k_proj", "v_proj")
 @pytest.fixture
 def tile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU of compute capability 9.0."""
-    monkeypatch.setattr("macko.choose._runs_wgmma", lambda device: True)
-    monkeypatch.setattr("macko.choose.choose", lambda weight, tokens=None: TileWeight)
+    monkeypatch.setattr("macko.choose.auto._runs_wgmma", lambda device: True)
+    monkeypatch.setattr("macko.choose.auto.choose", lambda weight, tokens=None: TileWeight)
 
 
 @pytest.mark.usefixtures("tile_is_chosen")
@@ -589,7 +590,7 @@ def test_exact_values_stay_where_tile_was_measured_faster(monkeypatch: pytest.Mo
         {"rows": 4096, "cols": 512, **about, "gain": {"1": 0.9}},
     ]
     known = times.Times("GPU", 1.0, (), True, {("bf16", "sparse11"): lines})
-    monkeypatch.setattr("macko.choose.times_of", lambda device: known)
+    monkeypatch.setattr("macko.choose.auto.times_of", lambda device: known)
     w = weight(128, 512, listed=0.0)
     for tokens, wanted in ((None, "sparse11"), (8, "sparse11"), (64, "sparse11"), (128, "tile"), (4096, "tile")):
         assert pack(w, Options(tokens=tokens, values="exact")).format == wanted

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import macko
-from macko.reference import linear as reference
+from macko.measure.reference import linear as reference
 from tests.common import torch_threads
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")

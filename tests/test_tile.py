@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import macko
 from benchmarks.spmm import GEMM_SIZES
-from macko.choose import choose
-from macko.formats import MackoWeight, SellWeight, TileWeight
+from macko.choose.auto import choose
+from macko.weights.formats import MackoWeight, SellWeight, TileWeight
 from tests import layouts, reference
 from tests.common import (
     HALVES,

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import macko
-from macko import cli, formats
+from macko import cli
 from macko.files import Checkpoint
+from macko.weights import formats
 from tests.common import assert_same_bits, assert_same_model, torch_threads, two_processes
 from tests.tiny_llama import TinyLlama
 
@@ -861,7 +862,7 @@ import copy, os, sys
 import pytest, torch
 import torch.distributed as dist
 import macko
-from macko.formats import MackoWeight
+from macko.weights.formats import MackoWeight
 from macko.integrations import tensor_parallel
 from transformers import AutoModelForCausalLM, modeling_utils
 from transformers.distributed import DistributedConfig

@@ -15,9 +15,12 @@ import torch
 from torch import nn
 
 import macko
-from macko import choose, convert, times, tune
+from macko.choose import auto as choose
+from macko.choose import times
 from macko.cli import main
-from macko.formats import (
+from macko.measure import tune
+from macko.nn import convert
+from macko.weights.formats import (
     FORMATS,
     SLIDE_PATTERNS,
     BitmapWeight,

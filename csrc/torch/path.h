@@ -13,7 +13,7 @@
 
 /*
  * A row a layout: its name, and its functions (packed.h). Its number here stands first in a header, and is `number` of
- * its class in macko/formats.py; no file has it.
+ * its class in macko/weights/formats.py; no file has it.
  */
 #define MACKO_LAYOUTS(LAYOUT)                                                                                          \
     LAYOUT(CANONICAL, canonical_layout)                                                                                \

@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import modeling
 
 from ..files import load_model
-from ..linear import SparseLinear
+from ..nn.linear import SparseLinear
 from . import wrap
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from ..linear import SparseLinear, with_hooks
+from ..nn.linear import SparseLinear, with_hooks
 from . import wrap
 
 

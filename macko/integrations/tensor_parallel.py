@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..linear import SparseLinear
-from ..shards import gathered, sliced
+from ..nn.linear import SparseLinear
+from ..weights.shards import gathered, sliced
 
 
 def check(model: Any) -> None:

@@ -21,12 +21,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..choose import Options
-from ..convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
+from ..choose.auto import Options
+from ..choose.times import packed_share
 from ..files import VERSION, Checkpoint, check_about, check_whole, join, open_tensors
-from ..formats import FORMATS, saved_as
-from ..layers import FoundLinear, LayerReport, Report, countable, find_linears, packed_share, unpackable
-from ..linear import SparseLinear, unsupported, with_hooks
+from ..nn.convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
+from ..nn.layers import FoundLinear, LayerReport, Report, countable, find_linears, unpackable
+from ..nn.linear import SparseLinear, unsupported, with_hooks
+from ..weights.formats import FORMATS, saved_as
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
 

@@ -36,14 +36,14 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from .. import codes
-from ..choose import Options, pack
-from ..convert import MIN_SPARSITY, check_min_sparsity, convert_weight
+from ..choose.auto import Options, pack
 from ..files import VERSION, check_about
-from ..formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
-from ..layers import IGNORED, matching
+from ..nn.convert import MIN_SPARSITY, check_min_sparsity, convert_weight
+from ..nn.layers import IGNORED, matching
 from ..ops import multiply
-from ..shards import joined, sliced
+from ..weights import codes
+from ..weights.formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
+from ..weights.shards import joined, sliced
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .choose import Options, pack
-from .formats import ByteWeight, MackoWeight, PackedWeight
+from ..choose.auto import Options, pack
+from ..weights.formats import ByteWeight, MackoWeight, PackedWeight
+from ..weights.shards import joined
 from .linear import HOOKS, SparseLinear, autocast_dtype, keeps_format, with_hooks
-from .shards import joined
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

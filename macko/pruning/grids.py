@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .codes import over
+from ..weights.codes import over
 
 #: grid(columns [rows, group]) -> round(values [..., rows]) -> the nearest values of the grid.
 Grid = Callable[[Tensor], Callable[[Tensor], Tensor]]

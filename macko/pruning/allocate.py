@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.layers import FoundLinear
 from .calibrate import Call, at, blocks_of, by_block, gather, outputs_of, record, weights_in, with_hidden
-from .layers import FoundLinear
 
 #: A layer's share of zeros is at most so far from that of the whole.
 BOUND = 0.15

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import FORMATS, __version__, _library, ops
-from .formats import SellWeight, SlideWeight
-from .linear import DTYPES
+from .. import FORMATS, __version__, _library, ops
+from ..nn.linear import DTYPES
+from ..weights.formats import SellWeight, SlideWeight
 
 
 class _Called(TorchDispatchMode):

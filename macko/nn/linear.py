@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from . import codes
-from .choose import AUTO, Options, pack
-from .formats import (
+from ..choose.auto import AUTO, Options, pack
+from ..ops import multiply
+from ..weights import codes
+from ..weights.formats import (
     FORMATS,
     ByteWeight,
     EcWeight,
@@ -31,7 +32,6 @@ from .formats import (
     slices,
     takes_any_weight,
 )
-from .ops import multiply
 
 _Module = TypeVar("_Module", bound=nn.Module)
 #: Element types of a packed weight's values.

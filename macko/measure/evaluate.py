@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .calibrate import as_call, evaluating, hidden_of
+from ..pruning.calibrate import as_call, evaluating, hidden_of
 
 #: Logits of so many tokens are held in float32 at once.
 TOKENS = 512

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..weights.formats import takes_any_weight
 from . import bench
 from .bench import Line, Result, Side
-from .formats import takes_any_weight
 
 #: What config.json says of a checkpoint by GPTQ, whose weights may then be any bits. Without the names of what is
 #: quantized vLLM looks for them in files, of which dummies have none, and leaves every layer dense, without a word.
@@ -284,7 +284,7 @@ def _bytes_and_seconds(model: Any) -> tuple[int, float | None]:
 def _fill_dummies(sparsity: float, dtype: torch.dtype | None) -> None:
     """Random weights of the right spread, so many of the smallest zero, in place of vLLM's dummies, which have none; of
     that dtype before they have the model's, if one is given."""
-    from .integrations import vllm
+    from ..integrations import vllm
 
     convert, spread = vllm.convert_weight, 0.02
     threshold = spread * statistics.NormalDist().inv_cdf((1 + sparsity) / 2)

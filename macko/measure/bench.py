@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..choose.auto import Options, _runs_wgmma
+from ..files import check_whole
+from ..fuse import Fuse
+from ..nn.convert import MIN_SPARSITY, sparsify_
+from ..nn.layers import IGNORED, Report, columns, density_of, find_linears, format_bytes
+from ..nn.linear import SparseLinear
+from ..nn.merge import split_
+from ..pruning.prune import asked_for, prune_
+from ..weights.codes import KINDS
+from ..weights.formats import ByteWeight, takes_any_weight
 from . import reference
-from .choose import Options, _runs_wgmma
-from .codes import KINDS
-from .convert import MIN_SPARSITY, sparsify_
-from .files import check_whole
-from .formats import ByteWeight, takes_any_weight
-from .fuse import Fuse
-from .layers import IGNORED, Report, columns, density_of, find_linears, format_bytes
-from .linear import SparseLinear
-from .merge import split_
-from .prune import asked_for, prune_
 from .rivals import replace_
 
 #: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs.

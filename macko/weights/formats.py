@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from . import codes, ops
+from .. import ops
+from . import codes
 
 #: Elements of a part of a product from which on it is a tensor of its own, where that makes it a GEMM by itself.
 #: Kernels of torch that read slices take longer: worth it for gate and up of 11008 rows from 1024 tokens on, not at

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from .choose import (
+from ..choose.auto import (
     DENSE12_SHARE,
     VALUES,
     Options,
@@ -30,7 +30,7 @@ from .choose import (
     sparse11_note,
     worst_of,
 )
-from .formats import (
+from ..weights.formats import (
     SLIDE_PATTERNS,
     Dense12Weight,
     EcWeight,

@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _library
-from .layers import packed_share
+from .. import _library
 
 VERSION = 2
 SHIPPED = Path(__file__).parent / "times"
@@ -136,6 +135,19 @@ class Times:
         tokens_and_gain = sorted((int(count), gain) for count, gain in min(lines, key=distance)["gain"].items())
         counts, gains = zip(*tokens_and_gain, strict=True)
         return float(np.interp(math.log(max(1, tokens)), np.log(counts), gains))
+
+
+def packed_share(density: float, value_bits: float = 16, gap_bits: Iterable[int] = (4,)) -> float:
+    """Bytes of a packed weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md).
+
+    Of several widths of gaps the one that makes it smallest.
+    """
+
+    def share(bits: int) -> float:
+        gap = (1 - density) ** 2**bits  # chance of a run too long for one gap
+        return (value_bits + bits) / value_bits * density * (1 + gap / (1 - gap))
+
+    return min(share(bits) for bits in gap_bits) if density > 0 else 0.0
 
 
 def held_bytes(format: str, rows: int, cols: int, density: float, size: int) -> float:

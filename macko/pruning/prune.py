@@ -17,11 +17,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .allocate import STRENGTHS, STRENGTHS_FITTED, allocate
-from .calibrate import calibrate, evaluating
-from .choose import SPARSE11_LISTED, outside_table
-from .grids import Grid
-from .layers import (
+from ..choose.auto import SPARSE11_LISTED, outside_table
+from ..nn.layers import (
     IGNORED,
     Filter,
     FoundLinear,
@@ -32,7 +29,10 @@ from .layers import (
     find_linears,
     unpackable,
 )
-from .linear import DTYPES, SparseLinear
+from ..nn.linear import DTYPES, SparseLinear
+from .allocate import STRENGTHS, STRENGTHS_FITTED, allocate
+from .calibrate import calibrate, evaluating
+from .grids import Grid
 from .reconstruct import Fitter, Recipe, recipe_of
 
 Pattern = tuple[int, int]

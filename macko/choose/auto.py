@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import _library, codes
-from .formats import (
+from .. import _library
+from ..weights import codes
+from ..weights.formats import (
     FORMATS,
     SLIDE_ELEMENTS,
     SLIDE_PATTERNS,

@@ -409,19 +409,6 @@ def _most(width: int, n: int, m: int) -> int:
     return max(sum(min(n, min(s + width, g + m) - max(s, g)) for g in range(s // m * m, s + width, m)) for s in starts)
 
 
-def packed_share(density: float, value_bits: float = 16, gap_bits: Iterable[int] = (4,)) -> float:
-    """Bytes of a packed weight over those of the dense one, for non-zeros that lie anywhere (docs/macko.md).
-
-    Of several widths of gaps the one that makes it smallest.
-    """
-
-    def share(bits: int) -> float:
-        gap = (1 - density) ** 2**bits  # chance of a run too long for one gap
-        return (value_bits + bits) / value_bits * density * (1 + gap / (1 - gap))
-
-    return min(share(bits) for bits in gap_bits) if density > 0 else 0.0
-
-
 def unpackable(model: nn.Module) -> list[LayerReport]:
     """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts."""
     rows = []

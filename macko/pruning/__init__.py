@@ -1,0 +1,1 @@
+"""Pruning: which weights become zero, and what the others become in turn."""

@@ -315,7 +315,7 @@ def _held(kind: type[_Kind], weight: MackoWeight) -> _Kind | None:
 def expected_us(
     rows: int, cols: int, density: float, dtype: torch.dtype, device: torch.device, tokens: int | None = None
 ) -> dict[str, float]:
-    """Microseconds of a layer by format, "dense" among them (macko.choose.times): of the formats that hold it on that device.
+    """Microseconds of a layer by format, "dense" among them (choose.times): of the formats that hold it on that device.
 
     By default of one token.
 

@@ -32,6 +32,7 @@
 #include "../core/sm90.cuh"
 #include "codec.cuh"
 #include "few_plan.h"
+#include "multiply.h"
 
 namespace macko {
 namespace {
@@ -757,10 +758,10 @@ cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, cons
 }
 
 template <class CODEC, int TOKENS>
-cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                   const macko_slab_outputs &y, const device_info &device, cudaStream_t stream) {
+cudaError_t launch(const slab_weight<CODEC> &w, const slab_product &p, const device_info &device) {
     using SHAPE = few_shape<TOKENS, CODEC>;
-    if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.output[1].rows))
+    const int64_t tokens = p.tokens;
+    if (tokens > TOKENS || (SHAPE::MANY_SUMS && p.y.output[1].rows))
         return cudaErrorInvalidValue; // for the kernel for many
     const int slabs = (int)macko_slabs_across(w.cols), row_blocks = (int)macko_slab_row_blocks(w.rows);
     // Not all TOKENS: rows of a box that are not in the tensor take long to fill (H200, 33 tokens of 64: by half again).
@@ -771,7 +772,7 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     if (error) return error;
     // Of 9 to 16 tokens, which fill as many: so the number of tokens does not matter.
     if constexpr (TOKENS == 16 && TOKENS == CODEC::HALVES_TO)
-        if (plan.stages < GOOD_HALVES) return launch<CODEC, 32>(w, tokens, x, x_stride, bias, y, device, stream);
+        if (plan.stages < GOOD_HALVES) return launch<CODEC, 32>(w, p, device);
     few_task<CODEC> task{};
     task.offsets = w.offsets;
     task.data = w.data;
@@ -796,20 +797,21 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     task.cluster = plan.cluster;
     task.tokens = (int)tokens;
     task.token_bytes = token_bytes;
-    task.bias = bias;
-    task.y = y;
+    task.bias = p.bias;
+    task.y = p.y;
     task.rows = w.rows;
     task.area = plan.area;
     task.weights = w.constants;
     // One TMA load for all tokens of a slab is faster than four (H200, most at 32 tokens), but the last tile has to be
     // whole.
     task.boxes = w.cols % MACKO_SLAB_TILE_COLS ? MACKO_SLAB_TILES : 1;
-    error = task.boxes == 1 ? sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
-                                                    {MACKO_SLAB_TILE_COLS, tokens, w.cols / MACKO_SLAB_TILE_COLS},
-                                                    {x_stride * 2, MACKO_SLAB_TILE_COLS * 2},
-                                                    {MACKO_SLAB_TILE_COLS, tokens_8, MACKO_SLAB_TILES})
-                            : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {w.cols, tokens, 1},
-                                                    {x_stride * 2, x_stride * 2}, {MACKO_SLAB_TILE_COLS, tokens_8, 1});
+    error = task.boxes == 1
+                ? sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x,
+                                        {MACKO_SLAB_TILE_COLS, tokens, w.cols / MACKO_SLAB_TILE_COLS},
+                                        {p.x_stride * 2, MACKO_SLAB_TILE_COLS * 2},
+                                        {MACKO_SLAB_TILE_COLS, tokens_8, MACKO_SLAB_TILES})
+                : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x, {w.cols, tokens, 1},
+                                        {p.x_stride * 2, p.x_stride * 2}, {MACKO_SLAB_TILE_COLS, tokens_8, 1});
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -819,25 +821,30 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     config.gridDim = dim3((unsigned)plan.grid);
     config.blockDim = dim3(SHAPE::THREADS);
     config.dynamicSmemBytes = plan.shared_bytes;
-    config.stream = stream;
+    config.stream = p.stream;
     config.attrs = attributes;
-    config.numAttrs = may_use_pdl(stream, SHAPE::THREADS) ? 2 : 1;
+    config.numAttrs = may_use_pdl(p.stream, SHAPE::THREADS) ? 2 : 1;
     return cudaLaunchKernelEx(&config, slab_few_kernel<CODEC, TOKENS>, task);
 }
 
-// A product, by the kernel for as many tokens as are together in a block.
+// By the kernel for as many tokens as are together in a block.
 template <class CODEC>
-cudaError_t multiply_few(const slab_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
-                         const void *bias, const macko_slab_outputs &y, cudaStream_t stream) {
-    if (!weight.rows || !tokens) return cudaSuccess;
+cudaError_t multiply_few(const slab_weight<CODEC> &weight, const slab_product &p) {
+    if (!weight.rows || !p.tokens) return cudaSuccess;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const auto run = tokens <= 8    ? launch<CODEC, 8>
-                     : tokens <= 16 ? launch<CODEC, 16>
-                     : tokens <= 32 ? launch<CODEC, 32>
-                                    : launch<CODEC, 64>;
-    return run(weight, tokens, x, x_stride, bias, y, device, stream);
+    const auto run = p.tokens <= 8    ? launch<CODEC, 8>
+                     : p.tokens <= 16 ? launch<CODEC, 16>
+                     : p.tokens <= 32 ? launch<CODEC, 32>
+                                      : launch<CODEC, 64>;
+    return run(weight, p, device);
 }
 
 } // namespace
+
+template <class MATRIX>
+cudaError_t slab_few(const MATRIX &m, const slab_product &p) {
+    return with_weight(m, [&](const auto &weight) { return multiply_few(weight, p); });
+}
+
 } // namespace macko

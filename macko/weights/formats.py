@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .. import ops
+from .. import _library, ops
 from . import codes
 
 #: Elements of a part of a product from which on it is a tensor of its own, where that makes it a GEMM by itself.
@@ -69,7 +69,7 @@ class PackedWeight:
     """What every format's dataclass has and, behind `shape`, shares."""
 
     format: ClassVar[str]
-    #: Its number in headers: its place in FORMATS.
+    #: Its number in headers, as the library's layout of this name has it.
     number: ClassVar[int]
     #: Types of device that run it.
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -1373,7 +1373,7 @@ def sparsest_pattern(w: Tensor) -> int:
     return 0
 
 
-#: Every format by name, in the order of csrc/torch/packed.h.
+#: Every format by name.
 FORMATS: dict[str, type[PackedWeight]] = {
     kind.format: kind
     for kind in (
@@ -1383,8 +1383,8 @@ FORMATS: dict[str, type[PackedWeight]] = {
 }
 #: What files alone hold, by name.
 SAVED: dict[str, type[PackedWeight]] = {Macko8Weight.format: Macko8Weight}
-for _number, _kind in enumerate((*FORMATS.values(), *SAVED.values())):
-    _kind.number = _number  # which no layout of the library has where files alone hold it
+for _kind in (*FORMATS.values(), *SAVED.values()):
+    _kind.number = _library.layouts.get(_kind.format, -1)  # -1, which no layout has, where files alone hold it
     _types = {field.name: field.type for field in dataclasses.fields(_kind)}  # type: ignore[arg-type]
     _kind.tensor_names = tuple(name for name in _types if _types[name] == "Tensor")
     _kind.size_names = tuple(name for name in _types if _types[name] == "int")
@@ -1392,7 +1392,7 @@ for _number, _kind in enumerate((*FORMATS.values(), *SAVED.values())):
 
 def _fake(op: str, layout: int, like: Tensor, rows: Any, cols: Any, options: Any) -> tuple[list[Tensor], Tensor]:
     """What op gives of this layout, without content."""
-    kind = list(FORMATS.values())[layout]
+    kind = next(kind for kind in FORMATS.values() if kind.number == layout)
     try:
         shapes = kind.shapes(rows, cols, options)
     except NotImplementedError:

@@ -67,8 +67,9 @@ __global__ void __launch_bounds__(COUNT_THREADS)
     });
 }
 
-__global__ void __launch_bounds__(THREADS) count_listed(const uint16_t *w, int64_t rows, int64_t cols,
-                                                        macko_dtype dtype, dense12_table table, uint64_t *found) {
+__global__ void __launch_bounds__(THREADS)
+    count_listed(const uint16_t *w, int64_t rows, int64_t cols, macko_dtype dtype, dense12_table table,
+                 macko_slab_totals *totals) {
     __shared__ uint8_t codes[HIGHS];
     __shared__ int listed;
     if (threadIdx.x == 0) listed = 0;
@@ -86,8 +87,8 @@ __global__ void __launch_bounds__(THREADS) count_listed(const uint16_t *w, int64
     if (from.lane == 0 && own) atomicAdd(&listed, own);
     __syncthreads();
     if (threadIdx.x || !listed) return;
-    atomicMax((unsigned long long *)&found[0], (unsigned long long)listed);
-    atomicAdd((unsigned long long *)&found[1], (unsigned long long)listed);
+    atomicMax((unsigned long long *)&totals->fullest, (unsigned long long)listed);
+    atomicAdd((unsigned long long *)&totals->listed, (unsigned long long)listed);
 }
 
 // Writes a lane's elements of a slice of a tile; gives bit 8 step + i of those that are listed.
@@ -212,21 +213,21 @@ __global__ void __launch_bounds__(THREADS)
 
 } // namespace
 
-cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, uint64_t counts[128],
-                                     cudaStream_t stream) {
+cudaError_t macko_dense12_histogram_cuda(const macko_dense12_matrix *m, const void *w, int64_t counts[128],
+                                         cudaStream_t stream) {
     const int64_t elements = m->rows * m->cols;
     if (elements)
         count_highs<<<count_blocks(elements), COUNT_THREADS, 0, stream>>>((const uint16_t *)w, elements, m->dtype,
-                                                                          counts);
+                                                                          (uint64_t *)counts);
     return cudaGetLastError();
 }
 
-cudaError_t macko_dense12_listed_cuda(const macko_dense12_matrix *m, const void *w, uint64_t found[2],
-                                      cudaStream_t stream) {
+cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, int32_t *, macko_slab_totals *totals,
+                                     cudaStream_t stream) {
     const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs)
         count_listed<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
-                                                              {m->table[0], m->table[1]}, found);
+                                                              {m->table[0], m->table[1]}, totals);
     return cudaGetLastError();
 }
 

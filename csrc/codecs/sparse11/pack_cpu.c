@@ -101,10 +101,8 @@ static void load_codes(const uint8_t *slab, int part, uint8_t codes[PART_PLACES]
     }
 }
 
-void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                                  int64_t counts[256]) {
-    const int64_t end = min_int64(m->rows, last * MACKO_SLAB_ROWS) * m->cols;
-    for (int64_t i = first * MACKO_SLAB_ROWS * m->cols; i < end; i++)
+void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t counts[256]) {
+    for (int64_t i = 0; i < m->rows * m->cols; i++)
         counts[macko_sparse11_split(m->dtype, w[i]) >> 8] +=
             w[i] & (SIGN - 1) && !macko_sparse11_has_low_bits(m->dtype, w[i]);
 }
@@ -116,12 +114,11 @@ static int list_words(const uint8_t codes[PART_PLACES]) {
     return macko_sparse11_words(listed);
 }
 
-void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                              int32_t *offsets, macko_sparse11_totals *totals) {
-    const int64_t slabs = macko_slabs_across(m->cols);
+void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int32_t *offsets,
+                              macko_slab_totals *totals) {
     uint8_t codes[256];
     find_codes(m->table, codes);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         int value_rows = 0, words = 0, listed = 0;
         for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
             slice_codes own;
@@ -138,12 +135,10 @@ void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
     }
 }
 
-void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
-                              int64_t last) {
-    const int64_t slabs = macko_slabs_across(m->cols);
+void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w, uint8_t *data) {
     uint8_t codes[256];
     find_codes(m->table, codes);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         uint8_t *const begin = data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
         const origin from = slab_origin(m->cols, slab);
         slice_codes own[MACKO_SLAB_SLICES];

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(COUNT_THREADS)
 }
 
 __global__ void __launch_bounds__(THREADS)
-    count_slabs(const macko_sparse11_matrix m, const uint16_t *w, int32_t *offsets, macko_sparse11_totals *totals) {
+    count_slabs(const macko_sparse11_matrix m, const uint16_t *w, int32_t *offsets, macko_slab_totals *totals) {
     __shared__ uint8_t codes[HIGHS];
     __shared__ int value_rows, words, stored, listed;
     if (threadIdx.x == 0) value_rows = words = stored = listed = 0;
@@ -284,15 +284,16 @@ __global__ void __launch_bounds__(THREADS)
 
 } // namespace
 
-cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, uint64_t counts[256],
+cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, int64_t counts[256],
                                           cudaStream_t stream) {
     const int64_t elements = m->rows * m->cols;
-    if (elements) count_highs<<<count_blocks(elements), COUNT_THREADS, 0, stream>>>(*m, (const uint16_t *)w, counts);
+    if (elements)
+        count_highs<<<count_blocks(elements), COUNT_THREADS, 0, stream>>>(*m, (const uint16_t *)w, (uint64_t *)counts);
     return cudaGetLastError();
 }
 
 cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
-                                      macko_sparse11_totals *totals, cudaStream_t stream) {
+                                      macko_slab_totals *totals, cudaStream_t stream) {
     const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, offsets, totals);
     return cudaGetLastError();

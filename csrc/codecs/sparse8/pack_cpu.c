@@ -53,28 +53,23 @@ static void load_masks(const uint8_t *slab, int slice, slice_masks masks) {
             masks[tile][lane] = load_32(slab + mask_at(tile, slice, lane));
 }
 
-int64_t macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w, int64_t first, int64_t last,
-                                int32_t *offsets) {
-    const int64_t slabs = macko_slabs_across(m->cols);
-    int64_t stored = 0;
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+void macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w, int32_t *offsets,
+                             macko_slab_totals *totals) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         int value_rows = 0;
         for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
             slice_masks masks;
             find_masks(m, w, slab_origin(m->cols, slab), slice, masks);
             const slice_plan plan = plan_slice(masks);
             value_rows += plan.rows;
-            for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) stored += plan.lengths[lane];
+            for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) totals->stored += plan.lengths[lane];
         }
         offsets[slab + 1] = macko_sparse8_units(value_rows);
     }
-    return stored;
 }
 
-void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, uint8_t *data, int64_t first,
-                             int64_t last) {
-    const int64_t slabs = macko_slabs_across(m->cols);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, uint8_t *data) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         uint8_t *const begin = data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
         const origin from = slab_origin(m->cols, slab);
         uint32_t values_at = MACKO_SPARSE8_VALUES_AT;

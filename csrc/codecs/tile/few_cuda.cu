@@ -1,6 +1,5 @@
 // Up to 64 tokens on CUDA for the tile layout: few_kernel.cuh, and the same product where there is no wgmma.
 #include "../../slab/few_kernel.cuh"
-#include "../../torch/path.h"
 #include "codec.cuh"
 
 namespace macko {
@@ -8,13 +7,13 @@ namespace {
 
 static_assert(densest_has_plan<sparse16<__half>>(MACKO_TILE_VALUES_AT + MACKO_TILE_MOST_ROWS * MACKO_TILE_ROW_BYTES));
 
-// With 64 tokens, where no row block is split; with three stages the kernel waits for memory (macko_few_tokens).
+// With 64 tokens, where no row block is split.
 constexpr int stages_of_64(int slab_bytes) {
     const int tokens_bytes = MACKO_SLAB_TILES * 64 * MACKO_SLAB_TILE_COLS * 2;
     return (227 * 1024 - BARRIER_BYTES - few_shape<64, sparse16<__half>>::SUMS_BYTES) /
            ((int)ceil_div(slab_bytes, 1024) * 1024 + tokens_bytes);
 }
-static_assert(stages_of_64(MACKO_FEW_SLAB) == 4 && stages_of_64(MACKO_FEW_SLAB + 1) == 3);
+static_assert(stages_of_64(MACKO_TILE_FOUR_STAGES) == 4 && stages_of_64(MACKO_TILE_FOUR_STAGES + 1) == 3);
 
 // The same product where there is no wgmma: mma.sync, and cp.async by all threads. A block owns a row block and OCTETS
 // x 8 tokens; four groups of four warps take a tile each of a stage, which is a slab. Tokens are read through L1.
@@ -109,44 +108,43 @@ __global__ void __launch_bounds__(MMA_THREADS)
 }
 
 template <typename T, int OCTETS>
-cudaError_t launch_mma(const macko_tile_matrix &m, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                       const macko_slab_outputs &y, const device_info &device, cudaStream_t stream) {
+cudaError_t launch_mma(const macko_tile_matrix &m, const slab_product &p, const device_info &device) {
     if (const cudaError_t error = allow_all_shared_memory<tile_mma_kernel<T, OCTETS>>(device)) return error;
     few_task<sparse16<T>> task{};
     task.data = m.data;
     task.offsets = m.offsets;
-    task.bias = bias;
-    task.y = y;
+    task.bias = p.bias;
+    task.y = p.y;
     task.rows = m.rows;
-    task.tokens = (int)tokens;
+    task.tokens = (int)p.tokens;
     task.slabs = (int)macko_slabs_across(m.cols);
     task.stage_bytes = m.widest * MACKO_SLAB_UNIT;
     task.stages = device.shared_bytes / task.stage_bytes < 4 ? 2 : 4;
     const int sums_bytes = (MACKO_SLAB_TILES - 1) * OCTETS * 4 * 128 * 4;
     const int shared_bytes = std::max(task.stages * task.stage_bytes + MACKO_SLAB_OVERREAD, sums_bytes);
     if (shared_bytes > device.shared_bytes) return cudaErrorInvalidValue;
-    const dim3 grid((unsigned)macko_slab_row_blocks(m.rows), (unsigned)ceil_div(tokens, OCTETS * 8));
+    const dim3 grid((unsigned)macko_slab_row_blocks(m.rows), (unsigned)ceil_div(p.tokens, OCTETS * 8));
     tile_mma_kernel<T, OCTETS>
-        <<<grid, MMA_THREADS, shared_bytes, stream>>>(task, (const uint16_t *)x, x_stride, (int)m.cols);
+        <<<grid, MMA_THREADS, shared_bytes, p.stream>>>(task, (const uint16_t *)p.x, p.x_stride, (int)m.cols);
     return cudaGetLastError();
 }
 
 } // namespace
-} // namespace macko
 
-cudaError_t macko_tile_few_cuda(const macko_tile_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                const void *bias, const macko_slab_outputs *y, cudaStream_t stream) {
-    using namespace macko;
-    if (!m->rows || !tokens) return cudaSuccess;
+template <>
+cudaError_t slab_few(const macko_tile_matrix &m, const slab_product &p) {
+    if (!m.rows || !p.tokens) return cudaSuccess;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    return with_weight(*m, [&](const auto &weight) {
+    return with_weight(m, [&](const auto &weight) {
         using T = typename std::decay_t<decltype(weight)>::T;
-        if (has_wgmma(device.major)) return multiply_few(weight, tokens, x, x_stride, bias, *y, stream);
-        const auto mma = tokens <= 8    ? launch_mma<T, 1>
-                         : tokens <= 16 ? launch_mma<T, 2>
-                         : tokens <= 32 ? launch_mma<T, 4>
-                                        : launch_mma<T, 8>;
-        return mma(*m, tokens, x, x_stride, bias, *y, device, stream);
+        if (has_wgmma(device.major)) return multiply_few(weight, p);
+        const auto mma = p.tokens <= 8    ? launch_mma<T, 1>
+                         : p.tokens <= 16 ? launch_mma<T, 2>
+                         : p.tokens <= 32 ? launch_mma<T, 4>
+                                          : launch_mma<T, 8>;
+        return mma(m, p, device);
     });
 }
+
+} // namespace macko

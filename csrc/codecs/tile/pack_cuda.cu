@@ -195,10 +195,11 @@ __global__ void __launch_bounds__(THREADS, 8)
 
 } // namespace
 
-cudaError_t macko_tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets,
+cudaError_t macko_tile_count_cuda(const macko_tile_matrix *m, const void *w, int32_t *offsets,
                                   macko_slab_totals *totals, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(rows, cols);
-    if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, rows, cols, offsets, totals);
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
+    if (slabs)
+        count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, offsets, totals);
     return cudaGetLastError();
 }
 

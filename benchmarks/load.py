@@ -36,7 +36,7 @@ from macko import _library
 from macko.measure.timing import capture, copies, time_replays
 
 from .spmm import DTYPES, Kernel, make_mask
-from .timing import append_jsonl, power_now, provenance, sm_clocks
+from .timing import append_jsonl, power_now, provenance, results, sm_clocks
 
 #: Rows x columns: of the Llamas and Mistral, of Qwen2.5-7B (down), of FLUX.1's transformer (from 3072x3072 on).
 SHAPES = (
@@ -98,8 +98,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("there is no GPU")
     what = provenance()
-    folder = what["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
-    out = args.out or Path(__file__).parent / "results" / folder / "load.jsonl"
+    out = args.out or results("load.jsonl", what["gpu"])
     dtype, begin = DTYPES[args.dtype], time.monotonic()
     logs: dict[tuple[str, int], list[float]] = {}
     for shape in args.shapes.split(","):

@@ -26,7 +26,6 @@ Lines go to benchmarks/results/<gpu>/spmm.jsonl.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import time
@@ -55,7 +54,7 @@ from macko.weights.formats import (
 from .rivals import NAMES, Rival, product
 from .slide import put_gains
 from .spmv import DTYPES, EIGHT, make_mask, packed_copies
-from .timing import Timing, append_jsonl, copies, provenance, time_graph
+from .timing import Timing, append_jsonl, copies, provenance, results, time_graph
 
 #: Kernel: format (None: dense), knobs, the numbers of tokens.
 VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, range]] = {
@@ -184,8 +183,7 @@ class Shape:
             self.write(timing, kernel="dense", tokens=n, density=1.0)
 
     def write(self, timing: Timing, **more: Any) -> None:
-        times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
-        append_jsonl(self.out, **more, **times, **self.about)
+        append_jsonl(self.out, **more, **timing.rounded(), **self.about)
 
     def time(self, kernel: str, w: Tensor, density: float, mask: str) -> dict[int, float]:
         """A kernel's speed-up over dense by tokens; prints it, and writes the lines."""
@@ -255,8 +253,7 @@ def main() -> None:
     if {*kernels} & {*NAMES} and args.dtype != "bfloat16":
         parser.error(f"{', '.join(NAMES)} go with --dtype bfloat16")
     what = provenance()
-    folder = what["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
-    out = args.out or Path(__file__).parent / "results" / folder / "spmm.jsonl"
+    out = args.out or results("spmm.jsonl", what["gpu"])
     begin = time.monotonic()
     logs: dict[tuple[float, int, str], list[float]] = {}
     for name in args.shapes.split(","):

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks import EIGHT
-from macko.measure.rivals import RIVALS as RIVAL_LAYERS
 from macko.choose.times import held_bytes
+from macko.measure.rivals import RIVALS as RIVAL_LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = ROOT / "macko" / "times"

@@ -1309,3 +1309,25 @@ def test_prune_and_eval_tell_it_so_too(
     assert main([command, str(file.parent), *options]) == 1
     assert "no folder that transformers can read: " in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "in"}
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_bench_of_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"]
+    out = tmp_path / "lines.jsonl"
+    assert main(["bench", "random:tiny", "--format", "dense12", *sizes, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "29 of 29 layers changed" in printed  # lm_head too
+    assert "dense12, outputs of each layer equal to dense but for rounding: yes" in printed
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["model"] for line in lines} == {"dense", "dense12"}
+    assert {(line["sparsity"], line["dtype"], line["format"]) for line in lines} == {(0.0, "bfloat16", "dense12")}
+    assert main(["bench", "random:tiny", "--format", "dense12", "--dtype", "float16", *sizes]) == 1
+    assert "or bfloat16, whose mantissa has 7 bits, lacks" in capsys.readouterr().err
+
+
+@needs_transformers
+def test_commands_that_write_refuse_what_is_saved_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "in", str(tmp_path / "out"), "--format", "dense12"]) == 1
+    assert "its file is the dense model" in capsys.readouterr().err

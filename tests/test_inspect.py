@@ -21,8 +21,17 @@ from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.integrations.compressed_tensors import Masked
 from macko.nn.layers import PATTERNS, density_of, holding, named
-from macko.weights.formats import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
+from macko.weights.formats import (
+    Dense12Weight,
+    Macko8Weight,
+    PackedWeight,
+    SlideWeight,
+    Sparse11Weight,
+    TileWeight,
+    described,
+)
 from tests.common import assert_same_bits, random_weight
+from tests.kernels.codecs import Dense12, bits_of
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -265,4 +274,67 @@ def test_a_matrix_of_zeros_is_inspected(tmp_path: Path, capsys: Any) -> None:
     save_file({"a.weight": torch.zeros(8, 16)}, tmp_path / "file")
     assert main(["inspect", str(tmp_path / "file")]) == 0
     assert "0.000 (100.0%)" in capsys.readouterr().out
-    assert macko.nn.layers.density_of(torch.zeros(8, 16)) == 0
+    assert macko.layers.density_of(torch.zeros(8, 16)) == 0
+
+
+def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    w, spread = Dense12(BF16, 0).source(512, 512, rare=0.001), (2.0 ** torch.randint(-90, 90, (128, 256))).bfloat16()
+    made = Dense12Weight.from_dense(w)
+    save_file({"a.weight": w, "b.weight": spread, "embed.weight": w + 0}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    printed = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in printed.splitlines()}
+    assert lines["a.weight"].endswith(f"{made.nbytes / 1e3:.2f} kB ({made.listed / w.numel():.4%})")
+    assert lines["b.weight"].endswith(" -")
+    assert not lines["embed.weight"].endswith("%)")
+    assert "as tile" not in printed  # nothing has zeros
+    dense = f"{(w.nbytes + spread.nbytes) / 1e3:.2f} kB"
+    assert f'of {dense}: sparsify_(values="raw") {dense}, sparsify_ {dense}, compress_ {dense}.' in lines["in"]
+    save_file({"a.weight": w.half()}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    assert f"{made.nbytes / 1e3:.2f} kB" in capsys.readouterr().out
+    save_file({"a.weight": w.half() * 1.01}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    assert "dense12" not in capsys.readouterr().out
+
+
+def test_inspect_says_what_each_way_to_hold_weights_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("macko.cli.DENSE12_WEIGHTS", 256 * 512)
+    torch.manual_seed(0)
+    full, half = (torch.randn(256, 512).bfloat16() for _ in range(2))
+    half = torch.where(half.abs() > 0.6745, half, 0)
+    spread = torch.where(half != 0, 4.0 ** torch.randint(-60, 60, half.shape), 0).bfloat16()
+    tensors = {"a": full, "b": half, "c": spread, "lm_head": half + 0, "small": half[:64].clone(), "embed": full + 0}
+    save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    long = Dense12Weight.from_dense(full).nbytes
+    short, raw = (kind.from_dense(half).nbytes for kind in (Sparse11Weight, TileWeight))
+    small = Sparse11Weight.from_dense(half[:64]).nbytes
+    small_raw = TileWeight.from_dense(half[:64]).nbytes
+    assert f" {raw / 1e3:.2f} kB {short / 1e3:.2f} kB (0.0000%)" in " ".join(lines["b.weight"].split())
+    outside = lines["c.weight"].split("- (")[1].split("%")[0]
+    assert 90 < float(outside) < 97  # 120 exponents, of which seven are held
+    spread_raw = TileWeight.from_dense(spread).nbytes
+    dense = sum(t.nbytes for name, t in tensors.items() if name != "embed")
+    left = full.nbytes + half.nbytes
+    by_way = (
+        left + raw + spread_raw + small_raw,
+        left + short + spread_raw + small,
+        long + 2 * short + spread_raw + small,
+    )
+    texts = [f"{size / 1e3:.2f} kB" if size < 1e6 else f"{size / 1e6:.2f} MB" for size in (dense, *by_way)]
+    assert 'of {}: sparsify_(values="raw") {}, sparsify_ {}, compress_ {}.'.format(*texts) in lines["in"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_what_inspect_counts_is_what_formats_list(dtype: torch.dtype) -> None:
+    """outside_table against what packing says, of zeros of both signs, denormals, Inf, NaN and lower bits."""
+    w = Dense12(dtype, 0).source(200, 300, rare=0.004)
+    w[:, ::3], w[0, :4] = 0, bits_of(0x8000, 0x7F80, 0xFFC1, 0x0001).to(dtype)
+    assert outside_table(w, signed=False) == (Dense12Weight.from_dense(w).listed, w.numel())
+    made = Sparse11Weight.from_dense(w)
+    assert outside_table(w, signed=True) == (made.listed, made.entries)
+    assert outside_table(w[:0], signed=True) == (0, 0)

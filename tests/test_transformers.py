@@ -21,8 +21,8 @@ from torch import nn
 import macko
 from macko import cli
 from macko.files import Checkpoint
-from macko.weights import formats
 from macko.integrations import _DUE
+from macko.weights import formats
 from tests.common import assert_same_bits, assert_same_model, torch_threads, two_processes
 from tests.tiny_llama import TinyLlama
 

@@ -60,8 +60,7 @@ from .nn.layers import (
 from .nn.linear import DTYPES
 from .pruning.prune import METHODS, STATISTICS, asked_for, prune_
 from .pruning.reconstruct import RECIPES
-from .weights import codes
-from .weights.formats import (
+from .weights import (
     FORMATS,
     Dense12Weight,
     EcWeight,
@@ -70,6 +69,7 @@ from .weights.formats import (
     PackedWeight,
     Sparse11Weight,
     TileWeight,
+    codes,
 )
 from .weights.shards import sliced
 

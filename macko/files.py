@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from .choose.auto import AUTO, Options
 from .nn.layers import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
-from .weights.formats import FORMATS, MackoWeight, PackedWeight, saved_as
+from .weights import FORMATS, MackoWeight, PackedWeight, saved_as
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1

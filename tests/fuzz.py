@@ -44,7 +44,7 @@ import macko
 from macko import FORMATS, EcWeight, MackoWeight, SparseLinear
 from macko.cli import main as command
 from macko.files import VERSION, Checkpoint, as_extra_state
-from macko.weights.formats import SAVED, Macko8Weight, PackedWeight, SellWeight, SlideWeight, described
+from macko.weights import SAVED, Macko8Weight, PackedWeight, SellWeight, SlideWeight, described
 from tests.common import as_8_bits, as_bitmask, compressed_config, random_weight
 
 PACKAGE = Path(macko.__file__).parent

@@ -23,7 +23,7 @@ import macko
 from macko import SparseLinear
 from macko.choose.auto import outside_table
 from macko.cli import main
-from macko.weights.formats import Dense12Weight, Sparse11Weight, TileWeight
+from macko.weights import Dense12Weight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (
     Plan,

@@ -23,8 +23,7 @@ from benchmarks.spmm import GEMM_SIZES
 from macko import SparseLinear
 from macko.choose.auto import Options, pack
 from macko.pruning import grids
-from macko.weights import codes
-from macko.weights.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as
+from macko.weights import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, codes, saved_as
 from macko.weights.shards import sliced
 from tests import reference
 from tests.common import (

@@ -21,7 +21,7 @@ from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.integrations.compressed_tensors import Masked
 from macko.nn.layers import PATTERNS, density_of, holding, named
-from macko.weights.formats import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
+from macko.weights import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
 from tests.common import assert_same_bits, random_weight
 
 BF16, F16 = torch.bfloat16, torch.float16

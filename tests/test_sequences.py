@@ -35,7 +35,7 @@ from macko.measure import reference
 from macko.nn import convert
 from macko.nn.linear import HOOKS, keeps_format
 from macko.nn.merge import MergedLinear
-from macko.weights.formats import FORMATS, ByteWeight
+from macko.weights import FORMATS, ByteWeight
 from tests.common import CPU_DTYPES, random_weight
 
 F16, BF16, F32 = CPU_DTYPES

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from macko import EcWeight, MackoWeight
-from macko.weights.formats import (
+from macko.weights import (
     BitmapWeight,
     ByteWeight,
     Dense8Weight,
@@ -106,7 +106,7 @@ import os, sys
 import pytest, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from macko.weights.formats import Dense8Weight, Sparse8Weight
+from macko.weights import Dense8Weight, Sparse8Weight
 from macko.weights.shards import gathered, sliced
 from tests.common import assert_same_bits, random_weight
 

@@ -17,7 +17,7 @@ import macko
 from macko import SparseLinear
 from macko.choose import times
 from macko.choose.auto import Options, pack
-from macko.weights.formats import MackoWeight, Sparse11Weight, TileWeight
+from macko.weights import MackoWeight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (
     Plan,

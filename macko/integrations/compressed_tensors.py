@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import VERSION, Checkpoint, open_tensors
-from ..weights.formats import ByteWeight, Dense8Weight, Sparse8Weight, described
+from ..weights import ByteWeight, Dense8Weight, Sparse8Weight, described
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 _KEYS = ("shape", "bitmask", "compressed", "row_offsets")

@@ -27,7 +27,7 @@ from ..files import VERSION, Checkpoint, check_about, check_whole, join, open_te
 from ..nn.convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
 from ..nn.layers import FoundLinear, LayerReport, Report, countable, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
-from ..weights.formats import FORMATS, saved_as
+from ..weights import FORMATS, saved_as
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
 

@@ -41,8 +41,7 @@ from ..files import VERSION, check_about
 from ..nn.convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..nn.layers import IGNORED, matching
 from ..ops import multiply
-from ..weights import codes
-from ..weights.formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
+from ..weights import MackoWeight, PackedWeight, codes, saved_as, takes_any_weight
 from ..weights.shards import joined, sliced
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only

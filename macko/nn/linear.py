@@ -17,8 +17,7 @@ from typing_extensions import Self
 
 from ..choose.auto import AUTO, Options, pack
 from ..ops import multiply
-from ..weights import codes
-from ..weights.formats import (
+from ..weights import (
     FORMATS,
     ByteWeight,
     EcWeight,
@@ -26,6 +25,7 @@ from ..weights.formats import (
     MackoWeight,
     PackedWeight,
     SlideWeight,
+    codes,
     described,
     saved_as,
     saved_by_names,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..choose.auto import Options, pack
-from ..weights.formats import ByteWeight, MackoWeight, PackedWeight
+from ..weights import ByteWeight, MackoWeight, PackedWeight
 from ..weights.shards import joined
 from .linear import HOOKS, SparseLinear, autocast_dtype, keeps_format, with_hooks
 

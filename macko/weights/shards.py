@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from . import codes
-from .formats import ByteWeight, Dense8Weight, MackoWeight, PackedWeight, SlideWeight, Sparse8Weight
+from .base import PackedWeight
+from .bytes import ByteWeight, Dense8Weight, Sparse8Weight
+from .canonical import MackoWeight
+from .slide import SlideWeight
 
 #: The canonical capacity is a multiple of so many entries (MACKO_CHUNK in csrc/macko/macko.h).
 _CHUNK = 8

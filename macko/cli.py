@@ -71,7 +71,6 @@ from .weights import (
     TileWeight,
     codes,
 )
-from .weights.shards import sliced
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
 EXPECTED = (
@@ -467,7 +466,7 @@ class _Seen:
             return
         for first in range(0, rows if cols else 0, step):
             stop = min(rows, first + step)
-            yield weight[first:stop] if isinstance(weight, Tensor) else sliced(weight, 0, first, stop).to_dense()
+            yield weight[first:stop] if isinstance(weight, Tensor) else weight.cut(0, first, stop).to_dense()
 
     def tile_bytes(self) -> int:
         slabs = TileWeight.num_slabs(*self.shape)

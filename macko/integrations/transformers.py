@@ -325,7 +325,7 @@ class MackoHfQuantizer(HfQuantizer):
                     if packed.dtype != dtype:
                         packed = packed.to("cpu")  # a GPU has no kernels for float32
                     packed.validate()
-                    module._hold(packed.held().to(home, dtype))
+                    module._hold(packed.materialized().to(home, dtype))
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"{name}: {error}") from None
                 module.to(dtype)  # its bias
@@ -357,7 +357,7 @@ class MackoHfQuantizer(HfQuantizer):
             packed.validate()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
-        dense = SparseLinear.from_packed(packed.held(), module.bias).to_linear()
+        dense = SparseLinear.from_packed(packed.materialized(), module.bias).to_linear()
         dense.weight = nn.Parameter(dense.weight.to(module.device, self._dtypes[name]), requires_grad=False)
         model.set_submodule(name, with_hooks(dense.to(self._dtypes[name]), module))
 
@@ -425,7 +425,7 @@ def _cut(model: Any, name: str, layer: SparseLinear) -> None:
         return
     try:
         layer.packed.validate()
-        layer._hold(layer.packed.held())
+        layer._hold(layer.packed.materialized())
         tensor_parallel.cut(model, name, layer)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

@@ -13,7 +13,7 @@ from .bytes import ByteWeight, Dense8Weight, Macko8Weight, Sparse8Weight
 from .canonical import MackoWeight
 from .ec import EcWeight
 from .registry import FORMATS, SAVED, format_named, takes_any_weight
-from .saved import described, saved_as, saved_by_names
+from .saved import saved_as
 from .sell import SellWeight
 from .slab import Dense12Weight, SlabWeight, Sparse11Weight, TileWeight
 from .slide import SLIDE_ELEMENTS, SLIDE_PATTERNS, SLIDE_SOURCES, SlideWeight, sparsest_pattern
@@ -43,10 +43,8 @@ __all__ = [
     "Sparse11Weight",
     "TileWeight",
     "codes",
-    "described",
     "format_named",
     "saved_as",
-    "saved_by_names",
     "shards",
     "slices",
     "sparsest_pattern",

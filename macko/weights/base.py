@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -91,6 +92,8 @@ class PackedWeight:
     of_dense: ClassVar[bool] = False
     #: Made from any weight, zeros or none.
     any_weight: ClassVar[bool] = False
+    #: Layers that hold it may be merged: rows of several weights are packed together.
+    merges: ClassVar[bool] = True
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
     #: What macko.fuse asks: whether its products on a GPU fetch weights before their input is there (PDL), and whether
@@ -157,10 +160,13 @@ class PackedWeight:
         """The tensors and the header, as ops take them."""
         return [getattr(self, name) for name in self.tensor_names], self.header
 
-    def blank(self, device: torch.device | str) -> Self:
+    def replace(self, **fields: Any) -> Self:
+        """The weight with other tensors or sizes."""
+        return type(self)(**(self.tensors() | self.sizes() | fields))
+
+    def empty_like(self, device: torch.device | str) -> Self:
         """A weight of the same sizes, without content."""
-        blank = {name: torch.empty_like(tensor, device=device) for name, tensor in self.tensors().items()}
-        return type(self)(**blank, **self.sizes())
+        return self.replace(**{name: torch.empty_like(t, device=device) for name, t in self.tensors().items()})
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
@@ -260,6 +266,16 @@ class PackedWeight:
         """Non-zeros over all; waits for the device."""
         return int(self._values().count_nonzero()) / max(1, self.rows * self.cols)
 
+    @property
+    def known_density(self) -> float | None:
+        """The density where it takes no unpacking, else None."""
+        return None if self.device.type == "meta" else self.density
+
+    @property
+    def note(self) -> str:
+        """What a report says of how this weight is held, if anything."""
+        return ""
+
     def _values(self) -> Tensor:
         """The values, with nothing among them that is not zero in the dense weight."""
         return getattr(self, self.values_name)
@@ -308,17 +324,117 @@ class PackedWeight:
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"not {'an' if self.format[0] in 'aeiou' else 'a'} {self.format} weight: {reason}") from None
 
-    def held(self) -> PackedWeight:
-        """The same weight in a format that products take, where this one is of files alone.
+    # ---- In files ----
+
+    def materialized(self, device: torch.device | None = None) -> PackedWeight:
+        """The same weight in a format that products take, made on the device, where this one is of files alone.
 
         Raises:
             ValueError: a rule of that one is broken.
         """
         return self
 
-    def to_saved(self) -> PackedWeight:
-        """The same weight as files hold it; of an execution layout on the CPU, to spare the device."""
-        return self.to_macko().to("cpu") if self.is_layout else self
+    def to_saved(self) -> PackedWeight | Tensor:
+        """The same weight as files hold it, packed or dense; what is converted for that is on the CPU.
+
+        Of one on the meta device without content.
+        """
+        if not self.is_layout:
+            return self
+        on_meta = self.device.type == "meta"
+        return _canonical().zeros(self.rows, self.cols, self.dtype, "meta") if on_meta else self.to_macko().to("cpu")
+
+    def about(self) -> dict[str, Any] | None:
+        """What a file says of a weight beside its tensors (`saved_as` reads it); None: nothing, it holds it dense."""
+        return {"format": self.format, **self.sizes()}
+
+    @classmethod
+    def sizes_of(cls, about: Mapping[str, Any]) -> dict[str, Any]:
+        """The sizes among what `about` gave. ValueError where a word is none of the format's."""
+        return {name: size for name, size in about.items() if name != "format"}
+
+    @classmethod
+    def instead_in_files(cls) -> str:
+        """What files hold in place of this format; nothing where they hold itself."""
+        return "the canonical format" if cls.is_layout else ""
+
+    def empty_weight(self) -> Tensor:
+        """NAME.weight [0, cols], which lies beside the packed tensors of a layer NAME wherever they are saved.
+
+        Who knows nothing of macko wants a weight of another size there and stops, where it would else go on with the
+        one that the model was made with. Of values in 8 bits its dtype is that of their codes.
+        """
+        return with_address(torch.empty(0, self.cols, dtype=self._dtype_in_files, device=self.device))
+
+    @property
+    def _dtype_in_files(self) -> torch.dtype:
+        return self.dtype
+
+    # ---- In another format ----
+
+    @property
+    def keeps_format(self) -> bool:
+        """Whether it stays in its format where one is chosen: it was asked for, or its values are the format's own.
+
+        So ec, slide, dense12 and values in 8 bits; the others hold the canonical weight, each in its way.
+        """
+        return not self.is_layout
+
+    def converted(self, kind: type[PackedWeight]) -> PackedWeight | None:
+        """The same values in another format that holds them as this one does; None where they are to be packed."""
+        return None
+
+    def to_pack(self) -> Tensor | MackoWeight:
+        """What the weight is packed from anew: the dense one where that is smaller, else the canonical one."""
+        return self.to_dense() if self.any_weight else self.to_macko()
+
+    @classmethod
+    def as_source(cls, dense: Tensor) -> Tensor | MackoWeight:
+        """What a weight of this format is packed from, given the dense one: that, or the canonical one."""
+        return dense if cls.any_weight else _canonical().smallest(dense)
+
+    @classmethod
+    def laid_out_again(cls, weight: PackedWeight) -> PackedWeight:
+        """What a layer in this format has loaded, canonical, in this layout; itself where this is none, or cannot."""
+        if cls.is_layout and weight.device.type in cls.device_types:
+            with contextlib.suppress(ValueError):  # sparse11 does not hold every weight
+                return cls.from_macko(weight)  # type: ignore[arg-type]
+        return weight
+
+    # ---- Rows and columns ----
+
+    def cut(self, dim: int, start: int, stop: int) -> PackedWeight:
+        """Rows (dim 0) or columns (1) start to stop, in its format: what packing them would give.
+
+        Of rows of a canonical weight the entries are copied and nothing is unpacked; codes of 8 bits stay with their
+        scales; anything else is packed anew.
+
+        Raises:
+            ValueError: the weight has no such rows or columns, or is quantised so that a part has other codes.
+        """
+        size = self.shape[dim]
+        if not 0 <= start <= stop <= size:
+            raise ValueError(f"{('rows', 'columns')[dim]} {start} to {stop} of a weight that has {size}")
+        return self if (start, stop) == (0, size) else self._cut(dim, start, stop)
+
+    def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:
+        return self.packed_alike(self.to_dense().narrow(dim, start, stop - start))
+
+    def packed_alike(self, dense: Tensor) -> PackedWeight:
+        """Another weight in this format, with the same options."""
+        if self.is_layout:
+            return self.from_macko(_canonical().smallest(dense.contiguous()))
+        return self.from_dense(dense.contiguous(), **self._options())
+
+    def rows_anew(self, start: int, stop: int) -> PackedWeight:
+        """Rows start to stop, packed anew: in the canonical format, or in this one where it is not a choice.
+
+        Of a weight on the meta device one without content.
+        """
+        if self.device.type == "meta":
+            return _canonical().zeros(stop - start, self.cols, self.dtype, "meta")
+        rows = self.to_dense()[start:stop]
+        return self.from_dense(rows, **self._options()) if self.keeps_format else _canonical().smallest(rows)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name, in order."""
@@ -375,6 +491,14 @@ class PackedWeight:
         Bit for bit that which a layout was made from.
         """
         return _canonical().from_dense(self.to_dense(), **({"delta_bits": self.delta_bits} if self.is_layout else {}))  # type: ignore[attr-defined]
+
+
+def with_address(empty: Tensor) -> Tensor:
+    """An empty tensor on the CPU with an address of its own: savers take those at 0 for one and the same."""
+    if empty.device.type != "cpu":
+        return empty
+    nowhere = torch.from_numpy(np.empty(0, np.uint8)).untyped_storage()
+    return torch.empty_like(empty).set_(nowhere, 0, empty.shape, empty.stride())
 
 
 def _canonical() -> type[MackoWeight]:

@@ -72,7 +72,7 @@ class ByteWeight(SlabWeight):
 
     def codes(self) -> Tensor:
         """The values without scales, [rows, cols], float8_e4m3fn or int8."""
-        numbers = dataclasses.replace(self, scales=torch.ones_like(self.scales)).to_dense()  # type: ignore[type-var]
+        numbers = self.replace(scales=torch.ones_like(self.scales)).to_dense()
         return numbers.to(codes.TYPES[self.kind])
 
     def unrounded(self) -> Tensor:
@@ -88,7 +88,7 @@ class ByteWeight(SlabWeight):
             return super().to(device)
         device = self.device if device is None else torch.device(device)
         if self.device.type == "meta":
-            return dataclasses.replace(self, data=self.data.to(dtype))  # type: ignore[type-var]
+            return self.replace(data=self.data.to(dtype))
         numbers, scales = self.codes().to(device), self.scales.to(device)
         if dtype in self.dtypes:
             return self.from_codes(numbers, scales, dtype)
@@ -102,13 +102,29 @@ class ByteWeight(SlabWeight):
         numbers = torch.nn.functional.pad(numbers, (0, 0, 0, more)).view(codes.TYPES[parts[0].kind])
         return cls.from_codes(numbers, torch.cat([*scales, scales[0].new_ones(more)]), parts[0].dtype)
 
-    def part(self, dim: int, start: int, stop: int) -> Self:
-        """Rows (dim 0) or columns (1) start to stop: the same codes and scales."""
+    def converted(self, kind: type[PackedWeight]) -> PackedWeight | None:
+        if not issubclass(kind, ByteWeight):
+            return None
+        return kind.from_codes(self.codes(), self.scales, self.dtype)
+
+    def _cut(self, dim: int, start: int, stop: int) -> Self:
         scales = self.scales[start:stop].clone() if dim == 0 else self.scales  # savers refuse parts of a memory
         return self.from_codes(self.codes().narrow(dim, start, stop - start), scales, self.dtype)
 
-    def to_saved(self) -> PackedWeight:
+    def rows_anew(self, start: int, stop: int) -> PackedWeight:
+        on_meta = self.device.type == "meta"
+        return self.on_meta(stop - start, self.cols, self.kind, self.dtype) if on_meta else self.cut(0, start, stop)
+
+    def to_saved(self) -> Macko8Weight:
         return Macko8Weight.from_bytes(self)
+
+    @classmethod
+    def instead_in_files(cls) -> str:
+        return Macko8Weight.format
+
+    @property
+    def _dtype_in_files(self) -> torch.dtype:
+        return codes.TYPES[self.kind]
 
     def _options(self) -> dict[str, int]:
         return {"kind": self.kind}
@@ -203,7 +219,7 @@ class Sparse8Weight(ByteWeight):
 class Macko8Weight(PackedWeight):
     """How files hold dense8 and sparse8: the canonical format with codes for values, or all codes in their order.
 
-    No product takes it: `held` gives what does.
+    No product takes it: `materialized` gives what does.
 
     Attributes:
         values: [capacity], or of a dense weight [rows * cols], uint8: codes of the kind, 0 where an entry is filled in.
@@ -249,10 +265,27 @@ class Macko8Weight(PackedWeight):
         values = packed.values.to(codes.TYPES[weight.kind]).view(torch.uint8)
         return cls(values, packed.deltas, packed.row_ptr, *about, packed.delta_bits, *more)
 
-    def held(self) -> ByteWeight:
+    def about(self) -> dict[str, Any]:
+        sizes = self.sizes()
+        kind = codes.KINDS[sizes.pop("kind")]
+        return {"format": self.format, **sizes, "values": kind}
+
+    @classmethod
+    def sizes_of(cls, about: Mapping[str, Any]) -> dict[str, Any]:
+        sizes = super().sizes_of(about)
+        if "values" not in sizes:
+            return sizes
+        if (values := sizes.pop("values")) not in codes.KINDS:
+            raise ValueError(f"values is {values!r}, expected one of {', '.join(codes.KINDS)}")
+        return {**sizes, "kind": codes.KINDS.index(values)}
+
+    def materialized(self, device: torch.device | None = None) -> ByteWeight:
         if self.device.type == "meta":
             kind = Sparse8Weight if self.delta_bits else Dense8Weight
             return kind.on_meta(self.rows, self.cols, self.kind, self.dtype)
+        if device not in (None, self.device) and device.type != "meta":
+            moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+            return self.replace(**moved).materialized()
         self.validate()
         if not self.delta_bits:
             return Dense8Weight.from_codes(self._numbers.view(self.rows, self.cols), self.scales, self.dtype)
@@ -303,7 +336,7 @@ class Macko8Weight(PackedWeight):
         return ""
 
     def to_dense(self) -> Tensor:
-        return self.held().to_dense()
+        return self.materialized().to_dense()
 
     @property
     def dtype(self) -> torch.dtype:

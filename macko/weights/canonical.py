@@ -12,6 +12,9 @@ from typing_extensions import Self
 
 from .base import PackedWeight, Shape, any_size
 
+#: The capacity is a multiple of so many entries (MACKO_CHUNK in csrc/macko/macko.h).
+_CHUNK = 8
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MackoWeight(PackedWeight):
@@ -78,3 +81,25 @@ class MackoWeight(PackedWeight):
 
     def to_macko(self) -> MackoWeight:
         return self
+
+    @property
+    def keeps_format(self) -> bool:
+        return False
+
+    def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:
+        return self._rows(start, stop) if dim == 0 else super()._cut(dim, start, stop)
+
+    def _rows(self, start: int, stop: int) -> MackoWeight:
+        """Rows start to stop; the entries are copied."""
+        first, last = self.row_ptr[[start, stop]].tolist()
+        capacity = -(-(last - first) // _CHUNK) * _CHUNK
+        values = self.values.new_zeros(capacity)
+        values[: last - first] = self.values[first:last]
+        in_byte = 8 // self.delta_bits
+        shifts = torch.arange(0, 8, self.delta_bits, dtype=torch.uint8, device=self.device)
+        codes = self.deltas[first // in_byte : -(-last // in_byte), None] >> shifts & (1 << self.delta_bits) - 1
+        deltas = self.deltas.new_zeros(capacity)
+        deltas[: last - first] = codes.flatten()[first % in_byte :][: last - first]
+        deltas = (deltas.view(-1, in_byte) << shifts).sum(1, dtype=torch.uint8)
+        row_ptr = self.row_ptr[start : stop + 1] - first
+        return self.replace(values=values, deltas=deltas, row_ptr=row_ptr, rows=stop - start)

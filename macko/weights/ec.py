@@ -24,6 +24,7 @@ class EcWeight(PackedWeight):
     format: ClassVar[str] = "ec"
     number: ClassVar[int] = 4
     of_dense: ClassVar[bool] = True
+    merges: ClassVar[bool] = False
     values_name: ClassVar[str] = "block_values"
     faults: ClassVar[Mapping[int, str]] = {
         1: "sets[{place}] is no possible set, or not as long as its arrays",

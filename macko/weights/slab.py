@@ -156,6 +156,28 @@ class Dense12Weight(SlabWeight):
         units, most = -(-(24640 + 4 * fullest) // 128), 64 * 256 * 2 // 128  # as csrc/dense12/dense12.h has it
         return None if units > most or listed > rows * cols // 100 else cls.num_slabs(rows, cols) * units * 128
 
+    def to_saved(self) -> Tensor:
+        on_meta = self.device.type == "meta"
+        return torch.empty(self.shape, dtype=self.dtype, device="meta") if on_meta else self.to_dense().cpu()
+
+    def about(self) -> None:
+        return None
+
+    @classmethod
+    def instead_in_files(cls) -> str:
+        return "the dense weight"
+
+    def rows_anew(self, start: int, stop: int) -> PackedWeight:
+        return self.replace(rows=stop - start) if self.device.type == "meta" else super().rows_anew(start, stop)
+
+    @property
+    def known_density(self) -> None:
+        return None  # it would have to be unpacked
+
+    @property
+    def note(self) -> str:
+        return f"{self.listed / max(1, self.rows * self.cols):.3%} of its weights listed"
+
     def _options(self) -> dict[str, int]:
         return {}  # its sizes follow from the weight
 
@@ -225,3 +247,7 @@ class Sparse11Weight(SlabWeight):
         cls._check_dtype(weight.dtype)
         with not_held("the table of sparse11"):
             return cls._laid_out(weight)
+
+    @property
+    def note(self) -> str:
+        return f"{self.listed / max(1, self.entries):.3%} of its values listed"

@@ -40,6 +40,7 @@ class SlideWeight(PackedWeight):
     number: ClassVar[int] = 5
     counts_of_pack: ClassVar[int] = 1  # non-zeros that pruning dropped
     of_dense: ClassVar[bool] = True
+    merges: ClassVar[bool] = False  # its values may be quantised, and files hold it as it is
     values_name: ClassVar[str] = "tiles"
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"n": (0, *range(2, 9)), "element": range(4), "source": range(3)}
 
@@ -133,7 +134,7 @@ class SlideWeight(PackedWeight):
         if dtype in (None, self.dtype) or self.element < 2:
             source = SLIDE_SOURCES.index(dtype or self.dtype)
             moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-            return dataclasses.replace(self, **moved, source=source)  # type: ignore[arg-type]
+            return self.replace(**moved, source=source)
         element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
         if element < 2:
             raise TypeError(f"a slide weight of 16-bit values cannot become {dtype}")
@@ -172,6 +173,9 @@ class SlideWeight(PackedWeight):
         if self.sparse_from > self.sparse_to:
             return f"its range of tokens is {self.sparse_from} to {self.sparse_to}"
         return ""
+
+    def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:
+        raise ValueError(f"a weight of format {self.label} cannot be cut: pack each shard of the dense one")
 
     @property
     def dtype(self) -> torch.dtype:

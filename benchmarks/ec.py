@@ -22,7 +22,7 @@ from benchmarks import EIGHT, timing
 from benchmarks.canonical import pruned
 from benchmarks.spmv import packed_copies
 from benchmarks.timing import Timing, append_jsonl, copies, provenance, time_dense, time_waiting
-from macko.weights.formats import SellWeight
+from macko.weights import SellWeight
 from tests.common import assert_close_spmv
 
 #: The paper's layout with both widths; the same without blocks; fewer lanes a row; what is smallest on most masks.

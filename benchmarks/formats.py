@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.timing import append_jsonl, commit
 from macko import EcWeight, MackoWeight
-from macko.weights.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.weights import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
 from tests.common import MASKS, random_weight, torch_threads
 
 DENSITIES = (0.7, 0.5, 0.3, 0.2, 0.1)

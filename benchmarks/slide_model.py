@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from benchmarks.slide import PATTERNS, TYPES, int_mm, scaled_mm
 from benchmarks.timing import append_jsonl, provenance, sm_clocks
 from macko import SparseLinear, ops
-from macko.weights.formats import SLIDE_ELEMENTS, SlideWeight
+from macko.weights import SLIDE_ELEMENTS, SlideWeight
 
 MODELS: dict[str, Any] = {
     "qwen2.5-7b": Qwen2Config(

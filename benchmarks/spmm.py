@@ -39,8 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library
-from macko.weights import codes
-from macko.weights.formats import (
+from macko.weights import (
     ByteWeight,
     Dense8Weight,
     Dense12Weight,
@@ -49,6 +48,7 @@ from macko.weights.formats import (
     Sparse8Weight,
     Sparse11Weight,
     TileWeight,
+    codes,
 )
 
 from .rivals import NAMES, Rival, product

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library, ops
-from macko.weights.formats import MackoWeight, PackedWeight, SellWeight
+from macko.weights import MackoWeight, PackedWeight, SellWeight
 
 from . import EIGHT as SHAPES
 from .floor import floor

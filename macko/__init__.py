@@ -11,7 +11,7 @@ from .nn.layers import LayerReport, Report
 from .nn.linear import SparseLinear
 from .nn.merge import merge_, split_
 from .pruning.prune import prune_
-from .weights.formats import FORMATS, EcWeight, MackoWeight
+from .weights import FORMATS, EcWeight, MackoWeight
 
 __version__ = "0.1.0"
 

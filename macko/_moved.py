@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
-    "formats": "weights.formats",
+    "formats": "weights",
     "codes": "weights.codes",
     "shards": "weights.shards",
     "times": "choose.times",

@@ -60,8 +60,7 @@ from .nn.layers import (
 from .nn.linear import DTYPES
 from .pruning.prune import METHODS, STATISTICS, asked_for, prune_
 from .pruning.reconstruct import RECIPES
-from .weights import codes
-from .weights.formats import (
+from .weights import (
     FORMATS,
     Dense12Weight,
     EcWeight,
@@ -70,8 +69,8 @@ from .weights.formats import (
     PackedWeight,
     Sparse11Weight,
     TileWeight,
+    codes,
 )
-from .weights.shards import sliced
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
 EXPECTED = (
@@ -467,7 +466,7 @@ class _Seen:
             return
         for first in range(0, rows if cols else 0, step):
             stop = min(rows, first + step)
-            yield weight[first:stop] if isinstance(weight, Tensor) else sliced(weight, 0, first, stop).to_dense()
+            yield weight[first:stop] if isinstance(weight, Tensor) else weight.cut(0, first, stop).to_dense()
 
     def tile_bytes(self) -> int:
         slabs = TileWeight.num_slabs(*self.shape)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from macko.weights.formats import SellWeight
+from macko.weights import SellWeight
 
 
 def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
-from macko.weights.formats import Dense12Weight
+from macko.weights import Dense12Weight
 from tests.common import assert_close_library, assert_same_bits, assert_same_model, devices, random_vector
 from tests.kernels.codecs import Dense12, bits_of
 from tests.tiny_llama import needs_transformers

@@ -19,9 +19,7 @@ from torch.overrides import TorchFunctionMode
 import macko
 from macko.choose.auto import Options, pack
 from macko.pruning import grids
-from macko.weights import codes
-from macko.weights.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as
-from macko.weights.shards import sliced
+from macko.weights import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, codes, saved_as
 from tests.common import HALVES, assert_same_bits, devices, mask, random_vector
 from tests.kernels.codecs import DESCRIPTORS
 
@@ -275,8 +273,8 @@ def test_another_dtype_keeps_codes_and_scales(format: type[ByteWeight], kind: in
 @each_kind
 def test_parts_have_the_codes_of_the_whole(format: type[ByteWeight], kind: int) -> None:
     made = made_of(format, 130, 300, kind=kind, dtype=torch.float16)
-    assert_same_bits(sliced(made, 0, 3, 77).to_dense(), made.to_dense()[3:77])
-    assert_same_bits(sliced(made, 1, 8, 100).to_dense(), made.to_dense()[:, 8:100])
+    assert_same_bits(made.cut(0, 3, 77).to_dense(), made.to_dense()[3:77])
+    assert_same_bits(made.cut(1, 8, 100).to_dense(), made.to_dense()[:, 8:100])
 
 
 def tower(dtype: torch.dtype = torch.bfloat16, zeros: bool = True) -> Any:

@@ -21,14 +21,13 @@ from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.integrations.compressed_tensors import Masked
 from macko.nn.layers import PATTERNS, density_of, holding, named
-from macko.weights.formats import (
+from macko.weights import (
     Dense12Weight,
     Macko8Weight,
     PackedWeight,
     SlideWeight,
     Sparse11Weight,
     TileWeight,
-    described,
 )
 from tests.common import assert_same_bits, random_weight
 from tests.kernels.codecs import Dense12, bits_of
@@ -164,7 +163,7 @@ def write(path: Path, **weights: Tensor | PackedWeight) -> Path:
         if isinstance(weight, Tensor):
             tensors[f"{name}.weight"] = weight
         else:
-            layers[name] = described(type(weight), weight.sizes())
+            layers[name] = weight.about()
             tensors |= {f"{name}.{key}": t for key, t in weight.tensors().items()}
     save_file(tensors, path, metadata={"macko": json.dumps({"version": VERSION, "layers": layers})} if layers else None)
     return path

@@ -16,7 +16,7 @@ import macko
 from macko import FORMATS, MackoWeight, SparseLinear
 from macko.choose.auto import Options, pack
 from macko.nn import linear
-from macko.weights.formats import PackedWeight
+from macko.weights import PackedWeight
 from tests.common import (
     HALVES,
     assert_close_spmv,

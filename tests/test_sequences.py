@@ -33,9 +33,9 @@ from macko import SparseLinear
 from macko.choose.auto import Options, pack
 from macko.measure import reference
 from macko.nn import convert
-from macko.nn.linear import HOOKS, keeps_format
+from macko.nn.linear import HOOKS
 from macko.nn.merge import MergedLinear
-from macko.weights.formats import FORMATS, ByteWeight
+from macko.weights import FORMATS, ByteWeight
 from tests.common import CPU_DTYPES, random_weight
 
 F16, BF16, F32 = CPU_DTYPES
@@ -239,7 +239,7 @@ class Pair:
         for name in names:
             layer, like = self.model.get_submodule(name), self.twin.get_submodule(name)
             packed = layer.packed
-            self.wanted[name] = None if chosen and not keeps_format(packed) else layer.format
+            self.wanted[name] = None if chosen and not packed.keeps_format else layer.format
             if not isinstance(packed, ByteWeight):
                 self.rounded.pop(name, None)
             elif name not in self.rounded:
@@ -327,7 +327,7 @@ class Pair:
             return
         names, before = self.layers_named(name), layer.format
         weight = self.whole_weight(name)
-        stays = format in ("auto", "mixed") and keeps_format(whole_of(layer).packed)
+        stays = format in ("auto", "mixed") and whole_of(layer).packed.keeps_format
         in_bytes = all(name in self.rounded for name in names)
         expected = not stays and before != format and not (in_bytes and "8" in format) and not held(format, weight)
         expected |= format not in (*FORMATS, "auto", "mixed", "smallest")

@@ -19,7 +19,7 @@ from macko.choose import times
 from macko.choose.auto import Options, pack
 from macko.measure.tune import measure_slide
 from macko.nn.convert import check_shards
-from macko.weights.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
+from macko.weights import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
 from tests import reference
 from tests.common import HALVES, Plan, assert_same_bits, device_dtypes, devices, needs_capture
 from tests.layouts import LAYOUTS

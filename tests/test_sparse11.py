@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import macko
 from macko import SparseLinear, times
 from macko.choose.auto import Options, pack
-from macko.weights.formats import Sparse11Weight, TileWeight
+from macko.weights import Sparse11Weight, TileWeight
 from tests.common import HALVES, assert_close_library, assert_same_bits, devices, random_vector
 from tests.kernels.codecs import Sparse11
 

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import macko
-from macko import cli
+from macko import MackoWeight, cli
 from macko.files import Checkpoint
 from macko.integrations import _DUE
-from macko.weights import formats
 from tests.common import assert_same_bits, assert_same_model, torch_threads, two_processes
 from tests.tiny_llama import TinyLlama
 
@@ -172,7 +171,7 @@ def test_converts_while_it_loads(pruned: tuple[Any, Path]) -> None:
 def test_dense_weights_are_gone_one_by_one(pruned: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     weights: list[int] = []
     alive: list[int] = []
-    pack = formats.MackoWeight.smallest.__func__  # type: ignore[attr-defined]
+    pack = MackoWeight.smallest.__func__  # type: ignore[attr-defined]
 
     def watched(cls: Any, w: torch.Tensor) -> Any:
         import gc
@@ -183,7 +182,7 @@ def test_dense_weights_are_gone_one_by_one(pruned: tuple[Any, Path], monkeypatch
         weights.append(w.data_ptr())
         return pack(cls, w)
 
-    monkeypatch.setattr(formats.MackoWeight, "smallest", classmethod(watched))
+    monkeypatch.setattr(MackoWeight, "smallest", classmethod(watched))
     load(pruned[1], quantization_config=macko.MackoConfig())
     assert max(alive) <= 1  # an address may be used again by the next weight
 
@@ -256,7 +255,7 @@ def test_no_dense_weight_on_the_way_back(
 ) -> None:
     load(pruned[1], quantization_config=macko.MackoConfig()).save_pretrained(tmp_path / "sparse")
     for name in ("from_dense", "to_dense"):
-        monkeypatch.setattr(formats.MackoWeight, name, lambda *_, **__: pytest.fail("made a dense weight"))
+        monkeypatch.setattr(MackoWeight, name, lambda *_, **__: pytest.fail("made a dense weight"))
     load(tmp_path / "sparse").save_pretrained(tmp_path / "again")
 
 
@@ -920,7 +919,7 @@ import copy, os, sys
 import pytest, torch
 import torch.distributed as dist
 import macko
-from macko.weights.formats import MackoWeight
+from macko.weights import MackoWeight
 from macko.integrations import tensor_parallel
 from transformers import AutoModelForCausalLM, modeling_utils
 from transformers.distributed import DistributedConfig

@@ -20,7 +20,7 @@ from macko.choose import times
 from macko.cli import main
 from macko.measure import tune
 from macko.nn import convert
-from macko.weights.formats import (
+from macko.weights import (
     FORMATS,
     SLIDE_PATTERNS,
     BitmapWeight,

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import macko
-from macko.weights.formats import MackoWeight, Sparse8Weight
+from macko.weights import MackoWeight, Sparse8Weight
 from tests.common import assert_same_bits, random_weight
 
 pytestmark = [

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from ..weights import codes
-from ..weights.formats import (
+from ..weights import (
     FORMATS,
     SLIDE_ELEMENTS,
     SLIDE_PATTERNS,
@@ -28,6 +27,7 @@ from ..weights.formats import (
     Sparse8Weight,
     Sparse11Weight,
     TileWeight,
+    codes,
     format_named,
     sparsest_pattern,
 )

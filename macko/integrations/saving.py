@@ -28,7 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..files import join, packed_state, quant_method
 from ..nn.layers import format_bytes
 from ..nn.linear import SparseLinear
-from ..weights.formats import saved_as, takes_any_weight
+from ..weights import saved_as, takes_any_weight
 from . import tensor_parallel, wrap
 from .transformers import IGNORES_SIZES, MackoConfig
 

@@ -29,7 +29,7 @@ from ..files import VERSION, Checkpoint, check_about, check_whole, join, open_te
 from ..nn.convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
 from ..nn.layers import FoundLinear, LayerReport, Report, countable, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
-from ..weights.formats import FORMATS, saved_as
+from ..weights import FORMATS, saved_as
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
 
@@ -327,7 +327,7 @@ class MackoHfQuantizer(HfQuantizer):
                     if packed.dtype != dtype:
                         packed = packed.to("cpu")  # a GPU has no kernels for float32
                     packed.validate()
-                    module._hold(packed.held().to(home, dtype))
+                    module._hold(packed.materialized().to(home, dtype))
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"{name}: {error}") from None
                 module.to(dtype)  # its bias
@@ -372,7 +372,7 @@ class MackoHfQuantizer(HfQuantizer):
             packed.validate()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
-        dense = SparseLinear.from_packed(packed.held(), module.bias).to_linear()
+        dense = SparseLinear.from_packed(packed.materialized(), module.bias).to_linear()
         dense.weight = nn.Parameter(dense.weight.to(module.device, self._dtypes[name]), requires_grad=False)
         model.set_submodule(name, with_hooks(dense.to(self._dtypes[name]), module))
 
@@ -440,7 +440,7 @@ def _cut(model: Any, name: str, layer: SparseLinear) -> None:
         return
     try:
         layer.packed.validate()
-        layer._hold(layer.packed.held())
+        layer._hold(layer.packed.materialized())
         tensor_parallel.cut(model, name, layer)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

@@ -41,9 +41,8 @@ from ..files import VERSION, check_about
 from ..nn.convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..nn.layers import IGNORED, matching
 from ..ops import multiply
-from ..weights import codes
-from ..weights.formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
-from ..weights.shards import joined, sliced
+from ..weights import MackoWeight, PackedWeight, codes, saved_as, takes_any_weight
+from ..weights.shards import joined
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
 
@@ -371,8 +370,8 @@ class Packed(_Method):
             raise ValueError(f"the checkpoint has {whole.cols} columns, vLLM wants {self.cols} for each of {ranks}")
         first = rank * self.cols if whole.cols > self.cols else 0
         rows = self._head_rows(layer, whole) if is_head else self._stack_rows(layer, whole, places)
-        part = sliced(whole.held(), 1, first, first + self.cols)
-        return [sliced(part, 0, start, stop) for start, stop in rows]
+        part = whole.materialized().cut(1, first, first + self.cols)
+        return [part.cut(0, start, stop) for start, stop in rows]
 
     def _head_rows(self, layer: Any, whole: PackedWeight) -> list[tuple[int, int]]:
         """This rank's rows of a head; behind its last row is padding."""

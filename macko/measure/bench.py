@@ -27,8 +27,8 @@ from ..nn.layers import IGNORED, Report, columns, density_of, find_linears, form
 from ..nn.linear import SparseLinear
 from ..nn.merge import split_
 from ..pruning.prune import asked_for, prune_
+from ..weights import ByteWeight, takes_any_weight
 from ..weights.codes import KINDS
-from ..weights.formats import ByteWeight, takes_any_weight
 from . import reference
 from .rivals import replace_
 

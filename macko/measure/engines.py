@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..weights.formats import takes_any_weight
+from ..weights import takes_any_weight
 from . import bench
 from .bench import Line, Result, Side
 

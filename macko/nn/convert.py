@@ -30,7 +30,7 @@ from ..choose.auto import (
     sparse11_note,
     worst_of,
 )
-from ..weights.formats import (
+from ..weights import (
     SLIDE_PATTERNS,
     Dense12Weight,
     EcWeight,

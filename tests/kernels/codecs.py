@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from macko.weights import codes
-from macko.weights.formats import FORMATS, SlabWeight
+from macko.weights import FORMATS, SlabWeight, codes
 from tests import reference
 from tests.common import (
     HALVES,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from macko.weights.formats import FORMATS, MackoWeight, SlabWeight
+from macko.weights import FORMATS, MackoWeight, SlabWeight
 from tests.common import (
     MASKS,
     Plan,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import macko
 from benchmarks.spmm import GEMM_SIZES
 from macko.choose.auto import choose
-from macko.weights.formats import MackoWeight, SellWeight, TileWeight
+from macko.weights import MackoWeight, SellWeight, TileWeight
 from tests import layouts
 from tests.common import (
     HALVES,

@@ -215,7 +215,7 @@ def _bench_arguments(add: Any) -> None:
     add("--json", metavar="FILE", help="append the results as JSON lines")
     against = "also time torch's own dense products of 8 and 4 bits, of the weights before they are pruned"
     add("--against", choices=RIVALS, nargs="+", default=[], help=against)
-    counts = "--sparsity, --format, --batch, --prompt-tokens, --new-tokens, --dtype, --weights-dtype and --json"
+    counts = "--sparsity, --format, --values, --batch, --prompt-tokens, --new-tokens, --dtype, --weights-dtype, --json"
     engine = f"what runs the model; with vllm of the options above only {counts} count"
     add("--engine", choices=("transformers", "vllm"), default="transformers", help=engine)
     sides = "of vllm: also fp8-w8a16 and, of random: alone, int4, int4-marlin (default: %(default)s)"

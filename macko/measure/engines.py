@@ -103,6 +103,14 @@ def run(options: argparse.Namespace, source: str) -> None:
     print(bench._table(results, memory="weights"))
 
 
+def asked_of_macko(options: argparse.Namespace) -> dict[str, Any]:
+    """What of the options macko's config in vLLM is told, and the config says otherwise."""
+    asked = {} if options.format == "auto" else {"format": options.format}
+    if options.values:
+        asked["values"] = options.values
+    return {**asked, "ignore": []} if takes_any_weight(options.format) else asked
+
+
 def _random_folder(source: str) -> str:
     """A folder with the config alone, beside vLLM's compiled code, which is found again by the folder's name only."""
     folder = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "macko" / source[len("random:") :]
@@ -202,8 +210,8 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
         "enable_prefix_caching": False, "seed": 0, **SIDES[name], **given,
     }  # fmt: skip
     engine["hf_overrides"] = {**SIDES[name].get("hf_overrides", {}), **given.get("hf_overrides", {})}
-    if options.format != "auto" and name == "macko":
-        engine["hf_overrides"]["macko"] = {"format": options.format, **({"ignore": []} if any_weight else {})}
+    if name == "macko" and (asked := asked_of_macko(options)):
+        engine["hf_overrides"]["macko"] = asked
     start = time.perf_counter()
     llm = LLM(folder, **engine)
     started = time.perf_counter() - start
@@ -217,7 +225,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     config = llm.model_config.hf_text_config
     about |= {"layers": config.num_hidden_layers, "hidden": config.hidden_size}
     about |= {"weights_s": loading, "start_s": started}
-    about |= bench.about_run(options, "source", "format")
+    about |= bench.about_run(options, "source", "format", "values")
     about["weights_dtype"] = options.weights_dtype if makes else None  # other sides' dummies are vLLM's
 
     def send(result: Result) -> None:

@@ -27,18 +27,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import __version__
-from .choose.auto import (
-    CHOICES,
-    DENSE12_SHARE,
-    DENSE12_WEIGHTS,
-    SPARSE11_LISTED,
-    VALUES,
-    Options,
-    bit_counts,
-    have_codes,
-    lacking,
-    sparse11_of,
-)
+from .choose.auto import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, sparse11_of
+from .choose.exponents import bit_counts, have_codes, lacking
+from .choose.options import CHOICES, VALUES, Options
+from .choose.patterns import PATTERNS, countable, matching_patterns, pattern_names
 from .choose.times import SHIPPED, is_cpu, packed_share, read, times, times_of
 from .files import Checkpoint, check_whole, quant_method
 from .integrations import require_transformers
@@ -46,18 +38,9 @@ from .integrations.compressed_tensors import Masked, masked, sparsity_format
 from .measure.evaluate import windows
 from .measure.rivals import RIVALS
 from .nn.convert import MIN_SPARSITY
-from .nn.layers import (
-    IGNORED,
-    PATTERNS,
-    Report,
-    columns,
-    countable,
-    density_text,
-    format_bytes,
-    holding,
-    named,
-)
+from .nn.find import IGNORED
 from .nn.linear import DTYPES
+from .nn.report import Report, density_text, format_bytes, format_table
 from .pruning.prune import METHODS, STATISTICS, asked_for, prune_
 from .pruning.reconstruct import RECIPES
 from .weights import codes
@@ -407,7 +390,7 @@ def inspect(options: argparse.Namespace) -> None:
     table.append((*all_of, *[""] * (len(table[0]) - len(all_of))))
     # Of the columns behind the bytes those that say something.
     said = [i for i in range(len(table[0])) if i < 7 or any(row[i] not in ("", "-") for row in table[1:])]
-    print(columns([[row[i] for i in said] for row in table]))
+    print(format_table([[row[i] for i in said] for row in table]))
     if others:
         print(f"It is quantised by {method}: {others[0]} and tensors like it ({len(others)}) are not in the table.")
     print(memory, end="")
@@ -445,14 +428,14 @@ class _Seen:
         held, nonzeros = list(PATTERNS) if self.elements else [], 0
         counts = torch.zeros(1 << 16, dtype=torch.int64) if weight.dtype in Dense12Weight.dtypes else None
         for panel in self._panels():
-            held = holding(panel, held)
+            held = matching_patterns(panel, held)
             if counts is None:
                 nonzeros += int(countable(panel).count_nonzero())
             else:
                 counts += bit_counts(panel)
         if counts is not None:
             nonzeros = int(counts.sum() - counts[0] - counts[0x8000])
-        self.counts, self.patterns, self.density = counts, named(held), nonzeros / max(1, self.elements)
+        self.counts, self.patterns, self.density = counts, pattern_names(held), nonzeros / max(1, self.elements)
 
     def _panels(self) -> Iterator[Tensor]:
         """Dense pieces of whole row blocks of tile; of wide rows whole slabs and groups of every pattern."""

@@ -28,12 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
+from macko.choose.patterns import PATTERNS, matching_patterns, pattern_names
 from macko.choose.times import packed_share
 from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
 from macko.measure import bench, engines
-from macko.nn.layers import PATTERNS, format_bytes, holding, named
+from macko.nn.report import format_bytes
 from macko.pruning.prune import METHODS
 from tests.common import (
     as_8_bits,
@@ -949,14 +950,14 @@ def test_patterns_found_in_a_mask() -> None:
         macko.prune_(layer, pattern=pattern)
         return layer.weight
 
-    assert named(holding(holds("2:4"), PATTERNS)) == ["2:4"]
-    assert named(holding(holds("6:8"), PATTERNS)) == ["6:8"]
-    assert named(holding(holds("4:6"), PATTERNS)) == ["4:6"]
-    assert named(holding(holds("1:4"), PATTERNS)) == ["1:4"]
-    assert named(holding(holds("10:12"), PATTERNS)) == ["10:12"]
-    assert named(holding(holds("14:16"), PATTERNS)) == ["14:16"]
-    assert named(holding(torch.ones(4, 240), PATTERNS)) == []
-    assert named(holding(torch.zeros(4, 7), PATTERNS)) == []
+    assert pattern_names(matching_patterns(holds("2:4"), PATTERNS)) == ["2:4"]
+    assert pattern_names(matching_patterns(holds("6:8"), PATTERNS)) == ["6:8"]
+    assert pattern_names(matching_patterns(holds("4:6"), PATTERNS)) == ["4:6"]
+    assert pattern_names(matching_patterns(holds("1:4"), PATTERNS)) == ["1:4"]
+    assert pattern_names(matching_patterns(holds("10:12"), PATTERNS)) == ["10:12"]
+    assert pattern_names(matching_patterns(holds("14:16"), PATTERNS)) == ["14:16"]
+    assert pattern_names(matching_patterns(torch.ones(4, 240), PATTERNS)) == []
+    assert pattern_names(matching_patterns(torch.zeros(4, 7), PATTERNS)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

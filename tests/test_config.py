@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import macko
-from macko.choose.auto import Options
+from macko.choose.options import Options
 from macko.cli import parser
 from macko.integrations.config import Settings
 from macko.measure.engines import asked_of_macko

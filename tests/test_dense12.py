@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
-from macko.choose.auto import outside_table
+from macko.choose.exponents import outside_table
 from macko.cli import main
 from macko.weights.formats import Dense12Weight, Sparse11Weight, TileWeight
 from tests import reference

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 import macko
 from benchmarks.spmm import GEMM_SIZES
 from macko import SparseLinear
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.pruning import grids
 from macko.weights import codes
 from macko.weights.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as

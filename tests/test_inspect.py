@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import macko
 from macko import FORMATS, EcWeight, MackoWeight, cli
-from macko.choose.auto import lacking, outside_table, sparse11_of
+from macko.choose.auto import sparse11_of
+from macko.choose.exponents import lacking, outside_table
+from macko.choose.patterns import PATTERNS, density_of, matching_patterns, pattern_names
 from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.integrations.compressed_tensors import Masked
-from macko.nn.layers import PATTERNS, density_of, holding, named
 from macko.weights.formats import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
 from tests.common import assert_same_bits, random_weight
 
@@ -76,7 +76,10 @@ def panel(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def assert_seen(seen: cli._Seen, w: Tensor) -> None:
     """As packing the dense matrix whole says it."""
-    assert (seen.density, seen.patterns) == (density_of(w) or 0, (named(holding(w, PATTERNS)) if w.numel() else []))
+    assert (seen.density, seen.patterns) == (
+        density_of(w) or 0,
+        (pattern_names(matching_patterns(w, PATTERNS)) if w.numel() else []),
+    )
     if w.dtype not in Dense12Weight.dtypes:
         assert seen.counts is None
         return
@@ -265,4 +268,4 @@ def test_a_matrix_of_zeros_is_inspected(tmp_path: Path, capsys: Any) -> None:
     save_file({"a.weight": torch.zeros(8, 16)}, tmp_path / "file")
     assert main(["inspect", str(tmp_path / "file")]) == 0
     assert "0.000 (100.0%)" in capsys.readouterr().out
-    assert macko.nn.layers.density_of(torch.zeros(8, 16)) == 0
+    assert density_of(torch.zeros(8, 16)) == 0

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.measure import reference
 from macko.nn import convert
 from macko.nn.linear import HOOKS, keeps_format

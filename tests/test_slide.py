@@ -14,9 +14,10 @@ from torch import Tensor
 import macko
 import macko.ops as ops
 from macko import SparseLinear
-from macko.choose import auto as choose
+from macko.choose import slide as choose
 from macko.choose import times
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.measure.tune import measure_slide
 from macko.nn.convert import check_shards
 from macko.weights.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import macko
 from macko import SparseLinear
 from macko.choose import times
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.weights.formats import MackoWeight, Sparse11Weight, TileWeight
 from tests import reference
 from tests.common import (
@@ -549,7 +550,7 @@ MERGED = ("q_proj", "k_proj", "v_proj")
 @pytest.fixture
 def tile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU of compute capability 9.0."""
-    monkeypatch.setattr("macko.choose.auto._runs_wgmma", lambda device: True)
+    monkeypatch.setattr("macko.choose.auto.runs_wgmma", lambda device: True)
     monkeypatch.setattr("macko.choose.auto.choose", lambda weight, tokens=None: TileWeight)
 
 

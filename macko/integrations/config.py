@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..choose.auto import Options
+from ..choose.options import Options
 from ..files import VERSION, check_about
 from ..nn.convert import MIN_SPARSITY, check_min_sparsity
-from ..nn.layers import IGNORED
+from ..nn.find import IGNORED
 from ..weights import codes
 
 

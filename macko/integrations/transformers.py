@@ -20,12 +20,14 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..choose.auto import Options
+from ..choose.options import Options
+from ..choose.patterns import countable
 from ..choose.times import packed_share
 from ..files import Checkpoint, check_whole, join, open_tensors
 from ..nn.convert import CONVERTED, convert_weight, warn_if_unchanged
-from ..nn.layers import FoundLinear, LayerReport, Report, countable, find_linears, unpackable
+from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
+from ..nn.report import LayerReport, Report
 from ..weights.formats import FORMATS, saved_as
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format

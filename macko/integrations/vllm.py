@@ -35,9 +35,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from ..choose.auto import Options, pack
+from ..choose.auto import pack
+from ..choose.options import Options
 from ..nn.convert import convert_weight
-from ..nn.layers import matching
+from ..nn.find import matching
 from ..ops import multiply
 from ..weights.formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
 from ..weights.shards import joined, sliced

@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import Options, _runs_wgmma
+from ..choose.auto import runs_wgmma
+from ..choose.options import Options
+from ..choose.patterns import density_of
 from ..files import check_whole
 from ..fuse import Fuse
 from ..nn.convert import MIN_SPARSITY, sparsify_
-from ..nn.layers import IGNORED, Report, columns, density_of, find_linears, format_bytes
+from ..nn.find import IGNORED, find_linears
 from ..nn.linear import SparseLinear
 from ..nn.merge import split_
+from ..nn.report import Report, format_bytes, format_table
 from ..pruning.prune import asked_for, prune_
 from ..weights.codes import KINDS
 from ..weights.formats import ByteWeight, takes_any_weight
@@ -382,7 +385,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     def check(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
         packed = layer.packed
         weight = layer.weight.as_subclass(Tensor)
-        if isinstance(packed, ByteWeight) and x.is_cuda and _runs_wgmma(x.device):
+        if isinstance(packed, ByteWeight) and x.is_cuda and runs_wgmma(x.device):
             weight = packed.unrounded()
         wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.
@@ -458,4 +461,4 @@ def _table(results: list[Result], memory: str = "peak GPU memory") -> str:
         ratio = f"{speed / base:.2f}x" if speed and base else "-"
         times = (f"{result.ms:.3f}", f"{speed:.1f}", ratio) if speed else ("-", "-", "-")
         rows.append((result.what, str(result.batch), str(result.prompt_tokens), str(result), *times, peak))
-    return columns(rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows])
+    return format_table(rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows])

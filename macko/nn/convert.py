@@ -17,19 +17,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from ..choose.auto import (
-    DENSE12_SHARE,
-    VALUES,
-    Options,
-    expected_us,
-    not_dense12,
-    pack,
-    slide_note,
-    slides,
-    sparse11_gain,
-    sparse11_note,
-    worst_of,
-)
+from ..choose.auto import DENSE12_SHARE, expected_us, not_dense12, pack, sparse11_gain, sparse11_note, worst_of
+from ..choose.options import VALUES, Options
+from ..choose.patterns import density_of
+from ..choose.slide import slide_note, slides
 from ..weights.formats import (
     SLIDE_PATTERNS,
     Dense12Weight,
@@ -40,19 +31,10 @@ from ..weights.formats import (
     TileWeight,
     takes_any_weight,
 )
-from .layers import (
-    Filter,
-    FoundLinear,
-    LayerReport,
-    Report,
-    check_model,
-    density_of,
-    find_linears,
-    tied_parameters,
-    unpackable,
-)
+from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
 from .merge import merge_
+from .report import LayerReport, Report
 
 #: Layers under this sparsity stay dense: with 2-bit gaps three quarters of the values take 0.84 of the dense bytes. One
 #: token costs at least the reading of these bytes, so less than that is soon lost to a kernel's fixed costs.

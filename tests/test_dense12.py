@@ -981,7 +981,7 @@ def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureF
 def test_inspect_says_what_each_way_to_hold_weights_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("macko.cli.DENSE12_WEIGHTS", 256 * 512)
+    monkeypatch.setattr("macko.measure.inspect.DENSE12_WEIGHTS", 256 * 512)
     torch.manual_seed(0)
     full, half = (torch.randn(256, 512).bfloat16() for _ in range(2))
     half = torch.where(half.abs() > 0.6745, half, 0)

@@ -128,7 +128,7 @@ def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
 
 def sparse11_gain(shape: Sequence[int], device: torch.device, tokens: int) -> float | None:
     """Time of tile over that of sparse11 on this GPU; None where nobody measured."""
-    return times_of(device).sparse11_gain(shape, tokens)
+    return times_of(device).codec_gain(Sparse11Weight.format, shape, tokens)
 
 
 def too_many_listed(packed: Sparse11Weight) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import groupby
-
 import torch
 from torch import Tensor
 
@@ -12,9 +9,6 @@ from ..weights.formats import SLIDE_ELEMENTS, SLIDE_PATTERNS, PackedWeight, Slid
 from .options import Options
 from .patterns import meant_pattern
 from .times import SLIDE_DTYPES, times
-
-#: The range of all numbers of tokens.
-EVERYWHERE = (0, 2**31 - 1)
 
 
 def slide_gain(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> float | None:
@@ -52,39 +46,21 @@ def slide_note(w: Tensor, packed: PackedWeight, options: Options) -> str:
     return f"{pattern} would take {1 / gain:.2f} of dense's time at {options.slide_tokens} tokens"
 
 
-def sparse_range(gain: Callable[[int], float | None], tokens: int) -> tuple[int, int]:
-    """The range of tokens around `tokens` in which the gain is at least 1, or the one nearest to it; (1, 0): none."""
-    tried = sorted({round(2 ** (i / 4)) for i in range(4 * 15)} | {max(1, tokens)})
-    pays = [gains is None or gains >= 1 for gains in map(gain, tried)]
-    runs = [[i for i, _ in run] for good, run in groupby(enumerate(pays), key=lambda pair: pair[1]) if good]
-    if not runs:
-        return 1, 0
-    here = tried.index(max(1, tokens))
-    run = min(runs, key=lambda run: max(run[0] - here, here - run[-1], 0))
-    first, last = tried[run[0]], tried[run[-1]]
-    return (0 if first == tried[0] else first, EVERYWHERE[1] if last == tried[-1] else last)
-
-
 def _pattern_of(w: Tensor, options: Options) -> int:
     return sparsest_pattern(w) if options.pattern == "auto" else SLIDE_PATTERNS[options.pattern]
 
 
 def slides(w: Tensor, options: Options) -> bool:
     """Whether "mixed" packs w for the kernel of a pattern: w was pruned to it, and the kernel is there and faster."""
-    element = SLIDE_DTYPES[options.dtype] if options.dtype else w.dtype
+    element = options.slide_element or w.dtype
     n = meant_pattern(w) if SlideWeight.runs(w.device, element) else 0
     return n > 0 and slide_layout(w, n, element, options.slide_tokens) == n
 
 
 def pack_slide(w: Tensor, options: Options) -> SlideWeight:
     """w packed for slide's kernels; ValueError where it does not fit the pattern, whichever of them is the faster."""
-    element = SLIDE_ELEMENTS.index(SLIDE_DTYPES[options.dtype]) if options.dtype else -1
+    element = SLIDE_ELEMENTS.index(options.slide_element) if options.slide_element else -1
     n = _pattern_of(w, options)
     packed = SlideWeight.from_dense(w, n, element)
-    dtype = SLIDE_ELEMENTS[packed.element]
-    if options.keep_dense and n and w.device.type == "cuda":
-        first, last = sparse_range(lambda tokens: slide_gain(w, n, dtype, tokens), options.slide_tokens)
-        if last and (first, last) != EVERYWHERE:
-            return SlideWeight.from_dense(w, n, element, sparse_from=first, sparse_to=last)
-    layout = slide_layout(w, n, dtype, options.slide_tokens)
+    layout = slide_layout(w, n, SLIDE_ELEMENTS[packed.element], options.slide_tokens)
     return packed if layout == n else SlideWeight.from_dense(w, layout, element)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import macko
-from macko.measure import bench
+from macko.measure import runs
 
 PROMPT, STEPS, REPEATS = 128, 32, 5
 BATCHES = (1, 4, 8, 16, 32)
@@ -39,7 +39,7 @@ def made(source: str, more: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The model of random weights that random: names, dense, pruned to half by magnitude, and then sparse."""
     from transformers import LlamaForCausalLM
 
-    config = bench.random_config(source, architectures=["LlamaForCausalLM"])
+    config = runs.random_config(source, architectures=["LlamaForCausalLM"])
     config.update(more)
     torch.manual_seed(0)
     with torch.device("cuda" if ON_GPU else "cpu"):
@@ -200,12 +200,12 @@ def main() -> None:
     for name, model, line in models(args):
         about: dict[str, Any] = {"folder": name, "ranks": ranks, "rank": rank}
         about |= {"layers": model.config.num_hidden_layers, "hidden": model.config.hidden_size}
-        about |= bench.about_run(args)
+        about |= runs.about_run(args)
 
         def say(found: dict[str, Any], about: dict[str, Any] = about) -> None:
             if rank == 0 or found["what"] == "load":
                 print({key: value for key, value in (about | found).items() if key != "all_ms"}, flush=True)
-                bench.append(args.json, [about | found])
+                runs.append(args.json, [about | found])
 
         if line:
             say(line)

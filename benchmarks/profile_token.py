@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from macko.cli import parser
-from macko.measure.bench import Line, Result, Side, generate, run
+from macko.measure.bench import generate, run
+from macko.measure.runs import Line, Result, Side
 
 
 class OneToken:

@@ -38,7 +38,7 @@ import macko
 from benchmarks.timing import append_jsonl, commit
 from macko.choose.times import packed_share
 from macko.measure.evaluate import embeddings, language, windows
-from macko.nn.layers import IGNORED, find_linears
+from macko.nn.find import IGNORED, find_linears
 from macko.pruning.grids import Grid, float8, integers, nearest
 from macko.pruning.prune import METHODS, SPARSEGPT_BLOCK, STATISTICS, sparsegpt
 from macko.pruning.reconstruct import Recipe

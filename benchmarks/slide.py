@@ -261,17 +261,17 @@ def write_table(results: str) -> None:
             gain = fresh[gpu].setdefault((name, pattern, rows, cols), line)["gain"]
             gain[str(tokens)] = round(sides["dense"] / sides[pattern], 3)
     for gpu, lines in fresh.items():
-        put_gains(gpu, lines.values())
+        put_gains(gpu, "slide", lines.values(), tables.slide_kind)
 
 
-def put_gains(gpu: str, lines: Collection[tables.Line]) -> None:
-    """Puts lines into the package's table of a GPU, for what it had of their type and pattern."""
+def put_gains(gpu: str, part: str, lines: Collection[tables.Line], kind: Callable[[tables.Line], Any]) -> None:
+    """Puts lines into a part of the package's table of a GPU, for what it had of their kinds."""
     path = tables.SHIPPED / tables.file_name(gpu)
-    head = {"version": tables.VERSION, "gpu": gpu, "bandwidth_gbps": 0, "slide": [], "linear": []}
+    head = {"version": tables.VERSION, "gpu": gpu, "bandwidth_gbps": 0, "slide": [], "codecs": [], "linear": []}
     table: dict[str, Any] = tables.read(path) if path.exists() else head
-    kinds = set(map(tables.slide_kind, lines))
-    kept = [line for line in table["slide"] if tables.slide_kind(line) not in kinds]
-    tables.save(path, {**table, "slide": sorted([*kept, *lines], key=tables.slide_kind)})
+    kinds = set(map(kind, lines))
+    kept = [line for line in table[part] if kind(line) not in kinds]
+    tables.save(path, {**table, part: sorted([*kept, *lines], key=kind)})
 
 
 def judge(results: str) -> None:

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library
+from macko.choose.times import codec_kind
 from macko.weights import (
     ByteWeight,
     Dense8Weight,
@@ -224,9 +225,9 @@ def write_table(path: Path) -> None:
     lines: dict[tuple[int, int], dict[str, Any]] = {}
     for (rows, cols, tokens), by in sorted(us.items()):
         if tokens and {"tile", "sparse11"} <= {*by}:
-            about = {"rows": rows, "cols": cols, "dtype": "bf16", "pattern": "sparse11", "gain": {}}
+            about = {"rows": rows, "cols": cols, "codec": "sparse11", "gain": {}}
             lines.setdefault((rows, cols), about)["gain"][str(tokens)] = round(by["tile"] / by["sparse11"], 3)
-    put_gains(gpu, lines.values())
+    put_gains(gpu, "codecs", lines.values(), codec_kind)
 
 
 def main() -> None:

@@ -7,9 +7,9 @@ from . import _moved, integrations, ops
 from .files import load_model, save_model
 from .measure.tune import autotune
 from .nn.convert import compress_, sparsify_
-from .nn.layers import LayerReport, Report
 from .nn.linear import SparseLinear
 from .nn.merge import merge_, split_
+from .nn.report import LayerReport, Report
 from .pruning.prune import prune_
 from .weights import FORMATS, EcWeight, MackoWeight
 

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .choose.auto import AUTO, Options
-from .nn.layers import check_model, tied_parameters
+from .choose.options import AUTO, Options
+from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
 from .weights import MackoWeight, PackedWeight, saved_as
 from .weights.saved import IN_FILES

@@ -28,12 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
+from macko.choose.patterns import PATTERNS, matching_patterns, pattern_names
 from macko.choose.times import packed_share
 from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
-from macko.measure import bench, engines
-from macko.nn.layers import PATTERNS, format_bytes, holding, named
+from macko.measure import bench, engines, runs
+from macko.nn.report import format_bytes
 from macko.pruning.prune import METHODS
 from tests.common import (
     as_8_bits,
@@ -747,7 +748,7 @@ def test_lengths_of_bench_end_with_the_models_positions(
     """Where nobody says them: a length that is asked for and does not fit is an error."""
     seen: list[list[int]] = []
 
-    def measure(*given: Any) -> list[bench.Result]:
+    def measure(*given: Any) -> list[runs.Result]:
         seen.extend(options.prompt_tokens for options in given if hasattr(options, "prompt_tokens"))
         raise ValueError("enough")
 
@@ -806,7 +807,7 @@ def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench, "_times", lambda call, on_gpu, calls=3: [2.0, 1.0, 3.0])  # as long with and without
+    monkeypatch.setattr(runs, "seconds", lambda call, on_gpu, calls=3: [2.0, 1.0, 3.0])  # as long with and without
     out = tmp_path / "results.jsonl"
     sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--sparsity", "0.5"]
     assert main(["bench", "random:tiny", *sizes, "--json", str(out)]) == 0
@@ -824,8 +825,8 @@ def test_bench_shows_no_figure_that_noise_hides(
 def test_bench_measures_again_where_noise_is_as_large_as_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     def difference(less: list[list[float]], more: list[list[float]]) -> float | None:
         of_call = {"less": iter(less), "more": iter(more)}
-        monkeypatch.setattr(bench, "_times", lambda call, on_gpu: next(of_call[call]))
-        found = bench._difference("more", "less", False)  # type: ignore[arg-type]
+        monkeypatch.setattr(runs, "seconds", lambda call, on_gpu: next(of_call[call]))
+        found = runs.difference("more", "less", False)  # type: ignore[arg-type]
         assert not list(of_call["more"])  # as often as expected, not more
         return found
 
@@ -844,7 +845,7 @@ def test_bench_says_loudly_where_outputs_are_wrong() -> None:
 
 
 def sends_a_line(side: str, folder: str, options: argparse.Namespace, given: Any, pipe: Any) -> None:
-    found = bench.result(bench.Side(side, 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
+    found = runs.result(runs.Side(side, 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
     about = {"vllm": "1", "NVML": os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]}
     pipe.send((None, {"model": side, "ms": None, **about}))
     pipe.send((found, {**dataclasses.asdict(found), **about}))
@@ -889,7 +890,7 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
 
 @needs_transformers
 def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_times", None)
+    monkeypatch.setattr(runs, "seconds", None)
     load = mock.Mock(wraps=bench._load)
     monkeypatch.setattr(bench, "_load", load)
     for more, message in (
@@ -949,14 +950,14 @@ def test_patterns_found_in_a_mask() -> None:
         macko.prune_(layer, pattern=pattern)
         return layer.weight
 
-    assert named(holding(holds("2:4"), PATTERNS)) == ["2:4"]
-    assert named(holding(holds("6:8"), PATTERNS)) == ["6:8"]
-    assert named(holding(holds("4:6"), PATTERNS)) == ["4:6"]
-    assert named(holding(holds("1:4"), PATTERNS)) == ["1:4"]
-    assert named(holding(holds("10:12"), PATTERNS)) == ["10:12"]
-    assert named(holding(holds("14:16"), PATTERNS)) == ["14:16"]
-    assert named(holding(torch.ones(4, 240), PATTERNS)) == []
-    assert named(holding(torch.zeros(4, 7), PATTERNS)) == []
+    assert pattern_names(matching_patterns(holds("2:4"), PATTERNS)) == ["2:4"]
+    assert pattern_names(matching_patterns(holds("6:8"), PATTERNS)) == ["6:8"]
+    assert pattern_names(matching_patterns(holds("4:6"), PATTERNS)) == ["4:6"]
+    assert pattern_names(matching_patterns(holds("1:4"), PATTERNS)) == ["1:4"]
+    assert pattern_names(matching_patterns(holds("10:12"), PATTERNS)) == ["10:12"]
+    assert pattern_names(matching_patterns(holds("14:16"), PATTERNS)) == ["14:16"]
+    assert pattern_names(matching_patterns(torch.ones(4, 240), PATTERNS)) == []
+    assert pattern_names(matching_patterns(torch.zeros(4, 7), PATTERNS)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from macko import FORMATS, MackoWeight, SparseLinear, _library, ops, sparsify_
-from macko.choose.auto import CHOICES, Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import CHOICES, Options
 from macko.files import Checkpoint, as_extra_state
 from macko.weights import (
     BitmapWeight,

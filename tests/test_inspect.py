@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import macko
 from macko import FORMATS, EcWeight, MackoWeight, cli
-from macko.choose.auto import lacking, outside_table, sparse11_of
+from macko.choose.auto import sparse11_of
+from macko.choose.exponents import lacking, outside_table
+from macko.choose.patterns import PATTERNS, density_of, matching_patterns, pattern_names
 from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.integrations.compressed_tensors import Masked
-from macko.nn.layers import PATTERNS, density_of, holding, named
+from macko.measure import inspect
 from macko.weights import (
     Dense12Weight,
     Macko8Weight,
@@ -62,8 +63,8 @@ MATRICES: dict[str, Callable[[], Tensor]] = {
     "two_four": lambda: two_four(150, 336),
     "two_four_but_the_last_row": lambda: odd_last_row(193, 336),
     "wide": lambda: pruned(3, 9001, 0.45),
-    "wider_than_a_panel": lambda: two_four(66, 2 * cli.PANEL_COLS + 8),
-    "wider_by_no_group": lambda: two_four(2, cli.PANEL_COLS + 7),
+    "wider_than_a_panel": lambda: two_four(66, 2 * inspect.PANEL_COLS + 8),
+    "wider_by_no_group": lambda: two_four(2, inspect.PANEL_COLS + 7),
     "one": lambda: pruned(1, 1, 1.0),
     "zeros": lambda: torch.zeros(70, 90, dtype=BF16),
     "ends_with_empty_rows": lambda: torch.cat([pruned(30, 500, 0.5), torch.zeros(300, 500, dtype=BF16)]),
@@ -77,14 +78,17 @@ MATRICES: dict[str, Callable[[], Tensor]] = {
 @pytest.fixture(params=[1, 1 << 21])
 def panel(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Elements of a panel: 64 rows each, or the whole."""
-    monkeypatch.setattr(cli, "PANEL", request.param)
-    monkeypatch.setattr(cli, "MORE_BYTES", 1 << 25)
+    monkeypatch.setattr(inspect, "PANEL", request.param)
+    monkeypatch.setattr(inspect, "MORE_BYTES", 1 << 25)
     return int(request.param)
 
 
-def assert_seen(seen: cli._Seen, w: Tensor) -> None:
+def assert_seen(seen: inspect.Seen, w: Tensor) -> None:
     """As packing the dense matrix whole says it."""
-    assert (seen.density, seen.patterns) == (density_of(w) or 0, (named(holding(w, PATTERNS)) if w.numel() else []))
+    assert (seen.density, seen.patterns) == (
+        density_of(w) or 0,
+        (pattern_names(matching_patterns(w, PATTERNS)) if w.numel() else []),
+    )
     if w.dtype not in Dense12Weight.dtypes:
         assert seen.counts is None
         return
@@ -105,11 +109,11 @@ def assert_seen(seen: cli._Seen, w: Tensor) -> None:
 @pytest.mark.parametrize("name", MATRICES)
 def test_panels_say_what_packing_the_whole_gives(name: str, panel: int) -> None:
     w = MATRICES[name]()
-    assert_seen(cli._Seen(w, w.nbytes), w)
+    assert_seen(inspect.Seen(w, w.nbytes), w)
     if w.dtype in MackoWeight.dtypes:
         for bits in (2, 4, 8):
             packed = MackoWeight.from_dense(w, bits)
-            assert_seen(cli._Seen(packed, packed.nbytes + (1 << 20)), w)
+            assert_seen(inspect.Seen(packed, packed.nbytes + (1 << 20)), w)
 
 
 @pytest.mark.parametrize("format", ["dense8", "sparse8"])
@@ -118,7 +122,7 @@ def test_weights_of_8_bits_are_seen_as_codes_times_scales(format: str, kind: int
     for w in (random_weight(200, 300, 0.5, F16), random_weight(130, 70, 0.1, BF16), two_four(1, 700, F16)):
         saved = FORMATS[format].from_dense(w, kind).to_saved()
         assert isinstance(saved, Macko8Weight)
-        assert_seen(cli._Seen(saved.scaled(), saved.nbytes + (1 << 20)), saved.to_dense())
+        assert_seen(inspect.Seen(saved.scaled(), saved.nbytes + (1 << 20)), saved.to_dense())
 
 
 def bitmask_file(path: Path, w: Tensor) -> None:
@@ -141,7 +145,7 @@ def test_bitmasks_are_seen_by_panels(name: str, panel: int, tmp_path: Path, monk
         masked = Masked(file, "a")
         assert_same_bits(masked.to_dense(), w)
         assert masked.density == (density_of(w) or 0)
-        assert_seen(cli._Seen(masked, masked.nbytes), w)
+        assert_seen(inspect.Seen(masked, masked.nbytes), w)
 
 
 def test_a_bitmask_whose_last_panel_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -151,7 +155,7 @@ def test_a_bitmask_whose_last_panel_lies(tmp_path: Path, monkeypatch: pytest.Mon
         tensors = {name: checkpoint[name] for name in checkpoint}
     tensors["a.bitmask"][-1, 0] ^= 1
     save_file(tensors, file)
-    monkeypatch.setattr(cli, "PANEL", 1)
+    monkeypatch.setattr(inspect, "PANEL", 1)
     assert main(["inspect", str(tmp_path)]) == 1
     assert "a: bitmask has " in capsys.readouterr().err
 
@@ -179,8 +183,8 @@ def test_the_table_does_not_depend_on_panels(tmp_path: Path, capsys: Any, monkey
     )  # fmt: skip
     said = set()
     for elements in (1, 100_000, 1 << 30):
-        monkeypatch.setattr(cli, "PANEL", elements)
-        monkeypatch.setattr(cli, "ELEMENTS_A_BYTE", 1 << 30)
+        monkeypatch.setattr(inspect, "PANEL", elements)
+        monkeypatch.setattr(inspect, "ELEMENTS_A_BYTE", 1 << 30)
         assert main(["inspect", str(path), "--gpu", "NVIDIA H200"]) == 0
         said.add(capsys.readouterr().out)
     assert len(said) == 1
@@ -273,7 +277,7 @@ def test_a_matrix_of_zeros_is_inspected(tmp_path: Path, capsys: Any) -> None:
     save_file({"a.weight": torch.zeros(8, 16)}, tmp_path / "file")
     assert main(["inspect", str(tmp_path / "file")]) == 0
     assert "0.000 (100.0%)" in capsys.readouterr().out
-    assert macko.layers.density_of(torch.zeros(8, 16)) == 0
+    assert density_of(torch.zeros(8, 16)) == 0
 
 
 def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +304,7 @@ def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureF
 def test_inspect_says_what_each_way_to_hold_weights_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("macko.cli.DENSE12_WEIGHTS", 256 * 512)
+    monkeypatch.setattr("macko.measure.inspect.DENSE12_WEIGHTS", 256 * 512)
     torch.manual_seed(0)
     full, half = (torch.randn(256, 512).bfloat16() for _ in range(2))
     half = torch.where(half.abs() > 0.6745, half, 0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import macko
 from macko.choose import auto as choose
-from macko.choose.auto import Options
+from macko.choose.options import Options
 from macko.nn import merge
 from macko.nn.merge import MergedLinear
 from macko.weights import MackoWeight, SellWeight, TileWeight, base

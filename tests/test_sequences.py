@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.measure import reference
 from macko.nn import convert
 from macko.nn.linear import HOOKS
@@ -273,7 +274,7 @@ class Pair:
     # ---- Steps
 
     def sparsify(self, format: str, **options: Any) -> None:
-        known = {key: value for key, value in options.items() if key in ("tokens", "values", "pattern")}
+        known = {key: value for key, value in options.items() if key in ("tokens", "values")}
         try:
             Options(format, **known)
         except ValueError:
@@ -282,7 +283,7 @@ class Pair:
             expected = False
         with self.refused_if(expected):
             report = macko.sparsify_(self.model, format=format, **options)
-        self._converted(report, format in ("auto", "mixed"))
+        self._converted(report, format.partition(" ")[0] in ("auto", "mixed"))
 
     def compress(self, **options: Any) -> None:
         with self.refused_if(False):
@@ -621,6 +622,7 @@ def step(name: str, *args: Any, **kwargs: Any) -> Any:
 
 CPU_FORMATS = ("macko", "bitmap", "ec", "slide", "dense12", "dense8", "sparse8")
 FORMAT = st.sampled_from(["auto", *CPU_FORMATS, "mixed", "smallest"])
+ROUNDED = FORMAT.filter(lambda format: format not in ("slide", "mixed"))  # which round activations too
 EVERY = st.one_of(FORMAT, st.sampled_from(["sell", "tile", "sparse11", "nothing"]))
 NAME, DTYPE, BOOL = st.sampled_from(NAMES), st.sampled_from(CPU_DTYPES), st.booleans()
 IGNORE = st.sampled_from([(), ("lm_head",), ("q_proj",), ("0.*",), ("*.k_proj", "1.up_proj")])
@@ -629,8 +631,8 @@ STEPS = st.one_of(
     step("sparsify", EVERY, tokens=TOKENS, merge=st.sampled_from([None, True]), ignore=IGNORE),
     step("sparsify", st.just("auto"), values=st.sampled_from(["raw", "fp8", "int8", "fp16"]), merge=BOOL,
          ignore=IGNORE, device=st.sampled_from([None, "cpu"])),
-    step("sparsify", st.sampled_from(["slide", "mixed"]), pattern=st.sampled_from(["auto", "2:4", "6:8"]), merge=BOOL),
-    step("sparsify", FORMAT, min_sparsity=st.sampled_from([0.0, 0.45]), merge=BOOL, values=st.just("int8")),
+    step("sparsify", st.sampled_from(["slide", "slide 2:4", "mixed", "mixed 6:8"]), merge=BOOL),
+    step("sparsify", ROUNDED, min_sparsity=st.sampled_from([0.0, 0.45]), merge=BOOL, values=st.just("int8")),
     step("compress", values=st.sampled_from(["exact", "fp8", "int8"]), merge=BOOL, ignore=IGNORE),
     step("interrupted", FORMAT, st.integers(0, 9), BOOL),
     step("reformat", NAME, EVERY),

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import macko
-from macko import SparseLinear, times
-from macko.choose.auto import Options, pack
+from macko import SparseLinear
+from macko.choose import times
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.weights import Sparse11Weight, TileWeight
 from tests.common import HALVES, assert_close_library, assert_same_bits, devices, random_vector
 from tests.kernels.codecs import Sparse11
@@ -67,7 +69,7 @@ MERGED = ("q_proj", "k_proj", "v_proj")
 @pytest.fixture
 def tile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU of compute capability 9.0."""
-    monkeypatch.setattr("macko.choose.auto._runs_wgmma", lambda device: True)
+    monkeypatch.setattr("macko.choose.auto.runs_wgmma", lambda device: True)
     monkeypatch.setattr("macko.choose.auto.choose", lambda weight, tokens=None: TileWeight)
 
 
@@ -102,12 +104,11 @@ def test_the_report_says_what_is_listed_and_why_values_stay() -> None:
 
 @pytest.mark.usefixtures("tile_is_chosen")
 def test_exact_values_stay_where_tile_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    about = {"dtype": "bf16", "pattern": "sparse11"}
     lines = [
-        {"rows": 128, "cols": 512, **about, "gain": {"1": 0.98, "64": 1.2, "128": 0.9}},
-        {"rows": 4096, "cols": 512, **about, "gain": {"1": 0.9}},
+        {"rows": 128, "cols": 512, "codec": "sparse11", "gain": {"1": 0.98, "64": 1.2, "128": 0.9}},
+        {"rows": 4096, "cols": 512, "codec": "sparse11", "gain": {"1": 0.9}},
     ]
-    known = times.Times("GPU", 1.0, (), True, {("bf16", "sparse11"): lines})
+    known = times.Times("GPU", 1.0, (), True, codecs={"sparse11": lines})
     monkeypatch.setattr("macko.choose.auto.times_of", lambda device: known)
     w = weight(128, 512, listed=0.0)
     for tokens, wanted in ((None, "sparse11"), (8, "sparse11"), (64, "sparse11"), (128, "tile"), (4096, "tile")):
@@ -124,7 +125,7 @@ def test_the_shipped_tables_know_it(gpu: str) -> None:
     known = times.times(gpu)
     assert known.measured
     for shape in ((4096, 4096), (28672, 8192)):
-        assert 0.8 < known.sparse11_gain(shape, 1) < 1.5
+        assert 0.8 < known.codec_gain("sparse11", shape, 1) < 1.5
 
 
 @pytest.mark.usefixtures("tile_is_chosen")
@@ -159,5 +160,5 @@ def test_another_dtype_is_another_choice(scale: float, format: str) -> None:
 def test_values_are_of_formats_that_choose() -> None:
     with pytest.raises(ValueError, match="values is 'fp4', expected one of exact, raw, fp8, int8"):
         Options(values="fp4")
-    with pytest.raises(ValueError, match=r'values is of formats "auto" and "mixed", the format is \'tile\''):
+    with pytest.raises(ValueError, match="values is 'raw', format 'tile' takes exact"):
         Options("tile", values="raw")

@@ -382,7 +382,7 @@ def test_formats_mixed_by_the_masks_that_are_found(tmp_path: Path, how: str) -> 
 def test_eight_bits_only_where_they_are_asked_for() -> None:
     model = llama(hidden_size=128, intermediate_size=256)
     macko.prune_(model, pattern="2:4")
-    macko.sparsify_(model, format="mixed", dtype="int8")
+    macko.sparsify_(model, format="mixed", values="int8")
     assert model.model.layers[0].mlp.up_proj.packed.label == "slide 2:4 int8"
 
 

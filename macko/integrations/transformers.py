@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import json
 import os
 import re
@@ -23,15 +22,18 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..choose.auto import Options
+from ..choose.options import Options
+from ..choose.patterns import countable
 from ..choose.times import packed_share
-from ..files import VERSION, Checkpoint, check_about, check_whole, join, open_tensors
-from ..nn.convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
-from ..nn.layers import FoundLinear, LayerReport, Report, countable, find_linears, unpackable
+from ..files import Checkpoint, check_whole, join, open_tensors
+from ..nn.convert import CONVERTED, convert_weight, warn_if_unchanged
+from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
+from ..nn.report import LayerReport, Report
 from ..weights import FORMATS, saved_as
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
+from .config import Settings
 
 #: Whether the from_pretrained that runs was told ignore_mismatched_sizes (macko.integrations.saving sets it).
 IGNORES_SIZES: ContextVar[bool] = ContextVar("IGNORES_SIZES", default=False)
@@ -43,37 +45,11 @@ _NO_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @register_quantization_config("macko")
-class MackoConfig(QuantizationConfigMixin):
+class MackoConfig(Settings, QuantizationConfigMixin):
     """How from_pretrained packs a pruned checkpoint, and what config.json keeps of a packed one.
 
-    Args:
-        format, ignore, min_sparsity, values: as in macko.sparsify_.
-        version, layers: of a packed checkpoint; see macko.files.
-
-    Raises:
-        TypeError: there is no such option.
-        ValueError: an option is out of its range or not of its type, or the files are of a newer version.
+    Its arguments and errors are those of macko.integrations.config.Settings.
     """
-
-    def __init__(
-        self,
-        format: str = "auto",
-        ignore: Iterable[str] = ("lm_head",),
-        min_sparsity: float = MIN_SPARSITY,
-        version: int = VERSION,
-        layers: dict[str, dict[str, Any]] | None = None,
-        values: str = "exact",
-    ) -> None:
-        self.quant_method = "macko"  # type: ignore[assignment]
-        check_about({"version": version, "layers": layers}, "quantization_config")
-        Options(format, values=values)
-        check_min_sparsity(min_sparsity)
-        several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
-        self.ignore: list[Any] = list(ignore) if several else [ignore]
-        if not all(isinstance(name, str) for name in self.ignore):
-            raise ValueError(f"ignore is {ignore!r}, expected names")
-        self.format, self.min_sparsity, self.version, self.values = format, min_sparsity, version, values
-        self.layers = {} if layers is None else layers
 
     def get(self, key: str, default: Any = None) -> Any:
         """An option, or the default: transformers asks the config that a model has as it does the one of a file."""
@@ -86,8 +62,7 @@ class MackoConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """The config of a config.json, without what others, or a later macko, have noted there too."""
-        known = {key: value for key, value in config_dict.items() if key in inspect.signature(cls).parameters}
-        return super().from_dict(known, return_unused_kwargs, **kwargs)
+        return super().from_dict(cls.known(config_dict), return_unused_kwargs, **kwargs)
 
 
 @register_quantizer("macko")
@@ -291,8 +266,7 @@ class MackoHfQuantizer(HfQuantizer):
         if weight.shape != expected.shape:
             return False  # transformers then says that the checkpoint is of another size
         config = self.quantization_config
-        options = Options(config.format, values=config.values)
-        row, sparse = convert_weight(name, weight, options, config.min_sparsity)
+        row, sparse = convert_weight(name, weight, config.options, config.min_sparsity)
         self.report.layers.append(row)
         if sparse is None:
             return False

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ..choose.auto import AUTO, Options, pack
+from ..choose.auto import pack
+from ..choose.options import AUTO, Options
 from ..ops import multiply
 from ..weights import FORMATS, MackoWeight, PackedWeight, slices
 from ..weights.base import with_address

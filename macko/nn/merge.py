@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import Options, pack
+from ..choose.auto import pack
+from ..choose.options import Options
 from ..weights import MackoWeight, PackedWeight
 from ..weights.shards import joined
 from .linear import HOOKS, SparseLinear, autocast_dtype, with_hooks

@@ -6,7 +6,7 @@
     python -m benchmarks.engines random:7b --only continuous --json OUT.jsonl
 
 The first makes a Llama of random weights, half of them zero: dense, and packed by macko; the last measures both without
-files between. Of several processes (tensor parallelism) each reads its part. A step of decoding is one CUDA graph of
+files between. Of several processes (tensor parallelism) each reads its shard. A step of decoding is one CUDA graph of
 the whole model: what is measured is the GPU, its kernels and the sums over GPUs, and not Python. On a CPU a step is a
 call, and its time says little.
 """
@@ -60,7 +60,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple[str, Any, dict[str, Any] 
 
 
 def loaded(folder: str, converts: bool) -> tuple[Any, dict[str, Any]]:
-    """The model, this process' part of it where there are several, and what loading took.
+    """The model, of several processes this one's shard, and what loading took.
 
     converts: whether a dense folder is packed as it is read.
     """
@@ -107,7 +107,7 @@ def tokens_of(model: Any) -> dict[str, Any]:
 
 
 def step_of(model: Any, batch: int) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """A step of decoding behind PROMPT tokens, as a CUDA graph, and what goes back to its place in the sequence."""
+    """A step of decoding after PROMPT tokens, as a CUDA graph, and what goes back to its place in the sequence."""
     from transformers import StaticCache
 
     length = PROMPT + STEPS

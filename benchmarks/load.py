@@ -11,8 +11,8 @@ sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed.
 benchmarks/spmm.py times cold launches of a GPU that has rested; this times what it sustains. Kernels are those of
 benchmarks/spmm.py, and F.linear of the matrix before it was pruned. They take turns of --seconds, of which the second
 half counts, in an order drawn anew each round. A line has the median of --rounds turns, and of each the SM clock and
-the power that the driver said meanwhile; best_dense_us is that of the faster of dense and zeros, for dense12 and dense8
-of dense, as their matrix has no zeros. Each is checked before it is timed, as there. Lines go to
+the power that the driver reported meanwhile; best_dense_us is that of the faster of dense and zeros, for dense12 and
+dense8 of dense, as their matrix has no zeros. Each is checked before it is timed, as there. Lines go to
 benchmarks/results/<gpu>/load.jsonl.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.profile_token random:7b --compile max --batch 1 --new-tokens 100 --json bench.jsonl
 
 Takes what `macko bench` takes, and loads, prunes and converts as that does. It times nothing: a profiler slows down
-each launch behind it.
+the launches that follow.
 """
 
 from __future__ import annotations

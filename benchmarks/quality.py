@@ -117,7 +117,7 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
 
 
 def tokens_of(tokenizer: Any, texts: list[str]) -> Tensor:
-    """All texts behind each other, an <end> behind each."""
+    """All texts, one after the other, an <end> after each."""
     ids: list[int] = []
     for start in range(0, len(texts), 256):
         for encoding in tokenizer.backend_tokenizer.encode_batch_fast(texts[start : start + 256]):

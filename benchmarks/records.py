@@ -51,7 +51,7 @@ def enrich(line: Line) -> Line:
 
 
 def newest(lines: Iterable[Line], *key: str) -> Lines:
-    """Of lines alike in these fields the last one."""
+    """Of lines alike in these fields the last one; 0 and a field that is not there are alike."""
     found: dict[Any, Line] = {}
     for line in lines:
         found[tuple(line.get(name) or None for name in key)] = line

@@ -174,7 +174,7 @@ BARS = [
 
 
 def quality_bars(lines: Lines) -> str:
-    """Each bar: with each seed what it is, and whether it holds with all of them."""
+    """Each bar: the measured share by seed, and whether all of them meet it."""
     found = {(line["name"], records.zeros_of(line), line["seed"]): line for line in lines}
     seeds = sorted({line["seed"] for line in lines})
     rows = []
@@ -516,7 +516,7 @@ def fill(document: Path) -> None:
         for line in text.splitlines()
         if re.search(r"report: .*-->|<!-- report:|<!--$", line) and not line.startswith("<!-- report: ")
     ]:
-        raise ValueError(f"{document}: a comment that names a part has a line of its own, not {torn[0]!r}")
+        raise ValueError(f"{document}: a comment that names a part must be alone on its line, not {torn[0]!r}")
     for name in names:
         begin, there, rest = text.partition(f"<!-- report: {name} -->\n")
         text = begin + there + part(name) + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]

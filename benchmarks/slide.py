@@ -2,7 +2,7 @@
 
     python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
     python -m benchmarks.slide results.jsonl --tokens=    the quantiser alone
-    python -m benchmarks.slide results.jsonl --table      writes the part "slide" of macko/times/<gpu>.json
+    python -m benchmarks.slide results.jsonl --table      writes "slide" of macko/times/<gpu>.json
     python -m benchmarks.slide results.jsonl --judge      what is lost by that table at tokens that nobody measured
     python -m benchmarks.slide results.jsonl --twin       the dense GEMM alone, where CUTLASS's was measured (TWIN)
 
@@ -10,7 +10,7 @@ Ours: `slide_linear` (quantise, lift, GEMM with scales and bias) on a dense weig
 Torch's, for int8: our quantiser (faster than any torch has), `_int_mm` (fewer than 17 tokens, which it refuses, are
 padded to 32), and one compiled kernel that scales and casts; for float8: our quantiser and `_scaled_mm` by row (padded
 to 64 where cuBLAS has no kernel); for both: bfloat16 F.linear. Two modes, the sides in turn in both. "burst": a graph
-over rotating copies of the weights (up to 512 tokens, so that they come from memory), behind a rest. "sustained", from
+over rotating copies of the weights (up to 512 tokens, so that they come from memory), after a rest. "sustained", from
 2048 tokens on: each side at least 60 ms under load before it is timed, since the power limit sets the clock. Ours is
 compared with bfloat16 before it is timed. Rows below 1.0 are printed too.
 """

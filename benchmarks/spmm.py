@@ -15,7 +15,7 @@ r"""A few tokens and many times a pruned matrix on the GPU, from one packed weig
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
 pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),
 what a layer of that format does; dense8 and sparse8 of a kind of values (as dense8_fp8), checked against what they
-round to; parts of what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the
+round to; the two ways that sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the
 library's product); the latter of tile, dense12 and sparse11 (tile_rows ...); ways to run tile with more than 32
 tokens (tile_ROWSxTOKENSxPAIRxCUT); and torch's products of 8 and 4 bits. Launches may overlap, as in a model of such
 layers, but for those that end in _alone, and torch's, which cannot. Each is checked before it is timed: poisoned
@@ -262,7 +262,7 @@ def main() -> None:
             print(f"stopped before {name}: over {args.seconds} s")
             break
         shape = Shape(name, [int(n) for n in args.tokens.split(",")], DTYPES[args.dtype], out, what)
-        if "dense12" in args.kernels:  # of float16 it holds what was bfloat16
+        if "dense12" in args.kernels:  # in float16 it stores what was bfloat16
             shape.dense = shape.dense.bfloat16().to(DTYPES[args.dtype])
         shape.time_dense()
         for density in map(float, args.densities.split(",")):

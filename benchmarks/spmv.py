@@ -175,7 +175,7 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
 
 
 def measure_sell(problem: Problem, canonical: MackoWeight, kernels: set[str], record: Callable[..., None]) -> None:
-    """Sell as asked for: plain and chained, and behind a kernel without PDL."""
+    """Sell as asked for: plain and chained, and after a kernel without PDL."""
     x = problem.x
     vectors = sum(problem.w.shape) * x.element_size()
     for gap_bits, name in ((0, "sell"), (4, "sell_gap4")):

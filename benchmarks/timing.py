@@ -32,7 +32,7 @@ class Timing:
     max_us: float
     launches: int
     replays: int
-    #: SM clock behind the last replay; 0 where the driver does not say. Under the highest one: power limit.
+    #: SM clock after the last replay; 0 where the driver does not report it. Below the maximum: power limit.
     clock_mhz: int = 0
 
     def rounded(self) -> dict[str, float]:

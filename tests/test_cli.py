@@ -54,18 +54,26 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def dense(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def dense_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small dense model and files that are no weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
-    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
-    (tmp_path / "dense" / "tokenizer_notes.txt").write_text("kept")
-    (tmp_path / "dense" / "README.md").write_text("of the dense one")
-    return tmp_path / "dense"
+    folder = tmp_path_factory.mktemp("dense")
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    (folder / "tokenizer_notes.txt").write_text("kept")
+    (folder / "README.md").write_text("of the dense one")
+    return folder
+
+
+@pytest.fixture
+def dense(dense_once: Path, tmp_path: Path) -> Path:
+    """It, of one's own."""
+    torch.manual_seed(0)
+    return shutil.copytree(dense_once, tmp_path / "dense")
 
 
 @needs_transformers
@@ -764,12 +772,18 @@ def test_lengths_of_bench_end_with_the_models_positions(
     assert seen == [lengths]
 
 
+def no_times(call: Any, on_gpu: bool, calls: int = 3) -> list[float]:
+    """Seconds that say nothing: as long with a call more as without. Nothing is run for them."""
+    return [2.0, 1.0, 3.0]
+
+
 @needs_transformers
 @pytest.mark.slow
 def test_bench_against_fewer_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench, "_times", no_times)
     out = tmp_path / "results.jsonl"
     sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--dtype", "bfloat16"]
     assert main(["bench", "random:tiny", *sizes, "--against", "fp8", "int4", "--json", str(out)]) == 0
@@ -807,7 +821,7 @@ def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(runs, "seconds", lambda call, on_gpu, calls=3: [2.0, 1.0, 3.0])  # as long with and without
+    monkeypatch.setattr(runs, "seconds", no_times)
     out = tmp_path / "results.jsonl"
     sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--sparsity", "0.5"]
     assert main(["bench", "random:tiny", *sizes, "--json", str(out)]) == 0
@@ -1314,7 +1328,10 @@ def test_prune_and_eval_tell_it_so_too(
 
 @needs_transformers
 @pytest.mark.slow
-def test_bench_of_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_of_a_dense_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_times", no_times)
     sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"]
     out = tmp_path / "lines.jsonl"
     assert main(["bench", "random:tiny", "--format", "dense12", *sizes, "--json", str(out)]) == 0

@@ -340,8 +340,8 @@ __device__ __forceinline__ void prefetch_scales(const float *scales, int64_t fir
 // Of a split row block what the other blocks have sent, and the block's own sums. Of many sums y is whole: there are no
 // registers for more.
 template <int TOKENS, class CODEC>
-__device__ __forceinline__ void add_up_split(const few_task<CODEC> &task, const few_memory &memory, const few_split *splits,
-                                             int rank, int left, int nth, bool second) {
+__device__ __forceinline__ void add_up_split(const few_task<CODEC> &task, const few_memory &memory,
+                                             const few_split *splits, int rank, int left, int nth, bool second) {
     using SHAPE = few_shape<TOKENS, CODEC>;
     constexpr int SUMS = TOKENS / 2;
     const few_split split = splits[second];
@@ -371,7 +371,7 @@ __device__ __forceinline__ void add_up_split(const few_task<CODEC> &task, const 
 // A consumer warpgroup: a tile of every slab, or half of every other one. In order: the first tile is prepared; stages
 // are multiplied (the main loop); the four warpgroups' sums, and with split-K those of other blocks, meet in shared
 // memory and are stored. The main loops and what follows them are no functions of their own: with these, whether of a
-// struct or of references as lambdas have them, ptxas (12.9) takes the same 96 registers and spills none, but uniform
+// struct or of references as lambdas have them, ptxas 13.0 takes the same 96 registers and spills none, but uniform
 // registers and the order of instructions are others, and 64 tokens take 8 instructions more (dense8).
 template <class CODEC, int TOKENS>
 __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_memory &memory, int cluster, int rank,

@@ -337,10 +337,42 @@ __device__ __forceinline__ void prefetch_scales(const float *scales, int64_t fir
     if (threadIdx.x < MACKO_SLAB_ROWS / 32 && row < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + row));
 }
 
+// Of a split row block what the other blocks have sent, and the block's own sums. Of many sums y is whole: there are no
+// registers for more.
+template <int TOKENS, class CODEC>
+__device__ __forceinline__ void add_up_split(const few_task<CODEC> &task, const few_memory &memory,
+                                             const few_split *splits, int rank, int left, int nth, bool second) {
+    using SHAPE = few_shape<TOKENS, CODEC>;
+    constexpr int SUMS = TOKENS / 2;
+    const few_split split = splits[second];
+    const int way = rank - split.first, chunk = 1 << split.chunk_bits;
+    const int threads = max(0, min(chunk, WARPGROUP - (way << split.chunk_bits)));
+    const uint32_t full = memory.sums_full + second * 8;
+    if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, threads * (SUMS / 4) * 16 * (split.ways - 1));
+    sm90::barrier_wait(full, 0);
+    const int64_t first_row = (int64_t)(left + nth + second) * MACKO_SLAB_ROWS;
+    const int output = SHAPE::MANY_SUMS ? 0 : macko_slab_output_of(&task.y, first_row);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
+        const int at = (way << split.chunk_bits) + (i & (chunk - 1));
+        if (at >= WARPGROUP) continue;
+        float sum[4] = {};
+#pragma unroll 1
+        for (int other = 0; other < split.ways; other++) {
+            float next[4];
+            load_sums(next,
+                      memory.split_sums + second * task.area + ((other * (SUMS / 4) << split.chunk_bits) + i) * 16);
+            for (int k = 0; k < 4; k++) sum[k] += next[k];
+        }
+        store_four(task, output, first_row, at, i >> split.chunk_bits, sum);
+    }
+}
+
 // A consumer warpgroup: a tile of every slab, or half of every other one. In order: the first tile is prepared; stages
 // are multiplied (the main loop); the four warpgroups' sums, and with split-K those of other blocks, meet in shared
-// memory and are stored. The phases are lambdas and not functions of their own, as ptxas orders the instructions of
-// functions in another way.
+// memory and are stored. The main loops and what follows them are no functions of their own: with these, whether of a
+// struct or of references as lambdas have them, ptxas 13.0 takes the same 96 registers and spills none, but uniform
+// registers and the order of instructions are others, and 64 tokens take 8 instructions more (dense8).
 template <class CODEC, int TOKENS>
 __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_memory &memory, int cluster, int rank,
                                         int warpgroup) {
@@ -613,32 +645,10 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             }
         }
     }
-    // Split row blocks: what the others have sent.
     if (rounds > work.whole) sync_consumers(); // the block's own sums are there
     for (int round = work.whole; round < rounds; round++) {
         const bool second = round > work.whole;
-        const few_split split = splits[second];
-        const int way = rank - split.first, chunk = 1 << split.chunk_bits;
-        const int own = max(0, min(chunk, WARPGROUP - (way << split.chunk_bits)));
-        const uint32_t full = memory.sums_full + second * 8;
-        if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, own * (SUMS / 4) * 16 * (split.ways - 1));
-        sm90::barrier_wait(full, 0);
-        const int64_t first_row = (int64_t)(work.left + nth + second) * MACKO_SLAB_ROWS;
-        const int part = part_of(first_row);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
-            const int at = (way << split.chunk_bits) + (i & (chunk - 1));
-            if (at >= WARPGROUP) continue;
-            float sum[4] = {};
-#pragma unroll 1
-            for (int other = 0; other < split.ways; other++) {
-                float next[4];
-                load_sums(next,
-                          memory.split_sums + second * task.area + ((other * (SUMS / 4) << split.chunk_bits) + i) * 16);
-                for (int k = 0; k < 4; k++) sum[k] += next[k];
-            }
-            store_four(task, part, first_row, at, i >> split.chunk_bits, sum);
-        }
+        add_up_split<TOKENS>(task, memory, splits, rank, work.left, nth, second);
     }
 }
 

@@ -94,6 +94,27 @@ struct listed_ranks {
     }
 };
 
+// A warp writes the list of a slice of a tile of w from `next` on, by step, lane and element: entry(place, value) of each
+// element that has bit 8 step + i in its lane's `listed`. Gives where the list ends.
+template <class ENTRY>
+__device__ __forceinline__ uint32_t *write_list(const uint16_t *w, int64_t cols, const slice_of &from, int tile,
+                                                uint32_t listed, uint32_t *next, const ENTRY &entry) {
+    for (int step = 0; step < MACKO_SLAB_GROUPS / 2; step++) {
+        const uint32_t mask = listed >> STEP_ELEMENTS * step & 255;
+        const listed_ranks ranks(mask, from.lane);
+        uint32_t *to = next + ranks.before;
+        for (int i = 0; mask >> i; i++) { // few lanes have any
+            if (!(mask >> i & 1)) continue;
+            const int e = i % MACKO_SLAB_QUAD, j = 2 * step + i / MACKO_SLAB_QUAD;
+            const int64_t row = from.row + macko_slab_row(from.lane, e);
+            const int64_t col = from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e);
+            *to++ = entry((uint32_t)(step << 8 | from.lane << 3 | i), (uint32_t)w[row * cols + col]);
+        }
+        next += ranks.all;
+    }
+    return next;
+}
+
 // counts[h] += elements of which find(element, count) calls count(h); for a thread block of COUNT_THREADS. Each lane has a
 // column of counters, so no two of a warp count in one bank.
 template <int HIGHS, class FIND>

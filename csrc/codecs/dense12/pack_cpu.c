@@ -191,14 +191,10 @@ static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, i
 
 macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m) {
     const int64_t count = macko_slab_count(m->rows, m->cols);
-    const int highest = m->dtype == MACKO_F16 ? 15 : 127;
+    const int bad = bad_code(m->table, m->dtype == MACKO_F16 ? 16 : 128);
     int64_t listed = 0, most = 0;
     uint8_t codes[128];
-    for (int code = 0; code < MACKO_SLAB_TABLE; code++) {
-        const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
-        if (high > highest || (code ? high && (high <= before || (code > 1 && !before)) : high))
-            return (macko_fault){MACKO_DENSE12_TABLE_ORDER, 0, -1, code};
-    }
+    if (bad >= 0) return (macko_fault){MACKO_DENSE12_TABLE_ORDER, 0, -1, bad};
     find_codes(m->table, codes);
     for (int64_t slab = 0; slab < count; slab++) {
         macko_fault fault = check_list(m, slab, codes);

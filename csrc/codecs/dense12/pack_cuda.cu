@@ -145,20 +145,8 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_
 #pragma unroll
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
         if (!__any_sync(FULL_WARP, listed[tile])) continue;
-        uint32_t next = begin_of(tile * MACKO_SLAB_SLICES + from.slice);
-        for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
-            const uint32_t mask = listed[tile] >> 8 * step & 255;
-            const listed_ranks ranks(mask, from.lane);
-            if (mask) {
-                step_elements elements; // again, from the cache: few lanes get here
-                elements.load(w, rows, cols, from, tile, step);
-                uint32_t *to = list + next + ranks.before;
-#pragma unroll
-                for (int i = 0; i < STEP_ELEMENTS; i++)
-                    if (mask >> i & 1) *to++ = elements[i] << 16 | step << 8 | from.lane << 3 | i;
-            }
-            next += ranks.all;
-        }
+        write_list(w, cols, from, tile, listed[tile], list + begin_of(tile * MACKO_SLAB_SLICES + from.slice),
+                   [](uint32_t place, uint32_t value) { return value << 16 | place; });
     }
 }
 

@@ -199,22 +199,8 @@ __global__ void __launch_bounds__(THREADS)
     for (int tile = 0; tile < TILES; tile++) {
         const int part = tile * MACKO_SLAB_SLICES + from.slice;
         if (!listed[part]) continue;
-        uint32_t *next = (uint32_t *)(slab + part_at(part));
-        for (int step = 0; step < STEPS; step++) {
-            const uint32_t mask = own.listed[tile] >> STEP_ELEMENTS * step & 255;
-            const listed_ranks ranks(mask, from.lane);
-            if (mask) { // few lanes get here
-                uint32_t *to = next + ranks.before;
-                for (int i = 0; i < STEP_ELEMENTS; i++) {
-                    if (!(mask >> i & 1)) continue;
-                    const int64_t r = from.row + macko_slab_row(from.lane, i % MACKO_SLAB_QUAD);
-                    const int64_t c = from.col + tile * MACKO_SLAB_TILE_COLS +
-                                      macko_slab_col(from.lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD);
-                    *to++ = (uint32_t)(step << 8 | from.lane << 3 | i) << 16 | w[r * m.cols + c];
-                }
-            }
-            next += ranks.all;
-        }
+        uint32_t *const next = write_list(w, m.cols, from, tile, own.listed[tile], (uint32_t *)(slab + part_at(part)),
+                                          [](uint32_t place, uint32_t value) { return place << 16 | value; });
         if (from.lane == 0) *next = MACKO_SPARSE11_END;
     }
 }

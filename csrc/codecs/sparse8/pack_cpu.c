@@ -180,23 +180,15 @@ static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
 }
 
 macko_fault macko_sparse8_check_cpu(const macko_sparse8_matrix *m) {
-    const int64_t count = macko_slab_count(m->rows, m->cols), slabs = macko_slabs_across(m->cols);
     const int64_t row = macko_bad_scale_cpu(m->scales, m->rows);
-    int64_t widest = 0, stored = 0;
     if (row >= 0) return (macko_fault){MACKO_SPARSE8_SCALE, row / MACKO_SLAB_ROWS, -1, row};
-    if (m->offsets[0]) return (macko_fault){MACKO_SPARSE8_OFFSETS, 0, 0, m->offsets[0]};
-    for (int64_t slab = 0; slab < count; slab++) {
-        const int64_t here = (int64_t)m->offsets[slab + 1] - m->offsets[slab];
-        if (here < macko_sparse8_units(0) || here > macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS))
-            return (macko_fault){MACKO_SPARSE8_OFFSETS, slab / slabs, slab + 1, m->offsets[slab + 1]};
-        if (here > widest) widest = here;
-    }
-    if (widest != m->widest) return (macko_fault){MACKO_SPARSE8_WIDEST, 0, -1, widest};
-    if (m->offsets[count] != m->units) return (macko_fault){MACKO_SPARSE8_END, 0, count, m->offsets[count]};
-    for (int64_t slab = 0; slab < count; slab++) {
-        const macko_fault fault = check_slab(m, slab);
-        if (fault.kind) return fault;
+    macko_fault fault =
+        check_offsets(m->offsets, m->rows, m->cols, macko_sparse8_units(0),
+                      macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS), m->widest, m->units, MACKO_SPARSE8_OFFSETS);
+    int64_t stored = 0;
+    for (int64_t slab = 0; !fault.kind && slab < macko_slab_count(m->rows, m->cols); slab++) {
+        fault = check_slab(m, slab);
         stored += fault.found;
     }
-    return (macko_fault){MACKO_SPARSE8_OK, 0, -1, stored};
+    return fault.kind ? fault : (macko_fault){MACKO_SPARSE8_OK, 0, -1, stored};
 }

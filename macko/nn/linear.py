@@ -487,9 +487,10 @@ class SparseLinear(nn.Linear):
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
-        if packed is None:
-            if before.about() is None:  # what the state lacks is what files hold: the dense weight
-                missing_keys[:] = [f"{prefix}weight" if key in own else key for key in missing_keys]
+        if packed is None:  # what the state lacks is what files hold
+            pairs = zip(before.tensor_names, before.names_in_files, strict=True)
+            names = {prefix + name: prefix + in_file for name, in_file in pairs}
+            missing_keys[:] = [names.get(key, key) for key in missing_keys]
         else:
             # The empty weight of a packed folder, and the layout's own tensors, which torch.distributed.checkpoint adds
             expected = {*own, *(prefix + name for name in IN_FILES)}

@@ -92,6 +92,8 @@ class PackedWeight:
     of_dense: ClassVar[bool] = False
     #: Made from any weight, zeros or none.
     any_weight: ClassVar[bool] = False
+    #: What its time is multiplied by where the fastest format is chosen; infinite: it is opt-in.
+    handicap: ClassVar[float] = 1.0
     #: Layers that hold it may be merged: rows of several weights are packed together.
     merges: ClassVar[bool] = True
     #: The field that holds the values.
@@ -164,6 +166,11 @@ class PackedWeight:
         """The weight with other tensors or sizes."""
         return type(self)(**(self.tensors() | self.sizes() | fields))
 
+    @classmethod
+    def runs(cls, device: torch.device, dtype: torch.dtype, cols: int = 0) -> bool:
+        """Whether there are kernels on this device for weights of this dtype with so many columns."""
+        return device.type in cls.device_types and dtype in cls.dtypes
+
     def empty_like(self, device: torch.device | str) -> Self:
         """A weight of the same sizes, without content."""
         return self.replace(**{name: torch.empty_like(t, device=device) for name, t in self.tensors().items()})
@@ -171,6 +178,10 @@ class PackedWeight:
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
         return torch.ops.macko.dense(*self.packed)
+
+    def unrounded(self) -> Tensor:
+        """The weight that a GPU of compute capability 9.0 multiplies; of values in 8 bits before they are rounded."""
+        return self.to_dense()
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols], as torch.nn.functional.linear; differentiable in x and bias.
@@ -357,6 +368,15 @@ class PackedWeight:
     def instead_in_files(cls) -> str:
         """What files hold in place of this format; nothing where they hold itself."""
         return "the canonical format" if cls.is_layout else ""
+
+    @property
+    def names_in_files(self) -> tuple[str, ...]:
+        """What a state that lacks the weight lacks: its tensors, or the dense weight."""
+        return self.tensor_names
+
+    def by_rows(self) -> MackoWeight | Tensor | None:
+        """The weight to look at some rows at a time, in few bytes beside its own; None where it has to be unpacked."""
+        return None
 
     def empty_weight(self) -> Tensor:
         """NAME.weight [0, cols], which lies beside the packed tensors of a layer NAME wherever they are saved.

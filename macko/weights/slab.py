@@ -167,6 +167,10 @@ class Dense12Weight(SlabWeight):
     def instead_in_files(cls) -> str:
         return "the dense weight"
 
+    @property
+    def names_in_files(self) -> tuple[str, ...]:
+        return ("weight",)
+
     def rows_anew(self, start: int, stop: int) -> PackedWeight:
         return self.replace(rows=stop - start) if self.device.type == "meta" else super().rows_anew(start, stop)
 

@@ -55,8 +55,8 @@ class SlideWeight(PackedWeight):
     sparse_from: int = 0
     sparse_to: int = 0
 
-    @staticmethod
-    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+    @classmethod
+    def runs(cls, device: torch.device, dtype: torch.dtype, cols: int = 0) -> bool:
         """Whether there is a kernel that keeps weights of this dtype as they are: on the CPU and from sm_80 on.
 
         Not where float8 products are made of half-precision ones: before sm_89, and on sm_100 to 110.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeVar
 
@@ -22,7 +23,6 @@ from ..weights import (
     EcWeight,
     MackoWeight,
     PackedWeight,
-    SellWeight,
     SlideWeight,
     Sparse8Weight,
     Sparse11Weight,
@@ -45,13 +45,8 @@ SLIDE_TOKENS = 2048
 EVERYWHERE = (0, 2**31 - 1)
 #: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
-#: Shared memory that the sell kernel wants besides x, in bytes: its stages, partial sums, zeros after x.
-SELL_SHARED_BYTES = 64 * 1024
 #: A weight is taken to be pruned to a pattern if it has this share of the non-zeros that the pattern allows.
 PATTERN_FILLED = 0.9
-#: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
-#: That saves launches of a microsecond or two.
-SELL_WITHIN = 1.05
 #: Elements whose bits are counted at a time: of each torch makes some 20 bytes meanwhile.
 COUNTED = 1 << 19
 #: A report says where a layer is slower than dense by more than times vary.
@@ -168,15 +163,15 @@ def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
     """
     kind = FORMATS.get(options.format)
     if options.in_bytes:
-        return _in_bytes(w.to_dense() if isinstance(w, MackoWeight) else w, options)
-    if kind is not None and kind is not SlideWeight:
-        return kind.from_macko(w) if isinstance(w, MackoWeight) else kind.from_dense(w)
+        return _in_bytes(w if isinstance(w, Tensor) else w.to_dense(), options)
+    if kind is not None and not options.may_slide:
+        return kind.from_dense(w) if isinstance(w, Tensor) else kind.from_macko(w)
     if options.format == "auto":
-        return _fastest(w if isinstance(w, MackoWeight) else MackoWeight.smallest(w), options)
-    dense = w.to_dense() if isinstance(w, MackoWeight) else w
+        return _fastest(MackoWeight.smallest(w) if isinstance(w, Tensor) else w, options)
+    dense = w if isinstance(w, Tensor) else w.to_dense()
     if options.format == "smallest":
         return _smallest(dense)
-    if kind is SlideWeight:
+    if kind is not None:
         return _slide(dense, options)
     if slides(dense, options) and (packed := _slide(dense, options)).nbytes < dense.nbytes:
         return packed  # else its tiles fill up a small weight
@@ -187,12 +182,12 @@ def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
     """The weight in the format chosen for it; itself where that one would be mostly padding."""
     tokens = options.layout_tokens
     kind = choose(weight, tokens)
-    packed = kind.from_macko(weight)
-    if kind is TileWeight and (shorter := _sparse11(weight, options)) and not too_many_listed(shorter):
+    packed, is_tile = kind.from_macko(weight), kind is TileWeight
+    if is_tile and (shorter := _sparse11(weight, options)) and not too_many_listed(shorter):
         packed = shorter
     dense = weight.rows * weight.cols * weight.dtype.itemsize
     # Several tokens are worth tile's masks at any density.
-    many = tokens != 1 and (kind is TileWeight or tokens is not None)
+    many = tokens != 1 and (is_tile or tokens is not None)
     share = 0 if weight.rows < FEW_ROWS else 1 if many else LAYOUT_SHARE
     return packed if packed.nbytes <= max(LAYOUT_BYTES * weight.nbytes, share * dense) else weight
 
@@ -200,12 +195,14 @@ def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
 def _in_bytes(w: Tensor, options: Options) -> ByteWeight:
     """w in 8 bits a value, of the kind that is asked for: in the format of that name, or the smaller one."""
     number = codes.KINDS.index(options.values)
+    if options.format in FORMATS:
+        return FORMATS[options.format].from_dense(w, number)  # type: ignore[return-value]
     rows, cols = w.shape
     dense_bytes = -(-rows // 64) * -(-cols // 256) * 64 * 256 + 4 * rows
-    if options.format == Dense8Weight.format or int(w.count_nonzero()) > dense_bytes:
+    if int(w.count_nonzero()) > dense_bytes:
         return Dense8Weight.from_dense(w, number)
     packed = Sparse8Weight.from_dense(w, number)
-    if options.format == Sparse8Weight.format or packed.nbytes <= dense_bytes:
+    if packed.nbytes <= dense_bytes:
         return packed
     return Dense8Weight.from_codes(packed.codes(), packed.scales, w.dtype)
 
@@ -227,6 +224,13 @@ def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
         return None
     gain = sparse11_gain((weight.rows, weight.cols), weight.device, options.layout_tokens or 1)
     return sparse11_of(weight) if (gain or 1) >= SPARSE11_GAIN else None
+
+
+def us_of(packed: PackedWeight, us: Mapping[str, float], options: Options) -> float | None:
+    """The time of a packed weight, given those by format (expected_us); sparse11's by its gain over tile."""
+    if not isinstance(packed, Sparse11Weight) or TileWeight.format not in us:
+        return us.get(packed.format)
+    return us[TileWeight.format] / (sparse11_gain(packed.shape, packed.device, options.layout_tokens or 1) or 1)
 
 
 def sparse11_gain(shape: Sequence[int], device: torch.device, tokens: int) -> float | None:
@@ -281,8 +285,6 @@ def too_many_listed(packed: Sparse11Weight) -> bool:
 
 def sparse11_note(packed: PackedWeight, options: Options) -> str:
     """What a report says of how auto holds values, if anything."""
-    if isinstance(packed, Sparse11Weight):
-        return f"{packed.listed / max(1, packed.entries):.3%} of its values listed"
     if options.values != "exact" or not isinstance(packed, TileWeight) or packed.density < SPARSE11_DENSITY:
         return ""
     tokens = options.layout_tokens or 1
@@ -326,8 +328,7 @@ def expected_us(
         return {}
     known = times_of(device).at(tokens or 1)
     us = known.us(rows, cols, density, dtype, tokens or 1)
-    if device.type == "cuda" and not _sell_runs(cols, device):
-        us.pop(SellWeight.format, None)
+    us = {name: time for name, time in us.items() if name not in FORMATS or FORMATS[name].runs(device, dtype, cols)}
     if device.type == "cuda" and not known.measured and not _runs_wgmma(device):
         us.pop(TileWeight.format, None)  # the lines of another GPU are of another kernel
     return us
@@ -347,6 +348,11 @@ def worst_of(
     return worst if worst and worst[1] < WORTH_SAYING else None
 
 
+def choosable(us: Mapping[str, float]) -> dict[str, float]:
+    """Of times by format those of the formats that may be chosen: of none that is opt-in, nor of the dense layer."""
+    return {name: us[name] for name in us if name in FORMATS and FORMATS[name].handicap < math.inf}
+
+
 def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]:
     """The format in which this weight takes the least time on its device, for so many tokens at a time, if known.
 
@@ -356,12 +362,8 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
     if weight.device.type == "cuda" and tokens != 1 and (tokens or _runs_wgmma(weight.device)):
         return TileWeight
     us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
-    us.pop("dense", None)
-    us.pop(EcWeight.format, None)  # is opt-in: files hold it as it is, so it would stay where it is no faster
-    if SellWeight.format in us:
-        us[SellWeight.format] /= SELL_WITHIN
-    if us:
-        return FORMATS[min(us, key=us.__getitem__)]
+    if us := choosable(us):
+        return FORMATS[min(us, key=lambda name: us[name] * FORMATS[name].handicap)]
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight
     return MackoWeight
@@ -380,19 +382,12 @@ def not_dense12(weight: Tensor, device: torch.device) -> str:
 
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     """The execution layouts that hold this weight on its device."""
-    on_it = (kind for kind in FORMATS.values() if kind.is_layout and weight.device.type in kind.device_types)
-    kinds = [kind for kind in on_it if weight.dtype in kind.dtypes]
-    return [kind for kind in kinds if kind is not SellWeight or _sell_runs(weight.cols, weight.device)]
+    kinds = (kind for kind in FORMATS.values() if kind.is_layout)
+    return [kind for kind in kinds if kind.runs(weight.device, weight.dtype, weight.cols)]
 
 
 def _runs_wgmma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _sell_runs(cols: int, device: torch.device) -> bool:
-    """Whether sell's kernel has room for x in shared memory, and its base columns of 16 bits reach."""
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return cols < 2**16 and 2 * cols + SELL_SHARED_BYTES <= shared
 
 
 # slide: the pattern's kernel, or the dense one on the same weight, by measured times.

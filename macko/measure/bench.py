@@ -27,7 +27,7 @@ from ..nn.layers import IGNORED, Report, columns, density_of, find_linears, form
 from ..nn.linear import SparseLinear
 from ..nn.merge import split_
 from ..pruning.prune import asked_for, prune_
-from ..weights import ByteWeight, takes_any_weight
+from ..weights import takes_any_weight
 from ..weights.codes import KINDS
 from . import reference
 from .rivals import replace_
@@ -382,7 +382,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     def check(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
         packed = layer.packed
         weight = layer.weight.as_subclass(Tensor)
-        if isinstance(packed, ByteWeight) and x.is_cuda and _runs_wgmma(x.device):
+        if x.is_cuda and _runs_wgmma(x.device):
             weight = packed.unrounded()
         wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.

@@ -35,6 +35,7 @@ from .choose.auto import (
     VALUES,
     Options,
     bit_counts,
+    choosable,
     have_codes,
     lacking,
     sparse11_of,
@@ -63,13 +64,13 @@ from .pruning.reconstruct import RECIPES
 from .weights import (
     FORMATS,
     Dense12Weight,
-    EcWeight,
-    Macko8Weight,
     MackoWeight,
     PackedWeight,
     Sparse11Weight,
     TileWeight,
     codes,
+    packed_in_files,
+    with_own_files,
 )
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
@@ -168,8 +169,7 @@ def _prune_arguments(add: Any) -> None:
 
 def _convert_arguments(add: Any) -> None:
     _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
-    kinds = {name: kind for name, kind in FORMATS.items() if not kind.saved_dense}
-    *some, last = (name for name, kind in kinds.items() if name != "macko" and not kind.is_layout)
+    kinds, (*some, last) = packed_in_files(), with_own_files()
     held = f"what the weights are held in where the model is loaded ({', '.join(some)} and {last} have files of their "
     add("--format", default="auto", help=f"{held}own, the others the same): {', '.join(CHOICES)}, {', '.join(kinds)}")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
@@ -322,11 +322,11 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
-    known = [*CHOICES, *(name for name, kind in FORMATS.items() if not kind.saved_dense)]
+    known = [*CHOICES, *packed_in_files()]
     if options.format not in (*known, *FORMATS):
         raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(known)}")
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
-    if options.format in FORMATS and FORMATS[options.format].saved_dense:
+    if options.format not in known:
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
     _check_target(options)
     device, source = _device(options.device), _folder(options.source)
@@ -393,9 +393,9 @@ def inspect(options: argparse.Namespace) -> None:
             expected = ""
             if "embed" not in name and weight.dtype in DTYPES and (weight.dtype.itemsize == 2 or not on_gpu):
                 found = known.us(weight.shape[0], weight.shape[1], density, weight.dtype)
-                found.pop(EcWeight.format, None)  # which nothing chooses
                 left = 1 - density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
-                best = "" if not found else "dense" if left else min(found, key=found.__getitem__)
+                known_us = {"dense": found["dense"], **choosable(found)} if found else {}
+                best = "" if not found else "dense" if left else min(known_us, key=known_us.__getitem__)
                 if best:
                     us = [us[0] + found["dense"], us[1] + found[best]]
                     expected = f"{found['dense'] / found[best]:.2f}x {best}"
@@ -478,10 +478,7 @@ class _Seen:
         if not _within(2 * Sparse11Weight.num_slabs(*self.shape) * 64 * 256, self.file_bytes):
             return None  # of few rows, which it fills up to 64
         weight = self.weight.to_dense() if isinstance(self.weight, Masked) else self.weight
-        if isinstance(weight, Tensor):
-            weight = MackoWeight.from_dense(weight)
-        assert isinstance(weight, MackoWeight)
-        packed = sparse11_of(weight)
+        packed = sparse11_of(MackoWeight.from_dense(weight) if isinstance(weight, Tensor) else weight.to_macko())
         return packed.nbytes if packed else None
 
     def dense12_bytes(self, listed: int) -> int | None:
@@ -499,8 +496,8 @@ class _Seen:
 
 def _is_worth_it(weight: Tensor | PackedWeight | Masked, file_bytes: int) -> bool:
     """Whether a look takes memory and time in proportion to the file; one at what the file has dense always does."""
-    if not isinstance(weight, (MackoWeight, Masked)):
-        return isinstance(weight, Tensor)  # the rows of other formats cannot be had by themselves
+    if isinstance(weight, Tensor) or (isinstance(weight, PackedWeight) and weight.by_rows() is None):
+        return isinstance(weight, Tensor)  # the rows of some formats cannot be had by themselves
     # Rows can be had by whole ones only, so dense ones of a row block have to fit; with what decoding takes besides.
     least = min(64, weight.rows) * weight.cols * (6 if isinstance(weight, Masked) else 2)
     few = weight.rows * weight.cols <= PANEL + ELEMENTS_A_BYTE * file_bytes
@@ -563,10 +560,10 @@ def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | M
     matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
     for name in tqdm([*file.layers, *under_masks, *matrices], delay=1, leave=False):
         if name in file.layers:
-            weight = packed = file.packed(name)
-            if isinstance(packed, Macko8Weight):
-                weight = packed.scaled()
-            elif not isinstance(packed, MackoWeight):  # whose rows can be had by themselves
+            packed = file.packed(name)
+            if (by_rows := packed.by_rows()) is not None:
+                weight = by_rows
+            else:
                 dense_bytes = packed.rows * packed.cols * packed.dtype.itemsize
                 weight = packed.to_dense() if _within(dense_bytes, packed.nbytes) else packed
             yield name, weight, packed.format, packed.nbytes

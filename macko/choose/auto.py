@@ -30,6 +30,7 @@ from ..weights import (
     codes,
     format_named,
     sparsest_pattern,
+    takes_any_weight,
 )
 from .times import SLIDE_DTYPES, times, times_of
 
@@ -124,6 +125,11 @@ class Options:
         return self.format in (SlideWeight.format, "mixed")
 
     @property
+    def any_zeros(self) -> bool:
+        """Whether the format is for weights with zeros or none; others gain by zeros."""
+        return takes_any_weight(self.format)
+
+    @property
     def in_bytes(self) -> bool:
         """Whether values are rounded to 8 bits, by who asks for that."""
         return self.values in codes.KINDS
@@ -178,6 +184,17 @@ def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
     return pack(w, options.again or AUTO)
 
 
+def repacked(packed: PackedWeight, options: Options) -> PackedWeight:
+    """A packed weight in the format of the options, or the one chosen by them; itself where it is, or stays, so.
+
+    Codes of 8 bits are never rounded again.
+    """
+    if packed.keeps_format if options.again else packed.format == options.format:
+        return packed
+    converted = packed.converted(FORMATS[options.format]) if options.format in FORMATS else None
+    return pack(packed.to_pack(), options) if converted is None else converted
+
+
 def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
     """The weight in the format chosen for it; itself where that one would be mostly padding."""
     tokens = options.layout_tokens
@@ -228,9 +245,10 @@ def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
 
 def us_of(packed: PackedWeight, us: Mapping[str, float], options: Options) -> float | None:
     """The time of a packed weight, given those by format (expected_us); sparse11's by its gain over tile."""
-    if not isinstance(packed, Sparse11Weight) or TileWeight.format not in us:
-        return us.get(packed.format)
-    return us[TileWeight.format] / (sparse11_gain(packed.shape, packed.device, options.layout_tokens or 1) or 1)
+    time = us.get(packed.timed_as)
+    if time is None or not isinstance(packed, Sparse11Weight):
+        return time
+    return time / (sparse11_gain(packed.shape, packed.device, options.layout_tokens or 1) or 1)
 
 
 def sparse11_gain(shape: Sequence[int], device: torch.device, tokens: int) -> float | None:

@@ -36,12 +36,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from ..choose.auto import Options, pack
+from ..choose.auto import Options, pack, repacked
 from ..files import VERSION, check_about
 from ..nn.convert import MIN_SPARSITY, check_min_sparsity, convert_weight
 from ..nn.layers import IGNORED, matching
 from ..ops import multiply
-from ..weights import MackoWeight, PackedWeight, codes, saved_as, takes_any_weight
+from ..weights import PackedWeight, codes, saved_as
 from ..weights.shards import joined
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
@@ -152,7 +152,7 @@ class MackoConfig(QuantizationConfig):
                 )
             if parts:
                 return (Unpacked if has_kernels else Packed)(self, prefix, dense, list(parts.values()))
-            if not takes_any_weight(self.options.format):
+            if not self.options.any_zeros:
                 return dense
         if ignored := matching(self.ignore, (prefix, *names)):
             logger.debug("%s stays dense: ignored by %r", prefix, ignored[0])
@@ -349,11 +349,10 @@ class Packed(_Method):
         """This rank's matrix."""
         cut = [part.to(device, self.dtype) for part in self._ours(layer)]
         options = self.options(device)
-        if takes_any_weight(options.format) or options.in_bytes:  # which is for what the files hold dense
+        if options.any_zeros or options.in_bytes:  # which is for what the files hold dense
             options = Options(tokens=options.tokens)
         if len(cut) == 1 and cut[0].rows == sum(self.rows):
-            # ec and slide are what somebody chose
-            return pack(cut[0].to_macko(), options) if isinstance(cut[0], MackoWeight) or not options.again else cut[0]
+            return repacked(cut[0], options)
         if (in_bytes := joined(cut, sum(self.rows))) is not None:
             return in_bytes
         dense = torch.cat([part.to_dense() for part in cut])

@@ -27,7 +27,6 @@ from ..nn.layers import IGNORED, Report, columns, density_of, find_linears, form
 from ..nn.linear import SparseLinear
 from ..nn.merge import split_
 from ..pruning.prune import asked_for, prune_
-from ..weights import takes_any_weight
 from ..weights.codes import KINDS
 from . import reference
 from .rivals import replace_
@@ -119,7 +118,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         options.compile = "default" if device.type == "cuda" else "no"
     if options.merge is None:
         options.merge = device.type == "cuda"  # as sparsify_
-    any_weight = takes_any_weight(options.format)
+    any_weight = Options(options.format).any_zeros
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
     model = _load(source, device, dtype, options.weights_dtype)
     prunes = options.source[:7] == "random:" and not any_weight
@@ -187,7 +186,7 @@ def _rival(
 
 def _convert(model: Any, options: argparse.Namespace) -> Report:
     """sparsify_ as asked for; where zeros do not count lm_head too. ValueError where nothing changes."""
-    ignore = () if takes_any_weight(options.format) else IGNORED
+    ignore = () if Options(options.format).any_zeros else IGNORED
     how = {
         "format": options.format,
         "merge": options.merge,

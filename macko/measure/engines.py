@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..weights import takes_any_weight
+from ..choose.auto import Options
 from . import bench
 from .bench import Line, Result, Side
 
@@ -186,7 +186,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     from vllm import LLM
 
     _time_loading()
-    any_weight = takes_any_weight(options.format)
+    any_weight = Options(options.format).any_zeros
     makes = given.get("load_format") == "dummy" and name == "macko"
     sparsity = 0.0 if any_weight or not makes else (options.sparsity or [0.5])[0]
     if makes:

@@ -35,7 +35,6 @@ from ..weights import (
     SLIDE_PATTERNS,
     Dense12Weight,
     PackedWeight,
-    takes_any_weight,
 )
 from .layers import (
     Filter,
@@ -354,7 +353,7 @@ def _why_not(weight: Tensor, layer: str, options: Options, target: torch.device,
 
 def _why_not_worth(dense: Tensor, density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:
     """Why a weight is not packed, or nothing: of what is known before it is."""
-    if 1 - density < min_sparsity and not takes_any_weight(options.format):
+    if 1 - density < min_sparsity and not options.any_zeros:
         return f"under {min_sparsity:.0%} sparse it would not pay"
     sparse_us = choosable(us)
     if (

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ..choose.auto import AUTO, Options, pack
+from ..choose.auto import AUTO, Options, pack, repacked
 from ..ops import multiply
-from ..weights import FORMATS, MackoWeight, PackedWeight, slices
+from ..weights import MackoWeight, PackedWeight, slices
 from ..weights.base import with_address
 from ..weights.saved import IN_FILES, dense_in, packed_in, state_of
 
@@ -265,10 +265,9 @@ class SparseLinear(nn.Linear):
         if packed.device.type != "meta" and (reason := wanted.not_on(packed.device)):
             raise ValueError(f"format {reason}, the weight is on {packed.device}")
         options = wanted.again and (self._options or wanted.again)
-        if not (packed.keeps_format if options else packed.format == format):
-            choice = replace(wanted, values=options.values) if options and wanted.may_slide else options or wanted
-            converted = packed.converted(FORMATS[format]) if format in FORMATS else None
-            self._hold(pack(packed.to_pack(), choice) if converted is None else converted)
+        choice = replace(wanted, values=options.values) if options and wanted.may_slide else options or wanted
+        if (again := repacked(packed, choice)) is not packed:
+            self._hold(again)
         self._options = options
         return self
 

@@ -92,6 +92,8 @@ class PackedWeight:
     of_dense: ClassVar[bool] = False
     #: Made from any weight, zeros or none.
     any_weight: ClassVar[bool] = False
+    #: The format by whose measured times its own are told; "": its own.
+    timed_by: ClassVar[str] = ""
     #: What its time is multiplied by where the fastest format is chosen; infinite: it is opt-in.
     handicap: ClassVar[float] = 1.0
     #: Layers that hold it may be merged: rows of several weights are packed together.
@@ -468,6 +470,11 @@ class PackedWeight:
     def shape(self) -> torch.Size:
         """[rows, cols] of the dense weight."""
         return torch.Size((self.rows, self.cols))
+
+    @property
+    def timed_as(self) -> str:
+        """The format of the measured times that say how long its products take."""
+        return self.timed_by or self.format
 
     @property
     def label(self) -> str:

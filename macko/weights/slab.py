@@ -210,6 +210,7 @@ class Sparse11Weight(SlabWeight):
     number: ClassVar[int] = 7
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
+    timed_by: ClassVar[str] = "tile"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     counted: ClassVar[tuple[str, ...]] = ("entries", "listed")
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
